@@ -8,7 +8,6 @@ records of `spectral.maps` with torch's counter.
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 import io
 import logging
@@ -37,7 +36,6 @@ DECOMPOSITION_ROWS = {"cpu": 1024, "cuda": 2048}
 PEERS_OWN = "the peer's own"  # dtype
 MUON, MUON_FLOAT32 = "Muon bfloat16", "Muon float32"
 DION = "dion, Emerging"
-RATIOS = ("ratio_to_muon", "ratio_to_muon_float32")
 Map = Callable[[Tensor], Tensor]
 
 
@@ -62,7 +60,7 @@ def run(matrices: Matrices, device: torch.device, report: Callable[[str], None] 
         if len(same_map) < len(shapes):
             continue
         entry: dict[str, Any] = {"name": name}
-        for key in RATIOS:
+        for key in ("ratio_to_muon", "ratio_to_muon_float32"):
             ratios = [row[key] for row in same_map]
             logs = None if None in ratios else [math.log(ratio) for ratio in ratios]
             entry[key] = logs and {"geometric_mean": math.exp(statistics.fmean(logs)), "max": max(ratios)}
@@ -95,7 +93,8 @@ def _measure(
         reason, flops = None, entry.num_flops(shape)
         if flops is not None and entry.name != MUON_FLOAT32:
             reason = too_slow(f"{name}: {entry.name}", flops, entry.dtype, rates)
-        if entry.decomposes and min(shape) > DECOMPOSITION_ROWS[device.type]:
+        decomposes = entry.counted_as is not None and entry.counted_as.flops is None
+        if decomposes and min(shape) > DECOMPOSITION_ROWS[device.type]:
             reason = f"{entry.name} is skipped above {DECOMPOSITION_ROWS[device.type]} rows"
         if entry.dtype == PEERS_OWN:
             try:
@@ -116,11 +115,8 @@ def _measure(
     matrices, rows = known_matrices(small, device), []
     for entry in measured:
         report(f"{name}: errors of {entry.name}")
-        target, median, flops = (
-            partial(entry.target, **entry.settings),
-            timings[entry.name].median,
-            entry.num_flops(shape),
-        )
+        target, flops = partial(entry.target, **entry.settings), entry.num_flops(shape)
+        median = timings[entry.name].median
         rows.append(
             {
                 "name": entry.name,
@@ -157,11 +153,6 @@ class BenchmarkedMap:
     counted_as: SpectralMap | None = None
     target: Callable[..., Tensor] = sigmoid
     settings: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def decomposes(self) -> bool:
-        """Whether its record is of a decomposition, which takes long."""
-        return self.counted_as is not None and self.counted_as.flops is None
 
     def num_flops(self, shape: Shape) -> int | None:
         """Floating-point operations for one matrix, None where they are not counted."""
@@ -228,13 +219,10 @@ def peers(device: torch.device) -> tuple[dict[str, Map], list[str]]:
             maps["DeepSpeed gram"] = lambda x: deepspeed.zeropower_via_gram_newtonschulz(x, STEPS)
     if device.type != "cuda":
         notes.append("gram-newton-schulz is left out: its kernels are for a GPU")
-    else:
-        gram = _load("gram-newton-schulz", "gram_newton_schulz", notes)
-        if gram is not None:
-            build = functools.cache(
-                gram.GramNewtonSchulz
-            )  # loads its kernels at the first call; a failure counts as the map's
-            maps["gram-newton-schulz"] = lambda x: build()(x)
+    elif (gram := _load("gram-newton-schulz", "gram_newton_schulz", notes)) is not None:
+        # Its kernels are loaded at the first call, so that a failure counts as the map's.
+        build = functools.cache(gram.GramNewtonSchulz)
+        maps["gram-newton-schulz"] = lambda x: build()(x)
     return maps, notes
 
 

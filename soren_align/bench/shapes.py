@@ -43,11 +43,16 @@ def parse(text: str) -> Matrices:
     per_layer: dict[Shape, int] = {}
     problems = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)x(\d+)", part.strip().lower())
-        if match is None:
-            problems.append(_unknown(part.strip()))
+        name = part.strip()
+        match = re.fullmatch(r"(\d+)x(\d+)", name.lower())
+        if match is None and name in MODELS:
+            problem = "in a list; a model stands alone, a list has shapes such as 512x1376"
+            problems.append(f"--shapes: found '{name}' {problem}")
+        elif match is None:
+            hint = _hint(name.lower(), tuple(MODELS))
+            problems.append(f"--shapes: found '{name}'{hint}, or shapes such as 512x1376,512x512")
         elif 0 in (shape := (int(match[1]), int(match[2]))):
-            problems.append(f"--shapes: found '{part.strip()}'; both sides of a matrix are at least 1")
+            problems.append(f"--shapes: found '{name}'; both sides of a matrix are at least 1")
         else:
             per_layer[shape] = per_layer.get(shape, 0) + 1
     if problems:
@@ -59,12 +64,6 @@ def check_device(name: str) -> None:
     """Raise UserError if `name` is no kind of device; whether this machine has one, is checked with torch later."""
     if name not in DEVICES:
         raise UserError(f"--device: found '{name}'{_hint(name, DEVICES)}")
-
-
-def _unknown(part: str) -> str:
-    if part in MODELS:
-        return f"--shapes: found '{part}' in a list; a model stands alone, a list has shapes such as 512x1376"
-    return f"--shapes: found '{part}'{_hint(part.lower(), tuple(MODELS))}, or shapes such as 512x1376,512x512"
 
 
 def _hint(name: str, known: tuple[str, ...]) -> str:

@@ -1,7 +1,9 @@
 """`soren-align spectrum`: the output of every map on the momenta of a run, from their singular values alone.
 
 A map commutes with rotations: its output has the input's singular vectors, and singular values that are those of its
-output for the diagonal matrix of the input's. So no gradient is needed, and no training.
+output for the diagonal matrix of the input's. So no gradient is needed, and no training, and a recorded spectrum stands
+for its matrix. The measurements are shown in tables, and the spectra in pictures as in the paper's Figure 1: a panel
+per layer and step, a line per map, values on a log axis.
 """
 
 import gzip
@@ -9,7 +11,7 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -34,22 +36,41 @@ from ..run.folder import PREVIOUS, RunFolder, read_seal, step_of
 from ..spectral import SOREN_MAPS, singular_values
 from ..spectral.exact import null_space_bound
 
-# Recorded spectra: the singular values of Nesterov momenta, the inputs of a map, in real trainings.
-#
-#     smollm2      SmolLM2-135M-Instruct, full SFT with Soren (exact) on Python's documentation as chat, one example of
-#                  at most 700 tokens a step; all matrices of the layers 0, 9, 19 and 29 at the steps 1 and 12
-#     quickstart   the quickstart's SFT of 102,272 random weights; all 14 matrices at the steps 1, 10, 100, 300 and 600
-#
-# A map commutes with rotations of its input, so a spectrum with any singular vectors stands for the recorded matrix.
-# docs/studies/record_spectra.py wrote the file, one JSON record per line: on 2 CPU cores (the quickstart: of an Intel
-# Xeon, with its recipe of 2026-11-22), Python 3.11.7, torch 2.13.0 CPU, transformers 5.23, trl 1.16.
-
 PATH = Path(__file__).with_name("spectra.jsonl.gz")
+MAX_BYTES = 1 << 28  # of spectra.jsonl; 252 matrices with 2048 singular values are 6 MB a step
+MAX_RANK = 1 << 14  # of a matrix in it: the diagonal matrix of a larger one has more than 1 GB
+SHARES = (0.01, 0.001)
+"""Of nu, the norm by which `minimax` divides; the table counts the modes below them."""
+EXACT = "exact"
+WIDTH = 80
+"""Of the tables."""
+NOTE = """\
+nu: the norm (sum of sigma^8)^(1/8), by which minimax divides
+-: the momentum is zero; left out of mean and extremes
+Muon's output counts half, as match_rms_adamw scales it"""
+MAX_LAYERS, MAX_STEPS = 3, 3
+# Line styles and markers differ without colour too. Okabe and Ito's colours, the lightest excepted.
+EXACT_STYLE = {"color": "#767676", "linestyle": "-", "marker": "o", "markerfacecolor": "white"}
+STYLES = (
+    {"color": "#D55E00", "linestyle": ":", "marker": "x"},
+    {"color": "#0072B2", "linestyle": "--", "marker": "s"},
+    {"color": "#009E73", "linestyle": "-.", "marker": "^"},
+    {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "D"},
+    {"color": "#E69F00", "linestyle": (0, (1, 1)), "marker": "v"},
+    {"color": "#56B4E9", "linestyle": (0, (7, 2)), "marker": "P"},
+)
+NUM_COLORS = 64
+"""Of a picture: a third of the bytes of one in all colours."""
+FLOOR = 3e-4
+"""The lower end of the axis: smaller values are not drawn."""
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The singular values of one matrix's momentum before one step, in descending order; and its set above, or ""."""
+    """The singular values of one matrix's momentum before one step, in descending order; and its set, or "".
+
+    `load` explains the sets.
+    """
 
     name: str
     step: int
@@ -75,7 +96,15 @@ class Spectrum:
 
 
 def load(path: Path = PATH) -> list[Spectrum]:
-    """All recorded spectra, set by set, step by step, to four digits."""
+    """All recorded spectra, set by set, step by step, to four digits: the inputs of a map in real trainings.
+
+        smollm2      SmolLM2-135M-Instruct, full SFT with Soren (exact) on Python's documentation as chat, one example
+                     of at most 700 tokens a step; all matrices of the layers 0, 9, 19 and 29 at the steps 1 and 12
+        quickstart   the quickstart's SFT of 102,272 random weights; all 14 matrices at steps 1, 10, 100, 300 and 600
+
+    docs/studies/record_spectra.py wrote the file, one JSON record per line: on 2 CPU cores (the quickstart: of an Intel
+    Xeon, with its recipe of 2026-11-22), Python 3.11.7, torch 2.13.0 CPU, transformers 5.23, trl 1.16.
+    """
     with gzip.open(path, "rt") as file:
         records = [json.loads(line) for line in file]
     return [
@@ -90,80 +119,56 @@ def save(spectra: Iterable[Spectrum], path: Path = PATH) -> None:
     path.write_bytes(gzip.compress(lines.encode(), mtime=0))
 
 
-MAX_BYTES = 1 << 28  # of spectra.jsonl; 252 matrices with 2048 singular values are 6 MB a step
-MAX_RANK = 1 << 14  # of a matrix in it: the diagonal matrix of a larger one has more than 1 GB
-SHARES = (0.01, 0.001)
-"""Of nu, the norm by which `minimax` divides; the table counts the modes below them."""
-EXACT = "exact"
-
-
 def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[str, list[Spectrum]]:
     """The recorded spectra of a run, or those of its last checkpoint, and a description of the source.
 
     globs: names of the matrices. Raises UserError if there are none, and if a file is damaged.
     """
+    spectra: list[Spectrum] = []
     if folder.spectra.is_file():
-        source, spectra = "the map's input, recorded in training", list(_recorded(folder.spectra))
+        file, source = folder.spectra, "the map's input, recorded in training"
+        for line_number, line in enumerate(read_text(file, MAX_BYTES).splitlines(), 1):
+            record = parse_json(line, f"{file.name}:{line_number}")
+            try:
+                shape, values = tuple(record["shape"]), sorted(map(float, record["singular_values"]), reverse=True)
+                spectra.append(Spectrum(str(record["name"]), int(record["step"]), shape, tuple(values)))
+                damaged = len(shape) != 2 or len(values) != min(shape) or not 0 < min(shape) <= MAX_RANK
+                damaged = damaged or not all(math.isfinite(value) and value >= 0 for value in values)
+            except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+                damaged = True
+            if damaged:
+                fields = "name, step, shape [m, n] and min(m, n) singular_values"
+                raise UserError(f"{file}:{line_number} is no spectrum: {fields}")
     else:
         checkpoint = next(reversed(folder.complete_checkpoints()), None)
-        if checkpoint is None or not (checkpoint / "optimizer.pt").is_file():
+        if checkpoint is None or not (file := checkpoint / "optimizer.pt").is_file():
             raise UserError(
                 f"{folder}: has no spectra.jsonl, and no checkpoint with the momentum of whole matrices; "
                 "train with --set run.log_spectra.steps=[1,100] to record spectra"
             )
         source = f"the momentum in {checkpoint.name}, which lacks the Nesterov term of the next gradient"
-        spectra = list(_of_checkpoint(checkpoint, globs))
+        if contents([file]) != [read_seal(checkpoint)["files"].get(file.name)]:
+            raise UserError(f"{file}: {CHANGED}; {PREVIOUS}")
+        momenta: list[tuple[str, Tensor]] = []
+        try:
+            saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            for group in saved["param_groups"]:
+                if group["rule"] == "spectral":
+                    for name, index in zip(group["param_names"], group["params"], strict=True):
+                        layout = group.get("weight_layouts", {}).get(name, "linear")
+                        momenta += matrices_of(name, momentum_of(saved["state"][index]), layout)
+        except (AttributeError, pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
+            raise UserError(f"{file}: not the state of an optimizer with matrices") from None
+        for name, momentum in momenta:
+            if any(fnmatchcase(name, glob) for glob in globs):
+                values = tuple(singular_values(momentum).tolist())
+                shape = (momentum.shape[0], momentum.shape[1])
+                spectra.append(Spectrum(name, step_of(checkpoint), shape, values))
     chosen = [spectrum for spectrum in spectra if any(fnmatchcase(spectrum.name, glob) for glob in globs)]
     if not chosen:
         names = ", ".join(sorted({spectrum.name for spectrum in spectra})[:3]) or "none"
         raise UserError(f"{folder}: no spectrum of a matrix {' or '.join(globs)}; it has {names}")
     return source, chosen
-
-
-def _recorded(file: Path) -> Iterator[Spectrum]:
-    for line_number, line in enumerate(read_text(file, MAX_BYTES).splitlines(), 1):
-        record = parse_json(line, f"{file.name}:{line_number}")
-        try:
-            shape, values = tuple(record["shape"]), sorted(map(float, record["singular_values"]), reverse=True)
-            spectrum = Spectrum(str(record["name"]), int(record["step"]), shape, tuple(values))
-            rank = min(shape)
-            damaged = len(shape) != 2 or len(values) != rank or not 0 < rank <= MAX_RANK
-            damaged = damaged or not all(math.isfinite(value) and value >= 0 for value in values)
-        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
-            damaged = True
-        if damaged:
-            raise UserError(
-                f"{file}:{line_number} is no spectrum: name, step, shape [m, n] and min(m, n) singular_values"
-            )
-        yield spectrum
-
-
-def _of_checkpoint(checkpoint: Path, globs: Sequence[str]) -> Iterator[Spectrum]:
-    """The spectra of the momentum in a checkpoint, of matrices that match."""
-    file = checkpoint / "optimizer.pt"
-    if contents([file]) != [read_seal(checkpoint)["files"].get(file.name)]:
-        raise UserError(f"{file}: {CHANGED}; {PREVIOUS}")
-    try:
-        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        groups = [group for group in saved["param_groups"] if group["rule"] == "spectral"]
-        momenta = [
-            named
-            for group in groups
-            for name, index in zip(group["param_names"], group["params"], strict=True)
-            for named in matrices_of(
-                name, momentum_of(saved["state"][index]), group.get("weight_layouts", {}).get(name, "linear")
-            )
-        ]
-    except (AttributeError, pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
-        raise UserError(f"{file}: not the state of an optimizer with matrices") from None
-    for name, momentum in momenta:
-        if any(fnmatchcase(name, glob) for glob in globs):
-            yield Spectrum(
-                name,
-                step_of(checkpoint),
-                (momentum.shape[0], momentum.shape[1]),
-                tuple(singular_values(momentum).tolist()),
-            )
 
 
 def all_maps() -> dict[str, SpectralOptimizer]:
@@ -224,20 +229,6 @@ def short_names(names: Sequence[str], num_parts: int) -> list[str]:
     return [".".join(p[start:]) for p in parts]
 
 
-def as_json(source: str, records: Sequence[dict[str, Any]]) -> str:
-    """The measurements as JSON."""
-    return json.dumps({"source": source, "spectra": list(records)}, indent=2)
-
-
-# Tables of `soren-align spectrum`, 80 columns wide: a row per matrix and step, a column per map.
-
-WIDTH = 80
-NOTE = """\
-nu: the norm (sum of sigma^8)^(1/8), by which minimax divides
--: the momentum is zero; left out of mean and extremes
-Muon's output counts half, as match_rms_adamw scales it"""
-
-
 def tables(source: str, records: Sequence[dict[str, Any]]) -> Group:
     """The measurements of `measure` in four tables, the last three with their mean and their extreme."""
     names = short_names([record["name"].removesuffix(".weight") for record in records], 3)
@@ -269,31 +260,10 @@ def tables(source: str, records: Sequence[dict[str, Any]]) -> Group:
 
 def _table(title: str, header: list[str], rows: list[list[str]]) -> RenderableType:
     """A table whose first column has the room that the others leave."""
-    widths = [
-        max(len(line) for cell in column for line in cell.split("\n")) for column in zip(header, *rows, strict=True)
-    ]
-    room = WIDTH - sum(width + 1 for width in widths[1:])
+    columns = [*zip(header, *rows, strict=True)][1:]
+    room = WIDTH - sum(1 + max(len(line) for cell in column for line in cell.split("\n")) for column in columns)
     rows = [[first if len(first) <= room else f"...{first[3 - room :]}", *cells] for first, *cells in rows]
     return Table(header, rows, title).rich(collapse_padding=True)
-
-
-# Pictures of spectra, as in the paper's Figure 1: a panel per layer and step, a line per map, values on a log axis.
-
-MAX_LAYERS, MAX_STEPS = 3, 3
-# Line styles and markers differ without colour too. Okabe and Ito's colours, the lightest excepted.
-EXACT_STYLE = {"color": "#767676", "linestyle": "-", "marker": "o", "markerfacecolor": "white"}
-STYLES = (
-    {"color": "#D55E00", "linestyle": ":", "marker": "x"},
-    {"color": "#0072B2", "linestyle": "--", "marker": "s"},
-    {"color": "#009E73", "linestyle": "-.", "marker": "^"},
-    {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "D"},
-    {"color": "#E69F00", "linestyle": (0, (1, 1)), "marker": "v"},
-    {"color": "#56B4E9", "linestyle": (0, (7, 2)), "marker": "P"},
-)
-NUM_COLORS = 64
-"""Of a picture: a third of the bytes of one in all colours."""
-FLOOR = 3e-4
-"""The lower end of the axis: smaller values are not drawn."""
 
 
 def draw(spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], folder: Path) -> list[Path]:
@@ -309,30 +279,26 @@ def draw(spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], folder
     names = [re.sub(r"[^\w.-]", "_", name)[-100:] for name in short_names([*kinds], 2)]
     files = [folder / f"{name}.png" for name in names]
     for members, file in zip(kinds.values(), files, strict=True):
-        _draw_kind(members, maps, file)
+        rows = _spread([*dict.fromkeys(spectrum.name for spectrum in members)], MAX_LAYERS)
+        columns = _spread(sorted({spectrum.step for spectrum in members}), MAX_STEPS)
+        figure = Figure(figsize=(8.5, 0.9 + 2.4 * len(rows)), dpi=110, layout="constrained")
+        canvas = FigureCanvasAgg(figure)
+        panels = figure.subplots(len(rows), len(columns), squeeze=False, sharex="row", sharey=True)
+        for spectrum in members:
+            if spectrum.name in rows and spectrum.step in columns:
+                panel = panels[rows.index(spectrum.name)][columns.index(spectrum.step)]
+                _draw_panel(panel, spectrum, maps)
+                entries = panel.get_legend_handles_labels()
+        for name, row in zip(rows, panels, strict=True):
+            label = re.sub(r".*layers\.(\d+)\.", r"layer \1, ", name.removesuffix(".weight"))
+            row[0].set_ylabel(label, fontsize=8, parse_math=False)
+        legend = {"loc": "outside upper center", "ncols": 4, "fontsize": 8, "frameon": False, "handlelength": 3.5}
+        figure.legend(*entries, **legend)
+        figure.supxlabel("mode, from the largest singular value on", fontsize=8)
+        canvas.draw()
+        image = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba()))
+        image.convert("RGB").quantize(NUM_COLORS).save(file, optimize=True)
     return files
-
-
-def _draw_kind(spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], file: Path) -> None:
-    rows = _spread([*dict.fromkeys(spectrum.name for spectrum in spectra)], MAX_LAYERS)
-    columns = _spread(sorted({spectrum.step for spectrum in spectra}), MAX_STEPS)
-    figure = Figure(figsize=(8.5, 0.9 + 2.4 * len(rows)), dpi=110, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    panels = figure.subplots(len(rows), len(columns), squeeze=False, sharex="row", sharey=True)
-    for spectrum in spectra:
-        if spectrum.name in rows and spectrum.step in columns:
-            panel = panels[rows.index(spectrum.name)][columns.index(spectrum.step)]
-            _draw_panel(panel, spectrum, maps)
-            entries = panel.get_legend_handles_labels()
-    for name, row in zip(rows, panels, strict=True):
-        label = re.sub(r".*layers\.(\d+)\.", r"layer \1, ", name.removesuffix(".weight"))
-        row[0].set_ylabel(label, fontsize=8, parse_math=False)
-    legend = {"loc": "outside upper center", "ncols": 4, "fontsize": 8, "frameon": False, "handlelength": 3.5}
-    figure.legend(*entries, **legend)
-    figure.supxlabel("mode, from the largest singular value on", fontsize=8)
-    canvas.draw()
-    image = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba()))
-    image.convert("RGB").quantize(NUM_COLORS).save(file, optimize=True)
 
 
 def _draw_panel(panel: Axes, spectrum: Spectrum, maps: dict[str, SpectralOptimizer]) -> None:

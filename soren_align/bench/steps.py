@@ -15,7 +15,7 @@ from ..optim import HTMuon, Muon, Soren
 from ..spectral.maps import MUON, SOREN_MAPS
 from .maps import DION, MUON_FLOAT32, newton_schulz_float32, scheduled_quintic
 from .shapes import Matrices, Shape
-from .timing import Timing, available_bytes, interleaved, machine, matmul_rates, too_slow
+from .timing import available_bytes, interleaved, machine, matmul_rates, too_slow
 
 LR = 1e-3
 NUM_COPIES = 13  # float32 parameters, gradients, two moments of AdamW, one of each of up to nine others
@@ -45,19 +45,15 @@ class DionsMuon(Muon):
 def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
     """All optimizers on the same parameters; those that decompose matrices only if these are small."""
     small = max(min(p.shape) for p in parameters) <= DECOMPOSED_ROWS
-    all_optimizers: dict[str, torch.optim.Optimizer] = {
-        f"Soren {name}": Soren(parameters, LR, map=name)
-        for name, spectral_map in SOREN_MAPS.items()
-        if small or spectral_map.flops
+    return {
+        **{f"Soren {name}": Soren(parameters, LR, map=name) for name, m in SOREN_MAPS.items() if small or m.flops},
+        "Muon": Muon(parameters, LR),
+        MUON_FLOAT32: MuonFloat32(parameters, LR),
+        TORCH_MUON: torch.optim.Muon(parameters, LR),
+        DION: DionsMuon(parameters, LR),
+        **({"HTMuon": HTMuon(parameters, LR)} if small else {}),
+        FUSED_ADAMW: torch.optim.AdamW(parameters, LR, fused=True),
     }
-    all_optimizers["Muon"] = Muon(parameters, LR)
-    all_optimizers[MUON_FLOAT32] = MuonFloat32(parameters, LR)
-    all_optimizers[TORCH_MUON] = torch.optim.Muon(parameters, LR)
-    all_optimizers[DION] = DionsMuon(parameters, LR)
-    if small:
-        all_optimizers["HTMuon"] = HTMuon(parameters, LR)
-    all_optimizers[FUSED_ADAMW] = torch.optim.AdamW(parameters, LR, fused=True)
-    return all_optimizers
 
 
 def run(
@@ -78,10 +74,21 @@ def run(
         del subjects["Muon"], subjects[TORCH_MUON], subjects[DION]
         notes.append(reason)
 
-    memory = {}
+    memory: dict[str, tuple[int, int | None]] = {}  # bytes of the state, and the peak with temporary tensors
     for name, optimizer in subjects.items():
         report(f"{name}: first step")
-        memory[name] = _memory(optimizer, parameters, device)
+        optimizer.step()  # creates the state; the peak is that of a second step
+        tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        num_bytes, peak = sum(tensor.numel() * tensor.element_size() for tensor in tensors), None
+        if device.type == "cuda":
+            _fill_gradients(parameters)
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            optimizer.step()
+            torch.cuda.synchronize(device)
+            peak = num_bytes + torch.cuda.max_memory_allocated(device) - before
+        memory[name] = num_bytes, peak
     timings = interleaved(
         {name: lambda _, optimizer=optimizer: optimizer.step() for name, optimizer in subjects.items()},
         lambda: _fill_gradients(parameters),
@@ -90,8 +97,24 @@ def run(
     )
     if not {"Soren exact", "HTMuon"} & subjects.keys():
         notes.append(f"the exact map and HTMuon are skipped above {DECOMPOSED_ROWS} rows")
-    scale = matrices.num_layers / num_layers
+
+    scale, rows = matrices.num_layers / num_layers, []
     training = 6 * matrices.num_parameters * num_tokens / rates["bfloat16"] if device.type == "cuda" else None
+    for name, (state, peak) in memory.items():
+        seconds, median = asdict(timings[name]), timings[name].median
+        seconds |= {key: seconds[key] * scale for key in ("median", "low", "high")}
+        rows.append(
+            {
+                "name": name,
+                "seconds": seconds,
+                "ratio_to_torch_muon": median / timings[TORCH_MUON].median if TORCH_MUON in timings else None,
+                "ratio_to_muon_float32": median / timings[MUON_FLOAT32].median,
+                "ratio_to_fused_adamw": median / timings[FUSED_ADAMW].median,
+                "share_of_training_step": seconds["median"] / (seconds["median"] + training) if training else None,
+                "state_bytes": round(state * scale),
+                "peak_bytes": None if peak is None else round(peak * scale),
+            }
+        )
     return {
         "command": "step",
         "shapes_name": matrices.name,
@@ -102,7 +125,7 @@ def run(
         "matmul_flops_per_second": rates,
         "num_tokens": num_tokens,
         "training_seconds": training,
-        "optimizers": [_row(name, timings, scale, training) | _scaled(memory[name], scale) for name in subjects],
+        "optimizers": rows,
         "notes": notes,
     }
 
@@ -139,42 +162,3 @@ def _fill_gradients(parameters: list[torch.nn.Parameter]) -> None:
     for parameter in parameters:
         assert parameter.grad is not None
         parameter.grad.normal_(std=scale)
-
-
-def _memory(
-    optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], device: torch.device
-) -> dict[str, int | None]:
-    """Bytes of the optimizer's state, and peak bytes of state and temporary tensors (None without a GPU).
-
-    The first step creates the state; the peak is that of the second.
-    """
-    optimizer.step()
-    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    state = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    if device.type != "cuda":
-        return {"state_bytes": state, "peak_bytes": None}
-    _fill_gradients(parameters)
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    optimizer.step()
-    torch.cuda.synchronize(device)
-    return {"state_bytes": state, "peak_bytes": state + torch.cuda.max_memory_allocated(device) - before}
-
-
-def _scaled(memory: dict[str, int | None], scale: float) -> dict[str, int | None]:
-    return {key: None if value is None else round(value * scale) for key, value in memory.items()}
-
-
-def _row(name: str, timings: dict[str, Timing], scale: float, training: float | None) -> dict[str, Any]:
-    seconds = asdict(timings[name])
-    seconds |= {key: seconds[key] * scale for key in ("median", "low", "high")}
-    median = timings[name].median
-    return {
-        "name": name,
-        "seconds": seconds,
-        "ratio_to_torch_muon": median / timings[TORCH_MUON].median if TORCH_MUON in timings else None,
-        "ratio_to_muon_float32": median / timings[MUON_FLOAT32].median,
-        "ratio_to_fused_adamw": median / timings[FUSED_ADAMW].median,
-        "share_of_training_step": seconds["median"] / (seconds["median"] + training) if training else None,
-    }

@@ -60,7 +60,11 @@ def interleaved(
             if estimates[name] < SHORT_SECONDS:
                 measure(function, make_argument(), device)
             times[name].append(measure(function, make_argument(), device))
-    return {name: _timing(all_times) for name, all_times in times.items()}
+    timings = {}
+    for name in subjects:
+        low, median, high = statistics.quantiles(times[name], n=4, method="inclusive")
+        timings[name] = Timing(median, low, high, num_rounds)
+    return timings
 
 
 def measure(function: Callable[[T], object], argument: T, device: torch.device) -> float:
@@ -123,9 +127,16 @@ def available_bytes(device: torch.device) -> int:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """The head of the tables: device, threads, versions, commit."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = models[0] if models else platform.processor() or platform.machine()
     versions = provenance()
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device": name,
         "kind": device.type,
         "num_threads": torch.get_num_threads(),
         "versions": {name: versions["versions"][name] for name in ("python", "torch", "soren-align")},
@@ -134,15 +145,3 @@ def machine(device: torch.device) -> dict[str, Any]:
         "commit": versions["commit"],
         "platform": versions["platform"],
     }
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _timing(times: list[float]) -> Timing:
-    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
-    return Timing(median, low, high, len(times))

@@ -340,7 +340,7 @@ def spectrum(run: str, globs: Sequence[str], *, output: str | None = None, as_js
     finally:
         folder.release()
     if as_json:
-        sys.stdout.write(spectra.as_json(source, records) + "\n")
+        sys.stdout.write(json.dumps({"source": source, "spectra": records}, indent=2) + "\n")
     else:
         Terminal().print(spectra.tables(source, records), highlight=False)
     if pictures is not None:
