@@ -61,7 +61,13 @@ def tokenize(
     features |= {name: Value(kind) for name, kind in passed_on.items()}
     settings = (task, assistant_only_loss, completion_only_loss)
     root = Path(tempfile.mkdtemp(prefix="soren-align-")) if cache is None else cache / "tokens"
-    folder = root / cache_key(dataset._fingerprint, len(dataset), settings, _identity(tokenizer))
+    # All of the tokenizer that changes tokens, but not its place.
+    whole: Any = tokenizer
+    words = whole.backend_tokenizer.to_str() if whole.is_fast else [repr(whole), whole.get_vocab()]
+    parts = [words, whole.special_tokens_map, whole.chat_template, type(whole).__name__]
+    versions = [metadata.version(package) for package in _VERSIONS]
+    identity = hashlib.sha256(json.dumps([parts, versions], sort_keys=True, default=str).encode()).hexdigest()
+    folder = root / cache_key(dataset._fingerprint, len(dataset), settings, identity)
     tokens = _load(folder, features, len(dataset))
 
     def tokens_of(batch: Any) -> dict[str, list[Any]]:
@@ -114,14 +120,6 @@ def prune(root: Path) -> None:
         age = now - used
         if age > IN_USE_SECONDS and (age > MAX_AGE_SECONDS or total > MAX_BYTES):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _identity(tokenizer: Any) -> str:
-    """A hash of all of a tokenizer that changes tokens, but not of its place."""
-    words = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else [repr(tokenizer), tokenizer.get_vocab()]
-    parts = [words, tokenizer.special_tokens_map, tokenizer.chat_template, type(tokenizer).__name__]
-    versions = [metadata.version(package) for package in _VERSIONS]
-    return hashlib.sha256(json.dumps([parts, versions], sort_keys=True, default=str).encode()).hexdigest()
 
 
 @contextmanager

@@ -43,7 +43,8 @@ def encode(
     completion; or the assistant's of it. Turns of weight 0 are never trained.
     """
     if "left_out" in columns:
-        return from_token_columns(columns, task)
+        yield from from_token_columns(columns, task)
+        return
     if {"messages", "prompt"} <= columns.keys():  # conversations, and prompts and completions
         is_chat = [bool(turns) for turns in columns["messages"]]
         encoded: dict[bool, Iterator[EncodedExample]] = {}
@@ -55,9 +56,23 @@ def encode(
             }
             if kind in is_chat:
                 encoded[kind] = encode(own, task, tokenizer, assistant_only_loss, completion_only_loss)
-        return (next(encoded[kind]) for kind in is_chat)
-    if "text" in columns or isinstance(columns.get("prompt", [None])[0], str):
-        return _encode_texts(columns, tokenizer, completion_only_loss)
+        yield from (next(encoded[kind]) for kind in is_chat)
+        return
+    if "text" in columns or isinstance(columns.get("prompt", [None])[0], str):  # without a template
+        names = [name for name in ("text", "completion", "chosen", "rejected") if name in columns]
+        # One end token each: T5's tokenizer adds its own, and TRL's would be a second one.
+        eos = str(tokenizer.eos_token)
+        end = "" if _ids("a", tokenizer)[-1] == tokenizer.eos_token_id else eos
+        answers = zip(*([text.removesuffix(eos) + end for text in columns[name]] for name in names), strict=True)
+        prompts = columns.get("prompt", [""] * len(columns[names[0]]))
+        for prompt, texts in zip(prompts, answers, strict=True):
+            sides = [_ids(prompt + text, tokenizer) for text in texts]
+            if len(sides) > 1 or ("prompt" in columns and completion_only_loss):
+                example = after_prompt(_ids(prompt, tokenizer), sides)
+                yield example if len(sides) > 1 else example._replace(num_prompt=0)
+            else:
+                yield EncodedExample((Tokens(sides[0], [True] * len(sides[0])),), 0)
+        return
     columns = {
         # Without the keys that Arrow has filled with null.
         name: [[{k: v for k, v in turn.items() if v is not None} for turn in value] for value in values]
@@ -68,9 +83,18 @@ def encode(
     beside = [column for column in OPTIONS if any(columns.get(column, ()))]
     num_examples = len(next(iter(columns.values())))
     options = [template_options({column: columns[column][i] for column in beside}) for i in range(num_examples)]
-    if "chosen" in columns:
-        return _encode_pairs(columns["chosen"], columns["rejected"], options, tokenizer)
-    return _encode_chats(columns, options, tokenizer, assistant_only_loss, completion_only_loss)
+    if "chosen" not in columns:
+        yield from _encode_chats(columns, options, tokenizer, assistant_only_loss, completion_only_loss)
+        return
+    chats = columns["chosen"], columns["rejected"]  # which differ in their last turn
+    prompts = _tokens([chat[:-1] for chat in chats[0]], options, tokenizer, add_generation_prompt=True)
+    sides = [_tokens(side, options, tokenizer) for side in chats]
+    for i, (prompt, *both) in enumerate(zip(prompts, *sides, strict=True)):
+        with template_errors(_SUBJECT):
+            renderings = [Rendering(tokenizer, side[i], options[i]) for side in chats]
+            lost = [kind for rendering in renderings for kind in rendering.left_out(rendering.turns[-1:])]
+        example = after_prompt(prompt["input_ids"], [tokens["input_ids"] for tokens in both])
+        yield example._replace(left_out=tuple(dict.fromkeys(lost)))
 
 
 def has_marks(template: str) -> bool:
@@ -121,23 +145,6 @@ def _encode_chats(
         yield EncodedExample((Tokens(ids, trained),), 0, tuple(left_out))
 
 
-def _encode_pairs(
-    chosen: list[list[Turn]],
-    rejected: list[list[Turn]],
-    options: list[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-) -> Iterator[EncodedExample]:
-    """The examples of pairs of conversations that differ in their last turn."""
-    prompts = _tokens([chat[:-1] for chat in chosen], options, tokenizer, add_generation_prompt=True)
-    sides = (_tokens(chosen, options, tokenizer), _tokens(rejected, options, tokenizer))
-    for i, (prompt, *both) in enumerate(zip(prompts, *sides, strict=True)):
-        with template_errors(_SUBJECT):
-            renderings = [Rendering(tokenizer, chat, options[i]) for chat in (chosen[i], rejected[i])]
-            lost = [kind for rendering in renderings for kind in rendering.left_out(rendering.turns[-1:])]
-        example = after_prompt(prompt["input_ids"], [tokens["input_ids"] for tokens in both])
-        yield example._replace(left_out=tuple(dict.fromkeys(lost)))
-
-
 def _tokens(
     chats: list[list[Turn]], options: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **how: Any
 ) -> list[dict[str, Any]]:
@@ -149,28 +156,6 @@ def _tokens(
             return [apply(c, return_dict=True, **own, **how) for c, own in zip(plain, options, strict=True)]
         encoded = apply(plain, return_dict=True, **how)
     return [{key: values[i] for key, values in encoded.items()} for i in range(len(chats))]
-
-
-def _encode_texts(
-    columns: Columns, tokenizer: PreTrainedTokenizerBase, completion_only: bool
-) -> Iterator[EncodedExample]:
-    """The examples of texts, of prompts and completions, and of prompts and two answers, without a template."""
-    names = [name for name in ("text", "completion", "chosen", "rejected") if name in columns]
-    answers = zip(*(_with_eos(columns[name], tokenizer) for name in names), strict=True)
-    prompts = columns.get("prompt", [""] * len(columns[names[0]]))
-    for prompt, texts in zip(prompts, answers, strict=True):
-        sides = [_ids(prompt + text, tokenizer) for text in texts]
-        example = EncodedExample((Tokens(sides[0], [True] * len(sides[0])),), 0)
-        if len(sides) > 1 or ("prompt" in columns and completion_only):
-            example = after_prompt(_ids(prompt, tokenizer), sides)
-        yield example if len(sides) > 1 else example._replace(num_prompt=0)
-
-
-def _with_eos(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The texts as `_ids` gives each one end token: T5's tokenizer adds its own, and TRL's would be a second one."""
-    eos = str(tokenizer.eos_token)
-    plain = [text.removesuffix(eos) for text in texts]
-    return plain if _ids("a", tokenizer)[-1] == tokenizer.eos_token_id else [text + eos for text in plain]
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -102,7 +102,19 @@ def recognize(
     known = mapping.known(example)
     form = _format(known, task)
     if form is None:
-        raise UserError(f"{place}: {_missing_columns(example, task, mapping)}")
+        # The columns that there are and the needed ones, with a proposal for `columns` where there is one.
+        other = next((name for name in TASKS if TASKS[name].data == name != task and _format(known, name)), None)
+        hint = f"; these columns are for {other}: `soren-align {other}`" if other else example_of_names(known, task)
+        text = f"found the columns {', '.join(known)}"
+        if mapping.columns:
+            unread = [column for column in example if column not in mapping.columns.values()]
+            texts = f" ({', '.join(unread)})" * bool(unread)
+            text = f"`columns` names {', '.join(known)}, and no others are then read{texts}"
+            complete: dict[str, str] = {**mapping.columns}
+            complete |= {column: column for column in unread if column in get_args(Column)}
+            if _format({ours: example.get(theirs) for ours, theirs in complete.items()}, task):
+                hint = f". Write {columns_text(complete)}"
+        raise UserError(f"{place}: {text}; {task} needs {TASKS[task].required_columns}{hint}")
     name, additional = _NATIVE.get(task, ("", set()))
     if name and form.inputs == form.outputs == TASKS[task].columns and additional <= known.keys():
         form = form._replace(description=f"{form.description} (like {name})")
@@ -155,23 +167,6 @@ def _format(example: Example, task: str) -> Format | None:
     if "text" in columns and is_dialogue(example["text"]):
         return Format("dialogues as text, split into turns", ("text",), native, _conversation)
     return Format("plain text, without a template", ("text",), ("text",), _texts) if "text" in columns else None
-
-
-def _missing_columns(example: Example, task: TaskName, mapping: ColumnMapping) -> str:
-    """The columns that were found and the needed ones, with a proposal for `columns` where there is one."""
-    known = mapping.known(example)
-    other = next((name for name in TASKS if TASKS[name].data == name != task and _format(known, name)), None)
-    hint = f"; these columns are for {other}: `soren-align {other}`" if other else example_of_names(known, task)
-    text = f"found the columns {', '.join(known)}"
-    if mapping.columns:
-        unread = [column for column in example if column not in mapping.columns.values()]
-        texts = f" ({', '.join(unread)})" * bool(unread)
-        text = f"`columns` names {', '.join(known)}, and no others are then read{texts}"
-        complete: dict[str, str] = {**mapping.columns}
-        complete |= {column: column for column in unread if column in get_args(Column)}
-        if _format({ours: example.get(theirs) for ours, theirs in complete.items()}, task):
-            hint = f". Write {columns_text(complete)}"
-    return f"{text}; {task} needs {TASKS[task].required_columns}{hint}"
 
 
 def read_example(example: Example, form: Format) -> Example | str:

@@ -20,9 +20,7 @@ def fetch(path: str, split: str, revision: str | None, name: str | None = None) 
     name: of the configuration. Raises UserError if the hub has no such dataset, configuration, split or revision,
     OutOfReach if it is needed and unreachable.
     """
-    with _hub_errors(path):
-        builder = datasets.load_dataset_builder(path, name, revision=revision)
-        _refuse_another_revision(builder, path, revision)
+    with _builder(path, revision, name) as builder:
         builder.download_and_prepare()
     splits = list(builder.info.splits or {})
     names = [part.split("[")[0].strip() for part in split.split("+")]
@@ -38,9 +36,7 @@ def fetch(path: str, split: str, revision: str | None, name: str | None = None) 
 
 def stream(path: str, split: str, revision: str | None, name: str | None = None) -> tuple[IterableDataset, str]:
     """As `fetch`, without a download: (a whole split, read from the hub as it is iterated over; the commit)."""
-    with _hub_errors(path):
-        builder = datasets.load_dataset_builder(path, name, revision=revision)
-        _refuse_another_revision(builder, path, revision)
+    with _builder(path, revision, name) as builder:
         dataset = builder.as_streaming_dataset(split=split)
     assert isinstance(dataset, IterableDataset)
     return dataset, str(builder.hash)
@@ -81,42 +77,34 @@ class StreamReader:
 
 
 @contextmanager
-def _hub_errors(path: str) -> Iterator[None]:
-    """Whatever is raised within comes from the hub or its data."""
+def _builder(path: str, revision: str | None, name: str | None) -> Iterator[DatasetBuilder]:
+    """The dataset's builder, within a context of which any exception comes from the hub or its data."""
     try:
-        yield
+        builder = datasets.load_dataset_builder(path, name, revision=revision)
+        # Without the hub, `datasets` returns the newest cached copy, whatever the revision.
+        from_cache = type(builder).__module__.startswith("datasets.packaged_modules.cache")
+        if from_cache and revision is not None and builder.hash != revision:
+            raise UserError(
+                f"{path}: the hub cannot be reached, and the cached copy is revision {builder.hash}, "
+                f"not '{revision}'. Write the cached revision, or connect to the hub"
+            )
+        yield builder
     except UserError:
         raise
     except Exception as error:
-        kind = OutOfReach if _is_out_of_reach(error) else UserError
-        raise kind(_message(path, error)) from None
-
-
-def _refuse_another_revision(builder: DatasetBuilder, path: str, revision: str | None) -> None:
-    """Without the hub, `datasets` returns the newest cached copy, whatever the revision."""
-    from_cache = type(builder).__module__.startswith("datasets.packaged_modules.cache")
-    if from_cache and revision is not None and builder.hash != revision:
-        raise UserError(
-            f"{path}: the hub cannot be reached, and the cached copy is revision {builder.hash}, "
-            f"not '{revision}'. Write the cached revision, or connect to the hub"
-        )
-
-
-def _is_out_of_reach(error: Exception) -> bool:
-    return isinstance(error, ConnectionError) or constants.HF_HUB_OFFLINE
-
-
-def _message(path: str, error: Exception) -> str:
-    lines = (str(error).strip() or type(error).__name__).splitlines()
-    reason = lines[0]
-    if "configurations in the cache" in reason:
-        return f"{path}: {reason}; write one as `name` beside the path"
-    if re.search("[Aa]vailable", configurations := " ".join(lines[:2])):
-        return f"{path}: {configurations}; write one as `name` beside the path"
-    if _is_out_of_reach(error):
-        return (
-            f"{path}: no such file, and as a dataset of the Hugging Face hub it is neither cached nor reachable "
-            f"({reason}). Write the path of a file ({FILE_KINDS}), or connect for the first run (without "
-            "HF_HUB_OFFLINE)"
-        )
-    return f"{path}: cannot be loaded from the Hugging Face hub: {reason}"
+        kind = OutOfReach if isinstance(error, ConnectionError) or constants.HF_HUB_OFFLINE else UserError
+        reason, *others = (str(error).strip() or type(error).__name__).splitlines()
+        configurations = " ".join([reason, *others[:1]])
+        if "configurations in the cache" in reason:
+            message = f"{reason}; write one as `name` beside the path"
+        elif re.search("[Aa]vailable", configurations):
+            message = f"{configurations}; write one as `name` beside the path"
+        elif kind is OutOfReach:
+            message = (
+                "no such file, and as a dataset of the Hugging Face hub it is neither cached nor reachable "
+                f"({reason}). Write the path of a file ({FILE_KINDS}), or connect for the first run (without "
+                "HF_HUB_OFFLINE)"
+            )
+        else:
+            message = f"cannot be loaded from the Hugging Face hub: {reason}"
+        raise kind(f"{path}: {message}") from None

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import UserError
 from ..tasks import TASKS, TaskName
-from .turns import EMPTY_ANSWER, Turn, for_template, left_out, prints_nothing
+from .turns import EMPTY_ANSWER, REASONING, Turn, for_template, without
 
 
 class Tokens(NamedTuple):
@@ -172,13 +172,39 @@ class Rendering:
         return [(self._end(i), self._end(i + 1)) for i, turn in enumerate(self.turns) if not turn.get("weight", 1)]
 
     def left_out(self, trained: list[Turn]) -> list[str]:
-        """The kinds of parts that the template does not print. trained: turns that are, unless their weight is 0."""
-        tools = self.options.get("tools", [])
-        others = (turn.keys() - {"role", "content", "weight"} or turn["role"] == "tool" for turn in self.turns)
-        if not tools and not any(others):
+        """The kinds of parts without which the text is the same: the template ignores them.
+
+        EMPTY_ANSWER is among them if it prints nothing of an answer made of tool calls alone, or with reasoning.
+        trained: turns that are, unless their weight is 0.
+        """
+        turns, tools = self.turns, self.options.get("tools", [])
+        has_parts = (turn.keys() - {"role", "content", "weight"} or turn["role"] == "tool" for turn in turns)
+        if not tools and not any(has_parts):
             return []
-        kinds = left_out(self.turns, tools, lambda turns, tools: self.of(turns, tools=tools or None))
-        is_silent = prints_nothing([turn for turn in trained if turn.get("weight", 1)], kinds)
+        last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
+        earlier, later = turns[:last_user], turns[last_user:]
+        changed = {
+            "tools": (turns, []),
+            "tool calls": ([without(turn, "tool_calls") for turn in turns], tools),
+            "tool results": ([turn | {"content": ""} if turn["role"] == "tool" else turn for turn in turns], tools),
+            "reasoning": (earlier + [without(turn, *REASONING) for turn in later], tools),
+            "the reasoning of earlier answers": ([without(turn, *REASONING) for turn in earlier] + later, tools),
+        }
+        text, kinds = self.text, []
+        for kind, others in changed.items():
+            try:
+                if others != (turns, tools) and self.of(others[0], tools=others[1] or None) == text:
+                    kinds.append(kind)
+            except Exception:
+                pass
+        prints_reasoning = not any("reasoning" in kind for kind in kinds)
+        is_silent = "tool calls" in kinds and any(
+            turn["role"] == "assistant"
+            and turn.get("weight", 1)
+            and not turn["content"].strip()
+            and not (prints_reasoning and any(turn.get(key) for key in REASONING))
+            for turn in trained
+        )
         return [*kinds, EMPTY_ANSWER] if is_silent else kinds
 
     def _end(self, num_turns: int) -> int:

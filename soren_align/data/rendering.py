@@ -72,9 +72,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._refill(0)
+        self.left = self.budget = BUDGET
         self._templates: dict[Any, Any] = {}
-        self.finalize = self._output
+        self.finalize = lambda value: self.charge(1 + _size(value, self.left)) and value
         self.filters: Any = _Filters(self, self.filters)
         del self.globals["lipsum"]
 
@@ -104,11 +104,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def concat(self, parts: Iterable[str]) -> str:
         """Join the parts of a macro, of a {% set %} block or of the whole."""
-        charged = []
-        for part in parts:
-            self.charge(1 + len(part))
-            charged.append(part)
-        return "".join(charged)
+        return "".join(part for part in parts if self.charge(1 + len(part)))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Charge for the result, then compute it."""
@@ -175,20 +171,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _render(self, root: Callable[[Any], Iterator[str]], context: Any) -> Iterator[str]:
         num_input = len(str(context.parent))
-        self._refill(num_input)
+        self.left = self.budget = BUDGET + BUDGET_PER_CHARACTER * num_input
         limit, length = MAX_OUTPUT + MAX_OUTPUT_PER_CHARACTER * num_input, 0
         for part in root(context):
             length += len(part)
             if length > limit:
                 raise SecurityError(f"more than {limit:,} characters of one example")
             yield part
-
-    def _refill(self, num_input: int) -> None:
-        self.left = self.budget = BUDGET + BUDGET_PER_CHARACTER * num_input
-
-    def _output(self, value: Any) -> Any:
-        self.charge(1 + _size(value, self.left))
-        return value
 
     def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:
         _Counting().visit(source)

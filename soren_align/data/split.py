@@ -9,11 +9,11 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Value, config
@@ -21,7 +21,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from ..core.errors import UserError, did_you_mean
 from ..core.silence import quiet_libraries
-from ..recipe import STDLIB, is_local
+from ..recipe import STDLIB, DataSplit, TrainSplit, is_local
 from ..tasks import OPTIONS, TASKS, TaskName
 from . import formats, hub
 from .arrow import cache_key, concatenated, examples_of, features_of, has_turns
@@ -34,34 +34,6 @@ SAMPLE_SIZE = 50
 """First examples, among which one is taken to recognize the format."""
 _REASON = "reason"
 """A column beside the examples of a cached file: why an example is dropped."""
-
-
-class SplitConfig(Protocol):
-    """The source of examples; soren_align.recipe.DataSplit is one."""
-
-    path: str
-    name: str | None
-    split: str
-    limit: int | None
-    revision: str | None
-    bad_examples: Literal["refuse", "drop"]
-    mask_history: bool
-
-    @property
-    def columns(self) -> Mapping[Any, str]:
-        """Our names -> the dataset's."""
-        ...
-
-    @property
-    def roles(self) -> Mapping[str, str]:
-        """The dataset's roles -> ours."""
-        ...
-
-
-class SourceConfig(SplitConfig, Protocol):
-    """A split and its share; soren_align.recipe.TrainSplit is one."""
-
-    weight: float
 
 
 @dataclass(frozen=True)
@@ -94,7 +66,7 @@ class LoadedSplit:
         return None if has_turns(self.dataset) else frozenset(self.dataset.column_names)
 
 
-def load_split(spec: SplitConfig, task: TaskName) -> LoadedSplit:
+def load_split(spec: DataSplit, task: TaskName) -> LoadedSplit:
     """The examples of `spec` for `task`. Raises UserError with all problems if there are invalid ones.
 
     A local file needs no network. It is converted once into the datasets cache, under its content's hash, and
@@ -113,13 +85,13 @@ def load_split(spec: SplitConfig, task: TaskName) -> LoadedSplit:
     return LoadedSplit(dataset, form.description, num_examples, dropped, source, notices)
 
 
-def source_record(spec: SplitConfig, origin: dict[str, Any], form: Format) -> dict[str, Any]:
+def source_record(spec: DataSplit, origin: dict[str, Any], form: Format) -> dict[str, Any]:
     """`LoadedSplit.source` without the number of examples."""
     names = {key: dict(value) for key in ("columns", "roles") if (value := getattr(spec, key))}
     return {"path": spec.path, **origin, **names, "columns_dropped": list(form.unused)}
 
 
-def _from_file(spec: SplitConfig, task: TaskName) -> tuple[Dataset, Format, dict[str, int], dict[str, Any]]:
+def _from_file(spec: DataSplit, task: TaskName) -> tuple[Dataset, Format, dict[str, int], dict[str, Any]]:
     """(dataset, format, dropped, origin)."""
     local, form = local_files(spec, task)
     origin = local.origin()
@@ -152,7 +124,7 @@ def _from_file(spec: SplitConfig, task: TaskName) -> tuple[Dataset, Format, dict
     return dataset, form, count_alike(dropped), origin
 
 
-def local_files(spec: SplitConfig, task: TaskName) -> tuple[LocalFiles, Format]:
+def local_files(spec: DataSplit, task: TaskName) -> tuple[LocalFiles, Format]:
     """The files of a split, and their format. Raises UserError if there are none, or of different formats."""
     for key in ("revision", "name"):
         if value := getattr(spec, key):
@@ -169,7 +141,7 @@ def local_files(spec: SplitConfig, task: TaskName) -> tuple[LocalFiles, Format]:
     return local, first._replace(unused=tuple(unused))
 
 
-def _from_hub(spec: SplitConfig, task: TaskName) -> tuple[Dataset, Format, dict[str, int], dict[str, Any]]:
+def _from_hub(spec: DataSplit, task: TaskName) -> tuple[Dataset, Format, dict[str, int], dict[str, Any]]:
     """(dataset, format, dropped, origin). Examples that are as TRL takes them are not copied."""
     place = f"{spec.path} ({spec.split})" if spec.name is None else f"{spec.path} ({spec.name}, {spec.split})"
     dataset, revision = hub.fetch(spec.path, spec.split, spec.revision, spec.name)
@@ -200,7 +172,7 @@ def _from_hub(spec: SplitConfig, task: TaskName) -> tuple[Dataset, Format, dict[
     return dataset, form, count_alike(reasons), origin
 
 
-def format_of(examples: Iterable[Any], spec: SplitConfig, task: TaskName, place: str) -> Format:
+def format_of(examples: Iterable[Any], spec: DataSplit, task: TaskName, place: str) -> Format:
     """Recognized by the first object, or a later one without empty columns. Raises UserError if there is none."""
     mapping = ColumnMapping.of(spec.columns, spec.roles)
     objects = list(islice((example for example in examples if isinstance(example, dict)), SAMPLE_SIZE))
@@ -219,7 +191,7 @@ def format_of(examples: Iterable[Any], spec: SplitConfig, task: TaskName, place:
 
 
 def checked(
-    numbered: Iterable[tuple[str, Any]], form: Format, spec: SplitConfig, task: TaskName, place: str
+    numbered: Iterable[tuple[str, Any]], form: Format, spec: DataSplit, task: TaskName, place: str
 ) -> Iterator[tuple[Any, Example | str]]:
     """Each record, and its example in TRL's columns; or, as text, why it cannot be trained on.
 
@@ -270,17 +242,15 @@ def without_indices(reason: str) -> str:
     return re.sub(r"\[\d+\]", lambda _: next(letters), reason)
 
 
-# Held-out examples are chosen by a hash of each. The choice depends on an example's content alone: it is the same
-# wherever the example stands, whatever the other examples and the seed are, and a larger fraction holds out the
-# examples of a smaller one too. A number is the fraction that has so many examples: as the data grows, examples return
-# to training, and none is held out that was trained on.
-
-
 def hold_out(
     splits: Sequence[LoadedSplit], fraction: float | None = None, examples: int | None = None
 ) -> tuple[list[LoadedSplit], LoadedSplit]:
     """(the splits without the held-out examples, these examples of all splits).
 
+    They are chosen by a hash of each. The choice depends on an example's content alone: it is the same wherever the
+    example stands, whatever the other examples and the seed are, and a larger fraction holds out the examples of a
+    smaller one too. A number is the fraction that has so many examples: as the data grows, examples return to training,
+    and none is held out that was trained on.
     fraction: of each split, about; or examples: of all, those first by `position`, fewer where equal ones would be on
     both sides. Raises UserError if no example is held out, or all are of one split.
     """
@@ -318,7 +288,7 @@ def position(example: Example) -> float:
     return (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 11) / 2**53
 
 
-def mix(splits: Sequence[LoadedSplit], configs: Sequence[SourceConfig], seed: int) -> LoadedSplit:
+def mix(splits: Sequence[LoadedSplit], configs: Sequence[TrainSplit], seed: int) -> LoadedSplit:
     """The examples of all sources, shuffled: each `weight` times, a fraction by sampling without replacement.
 
     configs: of `splits`. A single source of weight 1 is returned unchanged. Raises UserError if only some

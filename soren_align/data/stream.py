@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
 
 from ..core.errors import UserError
 from ..core.silence import quiet_libraries
-from ..recipe import is_local
+from ..recipe import TrainSplit, is_local
 from ..tasks import TaskName
 from . import hub
 from .arrow import concatenated, examples_of, features_of
@@ -26,7 +26,6 @@ from .formats import Example, Format
 from .split import (
     SAMPLE_SIZE,
     LoadedSplit,
-    SourceConfig,
     checked,
     count_alike,
     format_of,
@@ -50,31 +49,18 @@ State = dict[str, Any]
 """Plain data, for JSON."""
 
 
-class Reader(Protocol):
-    """The records of one pass over a split, with their places for messages."""
-
-    @property
-    def position(self) -> Any:
-        """After the record that was returned last; plain data."""
-        ...
-
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """From the position that the reader was opened at."""
-        ...
-
-
 @dataclass(frozen=True)
 class StreamedSplit:
     """One split of a stream."""
 
-    config: SourceConfig
+    config: TrainSplit
     task: TaskName
     form: Format
     place: str
     """For messages."""
     source: dict[str, Any]
     """As `LoadedSplit.source`, without a number of examples."""
-    open: Callable[[Any], Reader]
+    open: Callable[[Any], LocalReader | hub.StreamReader]
     """The records from a reader's position; None for the first."""
 
     def first(self, num_records: int) -> LoadedSplit:
@@ -90,7 +76,7 @@ class StreamedSplit:
         return LoadedSplit(dataset, self.form.description, len(results), dropped, self.source)
 
 
-def open_split(config: SourceConfig, task: TaskName) -> StreamedSplit:
+def open_split(config: TrainSplit, task: TaskName) -> StreamedSplit:
     """Open the split of `config`. Raises UserError if it cannot be read, or has no columns of the task."""
     with quiet_libraries():
         if is_local(config.path):
@@ -219,7 +205,7 @@ class Preview(LoadedSplit):
 
 
 def open_stream(
-    configs: Sequence[SourceConfig], task: TaskName, block_size: int, seed: int, fraction: float | None = None
+    configs: Sequence[TrainSplit], task: TaskName, block_size: int, seed: int, fraction: float | None = None
 ) -> tuple[Preview, LoadedSplit | None]:
     """(the preview of a stream, and the stream; the held-out examples).
 

@@ -104,25 +104,22 @@ def check_template(
                 f"{name}: the chat template has {{% generation %}} but marks no token of the first example; "
                 "put the markers around message['content'] of the assistant's turns"
             )
-        notices = _stop_notices(tokenizer, name, ids, marked if only_assistant else [True] * len(ids))
+        last = next((i for i in reversed(range(len(ids))) if str(tokenizer.decode([ids[i]])).strip()), 0)
+        end, eos = str(tokenizer.convert_ids_to_tokens(ids[last])), tokenizer.eos_token
+        added: Any = tokenizer.added_tokens_encoder
+        notices = []
+        if ids[last] != tokenizer.eos_token_id and end not in added:
+            notices = [
+                f"the chat template ends answers without a stop token: the model will not learn to stop at {eos}"
+            ]
+        elif only_assistant and not marked[last]:
+            raise UserError(
+                f"{name}: the chat template leaves {end} out of {{% generation %}}, so that the model would never "
+                "learn to stop; put it before {% endgeneration %}"
+            )
+        elif ids[last] != tokenizer.eos_token_id:
+            notices = [f"answers end with {end}, but the model stops at {eos}: write `eos_token: '{end}'` under model"]
     return notices
-
-
-def _stop_notices(tokenizer: PreTrainedTokenizerBase, name: str, ids: list[int], trained: list[bool]) -> list[str]:
-    """Notices of why the model would not learn to stop. Raises UserError if the cause is the template's marks."""
-    last = next((i for i in reversed(range(len(ids))) if str(tokenizer.decode([ids[i]])).strip()), 0)
-    end, eos = str(tokenizer.convert_ids_to_tokens(ids[last])), tokenizer.eos_token
-    added: Any = tokenizer.added_tokens_encoder
-    if ids[last] != tokenizer.eos_token_id and end not in added:
-        return [f"the chat template ends answers without a stop token: the model will not learn to stop at {eos}"]
-    if not trained[last]:
-        raise UserError(
-            f"{name}: the chat template leaves {end} out of {{% generation %}}, so that the model would never learn to "
-            "stop; put it before {% endgeneration %}"
-        )
-    if ids[last] != tokenizer.eos_token_id:
-        return [f"answers end with {end}, but the model stops at {eos}: write `eos_token: '{end}'` under model"]
-    return []
 
 
 def _render(

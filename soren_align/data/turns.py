@@ -7,7 +7,7 @@ Arguments of calls and tools are JSON texts here, in which any schema fits one A
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
@@ -72,24 +72,6 @@ def _turn_problem(turn: Any) -> str | None:
     if role not in ROLES:
         finding = "has no role (or from)" if role is None else f"has the role {repr(role)[:60]}"
         return f"{finding}; write system, user, assistant or tool, or name it under `roles`"
-    if problem := _keys_problem(turn, role):
-        return problem
-    kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    if other := next((kind for kind in kinds if kind not in (None, "text")), None):
-        return f"has a part of type {repr(other)[:60]} in its content; only text is trained"
-    if not isinstance(content, str):
-        return "has no content" if content is None else f"has {_kind(content)} as content; write text"
-    if not content.strip() and role != "tool" and "tool_calls" not in turn:
-        return f"has empty content (role {role})"
-    if _is_broken(content):
-        return "has content with half of a surrogate pair, which is not valid text"
-    others = (value for key, value in turn.items() if key != "content")
-    texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in others)
-    return "has half of a surrogate pair, which is not valid text" if any(map(_is_broken, texts)) else None
-
-
-def _keys_problem(turn: Turn, role: str) -> str | None:
-    """Why the keys of a turn beside role and content are not valid; None if they are."""
     of_role = {"assistant": ("tool_calls", *REASONING), "tool": ("name", "tool_call_id")}
     known = (*of_role.get(role, ()), "role", "content", "weight")
     if others := [key for key in turn if key not in known]:
@@ -113,7 +95,18 @@ def _keys_problem(turn: Turn, role: str) -> str | None:
             return "has a tool call without a name"
         if not isinstance(arguments, str) or not isinstance(_parsed(arguments), dict):
             return f"has a call of {name[:60]!r} whose arguments are no JSON object"
-    return None
+    kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    if other := next((kind for kind in kinds if kind not in (None, "text")), None):
+        return f"has a part of type {repr(other)[:60]} in its content; only text is trained"
+    if not isinstance(content, str):
+        return "has no content" if content is None else f"has {_kind(content)} as content; write text"
+    if not content.strip() and role != "tool" and "tool_calls" not in turn:
+        return f"has empty content (role {role})"
+    if _is_broken(content):
+        return "has content with half of a surrogate pair, which is not valid text"
+    others = (value for key, value in turn.items() if key != "content")
+    texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in others)
+    return "has half of a surrogate pair, which is not valid text" if any(map(_is_broken, texts)) else None
 
 
 def weight_problem(turns: list[Turn], name: str) -> str | None:
@@ -163,9 +156,6 @@ def _kind(value: Any) -> str:
     return {**names, list: "a list", type(None): "null"}.get(type(value), type(value).__name__)
 
 
-# Other forms of turns.
-
-
 def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> Any:
     """A turn, or a list of turns, with OpenAI's keys, the names in ROLES and weights of 0 or 1; any other value
     unchanged.
@@ -182,15 +172,10 @@ def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str
         if other in turn and turn.get(key) is None:
             turn[key] = turn.pop(other)
     content, role = turn.get("content"), turn.get("role")
-    if (
-        isinstance(content, list)
-        and content
-        and all(
-            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            for part in content
-        )
-    ):
-        content = "".join(part["text"] for part in content)  # as templates join them
+    parts = content if isinstance(content, list) else []
+    texts: list[Any] = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if parts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
+        content = "".join(texts)  # as templates join them
     turn["content"] = content
     if isinstance(role, str):
         turn["role"] = roles.get(role) or ALIASES.get(role.lower(), role)
@@ -262,8 +247,15 @@ def options(example: Mapping[str, Any]) -> dict[str, str] | str:
         if value in (None, "", [], {}):
             continue
         if column == "tools":
-            value = [_tool(tool) for tool in value] if isinstance(value, list) else [None]
-            if None in value:
+            # LLaMA-Factory's tool is the function alone.
+            value = [
+                {"type": "function", "function": tool}
+                if isinstance(tool, dict) and "function" not in tool and "name" in tool
+                else tool
+                for tool in (value if isinstance(value, list) else [None])
+            ]
+            functions = [tool.get("function") if isinstance(tool, dict) else None for tool in value]
+            if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
                 return "tools is no list of functions, each an object with name, description and parameters"
         elif not isinstance(value, dict):
             return f"{column} is no object of the template's variables"
@@ -271,17 +263,6 @@ def options(example: Mapping[str, Any]) -> dict[str, str] | str:
             return f"{column} has {', '.join(sorted(reserved))}, which is no variable of a template"
         texts[column] = json.dumps(value, ensure_ascii=False)
     return texts
-
-
-def _tool(tool: Any) -> dict[str, Any] | None:
-    """A tool in OpenAI's form, {type, function}; LLaMA-Factory's is the function alone. None for any other value."""
-    if isinstance(tool, dict) and "function" not in tool and "name" in tool:
-        tool = {"type": "function", "function": tool}
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return tool if isinstance(function, dict) and isinstance(function.get("name"), str) else None
-
-
-# Turns as chat templates take them, and what a template leaves out.
 
 
 def plain_turns(turns: list[Turn]) -> list[Turn]:
@@ -298,7 +279,7 @@ def for_template(turns: list[Turn]) -> list[Turn]:
     """The turns as chat templates expect them: arguments as objects, and no weights."""
     ready = []
     for turn in turns:
-        turn = _without(turn, "weight")
+        turn = without(turn, "weight")
         if calls := turn.get("tool_calls"):
             functions = [call["function"] | {"arguments": json.loads(call["function"]["arguments"])} for call in calls]
             turn["tool_calls"] = [{**call, "function": f} for call, f in zip(calls, functions, strict=True)]
@@ -313,45 +294,6 @@ def template_options(example: Mapping[str, Any]) -> dict[str, Any]:
     return variables | {column: json.loads(text) for column, text in texts.items()}
 
 
-def left_out(turns: list[Turn], tools: list[Any], render: Callable[[list[Turn], list[Any]], str]) -> list[str]:
-    """The kinds of an example's parts without which its rendering is the same: the chat template ignores them.
-
-    render: of turns and tools.
-    """
-    last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
-    parts: dict[str, tuple[range, Callable[[Turn], Turn]]] = {
-        "tool calls": (range(len(turns)), lambda turn: _without(turn, "tool_calls")),
-        "tool results": (range(len(turns)), lambda turn: turn | {"content": ""} if turn["role"] == "tool" else turn),
-        "reasoning": (range(last_user, len(turns)), lambda turn: _without(turn, *REASONING)),
-        "the reasoning of earlier answers": (range(last_user), lambda turn: _without(turn, *REASONING)),
-    }
-    others = {
-        kind: ([without(turn) if i in indices else turn for i, turn in enumerate(turns)], tools)
-        for kind, (indices, without) in parts.items()
-    }
-    text, kinds = render(turns, tools), []
-    for kind, parts_left in {"tools": (turns, []), **others}.items():
-        try:
-            if parts_left != (turns, tools) and render(*parts_left) == text:
-                kinds.append(kind)
-        except Exception:
-            pass
-    return kinds
-
-
-def prints_nothing(turns: list[Turn], kinds: list[str]) -> bool:
-    """Whether one of these turns is an answer made of tool calls alone, or with reasoning, none of which is printed.
-
-    kinds: of `left_out`, of the whole conversation.
-    """
-    prints_reasoning = not any("reasoning" in kind for kind in kinds)
-    return "tool calls" in kinds and any(
-        turn["role"] == "assistant"
-        and not turn["content"].strip()
-        and not (prints_reasoning and any(turn.get(key) for key in REASONING))
-        for turn in turns
-    )
-
-
-def _without(turn: Turn, *keys: str) -> Turn:
+def without(turn: Turn, *keys: str) -> Turn:
+    """The turn without some keys."""
     return {key: value for key, value in turn.items() if key not in keys}
