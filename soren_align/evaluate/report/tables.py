@@ -42,8 +42,6 @@ SETTINGS = {
     "commit": "commit of soren-align",
 }
 """The label of each setting under the table, in this order: data and prompts first, then the model's settings."""
-
-
 MAX_ACROSS = 4
 """Panels of the figure beside each other."""
 BLUE, GREY = "#0072B2", "#767676"

@@ -60,10 +60,28 @@ def load_lm(model: Any, tokenizer: Any, settings: BackendSettings) -> Any:
 
     model: a folder, or a loaded transformers or PEFT model, which stays on its device and is left in eval mode.
     """
-    if settings.backend == "vllm":
-        return _load_vllm(model, settings)
-    loaded = _load_hf(Path(model), settings).to(settings.device) if isinstance(model, str | Path) else model
-    return _count_truncated(HFLM, 1)(pretrained=loaded, tokenizer=tokenizer, batch_size=settings.batch_size)
+    if settings.backend == "hf":
+        loaded = _load_hf(Path(model), settings).to(settings.device) if isinstance(model, str | Path) else model
+        return _count_truncated(HFLM, 1)(pretrained=loaded, tokenizer=tokenizer, batch_size=settings.batch_size)
+    if not isinstance(model, str | Path):
+        raise UserError("vLLM loads models from folders; save this model first")
+    if (Path(model) / ADAPTER).is_file():
+        raise UserError(
+            f"{model}: is an adapter; merge it for vLLM (`soren-align merge RUN` makes RUN/merged), or use --backend hf"
+        )
+    if "quantization_config" not in (read_json(Path(model) / "config.json") or {}):  # vLLM has quantizers of its own
+        try:
+            load_model(str(model), device_map={"": "meta"})  # names and shapes only: vLLM loads the weights itself
+        except (ImportError, OSError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{model}: not a model that can be loaded: {in_one_line(error)}") from error
+    from lm_eval.models.vllm_causallms import VLLM
+
+    # vLLM always generates one token, which needs a place in the context.
+    return _count_truncated(VLLM, -1)(
+        pretrained=str(model), dtype=settings.dtype, batch_size=settings.batch_size, seed=1234
+    )
 
 
 def run_requests(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any], int]:
@@ -195,25 +213,3 @@ def _load_hf(folder: Path, settings: BackendSettings) -> Any:
             raise
         raise UserError(f"{folder}: not a model that can be loaded: {in_one_line(error)}") from error
     return model
-
-
-def _load_vllm(model: Any, settings: BackendSettings) -> Any:
-    if not isinstance(model, str | Path):
-        raise UserError("vLLM loads models from folders; save this model first")
-    if (Path(model) / ADAPTER).is_file():
-        raise UserError(
-            f"{model}: is an adapter; merge it for vLLM (`soren-align merge RUN` makes RUN/merged), or use --backend hf"
-        )
-    if "quantization_config" not in (read_json(Path(model) / "config.json") or {}):  # vLLM has quantizers of its own
-        try:
-            load_model(str(model), device_map={"": "meta"})  # names and shapes only: vLLM loads the weights itself
-        except (ImportError, OSError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"{model}: not a model that can be loaded: {in_one_line(error)}") from error
-    from lm_eval.models.vllm_causallms import VLLM
-
-    # vLLM always generates one token, which needs a place in the context.
-    return _count_truncated(VLLM, -1)(
-        pretrained=str(model), dtype=settings.dtype, batch_size=settings.batch_size, seed=1234
-    )

@@ -203,7 +203,8 @@ def evaluate_model(
     was_training = is_loaded and model.training
     try:
         for task in suite.tasks:
-            lm.start_column(f"{name}: {task.column}", partial(display.on_progress, task.column) if display else None)
+            lm.label, lm.num_truncated = f"{name}: {task.column}", 0
+            lm.on_progress = partial(display.on_progress, task.column) if display else None
             output = _simple_evaluate(lm, suite, tasks[task.column], options.limit)
             results.add(task, tasks[task.column], output, name)
             if lm.num_truncated:

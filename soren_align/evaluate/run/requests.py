@@ -126,11 +126,9 @@ class RequestDispatcher(LM):
         self.chat_template_args: dict[str, Any] = {}  # read by HFLM.apply_chat_template
         self.num_computed = self.num_cached = self.num_truncated = 0
         self.label = ""
+        """Model and column, for errors."""
         self.on_progress: Callable[[int, int], object] | None = None
-
-    def start_column(self, label: str, on_progress: Callable[[int, int], object] | None) -> None:
-        """Reset the number of truncated prompts. label: model and column, for errors. on_progress(done, total)."""
-        self.label, self.on_progress, self.num_truncated = label, on_progress, 0
+        """Called with the numbers of requests: those that have responses, and all."""
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (log-likelihood of the continuation after its context, whether it is greedy) of each request."""

@@ -118,21 +118,16 @@ _lm: Any = None
 def _init_worker(indices: Any, num_threads: int, model: Any, tokenizer: Any, settings: BackendSettings) -> None:
     global _arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # Exit with the parent: after SIGKILL it cannot end its workers, which would occupy their GPUs.
+    parent = multiprocessing.parent_process()
+    assert parent
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     index = indices.get()
     if settings.device.startswith("cuda"):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
     torch.set_num_threads(num_threads)
     _arguments = model, tokenizer, settings
-
-
-def _exit_with_parent() -> None:
-    """Exit when the parent has exited: after SIGKILL it cannot end its workers, which would occupy their GPUs."""
-    parent = multiprocessing.parent_process()
-    assert parent
-    parent.join()
-    os._exit(1)
 
 
 def _run_in_worker(kind: str, requests: list[tuple]) -> tuple[list[Any], int]:

@@ -113,17 +113,13 @@ def overlaps(
             num_reported = num_read
     if on_examples is not None:
         on_examples(num_read - num_reported)
-    indices, first = {}, 0
+    result, first = Overlaps({}, {}, {}, num_read), 0
     for column, questions in columns.items():
-        places = range(first, first + len(questions))
-        indices[column] = [[i for i, at in enumerate(places) if at in marks] for marks in (overlapping | exact, exact)]
+        result.questions[column] = len(questions)
+        for indices, marks in ((result.overlapping, overlapping | exact), (result.exact, exact)):
+            indices[column] = [i for i in range(len(questions)) if first + i in marks]
         first += len(questions)
-    return Overlaps(
-        {column: len(questions) for column, questions in columns.items()},
-        {column: both for column, (both, _) in indices.items()},
-        {column: whole for column, (_, whole) in indices.items()},
-        num_read,
-    )
+    return result
 
 
 def _ngrams(words: list[str]) -> Iterator[tuple[str, ...]]:

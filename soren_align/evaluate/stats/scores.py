@@ -102,20 +102,16 @@ def _points(output: dict[str, Any], name: str, key: str, model: str) -> list[flo
     """Return the points of each question of a task."""
     metric, filter_name = key.split(",")
     samples = [sample for sample in output["samples"][name] if sample["filter"] == filter_name]
-    numbers = [resp[0] for sample in samples for resp in sample["filtered_resps"] if isinstance(resp, tuple | list)]
-    broken = sum(not isfinite(number) for number in numbers)
-    if broken:  # argmax of NaNs is the first choice: a broken model could score 100%
-        raise UserError(
-            f"{model}: {broken} of {len(numbers)} log-likelihoods of {name} are not numbers;"
-            " its weights are broken, as after training that diverged"
-        )
+    responses = [resp[0] for sample in samples for resp in sample["filtered_resps"] if isinstance(resp, tuple | list)]
     points = [float(sample[metric]) for sample in samples]
-    broken = sum(not isfinite(point) for point in points)
-    if broken:  # such as mc2's 0/0, if all log-likelihoods are below -745
-        raise UserError(
-            f"{model}: {broken} of {len(points)} scores ({metric}) of {name} are not numbers;"
-            " its weights are broken, as after training that diverged"
-        )
+    # The argmax of NaNs is the first choice: a broken model could score 100%. A score may be no number by itself, such
+    # as mc2's 0/0, if all log-likelihoods are below -745.
+    for kind, numbers in (("log-likelihoods", responses), (f"scores ({metric})", points)):
+        if broken := sum(not isfinite(number) for number in numbers):
+            raise UserError(
+                f"{model}: {broken} of {len(numbers)} {kind} of {name} are not numbers;"
+                " its weights are broken, as after training that diverged"
+            )
     if abs(statistics.fmean(points) - output["results"][name][key]) > 1e-9:
         raise UserError(
             f"{name}: {metric} is not a mean over questions; choose a metric that is, others cannot be compared"

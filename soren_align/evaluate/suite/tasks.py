@@ -43,7 +43,8 @@ def load_tasks(
 
     cache: the cache folder, for converted local data; None is the user's. on_column: called with each column before it
     is loaded (MMLU's 57 datasets take seconds). trusted: the suite's files may run code.
-    Raises UserError, with the task, if a task, metric or dataset is missing, or if an untrusted file would run code.
+    Raises UserError, with the task, if a task, metric or dataset is missing, if an untrusted file would run code, or if
+    a task cannot be scored: without questions or right answers, or with code that a model writes.
     """
     tasks: Tasks = {}
     cache = cache or default_cache_folder()
@@ -52,16 +53,34 @@ def load_tasks(
         for task in suite.tasks:
             if on_column:
                 on_column(task.column)
+            file = suite.file_of(task)
             with silence():
                 try:
                     loaded = manager.load([_wrapper(task)])
                     tasks[task.column] = (loaded.get("groups", {}) | loaded["tasks"])[task.task]
                     sizes = num_questions(tasks[task.column])
                 except UserError as error:
-                    raise UserError(f"{suite.file_of(task)}: {error}") from None
+                    raise UserError(f"{file}: {error}") from None
                 except Exception as error:  # anything that lm-eval, datasets or the hub may raise
                     raise UserError(_reason(suite, task, error)) from error
-            _refuse_unusable(suite, task, tasks[task.column], sizes)
+            members = subtasks(tasks[task.column])
+            if empty := [name for name, size in sizes.items() if not size]:
+                raise UserError(f"{file}: task {empty[0]} has no questions")
+            if any(getattr(subtask, "UNSAFE_CODE", False) for subtask in members):
+                raise UserError(f"{file}: runs code that a model writes; choose another task")
+            if missing := missing_field(*_own_data(suite, task)):
+                raise UserError(missing)
+            for subtask in members:
+                refuse_wrong_keys(subtask, file)
+            metrics = set(members[0].aggregation())  # without a metric_list: lm-eval's defaults for the output_type
+            filters = {entry["name"] for entry in members[0].config.filter_list or []} or {"none"}
+            for key in score_keys(task):
+                for word, name, allowed in zip(("metric", "filter"), key.split(","), (metrics, filters), strict=True):
+                    if name not in allowed:
+                        raise UserError(
+                            f"{suite.path} {task.column}: {task.task} has no {word} {name!r};"
+                            f" write {' or '.join(sorted(allowed))}"
+                        )
     return tasks
 
 
@@ -149,21 +168,15 @@ def _own_data(suite: Suite, task: SuiteTask) -> tuple[dict[str, Any], Path | Non
     return settings, root and root / str(settings.get("dataset_path"))
 
 
-def _missing_field(suite: Suite, task: SuiteTask) -> str:
-    """`missing_field` of a task with own data."""
-    settings, folder = _own_data(suite, task)
-    return missing_field(settings, folder) if folder else ""
-
-
 def _reason(suite: Suite, task: SuiteTask, error: Exception) -> str:
     """Return why a task cannot be loaded: the place in its data if a question is the cause, else lm-eval's words."""
-    if missing := _missing_field(suite, task):
+    settings, folder = _own_data(suite, task)
+    if missing := missing_field(settings, folder):
         return missing
     first = (str(error).strip().splitlines() or [""])[0]
     reason = f"{type(error).__name__}: {first}"
     if isinstance(error, KeyError):
         reason = f"its data have no split or column {first}, which {task.task} needs"
-    _, folder = _own_data(suite, task)
     records = (
         ((file, *each) for file in sorted(folder.rglob("*.jsonl")) for each in read_records(file)) if folder else ()
     )
@@ -175,37 +188,10 @@ def _reason(suite: Suite, task: SuiteTask, error: Exception) -> str:
     return f"{suite.file_of(task)}: task {task.task} cannot be loaded: {reason}"
 
 
-def _refuse_unusable(suite: Suite, task: SuiteTask, loaded: Task | Group, sizes: dict[str, int]) -> None:
-    """Raises UserError for a task that cannot be scored.
-
-    Without questions, with unsafe code, without right answers, or without the suite's metric or filter.
-    """
-    empty = [name for name, size in sizes.items() if not size]
-    if empty:
-        raise UserError(f"{suite.file_of(task)}: task {empty[0]} has no questions")
-    if any(getattr(subtask, "UNSAFE_CODE", False) for subtask in subtasks(loaded)):
-        raise UserError(f"{suite.file_of(task)}: runs code that a model writes; choose another task")
-    if missing := _missing_field(suite, task):
-        raise UserError(missing)
-    for subtask in subtasks(loaded):
-        refuse_wrong_keys(subtask, suite.file_of(task))
-    first = subtasks(loaded)[0]
-    metrics = set(first.aggregation())  # lm-eval's defaults for the output_type, where the file has no metric_list
-    filters = {entry["name"] for entry in first.config.filter_list or []} or {"none"}
-    for key in score_keys(task):
-        metric, filter_name = key.split(",")
-        for word, name, allowed in (("metric", metric, metrics), ("filter", filter_name, filters)):
-            if name not in allowed:
-                raise UserError(
-                    f"{suite.path} {task.column}: {task.task} has no {word} {name!r};"
-                    f" write {' or '.join(sorted(allowed))}"
-                )
-
-
-def missing_field(settings: dict[str, Any], folder: Path) -> str:
+def missing_field(settings: dict[str, Any], folder: Path | None) -> str:
     """Return the place of the first question without a field that its task needs, and the remedy; "" if there is none.
 
-    settings: the task file's, with its includes. folder: of its data.
+    settings: the task file's, with its includes. folder: of its data; None: they are on the hub, and not read.
     """
     fields = {}
     for setting in SETTINGS:
@@ -215,7 +201,7 @@ def missing_field(settings: dict[str, Any], folder: Path) -> str:
             is_field = setting != "doc_to_text" and template.isidentifier()
             fields |= dict.fromkeys([template] if is_field else _FIELD.findall(template), setting)
     split = next((str(settings[key]) for key in SPLITS if settings.get(key)), "")
-    if not fields or settings.get("process_docs"):  # which may add fields
+    if folder is None or not fields or settings.get("process_docs"):  # which may add fields
         return ""
     for file in sorted(folder.rglob("*.jsonl")):
         if split not in file.name:
