@@ -2,6 +2,9 @@
 
 They are the references in the tests. A singular value of zero has no direction, so the numerical null space
 (sigma <= eps * max(m, n) * sigma_max) maps to zero: the sigmoid's 1/2 there would amplify rounding noise.
+
+The singular values of a matrix and a map's distance from the sigmoid come from the smaller Gram matrix in float64,
+accurate to 1e-8 of the largest singular value: far cheaper than a singular value decomposition.
 """
 
 from collections.abc import Callable
@@ -44,27 +47,18 @@ def _map_singular_values(x: Tensor, function: Callable[[Tensor], Tensor]) -> Ten
     wide = to_wide(x, torch.float64)
     finite = all_finite(wide)
     wide = wide.where(finite, 0.0)
-    threshold = null_space_bound(x)
-
     if x.dtype == torch.float64:
         u, sigma, vh = torch.linalg.svd(wide, full_matrices=False)
-        keep = sigma > threshold * sigma.amax(dim=-1, keepdim=True)
-        result = (u * function(sigma).where(keep, 0.0).unsqueeze(-2)) @ vh
     else:
         # The Gram matrix squares the condition number, which float64 can afford: sigma is accurate to 1e-8 of
         # sigma_max, and the threshold lies above 1e-7 of it.
         eigenvalues, u = torch.linalg.eigh(wide @ wide.mT)
-        sigma = eigenvalues.clamp(min=0.0).sqrt()
-        keep = sigma > threshold * sigma.amax(dim=-1, keepdim=True)
-        gain = (function(sigma) / sigma).where(keep, 0.0)
-        result = (u * gain.unsqueeze(-2)) @ (u.mT @ wide)
+        sigma, vh = eigenvalues.clamp(min=0.0).sqrt(), u.mT @ wide  # sigma * V^T
+    keep = sigma > null_space_bound(x) * sigma.amax(dim=-1, keepdim=True)
+    gain = function(sigma) if x.dtype == torch.float64 else function(sigma) / sigma
+    result = (u * gain.where(keep, 0.0).unsqueeze(-2)) @ vh
     return from_wide(result.masked_fill(~finite, torch.nan), x)
 
-
-# The singular values of a matrix, and the distance of a map's output from the exact sigmoid.
-#
-# Both come from the smaller Gram matrix in float64, which is accurate to 1e-8 of the largest singular value: far
-# cheaper than a singular value decomposition.
 
 CHUNK = 2**22
 """Elements of a matrix that are converted to float64 at a time: 32 MB."""

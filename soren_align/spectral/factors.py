@@ -23,19 +23,16 @@ def rounded(a: Tensor, precision: FactorPrecision) -> Tensor:
     """`a` as a factor in `precision`; float32, or of 16 bits on a GPU. In "float32" `a` itself, of any dtype."""
     if precision in NARROW:
         narrow = a.to(NARROW[precision])
-        return narrow if _multiplies_narrow(a) else narrow.float()
+        has_products = a.is_cuda and (torch.version.hip is None or _exists_on_rocm(a.device))
+        return narrow if has_products else narrow.float()
     if precision == "tf32":  # on a GPU for `tf32_products`, which would round anyway, and for `halves`
         return ((a.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
     return a
 
 
-def _multiplies_narrow(a: Tensor) -> bool:
-    """Whether products of 16-bit factors of `a` with float32 sums exist on its device."""
-    return a.is_cuda and (torch.version.hip is None or _exists_on_rocm(a.device))
-
-
 @functools.cache
 def _exists_on_rocm(device: torch.device) -> bool:
+    """Whether products of 16-bit factors with float32 sums exist on a device."""
     factor = torch.ones(1, 1, dtype=torch.float16, device=device)
     try:
         torch.mm(factor, factor, out_dtype=torch.float32)

@@ -1,13 +1,13 @@
 """The registry of the maps of singular values: a record for each, and the records by name in MAPS.
 
 Soren, the recipe's `map` with its schema and documentation, `plan`, `bench`, `spectrum` and the tests read a map's
-record and nothing else, so that a new map is one record here, with its function above it or in a file of its own, and
-its tests. The recipe is validated before torch is imported, hence nothing here imports torch or a map's file but the
-functions, when they are called.
+record and nothing else, so that a new map is one record here, with its function in a file of its own, and its tests.
+The recipe is validated before torch is imported, hence torch and a map's file are imported when a map is called.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..core.optimizer_settings import (
@@ -60,14 +60,6 @@ def power(sigma: "Tensor", p: float) -> "Tensor":
     return sigma.pow(p)
 
 
-def _decomposition_workspace(m: int, n: int, precision: FactorPrecision) -> int:
-    return 2 * m * m + 7 * m * n  # without the workspace of its library
-
-
-def _float32(num_rows: int, on_gpu: bool) -> FactorPrecision:
-    return "float32"
-
-
 @dataclass(frozen=True, kw_only=True)
 class SpectralMap:
     """A map of singular values, U f(S) V^T of x = U S V^T."""
@@ -90,13 +82,14 @@ class SpectralMap:
     settings: Mapping[str, Setting] = field(default_factory=dict)
     precisions: tuple[Precision, ...] = ("auto",)
     """Of the factors of its products; the optimizer's setting `precision` is one of them."""
-    auto_precision: Callable[[int, bool], FactorPrecision] = _float32
+    auto_precision: Callable[[int, bool], FactorPrecision] = lambda num_rows, on_gpu: "float32"
     """auto_precision(rows of a matrix (its shorter side), whether it is on a GPU): what "auto" means."""
     flops: Callable[..., int] | None = None
     """flops(m, n, precision, and the settings) of its matrix products, for m <= n; None: a decomposition."""
-    workspace: Callable[[int, int, FactorPrecision], int] = _decomposition_workspace
+    workspace: Callable[[int, int, FactorPrecision], int] = lambda m, n, precision: 2 * m * m + 7 * m * n
     """workspace(m, n, precision): numbers that it allocates at once, its result included, for m <= n and a matrix of
-    norm 1 at most, as clipped gradients are. Measured: tests/spectral/test_cost.py."""
+    norm 1 at most, as clipped gradients are. Measured: tests/spectral/test_cost.py. By default that of a decomposition,
+    without the workspace of its library."""
     level: Callable[..., float] | None = None
     """level(m, n, and the settings): the largest mean that an output's singular values can have, where that is not the
     optimizer's `map_level`."""
@@ -133,22 +126,16 @@ class SpectralMap:
         return self.workspace(m, n, precision)
 
 
-def _minimax(x: "Tensor", *, resolution: float, precision: FactorPrecision, max_norm: float | None) -> Output:
-    from .minimax import guarded_minimax_sigmoid
-
-    return guarded_minimax_sigmoid(x, resolution=resolution, precision=precision, max_norm=max_norm)
+def _file(name: str) -> Any:
+    """A file of this folder, imported when a map is called, with torch."""
+    return import_module(f".{name}", __package__)
 
 
 def _minimax_flops(m: int, n: int, precision: FactorPrecision, resolution: float) -> int:
-    from .minimax import SIGN, minimax_flops, narrow_flops
-
-    return minimax_flops(SIGN[resolution], m, n) if precision == "float32" else narrow_flops(m, n, resolution)
-
-
-def _minimax_workspace(m: int, n: int, precision: FactorPrecision) -> int:
-    from .minimax import usual_workspace_numbers
-
-    return usual_workspace_numbers(m, n, is_narrow=precision != "float32")
+    minimax = _file("minimax")
+    if precision == "float32":
+        return minimax.minimax_flops(minimax.SIGN[resolution], m, n)
+    return minimax.narrow_flops(m, n, resolution)
 
 
 MINIMAX = SpectralMap(
@@ -157,7 +144,7 @@ MINIMAX = SpectralMap(
     label="minimax {resolution:g}",
     doc="A polynomial within 0.5% of the sigmoid, from singular values of `resolution` on.",
     source="docs/studies/minimax_polynomials.py",
-    function=_minimax,
+    function=lambda x, **settings: _file("minimax").guarded_minimax_sigmoid(x, **settings),
     target=sigmoid,
     settings={
         "resolution": Setting(
@@ -171,14 +158,8 @@ MINIMAX = SpectralMap(
     # A CPU emulates float16.
     auto_precision=lambda num_rows, on_gpu: "float16" if on_gpu and num_rows >= NARROW_FROM else "float32",
     flops=_minimax_flops,
-    workspace=_minimax_workspace,
+    workspace=lambda m, n, precision: _file("minimax").usual_workspace_numbers(m, n, is_narrow=precision != "float32"),
 )
-
-
-def _sns(x: "Tensor", *, steps: int, precision: FactorPrecision, max_norm: float | None) -> Output:
-    from .sns import guarded_soft_newton_schulz
-
-    return guarded_soft_newton_schulz(x, steps, max_norm=max_norm, in_bfloat16=precision == "bfloat16")
 
 
 def _sns_flops(m: int, n: int, precision: FactorPrecision, steps: int) -> int:
@@ -195,26 +176,15 @@ SNS = SpectralMap(
     label="SNS K={steps}",
     doc="Soft Newton-Schulz, the paper's Algorithm 1: less accurate than minimax, and more expensive.",
     source="the paper's Algorithm 1",
-    function=_sns,
+    function=lambda x, *, steps, precision, max_norm: _file("sns").guarded_soft_newton_schulz(
+        x, steps, max_norm=max_norm, in_bfloat16=precision == "bfloat16"
+    ),
     target=sigmoid,
     settings={"steps": Setting(SNS_STEPS, NUM_STEPS, doc="Iterations.")},
     precisions=("auto", "float32", "bfloat16"),
     flops=_sns_flops,
     workspace=_sns_workspace,
 )
-
-
-def _released(x: "Tensor", *, steps: int, precision: FactorPrecision, max_norm: float | None) -> Output:
-    from .sns import released_sigmoid
-
-    return released_sigmoid(x, steps), 0
-
-
-def _released_level(m: int, n: int, steps: int) -> float:
-    from .sns import released_level
-
-    return released_level(m, n, steps)
-
 
 RELEASED = SpectralMap(
     name="released",
@@ -223,21 +193,14 @@ RELEASED = SpectralMap(
     doc="The map of the authors' released code, another one than the paper's: its updates are smaller, and closer to "
     "momentum SGD's.",
     source="muon.py of github.com/PhiVanDat123/sigmoid_muon, commit c72cda5",
-    function=_released,
+    function=lambda x, *, steps, precision, max_norm: (_file("sns").released_sigmoid(x, steps), 0),
     target=sigmoid,  # its authors' aim; it is another function, and `bench maps` shows its distance
     settings={"steps": Setting(RELEASED_STEPS, NUM_STEPS, doc="Iterations; 5 in the code.")},
     precisions=("auto", "float32"),
     flops=_sns_flops,
     workspace=_sns_workspace,
-    level=_released_level,
+    level=lambda m, n, steps: _file("sns").released_level(m, n, steps),
 )
-
-
-def _exact(x: "Tensor", *, precision: FactorPrecision, max_norm: float | None) -> Output:
-    from .exact import exact_sigmoid
-
-    return exact_sigmoid(x), 0
-
 
 EXACT = SpectralMap(
     name="exact",
@@ -245,51 +208,31 @@ EXACT = SpectralMap(
     label="exact",
     doc="The sigmoid itself, by a singular value decomposition: the reference, and slow.",
     source="the paper's definition of Soren",
-    function=_exact,
+    function=lambda x, *, precision, max_norm: (_file("exact").exact_sigmoid(x), 0),
     target=sigmoid,
 )
-
-
-def _muon(x: "Tensor", *, ns_steps: int, precision: FactorPrecision, max_norm: float | None) -> Output:
-    from .quintic import newton_schulz
-
-    return newton_schulz(x, ns_steps), 0
-
-
-def _muon_flops(m: int, n: int, precision: FactorPrecision, ns_steps: int) -> int:
-    return ns_steps * (4 * m * m * n + 2 * m**3)  # x x^T, its square, and their sum times x
-
-
-def _muon_workspace(m: int, n: int, precision: FactorPrecision) -> int:
-    return max(3 * m * n, 2 * m * n + 2 * m * m) // 2  # in bfloat16: elements of half the size
-
 
 MUON = SpectralMap(
     name="muon",
     optimizer="muon",
     label="Muon bfloat16",
     source="kellerjordan.github.io/posts/muon",
-    function=_muon,
+    function=lambda x, *, ns_steps, precision, max_norm: (_file("quintic").newton_schulz(x, ns_steps), 0),
     target=polar,
     settings={"ns_steps": Setting(MUON_STEPS, NUM_STEPS)},
     auto_precision=lambda num_rows, on_gpu: "bfloat16",  # as torch.optim.Muon's
-    flops=_muon_flops,
-    workspace=_muon_workspace,
+    # x x^T, its square, and their sum times x
+    flops=lambda m, n, precision, ns_steps: ns_steps * (4 * m * m * n + 2 * m**3),
+    # in bfloat16: elements of half the size
+    workspace=lambda m, n, precision: max(3 * m * n, 2 * m * n + 2 * m * m) // 2,
 )
-
-
-def _htmuon(x: "Tensor", *, p: float, precision: FactorPrecision, max_norm: float | None) -> Output:
-    from .exact import spectral_power
-
-    return spectral_power(x, p), 0
-
 
 HTMUON = SpectralMap(
     name="htmuon",
     optimizer="htmuon",
     label="HTMuon",
     source="arXiv 2603.10067",
-    function=_htmuon,
+    function=lambda x, *, p, precision, max_norm: (_file("exact").spectral_power(x, p), 0),
     target=power,
     settings={"p": Setting(HTMUON_POWER, POWER)},
 )

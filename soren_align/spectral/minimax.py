@@ -15,17 +15,7 @@ from torch import Tensor
 from ..core.optimizer_settings import RESOLUTION, FactorPrecision
 from .factors import HALVES_FROM
 from .matrices import all_finite, frobenius_norm, from_wide, in_full_precision, replace_zeros, tf32_products, to_wide
-from .products import (
-    PADDING,
-    SIGN,
-    WIDE_FROM,
-    Sign,
-    block_size,
-    by_products,
-    ends_thin,
-    num_beyond,
-    tanh_coefficients,
-)
+from .products import PADDING, SIGN, WIDE_FROM, Sign, block_size, by_products, ends_thin, num_beyond, tanh_coefficients
 
 SAFE_NORMS = (1e-12, 1e6)  # |x|_F in between needs no scaling: neither sigma^4 nor its sums leave float32
 
@@ -69,11 +59,25 @@ def guarded_minimax_sigmoid(
     max_norm: float | None = None,
 ) -> tuple[Tensor, Tensor | int]:
     """`minimax_sigmoid`, and the number of guarded matrices: those scaled down to the domain of tanh's polynomial."""
-    _check(method, resolution, precision)
+    if method not in ("products", "eigh"):
+        raise ValueError(f"method: found {method!r}; write 'products' or 'eigh'")
+    if resolution not in SIGN:
+        raise ValueError(f"resolution: found {resolution!r}; write one of {', '.join(map(str, SIGN))}")
+    if precision not in (choices := get_args(FactorPrecision)):
+        raise ValueError(f"precision: found {precision!r}; write one of {', '.join(map(repr, choices))}")
+    if precision != "float32" and method == "eigh":
+        raise ValueError(f"precision: {precision!r} is for products; found method 'eigh': write precision='float32'")
     narrow = precision != "float32"
     double = x.dtype == torch.float64 and not narrow
     wide = to_wide(x, torch.float64 if double else torch.float32)
-    is_safe, may_be_large = _range(wide, max_norm)
+    low, high = SAFE_NORMS
+    if max_norm is not None:
+        is_safe, may_be_large = max_norm < high, not max_norm <= WIDE_FROM[0]
+    else:  # by one host read; NaN and overflow are as large matrices
+        norm = frobenius_norm(wide)
+        checks = [((norm > low) & (norm < high)).all(), (norm <= WIDE_FROM[0]).all()]
+        is_safe, is_small = torch.stack(checks).tolist()
+        may_be_large = not is_small
     evaluate = partial(by_products, precision=precision) if method == "products" else _by_eigh
     if is_safe and not narrow:
         result, num_guarded = evaluate(wide, 1.0, may_be_large, resolution)
@@ -85,17 +89,6 @@ def guarded_minimax_sigmoid(
     with tf32_products(x.device.type, precision == "tf32"):
         result, num_guarded = evaluate(wide.div_(scale), scale, may_be_large, resolution)
     return from_wide(result.masked_fill(~finite, torch.nan), x), num_guarded
-
-
-def _range(x: Tensor, max_norm: float | None) -> tuple[bool, bool]:
-    """Whether |x|_F of all matrices is within SAFE_NORMS, and whether one may be above WIDE_FROM[0]."""
-    low, high = SAFE_NORMS
-    if max_norm is not None:
-        return max_norm < high, not max_norm <= WIDE_FROM[0]
-    norm = frobenius_norm(x)
-    # Both are for NaN and overflow as for large matrices.
-    is_safe, is_small = torch.stack([((norm > low) & (norm < high)).all(), (norm <= WIDE_FROM[0]).all()]).tolist()
-    return is_safe, not is_small
 
 
 def _by_eigh(x: Tensor, scale: Tensor | float, may_be_large: bool, resolution: float) -> tuple[Tensor, Tensor | int]:
@@ -113,27 +106,13 @@ def _by_eigh(x: Tensor, scale: Tensor | float, may_be_large: bool, resolution: f
     share = (eigenvalues.pow(64).sum(dim=-1, keepdim=True).clamp(min=1.0) ** (1 / 64) / norm4.pow(0.25)).sqrt()
     top = nu * (scale[..., 0].double() if isinstance(scale, Tensor) else scale)
     known_share = share if may_be_large else None
-    coefficients = tanh_coefficients(top, known_share)
-    tanh = sum(c * r**i for i, c in enumerate(coefficients))
+    tanh = sum(c * r**i for i, c in enumerate(tanh_coefficients(top, known_share)))
     sign, power = torch.ones_like(r), r
     for step in SIGN[resolution].steps:
         factor = sum(c * power**i for i, c in enumerate(step))
         sign, power = sign * factor, power * factor**2
     gain = (sign + tanh) / (2 * nu)
     return ((vectors * gain.unsqueeze(-2)) @ vectors.mT).to(x.dtype) @ x, num_beyond(top, known_share)
-
-
-def _check(method: str, resolution: float, precision: str) -> None:
-    if method not in ("products", "eigh"):
-        raise ValueError(f"method: found {method!r}; write 'products' or 'eigh'")
-    if resolution not in SIGN:
-        raise ValueError(f"resolution: found {resolution!r}; write one of {', '.join(map(str, SIGN))}")
-    if precision not in get_args(FactorPrecision):
-        raise ValueError(
-            f"precision: found {precision!r}; write one of {', '.join(map(repr, get_args(FactorPrecision)))}"
-        )
-    if precision != "float32" and method == "eigh":
-        raise ValueError(f"precision: {precision!r} is for products; found method 'eigh': write precision='float32'")
 
 
 POLYNOMIAL_PRODUCTS = {2: 0, 3: 1, 5: 2}
@@ -148,9 +127,7 @@ def minimax_flops(table: Sign, num_rows: int, num_columns: int) -> int:
     """
     m, n = num_rows, num_columns
     thin, square = 2 * m * m * n, 2 * m**3
-    block = block_size(m)
-    symmetric = sum(min(block, m - start) * (m - start) for start in range(0, m, block)) / m**2
-    later = len(table.steps) - 1
+    symmetric, later = _symmetric_share(m), len(table.steps) - 1
     num_square = sum(POLYNOMIAL_PRODUCTS[len(step)] for step in table.steps)
     num_square += len(table.steps[0]) == 2  # nu needs R^2 if the first polynomial does not
     if ends_thin(m, n):
@@ -163,8 +140,7 @@ def minimax_flops(table: Sign, num_rows: int, num_columns: int) -> int:
 def narrow_flops(num_rows: int, num_columns: int, resolution: float, device_type: str = "cuda") -> int:
     """As `minimax_flops`, with narrow factors, all of them for tensor cores on a GPU."""
     m, n = num_rows, num_columns
-    thin, square, block = 2 * m * m * n, 2 * m**3, block_size(m, device_type)
-    symmetric = sum(min(block, m - start) * (m - start) for start in range(0, m, block)) / m**2
+    thin, square, symmetric = 2 * m * m * n, 2 * m**3, _symmetric_share(m, device_type)
     steps, slope = SIGN[resolution].steps, SIGN[resolution].slope
     num_thin, num_symmetric = len(steps) + 1, sum(POLYNOMIAL_PRODUCTS[len(step)] for step in steps)
     for number, step in enumerate(steps[:-1]):
@@ -172,6 +148,12 @@ def narrow_flops(num_rows: int, num_columns: int, resolution: float, device_type
             num_thin, num_symmetric = num_thin + 1, num_symmetric + POLYNOMIAL_PRODUCTS[len(step)] - (number == 0)
         slope /= step[0]
     return round((len(steps) * thin + num_symmetric * square) * symmetric) + num_thin * thin
+
+
+def _symmetric_share(num_rows: int, device_type: str = "cpu") -> float:
+    """The computed share of a symmetric product, whose blocks below the diagonal are copied."""
+    block = block_size(num_rows, device_type)
+    return sum(min(block, num_rows - start) * (num_rows - start) for start in range(0, num_rows, block)) / num_rows**2
 
 
 def num_workspace_numbers(num_rows: int, num_columns: int, device_type: str = "cpu") -> int:

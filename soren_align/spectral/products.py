@@ -1,7 +1,15 @@
-"""The polynomials of `minimax_sigmoid`. docs/studies/minimax_polynomials.py computes them and prints the alternatives.
+"""`minimax_sigmoid` by matrix products: its polynomials in the Gram matrix R, whose eigenvalues are u^2.
 
-An odd polynomial is given by its coefficients of x, x^3, x^5, ... tests/spectral/test_minimax_coefficients.py computes
-them again, and evaluates their certificates.
+An odd polynomial is given by its coefficients of x, x^3, x^5, ... docs/studies/minimax_polynomials.py computes them and
+prints the alternatives; tests/spectral/test_minimax_coefficients.py computes them again, and evaluates their
+certificates.
+
+A polynomial in R is evaluated about the center c of its interval, in Z = R - c I: its coefficients are then thirty
+times smaller, and so is the rounding error. With float16 factors it is up to 0.2% in powers of R, 0.02% in powers of Z.
+After a step, which magnifies small singular values, the Gram matrix is computed again (a restart). R has u^2 to
+float32's 6e-8 of the largest, and the steps magnify this error by the square of their slopes: at resolution 0.01, 512
+rows and rank 128 it is 1.2e-4 of the result without a restart, 1.1e-5 with one; at 0.0004 and 576 x 1536 1e-2 with one
+and 1.4e-4 with two.
 """
 
 from functools import cache
@@ -71,27 +79,12 @@ SIGN = {
     ),
 }
 
-# tanh(x / 2), increasing on the whole interval; the error is relative to the sigmoid, of which this is one half.
-TANH = (4.96740021e-01, -3.61866082e-02, 1.77539158e-03)  # on [0, 2.5], error 0.0827%
-TANH_WIDE = (  # on [0, 4.3], error 0.0561%
-    4.97856604e-01,
-    -3.83000524e-02,
-    2.68336953e-03,
-    -1.12038574e-04,
-    1.94851463e-06,
-)
+# tanh(x / 2), increasing on the whole interval. The error, 0.0827% of TANH on [0, 2.5] and 0.0561% of TANH_WIDE on
+# [0, 4.3], is relative to the sigmoid, of which this is one half.
+TANH = (4.96740021e-01, -3.61866082e-02, 1.77539158e-03)
+TANH_WIDE = (4.97856604e-01, -3.83000524e-02, 2.68336953e-03, -1.12038574e-04, 1.94851463e-06)
 WIDE_LIMIT = 4.3  # (sum of sigma^128)^(1/128) is at most 7% above sigma_max, for up to 10 000 singular values
 WIDE_FROM = (2.0, 2.5)  # between these nu, TANH and TANH_WIDE are interpolated; below, five products are saved
-
-
-# `minimax_sigmoid` by matrix products: polynomials in the Gram matrix R, whose eigenvalues are u^2.
-#
-# A polynomial in R is evaluated about the center c of its interval, in Z = R - c I: its coefficients are then thirty
-# times smaller, and so is the rounding error. With float16 factors it is up to 0.2% in powers of R, 0.02% in powers of
-# Z. After a step, which magnifies small singular values, the Gram matrix is computed again (a restart). R has u^2 to
-# float32's 6e-8 of the largest, and the steps magnify this error by the square of their slopes: at resolution 0.01, 512
-# rows and rank 128 it is 1.2e-4 of the result without a restart, 1.1e-5 with one; at 0.0004 and 576 x 1536 1e-2 with
-# one and 1.4e-4 with two.
 
 # Rows of a block of a symmetric product. The part below the diagonal is copied: with 8 blocks 9/16 of the work, in 0.69
 # (512 rows), 0.67 (1024) and 0.66 (2048) of the time (one thread of a CPU, MKL, float32).
@@ -125,7 +118,13 @@ def by_products(
     work = _Workspace(x, precision)
 
     r = work.symmetric(x, x.mT)
-    r2, nu = _normalise_(r, work)
+    # R = x x^T / nu^2, in place, for the nu with |R^2|_F = 1
+    trace = r.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None].clamp(min=work.least_trace)
+    r2 = work.symmetric(r.div_(trace), r)
+    square = frobenius_norm(r2).clamp(min=MIN_SQUARE)
+    r.div_(square.sqrt())
+    r2, nu = r2.div_(square), (trace * square.sqrt()).sqrt()
+
     tanh, beyond = _tanh_part(r, r2, nu, nu * scale, may_be_large, work)
     y, spare, lift, slope = x, None, None, table.slope  # y = lift @ x; slope: of the remaining steps, see `Factors`
     for step, center in steps[:num_restarts]:
@@ -145,7 +144,19 @@ def by_products(
             work.release(factor, lift)
             lift = longer
 
-    sign = _composed(steps[num_restarts:], r, work).mul_(0.5)
+    # f(u) / u / 2 in `sign`, for the composition f of the other steps, whose R follows from the one before
+    (step, center), *others = steps[num_restarts:]
+    factor = sign = _odd_step(step, center, r, None, work)
+    for step, center in others:
+        half_way = work.symmetric(r, factor)
+        work.release(r)
+        r = work.symmetric(factor, half_way)
+        work.release(half_way, *(() if factor is sign else (factor,)))
+        factor = _odd_step(step, center, r, None, work)
+        longer = work.symmetric(factor, sign)
+        work.release(sign)
+        sign = longer
+    sign.mul_(0.5)
     if lift is None:
         return work.add_product_(work.product(sign, y, spare), tanh, x), beyond
     # Not a symmetric product, on purpose: copying a half of sign @ lift would magnify the error of large singular
@@ -184,32 +195,6 @@ def tanh_coefficients(top: Tensor, share: Tensor | None) -> list[Tensor]:
 def num_beyond(top: Tensor, share: Tensor | None) -> Tensor | int:
     """The number of matrices that `tanh_coefficients` scales down."""
     return 0 if share is None else (top * share > WIDE_LIMIT).sum()
-
-
-def _normalise_(gram: Tensor, work: "_Workspace") -> tuple[Tensor, Tensor]:
-    """Divide gram in place: R = gram / nu^2, for the nu with |R^2|_F = 1; returns R^2 and nu."""
-    trace = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None].clamp(min=work.least_trace)
-    r = gram.div_(trace)
-    r2 = work.symmetric(r, r)
-    square = frobenius_norm(r2).clamp(min=MIN_SQUARE)
-    r.div_(square.sqrt())
-    return r2.div_(square), (trace * square.sqrt()).sqrt()
-
-
-def _composed(steps: list[tuple[tuple[float, ...], float]], r: Tensor, work: "_Workspace") -> Tensor:
-    """f(u) / u as a matrix polynomial in R = u^2, for the composition f of the steps. R is released."""
-    step, center = steps[0]
-    factor = sign = _odd_step(step, center, r, None, work)
-    for step, center in steps[1:]:
-        half_way = work.symmetric(r, factor)
-        work.release(r)
-        r = work.symmetric(factor, half_way)
-        work.release(half_way, *(() if factor is sign else (factor,)))
-        factor = _odd_step(step, center, r, None, work)
-        longer = work.symmetric(factor, sign)
-        work.release(sign)
-        sign = longer
-    return sign
 
 
 def _odd_step(
@@ -258,29 +243,25 @@ def _tanh_part(
     powers, share = [r, r2], None
     if may_be_large:
         powers += [work.symmetric(r, r2), work.symmetric(r2, r2)]
-        share = _top_share(powers[-1], work)
+        # (sum of u^128)^(1/128) from R^4: u of the largest singular value, or up to 7% more
+        power, weight = torch.mul(powers[-1], 1.0, out=work.take()), 1 / 4
+        norm = replace_zeros(frobenius_norm(power))
+        log = norm.log() * weight
+        for _ in range(3):
+            square = work.symmetric(power.div_(norm), power)
+            work.release(power)
+            power = square
+            norm = replace_zeros(frobenius_norm(power))
+            weight /= 2
+            log += norm.log() * weight
+        work.release(power)
+        share = (log / 2).exp()
     c0, *c = (coefficient / (2 * nu) for coefficient in tanh_coefficients(top, share))
     result = torch.mul(r, c[0], out=work.take())
     for coefficient, power in zip(c[1:], powers[1:], strict=True):
         result.addcmul_(coefficient, power)
     work.release(*powers[2:])
     return _add_to_diagonal_(result, c0[..., 0]), num_beyond(top, share)
-
-
-def _top_share(r4: Tensor, work: "_Workspace") -> Tensor:
-    """(sum of u^128)^(1/128) from R^4: u of the largest singular value, or up to 7% more."""
-    power, weight = torch.mul(r4, 1.0, out=work.take()), 1 / 4
-    norm = replace_zeros(frobenius_norm(power))
-    log = norm.log() * weight
-    for _ in range(3):
-        square = work.symmetric(power.div_(norm), power)
-        work.release(power)
-        power = square
-        norm = replace_zeros(frobenius_norm(power))
-        weight /= 2
-        log += norm.log() * weight
-    work.release(power)
-    return (log / 2).exp()
 
 
 def _add_to_diagonal_(a: Tensor, value: float | Tensor) -> Tensor:

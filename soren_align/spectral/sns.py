@@ -5,9 +5,9 @@
 Q converges to the polar factor, T to tanh(sigma / 2), both by y <- (3 I - y y^T) y / 2. That step increases from 0 to 1
 on [0, 1], decreases beyond, and diverges beyond sqrt(5), so T is valid for singular values up to 4 only. A matrix with
 a larger one is guarded: its T starts from x / sigma_max, which keeps the result finite, monotone and bounded by 1.
+`released_sigmoid`, the map of the authors' released code, takes the same steps from other starts.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -18,13 +18,14 @@ from .matrices import all_finite, frobenius_norm, from_wide, in_full_precision, 
 
 T_STEPS = 2
 T_LIMIT = 4.0
+EPS = 1e-8
 
 
 def soft_newton_schulz(
     x: Tensor,
     steps: int = SNS_STEPS,
     form: Literal["direct", "gram"] = "direct",
-    eps: float = 1e-8,
+    eps: float = EPS,
     max_norm: float | None = None,
     in_bfloat16: bool = False,
 ) -> Tensor:
@@ -49,7 +50,7 @@ def guarded_soft_newton_schulz(
     x: Tensor,
     steps: int = SNS_STEPS,
     form: Literal["direct", "gram"] = "direct",
-    eps: float = 1e-8,
+    eps: float = EPS,
     max_norm: float | None = None,
     in_bfloat16: bool = False,
 ) -> tuple[Tensor, Tensor | int]:
@@ -58,7 +59,10 @@ def guarded_soft_newton_schulz(
         raise ValueError(f"form: found {form!r}; write one of {', '.join(map(repr, _ITERATIONS))}")
     if steps < 0:
         raise ValueError(f"steps: found {steps}; write 0 or more")
-    iterate = _in_bfloat16(_ITERATIONS[form]) if in_bfloat16 else _ITERATIONS[form]
+
+    def iterate(y: Tensor, num_steps: int) -> Tensor:
+        return _ITERATIONS[form](y.bfloat16() if in_bfloat16 else y, num_steps).to(y.dtype)
+
     wide = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.float32)
     norm = frobenius_norm(wide)
 
@@ -111,28 +115,18 @@ def _gram_iteration(y: Tensor, steps: int) -> Tensor:
     return (product @ y64).to(y.dtype)
 
 
-def _in_bfloat16(iterate: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-    return lambda y, steps: iterate(y.bfloat16(), steps).to(y.dtype)
-
-
 _ITERATIONS = {"direct": cubic_iteration, "gram": _gram_iteration}
-
-
-# The map of the authors' released code: another function of the singular values than the paper's text.
-#
-#     (Q_K + T_2) / 2,    Q_0 = x / (|x|_F + 1e-8),  T_0 = x / (4 |x|_F),  K = 5
-#
-# The steps are those of `sns`. Both branches are divided by the norm, so that the result does not depend on the
-# gradient's scale, and five steps multiply a small singular value by 1.5^5 = 7.6 only. Up to 0.1 |x|_F, where most of a
-# large matrix's singular values are, the map is within 13% of 4.08 S / |x|_F: momentum SGD, normalised.
-
-EPS = 1e-8
 
 
 @in_full_precision
 def released_sigmoid(x: Tensor, steps: int = RELEASED_STEPS) -> Tensor:
     """U f(S / |x|_F) V^T of x = U S V^T: with 5 steps f(0.1) is 0.36, f(0.2) 0.53, f(1) 0.76.
 
+        (Q_K + T_2) / 2,    Q_0 = x / (|x|_F + 1e-8),  T_0 = x / (4 |x|_F),  K = 5
+
+    Both are divided by the norm, so that the result does not depend on the gradient's scale, and five steps multiply a
+    small singular value by 1.5^5 = 7.6 only. Up to 0.1 |x|_F, where most of a large matrix's singular values are, the
+    map is within 13% of 4.08 S / |x|_F: momentum SGD, normalised.
     x: [..., m, n], floating point; not modified. steps: K.
     Returns [..., m, n] in the dtype of x. Zero for zero; a matrix that contains a NaN or an infinity gives all NaN. No
     singular value is out of range, and the host reads nothing.
