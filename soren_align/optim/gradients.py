@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .eight_bits import ROUNDED_NORM, norm
 from .group_settings import names_of
-from .layout import Named, ShardingStrategy, local
+from .layout import ShardingStrategy, local
 
 # Up to it a bound of a norm serves as well as the norm: no map distinguishes matrices with |N|_F below it.
 LOOSE_NORM = 1.5
@@ -74,24 +74,17 @@ def checked_numbers(
     if known_norm is not None and not largest <= LOOSE_NORM**2:  # a NaN too
         return checked_numbers(groups, state, optimizer, strategy)
     if not math.isfinite(total):
-        _refuse_non_finite(named, strategy)  # or the sum has overflowed
+        # A gradient has a NaN or an infinity, on some rank, or the sum has overflowed: every gradient is read.
+        with_grad = [(name, local(parameter.grad)) for name, parameter in named if parameter.grad is not None]
+        broken = [name for name, g in with_grad if g.numel() and not g.abs().amax().isfinite()]  # amax: NaN too
+        shown = ", ".join(broken[:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")
+        problem = FloatingPointError(f"NaN or infinity in the gradient of {shown}; nothing was changed by this step")
+        strategy.check_gradients(named, problem if broken else None, torch.zeros(2, dtype=torch.float64))
     # Of a tensor's own dtype, in which torch computes with it.
     read = iter([torch.tensor(rate, dtype=lr.dtype) for rate, lr in zip(on_host, rates, strict=True)])
     lrs = [next(read) if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
     max_norm, bound = (math.sqrt(n) if math.isfinite(n) else math.inf for n in (largest, max(largest, total)))
     return StepNumbers(max_norm, lrs, bound)
-
-
-def _refuse_non_finite(named: Named, strategy: ShardingStrategy) -> None:
-    """Raise FloatingPointError, naming the parameters, if a gradient has a NaN or an infinity. Reads every gradient."""
-    broken = []
-    for name, parameter in named:
-        grad = None if parameter.grad is None else local(parameter.grad)
-        if grad is not None and grad.numel() and not grad.abs().amax().isfinite():  # amax: NaN too
-            broken.append(name)
-    shown = ", ".join(broken[:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")
-    error = FloatingPointError(f"NaN or infinity in the gradient of {shown}; nothing was changed by this step")
-    strategy.check_gradients(named, error if broken else None, torch.zeros(2, dtype=torch.float64))
 
 
 def _squared_norms(with_rules: Sequence[tuple[str, Tensor, str]], state: Mapping[Tensor, dict[str, Tensor]]) -> Tensor:

@@ -3,6 +3,7 @@
 A group holds the settings of its own rule and no others, so that a checkpoint records the settings that were used.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
@@ -39,63 +40,52 @@ RULE_DEFAULTS: dict[str, dict[str, Any]] = {
 # and those that torch's schedulers write.
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
 OTHER_KEYS = ("params", "param_names", "weight_layouts", "rule", "name", *SCHEDULER_KEYS)
-WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # in names of a wrapped model
+_WRAPPER = re.compile(r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")  # in names of a wrapped model
+
+
+def check_that(is_allowed: Callable[[Any], bool], advice: str) -> Check:
+    """A check by a condition; advice: what to write instead of another value."""
+
+    def check(value: Any) -> Any:
+        if not is_allowed(value):
+            raise ValueError(f"found {value!r}; write {advice}")
+        return value
+
+    return check
 
 
 def number(bounds: Bounds) -> Check:
     """A check that a value is a number within `bounds`; a tensor of one element is one too."""
+    advice = f"a {'finite ' * (bounds.most == LARGEST)}number, {bounds}"
+    check = check_that(lambda value: isinstance(value, int | float | Tensor) and float(value) in bounds, advice)
 
-    def check(value: Any) -> Any:
+    def check_number(value: Any) -> Any:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"found a tensor of shape {tuple(value.shape)}; write one number")
-        if not isinstance(value, int | float | Tensor) or float(value) not in bounds:
-            raise ValueError(f"found {value!r}; write a {'finite ' * (bounds.most == LARGEST)}number, {bounds}")
-        return value
+        return check(value)
 
-    return check
-
-
-def whole_number(bounds: Bounds) -> Check:
-    """A check that a value is a whole number within `bounds`."""
-
-    def check(value: Any) -> Any:
-        if not isinstance(value, int) or isinstance(value, bool) or value not in bounds:
-            raise ValueError(f"found {value!r}; write a whole number, {bounds}")
-        return value
-
-    return check
+    return check_number
 
 
 def choice(options: Sequence[Any]) -> Check:
     """A check that a value is one of `options`."""
-
-    def check(value: Any) -> Any:
-        if value not in options:
-            raise ValueError(f"found {value!r}; write one of {', '.join(map(repr, options))}")
-        return value
-
-    return check
+    return check_that(lambda value: value in options, f"one of {', '.join(map(repr, options))}")
 
 
 def setting_checks(spectral_map: SpectralMap) -> dict[str, Check]:
     """The checks of a map's settings."""
     checks: dict[str, Check] = {}
     for key, setting in spectral_map.settings.items():
-        of_type = whole_number if isinstance(setting.default, int) else number
-        checks[key] = of_type(setting.bounds) if setting.bounds else choice(setting.choices)
+        if not (bounds := setting.bounds):
+            checks[key] = choice(setting.choices)
+        elif isinstance(setting.default, int):
+            checks[key] = check_that(
+                lambda value, bounds=bounds: isinstance(value, int) and not isinstance(value, bool) and value in bounds,
+                f"a whole number, {bounds}",
+            )
+        else:
+            checks[key] = number(bounds)
     return checks
-
-
-def _truth_value(value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise ValueError(f"found {value!r}; write True or False")
-    return value
-
-
-def _betas(value: Any) -> Any:
-    if len(value) != 2 or any(beta not in COEFFICIENT for beta in value):
-        raise ValueError(f"found {value!r}; write two numbers, {COEFFICIENT}")
-    return value
 
 
 _SHARED_SETTINGS: dict[str, Check] = {
@@ -104,17 +94,20 @@ _SHARED_SETTINGS: dict[str, Check] = {
     "compensation": choice(get_args(Compensation)),
     "states": choice(get_args(States)),
 }
-_ADDED_LATER = {"states": STATES}
-"""Settings that older checkpoints lack, with the value that these had."""
-
 RULES: dict[str, dict[str, Check]] = {
     "spectral": {
         **_SHARED_SETTINGS,
         "momentum": number(COEFFICIENT),
-        "nesterov": _truth_value,
+        "nesterov": check_that(lambda value: isinstance(value, bool), "True or False"),
         "adjust_lr_fn": choice(get_args(AdjustLrFn)),
     },
-    "adamw": {**_SHARED_SETTINGS, "betas": _betas, "eps": number(NON_NEGATIVE)},
+    "adamw": {
+        **_SHARED_SETTINGS,
+        "betas": check_that(
+            lambda value: len(value) == 2 and all(beta in COEFFICIENT for beta in value), f"two numbers, {COEFFICIENT}"
+        ),
+        "eps": number(NON_NEGATIVE),
+    },
 }
 """The settings of each rule with their checks; a spectral group has those of its optimizer's map besides."""
 
@@ -156,10 +149,35 @@ def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_
     """
     if len(saved) != len(current):
         raise ValueError(f"the checkpoint has {len(saved)} parameter groups, this optimizer {len(current)}")
-    differences = []
-    for index, (old, new) in enumerate(zip(saved, current, strict=True)):
-        for key, was, now in _differences(old, new, map_keys):
-            differences.append(f"group {index} {key}: {was} in the checkpoint, {now} in this optimizer")
+    differences: list[str] = []
+    for index, groups in enumerate(zip(saved, current, strict=True)):
+        pairs: list[tuple[str, Any, Any]] = []
+        was, now = (len(group["params"]) for group in groups)
+        pairs.append(("number of parameters", was, now))
+        rules = [group.get("rule", "") for group in groups]
+        keys = {
+            "rule",
+            *(map_keys if "spectral" in rules else ()),
+            *(key for rule in rules for key in RULES.get(rule, ())),
+        }
+        is_scheduled = any("base_momentum" in group for group in groups)  # loaded like a learning rate
+        for key in sorted(keys - ({"lr", "momentum", "betas"} if is_scheduled else {"lr"})):
+            absent = STATES if key == "states" else "nothing"  # checkpoints from before 8-bit states lack the setting
+            was, now = (group.get(key, absent) for group in groups)
+            was, now = (tuple(value) if isinstance(value, list) else value for value in (was, now))
+            pairs.append((key, was, now))
+        was, now = ([*group.get("weight_layouts", {}).values()] for group in groups)
+        pairs.append(("weight_layouts", was, now))
+        if all("param_names" in group for group in groups):
+            was, now = ([_WRAPPER.sub("", name) for name in group["param_names"]] for group in groups)
+            numbers = (f"{len(was)} names", f"{len(now)} names")
+            first = next(((a, b) for a, b in zip(was, now, strict=False) if a != b), numbers)
+            pairs += [("param_names", *first)] if was != now else []
+        differences += [
+            f"group {index} {key}: {was} in the checkpoint, {now} in this optimizer"
+            for key, was, now in pairs
+            if was != now
+        ]
     if differences:
         raise ValueError("the checkpoint was made with other optimizer settings\n" + "\n".join(differences))
 
@@ -169,46 +187,3 @@ def names_of(group: dict[str, Any]) -> Sequence[str]:
     names, num_params = group.get("param_names", ()), len(group["params"])
     # ZeRO replaces the parameters by flat shards and keeps the names, which are then those of other tensors.
     return names if len(names) == num_params else [f"parameter {position}" for position in range(num_params)]
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], map_keys: Collection[str]) -> list[tuple[str, Any, Any]]:
-    differences: list[tuple[str, Any, Any]] = []
-    if len(old["params"]) != len(new["params"]):
-        differences.append(("number of parameters", len(old["params"]), len(new["params"])))
-    for key in sorted(_setting_keys(old, map_keys) | _setting_keys(new, map_keys)):
-        if key in ("momentum", "betas") and ("base_momentum" in old or "base_momentum" in new):
-            continue  # loaded from the checkpoint, like a learning rate
-        was, now = (_comparable(group.get(key, _ADDED_LATER.get(key, "nothing"))) for group in (old, new))
-        if was != now:
-            differences.append((key, was, now))
-    was, now = ([*group.get("weight_layouts", {}).values()] for group in (old, new))
-    if was != now:
-        differences.append(("weight_layouts", was, now))
-    if "param_names" in old and "param_names" in new:
-        was, now = (_plain_names(group["param_names"]) for group in (old, new))
-        if was != now:
-            differences.append(("param_names", *_first_difference(was, now)))
-    return differences
-
-
-def _setting_keys(group: dict[str, Any], map_keys: Collection[str]) -> set[str]:
-    rule = group.get("rule", "")
-    return {"rule", *RULES.get(rule, ()), *(map_keys if rule == "spectral" else ())} - {"lr"}
-
-
-def _comparable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list | tuple) else value
-
-
-def _plain_names(names: Sequence[str]) -> list[str]:
-    plain = list(names)
-    for wrapper in WRAPPERS:
-        plain = [name.replace(wrapper, "") for name in plain]
-    return plain
-
-
-def _first_difference(was: Sequence[str], now: Sequence[str]) -> tuple[str, str]:
-    for old, new in zip(was, now, strict=False):
-        if old != new:
-            return old, new
-    return f"{len(was)} names", f"{len(now)} names"

@@ -45,11 +45,6 @@ def store_master_weights_(parameter: Tensor, compensation: Tensor | None, weight
     parameter.copy_(upper.to(torch.int16).view(torch.bfloat16))
 
 
-def is_compensated(parameter: Tensor, group: dict[str, Any]) -> bool:
-    """Whether the parameter's state has a compensation; float32 needs none, it is as wide as its update."""
-    return group.get("compensation") == "kahan" and parameter.dtype == torch.bfloat16
-
-
 def ulp(weight: float, dtype: torch.dtype) -> float:
     """The distance from `weight`, 0 or more, to the next larger number of `dtype`; 0 at 0."""
     return 2.0 ** math.floor(math.log2(weight)) * torch.finfo(dtype).eps if weight else 0.0
@@ -76,14 +71,9 @@ def chunks(*tensors: Tensor | None, numel: int = CHUNK) -> Iterator[tuple[Any, .
     length = present[0].shape[0]
     step = numel * length // present[0].numel()  # indices of the first dimension per chunk
     for start in range(0, length, max(step, 1)):
-        yield from chunks(*(_part(tensor, start, min(step, length - start)) for tensor in tensors), numel=numel)
-
-
-def _part(tensor: Tensor | None, start: int, step: int) -> Tensor | None:
-    if tensor is None:
-        return None
-    # One index of the first dimension may be too large: it is divided further, along the next one.
-    return tensor.narrow(0, start, step) if step else tensor.select(0, start)
+        # One index of the first dimension may be too large: it is divided further, along the next one.
+        part = slice(start, start + step) if step else start
+        yield from chunks(*(None if tensor is None else tensor[part] for tensor in tensors), numel=numel)
 
 
 def copied_to_cpu(parameter: Tensor, compensation: Tensor | None, dtype: torch.dtype) -> Tensor:

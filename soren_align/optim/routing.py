@@ -30,6 +30,7 @@ _ROUTER = re.compile(r"Router|TopKGating")
 _OF_ATTENTION: dict[str, WeightLayout] = {"in_proj_weight": "qkv"}
 _OF_ATTENTION |= {"q_proj_weight": "linear", "k_proj_weight": "linear", "v_proj_weight": "linear"}
 """torch.nn.MultiheadAttention's projections, which are no linear layers; that of the output is one."""
+_OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 _COUNTS = ("tensors", "matrices", "numel")
 
 
@@ -78,8 +79,20 @@ class _Occurrence:
     def layout(self, num_dimensions: int) -> WeightLayout | None:
         """How a parameter of so many dimensions stores matrices of linear layers; None if it has none."""
         name, owner = self.name.split(".")[-1], self.owner
-        if num_dimensions == 3:
-            return expert_layout(owner, name, self.around)
+        if num_dimensions == 3:  # [experts, rows, columns]
+            if _is_of_transformers(owner, "JetMoeParallelExperts"):  # of its MLP, or of its attention
+                is_of_mlp = _is_of_transformers(self.around, "JetMoeMoE")
+                return "gate_up" if is_of_mlp and self.around.input_linear is owner else "linear"
+            # transformers' decorator use_experts_implementation, which Llama 4 lacks, leaves the layout in attributes.
+            is_llama4 = _is_of_transformers(owner, "Llama4TextExperts")
+            if not (is_llama4 or hasattr(owner, "is_transposed")) or name not in _OF_EXPERTS:
+                return None
+            is_transposed = is_llama4 or bool(owner.is_transposed)
+            if name != "gate_up_proj":
+                return "transposed" if is_transposed else "linear"
+            if is_llama4 or owner.is_concatenated:
+                return "transposed gate_up" if is_transposed else "gate_up"
+            return "transposed interleaved gate_up" if is_transposed else None
         if isinstance(owner, nn.MultiheadAttention) and num_dimensions == 2:
             return _OF_ATTENTION.get(name)
         if name != "weight" or num_dimensions != 2:
@@ -316,26 +329,6 @@ def _obstacle(
 def _glob_of(occurrences: Sequence[_Occurrence], aux: Sequence[str]) -> str | None:
     """The first glob of `aux` that matches one of a parameter's names."""
     return next((glob for glob in aux if any(fnmatchcase(o.name, glob) for o in occurrences)), None)
-
-
-def expert_layout(owner: nn.Module, name: str, around: nn.Module) -> WeightLayout | None:
-    """How a layer's weights `name` [experts, rows, columns] store matrices; None if `owner` has no experts.
-
-    around: the module that holds `owner`. transformers' decorator use_experts_implementation leaves the layout in
-    attributes of the module.
-    """
-    if _is_of_transformers(owner, "JetMoeParallelExperts"):  # of its MLP, or of its attention
-        is_gate_up = _is_of_transformers(around, "JetMoeMoE") and around.input_linear is owner
-        return "gate_up" if is_gate_up else "linear"
-    is_llama4 = _is_of_transformers(owner, "Llama4TextExperts")  # which it does not decorate
-    if not (is_llama4 or hasattr(owner, "is_transposed")) or name not in ("gate_up_proj", "up_proj", "down_proj"):
-        return None
-    is_transposed = is_llama4 or bool(owner.is_transposed)
-    if name != "gate_up_proj":
-        return "transposed" if is_transposed else "linear"
-    if is_llama4 or owner.is_concatenated:
-        return "transposed gate_up" if is_transposed else "gate_up"
-    return "transposed interleaved gate_up" if is_transposed else None
 
 
 def _is_of_transformers(module: nn.Module, name: str) -> bool:

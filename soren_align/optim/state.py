@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .eight_bits import CODES, Part, decoded_range, new_blocks
 from .group_settings import names_of
-from .rounding import COMPENSATION_DTYPE, is_compensated
+from .rounding import COMPENSATION_DTYPE
 
 MOMENTS = {"spectral": ("exp_avg",), "adamw": ("exp_avg", "exp_avg_sq")}
 
@@ -44,7 +44,7 @@ def state_form(
     in_8_bits = in_8_bits and parameter.dtype != torch.float64 and parameter.is_contiguous()
     moments = MOMENTS[group["rule"]]
     dtypes = {key: CODES[key] if in_8_bits else momentum_dtype(parameter) for key in moments}
-    if is_compensated(parameter, group):
+    if group.get("compensation") == "kahan" and parameter.dtype == torch.bfloat16:  # float32 is as wide as its update
         dtypes["compensation"] = COMPENSATION_DTYPE
     if not in_8_bits:
         return StateForm(dtypes, dict(map_state), None)
@@ -82,7 +82,14 @@ def loaded_state(
             missing = [key for key in ("step", *form.dtypes) if key not in state]
             if missing:
                 raise ValueError(f"the checkpoint lacks {', '.join(missing)} of {name}; it cannot be resumed from")
-            loaded[parameter] = {"step": _loaded_step(state["step"], name)}
+            step = (
+                torch.as_tensor(s, dtype=torch.float32)
+                if isinstance(s := state["step"], int | float | Tensor)
+                else None
+            )
+            if step is None or step.numel() != 1:
+                raise ValueError(f"the checkpoint has no number for the step of {name}; it cannot be resumed from")
+            loaded[parameter] = {"step": step.detach().reshape(()).to("cpu", copy=True)}
             for key, dtype in form.dtypes.items():
                 loaded[parameter][key] = _loaded(state[key], key, name, parameter, dtype)
             wrong = [key for key, n in form.sizes.items() if getattr(state.get(key), "shape", None) != (n,)]
@@ -101,13 +108,6 @@ def loaded_state(
             if form.blocks is not None:
                 loaded[parameter]["blocks"] = form.blocks
     return loaded
-
-
-def _loaded_step(value: Any, name: str) -> Tensor:
-    count = torch.as_tensor(value, dtype=torch.float32) if isinstance(value, int | float | Tensor) else None
-    if count is None or count.numel() != 1:
-        raise ValueError(f"the checkpoint has no number for the step of {name}; it cannot be resumed from")
-    return count.detach().reshape(()).to("cpu", copy=True)
 
 
 def _loaded(value: Any, key: str, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,8 @@ computes the same plan from the same layout, which its fingerprint verifies.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -48,53 +49,34 @@ def make_exchange_plan(layout: Layout, bucket_mb: float = BUCKET_MB, itemsize: i
     A rank whose next matrix alone needs more has that one matrix and no other in the bucket.
     """
     owners = assign_owners(layout)
-    local = [i for i, m in enumerate(layout.weights) if is_local(m, owners[i], layout)]
-    buckets = _buckets(layout, owners, set(local), max_numel=int(bucket_mb * 2**20 / itemsize))
-    return ExchangePlan(layout, owners, tuple(local), buckets)
+    weights, at_owner = layout.weights, set()
+    for index, (weight, owner) in enumerate(zip(weights, owners, strict=True)):
+        if layout.num_ranks == 1 or all(shard.rank == owner for shard in weight.shards):
+            at_owner.add(index)
+    # The first matrix of each owner, then the second of each, so that all owners have work in every bucket. An owner's
+    # matrices come largest first and by shape, so that those of a bucket can be mapped together.
+    queues: dict[int, list[int]] = defaultdict(list)
+    for index in sorted(range(len(weights)), key=lambda i: (-weights[i].numel, weights[i].shape, i)):
+        if index not in at_owner:
+            queues[owners[index]].append(index)
+    turns = sorted((turn, owner, i) for owner, queue in queues.items() for turn, i in enumerate(queue))
 
-
-def _buckets(layout: Layout, owners: Sequence[int], local: set[int], max_numel: int) -> tuple[tuple[int, ...], ...]:
     buckets: list[list[int]] = []
     used: list[int] = []
-    for index in _round_robin(layout, owners, local):
-        need = [*_buffer_elements(layout, index, owners[index])]
-        if not buckets or any(used[rank] and used[rank] + numel > max_numel for rank, numel in need):
+    for _, owner, index in turns:
+        if layout.replicated:
+            need = {owner: weights[index].numel}
+        else:  # elements that a rank sends or receives
+            need = {shard.rank: shard.numel for shard in weights[index].shards if shard.rank != owner}
+            need[owner] = sum(need.values())
+        most = int(bucket_mb * 2**20 / itemsize)
+        if not buckets or any(used[rank] and used[rank] + numel > most for rank, numel in need.items()):
             buckets.append([])
             used = [0] * layout.num_ranks
         buckets[-1].append(index)
-        for rank, numel in need:
+        for rank, numel in need.items():
             used[rank] += numel
-    return tuple(map(tuple, buckets))
-
-
-def _round_robin(layout: Layout, owners: Sequence[int], local: set[int]) -> list[int]:
-    """The first matrix of each owner, then the second of each, so that all owners have work in every bucket.
-
-    An owner's matrices come largest first and by shape, so that those of a bucket can be mapped together.
-    """
-    queues: dict[int, list[int]] = {}
-    for index, owner in enumerate(owners):
-        if index not in local:
-            queues.setdefault(owner, []).append(index)
-    turns = []
-    for owner, queue in queues.items():
-        queue.sort(key=lambda i: (-layout.weights[i].numel, layout.weights[i].shape, i))
-        turns += [(turn, owner, index) for turn, index in enumerate(queue)]
-    return [index for _, _, index in sorted(turns)]
-
-
-def _buffer_elements(layout: Layout, index: int, owner: int) -> Iterator[tuple[int, int]]:
-    """(rank, elements) of the buffers for one matrix of a bucket."""
-    weight = layout.weights[index]
-    if layout.replicated:
-        yield owner, weight.numel
-        return
-    received = 0
-    for shard in weight.shards:
-        if shard.rank != owner:
-            received += shard.numel
-            yield shard.rank, shard.numel
-    yield owner, received
+    return ExchangePlan(layout, owners, tuple(sorted(at_owner)), tuple(map(tuple, buckets)))
 
 
 def assign_owners(layout: Layout) -> tuple[int, ...]:
@@ -148,13 +130,8 @@ def elements_sent(layout: Layout, owners: Sequence[int]) -> list[int]:
     return sent
 
 
-def is_local(weight: ShardedWeight, owner: int, layout: Layout) -> bool:
-    """Whether a matrix lies whole on its owner rank and needs no communication."""
-    return layout.num_ranks == 1 or all(shard.rank == owner for shard in weight.shards)
-
-
 def _cost(weight: ShardedWeight) -> int:
-    return weight.num_matrices * _map_flops(*sorted(weight.map_shape))
+    return weight.num_matrices * _map_flops(*weight.map_shape)
 
 
 @cache

@@ -157,7 +157,7 @@ def init_ranks(timeout_seconds: float) -> Ranks:
     backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        _in_thread(lambda: dist.init_process_group(backend, timeout=timeout), lambda: None)
+        _in_thread(lambda: dist.init_process_group(backend, timeout=timeout)).result()
     except RuntimeError as error:
         env = os.environ
         raise LostRankError(
@@ -169,11 +169,8 @@ def init_ranks(timeout_seconds: float) -> Ranks:
     return current_ranks()
 
 
-def _in_thread(function: Callable[[], T], check: Callable[[], None]) -> T:
-    """Return what a function returns that waits in C++, where a signal would be handled only after the wait.
-
-    check: called twice a second meanwhile; may raise.
-    """
+def _in_thread(function: Callable[[], T]) -> Future[T]:
+    """The future result of a function that waits in C++, where a signal would be handled only after the wait."""
     future: Future[T] = Future()
 
     def call() -> None:
@@ -183,9 +180,7 @@ def _in_thread(function: Callable[[], T], check: Callable[[], None]) -> T:
             future.set_exception(error)
 
     Thread(target=call, daemon=True).start()
-    while not wait([future], timeout=0.5).done:
-        check()
-    return future.result()
+    return future
 
 
 def choose_gpu(num_gpus: int) -> int:
@@ -235,14 +230,13 @@ def _wait_for_first(store: dist.Store, key: str) -> None:
             store.add(f"{key}/read", 1)
         return problem
 
-    def refuse_silence() -> None:  # of a store in a stopped process no answer comes
-        if time.monotonic() - seen[0] > SILENCE_SECONDS:
+    first = _in_thread(poll)
+    while not wait([first], timeout=0.5).done:
+        if time.monotonic() - seen[0] > SILENCE_SECONDS:  # of a store in a stopped process no answer comes
             raise silent_rank("rank 0", SILENCE_SECONDS)
-
-    problem = _in_thread(poll, refuse_silence)
-    if problem is None:
+    if first.result() is None:
         return
-    kind, message = problem
+    kind, message = first.result()
     if kind in _ON_ALL:
         raise _ON_ALL[kind](message)
     raise LostRankError(f"rank 0 failed ({kind}: {message}); see its output")

@@ -88,20 +88,32 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
     optimizer states on NVMe or partly offloaded, ZenFlow, several data-parallel groups), and if the contents of a
     tensor do not match its layout.
     """
+    from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]
+
     optimizer = getattr(zero, "optimizer", None)
     if not isinstance(optimizer, SpectralOptimizer):
         raise ValueError(
             f"DeepSpeed would step {type(optimizer).__name__}, not our optimizer: leave `optimizer` out of its config, "
             "and set zero_force_ds_cpu_optimizer to false"
         )
-    _refuse_unsupported(zero)
+    unsupported = {
+        "round_robin_gradients": "DeepSpeed then writes wrong universal checkpoints",
+        "zenflow": "it steps outside of the optimizer",
+        "swap_optimizer": "with optimizer states on NVMe the flat tensors are empty; offload to cpu",
+    }
+    for option, reason in unsupported.items():
+        if getattr(zero, option, False):
+            raise ValueError(f"DeepSpeed's {option} is on, which is not supported: {reason}")
+    if getattr(zero, "partial_offload", 1.0) not in (0, 1, 1.0):
+        raise ValueError(f"offload_optimizer.ratio is {zero.partial_offload}; only 1 is supported")
     tensors = list(_flat_tensors(zero))
     spectral = [tensor for tensor in tensors if tensor.rule == "spectral"]
     groups = {tensor.process_group for tensor in tensors}
     if len(groups) != 1:
         raise ValueError(f"found {len(groups)} data-parallel groups; mixtures of experts are not supported")
     (group,) = groups
-    device = _accelerator()
+    # The device of this rank, on which the maps run; with CPU offload the flat tensors are on the CPU.
+    device = torch.device(get_accelerator().current_device_name())  # type: ignore[union-attr]
     wrong = [name for tensor in spectral for name in _mismatches(tensor, dist.get_rank(group))]
     num_wrong = torch.tensor(len(wrong), device=device)
     dist.all_reduce(num_wrong, dist.ReduceOp.MAX, group=group)
@@ -111,7 +123,10 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
             f"{type(zero).__name__} keeps up to {num_wrong.item()} matrices per rank elsewhere than expected, {here}: "
             "this version of DeepSpeed, or an option of it, is not known to soren-align"
         )
-    _refuse_unknown_weight_layouts(optimizer, spectral)
+    names = {matrix.name for tensor in spectral for matrix in tensor.layout.weights}
+    unknown = [n for group in optimizer.param_groups for n in group.get("weight_layouts", {}) if n not in names]
+    if unknown:
+        raise ValueError(f"DeepSpeed has no parameter {unknown[0]}; build the optimizer from the module that it wraps")
     others = {tensor.flat: tensor.layout for tensor in tensors if tensor.rule != "spectral"}
     matrices = {tensor.flat: tensor.layout for tensor in spectral}
     optimizer.strategy = ZeroStrategy(matrices, group, device, bucket_mb, others)
@@ -178,37 +193,6 @@ def _mismatches(tensor: _FlatTensor, rank: int) -> list[str]:
             if not torch.equal(actual.to(expected.dtype), expected.to(actual.device)):
                 wrong.append(matrix.name)
     return wrong
-
-
-def _refuse_unknown_weight_layouts(optimizer: SpectralOptimizer, spectral: Sequence[_FlatTensor]) -> None:
-    """Raise ValueError, the same on every rank, if DeepSpeed has other names for parameters than their group."""
-    names = {matrix.name for tensor in spectral for matrix in tensor.layout.weights}
-    unknown = [
-        name for group in optimizer.param_groups for name in group.get("weight_layouts", {}) if name not in names
-    ]
-    if unknown:
-        raise ValueError(f"DeepSpeed has no parameter {unknown[0]}; build the optimizer from the module that it wraps")
-
-
-def _refuse_unsupported(zero: Any) -> None:
-    unsupported = {
-        "round_robin_gradients": "DeepSpeed then writes wrong universal checkpoints",
-        "zenflow": "it steps outside of the optimizer",
-        "swap_optimizer": "with optimizer states on NVMe the flat tensors are empty; offload to cpu",
-    }
-    for option, reason in unsupported.items():
-        if getattr(zero, option, False):
-            raise ValueError(f"DeepSpeed's {option} is on, which is not supported: {reason}")
-    if getattr(zero, "partial_offload", 1.0) not in (0, 1, 1.0):
-        raise ValueError(f"offload_optimizer.ratio is {zero.partial_offload}; only 1 is supported")
-
-
-def _accelerator() -> torch.device:
-    """The device of this rank, on which the maps run; with CPU offload the flat tensors are on the CPU."""
-    from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]
-
-    accelerator: Any = get_accelerator()
-    return torch.device(accelerator.current_device_name())
 
 
 def with_second_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
