@@ -146,22 +146,11 @@ def _update_(bucket: Sequence[Chunk], group: dict[str, Any], lr: float | Tensor)
     steps = torch.stack([chunk.step for chunk in bucket])
     steps = steps.to(device, non_blocking=True) if fused else steps
     weights = [master_weights(c.parameter, c.compensation).to(c.exp_avg.dtype) for c in bucket]
-    adamw(
-        weights,
-        [chunk.grad.to(chunk.exp_avg.dtype) for chunk in bucket],
-        [chunk.exp_avg for chunk in bucket],
-        [chunk.exp_avg_sq for chunk in bucket],
-        [],
-        list(steps.unbind()),
-        foreach=False,
-        fused=fused,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=lr,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+    averages = [chunk.exp_avg for chunk in bucket], [chunk.exp_avg_sq for chunk in bucket]
+    (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    settings: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": group["eps"]}
+    settings |= {"foreach": False, "fused": fused, "amsgrad": False, "maximize": False}
+    grads = (chunk.grad.to(chunk.exp_avg.dtype) for chunk in bucket)  # copies live as long as the call
+    adamw(weights, [*grads], *averages, [], list(steps.unbind()), **settings)
     for chunk, updated in zip(bucket, weights, strict=True):
         store_master_weights_(chunk.parameter, chunk.compensation, updated)

@@ -108,19 +108,16 @@ def _squared_norms(with_rules: Sequence[tuple[str, Tensor, str]], state: Mapping
                 momentum, bound = norm(state[parameter], "exp_avg"), ROUNDED_NORM
             matrices += [grad] + ([] if momentum is None else [local(momentum)])
     device = next((t.device for t in (*matrices, *others) if t.device.type != "cpu"), torch.device("cpu"))
-    of_matrices, of_others = (_squares(tensors, device) for tensors in (matrices, others))
+    squares = []  # on `device`, each with a zero
+    for tensors in (matrices, others):
+        by_kind = defaultdict(list)
+        for tensor in tensors:
+            by_kind[tensor.device, tensor.dtype].append(tensor)
+        norms = [torch.zeros(1, dtype=torch.float64, device=device)]
+        for (_, dtype), same in by_kind.items():
+            # In float32, whatever the dtype: float16's squares overflow from 256 on.
+            of_kind = torch._foreach_norm(same, 2, torch.promote_types(dtype, torch.float32))
+            norms.append(torch.stack(of_kind).to(device, torch.float64))  # pyright: ignore
+        squares.append(torch.cat(norms).square())
+    of_matrices, of_others = squares
     return torch.stack([of_matrices.sum() + of_others.sum(), of_matrices.amax() * bound**2])
-
-
-def _squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Squared norms of `tensors`, and a zero, on `device`."""
-    by_kind = defaultdict(list)
-    for tensor in tensors:
-        by_kind[tensor.device, tensor.dtype].append(tensor)
-    # In float32, whatever the dtype: float16's squares overflow from 256 on.
-    norms = [
-        torch.stack(torch._foreach_norm(same, 2, torch.promote_types(dtype, torch.float32)))
-        for (_, dtype), same in by_kind.items()
-    ]  # pyright: ignore
-    zero = torch.zeros(1, dtype=torch.float64, device=device)
-    return torch.cat([zero, *(norm.to(device, torch.float64) for norm in norms)]).square()

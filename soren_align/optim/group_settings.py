@@ -56,15 +56,15 @@ def check_that(is_allowed: Callable[[Any], bool], advice: str) -> Check:
 
 def number(bounds: Bounds) -> Check:
     """A check that a value is a number within `bounds`; a tensor of one element is one too."""
-    advice = f"a {'finite ' * (bounds.most == LARGEST)}number, {bounds}"
-    check = check_that(lambda value: isinstance(value, int | float | Tensor) and float(value) in bounds, advice)
 
-    def check_number(value: Any) -> Any:
+    def check(value: Any) -> Any:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"found a tensor of shape {tuple(value.shape)}; write one number")
-        return check(value)
+        if not isinstance(value, int | float | Tensor) or float(value) not in bounds:
+            raise ValueError(f"found {value!r}; write a {'finite ' * (bounds.most == LARGEST)}number, {bounds}")
+        return value
 
-    return check_number
+    return check
 
 
 def choice(options: Sequence[Any]) -> Check:
@@ -124,23 +124,6 @@ def checked_settings(group: dict[str, Any], checks: Mapping[str, Check], where: 
     return group
 
 
-def refuse_wrong_parameters(group: dict[str, Any], optimizer: str) -> None:
-    """Raise ValueError for a parameter that `optimizer` cannot update by the group's rule; `params` may have names."""
-    params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-    for known_name, entry in zip(names_of({**group, "params": params}), params, strict=True):
-        name, parameter = entry if isinstance(entry, tuple) else (known_name, entry)
-        if not isinstance(parameter, Tensor):
-            continue  # torch raises TypeError
-        # ZeRO 3 empties the tensor and keeps the true shape in ds_shape.
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        if not parameter.is_floating_point():
-            raise ValueError(f"{optimizer} updates real numbers; {name} is {parameter.dtype}")
-        is_experts = len(shape) == 3 and name in group.get("weight_layouts", {})
-        if group["rule"] == "spectral" and len(shape) != 2 and not is_experts:
-            advice = "Route it to AdamW (soren_align.param_groups does)."
-            raise ValueError(f"{optimizer} updates matrices; {name} has shape {shape}. {advice}")
-
-
 def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_keys: Collection[str]) -> None:
     """Raise ValueError naming every setting that differs between a checkpoint's groups and the current ones.
 
@@ -151,15 +134,10 @@ def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_
         raise ValueError(f"the checkpoint has {len(saved)} parameter groups, this optimizer {len(current)}")
     differences: list[str] = []
     for index, groups in enumerate(zip(saved, current, strict=True)):
-        pairs: list[tuple[str, Any, Any]] = []
         was, now = (len(group["params"]) for group in groups)
-        pairs.append(("number of parameters", was, now))
+        pairs: list[tuple[str, Any, Any]] = [("number of parameters", was, now)]
         rules = [group.get("rule", "") for group in groups]
-        keys = {
-            "rule",
-            *(map_keys if "spectral" in rules else ()),
-            *(key for rule in rules for key in RULES.get(rule, ())),
-        }
+        keys = {"rule", *(map_keys if "spectral" in rules else ())}.union(*(RULES.get(rule, ()) for rule in rules))
         is_scheduled = any("base_momentum" in group for group in groups)  # loaded like a learning rate
         for key in sorted(keys - ({"lr", "momentum", "betas"} if is_scheduled else {"lr"})):
             absent = STATES if key == "states" else "nothing"  # checkpoints from before 8-bit states lack the setting
@@ -173,11 +151,9 @@ def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_
             numbers = (f"{len(was)} names", f"{len(now)} names")
             first = next(((a, b) for a, b in zip(was, now, strict=False) if a != b), numbers)
             pairs += [("param_names", *first)] if was != now else []
-        differences += [
-            f"group {index} {key}: {was} in the checkpoint, {now} in this optimizer"
-            for key, was, now in pairs
-            if was != now
-        ]
+        for key, was, now in pairs:
+            if was != now:
+                differences.append(f"group {index} {key}: {was} in the checkpoint, {now} in this optimizer")
     if differences:
         raise ValueError("the checkpoint was made with other optimizer settings\n" + "\n".join(differences))
 

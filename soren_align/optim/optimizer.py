@@ -29,7 +29,6 @@ from .group_settings import (
     checked_settings,
     names_of,
     refuse_changed_settings,
-    refuse_wrong_parameters,
 )
 from .layout import MapState, OneProcess, ShardingStrategy, with_map_state
 from .routing import param_groups
@@ -217,7 +216,19 @@ class SpectralOptimizer(torch.optim.Optimizer):
         group = checked_settings(group, checks, where)
         if not isinstance(group["params"], Tensor | set):  # torch wraps the one and refuses the other
             group["params"] = list(group["params"])  # once: it may be a generator
-        refuse_wrong_parameters(group, type(self).__name__)
+        params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        for known_name, entry in zip(names_of({**group, "params": params}), params, strict=True):
+            name, parameter = entry if isinstance(entry, tuple) else (known_name, entry)
+            if not isinstance(parameter, Tensor):
+                continue  # torch raises TypeError
+            # ZeRO 3 empties the tensor and keeps the true shape in ds_shape.
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            if not parameter.is_floating_point():
+                raise ValueError(f"{type(self).__name__} updates real numbers; {name} is {parameter.dtype}")
+            is_experts = len(shape) == 3 and name in group.get("weight_layouts", {})
+            if group["rule"] == "spectral" and len(shape) != 2 and not is_experts:
+                advice = "Route it to AdamW (soren_align.param_groups does)."
+                raise ValueError(f"{type(self).__name__} updates matrices; {name} has shape {shape}. {advice}")
         super().add_param_group(group)
         for key in self.defaults.keys() - checks.keys():
             del group[key]

@@ -75,54 +75,47 @@ def loaded_state(
     """
     if not saved["state"]:
         return {}
-    loaded = {}
-    for old, new in zip(saved["param_groups"], current, strict=True):
-        for number, parameter, name in zip(old["params"], new["params"], names_of(new), strict=True):
-            state, form = saved["state"].get(number, {}), form_of(name, parameter, new)
-            missing = [key for key in ("step", *form.dtypes) if key not in state]
-            if missing:
-                raise ValueError(f"the checkpoint lacks {', '.join(missing)} of {name}; it cannot be resumed from")
-            step = (
-                torch.as_tensor(s, dtype=torch.float32)
-                if isinstance(s := state["step"], int | float | Tensor)
-                else None
-            )
-            if step is None or step.numel() != 1:
-                raise ValueError(f"the checkpoint has no number for the step of {name}; it cannot be resumed from")
-            loaded[parameter] = {"step": step.detach().reshape(()).to("cpu", copy=True)}
-            for key, dtype in form.dtypes.items():
-                loaded[parameter][key] = _loaded(state[key], key, name, parameter, dtype)
-            wrong = [key for key, n in form.sizes.items() if getattr(state.get(key), "shape", None) != (n,)]
-            saved_blocks = torch.as_tensor(state.get("blocks", -1)).cpu()
-            has_scales = not any(key.endswith("_scale") for key in wrong)
-            if form.blocks is not None and not (has_scales and torch.equal(saved_blocks, form.blocks)):
+    loaded: dict[Tensor, dict[str, Tensor]] = {}
+    entries = [
+        (*entry, new)
+        for old, new in zip(saved["param_groups"], current, strict=True)
+        for entry in zip(old["params"], new["params"], names_of(new), strict=True)
+    ]
+    for number, parameter, name, group in entries:
+        state, form = saved["state"].get(number, {}), form_of(name, parameter, group)
+        missing = [key for key in ("step", *form.dtypes) if key not in state]
+        if missing:
+            raise ValueError(f"the checkpoint lacks {', '.join(missing)} of {name}; it cannot be resumed from")
+        step = torch.as_tensor(s, dtype=torch.float32) if isinstance(s := state["step"], int | float | Tensor) else None
+        if step is None or step.numel() != 1:
+            raise ValueError(f"the checkpoint has no number for the step of {name}; it cannot be resumed from")
+        loaded[parameter] = {"step": step.detach().reshape(()).to("cpu", copy=True)}
+        for key, dtype in form.dtypes.items():
+            value = state[key]
+            if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                noun = "momentum" if key == "exp_avg" else key
+                shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
                 raise ValueError(
-                    f"the checkpoint has 8-bit states of {name} in other blocks; it cannot be resumed from"
+                    f"the checkpoint has a {noun} of {shape} for {name} of shape {tuple(parameter.shape)}; "
+                    "it belongs to another model"
                 )
-            if wrong:
-                raise ValueError(
-                    f"the checkpoint lacks {wrong[0]} of {name}, or has another share of it than this rank"
-                )
-            dtype = momentum_dtype(parameter)
-            loaded[parameter] |= {key: state[key].detach().to(parameter.device, dtype, copy=True) for key in form.sizes}
-            if form.blocks is not None:
-                loaded[parameter]["blocks"] = form.blocks
-    return loaded
-
-
-def _loaded(value: Any, key: str, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy, without torch's own cast to the parameter's dtype, which would round bfloat16's float32 momentum."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape:
-        noun = "momentum" if key == "exp_avg" else key
-        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
-        raise ValueError(
-            f"the checkpoint has a {noun} of {shape} for {name} of shape {tuple(parameter.shape)}; "
-            "it belongs to another model"
-        )
-    # A tensor that is on the GPU already is not copied: on resuming, a copy would take the state's memory twice.
-    loaded = value.detach().to(parameter.device, dtype, copy=parameter.device.type == "cpu")
-    if loaded.stride() != parameter.stride():  # the weight had other strides when the checkpoint was made
-        loaded = torch.empty_like(parameter, dtype=dtype).copy_(loaded)
+            # Without torch's own cast to the parameter's dtype, which would round bfloat16's float32 momentum. A tensor
+            # that is on the GPU already is not copied: on resuming, a copy would take the state's memory twice.
+            value = value.detach().to(parameter.device, dtype, copy=parameter.device.type == "cpu")
+            if value.stride() != parameter.stride():  # the weight had other strides when the checkpoint was made
+                value = torch.empty_like(parameter, dtype=dtype).copy_(value)
+            loaded[parameter][key] = value
+        wrong = [key for key, n in form.sizes.items() if getattr(state.get(key), "shape", None) != (n,)]
+        saved_blocks = torch.as_tensor(state.get("blocks", -1)).cpu()
+        has_scales = not any(key.endswith("_scale") for key in wrong)
+        if form.blocks is not None and not (has_scales and torch.equal(saved_blocks, form.blocks)):
+            raise ValueError(f"the checkpoint has 8-bit states of {name} in other blocks; it cannot be resumed from")
+        if wrong:
+            raise ValueError(f"the checkpoint lacks {wrong[0]} of {name}, or has another share of it than this rank")
+        dtype = momentum_dtype(parameter)
+        loaded[parameter] |= {key: state[key].detach().to(parameter.device, dtype, copy=True) for key in form.sizes}
+        if form.blocks is not None:
+            loaded[parameter]["blocks"] = form.blocks
     return loaded
 
 

@@ -234,9 +234,10 @@ def _wait_for_first(store: dist.Store, key: str) -> None:
     while not wait([first], timeout=0.5).done:
         if time.monotonic() - seen[0] > SILENCE_SECONDS:  # of a store in a stopped process no answer comes
             raise silent_rank("rank 0", SILENCE_SECONDS)
-    if first.result() is None:
+    problem = first.result()
+    if problem is None:
         return
-    kind, message = first.result()
+    kind, message = problem
     if kind in _ON_ALL:
         raise _ON_ALL[kind](message)
     raise LostRankError(f"rank 0 failed ({kind}: {message}); see its output")

@@ -88,8 +88,6 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
     optimizer states on NVMe or partly offloaded, ZenFlow, several data-parallel groups), and if the contents of a
     tensor do not match its layout.
     """
-    from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]
-
     optimizer = getattr(zero, "optimizer", None)
     if not isinstance(optimizer, SpectralOptimizer):
         raise ValueError(
@@ -112,9 +110,20 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
     if len(groups) != 1:
         raise ValueError(f"found {len(groups)} data-parallel groups; mixtures of experts are not supported")
     (group,) = groups
+    from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]
+
     # The device of this rank, on which the maps run; with CPU offload the flat tensors are on the CPU.
-    device = torch.device(get_accelerator().current_device_name())  # type: ignore[union-attr]
-    wrong = [name for tensor in spectral for name in _mismatches(tensor, dist.get_rank(group))]
+    accelerator: Any = get_accelerator()
+    device, rank = torch.device(accelerator.current_device_name()), dist.get_rank(group)
+    wrong = []  # names of the matrices whose shard in a flat tensor differs from the parameter, on this rank
+    pairs = ((t, *pair) for t in spectral for pair in zip(t.layout.weights, t.parameters, strict=True))
+    for tensor, matrix, parameter in pairs:
+        for shard in (shard for shard in matrix.shards if shard.rank == rank):
+            actual = tensor.flat.detach()[shard.start : shard.start + shard.numel]
+            start, there = (0, parameter.ds_tensor) if hasattr(parameter, "ds_tensor") else (shard.offset, parameter)
+            expected = there.detach().view(-1)[start : start + shard.numel]
+            if not torch.equal(actual.to(expected.dtype), expected.to(actual.device)):
+                wrong.append(matrix.name)
     num_wrong = torch.tensor(len(wrong), device=device)
     dist.all_reduce(num_wrong, dist.ReduceOp.MAX, group=group)
     if num_wrong.item():
@@ -175,24 +184,6 @@ def _shapes(zero: Any, parameters: Sequence[Any], rule: str) -> dict[str, tuple[
     if rule != "spectral":  # AdamW is elementwise: each parameter is one row
         shapes = [(1, math.prod(shape)) for shape in shapes]
     return {names.get(p, f"matrix {i}"): shape for i, (p, shape) in enumerate(zip(parameters, shapes, strict=True))}
-
-
-def _mismatches(tensor: _FlatTensor, rank: int) -> list[str]:
-    """Names of the matrices whose shard in the flat tensor differs from the parameter, on this rank."""
-    wrong = []
-    for matrix, parameter in zip(tensor.layout.weights, tensor.parameters, strict=True):
-        for shard in matrix.shards:
-            if shard.rank != rank:
-                continue
-            actual = tensor.flat.detach()[shard.start : shard.start + shard.numel]
-            if hasattr(parameter, "ds_tensor"):
-                expected = parameter.ds_tensor.detach().view(-1)[: shard.numel]
-            else:
-                stop = shard.offset + shard.numel
-                expected = parameter.detach().view(-1)[shard.offset : stop]
-            if not torch.equal(actual.to(expected.dtype), expected.to(actual.device)):
-                wrong.append(matrix.name)
-    return wrong
 
 
 def with_second_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
