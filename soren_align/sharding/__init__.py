@@ -5,22 +5,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ..optim import local
 from .checkpoints import check_parts, is_universal, rank_of_file, to_universal
 from .ddp import DDPStrategy
-from .engine import Sharding, chain_of, full_weights, restore_groups_, set_strategy, start_deepspeed, sum_in_float32
+from .engine import chain_of, full_weights, restore_groups_, set_strategy, start_deepspeed, sum_in_float32
 from .fsdp import FSDP2Strategy
-from .layout import Layout, RankShard, ShardedWeight, flat_partitions, parameter_slices, replicas, row_blocks
-from .plan import BUCKET_MB, ExchangePlan, assign_owners, elements_sent, flops_per_rank, make_exchange_plan
+from .layout import RankShard, flat_partitions, parameter_slices, replicas, row_blocks
+from .plan import assign_owners, elements_sent, flops_per_rank, make_exchange_plan
 from .zero import ZeroStrategy, set_zero_strategy
 
 __all__ = [
-    "BUCKET_MB",
     "CheckpointException",
     "DDPStrategy",
-    "ExchangePlan",
     "FSDP2Strategy",
-    "Layout",
     "RankShard",
-    "ShardedWeight",
-    "Sharding",
     "ZeroStrategy",
     "assign_owners",
     "chain_of",

@@ -157,25 +157,19 @@ def _flat_tensors(zero: Any) -> Iterator[_FlatTensor]:
             group = by_group(i) if by_group else zero.dp_process_group
             layout = parameter_slices(_shapes(zero, parameters, rule), dist.get_world_size(group))
             yield _FlatTensor(flat, number, rule, parameters, group, layout)
-    elif hasattr(zero, "single_partition_of_fp32_groups"):  # stages 1 and 2
+        return
+    if hasattr(zero, "single_partition_of_fp32_groups"):  # stages 1 and 2
+        flats, groups = zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups
         all_starts = getattr(zero, "round_robin_bit16_offsets", None)  # since 0.19.7
-        for i, flat in enumerate(zero.single_partition_of_fp32_groups):
-            starts = all_starts[i] if all_starts else None
-            yield _partition(zero, i, rules[i], flat, zero.round_robin_bit16_groups[i], starts)
     elif hasattr(zero, "fp32_groups_flat_partition"):  # BF16_Optimizer
-        for i, flat in enumerate(zero.fp32_groups_flat_partition):
-            yield _partition(zero, i, rules[i], flat, zero.bf16_groups[i], None)
+        flats, groups, all_starts = zero.fp32_groups_flat_partition, zero.bf16_groups, None
     else:
         raise ValueError(f"{type(zero).__name__}: an unknown kind of ZeRO; use stage 1, 2 or 3")
-
-
-def _partition(
-    zero: Any, i: int, rule: str, flat: Tensor, parameters: Sequence[Tensor], starts: Sequence[int] | None
-) -> _FlatTensor:
-    group = zero.real_dp_process_group[i]
-    shapes, num_ranks = _shapes(zero, parameters, rule), dist.get_world_size(group)
-    layout = flat_partitions(shapes, num_ranks, partition_numel=flat.numel(), starts=starts)
-    return _FlatTensor(flat, i, rule, parameters, group, layout)
+    for i, flat in enumerate(flats):
+        shapes, group = _shapes(zero, groups[i], rules[i]), zero.real_dp_process_group[i]
+        starts, num_ranks = all_starts[i] if all_starts else None, dist.get_world_size(group)
+        layout = flat_partitions(shapes, num_ranks, partition_numel=flat.numel(), starts=starts)
+        yield _FlatTensor(flat, i, rules[i], groups[i], group, layout)
 
 
 def _shapes(zero: Any, parameters: Sequence[Any], rule: str) -> dict[str, tuple[int, ...]]:

@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .maps import MAPS, SOREN_MAPS, Setting, SpectralMap
+from .maps import MAPS, SOREN_MAPS, SpectralMap
 
 if TYPE_CHECKING:
     from .exact import distance_from_sigmoid, exact_sigmoid, singular_values, spectral_power
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "MAPS",
     "SOREN_MAPS",
-    "Setting",
     "SpectralMap",
     "distance_from_sigmoid",
     "exact_sigmoid",
