@@ -47,16 +47,19 @@ def _map_singular_values(x: Tensor, function: Callable[[Tensor], Tensor]) -> Ten
     wide = to_wide(x, torch.float64)
     finite = all_finite(wide)
     wide = wide.where(finite, 0.0)
+    threshold = null_space_bound(x)
     if x.dtype == torch.float64:
         u, sigma, vh = torch.linalg.svd(wide, full_matrices=False)
+        keep = sigma > threshold * sigma.amax(dim=-1, keepdim=True)
+        result = (u * function(sigma).where(keep, 0.0).unsqueeze(-2)) @ vh
     else:
         # The Gram matrix squares the condition number, which float64 can afford: sigma is accurate to 1e-8 of
         # sigma_max, and the threshold lies above 1e-7 of it.
         eigenvalues, u = torch.linalg.eigh(wide @ wide.mT)
-        sigma, vh = eigenvalues.clamp(min=0.0).sqrt(), u.mT @ wide  # sigma * V^T
-    keep = sigma > null_space_bound(x) * sigma.amax(dim=-1, keepdim=True)
-    gain = function(sigma) if x.dtype == torch.float64 else function(sigma) / sigma
-    result = (u * gain.where(keep, 0.0).unsqueeze(-2)) @ vh
+        sigma = eigenvalues.clamp(min=0.0).sqrt()
+        keep = sigma > threshold * sigma.amax(dim=-1, keepdim=True)
+        gain = (function(sigma) / sigma).where(keep, 0.0)
+        result = (u * gain.unsqueeze(-2)) @ (u.mT @ wide)
     return from_wide(result.masked_fill(~finite, torch.nan), x)
 
 
