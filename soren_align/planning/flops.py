@@ -1,4 +1,10 @@
-"""Activations and FLOPs of the forward and backward passes of a training step."""
+"""Activations and FLOPs of the forward and backward passes of a training step, measured on fake tensors.
+
+Fake tensors have shapes and no contents. Models of two and of three blocks run a batch as TRL would run it; larger
+models are extrapolated linearly from these, with a pair of models for each kind of block. No formula of an architecture
+is needed, and activation checkpointing, autocast and the head's chunks are included as they are.
+tests/planning/test_passes.py compares the result with real tensors.
+"""
 
 import contextlib
 import gc
@@ -27,15 +33,22 @@ from ..tasks import TASKS
 from ..training.adapters import freeze
 from ..training.build import trl_forward
 
-# Memory and FLOPs of one forward and backward pass, measured on fake tensors, which have shapes and no contents.
-#
-# Models of two and of three blocks run a batch as TRL would run it; larger models are extrapolated linearly from these,
-# with a pair of models for each kind of block.
-# No formula of an architecture is needed, and activation checkpointing, autocast and the head's chunks are included as
-# they are. tests/planning/test_passes.py compares the result with real tensors.
-
+UNBOUNDED_LENGTH = 4096
+"""Tokens of an example where trainer.max_length is null and no example can be tokenized: a guess."""
+MAX_LOOP = 128
+"""Tokens of an example up to which a Mamba is measured: 64 take 3 s for each pair of models (2 CPU cores)."""
 MEASURED_BLOCKS = (2, 3)
 """Numbers of blocks that are measured; with one block, the peak may come from another tensor than with many."""
+PEAKS: dict[str, dict[str, float]] = {
+    "H100": {"float32": 67e12, "tf32": 494e12, "float16": 989e12, "bfloat16": 989e12},
+    "A100": {"float32": 19.5e12, "tf32": 156e12, "float16": 312e12, "bfloat16": 312e12},
+}
+"""FLOP/s by the precision of the factors, dense, of the SXM modules' data sheets."""
+UTILIZATION = 0.4
+"""Of the peak, by models of billions of parameters: an assumption. The paper's 23 minutes for 5,000 steps of
+LLaMA-60M are 0.14 at most (recipes/llama-c4)."""
+CORE_FLOPS = 40e9
+"""FLOP/s of a CPU core in float32: LoRA on SmolLM2-135M, 477 GFLOP in 11 s of a core (recipes/studies/README.md)."""
 
 _CUSTOM_FLOPS = {
     # The head accumulates its gradients in place, which torch does not count.
@@ -44,6 +57,122 @@ _CUSTOM_FLOPS = {
     torch.ops.transformers.grouped_mm_fallback: lambda x, w, *_, **kwargs: 2 * x[0] * w[1] * w[2],
     torch.ops.transformers.grouped_mm_fallback_backward: lambda x, w, *_, **kwargs: 4 * x[0] * w[1] * w[2],
 }
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Activations are of one process, FLOPs of a whole step on all processes."""
+
+    max_tokens: int
+    """Of the longest example; activations are those of a micro-batch of such examples."""
+    mean_tokens: float
+    """Of an example; FLOPs are counted with it."""
+    is_measured: bool
+    """Whether both come from the data; otherwise they are max_length, an upper bound."""
+    activation_bytes: int | None
+    """At the peak, without weights, gradients and optimizer states."""
+    activation_bytes_without_checkpointing: int | None
+    flops_per_step: int | None
+    failure: str | None = None
+    """Why these three are None: the error of the architecture's code on fake tensors."""
+
+    def as_json(self, recipe: Recipe, ranks: dict[str, Any], num_steps: int) -> dict[str, Any]:
+        """The plan's section "compute". ranks: its section "processes".
+
+        The hours of the run are those of one GPU, or one CPU core, from counted FLOPs and assumed rates.
+        """
+        maps = ranks["map_flops"] and ranks["map_flops"]["all_ranks"]
+        num_examples, num_sides = ranks["global_batch_size"] * num_steps, TASKS[recipe.task].num_sides
+        hours = assumption = None
+        if self.flops_per_step:
+            of_passes, of_maps = self.flops_per_step * num_steps, (maps or 0) * num_steps
+            if recipe.trainer.get("use_cpu"):
+                hours = {"CPU core": (of_passes + of_maps) / CORE_FLOPS / 3600}
+                assumption = f"{CORE_FLOPS / 1e9:g} GFLOP/s"
+            else:
+                parts = ((of_passes, compute_dtype(recipe)), (of_maps, ranks["map_precision"]))
+                hours = {
+                    name: sum(flops / (UTILIZATION * peaks[precision]) for flops, precision in parts) / 3600
+                    for name, peaks in PEAKS.items()
+                }
+                assumption = f"{UTILIZATION:.0%} of the peak"
+        return {
+            "tokens_per_example": round(self.mean_tokens, 1),
+            "tokens_are_measured": self.is_measured,
+            "training_tokens": round(self.mean_tokens * num_sides * num_examples),
+            "training_flops_per_step": self.flops_per_step,
+            "training_flops": self.flops_per_step and self.flops_per_step * num_steps,
+            "map_share": maps and self.flops_per_step and maps / (self.flops_per_step + maps),
+            "maps_are_counted": bool(maps) or not ranks["num_matrices"],
+            "hours": hours,
+            "hours_assume": assumption,
+        }
+
+
+def compute(
+    recipe: Recipe,
+    build_model: Callable[[Sequence[int], torch.dtype], Any],
+    kinds: Sequence[Sequence[int]],
+    account: DatasetStats | None,
+    batch_size: int,
+    max_length: int | None,
+) -> Compute:
+    """Measured by running small models of the recipe's architecture.
+
+    build_model: a model of these blocks and of that dtype. kinds: see `Passes`. batch_size: the global one.
+    """
+    num_sides, checkpointing = TASKS[recipe.task].num_sides, trainer_value(recipe, "gradient_checkpointing")
+    max_tokens = max_length or UNBOUNDED_LENGTH
+    mean_tokens = float(max_tokens)
+    if account and not (recipe.trainer.get("packing") and max_length):  # packed sequences are full
+        max_tokens = min(account.lengths["max"], max_length or account.lengths["max"])
+        mean_tokens = account.num_tokens / (account.num_kept * num_sides)
+
+    def passes(checkpointing: bool) -> Passes:
+        dtype = getattr(torch, compute_dtype(recipe))
+        is_sharded = parallel(recipe.run.parallel).kind != "ddp"  # ZeRO and FSDP2 compute with weights of that dtype
+
+        def build(blocks: Sequence[int]) -> tuple[Any, Any]:
+            model = build_model(blocks, dtype if is_sharded else getattr(torch, recipe.model.dtype))
+            return model, trl_forward(model, checkpointing)
+
+        return Passes(build, kinds, autocast=None if is_sharded or dtype == torch.float32 else dtype)
+
+    try:
+        if not kinds:
+            raise ValueError("its config has no number of blocks (num_hidden_layers)")
+        # Without torch's own traceback of an operation that fails on fake tensors.
+        with log_level(logging.CRITICAL, "torch._subclasses.fake_tensor"):
+            if max_tokens > MAX_LOOP:
+                with torch.device("meta"):
+                    block = build_model([0], torch.float32)
+                if any(type(module).__name__.endswith("MambaMixer") for module in block.modules()):
+                    raise ValueError("without a GPU it takes one step per token, too many to be measured")
+            num_joined = joined_sequences(recipe)
+            sequences = trainer_value(recipe, "per_device_train_batch_size") * num_sides // num_joined
+            length, longest = num_joined * max(2, round(mean_tokens)), num_joined * max_tokens
+            mask = longest**2 if num_joined > 1 else 0  # a byte for each pair of tokens
+            activations = passes(checkpointing).num_bytes(sequences, longest) + mask
+            flops = passes(checkpointing).num_flops(1, length)
+            if TASKS[recipe.task].has_reference:  # the reference model's pass, at each step or once before
+                flops += passes(False).num_flops(1, length, backward=False)
+            without = passes(False).num_bytes(sequences, longest) + mask if checkpointing else activations
+    except Exception as error:  # an architecture's code need not run on fake tensors; training may work
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        return Compute(max_tokens, mean_tokens, account is not None, None, None, None, failure=reason)
+    per_step = round(flops / num_joined * batch_size * num_sides)
+    return Compute(max_tokens, mean_tokens, account is not None, activations, without, per_step)
+
+
+def joined_sequences(recipe: Recipe) -> int:
+    """The packed sequences, or examples without padding, that TRL joins into one sequence of a micro-batch.
+
+    1 with flash attention, which computes each by itself; the others mask all pairs of tokens.
+    """
+    is_packed = recipe.trainer.get("packing") and recipe.trainer.get("packing_strategy") != "wrapped"
+    if not (is_packed or recipe.trainer.get("padding_free")) or "flash" in (recipe.model.attn_implementation or ""):
+        return 1
+    return trainer_value(recipe, "per_device_train_batch_size") if TASKS[recipe.task].num_sides == 1 else 1
 
 
 @dataclass(frozen=True)
@@ -62,12 +191,31 @@ class Passes:
 
     def num_bytes(self, batch_size: int, length: int) -> int:
         """Peak of one pass, without weights and gradients (those of an earlier micro-batch exist already)."""
-        forward, backward = self._totals(lambda blocks: self._peaks(blocks, batch_size, length))
-        return max(forward, backward)
+
+        def peaks(blocks: Sequence[int]) -> tuple[int, int]:
+            """Of the forward and of the backward pass: each is linear in the blocks, their maximum may not be."""
+            with self._fake_model(blocks, batch_size, length) as forward, Meter() as meter:
+                loss = forward()
+                forward_peak, meter.peak = meter.peak, 0
+                loss.backward()
+                return forward_peak, meter.peak
+
+        return max(self._totals(peaks))
 
     def num_flops(self, batch_size: int, length: int, backward: bool = True) -> int:
         """Of all matrix products of one pass; attention is counted without its mask."""
-        return self._totals(lambda blocks: (self._flops(blocks, batch_size, length, backward),))[0]
+
+        def flops(blocks: Sequence[int]) -> tuple[int]:
+            counter = FlopCounterMode(display=False, custom_mapping=_CUSTOM_FLOPS)
+            # torch has no formula for the CPU's fused attention; unfused, it is two products.
+            with sdpa_kernel(SDPBackend.MATH), self._fake_model(blocks, batch_size, length) as forward, counter:
+                with torch.set_grad_enabled(backward):
+                    loss = forward()
+                if backward:
+                    loss.backward()
+            return (counter.get_total_flops(),)
+
+        return self._totals(flops)[0]
 
     def _totals(self, measure: Callable[[Sequence[int]], tuple[int, ...]]) -> list[int]:
         """For the whole model, the numbers that `measure` returns for few blocks."""
@@ -84,29 +232,21 @@ class Passes:
             totals.append(rest + sum(slope * len(k) for slope, k in zip(slopes, self.kinds, strict=True)))
         return totals
 
-    def _peaks(self, blocks: Sequence[int], batch_size: int, length: int) -> tuple[int, int]:
-        """Of the forward and of the backward pass: each is linear in the blocks, their maximum may not be."""
-        with self._fake_model(blocks, batch_size, length) as forward, Meter() as meter:
-            loss = forward()
-            forward_peak, meter.peak = meter.peak, 0
-            loss.backward()
-            return forward_peak, meter.peak
-
-    def _flops(self, blocks: Sequence[int], batch_size: int, length: int, backward: bool) -> int:
-        counter = FlopCounterMode(display=False, custom_mapping=_CUSTOM_FLOPS)
-        # torch has no formula for the CPU's fused attention; unfused, it is two products.
-        with sdpa_kernel(SDPBackend.MATH), self._fake_model(blocks, batch_size, length) as forward, counter:
-            with torch.set_grad_enabled(backward):
-                loss = forward()
-            if backward:
-                loss.backward()
-        return counter.get_total_flops()
-
     @contextlib.contextmanager
     def _fake_model(self, blocks: Sequence[int], batch_size: int, length: int) -> Iterator[Callable[[], Tensor]]:
         """A function that computes the loss; the backward pass must run within this context too."""
+
+        def drop_gradient(parameter: Tensor) -> None:
+            """Free it, as if it had been added to that of an earlier micro-batch. Fake tensors leave cycles behind."""
+            parameter.grad = None
+            gc.collect()
+
+        def forward() -> Tensor:
+            with torch.autocast("cpu", dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+                return call(tokens).loss
+
         gc.collect()
-        gc.freeze()  # so that the collections of `_drop_gradient` visit young objects only
+        gc.freeze()  # so that the collections of `drop_gradient` visit young objects only
         try:
             with torch.device("meta"):
                 model, call = self.build(blocks)
@@ -114,14 +254,8 @@ class Passes:
                 _replace_meta_tensors(model)
                 for parameter in model.parameters():
                     if parameter.requires_grad:
-                        parameter.register_post_accumulate_grad_hook(_drop_gradient)
+                        parameter.register_post_accumulate_grad_hook(drop_gradient)
                 tokens = torch.zeros(batch_size, length, dtype=torch.long)
-
-                def forward() -> Tensor:
-                    dtype = self.autocast or torch.bfloat16
-                    with torch.autocast("cpu", dtype=dtype, enabled=self.autocast is not None):
-                        return call(tokens).loss
-
                 yield forward
         finally:
             gc.unfreeze()
@@ -144,146 +278,11 @@ def _replace_meta_tensors(model: torch.nn.Module) -> None:
                     tensors[name] = fakes[tensor]
 
 
-def _drop_gradient(parameter: Tensor) -> None:
-    """Free a gradient, as if it had been added to that of an earlier micro-batch. Fake tensors leave cycles behind."""
-    parameter.grad = None
-    gc.collect()
-
-
-UNBOUNDED_LENGTH = 4096
-"""Tokens of an example where trainer.max_length is null and no example can be tokenized: a guess."""
-MAX_LOOP = 128
-"""Tokens of an example up to which a Mamba is measured: 64 take 3 s for each pair of models (2 CPU cores)."""
-
-
-@dataclass(frozen=True)
-class Compute:
-    """Activations are of one process, FLOPs of a whole step on all processes."""
-
-    max_tokens: int
-    """Of the longest example; activations are those of a micro-batch of such examples."""
-    mean_tokens: float
-    """Of an example; FLOPs are counted with it."""
-    is_measured: bool
-    """Whether both come from the data; otherwise they are max_length, an upper bound."""
-    activation_bytes: int | None
-    """At the peak, without weights, gradients and optimizer states."""
-    activation_bytes_without_checkpointing: int | None
-    flops_per_step: int | None
-    failure: str | None = None
-    """Why these three are None: the error of the architecture's code on fake tensors."""
-
-    def as_json(self, recipe: Recipe, ranks: dict[str, Any], num_steps: int) -> dict[str, Any]:
-        """The plan's section "compute". ranks: its section "processes"."""
-        maps = ranks["map_flops"] and ranks["map_flops"]["all_ranks"]
-        num_examples, num_sides = ranks["global_batch_size"] * num_steps, TASKS[recipe.task].num_sides
-        times: dict[str, Any] = {"hours": None, "hours_assume": None}
-        if self.flops_per_step:
-            passes = self.flops_per_step * num_steps, compute_dtype(recipe)
-            of_maps = (maps or 0) * num_steps, ranks["map_precision"]
-            times = hours_of_run(passes, of_maps, on_cpu=bool(recipe.trainer.get("use_cpu")))
-        return {
-            "tokens_per_example": round(self.mean_tokens, 1),
-            "tokens_are_measured": self.is_measured,
-            "training_tokens": round(self.mean_tokens * num_sides * num_examples),
-            "training_flops_per_step": self.flops_per_step,
-            "training_flops": self.flops_per_step and self.flops_per_step * num_steps,
-            "map_share": maps and self.flops_per_step and maps / (self.flops_per_step + maps),
-            "maps_are_counted": bool(maps) or not ranks["num_matrices"],
-            **times,
-        }
-
-
-def compute(
-    recipe: Recipe,
-    build_model: Callable[[Sequence[int], torch.dtype], Any],
-    kinds: Sequence[Sequence[int]],
-    account: DatasetStats | None,
-    batch_size: int,
-    max_length: int | None,
-) -> Compute:
-    """Measured by running small models of the recipe's architecture on fake tensors; see `passes`.
-
-    build_model: a model of these blocks and of that dtype. kinds: see `passes.Passes`. batch_size: the global one.
-    """
-    max_tokens, mean_tokens = _example_lengths(recipe, account, max_length)
-    num_sides = TASKS[recipe.task].num_sides
-    checkpointing = trainer_value(recipe, "gradient_checkpointing")
-
-    def measure() -> tuple[int, int, int]:
-        if not kinds:
-            raise ValueError("its config has no number of blocks (num_hidden_layers)")
-        if max_tokens > MAX_LOOP and _loops_over_tokens(build_model):
-            raise ValueError("without a GPU it takes one step per token, too many to be measured")
-        passes, plain = (_passes(recipe, build_model, kinds, c) for c in (checkpointing, False))
-        num_joined = joined_sequences(recipe)
-        sequences = trainer_value(recipe, "per_device_train_batch_size") * num_sides // num_joined
-        length, longest = num_joined * max(2, round(mean_tokens)), num_joined * max_tokens
-        mask = longest**2 if num_joined > 1 else 0  # a byte for each pair of tokens
-        activations = passes.num_bytes(sequences, longest) + mask
-        flops = passes.num_flops(1, length)
-        if TASKS[recipe.task].has_reference:  # the reference model's pass, at each step or once before
-            flops += plain.num_flops(1, length, backward=False)
-        without = plain.num_bytes(sequences, longest) + mask if checkpointing else activations
-        return activations, without, round(flops / num_joined * batch_size * num_sides)
-
-    try:
-        # Without torch's own traceback of an operation that fails on fake tensors.
-        with log_level(logging.CRITICAL, "torch._subclasses.fake_tensor"):
-            return Compute(max_tokens, mean_tokens, account is not None, *measure())
-    except Exception as error:  # an architecture's code need not run on fake tensors; training may work
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
-        return Compute(max_tokens, mean_tokens, account is not None, None, None, None, failure=reason)
-
-
-def joined_sequences(recipe: Recipe) -> int:
-    """The packed sequences, or examples without padding, that TRL joins into one sequence of a micro-batch.
-
-    1 with flash attention, which computes each by itself; the others mask all pairs of tokens.
-    """
-    is_packed = recipe.trainer.get("packing") and recipe.trainer.get("packing_strategy") != "wrapped"
-    if not (is_packed or recipe.trainer.get("padding_free")) or "flash" in (recipe.model.attn_implementation or ""):
-        return 1
-    return trainer_value(recipe, "per_device_train_batch_size") if TASKS[recipe.task].num_sides == 1 else 1
-
-
-def _loops_over_tokens(build_model: Callable[[Sequence[int], torch.dtype], Any]) -> bool:
-    with torch.device("meta"):
-        model = build_model([0], torch.float32)
-    return any(type(module).__name__.endswith("MambaMixer") for module in model.modules())
-
-
-def _example_lengths(recipe: Recipe, account: DatasetStats | None, max_length: int | None) -> tuple[int, float]:
-    """(tokens of the longest example, tokens of a mean one)."""
-    upper_bound = max_length or UNBOUNDED_LENGTH
-    if not account or (recipe.trainer.get("packing") and max_length):  # packed sequences are full
-        return upper_bound, float(upper_bound)
-    num_sides = TASKS[recipe.task].num_sides
-    longest = min(account.lengths["max"], max_length or account.lengths["max"])
-    return longest, account.num_tokens / (account.num_kept * num_sides)
-
-
-def _passes(
-    recipe: Recipe,
-    build_model: Callable[[Sequence[int], torch.dtype], Any],
-    kinds: Sequence[Sequence[int]],
-    checkpointing: bool,
-) -> Passes:
-    dtype = getattr(torch, compute_dtype(recipe))
-    is_sharded = parallel(recipe.run.parallel).kind != "ddp"  # ZeRO and FSDP2 compute with weights of that dtype
-
-    def build(blocks: Sequence[int]) -> tuple[Any, Any]:
-        model = build_model(blocks, dtype if is_sharded else getattr(torch, recipe.model.dtype))
-        return model, trl_forward(model, checkpointing)
-
-    return Passes(build, kinds, autocast=None if is_sharded or dtype == torch.float32 else dtype)
-
-
-# Peak memory of newly created tensors, counted by storage and independent of the allocator.
-
-
 class Meter(TorchDispatchMode):
-    """`peak`: the most bytes that tensors created within this context held at the same time, in this process."""
+    """`peak`: the most bytes that tensors created within this context held at the same time, in this process.
+
+    Counted by storage, independent of the allocator.
+    """
 
     def __init__(self):
         super().__init__()
@@ -300,12 +299,6 @@ class Meter(TorchDispatchMode):
         self._num_bytes = {ref: num_bytes for ref, num_bytes in self._num_bytes.items() if not ref.expired()}
         self.peak = max(self.peak, sum(self._num_bytes.values()))
         return output
-
-
-# The blocks of a model: their kinds, and small models made of a few of them.
-#
-# Blocks are of one kind if their parameters have the same names and shapes, and the same ones are frozen: DeepSeek-V3's
-# first three have no experts, and one in four of Qwen3-Next has attention in place of a recurrence.
 
 
 def build_model(
@@ -341,7 +334,11 @@ def build_model(
 
 
 def kinds_of_blocks(model: PreTrainedModel) -> list[list[int]]:
-    """The positions of the blocks of each kind; no kind if the model's config has no number of blocks."""
+    """The positions of the blocks of each kind; no kind if the model's config has no number of blocks.
+
+    Blocks are of one kind if their parameters have the same names and shapes, and the same ones are frozen:
+    DeepSeek-V3's first three have no experts, and one in four of Qwen3-Next has attention in place of a recurrence.
+    """
     num_blocks = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     path, chain = _chain_of_blocks(model, num_blocks)
     kinds: dict[Any, list[int]] = {}
@@ -369,29 +366,3 @@ def _select(config: Any, blocks: Sequence[int]) -> None:
     for key, value in vars(config).items():
         if isinstance(value, list) and len(value) == before:
             setattr(config, key, [value[i % before] for i in blocks])
-
-
-# Hours of a run on one GPU, or one CPU core, from counted FLOPs and assumed rates: nothing is measured.
-
-PEAKS: dict[str, dict[str, float]] = {
-    "H100": {"float32": 67e12, "tf32": 494e12, "float16": 989e12, "bfloat16": 989e12},
-    "A100": {"float32": 19.5e12, "tf32": 156e12, "float16": 312e12, "bfloat16": 312e12},
-}
-"""FLOP/s by the precision of the factors, dense, of the SXM modules' data sheets."""
-UTILIZATION = 0.4
-"""Of the peak, by models of billions of parameters: an assumption. The paper's 23 minutes for 5,000 steps of
-LLaMA-60M are 0.14 at most (recipes/llama-c4)."""
-CORE_FLOPS = 40e9
-"""FLOP/s of a CPU core in float32: LoRA on SmolLM2-135M, 477 GFLOP in 11 s of a core (recipes/studies/README.md)."""
-
-
-def hours_of_run(passes: tuple[float, str], maps: tuple[float, str], *, on_cpu: bool) -> dict[str, Any]:
-    """The keys `hours`, by device, and `hours_assume`, of a plan. passes, maps: (FLOPs of the run, precision)."""
-    if on_cpu:
-        hours = {"CPU core": (passes[0] + maps[0]) / CORE_FLOPS / 3600}
-        return {"hours": hours, "hours_assume": f"{CORE_FLOPS / 1e9:g} GFLOP/s"}
-    hours = {
-        name: sum(flops / (UTILIZATION * peaks[precision]) for flops, precision in (passes, maps)) / 3600
-        for name, peaks in PEAKS.items()
-    }
-    return {"hours": hours, "hours_assume": f"{UTILIZATION:.0%} of the peak"}

@@ -155,52 +155,54 @@ class Rank:
 
 
 def components(rank: Rank) -> Iterator[Component]:
-    """Everything but what the optimizer's step needs; some components have no bytes."""
-    if rank.parallel.kind == "zero":
-        yield from _zero_weights(rank)
-        yield from _zero_gradients(rank)
-        return
-    model, is_sharded = rank.model, rank.parallel.kind == "fsdp2"
-    part = f", 1/{rank.num_ranks}" if is_sharded else ""
-    location: Location = "cpu" if is_sharded and rank.parallel.config.get("offload_params") else "device"
-    itemsize = FLOAT32 if is_sharded else model.weight_bytes
-    num_bytes, detail = rank.shard.total * itemsize, f"float32{part}" if itemsize == FLOAT32 else "bfloat16"
-    yield Component("weights", num_bytes, detail, location)
-    frozen_detail = f"{model.quantize}, not trained" if model.quantize else "not trained"
-    yield Component("frozen weights", model.frozen_bytes, frozen_detail, location)
-    yield Component("reference model", (num_bytes + model.frozen_bytes) * model.has_reference, detail, location)
-    yield rank.optimizer_states(part, location)
-    compensation = rank.shard.total * compensation_bytes(rank)
-    yield Component("Kahan compensation", compensation, "16 bits per weight", location)
-    yield Component("gradients", num_bytes, detail, location)
-    # accelerate leaves DDP's gradient_as_bucket_view off, so that its buckets are a copy of all gradients.
-    has_buckets = rank.num_ranks > 1 and not is_sharded
-    yield Component("gradient buckets", num_bytes * has_buckets, f"{detail}, copied by DDP")
+    """Everything but the exchange and the maps of the optimizer's step; some components have no bytes.
+
+    The last one is of the temporary tensors of AdamW's step, which updates the other parameters, or all if it is the
+    only optimizer.
+    """
+    model, parallel, optimizer = rank.model, rank.parallel, rank.optimizer
+    is_sharded = parallel.kind == "fsdp2"
+    offloads = parallel.offloads or bool(is_sharded and parallel.config.get("offload_params"))
+    location: Location = "cpu" if offloads else "device"
+    compensation = 2 if optimizer.compensation == "kahan" else 0  # bytes beside each trained number
+    if parallel.kind == "zero":
+        yield from _zero_components(rank)
+    else:
+        part = f", 1/{rank.num_ranks}" if is_sharded else ""
+        itemsize = FLOAT32 if is_sharded else model.weight_bytes
+        num_bytes, detail = rank.shard.total * itemsize, f"float32{part}" if itemsize == FLOAT32 else "bfloat16"
+        yield Component("weights", num_bytes, detail, location)
+        frozen_detail = f"{model.quantize}, not trained" if model.quantize else "not trained"
+        yield Component("frozen weights", model.frozen_bytes, frozen_detail, location)
+        yield Component("reference model", (num_bytes + model.frozen_bytes) * model.has_reference, detail, location)
+        yield rank.optimizer_states(part, location)
+        yield Component("Kahan compensation", rank.shard.total * compensation, "16 bits per weight", location)
+        yield Component("gradients", num_bytes, detail, location)
+        # accelerate leaves DDP's gradient_as_bucket_view off, so that its buckets are a copy of all gradients.
+        has_buckets = rank.num_ranks > 1 and not is_sharded
+        yield Component("gradient buckets", num_bytes * has_buckets, f"{detail}, copied by DDP")
+    numel = rank.shard.others if optimizer.spectral_map else rank.shard.total
+    weight, is_compensated = (model.weight_bytes, compensation > 0) if parallel.kind == "ddp" else (FLOAT32, False)
+    num_bytes = workspace(numel, weight, is_compensated, optimizer.states == "8bit")
+    yield Component("AdamW workspace", num_bytes, "float32", location, "optimizer_step")
 
 
-def compensation_bytes(rank: Rank) -> int:
-    """Beside each trained number."""
-    return 2 if rank.optimizer.compensation == "kahan" else 0
-
-
-def _zero_weights(rank: Rank) -> Iterator[Component]:
-    model, stage, dtype = rank.model, rank.parallel.stage, rank.compute_dtype
-    state_location: Location = "cpu" if rank.parallel.offloads else "device"
-    offload = rank.parallel.config["zero_optimization"].get("offload_param") or {}
-    location: Location = "cpu" if stage == 3 and offload.get("device") == "cpu" else "device"
-    numel, detail = (rank.shard.total, dtype + rank.part) if stage == 3 else (rank.whole.total, dtype)
-    num_bytes, frozen_bytes = numel * ITEMSIZE[dtype], model.num_frozen * ITEMSIZE[dtype]
+def _zero_components(rank: Rank) -> Iterator[Component]:
+    config, stage, dtype, part = rank.parallel.config, rank.parallel.stage, rank.compute_dtype, rank.part
+    zero: dict[str, Any] = config["zero_optimization"]
+    numel, whole, weight = rank.shard.total, rank.whole.total, ITEMSIZE[dtype]
+    offloads_weights = stage == 3 and (zero.get("offload_param") or {}).get("device") == "cpu"
+    location: Location = "cpu" if offloads_weights else "device"
+    num_bytes, detail = (numel * weight, dtype + part) if stage == 3 else (whole * weight, dtype)
+    frozen_bytes = rank.model.num_frozen * weight
     yield Component("weights", num_bytes, detail, location)
     yield Component("frozen weights", frozen_bytes, dtype, location)
-    yield Component("reference model", (num_bytes + frozen_bytes) * model.has_reference, detail, location)
+    yield Component("reference model", (num_bytes + frozen_bytes) * rank.model.has_reference, detail, location)
+    state_location: Location = "cpu" if rank.parallel.offloads else "device"
     # Also for float32 weights: stage 3 means to update those in place, but compares a device with its name.
-    yield Component("float32 master weights", rank.shard.total * FLOAT32, f"float32{rank.part}", state_location)
-    yield rank.optimizer_states(rank.part, state_location)
+    yield Component("float32 master weights", numel * FLOAT32, f"float32{part}", state_location)
+    yield rank.optimizer_states(part, state_location)
 
-
-def _zero_gradients(rank: Rank) -> Iterator[Component]:
-    config, stage, dtype, part = rank.parallel.config, rank.parallel.stage, rank.compute_dtype, rank.part
-    numel, whole, weight = rank.shard.total, rank.whole.total, ITEMSIZE[dtype]
     setting = (config.get("data_types") or {}).get("grad_accum_dtype")
     gradient = ITEMSIZE.get(str(setting), weight)  # bytes of an accumulated number
     gradient_dtype = {2: dtype, FLOAT32: "float32"}[gradient]
@@ -214,7 +216,7 @@ def _zero_gradients(rank: Rank) -> Iterator[Component]:
     size, detail = (whole, gradient_dtype) if stage == 1 else (numel, gradient_dtype + part)
     if rank.parallel.offloads:
         yield Component("gradients for the step", numel * FLOAT32, f"float32{part}", "cpu")
-        location: Location = "device" if stage < 3 and has_buffer else "cpu"
+        location = "device" if stage < 3 and has_buffer else "cpu"
         yield Component("accumulated gradients", numel * gradient, gradient_dtype + part, location)
         yield Component("updated weights, copied", numel * weight * (stage < 3), dtype + part, "cpu")
     elif stage == 3:
@@ -223,15 +225,14 @@ def _zero_gradients(rank: Rank) -> Iterator[Component]:
     elif has_buffer:  # with stage 1 this is BF16_Optimizer
         yield Component("gradients", size * gradient, detail)
         yield Component("micro-batch gradients", whole * weight * (stage == 1), dtype)
+        if stage == 1:
+            return  # BF16_Optimizer reduces its flat gradients in place
     else:
         yield Component("gradients", size * gradient, detail, phase="forward_backward")
         yield Component("gradients", numel * gradient, gradient_dtype + part, phase="optimizer_step")
         yield to_update
-    if not rank.parallel.offloads and stage == 1 and has_buffer:
-        return  # BF16_Optimizer reduces its flat gradients in place
     # The buckets, and the copies of one that is being averaged: flattened under stages 1 and 2, and in the dtype of
     # the sum.
-    zero: dict[str, Any] = config["zero_optimization"]
     bucket = zero.get("reduce_bucket_size", BUCKET_SIZE)
     if bucket == "auto":  # transformers: the square of the hidden size, the shorter side of a model's largest matrices
         bucket = max((min(shape[-2:]) for shape in rank.model.matrices.values()), default=0) ** 2
@@ -242,14 +243,3 @@ def _zero_gradients(rank: Rank) -> Iterator[Component]:
     copies = [dtype] * (stage < 3) + [sum_dtype] * (sum_dtype != dtype)
     num_bytes = min(int(bucket), whole) * sum(ITEMSIZE[copied] for copied in copies)
     yield Component("copies of a bucket", num_bytes, " and ".join(copies), phase="forward_backward")
-
-
-def adamw_workspace(rank: Rank) -> Component:
-    """Temporary tensors of AdamW's step, which updates the other parameters, or all if it is the only optimizer."""
-    parallel = rank.parallel
-    offloads = parallel.offloads or bool(parallel.kind == "fsdp2" and parallel.config.get("offload_params"))
-    numel = rank.shard.others if rank.optimizer.spectral_map else rank.shard.total
-    is_whole = parallel.kind == "ddp"
-    weight, compensation = (rank.model.weight_bytes, compensation_bytes(rank)) if is_whole else (FLOAT32, 0)
-    num_bytes = workspace(numel, weight, compensation > 0, rank.optimizer.states == "8bit")
-    return Component("AdamW workspace", num_bytes, "float32", "cpu" if offloads else "device", "optimizer_step")

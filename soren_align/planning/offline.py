@@ -44,23 +44,18 @@ def streamed(data: Data, num_trained: int) -> dict[str, Any]:
 
     bytes: of the compressed files, by the mean size of an example on the dataset's card; None if one has no card.
     """
-    evaluation = data.eval if isinstance(data.eval, DataSplit) and data.eval.limit else None
     weights = sum(source.weight for source in data.sources)
-    sizes = [_bytes_of(source, num_trained * source.weight / weights) for source in data.sources]
-    if evaluation:
-        sizes.append(_bytes_of(evaluation, evaluation.limit or 0))
-    return {
-        "num_examples": num_trained,
-        "num_eval_examples": evaluation and evaluation.limit,
-        "bytes": None if None in sizes else round(sum(size for size in sizes if size)),
-    }
-
-
-def _bytes_of(split: DataSplit, num_examples: float) -> float | None:
-    card = _card(split)
-    if "download_bytes" not in card:
-        return None
-    return num_examples * card["download_bytes"] / sum(card["rows"].values())
+    parts: list[tuple[DataSplit, float]] = [(s, num_trained * s.weight / weights) for s in data.sources]
+    num_eval = data.eval.limit if isinstance(data.eval, DataSplit) and data.eval.limit else None
+    if isinstance(data.eval, DataSplit) and num_eval:
+        parts.append((data.eval, num_eval))
+    sizes = []
+    for split, number in parts:
+        card = _card(split)
+        if "download_bytes" in card:
+            sizes.append(number * card["download_bytes"] / sum(card["rows"].values()))
+    num_bytes = round(sum(sizes)) if len(sizes) == len(parts) else None
+    return {"num_examples": num_trained, "num_eval_examples": num_eval, "bytes": num_bytes}
 
 
 def _card(split: DataSplit) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
             [f"{rate['step']:,}", *(f"{rate[key]:.2e}" if rate[key] else "0" for key in ("lr", "aux_lr"))]
             for rate in plan["learning_rates"]
         ]
-        console.print(_rich(["step", "matrices", "other parameters"], rows, "learning rate", "rrr"))
+        console.print(_table(["step", "matrices", "other parameters"], rows, "learning rate", "rrr"))
         write("", f"schedule: {schedule}")
         console.print()
     else:
@@ -57,23 +57,27 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
     console.print()
     if full or ranks["num_processes"] > 1:
         _print_processes(ranks, console)
-    used = {part["location"] for part in ranks["memory"]}
-    for location in [location for location in ("device", "cpu") if location in used]:
-        if full:
-            console.print(_memory_table(ranks, location))
-            continue
-        totals = ranks["memory_total"][location].values()
-        known = [num_bytes for num_bytes in totals if num_bytes is not None]
-        unknown = ", without activations, which are unknown" * (len(known) < len(totals))
-        where = "in the CPU's memory" if location == "cpu" else "at the peak"
-        write("memory", f"{with_prefix(max(known), 'B')} per rank {where}{unknown}")
-    if full or ranks["is_on_cpu"]:
-        write("", f"not included: {ranks['memory_not_included']}")
-    if full:
-        for setting, num_bytes in ranks["memory_saved"].items():
-            write("", f"{with_prefix(num_bytes, 'B')} more without {setting}")
-        console.print()
-    _print_compute(plan, console, full)
+    _print_memory(ranks, console, full)
+    compute = plan["compute"]
+    if full and compute["training_flops_per_step"] is None:
+        write("compute", "unknown for this architecture")
+    elif full:
+        bound = "" if compute["tokens_are_measured"] else " (upper bound)"
+        bound = " (the mean of the first ones)" if plan["data"].get("is_streamed") else bound
+        per_step, total = (with_prefix(compute[key], "FLOP") for key in ("training_flops_per_step", "training_flops"))
+        write("compute", f"forward and backward: {per_step} per step, {total} in total")
+        tokens = f"{compute['tokens_per_example']:,.0f} tokens per example{bound}"
+        write("", f"with {tokens}, {compute['training_tokens']:,} tokens in all")
+    if full and compute["map_share"] is not None:
+        write("", f"spectral maps: {compute['map_share']:.2%} of all FLOPs")
+    if hours := compute["hours"]:
+        times = ", ".join(f"{short_hours(number)} of one {name}" for name, number in hours.items())
+        eight = "" if "CPU core" in hours else f", {short_hours(hours['H100'] / 8)} of eight H100s"
+        write("hours", f"{times}{eight}, at {compute['hours_assume']}: an assumption")
+        if full and plan["model"]["num_parameters"] < SMALL_MODEL:
+            write("", "models below a billion parameters take longer: their operations are short")
+        if full and not compute["maps_are_counted"]:
+            write("", "without the maps, decompositions whose operations are not counted")
     console.print()
     _print_evaluation(plan["evaluation"], console)
     console.print()
@@ -139,39 +143,28 @@ def _print_model_and_data(plan: dict[str, Any], account: DatasetStats | None, co
 def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
     """Print the parameter groups and the size of their updates, or its bounds; a notice where bfloat16 loses them."""
     write = partial(print_labelled, console)
-    dtype, weight, sizes, name = (
-        plan["update_dtype"],
-        plan["typical_weight"],
-        plan["update_sizes"],
-        plan["optimizer"]["name"],
-    )
+    weight, sizes, name = plan["typical_weight"], plan["update_sizes"], plan["optimizer"]["name"]
     if full:
+        optimizers = {"spectral": name, "adamw": "adamw"}
         rows = []
         for group in plan["routing"]:
             reason = group["reason"] + f", {group['matrices']:,} matrices" * (group["matrices"] > group["tensors"])
-            optimizer = name if group["rule"] == "spectral" else "adamw"
-            rows.append([optimizer, reason, f"{group['tensors']:,}", f"{group['numel']:,}"])
-        console.print(_rich(["optimizer", "reason", "tensors", "parameters"], rows, "parameter groups", "ll"))
-        rows = []
+            rows.append([optimizers[group["rule"]], reason, f"{group['tensors']:,}", f"{group['numel']:,}"])
+        console.print(_table(["optimizer", "reason", "tensors", "parameters"], rows, "parameter groups", "ll"))
+        rows, others = [], "all parameters" if name == "adamw" else "other parameters"
         for size in sizes:
-            others = "all parameters" if name == "adamw" else "other parameters"
             shape = " x ".join(map(str, size["shape"])) if size["shape"] else others
-            optimizer = name if size["rule"] == "spectral" else "adamw"
-            values = [f"{size['update_sum']:.2g}"]
+            row = [optimizers[size["rule"]], shape, f"{size['tensors']:,}", f"{size['update_rms']:.1e}"]
             if weight:
                 ulps = float(f"{size['ulps']:.2g}")
-                values = [f"{ulps:,g}", f"{size['relative_update']:.2g}"]
-            rows.append([optimizer, shape, f"{size['tensors']:,}", f"{size['update_rms']:.1e}", *values])
-        columns = [
-            "optimizer",
-            "shape",
-            "tensors",
-            "update RMS",
-            *(("ulps", f"sum / {weight:g}") if weight else ("sum",)),
-        ]
-        console.print(_rich(columns, rows, "update size at the peak learning rate", "ll"))
+                rows.append([*row, f"{ulps:,g}", f"{size['relative_update']:.2g}"])
+            else:
+                rows.append([*row, f"{size['update_sum']:.2g}"])
+        columns = ["optimizer", "shape", "tensors", "update RMS"]
+        columns += ["ulps", f"sum / {weight:g}"] if weight else ["sum"]
+        console.print(_table(columns, rows, "update size at the peak learning rate", "ll"))
         if weight:
-            write("", f"ulps: update RMS / {dtype} spacing near {weight:g}, a typical weight")
+            write("", f"ulps: update RMS / {plan['update_dtype']} spacing near {weight:g}, a typical weight")
             write("", f"sum / {weight:g}: over all steps, an upper bound of the relative change")
         else:
             write("", "sum: over all steps, an upper bound of the change; a factor B starts at 0")
@@ -183,12 +176,12 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
         write("", f"all updates together: at most {bounds}{relative}")
     num_lost = sum(size["tensors"] for size in sizes if weight and size["bfloat16_ulps"] < 0.5)
     if num_lost and not plan["processes"]["num_frozen_parameters"]:
-        write(
-            "notice",
+        notice = (
             f"in {num_lost} of {sum(size['tensors'] for size in sizes)} tensors, all updates together are smaller than "
             f"half a bfloat16 ulp of a weight of {weight:g}: saved or run in bfloat16, most of these weights are "
-            "unchanged. Use a larger learning rate",
+            "unchanged. Use a larger learning rate"
         )
+        write("notice", notice)
 
 
 def _print_processes(section: dict[str, Any], console: Console) -> None:
@@ -221,52 +214,43 @@ def _print_processes(section: dict[str, Any], console: Console) -> None:
     write("", f"for averaging gradients: {with_prefix(gradients['per_step'], 'B')}, in {gradients['dtype']}")
 
 
-def _memory_table(section: dict[str, Any], location: str) -> Any:
-    total = section["memory_total"][location]
-    unit, size = ("GB", 1e9) if total["optimizer_step"] >= 1e9 else ("MB", 1e6)
-    rows = [
-        [part["name"], f"{part['num_bytes'] / size:.2f}", part["detail"], PHASES[part["phase"]]]
-        for part in section["memory"]
-        if part["location"] == location
-    ]
-    for phase, num_bytes in total.items():
-        if location == "device" or phase == "optimizer_step":
-            value = "unknown" if num_bytes is None else f"{num_bytes / size:.2f}"
-            rows.append([f"total, {PHASES[phase]}", value, "", ""])
-    if section["num_matrices"] and total["forward_backward"] is not None:
-        with_adamw = section["memory_total_adamw"][location].values()
-        rows.append(["peak with adamw instead", f"{max(with_adamw) / size:.2f}", "", ""])
-    title = "memory per rank" + (" (CPU)" if location == "cpu" else "")
-    return _rich(["component", unit, "dtype or size", "only during"], rows, title, "lrll")
+def _print_memory(section: dict[str, Any], console: Console, full: bool) -> None:
+    """Print the memory of a rank: its components, or its peak. section: the plan's, of the processes."""
+    write = partial(print_labelled, console)
+    used = {part["location"] for part in section["memory"]}
+    for location in [location for location in ("device", "cpu") if location in used]:
+        totals = section["memory_total"][location]
+        if not full:
+            known = [num_bytes for num_bytes in totals.values() if num_bytes is not None]
+            unknown = ", without activations, which are unknown" * (len(known) < len(totals))
+            where = "in the CPU's memory" if location == "cpu" else "at the peak"
+            write("memory", f"{with_prefix(max(known), 'B')} per rank {where}{unknown}")
+            continue
+        unit, size = ("GB", 1e9) if totals["optimizer_step"] >= 1e9 else ("MB", 1e6)
+        rows = [
+            [part["name"], f"{part['num_bytes'] / size:.2f}", part["detail"], PHASES[part["phase"]]]
+            for part in section["memory"]
+            if part["location"] == location
+        ]
+        for phase, num_bytes in totals.items():
+            if location == "device" or phase == "optimizer_step":
+                value = "unknown" if num_bytes is None else f"{num_bytes / size:.2f}"
+                rows.append([f"total, {PHASES[phase]}", value, "", ""])
+        if section["num_matrices"] and totals["forward_backward"] is not None:
+            with_adamw = section["memory_total_adamw"][location].values()
+            rows.append(["peak with adamw instead", f"{max(with_adamw) / size:.2f}", "", ""])
+        title = "memory per rank" + (" (CPU)" if location == "cpu" else "")
+        console.print(_table(["component", unit, "dtype or size", "only during"], rows, title, "lrll"))
+    if full or section["is_on_cpu"]:
+        write("", f"not included: {section['memory_not_included']}")
+    if full:
+        for setting, num_bytes in section["memory_saved"].items():
+            write("", f"{with_prefix(num_bytes, 'B')} more without {setting}")
+        console.print()
 
 
-def _rich(head: list[str], rows: list[list[str]], title: str, align: str) -> Any:
+def _table(head: list[str], rows: list[list[str]], title: str, align: str) -> Any:
     return Table(head, rows, title, align).rich(pad_edge=True)
-
-
-def _print_compute(plan: dict[str, Any], console: Console, full: bool) -> None:
-    """Print the operations, in full only, and the hours of the run by device where they are known."""
-    write, compute = partial(print_labelled, console), plan["compute"]
-    if full and compute["training_flops_per_step"] is None:
-        write("compute", "unknown for this architecture")
-    elif full:
-        bound = "" if compute["tokens_are_measured"] else " (upper bound)"
-        per_step, total = (with_prefix(compute[key], "FLOP") for key in ("training_flops_per_step", "training_flops"))
-        bound = " (the mean of the first ones)" if plan["data"].get("is_streamed") else bound
-        tokens = f"{compute['tokens_per_example']:,.0f} tokens per example{bound}"
-        write("compute", f"forward and backward: {per_step} per step, {total} in total")
-        write("", f"with {tokens}, {compute['training_tokens']:,} tokens in all")
-    if full and compute["map_share"] is not None:
-        write("", f"spectral maps: {compute['map_share']:.2%} of all FLOPs")
-    if (hours := compute["hours"]) is None:
-        return
-    times = ", ".join(f"{short_hours(number)} of one {name}" for name, number in hours.items())
-    eight = "" if "CPU core" in hours else f", {short_hours(hours['H100'] / 8)} of eight H100s"
-    write("hours", f"{times}{eight}, at {compute['hours_assume']}: an assumption")
-    if full and plan["model"]["num_parameters"] < SMALL_MODEL:
-        write("", "models below a billion parameters take longer: their operations are short")
-    if full and not compute["maps_are_counted"]:
-        write("", "without the maps, decompositions whose operations are not counted")
 
 
 def _print_evaluation(evaluation: dict[str, Any] | None, console: Console) -> None:

@@ -28,7 +28,7 @@ from ..sharding.plan import BUCKET_MB, ExchangePlan, elements_sent, flops_per_ra
 from ..spectral import num_workspace_numbers
 from ..tasks import TASKS
 from .flops import Compute
-from .memory import FLOAT32, ITEMSIZE, Component, Location, ModelSizes, Phase, Rank, adamw_workspace, components
+from .memory import FLOAT32, ITEMSIZE, Component, Location, ModelSizes, Phase, Rank, components
 
 NOT_INCLUDED = (
     "temporarily gathered weights (up to 2 GB under ZeRO 3), padding, fragmentation of the allocator; on GPUs about "
@@ -44,7 +44,7 @@ PHASES: tuple[Phase, ...] = ("forward_backward", "optimizer_step")
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of one optimizer step on `num_ranks` ranks.
+    """The cost of one optimizer step.
 
     num_matrices: with a spectral map. num_exchanged: those that their owner rank gathers, or sends to other ranks.
     max_over_mean_flops: map FLOPs of the busiest rank over the mean of all ranks; None without matrices.
@@ -54,7 +54,6 @@ class StepCost:
     memory: of the rank that has most.
     """
 
-    num_ranks: int
     num_matrices: int
     num_exchanged: int
     max_over_mean_flops: float | None
@@ -94,7 +93,7 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
     sent = [sum(numels) * FLOAT32 for numels in zip(*(elements_sent(p.layout, p.owners) for p in plans), strict=True)]
     is_counted = plans and spectral_map and spectral_map.flops
 
-    memory, adamw = [*components(rank)], adamw_workspace(rank)
+    *memory, adamw = components(rank)
     workspace = max((_map_workspace(plan, rank) for plan in plans), default=0)
     if plans and adamw.location == "device":  # its step comes after the maps
         workspace, adamw = max(workspace, adamw.num_bytes), adamw._replace(num_bytes=0)
@@ -102,7 +101,6 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
     memory += [adamw, Component("exchange buffers", exchanged, "float32, 3 buckets", phase="optimizer_step")]
     memory.append(Component("map workspace", workspace, "float32", phase="optimizer_step"))
     return StepCost(
-        num_ranks=num_ranks,
         num_matrices=sum(weight.num_matrices for plan in plans for weight in plan.layout.weights),
         num_exchanged=sum(plan.layout.weights[i].num_matrices for plan in plans for part in plan.buckets for i in part),
         max_over_mean_flops=busiest * num_ranks / total if total else None,
@@ -193,9 +191,25 @@ def processes(
             saved["trainer.gradient_checkpointing"] = without - costs.activation_bytes
     if precomputes and not has_adapter:  # an adapter needs no reference model
         saved["trainer.precompute_ref_log_probs"] = next(p.num_bytes for p in cost.memory if p.name == "weights")
+    totals = []  # by location and phase; None for the passes of a device whose activations are unknown
+    for each in (cost, with_adamw):
+        sums: dict[str, dict[str, int | None]] = {
+            location: {phase: each.memory_bytes(location, phase) for phase in PHASES} for location in LOCATIONS
+        }
+        if costs.activation_bytes is None:
+            sums["device"]["forward_backward"] = None
+        totals.append(sums)
     num_rows = max((min(route.matrix) for route in matrices.values()), default=0)
     flops = {"busiest_rank": cost.flops_busiest_rank, "all_ranks": cost.flops_all_ranks}
     global_batch_size, factors = global_batch(recipe, num_ranks)
+    # Gradients are averaged in a ring: by DDP and stage 1 once a step, by the others after each micro-batch; an
+    # all-reduce is a reduce-scatter and a gather.
+    num_times = 1 if strategy.kind == "ddp" or strategy.stage == 1 else accumulation(recipe, num_ranks)
+    num_passes = 1 if strategy.kind == "fsdp2" or strategy.stage == 3 else 2
+    gradient_dtype = {2: "bfloat16", FLOAT32: "float32"}[model.weight_bytes]
+    if strategy.kind != "ddp":
+        gradient_dtype = strategy.gradient_dtype(rank.compute_dtype)
+    sent = num_times * num_passes * rank.whole.total * ITEMSIZE[gradient_dtype] * (num_ranks - 1) // num_ranks
     name = {"ddp": "DDP", "zero": f"ZeRO {strategy.stage}", "fsdp2": "FSDP2"}[strategy.kind]
     return {
         "num_processes": num_ranks,
@@ -210,33 +224,11 @@ def processes(
         "map_flops": flops if cost.flops_all_ranks else None,
         "map_precision": recipe.optimizer.map_precision(num_rows, not on_cpu),
         "bytes_sent": {"max": cost.bytes_sent_max, "mean": round(cost.bytes_sent_mean)},
-        "gradient_bytes_sent": _gradient_bytes_sent(rank, accumulation(recipe, num_ranks)),
+        "gradient_bytes_sent": {"per_step": sent, "dtype": gradient_dtype},
         "memory": [part._asdict() for part in cost.memory],
-        "memory_total": _totals(cost, costs),
-        "memory_total_adamw": _totals(with_adamw, costs),
+        "memory_total": totals[0],
+        "memory_total_adamw": totals[1],
         "memory_saved": saved,
         "memory_not_included": NOT_INCLUDED_ON_CPU if on_cpu else NOT_INCLUDED,
         "is_on_cpu": on_cpu,
     }
-
-
-def _gradient_bytes_sent(rank: Rank, num_micro_batches: int) -> dict[str, Any]:
-    """Bytes that each rank sends per optimizer step to average the gradients, in a ring, and their dtype."""
-    strategy, dtype = rank.parallel, {2: "bfloat16", FLOAT32: "float32"}[rank.model.weight_bytes]
-    if strategy.kind != "ddp":
-        dtype = strategy.gradient_dtype(rank.compute_dtype)
-    # DDP and stage 1 once a step, the others after each micro-batch; an all-reduce is a reduce-scatter and a gather.
-    num_times = 1 if strategy.kind == "ddp" or strategy.stage == 1 else num_micro_batches
-    num_passes = 1 if strategy.kind == "fsdp2" or strategy.stage == 3 else 2
-    sent = num_times * num_passes * rank.whole.total * ITEMSIZE[dtype] * (rank.num_ranks - 1) // rank.num_ranks
-    return {"per_step": sent, "dtype": dtype}
-
-
-def _totals(cost: StepCost, costs: Compute) -> dict[str, dict[str, int | None]]:
-    """Bytes by location and phase; None for the passes of a device whose activations are unknown."""
-    totals: dict[str, dict[str, int | None]] = {
-        location: {phase: cost.memory_bytes(location, phase) for phase in PHASES} for location in LOCATIONS
-    }
-    if costs.activation_bytes is None:
-        totals["device"]["forward_backward"] = None
-    return totals
