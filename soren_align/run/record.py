@@ -106,19 +106,19 @@ _KEYS = {
 """Key -> type; a key that ends with ? may be missing."""
 
 
-def _form(kind: Any) -> Any:
+def form(kind: Any) -> Any:
     """Return pydantic's form of a type in such a table: a dict is a mapping of its own, [kind] a list of them."""
     if isinstance(kind, list):
-        return list[_form(kind[0])]
+        return list[form(kind[0])]
     if not isinstance(kind, dict):
         return kind
-    types = {key: NotRequired[_form(value)] if key.endswith("?") else _form(value) for key, value in kind.items()}
+    types = {key: NotRequired[form(value)] if key.endswith("?") else form(value) for key, value in kind.items()}
     return TypedDict("Keys", {key.removesuffix("?"): value for key, value in types.items()})  # pyright: ignore
 
 
 TRAINED = ("start", "data", "parallel", "global_batch_size", "seeds", "device", "parameters", "training")
 """The keys of every run that has a model."""
-_RECORD, _ONE_SOURCE, _MIXTURE = (TypeAdapter(_form(keys)) for keys in (_KEYS, _SOURCE, {"sources": [_SOURCE]}))
+_RECORD, _ONE_SOURCE, _MIXTURE = (TypeAdapter(form(keys)) for keys in (_KEYS, _SOURCE, {"sources": [_SOURCE]}))
 
 
 def to_text(record: Mapping[str, Any]) -> str:

@@ -5,10 +5,9 @@ the weights that the optimizer updates, unsharded, in the dtype of the model fol
 """
 
 import collections
-import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -29,9 +28,6 @@ from .trained_optimizer import AttachedOptimizer
 
 MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Whose out_proj, conv1d and dt_proj cannot be adapted: their weights are read without calling the layers."""
-CHANGED_BY_TRAINING = ("use_cache", "output_router_logits")
-"""Settings of a model's config that transformers and TRL change, and that no training should save."""
-_MISSING = object()
 Weight = tuple[str, Tensor, Tensor | None]
 """Name as in `state_dict`, tensor, compensation."""
 
@@ -154,7 +150,8 @@ class GradientCheck(TrainerCallback):
         self._pending = False
         trained = [(name, p) for name, p in kwargs["model"].named_parameters() if p.requires_grad]
         missing = [name for name, parameter in trained if parameter.grad is None]
-        matrices = set(missing).intersection(self.attached.names_of_mapped_parameters)
+        groups = (group for group in self.attached.expected.param_groups if group["rule"] == "spectral")
+        matrices = set(missing).intersection(name for group in groups for name in group["param_names"])
         if self.attached.ranks.any(bool(matrices)):
             reached = [name for name, parameter in trained if parameter.grad is not None]
             raise UserError(
@@ -172,8 +169,7 @@ def common_globs(missing: Iterable[str], reached: Iterable[str]) -> list[str]:
     others, globs = {_without_adapter(name) for name in reached}, []
     for name in map(_without_adapter, missing):
         if not _matches(name, globs):
-            ends = [position for position, letter in enumerate(name) if letter == "."]
-            prefixes = (name[: end + 1] for end in ends)
+            prefixes = (name[: end + 1] for end, letter in enumerate(name) if letter == ".")
             prefix = next((p for p in prefixes if not any(other.startswith(p) for other in others)), None)
             globs.append(f"{prefix}*" if prefix else name)
     return globs
@@ -189,61 +185,26 @@ def _matches(name: str, globs: Iterable[str]) -> bool:
 
 
 def export_weights(weights: Iterable[Weight], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return a state dict in `dtype` (None: unchanged) on the CPU. Raises UserError if a weight does not fit in it.
+    """Return a state dict, compensations added, in `dtype` (None: unchanged) on the CPU; rounded in chunks on their own
+    device. Raises UserError if a weight does not fit in `dtype`.
 
     `weights` is always read to its end, also after an error: it may be collective, and the other ranks would wait.
     """
+    exported: dict[str, Tensor] = {}
     try:  # one tensor at a time, so that each wider copy is freed before the next tensor is gathered
-        return {name: export_weight(name, tensor, compensation, dtype) for name, tensor, compensation in weights}
+        for name, tensor, compensation in weights:
+            if dtype is None or not tensor.is_floating_point():
+                exported[name] = tensor
+                continue
+            if compensation is None and tensor.dtype == dtype:
+                exported[name] = tensor.cpu()
+                continue
+            rounded = exported[name] = copied_to_cpu(tensor, compensation, dtype)
+            if dtype == torch.float16 and not all(
+                torch.equal(here.isfinite(), master_weights(part, rest).isfinite().cpu())
+                for here, part, rest in chunks(rounded, tensor, compensation)
+            ):
+                raise UserError(f"run.save_dtype: float16 ends at 65504, {name} exceeds it; write bfloat16 or float32")
+        return exported
     finally:
         collections.deque(weights, maxlen=0)
-
-
-def export_weight(name: str, tensor: Tensor, compensation: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """Return one weight, its compensation added, in `dtype` on the CPU; rounded in chunks on its own device."""
-    if dtype is None or not tensor.is_floating_point():
-        return tensor
-    if compensation is None and tensor.dtype == dtype:
-        return tensor.cpu()
-    rounded = copied_to_cpu(tensor, compensation, dtype)
-    if dtype == torch.float16:
-        for here, part, rest in chunks(rounded, tensor, compensation):
-            if not torch.equal(here.isfinite(), master_weights(part, rest).isfinite().cpu()):
-                raise UserError(f"run.save_dtype: float16 ends at 65504, {name} exceeds it; write bfloat16 or float32")
-    return rounded
-
-
-def unsharded_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Weight]:
-    """Yield the parameters of an unsharded model, each once, with their compensation, and its buffers."""
-    for name, parameter in model.named_parameters():
-        yield name, parameter.detach(), optimizer.state.get(parameter, {}).get("compensation")
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for name, tensor in model.state_dict().items():
-        if name not in parameters:
-            yield name, tensor, None
-
-
-def changeable_settings(config: Any) -> list[tuple[Any, str, Any]]:
-    """Return (config, key, value) of the settings that training changes, of a model's config and its parts."""
-    configs = [] if config is None else [config, config.get_text_config()]
-    return [(part, key, getattr(part, key, _MISSING)) for part in configs for key in CHANGED_BY_TRAINING]
-
-
-@contextlib.contextmanager
-def restored_settings(settings: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Within this context, the configs have these values again."""
-    settings = list(settings)
-    changed = [(config, key, getattr(config, key, _MISSING)) for config, key, _ in settings]
-    _set(settings)
-    try:
-        yield
-    finally:
-        _set(changed)
-
-
-def _set(settings: Iterable[tuple[Any, str, Any]]) -> None:
-    for config, key, value in settings:
-        if value is not _MISSING:
-            setattr(config, key, value)
-        elif hasattr(config, key):
-            delattr(config, key)

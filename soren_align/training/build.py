@@ -27,10 +27,7 @@ from .setup import TrainingSetup, trl_arguments
 
 
 def build_trainer(
-    setup: TrainingSetup,
-    folder: RunFolder,
-    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
-    lost_updates: LostUpdatesPolicy | None = None,
+    setup: TrainingSetup, folder: RunFolder, ranks: Ranks = Ranks(), lost_updates: LostUpdatesPolicy | None = None
 ):
     """Load the model and return the trainer, an instance of SorenTrainerMixin.
 

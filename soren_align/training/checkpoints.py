@@ -14,20 +14,17 @@ import json
 import pickle
 import re
 import resource
-import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, Required, TypeVar
+from typing import Annotated, Any
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
+from peft import PeftModel
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
-from typing_extensions import TypedDict
 
-from ..core.errors import REMEDIES, ResumableError, UserError, free_bytes, from_os_error, in_one_line
+from ..core.errors import REMEDIES, ResumableError, UserError, free_bytes, from_os_error
 from ..core.files import (
     CHANGED,
     chunk_digests,
@@ -43,7 +40,7 @@ from ..core.files import (
 from ..core.text import with_prefix
 from ..recipe import differences
 from ..run.folder import COMPLETE_MARKER, PREVIOUS, Seal, read_seal, step_of
-from ..run.record import Count
+from ..run.record import Count, form
 from ..sharding import CheckpointException, check_parts, local, rank_of_file, to_universal
 from ..sharding.ranks import Ranks
 from .trained_optimizer import AttachedOptimizer
@@ -53,115 +50,57 @@ PICKLE_REFUSED = (
     "run.overwrite: true"
 )
 REQUIRED_FILES = ("scheduler.pt", "trainer_state.json")
-_STREAM_FILE = "stream.json"
+STREAM_FILE = "stream.json"
 _MAX_NAMED = 3
 """Files that a message names; the others are counted."""
-_READERS = {
-    "load_from_json",
-    "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_load_rng_state",
-    "_load_scaler",
-    "_load_callback_state",
-    "deepspeed_load_checkpoint",
-}
-"""The functions of transformers that read a checkpoint to resume from it."""
 TORCH_WRITE_ERRORS = re.compile(r"inline_container|PytorchStreamWriter|iostream error|unexpected pos")
 """In the RuntimeErrors of torch.save on a full disk, which have no errno (torch 2.13)."""
-T = TypeVar("T")
 _Number = Annotated[float, Field(allow_inf_nan=False)]
+_Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
+STREAM = form(
+    {
+        # of STREAM_FILE: the place in a stream; see packing.TokenStream, and data.stream about blocks
+        "block": {
+            "number": Count,
+            "num_read": Count,
+            "dropped": dict[str, Count],
+            "splits": [{"passes": Count, "num_read": Count, "position": _Pair | dict[str, Any] | None}],
+        },
+        **dict.fromkeys(("num_rows", "num_kept", "num_trained"), Count),
+        "dropped": dict[str, Count],
+        "counts": dict[str, Any],
+    }
+)
+_TRAINER_STATE = form(
+    {
+        # of trainer_state.json: see transformers' TrainerState
+        "epoch?": _Number,
+        "global_step": Count,
+        "max_steps": Count,
+        **dict.fromkeys(("logging_steps?", "eval_steps?", "save_steps?"), _Number),
+        "train_batch_size?": Count | None,
+        **dict.fromkeys(("num_train_epochs?", "num_input_tokens_seen?"), Count),
+        "total_flos?": _Number,
+        "log_history?": [{"step": Count}],  # and measurements
+        "best_metric?": float | None,
+        "best_global_step?": Count | None,
+        "best_model_checkpoint?": str | None,
+        **dict.fromkeys(("is_local_process_zero?", "is_world_process_zero?", "is_hyper_param_search?"), bool),
+        "trial_name?": str | None,
+        "trial_params?": dict[str, Any] | None,
+        "stateful_callbacks?": {
+            # those that a resumed run reads; transformers' own are not restored
+            "BatchHash?": {"values": list[_Int64] | None, "batches": Count},
+            "OptimizerCheck?": {"maps_per_step?": Count, "num_skipped_steps?": Count},
+            "EarlyStopping?": {"args": dict[str, Any], "attributes": dict[str, Count]},
+            "num_tokens?": _Number,
+        },
+    }
+)
 
 
-class _BatchHash(TypedDict):
-    """See reference.BatchHash."""
-
-    values: list[Annotated[int, Field(ge=-(2**63), lt=2**63)]] | None
-    batches: Count
-
-
-class _OptimizerCheck(TypedDict, total=False):
-    """See trained_optimizer.OptimizerCheck."""
-
-    maps_per_step: Count
-    num_skipped_steps: Count
-
-
-class _EarlyStopping(TypedDict):
-    """See run.EarlyStopping."""
-
-    args: dict[str, Any]
-    attributes: dict[str, Count]
-
-
-class _Callbacks(TypedDict):
-    """The states of callbacks that a resumed run reads; transformers' own are not restored."""
-
-    BatchHash: NotRequired[_BatchHash]
-    OptimizerCheck: NotRequired[_OptimizerCheck]
-    EarlyStopping: NotRequired[_EarlyStopping]
-    num_tokens: NotRequired[_Number]
-
-
-class _Log(TypedDict):
-    """A line of the log history; its other keys are measurements."""
-
-    step: Count
-
-
-class _TrainerState(TypedDict, total=False):
-    """The content of trainer_state.json: see transformers' TrainerState."""
-
-    epoch: _Number
-    global_step: Required[Count]
-    max_steps: Required[Count]
-    logging_steps: _Number
-    eval_steps: _Number
-    save_steps: _Number
-    train_batch_size: Count | None
-    num_train_epochs: Count
-    num_input_tokens_seen: Count
-    total_flos: _Number
-    log_history: list[_Log]
-    best_metric: float | None
-    best_global_step: Count | None
-    best_model_checkpoint: str | None
-    is_local_process_zero: bool
-    is_world_process_zero: bool
-    is_hyper_param_search: bool
-    trial_name: str | None
-    trial_params: dict[str, Any] | None
-    stateful_callbacks: _Callbacks
-
-
-class _PlaceInSplit(TypedDict):
-    """See data.stream; the position is a reader's."""
-
-    passes: Count
-    num_read: Count
-    position: Annotated[list[Count], Field(min_length=2, max_length=2)] | dict[str, Any] | None
-
-
-class _Block(TypedDict):
-    """The start of a block; see data.stream."""
-
-    number: Count
-    num_read: Count
-    dropped: dict[str, Count]
-    splits: list[_PlaceInSplit]
-
-
-class _StreamState(TypedDict):
-    """The content of _STREAM_FILE; see packing.TokenStream."""
-
-    block: _Block
-    num_rows: Count
-    num_kept: Count
-    num_trained: Count
-    dropped: dict[str, Count]
-    counts: dict[str, Any]
-
-
-def seal(checkpoint: Path, origin: dict[str, Any], ranks: Ranks = Ranks()) -> None:  # noqa: B008 (frozen)
+def seal(checkpoint: Path, origin: dict[str, Any], ranks: Ranks = Ranks()) -> None:
     """Write a checkpoint's files to the disk, and then its seal. Collective.
 
     Each rank syncs and hashes the files that it has written: on a network file system another rank may not see them
@@ -189,7 +128,7 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
     """
     actual_origin = _check_files(checkpoint)["origin"]
     state_file = checkpoint / "trainer_state.json"
-    state = _read(state_file, _TrainerState)
+    state = read_form(state_file, _TRAINER_STATE)
     step, max_steps = state["global_step"], state["max_steps"]
     if step != step_of(checkpoint) or step > max_steps:
         raise UserError(f"{state_file}: is of step {step} of {max_steps}; {PREVIOUS}")
@@ -206,7 +145,7 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
         )
 
 
-def verify(checkpoint: Path, ranks: Ranks = Ranks()) -> None:  # noqa: B008 (frozen)
+def verify(checkpoint: Path, ranks: Ranks = Ranks()) -> None:
     """Raise UserError on all ranks unless the files have the content that the seal lists. Collective.
 
     The ranks share the chunks of all files, so that a large file takes none of them longer than the others.
@@ -248,8 +187,8 @@ def _check_files(checkpoint: Path) -> Seal:
     return seal
 
 
-def _read(file: Path, kind: type[T]) -> T:
-    """Return the content of a JSON file. Raises UserError, with the key, if it is not of this kind."""
+def read_form(file: Path, kind: Any) -> dict[str, Any]:
+    """Return the content of a JSON file. Raises UserError, with the key, if it is missing or not of this kind."""
     try:
         return TypeAdapter(kind).validate_python(read_json(file), strict=True)
     except ValidationError as error:
@@ -266,35 +205,6 @@ def _names(checkpoint: Path) -> list[str]:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return ", ".join(sorted(names)[:_MAX_NAMED]) + more
-
-
-@contextmanager
-def read_errors(checkpoint: Path) -> Iterator[None]:
-    """Within the block, in which transformers trains, raise UserError for errors of reading this checkpoint.
-
-    A seal is no proof: it may come from whoever made the files.
-    """
-    try:
-        yield
-    except (Exception, CheckpointException) as error:
-        functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-        is_own = isinstance(error, UserError | MemoryError) or should_reduce_batch_size(error)  # pyright: ignore
-        if is_own or not functions & _READERS or "_load_best_model" in functions:
-            raise
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        if isinstance(cause, pickle.UnpicklingError):
-            raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
-        raise UserError(f"{checkpoint}: cannot be loaded ({in_one_line(cause)}); {PREVIOUS}") from error
-
-
-def write_stream(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write the place in a stream (TokenStream.state) into a checkpoint."""
-    write(checkpoint / _STREAM_FILE, json.dumps(state) + "\n")
-
-
-def read_stream(checkpoint: Path) -> dict[str, Any]:
-    """Return the place in a stream. Raises UserError if the checkpoint has none, or a damaged one."""
-    return {**_read(checkpoint / _STREAM_FILE, _StreamState)}
 
 
 def make_universal(checkpoint: Path) -> None:
@@ -319,19 +229,19 @@ def make_universal(checkpoint: Path) -> None:
     seal(checkpoint, origin | {"processes": None})
 
 
-def model_bytes(model: Any, *, adapter_only: bool, dtype: torch.dtype | None = None) -> int:
-    """Return the bytes of the saved weights, in `dtype` or their own. adapter_only: the frozen ones are not saved."""
-    saved = [p for p in model.parameters() if p.requires_grad or not adapter_only]
+def model_bytes(model: Any, dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of the saved weights, in `dtype` or their own; with an adapter, of the trained ones."""
+    saved = [p for p in model.parameters() if p.requires_grad or not isinstance(model, PeftModel)]
     return sum(getattr(p, "ds_numel", p.numel()) * (dtype or p.dtype).itemsize for p in saved)
 
 
-def checkpoint_bytes(model: Any, attached: AttachedOptimizer, *, adapter_only: bool) -> int:
+def checkpoint_bytes(model: Any, attached: AttachedOptimizer) -> int:
     """Return the bytes of a checkpoint: the weights, and the optimizer's states of all ranks. Collective.
 
     Under DDP the first rank saves all. Under ZeRO each rank saves its float32 masters too, and DeepSpeed a second copy
     of the weights, unless they are sharded (stage 3).
     """
-    weights = model_bytes(model, adapter_only=adapter_only)
+    weights = model_bytes(model)
     states = sum(_nbytes(state) for state in attached.optimizer.state.values())
     if attached.parallel == "ddp":
         return weights + states
@@ -351,12 +261,10 @@ def refuse_full_disk(folder: Path, needed: int, purpose: str, attached: Attached
 
     purpose: such as "a checkpoint", for the message, which also names the last complete checkpoint.
     """
-    problem = None
-    if attached.ranks.is_first and (free := free_bytes(folder)) < needed:
-        space = f"{with_prefix(free, 'B')} free, and {purpose} needs {with_prefix(needed, 'B')}"
-        problem = f"{folder}: {space} ({free:,} and {needed:,} bytes). {_remedy(folder)}"
-    if problem := attached.ranks.broadcast(problem):
-        raise ResumableError(problem)
+    with attached.ranks.shared_errors():
+        if attached.ranks.is_first and (free := free_bytes(folder)) < needed:
+            space = f"{with_prefix(free, 'B')} free, and {purpose} needs {with_prefix(needed, 'B')}"
+            raise ResumableError(f"{folder}: {space} ({free:,} and {needed:,} bytes). {_remedy(folder)}")
 
 
 @contextlib.contextmanager
@@ -368,34 +276,30 @@ def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        finding, number, free = None, 0, f"{free_bytes(folder):,} bytes free"
         # torch.distributed.checkpoint has the errors of all ranks in one.
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        problem = next(filter(None, (_problem_of_writing(cause, folder) for cause in causes)), None)
-        if problem is None:
+        for cause in causes:
+            if isinstance(cause, OSError):
+                number = cause.errno or 0
+                if cause.filename is None and number in (errno.EIO, errno.EFBIG, errno.ESTALE):
+                    finding = f"{folder}: {cause.strerror} ({free})"
+                elif problem := from_os_error(cause, folder):
+                    finding = str(problem).partition(";")[0]
+            elif isinstance(cause, SafetensorError):
+                if match := re.search(r"I/O error: (.*?)(?: \(os error (\d+)|$)", str(cause)):
+                    finding, number = f"{folder}: {match[1]} ({free})", int(match[2] or 0)
+            elif TORCH_WRITE_ERRORS.search(str(cause)):  # torch does not name the reason
+                finding = f"{folder}: cannot be written completely ({free})"
+                is_limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+                number = errno.EFBIG if is_limited else errno.ENOSPC
+            if finding is not None:
+                break
+        else:
             raise
         with contextlib.suppress(OSError):
             remove(folder)
-        finding, number = problem
         raise ResumableError(f"{finding}. {remedy or _remedy(folder.parent, number)}") from error
-
-
-def _problem_of_writing(error: BaseException, folder: Path) -> tuple[str, int] | None:
-    """Return the finding and its errno; None for an error that is not about writing."""
-    free = f"{free_bytes(folder):,} bytes free"
-    if isinstance(error, OSError):
-        number = error.errno or 0
-        if error.filename is None and number in (errno.EIO, errno.EFBIG, errno.ESTALE):
-            return f"{folder}: {error.strerror} ({free})", number
-        problem = from_os_error(error, folder)
-        return (str(problem).partition(";")[0], number) if problem else None
-    if isinstance(error, SafetensorError):
-        match = re.search(r"I/O error: (.*?)(?: \(os error (\d+)|$)", str(error))
-        return (f"{folder}: {match[1]} ({free})", int(match[2] or 0)) if match else None
-    if not TORCH_WRITE_ERRORS.search(str(error)):
-        return None
-    # torch does not name the reason.
-    is_limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
-    return f"{folder}: cannot be written completely ({free})", errno.EFBIG if is_limited else errno.ENOSPC
 
 
 def _remedy(folder: Path, number: int = errno.ENOSPC) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from transformers import TrainerCallback
 
 from ..core.errors import UserError
@@ -39,12 +38,7 @@ class LostUpdatesPolicy:
     report: Callable[[dict[str, Any], list[str]], object]
 
 
-def _warn(groups: dict[str, Any], problems: list[str]) -> None:
-    for problem in problems:
-        warnings.warn(problem, stacklevel=2)
-
-
-WARN = LostUpdatesPolicy("warn", _warn)
+WARN = LostUpdatesPolicy("warn", lambda groups, problems: [warnings.warn(text, stacklevel=2) for text in problems])
 
 
 class FirstStepCheck(TrainerCallback):
@@ -96,8 +90,13 @@ class FirstStepCheck(TrainerCallback):
                     "ulp": ulp(math.sqrt(weight_squares / num_updated), dtype),
                     "lr": self._peaks[index],
                 }
-        lossy = {name: g for name, g in self.groups.items() if g["fraction_changed"] < SURVIVAL_THRESHOLD}
-        problems = [_problem(name, group) for name, group in lossy.items()]
+        problems = [
+            f"step 1: most updates of the {name.replace('_', ' ')} are lost to rounding: at the peak learning rate "
+            f"{group['lr']:g}, only {group['fraction_changed']:.2%} of the entries change in {group['dtype']}. The "
+            f"update RMS is {group['update_rms']:.1e}, one ulp of a typical weight is {group['ulp']:.1e}"
+            for name, group in self.groups.items()
+            if group["fraction_changed"] < SURVIVAL_THRESHOLD
+        ]
         stops = self.policy.action == "stop"
         self.policy.report(self.groups, [] if stops else problems)
         if problems and stops:
@@ -115,14 +114,6 @@ class FirstStepCheck(TrainerCallback):
             self._sums.add(5 * index, *counts, squares, torch.where(updated, before, 0).float().square_().sum())
 
 
-def _problem(name: str, group: dict[str, Any]) -> str:
-    return (
-        f"step 1: most updates of the {name.replace('_', ' ')} are lost to rounding: at the peak learning rate "
-        f"{group['lr']:g}, only {group['fraction_changed']:.2%} of the entries change in {group['dtype']}. The update "
-        f"RMS is {group['update_rms']:.1e}, one ulp of a typical weight is {group['ulp']:.1e}"
-    )
-
-
 def change_after_saving(start: StartingWeights, attached: AttachedOptimizer, dtype: torch.dtype) -> dict[str, Any]:
     """Return how much of the change since the start remains if both ends are rounded to `dtype`. Collective.
 
@@ -133,7 +124,7 @@ def change_after_saving(start: StartingWeights, attached: AttachedOptimizer, dty
     sums = Sums(4 * len(GROUPS))
     for index, weights, before in start.pairs(attached.optimizer):
         change = weights - before
-        rounded = _rounded(weights, dtype).sub_(_rounded(before, dtype))
+        rounded = weights.to(dtype, copy=True).float().sub_(before.to(dtype, copy=True).float())
         changed = change != 0
         counts = changed.sum(), changed.logical_and_(rounded != 0).sum()
         sums.add(4 * index, *counts, rounded.mul_(change).sum(), change.square_().sum())
@@ -145,8 +136,3 @@ def change_after_saving(start: StartingWeights, attached: AttachedOptimizer, dty
             projection = product / square if square else 1.0
             result[name] = {"fraction_changed": num_remaining / num_changed, "projection": projection}
     return result
-
-
-def _rounded(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy, rounded to `dtype` and widened to float32."""
-    return weights.to(dtype, copy=True).float()

@@ -25,7 +25,6 @@ from ..data import (
     BATCH_SIZE,
     FIRST,
     TRAINED,
-    EncodedExample,
     LossMasks,
     State,
     Stream,
@@ -147,17 +146,15 @@ class TokenStream:
         self.stream, self.tokenizer, self.args, self.loss = stream, tokenizer, args, loss
         self.task: TaskName = task
         self._packs = bool(getattr(args, "packing", False))
-        self.start: State = {"block": stream.start, "num_rows": 0, "num_kept": 0, "dropped": {}}
-        self.num_trained = self.num_passed_over = 0
-        self._counts_at_start: State | None = None
-        self._begin()
+        self.num_passed_over = 0
+        start = {"block": stream.start, "num_rows": 0, "num_kept": 0, "dropped": {}, "num_trained": 0, "counts": None}
+        self._begin(start)
 
-    def _begin(self) -> None:
-        """Set what an iteration counts to its start."""
+    def _begin(self, start: State) -> None:
+        """Set what an iteration counts to the state `start`."""
+        self.start, self.block_end = start, start["block"]
         self.block_starts: list[State] = []
-        self.block_end = self.start["block"]
-        self.num_rows, self.num_kept = self.start["num_rows"], self.start["num_kept"]
-        self.dropped = Counter(self.start["dropped"])
+        self.num_rows, self.num_kept, self.dropped = start["num_rows"], start["num_kept"], Counter(start["dropped"])
 
     def dataset(self) -> Any:
         """Return the sequences as TRL's trainers take them."""
@@ -165,9 +162,8 @@ class TokenStream:
 
     def resume(self, state: State, num_passed_over: int) -> None:
         """Start the next iteration at `state`. num_passed_over: sequences in the batches that are passed over."""
-        self.start, self.num_trained, self.num_passed_over = state, state["num_trained"], num_passed_over
-        self._counts_at_start = state["counts"]
-        self._begin()
+        self.num_passed_over = num_passed_over
+        self._begin(state)
 
     def state(self, num_trained: int) -> State:
         """Return plain data to resume from after `num_trained` sequences, which the latest iteration has passed."""
@@ -179,38 +175,36 @@ class TokenStream:
         """Return the numbers for run.json: of records read, with all of the present block; of examples kept, with those
         that are read ahead; of those dropped, by reason; and of complete passes over each split. A run resumed at its
         last step reads none: the counts are then those of the checkpoint."""
-        if self._counts_at_start and not self.block_starts:
-            return self._counts_at_start
-        dropped = Counter(self.block_end["dropped"]) + self.dropped
-        passes = [split["passes"] for split in self.block_end["splits"]]
+        if self.start["counts"] and not self.block_starts:
+            return self.start["counts"]
         return {
             "num_read": self.block_end["num_read"],
             "num_kept": self.num_kept,
-            "dropped": dict(dropped.most_common()),
-            "passes": passes,
+            "dropped": dict((Counter(self.block_end["dropped"]) + self.dropped).most_common()),
+            "passes": [split["passes"] for split in self.block_end["splits"]],
         }
 
     def rows(self) -> Iterator[Row]:
         """Return an iterator over the sequences, and the placeholders before the first one after a resume."""
         yield from repeat({name: [0] for name in TASKS[self.task].token_columns}, self.num_passed_over)
-        self._begin()
+        self._begin(self.start)
         for block in self.stream.blocks(self.start["block"]):
-            self.block_starts.append(
-                {
-                    "block": block.start,
-                    "num_rows": self.num_rows,
-                    "num_kept": self.num_kept,
-                    "dropped": dict(self.dropped),
-                }
-            )
+            counts = {"num_rows": self.num_rows, "num_kept": self.num_kept, "dropped": dict(self.dropped)}
+            self.block_starts.append({"block": block.start, **counts})
             self.block_end = block.end
-            for row in self._sequences(self._encode(block.examples)):
-                self.num_rows += 1
-                if self.num_rows > self.num_trained:
-                    yield row
+            for batch in _batches(self._examples(block.examples), NUM_PACKED_TOGETHER if self._packs else 1):
+                sequences: Any = batch
+                if self._packs:
+                    with quiet_libraries():
+                        dataset = dataset_of(batch)
+                        sequences = pack_dataset(dataset, self.args.max_length, self.args.packing_strategy)
+                for row in sequences:
+                    self.num_rows += 1
+                    if self.num_rows > self.start["num_trained"]:
+                        yield row
 
-    def _encode(self, examples: list[dict[str, Any]]) -> Iterator[EncodedExample]:
-        """Return the examples that are not dropped, those of SFT truncated: pairs are, by TRL's collator."""
+    def _examples(self, examples: list[dict[str, Any]]) -> Iterator[Row]:
+        """Yield the tokens of examples that are not dropped, those of SFT truncated: pairs are, by TRL's collator."""
         max_length = None if self._packs else self.args.max_length
         for batch in _batches(examples, BATCH_SIZE):
             columns = {name: [example.get(name) for example in batch] for name in self.stream.columns}
@@ -219,20 +213,10 @@ class TokenStream:
                     self.dropped[reason] += 1
                     continue
                 self.num_kept += 1
-                is_pair = len(example.sides) > 1
-                yield example if is_pair else example._replace(sides=(example.sides[0].truncated(max_length),))
-
-    def _sequences(self, examples: Iterable[EncodedExample]) -> Iterator[Row]:
-        """Yield a block's sequences: one of each example, or packed."""
-        columns = (token_columns([example], self.task) for example in examples)
-        rows = ({name: values[name][0] for name in TASKS[self.task].token_columns} for values in columns)
-        if not self._packs:
-            yield from rows
-            return
-        for batch in _batches(rows, NUM_PACKED_TOGETHER):
-            with quiet_libraries():
-                packed: Any = pack_dataset(dataset_of(batch), self.args.max_length, self.args.packing_strategy)
-            yield from packed
+                if len(example.sides) == 1:
+                    example = example._replace(sides=(example.sides[0].truncated(max_length),))
+                values = token_columns([example], self.task)
+                yield {name: values[name][0] for name in TASKS[self.task].token_columns}
 
 
 def _batches(values: Iterable[Any], size: int) -> Iterator[list[Any]]:

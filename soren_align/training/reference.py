@@ -151,19 +151,15 @@ def weights_digest(model: torch.nn.Module, ranks: Ranks) -> str:
     order, so that runs with different numbers of processes differ.
     """
     is_sharded = any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())
-    if not is_sharded:
-        return _local_digest(model, ranks.rank) if ranks.is_first else ""
-    return _digest(ranks.gather(_local_digest(model, ranks.rank)))
-
-
-def _local_digest(model: torch.nn.Module, rank: int) -> str:
+    if not (is_sharded or ranks.is_first):
+        return ""
     parts = []
     parameter: Any
     for name, parameter in model.named_parameters():
         part = getattr(parameter, "ds_tensor", parameter).detach()
         if hasattr(parameter, "ds_tensor"):
             # without ZeRO's padding, which is not initialized
-            ends = min(part.numel(), max(parameter.ds_numel - rank * part.numel(), 0))
+            ends = min(part.numel(), max(parameter.ds_numel - ranks.rank * part.numel(), 0))
             part = part.reshape(-1)[:ends]
         parts.append((name, parameter, part))
     stride = max(1, -(-sum(part.numel() for *_, part in parts) // MAX_HASHED))
@@ -173,7 +169,8 @@ def _local_digest(model: torch.nn.Module, rank: int) -> str:
         sha256.update(f"{name} {shape} {parameter.dtype}\n".encode())
         rows = part[::stride] if part.ndim else part
         sha256.update(rows.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
-    return sha256.hexdigest()[:16]
+    digest = sha256.hexdigest()[:16]
+    return _digest(ranks.gather(digest)) if is_sharded else digest
 
 
 def reference_key(trainer: Any, ranks: Ranks) -> str:

@@ -36,7 +36,12 @@ def report_setup(
     size, factors = global_batch(recipe, ranks.num_ranks)
     parameters = list(trainer.model.parameters())
     routing = routing_table(route(trainer.model, optimizer.aux, optimizer.matrices))
-    earlier = earlier_runs(setup.start)
+    earlier, start = [], Path(setup.start)  # task and steps of the runs that trained the start, the first one first
+    with suppress(UserError):  # damaged or of an older version: nothing is known of it
+        record = RunFolder(start.parent).read() if start.name in ("model", "merged") else None
+        if record and "training" in record:
+            earlier = record.get("start", {}).get("after", [])
+            earlier = [*earlier, {"task": record["task"], "steps": record["training"]["steps"]}]
     examples: dict[str, Any] = {"num_kept": counts.num_kept, "dropped": train.dropped | counts.dropped}
     if counts.num_kept_by_source:
         examples["num_kept_by_source"] = list(counts.num_kept_by_source)
@@ -47,7 +52,7 @@ def report_setup(
         examples = {"preview": {"num_examples": train.num_examples, **examples}, **stream.counts()}
     folder.update(
         start={
-            "path": str(Path(setup.start).resolve()) if Path(setup.start).is_dir() else setup.start,
+            "path": str(start.resolve()) if start.is_dir() else setup.start,
             "sha256_or_revision": trainer.origin["start"],
             **({"after": earlier} if earlier else {}),
         },
@@ -121,14 +126,34 @@ def report_result(
     result: relative changes, `change_after_saving`, `stopped_early`, `best_model` and `validation`. resumed_from: the
     step of the checkpoint; 0 for a new run.
     """
-    steps, losses, stream = trainer.state.global_step, losses_of(trainer, result), trainer.stream
+    steps, args, history, stream = trainer.state.global_step, trainer.args, trainer.state.log_history, trainer.stream
+    # The losses of training, and of the held-out examples: at the start, and of the saved model; see run/record.py.
+    logs = [log for log in history if "loss" in log]
+    losses: dict[str, Any] = {"first_loss": logs[0]["loss"] if logs else None}
+    losses["last_loss"] = logs[-1]["loss"] if logs else None
+    if logs:
+        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        before_last = logs[-2]["step"] if len(logs) > 1 else 0
+        losses["examples_per_log"] = [batch * logs[0]["step"], batch * (logs[-1]["step"] - before_last)]
+    source, prefix, num_examples = logs[-1] if logs else {}, "", losses.get("examples_per_log", [0])[-1]
+    if evaluations := [log for log in history if "eval_loss" in log]:
+        saved_step = result.get("best_model", {}).get("step", steps)
+        source = next((log for log in evaluations if log["step"] == saved_step), evaluations[-1])
+        ends = {log["step"]: {"step": log["step"], "loss": log["eval_loss"]} for log in (evaluations[0], source)}
+        prefix, num_examples = "eval_", len(trainer.eval_dataset)
+        losses["held_out"] = {"num_examples": num_examples, "evaluations": [*ends.values()]}
+    if f"{prefix}rewards/accuracies" in source:
+        share, margin = (source[f"{prefix}rewards/{key}"] for key in ("accuracies", "margins"))
+        counted = {"num_pairs": num_examples, "held_out": bool(evaluations)}
+        losses["preferences"] = {"share": share, "margin": margin, **counted}
+
     if stream:
         data = (folder.read() or {})["data"]
         folder.update(data={**data, "train": {**data["train"], **stream.counts()}})
     training = {"steps": steps, "seconds_since_start_or_resume": round(seconds, 1), **losses}
     folder.update(status="trained", training={**training, "peak_memory_bytes": peak_memory(), **result})
 
-    means = (log["train_loss"] for log in reversed(trainer.state.log_history) if "train_loss" in log)
+    means = (log["train_loss"] for log in reversed(history) if "train_loss" in log)
     loss, mean = "", next(means, None)
     if losses["first_loss"] is None and mean is not None:  # ended early, or trainer.logging_strategy is no
         loss = f", loss {mean:.3f} on average"
@@ -164,49 +189,8 @@ def report_result(
         print_labelled(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all")
 
 
-def earlier_runs(start: str) -> list[dict[str, Any]]:
-    """Return task and steps of the runs that trained the checkpoint in the folder `start`, the first one first."""
-    folder = Path(start)
-    with suppress(UserError):  # damaged or of an older version: nothing is known of it
-        record = RunFolder(folder.parent).read() if folder.name in ("model", "merged") else None
-        if record and "training" in record:
-            earlier = record.get("start", {}).get("after", [])
-            return [*earlier, {"task": record["task"], "steps": record["training"]["steps"]}]
-    return []
-
-
 def describe_source(source: dict[str, Any], num_examples: int) -> str:
     """Return a line of a mixture: "zoo.jsonl: 30 of 120 examples (weight 0.25), 29 used, chat messages"."""
     dropped = f", {describe_dropped(source['dropped'])}" if source["dropped"] else ""
     sampled = f"{source['num_sampled']} of {source['num_examples']} examples (weight {source['weight']:g})"
     return f"{source['path']}: {sampled}, {num_examples} used, {source['layout']}{dropped}"
-
-
-def losses_of(trainer: Any, result: dict[str, Any]) -> dict[str, Any]:
-    """Return the losses of run.json (run/record.py), from the logs: of training, and of the held-out examples.
-
-    result: with `best_model`, whose evaluation is that of the saved model, if a checkpoint was loaded at the end.
-    """
-    history, args, steps = trainer.state.log_history, trainer.args, trainer.state.global_step
-    logs = [log for log in history if "loss" in log]
-    losses: dict[str, Any] = {"first_loss": logs[0]["loss"] if logs else None}
-    losses["last_loss"] = logs[-1]["loss"] if logs else None
-    if logs:
-        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        before_last = logs[-2]["step"] if len(logs) > 1 else 0
-        losses["examples_per_log"] = [batch * logs[0]["step"], batch * (logs[-1]["step"] - before_last)]
-    evaluations = [log for log in history if "eval_loss" in log]
-    if evaluations:
-        saved_step = result.get("best_model", {}).get("step", steps)
-        of_saved = next((log for log in evaluations if log["step"] == saved_step), evaluations[-1])
-        ends = {log["step"]: {"step": log["step"], "loss": log["eval_loss"]} for log in (evaluations[0], of_saved)}
-        num_examples = len(trainer.eval_dataset)
-        losses["held_out"] = {"num_examples": num_examples, "evaluations": [*ends.values()]}
-        source, prefix = of_saved, "eval_"
-    else:
-        source, prefix, num_examples = logs[-1] if logs else {}, "", losses.get("examples_per_log", [0])[-1]
-    if f"{prefix}rewards/accuracies" in source:
-        share, margin = (source[f"{prefix}rewards/{key}"] for key in ("accuracies", "margins"))
-        counted = {"num_pairs": num_examples, "held_out": bool(evaluations)}
-        losses["preferences"] = {"share": share, "margin": margin, **counted}
-    return losses

@@ -4,30 +4,31 @@ Training ends early on a signal (Ctrl-C, SIGTERM, SIGHUP), with a checkpoint to 
 no longer, by transformers' early stopping.
 """
 
+import pickle
 import signal
 import time
-from contextlib import closing, nullcontext
+import traceback
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
+from accelerate.utils.memory import should_reduce_batch_size
 from rich.console import Console
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
 from ..core import signals
-from ..core.errors import DivergedError
+from ..core.errors import DivergedError, UserError, in_one_line
 from ..core.files import read_json, remove, rename_durably
 from ..core.text import print_labelled, working
 from ..recipe import Recipe, few_steps
-from ..run.folder import COMPLETE_MARKER, RunFolder, checkpoints_in, read_metrics, step_of
-from ..run.lock import LockedError
+from ..run.folder import COMPLETE_MARKER, PREVIOUS, RunFolder, checkpoints_in, read_metrics, step_of
 from ..run.record import divergence
 from ..run.weights import trl_config_names
-from ..sharding import is_universal
+from ..sharding import CheckpointException, is_universal
 from ..sharding.ranks import Ranks
 from . import build, checkpoints
-from .checkpoints import model_bytes, refuse_full_disk, write_errors
+from .checkpoints import PICKLE_REFUSED, model_bytes, refuse_full_disk, write_errors
 from .lost_updates import LostUpdatesPolicy, change_after_saving
 from .measure.progress import LogsOfShortRuns, TrainingProgress
 from .measure.retention import Retention, read_probes
@@ -37,13 +38,19 @@ from .report import report_first_step, report_result, report_setup
 from .setup import TrainingSetup
 from .trained_optimizer import relative_changes
 
+READERS = {
+    "load_from_json",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_load_scaler",
+    "_load_callback_state",
+    "deepspeed_load_checkpoint",
+}
+"""The functions of transformers that read a checkpoint to resume from it."""
 
-def train(
-    setup: TrainingSetup,
-    folder: RunFolder,
-    console: Console,
-    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
-) -> bool:
+
+def train(setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Ranks = Ranks()) -> bool:
     """Train to `folder.model`, from the last checkpoint if there is one. Collective.
 
     Returns False if a signal came, after saving a checkpoint, or the model if it was the last step. Only the first rank
@@ -126,15 +133,28 @@ def train(
 
 
 def _run_loop(trainer: Any, checkpoint: Path | None) -> float:
-    """Run transformers' training loop, which calls `optimizer.step()`; return the seconds that it took."""
+    """Run transformers' training loop, which calls `optimizer.step()`; return the seconds that it took.
+
+    Raises UserError for errors of reading the checkpoint: its seal is no proof, and may come from whoever made the
+    files.
+    """
     started = time.monotonic()
     trainer.args.eval_on_start &= checkpoint is None  # a resumed run has evaluated the start already
     try:
-        errors = checkpoints.read_errors(checkpoint) if checkpoint else nullcontext()
-        with errors, trl_config_names(trainer.model):
+        with trl_config_names(trainer.model):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except FloatingPointError as error:
-        raise DivergedError(f"step {trainer.state.global_step + 1}: {error}") from error
+    except (Exception, CheckpointException) as error:
+        functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+        is_reading = checkpoint is not None and functions & READERS and "_load_best_model" not in functions
+        is_own = isinstance(error, UserError | MemoryError)
+        if not is_reading or is_own or should_reduce_batch_size(error):  # pyright: ignore[reportArgumentType]
+            if isinstance(error, FloatingPointError):
+                raise DivergedError(f"step {trainer.state.global_step + 1}: {error}") from error
+            raise
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if isinstance(cause, pickle.UnpicklingError):
+            raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
+        raise UserError(f"{checkpoint}: cannot be loaded ({in_one_line(cause)}); {PREVIOUS}") from error
     return time.monotonic() - started
 
 
@@ -163,8 +183,7 @@ def _save_model(trainer: Any, tokenizer: Any, folder: RunFolder, ranks: Ranks) -
     partial_folder = folder.model.with_name("model.part")
     if ranks.is_first:
         remove(partial_folder)
-    num_bytes = model_bytes(trainer.model, adapter_only=isinstance(trainer.model, PeftModel), dtype=trainer.save_dtype)
-    refuse_full_disk(folder.path, num_bytes, "the model", trainer.attached)
+    refuse_full_disk(folder.path, model_bytes(trainer.model, trainer.save_dtype), "the model", trainer.attached)
     with write_errors(partial_folder):
         trainer.save_model(str(partial_folder))
         if not ranks.is_first:
@@ -267,11 +286,6 @@ class LockCheck(TrainerCallback):
 
 def refuse_lost_lock(folder: RunFolder, ranks: Ranks) -> None:
     """Raise LockedError on all ranks if the first one does not hold the run folder any more. Collective."""
-    problem = None
-    if ranks.is_first:
-        try:
+    with ranks.shared_errors():
+        if ranks.is_first:
             folder.refuse_lost_lock()
-        except LockedError as error:
-            problem = str(error)
-    if problem := ranks.broadcast(problem):
-        raise LockedError(problem)

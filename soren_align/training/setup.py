@@ -5,7 +5,7 @@ Starting checkpoint, tokenizer, examples (loaded, held out, mixed, as tokens), T
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from ..core.files import default_cache_folder
 from ..data import (
     BATCH_SIZE,
     DatasetStats,
-    LoadedSplit,
     LossMasks,
     Preview,
     check_template,
@@ -94,10 +93,7 @@ class TrainingSetup:
 
 
 def set_up_training(
-    recipe: Recipe,
-    folder: RunFolder,
-    on_examples: Callable[[int], object] | None = None,
-    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+    recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], object] | None = None, ranks: Ranks = Ranks()
 ) -> TrainingSetup:
     """Load tokenizer and data, and check all that can be checked before the model is loaded.
 
@@ -114,7 +110,13 @@ def set_up_training(
     config = trl_arguments(recipe, folder.checkpoints, ranks)
     if isinstance(train, Preview):
         stream = TokenStream(train.stream, recipe.data_task, tokenizer, config, loss_of(recipe))
-    _check_schedule(config)
+    # transformers may refuse lr_scheduler_kwargs when it makes the schedule or steps it
+    optimizer, settings = torch.optim.SGD([torch.zeros(1)], lr=1.0), config.lr_scheduler_kwargs or {}
+    with as_user_error("trainer.lr_scheduler_type and lr_scheduler_kwargs", ValueError, TypeError, ArithmeticError):
+        schedule = get_scheduler(config.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=settings)
+        if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR):  # these step by a loss
+            optimizer.step()
+            schedule.step()
     check_attention(recipe, model_config)
     if not ranks.is_first:
         splits, tokens = tokenize_splits(recipe, splits, tokenizer)
@@ -145,12 +147,25 @@ def set_up_training(
                 "or its template belongs to another model, or one of their files was changed"
             )
 
-    held_out = _count_held_out(recipe, config, splits["eval"], tokens["eval"], tokenizer)
+    held_out = None
+    if evaluation := splits["eval"]:
+        packs_held_out = getattr(config, "eval_packing", None)
+        packs = packs if packs_held_out is None else packs_held_out
+        evaluated, _ = _count(recipe, config, tokens["eval"], (), tokenizer, packs=packs)
+        dropped = evaluation.dropped | evaluated.dropped
+        if evaluated.num_trained_tokens == 0:
+            reasons = f": {text}" if (text := describe_dropped(dropped)) else ""
+            raise UserError(
+                f"data.eval: none of the {evaluation.num_examples:,} held-out examples of {evaluation.source['path']} "
+                f"can be evaluated{reasons}. trainer.max_length is {config.max_length}"
+            )
+        held_out = {"num_examples": evaluation.num_examples, "num_kept": evaluated.num_kept, "dropped": dropped}
+        held_out |= {key: getattr(evaluated, key) for key in ("num_truncated", "num_truncated_tokens", "num_tokens")}
     if stream is None:
         refuse_no_batch(recipe, packing.num_sequences if packing else counts.num_kept, ranks.num_ranks)
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     positions = positions if isinstance(positions, int) else None
-    notices = [*train.notices, *(splits["eval"].notices if held_out else ()), *of_template]
+    notices = [*train.notices, *(evaluation.notices if evaluation else ()), *of_template]
     notices += _notices(recipe, train.dataset, tokenizer, counts, packing, config.max_length, positions, of_template)
     samples = recipe.run.samples
     prompts = read_prompts(samples, tokenizer, has_turns(train.dataset), positions) if samples else ()
@@ -158,32 +173,6 @@ def set_up_training(
     return TrainingSetup(
         recipe, start, tokenizer, splits, tokens, counts, held_out, tuple(notices), prompts, packing, stream
     )
-
-
-def _count_held_out(
-    recipe: Recipe, config: Any, split: LoadedSplit | None, tokens: Any, tokenizer: Any
-) -> dict[str, Any] | None:
-    """Return `TrainingSetup.held_out`; None without such examples. Raises UserError if none is left to evaluate."""
-    if split is None:
-        return None
-    packs, packs_held_out = getattr(config, "packing", False), getattr(config, "eval_packing", None)
-    packs = packs if packs_held_out is None else packs_held_out
-    counts, _ = _count(recipe, config, tokens, (), tokenizer, packs=packs)
-    dropped = split.dropped | counts.dropped
-    if counts.num_trained_tokens == 0:
-        reasons = describe_dropped(dropped)
-        raise UserError(
-            f"data.eval: none of the {split.num_examples:,} held-out examples of {split.source['path']} can be "
-            f"evaluated{f': {reasons}' if reasons else ''}. trainer.max_length is {config.max_length}"
-        )
-    return {
-        "num_examples": split.num_examples,
-        "num_kept": counts.num_kept,
-        "dropped": dropped,
-        "num_truncated": counts.num_truncated,
-        "num_truncated_tokens": counts.num_truncated_tokens,
-        "num_tokens": counts.num_tokens,
-    }
 
 
 def _count(
@@ -213,18 +202,6 @@ def _count(
         num_truncated_tokens=packing.num_lost_tokens,
     )
     return counts, packing
-
-
-def _check_schedule(config: Any) -> None:
-    """Raise UserError for lr_scheduler_kwargs that transformers refuses when it makes the schedule or steps it."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    settings = config.lr_scheduler_kwargs or {}
-    place = "trainer.lr_scheduler_type and lr_scheduler_kwargs"
-    with as_user_error(place, ValueError, TypeError, ArithmeticError):
-        schedule = get_scheduler(config.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=settings)
-        if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR):  # these step by a loss
-            optimizer.step()
-            schedule.step()
 
 
 def check_attention(recipe: Recipe, config: Any) -> None:
@@ -261,17 +238,35 @@ def _notices(
     positions: of the model, if its config has a number. of_template: the notices about the chat template, one of which
     is about the stop token.
     """
-    notices = []
-    if not counts.stop_token_trained and not recipe.trainer.get("packing"):
-        _refuse_no_answer(dataset, tokenizer, max_length)
+    notices, columns = [], set(dataset.column_names)
+    is_cut = not counts.stop_token_trained and not recipe.trainer.get("packing")
+    if is_cut and max_length is not None and columns & {"messages", "prompt"}:
+        # If every example is cut before its first answer, the loss would be that of prompts alone.
+        lengths = []
+        for example in dataset:
+            turns = example.get("messages", ())
+            prompt = example.get("prompt") or [*takewhile(lambda turn: turn["role"] != "assistant", turns)]
+            if isinstance(prompt, list):
+                with template_errors("the chat template fails on a prompt"):
+                    rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+            else:
+                rendered = tokenizer(prompt)
+            lengths.append(len(rendered["input_ids"]))
+            if lengths[-1] < max_length:
+                break
+        else:
+            raise UserError(
+                f"trainer.max_length: {max_length} cuts every example before its answer; the shortest prompt has "
+                f"{min(lengths)} tokens"
+            )
     if not counts.stop_token_trained and not of_template:
         notices.append(f"the stop token is never trained: trainer.max_length {max_length} truncates every answer")
-    if "messages" in dataset.column_names and "assistant_only_loss" not in recipe.trainer:
+    if "messages" in columns and "assistant_only_loss" not in recipe.trainer:
         notices.append(
             "all tokens of conversations are in the loss, those of the user's messages too. For the answers alone "
             "write trainer.assistant_only_loss: true; false hides this notice"
         )
-    if "prompt" in dataset.column_names and not has_turns(dataset) and tokenizer.chat_template:
+    if "prompt" in columns and not has_turns(dataset) and tokenizer.chat_template:
         # the `columns` by which prompts and answers in plain text become turns
         answers = {answer: answer for answer in TASKS[recipe.task].answers} or {"output": "completion"}
         own: dict[str, str] = {**recipe.data.sources[0].columns}
@@ -309,29 +304,6 @@ def _notices(
             "that the tokenizer does not have, and the model never sees. Another model's tokenizer may have it"
         )
     return notices
-
-
-def _refuse_no_answer(dataset: Any, tokenizer: Any, max_length: int | None) -> None:
-    """Raise UserError if every example is cut before its first answer: the loss would be that of prompts alone."""
-    if max_length is None or not {"messages", "prompt"} & set(dataset.column_names):
-        return
-    lengths = []
-    for example in dataset:
-        prompt: Any = example.get("prompt") or list(
-            takewhile(lambda turn: turn["role"] != "assistant", example["messages"])
-        )
-        if isinstance(prompt, list):
-            with template_errors("the chat template fails on a prompt"):
-                ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-        else:
-            ids = tokenizer(prompt)["input_ids"]
-        lengths.append(len(ids))
-        if lengths[-1] < max_length:
-            return
-    raise UserError(
-        f"trainer.max_length: {max_length} cuts every example before its answer; the shortest prompt has "
-        f"{min(lengths)} tokens"
-    )
 
 
 def load_splits(recipe: Recipe) -> dict[str, Any]:
@@ -377,22 +349,19 @@ def tokenize_splits(
             report = on_examples if name == "train" else None
             all_tokens = tokenize(split.dataset, recipe.data_task, tokenizer, cache, *loss_of(recipe), report)
             remaining[name], tokens[name] = without_empty_answers(split, all_tokens)
-    if recipe.data.eval_tokens and tokens["eval"]:
-        tokens["eval"] = _first_tokens(tokens["eval"], recipe.data.eval_tokens, recipe)
+    if recipe.data.eval_tokens and (evaluation := tokens["eval"]):
+        # the first examples with so many predicted tokens, or all
+        max_length = None if recipe.trainer.get("packing") else trainer_value(recipe, "max_length")
+        batches = (from_token_columns(batch, recipe.data_task) for batch in evaluation.iter(BATCH_SIZE))
+        numbers = (
+            sum(sum(side.truncated(max_length).trained[1:]) for side in example.sides)
+            for examples in batches
+            for example in examples
+        )
+        ends = (number for number, total in enumerate(accumulate(numbers), 1) if total >= recipe.data.eval_tokens)
+        if (num_examples := next(ends, len(evaluation))) < len(evaluation):
+            tokens["eval"] = evaluation.select(range(num_examples))
     return remaining, tokens
-
-
-def _first_tokens(tokens: Any, number: int, recipe: Recipe) -> Any:
-    """Return the first examples with so many predicted tokens, or all. tokens: Dataset."""
-    max_length = None if recipe.trainer.get("packing") else trainer_value(recipe, "max_length")
-    num_examples = num_tokens = 0
-    for batch in tokens.iter(BATCH_SIZE):
-        for example in from_token_columns(batch, recipe.data_task):
-            if num_tokens >= number:
-                return tokens.select(range(num_examples))
-            num_tokens += sum(sum(side.truncated(max_length).trained[1:]) for side in example.sides)
-            num_examples += 1
-    return tokens
 
 
 def loss_of(recipe: Recipe) -> tuple[bool, bool]:

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from ..core.errors import UserError
 from ..optim import SpectralOptimizer, Sums, chunks, copied_to_cpu, master_weights, names_of_matrices, norm
-from ..sharding import chain_of, local, restore_groups_, set_strategy
+from ..sharding import local, restore_groups_
 from ..sharding.ranks import Ranks
 
 
@@ -36,14 +36,9 @@ class AttachedOptimizer:
     tensors: list[list[Tensor]]
     ranks: Ranks
 
-    @property
-    def num_matrices(self) -> int:
-        """Matrices that go through the spectral map once per optimizer step."""
-        return len(self.names_of_matrices)
-
     @cached_property  # of thousands of experts, and read at every step
     def names_of_matrices(self) -> list[str]:
-        """The names of these matrices, in the order of the model."""
+        """The names of the matrices, each mapped once per optimizer step, in the order of the model."""
         return [
             matrix
             for group in self.expected.param_groups
@@ -57,52 +52,16 @@ class AttachedOptimizer:
         ]
 
     @property
-    def names_of_mapped_parameters(self) -> set[str]:
-        """The names of the parameters that hold these matrices."""
-        groups = (group for group in self.expected.param_groups if group["rule"] == "spectral")
-        return {name for group in groups for name in group["param_names"]}
-
-    @property
     def has_other_parameters(self) -> bool:
         """Whether AdamW updates a second parameter group."""
         return len(self.expected.param_groups) > 1
-
-    def description(self) -> dict[str, Any]:
-        """Return class, wrappers and parameter groups, for run.json."""
-        hidden = ("params", "param_names", "weight_layouts", "lr")
-        return {
-            "class": type(self.optimizer).__name__,
-            "chain": [type(optimizer).__name__ for optimizer in (*self.wrappers, self.optimizer)],
-            "parallel": self.parallel,
-            "num_matrices": self.num_matrices,
-            "groups": [
-                {key: value for key, value in group.items() if key not in hidden}
-                | {"num_tensors": len(group["params"])}
-                for group in self.expected.param_groups
-            ],
-        }
-
-
-def attach(optimizer: Any, expected: SpectralOptimizer, ranks: Ranks) -> AttachedOptimizer:
-    """Find the optimizer inside accelerate's wrappers and set its sharding strategy. Collective.
-
-    Call it after all wrappers are made and before a sharded checkpoint is loaded.
-    Raises OptimizerMismatch if its class is not that of `expected`, UserError if the sharding is not supported.
-    """
-    *wrappers, inner = chain_of(optimizer)
-    if type(inner) is not type(expected):
-        raise OptimizerMismatch(f"the recipe names {type(expected).__name__}, but {type(inner).__name__} would step")
-    try:
-        sharding = set_strategy(optimizer, ranks)
-    except ValueError as error:
-        raise UserError(f"run.parallel: {error}") from error
-    return AttachedOptimizer(inner, wrappers, expected, sharding.kind, sharding.tensors, ranks)
 
 
 class OptimizerCheck(TrainerCallback):
     """Raises OptimizerMismatch unless every matrix goes through the map exactly once per optimizer step. Collective.
 
-    counts: of these checks. Checkpoints contain them: a run resumed at its last step takes none that could be counted.
+    counts: of these checks, and of steps skipped because of the loss scale. Checkpoints contain them: a run resumed at
+    its last step takes none that could be counted.
     """
 
     def __init__(self, attached: AttachedOptimizer):
@@ -112,13 +71,20 @@ class OptimizerCheck(TrainerCallback):
 
     @property
     def record(self) -> dict[str, Any]:
-        """The optimizer's description and the counts, for run.json."""
-        return self.attached.description() | self.counts
-
-    @property
-    def num_skipped_steps(self) -> int | None:
-        """Steps skipped because of the loss scale; None if there were none."""
-        return self.counts.get("num_skipped_steps")
+        """Class, wrappers and parameter groups of the optimizer, and the counts, for run.json."""
+        attached, hidden = self.attached, ("params", "param_names", "weight_layouts", "lr")
+        return {
+            "class": type(attached.optimizer).__name__,
+            "chain": [type(optimizer).__name__ for optimizer in (*attached.wrappers, attached.optimizer)],
+            "parallel": attached.parallel,
+            "num_matrices": len(attached.names_of_matrices),
+            "groups": [
+                {key: value for key, value in group.items() if key not in hidden}
+                | {"num_tensors": len(group["params"])}
+                for group in attached.expected.param_groups
+            ],
+            **self.counts,
+        }
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Restore the counts of the checkpoint, and the group settings that loading one of ZeRO may have resharding."""
@@ -139,28 +105,21 @@ class OptimizerCheck(TrainerCallback):
         counts = self.attached.ranks.sums([optimizer.num_maps - self._num_maps_before, skipped])
         num_maps, num_skipping_ranks = map(int, counts)
         if num_maps == 0 and num_skipping_ranks:
-            self._count_skipped_step(scaler, args.fp16)
+            if scaler is None and not args.fp16:
+                raise FloatingPointError(
+                    "NaN or infinity in the gradient; DeepSpeed skipped this step, nothing was changed"
+                )
+            # torch's GradScaler would halve its scale without end; DeepSpeed stops at a scale of 1 by itself.
+            if scaler is not None and scaler.get_scale() < 1:
+                raise FloatingPointError(
+                    f"NaN or infinity in the gradient at a loss scale of {scaler.get_scale():g}: out of float16's range"
+                )
+            self.counts["num_skipped_steps"] = self.counts.get("num_skipped_steps", 0) + 1
             return
-        if num_maps != self.attached.num_matrices:
-            raise OptimizerMismatch(
-                f"{num_maps} spectral maps in one optimizer step for {self.attached.num_matrices} matrices"
-            )
+        num_matrices = len(self.attached.names_of_matrices)
+        if num_maps != num_matrices:
+            raise OptimizerMismatch(f"{num_maps} spectral maps in one optimizer step for {num_matrices} matrices")
         self.counts["maps_per_step"] = num_maps
-
-    def _count_skipped_step(self, scaler: Any, fp16: bool) -> None:
-        """Count a step that was skipped because of float16's loss scale; raise FloatingPointError for any other reason.
-
-        scaler: torch's GradScaler, which would halve its scale without end. DeepSpeed stops at a scale of 1 by itself.
-        """
-        if scaler is None and not fp16:
-            raise FloatingPointError(
-                "NaN or infinity in the gradient; DeepSpeed skipped this step, nothing was changed"
-            )
-        if scaler is not None and scaler.get_scale() < 1:
-            raise FloatingPointError(
-                f"NaN or infinity in the gradient at a loss scale of {scaler.get_scale():g}: out of float16's range"
-            )
-        self.counts["num_skipped_steps"] = self.counts.get("num_skipped_steps", 0) + 1
 
 
 def refuse_unaveraged_gradients(attached: AttachedOptimizer, step: int) -> None:

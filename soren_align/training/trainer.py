@@ -24,17 +24,23 @@ from ..optim import OPTIMIZERS, build_optimizer
 from ..recipe import QUANTIZATION_RECORD, OptimizerSection
 from ..run.quantized import quantization_of
 from ..run.weights import refuse_other_keys
-from ..sharding import full_weights, sum_in_float32
+from ..sharding import chain_of, full_weights, set_strategy, sum_in_float32
 from ..sharding.ranks import current_ranks
 from . import checkpoints
-from .adapters import GradientCheck, changeable_settings, export_weights, restored_settings, unsharded_weights
-from .checkpoints import checkpoint_bytes, refuse_full_disk, write_errors
+from .adapters import GradientCheck, export_weights
+from .checkpoints import STREAM, STREAM_FILE, checkpoint_bytes, read_form, refuse_full_disk, write_errors
 from .lost_updates import WARN, FirstStepCheck, LostUpdatesPolicy
 from .measure.measurements import MeasurementLog, Measurements, SpectraRecorder
 from .measure.samples import evaluating
 from .packing import IsolationCheck, TokenStream
 from .reference import BatchHash, ReferenceCheck, reference_key
-from .trained_optimizer import OptimizerCheck, StartingWeights, attach, refuse_unaveraged_gradients
+from .trained_optimizer import (
+    AttachedOptimizer,
+    OptimizerCheck,
+    OptimizerMismatch,
+    StartingWeights,
+    refuse_unaveraged_gradients,
+)
 
 OptimizerSettings = str | Mapping[str, Any] | OptimizerSection | None
 """None: Soren. A name: soren, muon, htmuon, adamw. A mapping: keywords of `build_optimizer`, any of which may be left
@@ -42,6 +48,9 @@ out. A recipe's optimizer section: complete, nothing is added."""
 TRANSFORMERS_DEFAULTS = ("adamw_torch", "adamw_torch_fused")
 _TOKENS = "num_tokens"
 """The key of a checkpoint's state with TRL's number of tokens trained on."""
+CHANGED_BY_TRAINING = ("use_cache", "output_router_logits")
+"""Settings of a model's config that transformers and TRL change, and that no training should save."""
+_MISSING = object()
 
 
 class SorenTrainerMixin(Trainer):
@@ -52,7 +61,7 @@ class SorenTrainerMixin(Trainer):
         *args: Any,
         optimizer_settings: OptimizerSettings = None,
         origin: dict[str, Any] | None = None,
-        measurement_log: MeasurementLog = MeasurementLog(),  # noqa: B008 (frozen)
+        measurement_log: MeasurementLog = MeasurementLog(),
         parallel: str | None = None,
         save_dtype: torch.dtype | None = None,
         lost_updates: LostUpdatesPolicy | None = WARN,
@@ -71,8 +80,10 @@ class SorenTrainerMixin(Trainer):
         self.stream = stream
         self.parallel, self.save_dtype = parallel, save_dtype
         self.origin, self.lost_updates = origin or {}, lost_updates
-        start: Any = args[0] if args else kwargs.get("model")
-        self._config_at_start = changeable_settings(getattr(start, "config", None))
+        config = getattr(args[0] if args else kwargs.get("model"), "config", None)
+        configs = [] if config is None else [config, config.get_text_config()]
+        settings = [(part, key) for part in configs for key in CHANGED_BY_TRAINING]
+        self._config_at_start = [(part, key, getattr(part, key, _MISSING)) for part, key in settings]
         super().__init__(*args, **kwargs)
         model: Any = self.model
         if isinstance(model, PeftModel):
@@ -82,7 +93,7 @@ class SorenTrainerMixin(Trainer):
                 if parameter.requires_grad and parameter.dtype != torch.float32:
                     parameter.data = parameter.data.float()
         self.optimizer_settings = optimizer_keywords(optimizer_settings, self.args, model)
-        # Never stepped: a model that the optimizer refuses is refused before training, and `attach` compares with it.
+        # Never stepped: a model that it refuses is refused before training, and `_attach_optimizer` compares with it.
         self.expected_optimizer = build_optimizer(model, **self.optimizer_settings)
         self.retention: Any = None  # a callback whose values belong to the log of an evaluation
         self.attached: Any = None  # these four: from `create_scheduler` on
@@ -123,12 +134,24 @@ class SorenTrainerMixin(Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _attach_optimizer(self) -> None:
-        self.attached = attach(self.optimizer, self.expected_optimizer, self._ranks)
+        """Find the optimizer inside accelerate's wrappers, set its sharding strategy, check and measure it. Collective.
+
+        Raises OptimizerMismatch if its class is not that of the recipe, UserError if the sharding is not supported.
+        """
+        *wrappers, inner = chain_of(self.optimizer)
+        expected, actual = type(self.expected_optimizer), type(inner)
+        if actual is not expected:
+            raise OptimizerMismatch(f"the recipe names {expected.__name__}, but {actual.__name__} would step")
+        try:
+            kind, tensors = set_strategy(self.optimizer, self._ranks)
+        except ValueError as error:
+            raise UserError(f"run.parallel: {error}") from error
+        self.attached = AttachedOptimizer(inner, wrappers, self.expected_optimizer, kind, tensors, self._ranks)
         if self.parallel not in (None, self.attached.parallel):
             raise UserError(f"run.parallel: is {self.parallel}, but accelerate has set up {self.attached.parallel}")
         if self.attached.parallel != "ddp":
-            tensors = [(index, tensor) for index, group in enumerate(self.attached.tensors) for tensor in group]
-            self.starting_weights = StartingWeights(tensors)
+            by_group = enumerate(self.attached.tensors)
+            self.starting_weights = StartingWeights([(index, tensor) for index, group in by_group for tensor in group])
         self.optimizer_check = OptimizerCheck(self.attached)
         self.measurements = Measurements(self.attached, self.starting_weights, self.measurement_log)
         self.add_callback(GradientCheck(self.attached))
@@ -156,7 +179,7 @@ class SorenTrainerMixin(Trainer):
             self.control.should_training_stop = True
         if self.stream is not None and (checkpoint := kwargs["resume_from_checkpoint"]):
             num_passed_over = self._sequences_of(kwargs["steps_trained_in_current_epoch"])
-            self.stream.resume(checkpoints.read_stream(Path(checkpoint)), num_passed_over)
+            self.stream.resume(read_form(Path(checkpoint) / STREAM_FILE, STREAM), num_passed_over)
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
@@ -183,8 +206,8 @@ class SorenTrainerMixin(Trainer):
         if "loss" in logs:
             num_tokens: Any = torch.as_tensor(int(self.measurements.num_tokens), device=self.args.device)
             logs.update(self.measurements.values(int(self.accelerator.reduce(num_tokens, "sum"))))  # pyright: ignore
-            if self.optimizer_check.num_skipped_steps:
-                logs["num_skipped_steps"] = self.optimizer_check.num_skipped_steps
+            if num_skipped_steps := self.optimizer_check.counts.get("num_skipped_steps"):
+                logs["num_skipped_steps"] = num_skipped_steps
             if self.attached.parallel == "ddp":
                 refuse_unaveraged_gradients(self.attached, self.state.global_step)
         elif "eval_loss" in logs and self.retention is not None:
@@ -217,7 +240,14 @@ class SorenTrainerMixin(Trainer):
         if sharded:
             weights = export_weights(((name, w, None) for name, w in full_weights(model)), self.save_dtype)
         elif self.args.should_save:
-            weights = export_weights(unsharded_weights(model, self.attached.optimizer), self.save_dtype)
+            states = self.attached.optimizer.state
+            # the parameters, each once, with their compensation, and the buffers
+            own: list[Any] = [
+                (name, p.detach(), states.get(p, {}).get("compensation")) for name, p in model.named_parameters()
+            ]
+            names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            own += [(name, tensor, None) for name, tensor in model.state_dict().items() if name not in names]
+            weights = export_weights(own, self.save_dtype)
         else:
             weights = {}
         self._save(str(folder), state_dict=weights)
@@ -246,8 +276,12 @@ class SorenTrainerMixin(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # As TRL, with the starting checkpoint's config: training turns the cache off, and routers' logits on.
-        with restored_settings(self._config_at_start):
+        changed = [(config, key, getattr(config, key, _MISSING)) for config, key, _ in self._config_at_start]
+        _set(self._config_at_start)
+        try:
             super()._save(output_dir, state_dict)
+        finally:
+            _set(changed)
 
     def validation(self) -> dict[str, Any] | None:
         """Return None: only a pre-training has an exact validation loss."""
@@ -269,8 +303,7 @@ class SorenTrainerMixin(Trainer):
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
             remove(checkpoint)  # of a run that resumed from an earlier one by its path
-        num_bytes = checkpoint_bytes(self.model, self.attached, adapter_only=isinstance(self.model, PeftModel))
-        refuse_full_disk(folder, num_bytes, "a checkpoint", self.attached)
+        refuse_full_disk(folder, checkpoint_bytes(self.model, self.attached), "a checkpoint", self.attached)
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             states: Any = self.state.stateful_callbacks
@@ -281,7 +314,8 @@ class SorenTrainerMixin(Trainer):
                 super()._save_checkpoint(model, trial)
                 if self.stream is not None and self.args.should_save:
                     num_batches = self.state.global_step * self.args.gradient_accumulation_steps
-                    checkpoints.write_stream(checkpoint, self.stream.state(self._sequences_of(num_batches)))
+                    state = self.stream.state(self._sequences_of(num_batches))
+                    write(checkpoint / STREAM_FILE, json.dumps(state) + "\n")
                 self.accelerator.wait_for_everyone()  # a rank must not hash a folder while another writes into it
                 checkpoints.seal(checkpoint, self.origin, self._ranks)
         finally:
@@ -293,6 +327,14 @@ class SorenTrainerMixin(Trainer):
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=False,
             )
+
+
+def _set(settings: list[tuple[Any, str, Any]]) -> None:
+    for config, key, value in settings:
+        if value is not _MISSING:
+            setattr(config, key, value)
+        elif hasattr(config, key):
+            delattr(config, key)
 
 
 def optimizer_keywords(settings: OptimizerSettings, args: TrainingArguments, model: Any) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def measured(group):
     from types import SimpleNamespace
 
     from soren_align.sharding.ranks import Ranks
-    from soren_align.training.adapters import export_weight
+    from soren_align.training.adapters import export_weights
     from soren_align.training.lost_updates import FirstStepCheck, LostUpdatesPolicy, change_after_saving
     from soren_align.training.measure.measurements import Measurements
     from soren_align.training.trained_optimizer import (
@@ -195,8 +195,10 @@ def measured(group):
         values = {key: value for key, value in measurements.values(1).items() if key != "tokens_per_second"}
         two = SimpleNamespace(num_ranks=2, min_and_max=lambda norm: (norm, norm), sums=list)
         refuse_unaveraged_gradients(replace(attached, ranks=two), 1)
-        exported = [export_weight("x", p.detach(), optimizer.state[p].get("compensation"), torch.float16)
-                    for p in (matrix, vector)]  # fmt: skip
+        exported = [
+            export_weights([("x", p.detach(), optimizer.state[p].get("compensation"))], torch.float16)["x"]
+            for p in (matrix, vector)
+        ]
         saved = change_after_saving(start, attached, torch.bfloat16)
         return values, first_step.groups, saved, [e.tolist() for e in exported]
 

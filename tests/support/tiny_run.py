@@ -23,7 +23,7 @@ class TinyRun:
     """One run folder of a shortened quickstart recipe, or of the shipped recipe that `task` names; on several ranks,
     each has its TinyRun of the one folder."""
 
-    def __init__(self, path, task="sft", *overrides, ranks=Ranks()):  # noqa: B008
+    def __init__(self, path, task="sft", *overrides, ranks=Ranks()):
         self.ranks = ranks
         where = [f"run.output_dir={path}"]
         if task == "dpo" and not any(o.startswith("model.name") for o in overrides):

@@ -13,7 +13,7 @@ import torch
 from soren_align.optim import AdamW
 from soren_align.planning.flops import Meter
 from soren_align.sharding.ranks import Ranks
-from soren_align.training.adapters import export_weight
+from soren_align.training.adapters import export_weights
 from soren_align.training.lost_updates import FirstStepCheck, LostUpdatesPolicy, change_after_saving
 from soren_align.training.measure.measurements import Measurements
 from soren_align.training.trained_optimizer import (
@@ -67,7 +67,7 @@ class Shard:
 
     def export(self):
         compensation = self.optimizer.state[self.flat].get("compensation")
-        return [export_weight("flat", self.flat.detach(), compensation, torch.float16)]
+        return export_weights([("flat", self.flat.detach(), compensation)], torch.float16).values()
 
     def drift(self):
         two = SimpleNamespace(num_ranks=2, min_and_max=lambda value: (value, value))

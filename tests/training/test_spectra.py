@@ -91,7 +91,7 @@ def attached_to(optimizer):
     return AttachedOptimizer(optimizer, [], optimizer, "ddp", [[*optimizer.param_groups[0]["params"]]], Ranks())
 
 
-def measured(optimizer, log=MeasurementLog()):  # noqa: B008
+def measured(optimizer, log=MeasurementLog()):
     """The measurements of one step of an optimizer of one matrix."""
     (matrix,) = optimizer.param_groups[0]["params"]
     callback = Measurements(attached_to(optimizer), StartingWeights([(0, matrix)]), log)

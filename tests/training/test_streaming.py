@@ -84,12 +84,13 @@ def test_a_damaged_place_in_a_stream_is_one_sentence(tiny_run, tmp_path, damage,
     stream = tiny_run("sft", STREAMED).prepare().stream
     next(stream.rows())
     state = stream.state(0)
-    checkpoints.write_stream(tmp_path, state)
-    assert checkpoints.read_stream(tmp_path) == state
+    file = tmp_path / checkpoints.STREAM_FILE
+    file.write_text(json.dumps(state))
+    assert checkpoints.read_form(file, checkpoints.STREAM) == state
     damage(state)
-    checkpoints.write_stream(tmp_path, state)
+    file.write_text(json.dumps(state))
     with pytest.raises(UserError, match=rf"stream\.json: {place}: .*; remove this checkpoint's folder"):
-        checkpoints.read_stream(tmp_path)
+        checkpoints.read_form(file, checkpoints.STREAM)
 
 
 @pytest.mark.slow

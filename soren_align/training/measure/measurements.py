@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import TrainerCallback
 
 from ...core.errors import UserError
@@ -53,12 +52,7 @@ class Measurements(TrainerCallback):
     Every rank measures the tensors that it updates, and the ranks add their sums: `values` is collective.
     """
 
-    def __init__(
-        self,
-        attached: AttachedOptimizer,
-        start: StartingWeights,
-        log: MeasurementLog = MeasurementLog(),
-    ):
+    def __init__(self, attached: AttachedOptimizer, start: StartingWeights, log: MeasurementLog = MeasurementLog()):
         self.attached, self.start, self.log = attached, start, log
         self.num_tokens: Any = 0  # a tensor on the device of the batches: read on logging steps only
         self._matrices: dict[str, Any] = {}  # the parameter group
@@ -68,10 +62,11 @@ class Measurements(TrainerCallback):
         self._reset()
 
     def _reset(self) -> None:
-        self._squares, self._numel = Sums(2), [0, 0]  # of the updates: of the matrices, of the other parameters
-        self._singular_values: list[tuple[Tensor, Tensor]] = []  # largest and smallest of a map's output
+        # Of the squared updates of the matrices and of the other parameters; of the largest and the smallest singular
+        # values of map outputs; and the error of one map, on the owner rank of the matrix `_compared`.
+        self._sums = Sums(5)
+        self._numel, self._num_decomposed, self._num_compared = [0, 0], 0, 0
         self._shapes: set[tuple[int, ...]] = set()
-        self._map_errors: list[Tensor] = []  # one, on the owner rank of the matrix `_compared`
 
     def values(self, num_tokens: int) -> dict[str, float]:
         """Return the measurements of the last logging step; docs/metrics.md describes the keys. Collective.
@@ -81,15 +76,10 @@ class Measurements(TrainerCallback):
         values: dict[str, float] = {}
         if self.attached.has_other_parameters:
             values["aux_learning_rate"] = self._aux_learning_rate
-        of_maps = Sums(3)
-        for pair in self._singular_values:
-            of_maps.add(0, *pair)
-        for map_error in self._map_errors:
-            of_maps.add(2, map_error)
-        counts = [len(self._singular_values), len(self._map_errors), self.attached.optimizer.num_guarded]
-        sums = self.attached.ranks.sums([*self._squares.totals(), *self._numel, *of_maps.totals(), *counts])
-        squares, aux_squares, numel, aux_numel, largest, smallest, map_error, *counts = sums
-        num_decomposed, num_compared, num_guarded = counts
+        counts = [*self._numel, self._num_decomposed, self._num_compared, self.attached.optimizer.num_guarded]
+        sums = self.attached.ranks.sums([*self._sums.totals(), *counts])
+        squares, aux_squares, largest, smallest, map_error = sums[:5]
+        numel, aux_numel, num_decomposed, num_compared, num_guarded = sums[5:]
         if numel:
             values["update_rms"] = math.sqrt(squares / numel)
         if aux_numel:
@@ -142,17 +132,19 @@ class Measurements(TrainerCallback):
         index = 0 if update.group is self._matrices else 1
         self._numel[index] += update.weight.numel()
         for before, after, _ in update.applied():
-            self._squares.add(index, (after - before).float().square_().sum())
+            self._sums.add(index, (after - before).float().square_().sum())
 
     def _add_map(self, applied: AppliedMap) -> None:
         shape = applied.output.shape
         if shape not in self._shapes and len(self._shapes) < MAX_DECOMPOSED:
             self._shapes.add(shape)
             values = singular_values(applied.output)
-            self._singular_values.append((values[0], values[-1]))
+            self._sums.add(2, values[0], values[-1])
+            self._num_decomposed += 1
         approximates = applied.group.get("map", {"name": "exact"})["name"] != "exact"
         if self.log.map_error and approximates and applied.name == self._compared[1] and min(shape) <= MAX_ROWS:
-            self._map_errors.append(distance_from_sigmoid(applied.input, applied.output))
+            self._sums.add(4, distance_from_sigmoid(applied.input, applied.output))
+            self._num_compared += 1
 
 
 class SpectraRecorder(TrainerCallback):

@@ -5,7 +5,6 @@ evaluation a few fixed tokens are scored; no random number is drawn and no weigh
 the run folder until training ends, for resumed runs.
 """
 
-import hashlib
 import inspect
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ...core.errors import UserError
-from ...core.files import append, use_umask
+from ...core.files import append, digest, use_umask
 from ...data import Tokens, from_token_columns, has_turns, load_split, tokenize
 from ...recipe import Recipe, trainer_value
 from ...run.folder import RunFolder
@@ -57,8 +56,7 @@ class Probes:
 
     def digest(self) -> str:
         """A hash of the held-out tokens, in whose order the start's logits are stored."""
-        content = [[probe.ids, probe.positions] for probe in self.held_out]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return digest([[probe.ids, probe.positions] for probe in self.held_out])
 
 
 def read_probes(recipe: Recipe, held_out: Any, tokenizer: Any) -> Probes | None:
@@ -126,17 +124,27 @@ class Retention(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Score the start; a resumed run reads its logits."""
+        file = self.folder.start_logits
         if state.global_step:
             if self.probes.held_out and self.ranks.is_first:
-                self._start = self._read()
+                remedy = "restore it, or resume with --set run.kl_to_start=0"
+                try:
+                    with safe_open(file, "pt") as stored:
+                        metadata, logits = stored.metadata() or {}, stored.get_tensor("logits")
+                except (OSError, SafetensorError) as error:
+                    raise UserError(f"{file}: the start's logits cannot be read ({error}); {remedy}") from None
+                num_tokens = sum(len(probe.positions) for probe in self.probes.held_out)
+                if metadata.get("probes") != self.probes.digest() or logits.ndim != 2 or len(logits) != num_tokens:
+                    raise UserError(f"{file}: belongs to other held-out tokens; {remedy}")
+                self._start = logits
             return
         if self.probes.held_out:
             with evaluating(self._model):
                 logits = [part.cpu() for part in self._scores(self.probes.held_out)]
             if self.ranks.is_first:
                 (self._start,) = compact_copies([torch.cat(logits)])
-                save_file({"logits": self._start}, self.folder.start_logits, {"probes": self.probes.digest()})
-                use_umask(self.folder.start_logits)
+                save_file({"logits": self._start}, file, {"probes": self.probes.digest()})
+                use_umask(file)
         if not args.eval_on_start:
             line = {"step": 0, **self.values()}
             state.log_history.append(line)  # from which a resumed run restores damaged lines of the file
@@ -155,14 +163,12 @@ class Retention(TrainerCallback):
             for probe, logits in zip(self.probes.retention, self._scores(self.probes.retention), strict=True):
                 targets = torch.tensor([probe.ids[position] for position in probe.positions], device=logits.device)
                 loss.append(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
-        values = {}
-        for name, sums, probes in (
-            ("kl_to_start", divergence, self.probes.held_out),
-            ("retention_loss", loss, self.probes.retention),
-        ):
-            if sums:
-                values[name] = float(torch.stack(sums).sum()) / sum(len(probe.positions) for probe in probes)
-        return values
+        sums = {"kl_to_start": (divergence, self.probes.held_out), "retention_loss": (loss, self.probes.retention)}
+        return {
+            name: float(torch.stack(parts).sum()) / sum(len(probe.positions) for probe in probes)
+            for name, (parts, probes) in sums.items()
+            if parts
+        }
 
     @property
     def _model(self) -> Any:
@@ -170,40 +176,23 @@ class Retention(TrainerCallback):
         return self.trainer.model_wrapped if self.trainer.is_deepspeed_enabled else self.trainer.model
 
     def _scores(self, probes: Sequence[Probe]) -> Iterator[Tensor]:
-        return scores(self._model, probes, self.trainer.args.device)
-
-    def _read(self) -> Tensor:
-        remedy = "restore it, or resume with --set run.kl_to_start=0"
-        try:
-            with safe_open(self.folder.start_logits, "pt") as stored:
-                metadata, logits = stored.metadata() or {}, stored.get_tensor("logits")
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{self.folder.start_logits}: the start's logits cannot be read ({error}); {remedy}"
-            ) from None
-        num_tokens = sum(len(probe.positions) for probe in self.probes.held_out)
-        if metadata.get("probes") != self.probes.digest() or logits.ndim != 2 or len(logits) != num_tokens:
-            raise UserError(f"{self.folder.start_logits}: belongs to other held-out tokens; {remedy}")
-        return logits
-
-
-def scores(model: Any, probes: Sequence[Probe], device: torch.device) -> Iterator[Tensor]:
-    """Yield for each probe its logits at the positions before `probe.positions`: [positions, vocabulary], float32."""
-    inner = getattr(model, "module", model)  # within DeepSpeed's wrapper
-    base: Any = inner.get_base_model() if isinstance(inner, PeftModel) else inner
-    keeps = "logits_to_keep" in inspect.signature(type(base).forward).parameters
-    for group in _groups(probes):
-        columns = sorted({position - 1 for probe in group for position in probe.positions})
-        ids = torch.zeros(len(group), max(len(probe.ids) for probe in group) - 1, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, probe in enumerate(group):  # padded on the right, which causal models do not see
-            length = len(probe.ids) - 1
-            ids[row, :length], mask[row, :length] = torch.tensor(probe.ids[:-1]), 1
-        options = {"logits_to_keep": torch.tensor(columns, device=device)} if keeps else {}
-        output = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False, **options)
-        logits = output.logits if keeps else output.logits[:, columns]
-        for row, probe in enumerate(group):
-            yield logits[row, [columns.index(position - 1) for position in probe.positions]].float()
+        """Yield each probe's logits at the positions before `probe.positions`: [positions, vocabulary], float32."""
+        model, device = self._model, self.trainer.args.device
+        inner = getattr(model, "module", model)  # within DeepSpeed's wrapper
+        base: Any = inner.get_base_model() if isinstance(inner, PeftModel) else inner
+        keeps = "logits_to_keep" in inspect.signature(type(base).forward).parameters
+        for group in _groups(probes):
+            columns = sorted({position - 1 for probe in group for position in probe.positions})
+            ids = torch.zeros(len(group), max(len(probe.ids) for probe in group) - 1, dtype=torch.int64)
+            mask = torch.zeros_like(ids)
+            for row, probe in enumerate(group):  # padded on the right, which causal models do not see
+                length = len(probe.ids) - 1
+                ids[row, :length], mask[row, :length] = torch.tensor(probe.ids[:-1]), 1
+            options = {"logits_to_keep": torch.tensor(columns, device=device)} if keeps else {}
+            output = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False, **options)
+            logits = output.logits if keeps else output.logits[:, columns]
+            for row, probe in enumerate(group):
+                yield logits[row, [columns.index(position - 1) for position in probe.positions]].float()
 
 
 def _groups(probes: Sequence[Probe]) -> Iterator[list[Probe]]:

@@ -99,12 +99,7 @@ class SampleWriter(TrainerCallback):
     """
 
     def __init__(
-        self,
-        prompts: tuple[Prompt, ...],
-        tokenizer: Any,
-        file: Path,
-        console: Console,
-        ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+        self, prompts: tuple[Prompt, ...], tokenizer: Any, file: Path, console: Console, ranks: Ranks = Ranks()
     ):
         self.prompts, self.tokenizer, self.file, self.console = prompts, tokenizer, file, console
         self.ranks = ranks
@@ -130,25 +125,22 @@ class SampleWriter(TrainerCallback):
 
         marks: further keys of their lines.
         """
-        self.last_step = step
+        self.last_step, lines = step, []
         with self.ranks.first_goes_first():
-            if self.ranks.is_first:
-                self._write(model, step, marks)
-
-    def _write(self, model: Any, step: int, marks: dict[str, str]) -> None:
-        lines = []
-        with evaluating(model):
-            for number, prompt in enumerate(self.prompts):
-                completion, finish_reason = self._answer(model, prompt)
-                record = {"step": step, "prompt": prompt.content, "completion": completion}
-                record |= {"finish_reason": finish_reason, **marks}
-                lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-                end = "" if finish_reason == "stop" else " ..."
-                answer = f"{_shown(prompt.text)} -> {_shown(completion)}{end}"
-                if number < NUM_SHOWN and self._printed.get(number) != answer:
-                    self._printed[number] = answer
-                    print_labelled(self.console, "sample", answer)
-        append(self.file, "".join(lines))
+            if not self.ranks.is_first:
+                return
+            with evaluating(model):
+                for number, prompt in enumerate(self.prompts):
+                    completion, finish_reason = self._answer(model, prompt)
+                    record = {"step": step, "prompt": prompt.content, "completion": completion}
+                    record |= {"finish_reason": finish_reason, **marks}
+                    lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+                    end = "" if finish_reason == "stop" else " ..."
+                    answer = f"{_shown(prompt.text)} -> {_shown(completion)}{end}"
+                    if number < NUM_SHOWN and self._printed.get(number) != answer:
+                        self._printed[number] = answer
+                        print_labelled(self.console, "sample", answer)
+            append(self.file, "".join(lines))
 
     def _answer(self, model: Any, prompt: Prompt) -> tuple[str, str]:
         """Return (text, "stop" or "length") of the greedy continuation."""
