@@ -1,19 +1,28 @@
-"""The audit of a study: whether its candidates were compared on equal terms, read from the run folders alone.
+"""The conclusion of a study: its audit, and then its verdict.
 
-With any problem there is no verdict; cautions weaken the conclusion (docs/comparison.md).
+The audit is whether its candidates were compared on equal terms, read from the run folders alone. With any problem
+there is no verdict; cautions weaken the conclusion (docs/comparison.md).
 """
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ..core.files import write
 from ..core.version import __version__
-from ..recipe import differences, is_derived, recipe_hash
+from ..evaluate.report.results import read_results
+from ..evaluate.suite.suites import suite_of
+from ..recipe import differences, is_derived, load_resolved, recipe_hash
+from ..run.folder import RunFolder
+from . import stats
 from .config import METRICS
-from .runs import RunFiles, by_trial, flat, run_folders
-from .study import Candidate, metric_of_trial
+from .report.page import write_report
+from .runs import RunFiles, flat, read_files, run_folders
+from .search import STUDY_RESULT, read_study
+from .study import Candidate, Study, by_trial, metric_of_trial
 
 EQUAL_AT_A_SEED = {
     "starting_weights": "other initial weights",
@@ -29,13 +38,50 @@ EQUAL_AT_A_SEED = {
 FOLLOWS = "not set"
 """In a difference of recipes, the value of a key that follows another one."""
 MATCHED = "remove this folder and rerun the study, so that all candidates are trained alike"
-
-
 MANY_SEEDS = 5
 """Of a verdict, from which on their number is no caution: with 3, a 95% interval over seeds alone is 4.3 standard
 errors wide to each side, with 5 it is 2.8 (Student's t)."""
 MANY_EXAMPLES = 100
 """Held out, from which on their number is no caution."""
+
+
+def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
+    """Return the study in a folder with its verdict, after writing study.json and the report.
+
+    Its runs are audited, then compared; with a problem there is no verdict. failures: reasons of runs that ended
+    without a record, by folder.
+    """
+    study = read_study(folder, failures)
+    final = [run for candidate in study.candidates for run in candidate.verdict]
+    recipe = next((file for run in final if (file := RunFolder(folder / run.folder).recipe).is_file()), None)
+    options = load_resolved(recipe).eval if recipe else None  # None before the first run of the verdict
+    contamination = None
+    if options and (evaluated := next((run for run in final if run.scores), None)):  # all train on the same examples
+        results = read_results(RunFolder(folder / evaluated.folder).evaluation(options.name))
+        contamination = results.get("contamination") if results else None
+    runs, unreadable = read_files(folder)
+    problems = [*unreadable, *audit(study.candidates, folder, study.file, runs)]
+    weaknesses = [*cautions(study.candidates, folder, study.file, runs, contamination)]
+    answers = []
+    if not problems:
+        points, base, about_answers = {}, None, []
+        if options:
+            points, base, about_answers = stats.read_answers(folder, study.candidates, options.name)
+        section = study.file["verdict"]
+        retention: dict[str, Any] = section["retention"] or {"columns": [], "margin": 0.0}
+        rules = stats.Rules(
+            reference=section["reference"],
+            power=section["power"],
+            higher_is_better=study.higher_is_better,
+            average=options is not None and suite_of(options).average,
+            margins={column: retention["margin"] for column in retention["columns"]},
+        )
+        answers = stats.verdict(rules, study.candidates, points, base)
+        weaknesses += [*about_answers, *stats.cautions(study.candidates, points)]
+    study = replace(study, problems=problems, cautions=weaknesses, contamination=contamination, differences=answers)
+    write(folder / STUDY_RESULT, json.dumps(asdict(study), indent=1) + "\n")
+    write_report(study, folder)
+    return study
 
 
 def audit(candidates: list[Candidate], study_folder: Path, file: dict[str, Any], runs: list[RunFiles]) -> list[str]:
@@ -47,12 +93,19 @@ def audit(candidates: list[Candidate], study_folder: Path, file: dict[str, Any],
         name: {*(file["search"].get("space") or {}), *(section.get("space") or {})}
         for name, section in file["candidates"].items()
     }
-    problems = [
-        *_folder_problems(candidates, study_folder, file, runs),
-        *_recipe_problems(runs, file, searched),
-        *_identity_problems(runs),
-        *_selection_problems(candidates, runs, file, searched),
-    ]
+    problems = [*_folder_problems(candidates, study_folder, file, runs), *_recipe_problems(runs, file, searched)]
+    trained = [run for run in runs if run.num_steps is not None]
+    numbers = [run.num_steps for run in trained]
+    steps = most_common(numbers)
+    problems += _deviations(trained, numbers, "another number of steps than the other runs")
+    for seed in dict.fromkeys(run.seed for run in runs):
+        for part, finding in EQUAL_AT_A_SEED.items():
+            compared = [run for run in runs if run.seed == seed and run.record.get("identity")]
+            if part in ("batches", "precision"):  # known at the end; those of another number of steps differ anyway
+                compared = [run for run in compared if run.num_steps is not None and run.num_steps == steps]
+            parts = [run.record["identity"].get(part) for run in compared]
+            problems += _deviations(compared, parts, f"{finding} than the other runs with seed {seed}")
+    problems += _selection_problems(candidates, runs, file, searched)
     return list(dict.fromkeys(problems))
 
 
@@ -144,34 +197,19 @@ def _unlike(runs: list[RunFiles], is_free: Callable[[str], bool], others: str) -
     return problems
 
 
-def _identity_problems(runs: list[RunFiles]) -> Iterator[str]:
-    """Parts of the identity that are not equal for all runs with one seed, and unequal numbers of steps."""
-    trained = [run for run in runs if run.num_steps is not None]
-    yield from _deviations(trained, lambda run: run.num_steps, "another number of steps than the other runs")
-    steps = most_common([run.num_steps for run in trained])
-    for seed in dict.fromkeys(run.seed for run in runs):
-        for part, finding in EQUAL_AT_A_SEED.items():
-            compared = [run for run in runs if run.seed == seed and run.record.get("identity")]
-            if part in ("batches", "precision"):  # known at the end; those of another number of steps differ anyway
-                compared = [run for run in compared if run.num_steps is not None and run.num_steps == steps]
-            others = f"{finding} than the other runs with seed {seed}"
-            yield from _deviations(compared, lambda run, part=part: run.record["identity"].get(part), others)
-
-
-def _deviations(runs: list[RunFiles], value: Callable[[RunFiles], Any], finding: str) -> Iterator[str]:
+def _deviations(runs: list[RunFiles], values: list[Any], finding: str) -> Iterator[str]:
     """A problem for each candidate with a run whose value is not that of most runs, or is unknown."""
-    usual = most_common([value(run) for run in runs])
-    by_candidate: dict[tuple[str, str], list[RunFiles]] = {}
-    for run in runs:
-        if value(run) != usual or usual is None:
-            by_candidate.setdefault((run.stage, run.candidate), []).append(run)
-    for unlike in by_candidate.values():
-        first, more = unlike[0], f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
-        theirs = value(first)
-        values = f"{theirs} instead of {usual}"
+    usual = most_common(values)
+    by_candidate: dict[tuple[str, str], list[tuple[str, Any]]] = {}
+    for run, value in zip(runs, values, strict=True):
+        if value != usual or usual is None:
+            by_candidate.setdefault((run.stage, run.candidate), []).append((run.place, value))
+    for (place, theirs), *others in by_candidate.values():
+        more = f" and {len(others)} more" if others else ""
+        text = f"{theirs} instead of {usual}"
         if isinstance(theirs, dict) and isinstance(usual, dict):
-            values = "; ".join(differences(usual, theirs)[:3])
-        yield f"{first.place}{more}: {finding} ({values}); {MATCHED}"
+            text = "; ".join(differences(usual, theirs)[:3])
+        yield f"{place}{more}: {finding} ({text}); {MATCHED}"
 
 
 def _selection_problems(

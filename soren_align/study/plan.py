@@ -19,9 +19,9 @@ from ..core.silence import quiet_libraries
 from ..core.text import Table, Terminal, count, print_labelled, short_hours, stderr_console, with_prefix, working
 from ..evaluate.suite.suites import suite_of
 from ..launch.environment import set_environment
-from ..recipe import Eval, accumulation
+from ..recipe import accumulation
 from .config import ALL_PAIRS, Range, StudyFile, first_run, recipe_of_run
-from .stats.estimates import Assumed, Design, minimum_detectable, minimum_detectable_loss, num_comparisons
+from .stats import Assumed, Design, minimum_detectable, minimum_detectable_loss, num_comparisons
 
 ASSUMPTIONS = {
     "changed_by_training": "answers that differ from the base's",
@@ -170,12 +170,6 @@ def _detectable(study: StudyFile, sizes: Mapping[str, ColumnSize], evaluation: d
     }
 
 
-UNKNOWN_CLUSTERS = (
-    "the suite's data are not on this machine: numbers of questions are the published ones, and questions of one "
-    "cluster are taken as independent, so that the effects of {} are too small"
-)
-
-
 def plan(study: StudyFile, *, as_json: bool = False, processes: int = 1) -> None:
     """Print what `compare` would do, its cost, and the differences that it could find. Starts no run."""
     assumed(study)
@@ -194,32 +188,37 @@ def plan(study: StudyFile, *, as_json: bool = False, processes: int = 1) -> None
             show(f"Planning {name}")
             plans[name], _ = plan_training(recipe, num_ranks=processes)
         show("Loading tasks")
-        sizes, notices = _sizes(first.eval) if first.eval else ({}, [])
+        sizes: dict[str, ColumnSize] = {}
+        notices = []
+        if options := first.eval:
+            from ..evaluate.stats.scores import cluster_labels
+            from ..evaluate.suite.tasks import load_tasks, subtasks
+
+            suite = suite_of(options)
+            try:
+                tasks = load_tasks(suite, trusted=options.trust_suite)
+            except UserError:
+                tasks = None
+                clustered = [task.column for task in suite.tasks if task.cluster]
+                notices += [
+                    "the suite's data are not on this machine: numbers of questions are the published ones, and "
+                    "questions of one cluster are taken as independent, so that the effects of "
+                    f"{', '.join(clustered)} are too small"
+                ] * bool(clustered)
+            for task in suite.tasks:
+                if tasks is not None:
+                    parts = subtasks(tasks[task.column])
+                    docs = [(part, doc) for part in parts for doc in list(part.eval_docs)[: options.limit]]
+                    clusters = [*Counter(cluster_labels(task, docs) or ()).values()]
+                    sizes[task.column] = ColumnSize(len(docs), clusters)
+                elif task.questions:
+                    sizes[task.column] = ColumnSize(task.questions)
     result = plan_study(study, plans, sizes)
     result["notices"] += notices
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
         print_study_plan(result, Terminal())
-
-
-def _sizes(options: Eval) -> tuple[dict[str, ColumnSize], list[str]]:
-    """Return the sizes of the suite's columns, and notices; without the data, the published numbers of questions."""
-    from ..evaluate.stats.scores import cluster_labels
-    from ..evaluate.suite.tasks import load_tasks, subtasks
-
-    suite = suite_of(options)
-    try:
-        tasks = load_tasks(suite, trusted=options.trust_suite)
-    except UserError:
-        known = {task.column: ColumnSize(task.questions) for task in suite.tasks if task.questions}
-        clustered = ", ".join(task.column for task in suite.tasks if task.cluster)
-        return known, [UNKNOWN_CLUSTERS.format(clustered)] if clustered else []
-    sizes = {}
-    for task in suite.tasks:
-        docs = [(each, doc) for each in subtasks(tasks[task.column]) for doc in list(each.eval_docs)[: options.limit]]
-        sizes[task.column] = ColumnSize(len(docs), list(Counter(cluster_labels(task, docs) or ()).values()))
-    return sizes, []
 
 
 def print_study_plan(plan: dict[str, Any], console: Console) -> None:
@@ -267,47 +266,29 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     if unknown := [name for name, each in candidates.items() if not each["maps_are_counted"]]:
         write("", f"without the maps of {', '.join(unknown)}, whose operations are not counted")
     write("", "without the evaluations, and those of the held-out examples")
-    _print_disk_and_evaluation(plan, console)
-    _print_detectable(plan["detectable"], console)
 
-
-def _describe(dimension: Any) -> str:
-    if dimension is None:
-        return "as in the recipe"
-    if isinstance(dimension, dict):
-        return f"{dimension['low']:g} to {dimension['high']:g}, {'log-' if dimension['log'] else ''}uniform"
-    if isinstance(dimension, list):
-        return ", ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in dimension)
-    return f"that of {dimension.removeprefix('=')}"
-
-
-def _print_disk_and_evaluation(plan: dict[str, Any], console: Console) -> None:
-    write = partial(print_labelled, console)
-    section, keeps = plan["disk"], plan["search"]["keep_models"]
+    section, keeps = plan["disk"], search["keep_models"]
     model, checkpoint = (with_prefix(section[key], "B") for key in ("model_bytes", "checkpoint_bytes"))
     checkpoints = f"{count(section['num_checkpoints'], 'checkpoint')} of {checkpoint}"
-    runs = f"{plan['runs']['total' if keeps else 'verdict']:,} runs"
+    text = f"{runs['total' if keeps else 'verdict']:,} runs with a model of {model} and {checkpoints} each at most"
     console.print()
-    write(
-        "disk", f"{with_prefix(section['bytes'], 'B')}: {runs} with a model of {model} and {checkpoints} each at most"
-    )
+    write("disk", f"{with_prefix(section['bytes'], 'B')}: {text}")
     fewer = with_prefix(section["bytes_without_models_of_the_search"], "B")
     text = f"{fewer} with search.keep_models: false, which removes them from the search's runs when they have ended"
     write("", text if keeps else "those of the search's runs are removed when they have ended")
     console.print()
-    if (section := plan["evaluation"]) is None:
+    if section := plan["evaluation"]:
+        number = section["num_requests"]
+        requests = f": {section['num_requests_per_model']:,} requests each, {number:,} in all" if number else ""
+        write("eval", f"{section['suite']}, of {section['num_models']} models, the base once{requests}")
+        for column, each in (section["contamination"] or {}).items():
+            if each["overlapping"]:
+                counts = f"{each['overlapping']:,} of {each['questions']:,} questions"
+                write("", f"{column}: {counts} are in the training examples")
+    else:
         write("eval", "none: the verdict is on the held-out examples alone")
-        return
-    number = section["num_requests"]
-    requests = f": {section['num_requests_per_model']:,} requests each, {number:,} in all" if number else ""
-    write("eval", f"{section['suite']}, of {section['num_models']} models, the base once{requests}")
-    for column, each in (section["contamination"] or {}).items():
-        if each["overlapping"]:
-            counts = f"{each['overlapping']:,} of {each['questions']:,} questions"
-            write("", f"{column}: {counts} are in the training examples")
 
-
-def _print_detectable(section: dict[str, Any], console: Console) -> None:
+    section = plan["detectable"]
     title = f"minimum detectable effect: {section['power']:.0%} power, Holm over {section['comparisons']} comparisons"
     reference = "to each other" if section["reference"] == ALL_PAIRS else f"to {section['reference']}"
     held_out, kinds, rows = section["held_out"], ("to_base", "to_reference"), []
@@ -324,4 +305,14 @@ def _print_detectable(section: dict[str, Any], console: Console) -> None:
         shares = ", ".join(f"{100 * values[key]:g}% {label}" for key, label in ASSUMPTIONS.items())
         correlation = f"correlation: {values['cluster_correlation']:g} between changes in one cluster"
         assumptions = [shares, f"{deviation}, {values['seed_sd']:g} points of a score", correlation]
-    print_labelled(console, "", f"assumed (verdict.assume): {'; '.join(assumptions)}")
+    write("", f"assumed (verdict.assume): {'; '.join(assumptions)}")
+
+
+def _describe(dimension: Any) -> str:
+    if dimension is None:
+        return "as in the recipe"
+    if isinstance(dimension, dict):
+        return f"{dimension['low']:g} to {dimension['high']:g}, {'log-' if dimension['log'] else ''}uniform"
+    if isinstance(dimension, list):
+        return ", ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in dimension)
+    return f"that of {dimension.removeprefix('=')}"

@@ -5,37 +5,29 @@ machine or on several with a shared file system, share a study without a coordin
 folders, so that a command that was killed at any moment is continued by the same command.
 """
 
-import json
 import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from ..core.errors import MAX_CHARACTERS, ResumableError, UserError, free_bytes, printable
-from ..core.files import remove, write
+from ..core.files import remove
 from ..core.signals import killed_by, stop_signals
 from ..core.text import Terminal, print_labelled, stderr_console
-from ..evaluate.report.results import read_results
-from ..evaluate.suite.suites import suite_of
 from ..launch.environment import set_environment, visible_gpus
-from ..recipe import load_resolved
 from ..run import lock
 from ..run.folder import LOCK, RANKS_LOCK, RunFolder
-from .audit import audit, cautions
+from .audit import conclude
 from .config import StudyFile, recipe_of_run, study_folder
-from .report.page import terminal_verdict, write_report
+from .report.page import terminal_verdict
 from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
-from .runs import read_files
-from .search import STUDY_FILE, STUDY_RESULT, Progress, create, read_study
-from .stats import verdict as answers
-from .stats.verdict import Rules, verdict
-from .study import ENDED, Run, Study
+from .search import STUDY_FILE, Progress, create
+from .study import ENDED, Run
 
 POLL_SECONDS = 2.0
 """Between two looks at runs of other commands."""
@@ -61,7 +53,10 @@ def compare(study: StudyFile, options: RunnerOptions) -> int:
     Raises ResumableError if the machine stopped a run: the study is not concluded, and the same command continues it.
     """
     folder, console = study_folder(study), stderr_console()
-    _refuse_foreign(folder)
+    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    # Another command may create the folder at the same time.
+    if not all(name.startswith((LOCK, STUDY_FILE)) for name in names) and not (folder / STUDY_FILE).is_file():
+        raise UserError(f"{folder}: not empty and not a study's folder; choose another output_dir")
     folder.mkdir(parents=True, exist_ok=True)
     with _exclusive(folder):
         create(folder, study)
@@ -91,13 +86,6 @@ def _conclude(folder: Path, failures: Mapping[str, str] | None = None) -> None:
     with _exclusive(folder):  # other commands conclude at the same time
         study = conclude(folder, failures)
     Terminal().print(terminal_verdict(study), highlight=False)
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """Raise UserError if a folder is not empty and not a study's. Another command may create it at the same time."""
-    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    if not all(name.startswith((LOCK, STUDY_FILE)) for name in names) and not (folder / STUDY_FILE).is_file():
-        raise UserError(f"{folder}: not empty and not a study's folder; choose another output_dir")
 
 
 @dataclass
@@ -307,42 +295,3 @@ def _exclusive(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release(file)
-
-
-def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
-    """Return the study in a folder with its verdict, after writing study.json and the report.
-
-    Its runs are audited, then compared; with a problem there is no verdict. failures: reasons of runs that ended
-    without a record, by folder.
-    """
-    study = read_study(folder, failures)
-    final = [run for candidate in study.candidates for run in candidate.verdict]
-    recipe = next((file for run in final if (file := RunFolder(folder / run.folder).recipe).is_file()), None)
-    options = load_resolved(recipe).eval if recipe else None  # None before the first run of the verdict
-    contamination = None
-    if options and (evaluated := next((run for run in final if run.scores), None)):  # all train on the same examples
-        results = read_results(RunFolder(folder / evaluated.folder).evaluation(options.name))
-        contamination = results.get("contamination") if results else None
-    runs, unreadable = read_files(folder)
-    problems = [*unreadable, *audit(study.candidates, folder, study.file, runs)]
-    weaknesses = [*cautions(study.candidates, folder, study.file, runs, contamination)]
-    differences = []
-    if not problems:
-        points, base, about_answers = {}, None, []
-        if options:
-            points, base, about_answers = answers.read_answers(folder, study.candidates, options.name)
-        section = study.file["verdict"]
-        retention: dict[str, Any] = section["retention"] or {"columns": [], "margin": 0.0}
-        rules = Rules(
-            reference=section["reference"],
-            power=section["power"],
-            higher_is_better=study.higher_is_better,
-            average=options is not None and suite_of(options).average,
-            margins={column: retention["margin"] for column in retention["columns"]},
-        )
-        differences = verdict(rules, study.candidates, points, base)
-        weaknesses += [*about_answers, *answers.cautions(study.candidates, points)]
-    study = replace(study, problems=problems, cautions=weaknesses, contamination=contamination, differences=differences)
-    write(folder / STUDY_RESULT, json.dumps(asdict(study), indent=1) + "\n")
-    write_report(study, folder)
-    return study

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from ..run.metrics import IN_STUDIES
 from ..run.provenance import software
 from ..run.record import divergence
 from .config import Range, StudyFile
-from .study import Point, Run, metric_of_trial
+from .study import Point, Run, by_trial, metric_of_trial
 
 STAGES = ("search", "verdict")
 
@@ -193,14 +193,6 @@ def edges(study: StudyFile, candidate: str, runs: list[Run], selected: int) -> d
         elif value == min(tried) and not (isinstance(values, Range) and not values.log and values.low == 0):
             at_edge[key] = "low"
     return at_edge
-
-
-def by_trial(runs: Iterable[Run]) -> dict[int, list[Run]]:
-    """The runs of one candidate's search by number of the trial."""
-    trials: dict[int, list[Run]] = {}
-    for run in runs:
-        trials.setdefault(run.number, []).append(run)
-    return trials
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -29,8 +29,8 @@ from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
 from ..run.folder import RunFolder
 from ..tasks import TASKS
 from .config import Range, StudyFile, first_run, load_resolved_study, recipe_of_run
-from .runs import by_trial, edges, read_run, read_scores, select
-from .study import ENDED, Candidate, Run, Study, metric_of_trial
+from .runs import edges, read_run, read_scores, select
+from .study import ENDED, Candidate, Run, Study, by_trial, metric_of_trial
 
 STUDY_FILE, STUDY_RESULT, EXTENSIONS, JOURNAL = "study.yaml", "study.json", "extensions.json", "optuna.journal"
 CHANGEABLE: Any = dict.fromkeys(("title", "jobs", "budget_hours", "output_dir"), True) | {"search": {"keep_models"}}
@@ -85,8 +85,13 @@ class Progress:
     def __init__(self, folder: Path):
         self.folder = folder
         self.study = load_resolved_study(folder / STUDY_FILE)
-        task = load_resolved(next((folder / "candidates").glob("*.yaml"))).task
-        self.higher_is_better = TASKS[task].higher_is_better[self.study.search.metric]
+        metrics = TASKS[load_resolved(next((folder / "candidates").glob("*.yaml"))).task].higher_is_better
+        if (metric := self.study.search.metric) not in metrics:
+            raise UserError(
+                f"{folder / STUDY_FILE}: search.metric: found {metric!r}; its trials are selected by "
+                f"{' or '.join(metrics)}; it was edited, or is of another version"
+            )
+        self.higher_is_better = metrics[metric]
         self.trials = Trials(folder, self.study, higher_is_better=self.higher_is_better)
         self.failures: dict[str, str] = {}
         self._ended: dict[str, Run] = {}
@@ -105,16 +110,28 @@ class Progress:
                         is_failure = any(run.status == "failed" for run in trial)
                         metric = None if is_failure else metric_of_trial(trial)
                         self.trials.record(name, number, metric, is_failure=is_failure)
-            if not self._draw(runs):
+            chained, is_spent, has_new = self.study.search.method == "tpe", self._is_spent(runs), False
+            spaces: list[dict[str, Any]] = [{}] * self.study.search.trials  # by trial, those of its extension
+            for extension in self._extensions():
+                spaces += [extension.spaces] * extension.trials
+            for name in self.study.candidates:
+                for number in range(len(self.trials.frozen_trials(name)), len(spaces)):
+                    num_recorded = sum(trial.state.is_finished() for trial in self.trials.frozen_trials(name))
+                    if is_spent or (chained and num_recorded < number):
+                        break  # of TPE one, once all before it have a result
+                    intervals = spaces[number].get(name, {}).items()
+                    self.trials.draw(name, {key: Range(**values) for key, values in intervals})
+                    has_new = True
+            if not has_new:
                 return runs + [run for name in self.study.candidates for run in self.verdict(name, runs)]
 
     def search(self) -> list[Run]:
         """The search's runs of the drawn trials: trial 0 of every candidate, then trial 1, ...; within the budget."""
-        drawn = {name: self.trials.drawn(name) for name in self.study.candidates}
+        drawn = {name: self.trials.frozen_trials(name) for name in self.study.candidates}
         seeds, runs = self.study.search.seeds, []
         for number in range(max(map(len, drawn.values()), default=0)):
             for name in (name for name, trials in drawn.items() if number < len(trials)):
-                parameters = self.study.parameters(name, drawn[name][number])
+                parameters = self.study.parameters(name, drawn[name][number].params)
                 for seed in seeds:
                     folder = f"search/{name}/{number:02}{f'-{seed}' if len(seeds) > 1 else ''}"
                     runs.append(self._read(Run(name, "search", number, seed, folder, parameters, "waiting")))
@@ -130,7 +147,8 @@ class Progress:
         """
         own = [run for run in runs if run.candidate == candidate]
         trials, number = by_trial(own), select(own, higher_is_better=self.higher_is_better)
-        complete = len(trials) == self._num_trials() or self._is_spent(runs)
+        num_trials = self.study.search.trials + sum(extension.trials for extension in self._extensions())
+        complete = len(trials) == num_trials or self._is_spent(runs)
         if number is None or not complete or any(run.status not in ENDED for run in own):
             return []
         parameters = trials[number][0].parameters
@@ -222,25 +240,6 @@ class Progress:
         file = self.folder / EXTENSIONS
         return [Extension(**each) for each in read_json(file)] if file.is_file() else []
 
-    def _num_trials(self) -> int:
-        return self.study.search.trials + sum(each.trials for each in self._extensions())
-
-    def _draw(self, runs: list[Run]) -> bool:
-        """Draw trials; returns whether there are new ones. Of TPE one, once all before it have a result."""
-        chained, is_spent = self.study.search.method == "tpe", self._is_spent(runs)
-        spaces: list[dict[str, Any]] = [{}] * self.study.search.trials  # by trial, those of its extension
-        for extension in self._extensions():
-            spaces += [extension.spaces] * extension.trials
-        has_new = False
-        for name in self.study.candidates:
-            for number in range(len(self.trials.drawn(name)), len(spaces)):
-                if is_spent or (chained and self.trials.num_recorded(name) < number):
-                    break
-                intervals = spaces[number].get(name, {}).items()
-                self.trials.draw(name, {key: Range(**values) for key, values in intervals})
-                has_new = True
-        return has_new
-
 
 def read_study(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
     """The study in a folder as plain data, without differences and problems. Nothing is written.
@@ -299,23 +298,38 @@ class Trials:
             for name in study.candidates
         }
 
-    def drawn(self, candidate: str) -> list[dict[str, Any]]:
-        """The searched values of the trials until now, of the keys that are not equal to another one."""
-        return [trial.params for trial in self._frozen(candidate)]
+    def frozen_trials(self, candidate: str) -> list[FrozenTrial]:
+        """The trials until now. params: the searched values, of the keys that are not equal to another one."""
+        return self._studies[candidate].get_trials(deepcopy=False)
 
     def draw(self, candidate: str, space: Mapping[str, Range] | None = None) -> None:
         """Draw one more trial. TPE's needs the results of all before it (`record`).
 
         space: intervals of an extension, in the place of the study's.
         """
-        frozen = self._frozen(candidate)
+        search, frozen = self.study.search, self.frozen_trials(candidate)
+        number, free = len(frozen), self.study.free(candidate)
         distributions: dict[str, BaseDistribution] = {
             key: FloatDistribution(each.low, each.high, log=each.log)
             if isinstance(each, Range)
             else CategoricalDistribution(each)
-            for key, each in {**self.study.free(candidate), **(space or {})}.items()
+            for key, each in {**free, **(space or {})}.items()
         }
-        params = self._params(candidate, distributions, frozen)
+        if search.method == "grid":
+            place, point = number, {}
+            for key, values in reversed(free.items()):  # the last key changes fastest
+                assert isinstance(values, list)
+                place, index = divmod(place, len(values))
+                point[key] = values[index]
+            params = {key: point[key] for key in distributions}
+        elif search.method == "random" or number < min(search.trials // 2, MOST_STARTING_TRIALS):
+            params = _sobol_point(distributions, number, search.sampling_seed)
+        else:
+            digest = hashlib.sha256(f"{search.sampling_seed} {number}".encode()).digest()
+            sampler = optuna.samplers.TPESampler(seed=int.from_bytes(digest[:4], "little"), n_startup_trials=0)
+            memory = optuna.create_study(sampler=sampler, direction=self._studies[candidate].direction)
+            memory.add_trials(frozen)
+            params = memory.ask(distributions).params
         drawn = create_trial(state=TrialState.RUNNING, params=params, distributions=distributions)
         self._studies[candidate].add_trial(drawn)
 
@@ -325,30 +339,6 @@ class Trials:
         if value is None and not is_failure:
             value = float("-inf" if self._studies[candidate].direction.name == "MAXIMIZE" else "inf")
         self._studies[candidate].tell(number, None if is_failure else value, state=state, skip_if_finished=True)
-
-    def num_recorded(self, candidate: str) -> int:
-        """The number of trials that have a result."""
-        return sum(trial.state.is_finished() for trial in self._frozen(candidate))
-
-    def _frozen(self, candidate: str) -> list[FrozenTrial]:
-        return self._studies[candidate].get_trials(deepcopy=False)
-
-    def _params(self, candidate: str, space: dict[str, BaseDistribution], frozen: list[FrozenTrial]) -> dict[str, Any]:
-        search, number = self.study.search, len(frozen)
-        if search.method == "grid":  # the last key changes fastest
-            point = {}
-            for key, values in reversed(self.study.free(candidate).items()):
-                assert isinstance(values, list)
-                number, place = divmod(number, len(values))
-                point[key] = values[place]
-            return {key: point[key] for key in space}
-        if search.method == "random" or number < min(search.trials // 2, MOST_STARTING_TRIALS):
-            return _sobol_point(space, number, search.sampling_seed)
-        seed = int.from_bytes(hashlib.sha256(f"{search.sampling_seed} {number}".encode()).digest()[:4], "little")
-        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=0)
-        memory = optuna.create_study(sampler=sampler, direction=self._studies[candidate].direction)
-        memory.add_trials(frozen)
-        return memory.ask(space).params
 
 
 def _sobol_point(space: dict[str, BaseDistribution], number: int, seed: int) -> dict[str, Any]:

@@ -102,6 +102,14 @@ def metric_of_trial(runs: Sequence[Run]) -> float | None:
     return fmean(metrics) if runs and len(metrics) == len(runs) else None
 
 
+def by_trial(runs: Iterable[Run]) -> dict[int, list[Run]]:
+    """Return the runs of one candidate's search by number of the trial."""
+    trials: dict[int, list[Run]] = {}
+    for run in runs:
+        trials.setdefault(run.number, []).append(run)
+    return trials
+
+
 @dataclass(frozen=True)
 class Difference:
     """A candidate compared with a reference on one measure, over seeds and questions."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from soren_align.study.stats.verdict import Rules, cautions, read_answers, verdict
+from soren_align.study.stats import Rules, cautions, read_answers, verdict
 from soren_align.study.study import Candidate, Run
 
 RULES = Rules(reference="adamw")

@@ -12,9 +12,8 @@ from soren_align.core import shipped
 from soren_align.core.version import __version__
 from soren_align.recipe import recipe_hash, to_yaml
 from soren_align.run.folder import RunFolder
-from soren_align.study.audit import audit, cautions
+from soren_align.study.audit import audit, cautions, conclude
 from soren_align.study.config import load_study
-from soren_align.study.runner import conclude
 from soren_align.study.runs import STAGES, read_files, read_run, select
 from soren_align.study.study import Candidate, Run
 from soren_align.tasks import TASKS

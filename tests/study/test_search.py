@@ -30,7 +30,7 @@ def loss_of(run):
 
 def trials_of(study):
     progress = progress_of(study)
-    return {name: progress.trials.drawn(name) for name in study.candidates}
+    return {name: [trial.params for trial in progress.trials.frozen_trials(name)] for name in study.candidates}
 
 
 @METHODS
@@ -185,6 +185,17 @@ def test_a_changed_recipe_is_refused_too(tmp_path):
         progress_of(study_of(tmp_path, f"recipe={base}"))
 
 
+def test_a_metric_that_was_written_into_a_study_folder_is_refused_in_one_sentence(tmp_path):
+    study = study_of(tmp_path)
+    progress_of(study).update()
+    file = Path(study.output_dir) / "study.yaml"
+    file.write_text(file.read_text().replace("metric: eval_loss", "metric: eval_zoo"))
+    with pytest.raises(
+        UserError, match=r"study\.yaml: search\.metric: found 'eval_zoo'; its trials are selected by eval_"
+    ):
+        read_study(file.parent)
+
+
 def test_a_line_that_a_kill_left_incomplete_is_dropped(tmp_path):
     study = study_of(tmp_path)
     progress_of(study).update()
@@ -195,7 +206,7 @@ def test_a_line_that_a_kill_left_incomplete_is_dropped(tmp_path):
     assert trials_of(study) == drawn
     end(study, progress.update()[0], 2.0)
     progress.update()
-    assert progress_of(study).trials.num_recorded("adamw") == 1
+    assert sum(trial.state.is_finished() for trial in progress_of(study).trials.frozen_trials("adamw")) == 1
 
 
 DAMAGES = {

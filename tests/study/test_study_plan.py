@@ -15,7 +15,7 @@ from soren_align.core.errors import UserError
 from soren_align.recipe import OPTIMIZER_SECTIONS
 from soren_align.study.config import first_run, load_study, recipe_of_run
 from soren_align.study.plan import ColumnSize, plan_study, print_study_plan
-from soren_align.study.stats.estimates import Assumed, Design, minimum_detectable, num_comparisons
+from soren_align.study.stats import Assumed, Design, minimum_detectable, num_comparisons
 from tests.support import command
 
 STUDIES = [name for name in shipped.studies() if name.startswith("studies/")]

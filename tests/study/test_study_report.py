@@ -18,18 +18,16 @@ from soren_align.study.report.blocks import Page, Paragraph, Section, page_markd
 from soren_align.study.report.charts import (
     DARK,
     LIGHT,
-    curves_figure,
-    line_style,
-    sensitivity_figures,
-    set_scale,
-    spectra_figure,
-)
-from soren_align.study.report.curves import (
     common_level,
+    curves_figure,
     focus,
     interpolate,
+    line_style,
     mean_curve,
+    sensitivity_figures,
+    set_scale,
     shown_runs,
+    spectra_figure,
     thin,
     trial_metrics,
 )

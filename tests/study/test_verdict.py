@@ -11,18 +11,19 @@ import pytest
 from scipy import stats
 
 from soren_align.evaluate.stats.paired import Paired
-from soren_align.study.stats import verdict as module
-from soren_align.study.stats.estimates import (
+from soren_align.study import stats as module
+from soren_align.study.stats import (
     Assumed,
     Design,
+    Rules,
     Spread,
     estimate,
     minimum_detectable,
     minimum_detectable_loss,
     num_comparisons,
     seeds_part,
+    verdict,
 )
-from soren_align.study.stats.verdict import Rules, verdict
 from tests.support.simulated_studies import LEADERBOARD, World, draw, measured
 
 RULES = Rules(reference="adamw")

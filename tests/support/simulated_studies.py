@@ -15,7 +15,7 @@ import numpy as np
 from scipy.special import ndtr, ndtri
 
 from soren_align.evaluate.stats.paired import ColumnPoints
-from soren_align.study.stats.estimates import Assumed
+from soren_align.study.stats import Assumed
 from soren_align.study.study import Candidate, Point, Run
 
 QUICKSTART = {"zoo_mc": np.ones(120, int), "zoo_gen": np.ones(120, int), "preference": np.ones(120, int)}

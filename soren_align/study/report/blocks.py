@@ -5,11 +5,10 @@ network or fonts, light and dark, on paper and on a phone. Its template, page.ht
 """
 
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ...core.errors import printable
@@ -104,11 +103,6 @@ class Page:
 
 def page_html(page: Page) -> str:
     """Return the page as HTML."""
-    return _template().render(page=page, style=STYLE.read_text(encoding="utf-8"))
-
-
-@cache
-def _template() -> Template:
     environment = Environment(
         loader=FileSystemLoader(STYLE.parent),
         autoescape=True,
@@ -118,31 +112,31 @@ def _template() -> Template:
         finalize=lambda value: value if isinstance(value, Markup) else printable(value),
     )
     environment.filters["form"] = lambda block: type(block).__name__
-    return environment.get_template("page.html")
+    return environment.get_template("page.html").render(page=page, style=STYLE.read_text(encoding="utf-8"))
 
 
 def page_markdown(page: Page) -> str:
     """Return the page as Markdown, with the content of each picture as a text."""
     parts = [f"# {markdown_line(page.title)}", markdown_line(page.subtitle)]
     for section in page.sections:
-        parts += [f"## {markdown_line(section.title)}", *map(_block_markdown, section.blocks)]
+        parts.append(f"## {markdown_line(section.title)}")
+        for block in section.blocks:
+            if isinstance(block, Table):
+                text = block.markdown()
+            elif isinstance(block, Code):
+                title = f"{markdown_line(block.folded)}:\n\n" if block.folded else ""
+                text = title + fenced(printable(block.text))
+            elif isinstance(block, Paragraph):
+                text = markdown_line(block.text)
+            elif isinstance(block, Figure):
+                pictures = [f"- {markdown_line(picture.alt)}" for picture in block.panels]
+                text = "\n".join([markdown_line(block.caption), "", *pictures])
+            elif isinstance(block, Alert):
+                items = [f"> - {markdown_line(item)}" for item in block.items]
+                text = "\n".join([f"> **{markdown_line(block.title)}**", ">", *items])
+            else:
+                leads = [f"**{markdown_line(item.lead)}**" if item.lead else "" for item in block.items]
+                items = [f"- {lead}{markdown_line(item.text)}" for lead, item in zip(leads, block.items, strict=True)]
+                text = "\n".join([f"### {markdown_line(block.title)}\n"] * bool(block.title) + items)
+            parts.append(text)
     return "\n\n".join(parts) + "\n"
-
-
-def _block_markdown(block: Block) -> str:
-    if isinstance(block, Table):
-        return block.markdown()
-    if isinstance(block, Code):
-        title = f"{markdown_line(block.folded)}:\n\n" if block.folded else ""
-        return title + fenced(printable(block.text))
-    if isinstance(block, Paragraph):
-        return markdown_line(block.text)
-    if isinstance(block, Figure):
-        return "\n".join([markdown_line(block.caption), "", *(f"- {markdown_line(each.alt)}" for each in block.panels)])
-    title = markdown_line(block.title)
-    if isinstance(block, Alert):
-        return "\n".join([f"> **{title}**", ">", *(f"> - {markdown_line(item)}" for item in block.items)])
-    items = [
-        f"- {f'**{markdown_line(item.lead)}**' if item.lead else ''}{markdown_line(item.text)}" for item in block.items
-    ]
-    return "\n".join([f"### {title}\n"] * bool(title) + items)

@@ -2,6 +2,9 @@
 
 Lines differ in colour, dashes and marker, so that they can be read in black and white. A figure without data is left
 out, with a sentence instead. The same data give the same bytes.
+
+Their numbers come last: mean curves over seeds, values at equal displacement, and the expected best metric of so many
+trials, which shows how much of a result is the search that found it.
 """
 
 import json
@@ -9,9 +12,10 @@ from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from math import isfinite, log10
+from itertools import pairwise
+from math import comb, isfinite, log10
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -22,10 +26,9 @@ from PIL import Image
 
 from ...core.errors import printable
 from ...core.text import count, join_words
-from ...run.metrics import METRICS
-from ..study import Difference, Run, Study, finished
+from ...run.metrics import IN_STUDIES, METRICS
+from ..study import ENDED, Candidate, Difference, Point, Run, Study, by_trial, finished, metric_of_trial
 from .blocks import Figure, Paragraph, Picture
-from .curves import Curve, best_of, curve, expected_best, focus, mean_curve, shown_runs, start, thin, trial_metrics
 from .text import in_order, measure_name, measures_of, metric_name, metric_text, reference_name, setting, size
 
 
@@ -64,6 +67,11 @@ MAX_KEYS = 6
 """Searched keys that have a figure."""
 MAX_BYTES = 1 << 26
 """Of a spectra.jsonl that is read; a larger one is left to `soren-align spectrum`."""
+MAX_POINTS = 200
+"""Of a drawn curve: more cannot be seen in a small panel."""
+AT_START = {"step", "tokens", "seconds", *(metric.key for metric in IN_STUDIES if metric.at_start == 0)}
+"""Quantities that are 0 at the start, measured or not."""
+Curve = list[tuple[float, float]]
 DISPLACEMENT, KL = (METRICS[key].label for key in ("relative_change", "kl_to_start"))
 RETENTION = "rise of the retention loss"
 
@@ -81,26 +89,35 @@ def curves_figure(study: Study) -> Figure | Paragraph:
 
 def front_figure(study: Study) -> Figure | Paragraph:
     """Return gain against forgetting: along the runs, at the ends, and against displacement and KL."""
-    about = metric_name(study)
-    begin, retained = start(study, "metric"), start(study, "retention_loss")
-    front, sign = None, 1.0 if study.higher_is_better else -1.0
-    if begin is not None and retained is not None:
-        lines = {
-            i: [
-                [(sign * (x - begin), y - retained) for x, y in points]
-                for points in _with_mean(shown_runs(candidate), "metric", "retention_loss")
-            ]
-            for i, candidate in enumerate(study.candidates)
-        }
-        front = _lines_panel(study, RETENTION, f"gain in {about}", lines)
+    about, begin = metric_name(study), start(study, "metric")
+    wanted = ((study.file.get("verdict") or {}).get("retention") or {}).get("columns") or []
+    base = study.base_scores or {}
+    columns = [column for column in wanted if column in base]
+    dots: dict[int, Curve] = {}  # the change of the retained columns' mean against the gain at the end of every run
+    for i, candidate in enumerate(study.candidates):
+        for run in finished(candidate.verdict):
+            changes = [run.scores[column] - base[column] for column in columns if column in (run.scores or {})]  # pyright: ignore[reportOptionalSubscript]
+            if changes and run.metric is not None and begin is not None:
+                gain = run.metric - begin if study.higher_is_better else begin - run.metric
+                dots.setdefault(i, []).append((gain, fmean(changes)))
+
+    def draw(axes: Axes, colors: Colors) -> None:
+        for i, points in dots.items():
+            axes.plot(*_columns(points), **{**line_style(i, colors), "linestyle": ""}, markersize=7)
+        axes.axhline(0, color=colors.muted, linewidth=1)
+        axes.locator_params(axis="x", nbins=5)
+
+    words = [f"{study.candidates[i].name} {fmean(y for _, y in points):+.1f}" for i, points in dots.items()]
+    names = ", ".join(columns)
+    alt = f"Mean change of {names} in points at the ends of the runs: {', '.join(words)}."
+    retained = _panel(f"change of {names}, points", f"gain in {about}", alt, draw) if dots else None
+    loss = "retention_loss"
     panels = {
-        "retention loss against gain": front,
-        "retained scores against gain": _retained_panel(study, begin, sign),
-        "retention loss against displacement": _along(
-            study, RETENTION, "retention_loss", "relative_change", DISPLACEMENT
-        ),
+        "retention loss against gain": _along(study, RETENTION, loss, "metric", f"gain in {about}"),
+        "retained scores against gain": retained,
+        "retention loss against displacement": _along(study, RETENTION, loss, "relative_change", DISPLACEMENT),
         f"{about} against KL": _along(study, about, "metric", "kl_to_start", KL),
-        "retention loss against KL": _along(study, RETENTION, "retention_loss", "kl_to_start", KL),
+        "retention loss against KL": _along(study, RETENTION, loss, "kl_to_start", KL),
     }
     caption = (
         "Gain on the task against what was forgotten, from the starting checkpoint (0, 0); large markers: the ends of"
@@ -123,36 +140,39 @@ def tuning_figure(study: Study) -> Figure | Paragraph:
 
 def differences_figure(study: Study, reference: str) -> Figure:
     """Return a panel per measure: the differences to one reference, over those too small to be seen."""
-    measures = [[d for d in in_order(study, [reference]) if d.measure == measure] for measure in measures_of(study)]
+    panels = []
+    for measure in measures_of(study):
+        differences = [d for d in in_order(study, [reference]) if d.measure == measure]
+        if not differences:
+            continue
+        about, unit = measure_name(study, measure), differences[0].unit
+
+        def draw(axes: Axes, colors: Colors, differences: Sequence[Difference] = differences) -> None:
+            for y, d in enumerate(differences):
+                grey = {"color": colors.grid, "linewidth": 12, "solid_capstyle": "butt", "zorder": 1}
+                axes.plot([-d.detectable, d.detectable], [y, y], **grey)
+                axes.plot([d.low, d.high], [y, y], color=colors.ink, linewidth=1.4, zorder=3)
+                face = colors.paper if d.answer == "not distinguishable" else colors.ink
+                axes.plot(d.value, y, marker="o", markersize=6, color=colors.ink, markerfacecolor=face, zorder=4)
+            axes.axvline(0, color=colors.muted, linewidth=1, zorder=2)
+            axes.set_yticks(range(len(differences)), [_short(d.candidate, 18) for d in differences], parse_math=False)
+            axes.set_ylim(len(differences) - 0.5, -0.5)
+            axes.grid(visible=False, axis="y")
+            axes.spines["left"].set_visible(False)
+            axes.tick_params(axis="y", length=0)
+            axes.locator_params(axis="x", nbins=5)
+
+        words = [
+            f"{d.candidate} {size(d.value, unit)} [{size(d.low, unit)}, {size(d.high, unit)}]" for d in differences
+        ]
+        alt = f"Differences on {about} to {reference_name(reference)}: {'; '.join(words)}."
+        label = "percent points better" if unit == "percent" else "better by"
+        panels.append(_panel(about, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences))))
     caption = (
         f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. Grey:"
         " differences too small for this study to see. Filled dots: better or worse; hollow: not distinguishable."
     )
-    return Figure([_differences_panel(study, differences) for differences in measures if differences], caption)
-
-
-def _differences_panel(study: Study, differences: Sequence[Difference]) -> Picture:
-    about, unit = measure_name(study, differences[0].measure), differences[0].unit
-
-    def draw(axes: Axes, colors: Colors) -> None:
-        for y, d in enumerate(differences):
-            grey = {"color": colors.grid, "linewidth": 12, "solid_capstyle": "butt", "zorder": 1}
-            axes.plot([-d.detectable, d.detectable], [y, y], **grey)
-            axes.plot([d.low, d.high], [y, y], color=colors.ink, linewidth=1.4, zorder=3)
-            face = colors.paper if d.answer == "not distinguishable" else colors.ink
-            axes.plot(d.value, y, marker="o", markersize=6, color=colors.ink, markerfacecolor=face, zorder=4)
-        axes.axvline(0, color=colors.muted, linewidth=1, zorder=2)
-        axes.set_yticks(range(len(differences)), [_short(d.candidate, 18) for d in differences], parse_math=False)
-        axes.set_ylim(len(differences) - 0.5, -0.5)
-        axes.grid(visible=False, axis="y")
-        axes.spines["left"].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-        axes.locator_params(axis="x", nbins=5)
-
-    words = [f"{d.candidate} {size(d.value, unit)} [{size(d.low, unit)}, {size(d.high, unit)}]" for d in differences]
-    alt = f"Differences on {about} to {reference_name(differences[0].reference)}: {'; '.join(words)}."
-    label = "percent points better" if unit == "percent" else "better by"
-    return _panel(about, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences)))
+    return Figure(panels, caption)
 
 
 def sensitivity_figures(study: Study) -> list[Figure | Paragraph]:
@@ -196,6 +216,7 @@ def _sensitivity_panel(study: Study, i: int, key: str, limits: tuple[float, floa
     results = [(run.parameters[key], run.metric) for run in finished(own) if run.metric is not None]
     chosen = [run for run in finished(own) if candidate.is_selected(run)]
     lost = {each: [run.parameters[key] for run in own if run.status == each] for each in ("diverged", "failed")}
+    best_of = max if study.higher_is_better else min
 
     def draw(axes: Axes, colors: Colors) -> None:
         style, ink = line_style(i, colors), {"color": colors.ink, "clip_on": False}
@@ -208,7 +229,7 @@ def _sensitivity_panel(study: Study, i: int, key: str, limits: tuple[float, floa
         worst, marker = (limits[0], "v") if study.higher_is_better else (limits[1], "^")
         triangles = {"linestyle": "", "marker": marker, "markersize": 7, "color": style["color"], "clip_on": False}
         axes.plot(beyond, [worst] * len(beyond), **triangles)
-        best = best_of(study, [run.metric for run in finished(everywhere) if run.metric is not None])
+        best = best_of(run.metric for run in finished(everywhere) if run.metric is not None)
         axes.axhline(best, color=colors.muted, linewidth=1, dashes=(4, 3))
         if chosen:
             at = place(chosen[0].parameters[key]), fmean(run.metric for run in chosen if run.metric is not None)
@@ -226,7 +247,7 @@ def _sensitivity_panel(study: Study, i: int, key: str, limits: tuple[float, floa
         axes.set_ylim(*((limits[0], limits[1] + room) if study.higher_is_better else (limits[0] - room, limits[1])))
 
     words = [count(len(results), "finished trial")]
-    words += [f"best {metric_text(best_of(study, [metric for _, metric in results]))}"] if results else []
+    words += [f"best {metric_text(best_of(metric for _, metric in results))}"] if results else []
     words += [f"selected {setting(chosen[0].parameters[key])}"] if chosen else []
     words += [f"{len(values)} {status}" for status, values in lost.items() if values]
     alt = f"{metric_name(study)} of {candidate.name} against {key}: {', '.join(words)}."
@@ -278,47 +299,21 @@ def _read_spectra(folder: Path, run: Run) -> dict[tuple[int, str], list[float]]:
     return {key: values for key, values in spectra.items() if values and all(map(isfinite, values)) and values[0] > 0}
 
 
-def _retained_panel(study: Study, begin: float | None, sign: float) -> Picture | None:
-    """Return the change of the retained columns' mean against the gain at the end of every run."""
-    columns = ((study.file.get("verdict") or {}).get("retention") or {}).get("columns") or []
-    base = study.base_scores or {}
-    columns = [column for column in columns if column in base]
-    dots: dict[int, Curve] = {}
-    for i, candidate in enumerate(study.candidates):
-        for run in finished(candidate.verdict):
-            changes = [run.scores[column] - base[column] for column in columns if column in (run.scores or {})]  # pyright: ignore[reportOptionalSubscript]
-            if changes and run.metric is not None and begin is not None:
-                dots.setdefault(i, []).append((sign * (run.metric - begin), fmean(changes)))
-    if not dots:
-        return None
-
-    def draw(axes: Axes, colors: Colors) -> None:
-        for i, points in dots.items():
-            axes.plot(*_columns(points), **{**line_style(i, colors), "linestyle": ""}, markersize=7)
-        axes.axhline(0, color=colors.muted, linewidth=1)
-        axes.locator_params(axis="x", nbins=5)
-
-    words = [f"{study.candidates[i].name} {fmean(y for _, y in points):+.1f}" for i, points in dots.items()]
-    names = ", ".join(columns)
-    alt = f"Mean change of {names} in points at the ends of the runs: {', '.join(words)}."
-    return _panel(f"change of {names}, points", f"gain in {metric_name(study)}", alt, draw)
-
-
-def _with_mean(runs: Sequence[Run], x: str, y: str) -> list[Curve]:
-    """Return the curves of several runs, and their mean as the last."""
-    curves = [thin(curve(run, x, y)) for run in runs] if len(runs) > 1 else []
-    return [*curves, thin(mean_curve(runs, x, y))]
-
-
 def _along(study: Study, title: str, y: str, x: str, label: str) -> Picture | None:
-    """Return a quantity along the runs of all candidates against another; a retention loss from the start's."""
+    """Return a quantity along the runs of all candidates, and their mean, against another.
+
+    A retention loss is from the start's, and a metric on the x axis is the gain since the start.
+    """
     zero = start(study, y) if y == "retention_loss" else 0.0
-    if zero is None:
+    begin = start(study, x) if x == "metric" else 0.0
+    if zero is None or begin is None:
         return None
-    lines = {
-        i: [[(a, b - zero) for a, b in points] for points in _with_mean(shown_runs(candidate), x, y)]
-        for i, candidate in enumerate(study.candidates)
-    }
+    sign = -1.0 if x == "metric" and not study.higher_is_better else 1.0
+    lines: dict[int, list[Curve]] = {}
+    for i, runs in enumerate(map(shown_runs, study.candidates)):
+        curves = [thin(curve(run, x, y)) for run in runs] if len(runs) > 1 else []
+        curves.append(thin(mean_curve(runs, x, y)))
+        lines[i] = [[(sign * (a - begin), b - zero) for a, b in points] for points in curves]
     return _lines_panel(study, title, label, lines, cut=y == "metric")
 
 
@@ -364,7 +359,17 @@ def _figure(study: Study, panels: dict[str, Picture | None], caption: str, about
         return Paragraph(f"No figure of {about}: no finished run measured what it needs.", kind="muted")
     if missing := [name for name, panel in panels.items() if panel is None]:
         caption += f" Not measured: {', '.join(missing)}."
-    legend = [_swatch(i, candidate.name) for i, candidate in enumerate(study.candidates)]
+    legend = []
+    for i, candidate in enumerate(study.candidates):
+        pictures = []
+        for colors in (LIGHT, DARK):
+            drawing = Drawing(figsize=(0.55, 0.2))
+            axes = drawing.add_axes((0, 0, 1, 1))
+            axes.set_axis_off()
+            axes.set(xlim=(0, 1), ylim=(-1, 1))
+            axes.plot([0, 0.5, 1], [0, 0, 0], **line_style(i, colors), markevery=[1], markersize=6, linewidth=1.6)
+            pictures.append(_address(drawing, colors.paper))
+        legend.append(Picture(pictures[0], pictures[1], candidate.name))
     return Figure(drawn, caption, legend)
 
 
@@ -372,20 +377,6 @@ def line_style(number: int, colors: Colors = LIGHT) -> dict[str, Any]:
     """Return colour, dashes and marker of candidate `number`, as matplotlib's keywords; 84 differ."""
     color = colors.lines[number % len(colors.lines)]
     return {"color": color, "linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[number % len(MARKERS)]}
-
-
-def _swatch(number: int, name: str) -> Picture:
-    """Return a candidate's line and marker for a legend."""
-
-    def draw(colors: Colors) -> Drawing:
-        drawing = Drawing(figsize=(0.55, 0.2))
-        axes = drawing.add_axes((0, 0, 1, 1))
-        axes.set_axis_off()
-        axes.set(xlim=(0, 1), ylim=(-1, 1))
-        axes.plot([0, 0.5, 1], [0, 0, 0], **line_style(number, colors), markevery=[1], markersize=6, linewidth=1.6)
-        return drawing
-
-    return Picture(_address(draw(LIGHT), LIGHT.paper), _address(draw(DARK), DARK.paper), name)
 
 
 def _panel(
@@ -474,3 +465,108 @@ def _short(text: str, most: int) -> str:
     """Return at most this many characters of a text, on one line, for a place without room for more."""
     text = " ".join(printable(text).split())
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def value_of(point: Point, key: str) -> float | None:
+    """Return a quantity of a point; None if it was not measured or is not finite."""
+    value = getattr(point, key)
+    value = value if value is not None and isfinite(value) else None
+    return 0.0 if value is None and point.step == 0 and key in AT_START else value
+
+
+def start(study: Study, key: str) -> float | None:
+    """Return a quantity of the starting checkpoint, by any run that measured it at step 0."""
+    runs = [run for candidate in study.candidates for run in (*candidate.verdict, *candidate.trials)]
+    values = (value_of(point, key) for run in runs for point in run.curve if point.step == 0)
+    return next((value for value in values if value is not None), None)
+
+
+def shown_runs(candidate: Candidate) -> list[Run]:
+    """Return the runs whose curves are shown: the verdict's, and before there are any the selected trial."""
+    trial = candidate.selected_trial
+    return finished(candidate.verdict) or finished([trial] if trial else [])
+
+
+def curve(run: Run, x: str, y: str) -> Curve:
+    """Return the points of a run where both quantities were measured."""
+    pairs = [(value_of(point, x), value_of(point, y)) for point in run.curve]
+    return [(a, b) for a, b in pairs if a is not None and b is not None]
+
+
+def mean_curve(runs: Sequence[Run], x: str, y: str) -> Curve:
+    """Return the means over runs of both quantities, at the steps that all runs have."""
+    curves = [{point.step: point for point in run.curve} for run in runs]
+    if not curves:
+        return []
+    points = []
+    for step in sorted(set.intersection(*map(set, curves))):
+        a = [value_of(each[step], x) for each in curves]
+        b = [value_of(each[step], y) for each in curves]
+        if None not in a and None not in b:
+            points.append((fmean(a), fmean(b)))  # pyright: ignore[reportArgumentType]
+    return points
+
+
+def thin(points: Curve) -> Curve:
+    """Return at most MAX_POINTS of the points, the first and the last among them."""
+    if len(points) <= MAX_POINTS:
+        return points
+    return [points[round(i * (len(points) - 1) / (MAX_POINTS - 1))] for i in range(MAX_POINTS)]
+
+
+def interpolate(run: Run, along: str, level: float, key: str) -> float | None:
+    """Return a quantity of a run where it first reaches a level of another (a displacement), linear between points."""
+    for (x0, y0), (x1, y1) in pairwise(curve(run, along, key)):
+        if x0 <= level <= x1:
+            return y1 if x1 == x0 else y0 + (y1 - y0) * (level - x0) / (x1 - x0)
+    return None
+
+
+def common_level(study: Study, along: str) -> float | None:
+    """Return the largest displacement (or KL) that every shown run reaches; None without two candidates."""
+    tops = [
+        max((x for x, _ in curve(run, along, "metric")), default=0.0)
+        for candidate in study.candidates
+        for run in shown_runs(candidate)
+    ]
+    num = sum(bool(shown_runs(candidate)) for candidate in study.candidates)
+    return min(tops) if num > 1 and min(tops) > 0 else None
+
+
+def focus(values: Sequence[float], higher_is_better: bool) -> tuple[float, float] | None:
+    """Return the part of an axis where values differ: from the best to four times the median's distance from it.
+
+    None without two values. Worse values are cut off: the first losses of a run would hide all differences at its end.
+    """
+    values = [value for value in values if isfinite(value)]
+    if len(values) < 2:
+        return None
+    sign = -1.0 if higher_is_better else 1.0
+    costs = sorted(sign * value for value in values)
+    top = min(costs[-1], costs[0] + 4 * (median(costs) - costs[0]))
+    top = top if top > costs[0] else costs[-1]
+    room = 0.06 * (top - costs[0]) or 0.01 * abs(top) or 1.0
+    low, high = sorted((sign * (costs[0] - room), sign * (top + room)))
+    return low, high
+
+
+def trial_metrics(study: Study, candidate: Candidate) -> list[float | None]:
+    """Return the metric of every ended trial, the mean of its runs; of a lost one that of the start, if it is known."""
+    trials = by_trial(run for run in candidate.trials if run.status in ENDED)
+    means = [metric_of_trial(runs) for runs in trials.values()]
+    begin = start(study, "metric")
+    return [begin if mean is None else mean for mean in means] if any(mean is not None for mean in means) else []
+
+
+def expected_best(metrics: Sequence[float | None], higher_is_better: bool) -> list[float]:
+    """Return the expected best metric of 1, 2, ... trials drawn from these without replacement (Dodge et al. 2019).
+
+    None is a trial that diverged or failed: it counts as the worst of the others. Empty if no trial has a metric.
+    """
+    known = sorted((metric for metric in metrics if metric is not None), reverse=higher_is_better)
+    if not known:
+        return []
+    ranked = known + [known[-1]] * (len(metrics) - len(known))
+    n = len(ranked)
+    # The best of k has rank i if the others are among the n - 1 - i worse ones.
+    return [sum(x * comb(n - 1 - i, k - 1) for i, x in enumerate(ranked)) / comb(n, k) for k in range(1, n + 1)]

@@ -18,39 +18,8 @@ from ...core.files import write
 from ...core.text import Table, count, duration, gibibytes, join_words, mean_std, p_value, signed
 from ...run.metrics import IN_STUDIES
 from ..study import BASE, Study, finished
-from .blocks import (
-    Alert,
-    Block,
-    Code,
-    Item,
-    Items,
-    LongTable,
-    Page,
-    Paragraph,
-    Section,
-    page_html,
-    page_markdown,
-)
-from .charts import curves_figure, differences_figure, front_figure, sensitivity_figures, spectra_figure, tuning_figure
-from .curves import common_level, curve, interpolate, is_coarse, shown_runs, start
-from .text import (
-    DECIMALS,
-    columns_of_suite,
-    comparisons,
-    headline,
-    in_order,
-    measure_name,
-    measures_of,
-    metric_name,
-    metric_text,
-    no_verdict,
-    reference_name,
-    references_of,
-    seen_size,
-    setting,
-    size,
-    subtitle,
-)
+from . import charts, text
+from .blocks import Alert, Block, Code, Item, Items, LongTable, Page, Paragraph, Section, page_html, page_markdown
 
 STYLES = {"better": "green", "worse": "red", "open": ""}
 LAST = ("step", "tokens", "train_loss", *(metric.key for metric in IN_STUDIES))
@@ -61,39 +30,44 @@ CONTAMINATION = {"exact": "as a whole", "scores": "scores without these (change)
 
 
 def write_report(study: Study, folder: Path) -> None:
-    """Write report.html, report.md and trials.csv into the study's folder; the same study gives the same bytes."""
-    page = report_page(study, folder)
-    texts = {"report.html": page_html(page), "report.md": page_markdown(page), "trials.csv": trials_csv(study)}
-    for name, text in texts.items():
-        write(folder / name, text)
+    """Write report.html, report.md and trials.csv into the study's folder; the same study gives the same bytes.
 
-
-def report_page(study: Study, folder: Path) -> Page:
-    """Return the report of a study; spectra are read from its run folders in `folder`, all else from the study."""
+    Spectra are read from its run folders in `folder`, all else from the study.
+    """
     edges = [f"{each.name} {key} ({end})" for each in study.candidates for key, end in each.at_edge.items()]
     beyond = f": {join_words(edges)}. A better value may lie outside."
     at_edge = [Items([Item("Selected at the end of the searched space", beyond, "caution")])] if edges else []
-    cautions = [Items([Item("", caution, "caution") for caution in study.cautions])]
-    none = [Paragraph("The audit has no cautions: no selected value at an edge, no overlap, enough seeds.")]
+    cautions: Block = Items([Item("", caution, "caution") for caution in study.cautions])
+    if not study.cautions:
+        cautions = Paragraph("The audit has no cautions: no selected value at an edge, no overlap, enough seeds.")
     general = (
         "It holds for this model, these data, this schedule and these search spaces: a longer training, a larger model"
         " or other spaces may order the optimizers differently."
     )
+    repeat: list[Block] = [Code(study.command)] if study.command else []
+    if study.versions:
+        versions = ", ".join(f"{name} {version}" for name, version in study.versions.items())
+        repeat.append(Paragraph(f"Versions: {versions}."))
+    repeat += [Paragraph(f"Machine: {study.machine}.")] if study.machine else []
+    resolved = json.dumps(study.file, indent=1, ensure_ascii=False, default=str)
     sections = [
         Section("Verdict", verdict_blocks(study)),
         Section("Scores and differences", score_blocks(study)),
-        Section("Sensitivity to the settings", [*sensitivity_figures(study), *at_edge]),
-        Section("Along the runs", [curves_figure(study)]),
-        Section("At equal displacement", [front_figure(study), *matched(study)]),
-        Section("How much tuning", [tuning_figure(study)]),
-        Section("Spectra", [spectra_figure(study, folder)]),
+        Section("Sensitivity to the settings", [*charts.sensitivity_figures(study), *at_edge]),
+        Section("Along the runs", [charts.curves_figure(study)]),
+        Section("At equal displacement", [charts.front_figure(study), *matched(study)]),
+        Section("How much tuning", [charts.tuning_figure(study)]),
+        Section("Spectra", [charts.spectra_figure(study, folder)]),
         Section("Time and memory", [_costs(study)]),
         Section("Contamination", [_contamination(study)]),
-        Section("How this conclusion could be wrong", [*(cautions if study.cautions else none), Paragraph(general)]),
+        Section("How this conclusion could be wrong", [cautions, Paragraph(general)]),
         Section("Every run", [_runs(study), Paragraph("The same with more columns: trials.csv.", kind="muted")]),
-        Section("To repeat it", _repeat(study)),
+        Section("To repeat it", [*repeat, *identities(study), Code(resolved, folded="The study's file, resolved")]),
     ]
-    return Page(study.name, subtitle(study), sections)
+    page = Page(study.name, text.subtitle(study), sections)
+    write(folder / "report.html", page_html(page))
+    write(folder / "report.md", page_markdown(page))
+    write(folder / "trials.csv", trials_csv(study))
 
 
 def verdict_blocks(study: Study) -> list[Block]:
@@ -104,10 +78,11 @@ def verdict_blocks(study: Study) -> list[Block]:
             Paragraph("The figures and tables below show the runs as they are; they do not support a conclusion."),
         ]
     if not study.differences:
-        return [Paragraph(no_verdict(study), kind="lead")]
-    blocks: list[Block] = [Paragraph(sentence, kind="lead") for sentence in headline(study)]
-    for name in references_of(study):
-        blocks += [Items(comparisons(study, name), f"Against {reference_name(name)}"), differences_figure(study, name)]
+        return [Paragraph(text.no_verdict(study), kind="lead")]
+    blocks: list[Block] = [Paragraph(sentence, kind="lead") for sentence in text.headline(study)]
+    for name in text.references_of(study):
+        blocks.append(Items(text.comparisons(study, name), f"Against {text.reference_name(name)}"))
+        blocks.append(charts.differences_figure(study, name))
     num = len(study.differences) + sum(d.retained is not None for d in study.differences)
     note = (
         "Intervals are over seeds and questions (of the held-out metric: over seeds). The answers are by p-values"
@@ -119,31 +94,31 @@ def verdict_blocks(study: Study) -> list[Block]:
 
 def score_blocks(study: Study) -> list[Block]:
     """Return the scores with the starting checkpoint's as the first row, and every difference under its measure."""
-    columns = columns_of_suite(study)
+    columns = text.columns_of_suite(study)
     rows = [["starting checkpoint", *_scores(study, columns)[0], "-", ""]]
     for candidate, scores in zip(study.candidates, _scores(study, columns)[1:], strict=True):
         trial = candidate.selected_trial
-        settings = "\n".join(f"{key} {setting(value)}" for key, value in trial.parameters.items()) if trial else "none"
-        rows.append([candidate.name, *scores, str(len(finished(candidate.verdict))), settings])
-    head = ["", metric_name(study), *columns, "runs", "selected setting"]
+        settings = [f"{key} {text.setting(value)}" for key, value in trial.parameters.items()] if trial else ["none"]
+        rows.append([candidate.name, *scores, str(len(finished(candidate.verdict))), "\n".join(settings)])
+    head = ["", text.metric_name(study), *columns, "runs", "selected setting"]
     note = "Mean ± standard deviation over the seeds of the verdict; scores in percent."
     align = "l" + "r" * (len(head) - 2) + "l"
     blocks: list[Block] = [Table(head, rows, align=align), Paragraph(note, kind="muted")]
     if study.problems or not study.differences:
         return blocks
     rows, groups = [], set()
-    for measure in measures_of(study):
+    for measure in text.measures_of(study):
         groups.add(len(rows))
-        rows.append([measure_name(study, measure), *[""] * 6])
-        for d in in_order(study, references_of(study)):
+        rows.append([text.measure_name(study, measure), *[""] * 6])
+        for d in text.in_order(study, text.references_of(study)):
             if d.measure == measure:
-                value, low, high = (signed(value, DECIMALS[d.unit]) for value in (d.value, d.low, d.high))
+                value, low, high = (signed(value, text.DECIMALS[d.unit]) for value in (d.value, d.low, d.high))
                 retained = "-"
                 if d.retained is not None and d.margin is not None:
-                    retained = f"{'yes' if d.retained else 'not shown'}, margin {size(d.margin, d.unit)}"
+                    retained = f"{'yes' if d.retained else 'not shown'}, margin {text.size(d.margin, d.unit)}"
                 row = [f"{d.candidate} - {'start' if d.reference == BASE else d.reference}", d.answer]
                 row += [value, f"[{low}, {high}]", p_value(d.p_holm).removeprefix("p ")]
-                rows.append([*row, seen_size(d).removesuffix(" points"), retained])
+                rows.append([*row, text.seen_size(d).removesuffix(" points"), retained])
     head = ["", "answer", "difference", "95% interval", "Holm's p", "could have seen", "retained"]
     return [*blocks, Table(head, rows, align="ll", groups=frozenset(groups))]
 
@@ -151,7 +126,8 @@ def score_blocks(study: Study) -> list[Block]:
 def _scores(study: Study, columns: list[str]) -> list[list[str]]:
     """Return the selection metric and scores of the suite: of the starting checkpoint, then of each candidate."""
     base = study.base_scores or {}
-    rows = [[metric_text(start(study, "metric")), *(f"{base[c]:.1f}" if c in base else "-" for c in columns)]]
+    metric = text.metric_text(charts.start(study, "metric"))
+    rows = [[metric, *(f"{base[c]:.1f}" if c in base else "-" for c in columns)]]
     for candidate in study.candidates:
         runs = finished(candidate.verdict)
         scores = [[run.scores[c] for run in runs if run.scores and c in run.scores] for c in columns]
@@ -162,26 +138,27 @@ def _scores(study: Study, columns: list[str]) -> list[list[str]]:
 
 def matched(study: Study) -> list[Block]:
     """Return the candidates at equal displacement and at equal KL: interpolated along their runs."""
-    begin, name = start(study, "retention_loss"), metric_name(study)
+    begin, name = charts.start(study, "retention_loss"), text.metric_name(study)
     head, rows = [""], [[candidate.name] for candidate in study.candidates]
     for along, label in (("relative_change", "displacement"), ("kl_to_start", "KL")):
-        level = common_level(study, along)
+        level = charts.common_level(study, along)
         if level is None:
             continue
         head += [f"{label} at the end", f"{name} at {label} {level:.3g}"]
         head += [f"rise of the retention loss at {label} {level:.3g}"] if begin is not None else []
-        for row, runs in zip(rows, map(shown_runs, study.candidates), strict=True):
-            ends = [points[-1][0] for run in runs if (points := curve(run, along, "metric"))]
-            row.append(metric_text(sum(ends) / len(ends)) if ends else "-")
-            coarse = " †" if any(is_coarse(run, along, level) for run in runs) else ""
+        for row, runs in zip(rows, map(charts.shown_runs, study.candidates), strict=True):
+            curves = [charts.curve(run, along, "metric") for run in runs]
+            ends = [points[-1][0] for points in curves if points]
+            row.append(text.metric_text(sum(ends) / len(ends)) if ends else "-")
+            # Passed before the first evaluation: a line from the start is far from the curve.
+            coarse = " †" if any(len(points) > 1 and level < points[1][0] for points in curves) else ""
             for key, zero in (("metric", 0.0), ("retention_loss", begin)):
                 if zero is not None:
-                    values = [interpolate(run, along, level, key) for run in runs]
+                    values = [charts.interpolate(run, along, level, key) for run in runs]
                     row.append(mean_std([value - zero for value in values if value is not None], 4) + coarse)
     if len(head) == 1:
-        return [
-            Paragraph("No matched comparison: displacement was measured for fewer than two candidates.", kind="muted")
-        ]
+        note = "No matched comparison: displacement was measured for fewer than two candidates."
+        return [Paragraph(note, kind="muted")]
     note = (
         "Matched: the values where each run first reaches the largest displacement (or KL) that all runs reach. A run"
         " that moves further is seen there before its schedule has ended, with a learning rate that is still high."
@@ -197,7 +174,7 @@ def matched(study: Study) -> list[Block]:
 def _costs(study: Study) -> Table:
     rows = []
     for candidate in study.candidates:
-        runs = shown_runs(candidate)
+        runs = charts.shown_runs(candidate)
         seconds = [run.seconds for run in runs if run.seconds is not None]
         steps = [(run.seconds, run.curve[-1].step) for run in runs if run.seconds and run.curve and run.curve[-1].step]
         peak = max((run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None), default=None)
@@ -237,21 +214,12 @@ def _runs(study: Study) -> Table:
         groups.add(len(rows))
         for run in candidate.runs:
             status = f"{run.status}, selected" if candidate.is_selected(run) else run.status
-            settings = [setting(run.parameters.get(key), 4) for key in keys]
+            settings = [text.setting(run.parameters.get(key), 4) for key in keys]
             costs = [duration(run.seconds), gibibytes(run.peak_memory_bytes)]
             row = [run.candidate, f"{run.stage} {run.number}", status, str(run.seed), *settings]
-            rows.append([*row, metric_text(run.metric), *costs, run.reason or ""])
-    head = ["", "run", "status", "seed", *keys, metric_name(study), "time", "peak memory", "reason"]
+            rows.append([*row, text.metric_text(run.metric), *costs, run.reason or ""])
+    head = ["", "run", "status", "seed", *keys, text.metric_name(study), "time", "peak memory", "reason"]
     return LongTable(head, rows, align="lll" + "r" * (len(head) - 4) + "l", groups=frozenset(groups))
-
-
-def _repeat(study: Study) -> list[Block]:
-    versions = ", ".join(f"{name} {version}" for name, version in study.versions.items())
-    blocks: list[Block] = [Code(study.command)] if study.command else []
-    blocks += [Paragraph(f"Versions: {versions}.")] if versions else []
-    blocks += [Paragraph(f"Machine: {study.machine}.")] if study.machine else []
-    text = json.dumps(study.file, indent=1, ensure_ascii=False, default=str)
-    return [*blocks, *identities(study), Code(text, folded="The study's file, resolved")]
 
 
 def identities(study: Study) -> list[Block]:
@@ -262,8 +230,8 @@ def identities(study: Study) -> list[Block]:
     own = [key for key in keys if key not in shared]
     blocks: list[Block] = []
     if shared:
-        text = "; ".join(f"{key.replace('_', ' ')}: {_identity(runs[0].identity.get(key))}" for key in shared)
-        blocks.append(Paragraph(f"Equal for all runs: {text}."))
+        values = "; ".join(f"{key.replace('_', ' ')}: {_identity(runs[0].identity.get(key))}" for key in shared)
+        blocks.append(Paragraph(f"Equal for all runs: {values}."))
     if own:
         rows = []
         for seed in sorted({run.seed for run in runs}):
@@ -286,8 +254,8 @@ def _identity(value: Any) -> str:
         return ", ".join(f"{key} {_identity(each)}" for key, each in value.items() if each is not None)
     if isinstance(value, list):
         return " ".join(map(str, value))
-    text = "not recorded" if value is None else str(value).removeprefix("sha256:")
-    return f"{text[:16]}…" if len(text) == 64 else text
+    digits = "not recorded" if value is None else str(value).removeprefix("sha256:")
+    return f"{digits[:16]}…" if len(digits) == 64 else digits
 
 
 def terminal_verdict(study: Study) -> Group:
@@ -297,13 +265,13 @@ def terminal_verdict(study: Study) -> Group:
         parts.append(Text("No verdict: the runs cannot be compared", style="bold red"))
         return Group(*parts, *(_point(Text(problem, style="red")) for problem in study.problems))
     if not study.differences:
-        parts.append(Text(f"{no_verdict(study)}\n"))
-    parts += [Text(f"{sentence}\n", style="bold") for sentence in headline(study)]
-    columns = columns_of_suite(study)[:3]
+        parts.append(Text(f"{text.no_verdict(study)}\n"))
+    parts += [Text(f"{sentence}\n", style="bold") for sentence in text.headline(study)]
+    columns = text.columns_of_suite(study)[:3]
     names = ["start", *(candidate.name for candidate in study.candidates)]
     rows = [[name, *scores] for name, scores in zip(names, _scores(study, columns), strict=True)]
-    parts += [Table(["", metric_name(study), *columns], rows).rich(), Text()]
-    for item in (item for name in references_of(study) for item in comparisons(study, name, most=1)):
+    parts += [Table(["", text.metric_name(study), *columns], rows).rich(), Text()]
+    for item in (item for name in text.references_of(study) for item in text.comparisons(study, name, most=1)):
         parts.append(_point(Text.assemble((item.lead, STYLES[item.kind]), item.text)))
     if study.differences:
         parts.append(Text("\nPositive differences are better, whatever the measure's direction.", style="dim"))
@@ -313,10 +281,10 @@ def terminal_verdict(study: Study) -> Group:
     return Group(*parts)
 
 
-def _point(text: Text) -> RichTable:
+def _point(sentence: Text) -> RichTable:
     grid = RichTable.grid(padding=(0, 1))
-    text.overflow = "fold"
-    grid.add_row("-", text)
+    sentence.overflow = "fold"
+    grid.add_row("-", sentence)
     return grid
 
 
@@ -327,8 +295,8 @@ def trials_csv(study: Study) -> str:
     columns = [*dict.fromkeys(column for run in study.runs for column in run.scores or {})]
     head = ["candidate", "stage", "number", "seed", "folder", "status", "selected", *keys, "metric", "seconds"]
     head += ["peak_memory_bytes", *LAST, *(f"score:{column}" for column in columns), "reason"]
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    stream = StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(map(_safe, head))
     for candidate in study.candidates:
         for run in candidate.runs:
@@ -338,12 +306,12 @@ def trials_csv(study: Study) -> str:
             row += [getattr(run.curve[-1], key) if run.curve else None for key in LAST]
             row += [*((run.scores or {}).get(column) for column in columns), run.reason]
             writer.writerow(map(_safe, row))
-    return text.getvalue()
+    return stream.getvalue()
 
 
 def _safe(value: object) -> object:
     """Return a value that no spreadsheet reads as a formula: a text that starts like one gets an apostrophe."""
     if not isinstance(value, str):
         return value
-    text = printable(value)
-    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
+    printed = printable(value)
+    return f"'{printed}" if printed.lstrip().startswith(("=", "+", "-", "@")) else printed

@@ -1,1 +1,0 @@
-"""Statistics of a study: estimates over seeds and questions, power, and the verdict."""
