@@ -9,9 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from soren_align.core.document import members, schema_text, section_in
+from soren_align.core.document import Section, members, schema_text, section_in
 from soren_align.recipe import SCHEMA_FILE, Model, Recipe, json_schema, trl
-from soren_align.recipe.base import Section
 from soren_align.recipe.optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, OptimizerSection
 from soren_align.study.config import STUDY_SCHEMA_FILE, study_schema
 

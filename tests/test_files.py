@@ -10,8 +10,9 @@ import pytest
 from rich.table import Table
 
 from soren_align.core.errors import MAX_PROBLEMS, UserError, printable
-from soren_align.core.files import contents, local_path, parse_json, parse_yaml, read_json, read_text, read_yaml
+from soren_align.core.files import contents, local_path, parse_json, read_json, read_text
 from soren_align.core.text import Terminal
+from soren_align.core.yaml import parse_yaml
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{below}: &{below} [{', '.join([f'*{above}'] * 9)}]\n" for above, below in zip("abcdefgh", "bcdefghi", strict=True)
@@ -80,7 +81,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
         tmp_path / "big": "larger than", tmp_path / "latin": f"{tmp_path}/latin:1 not a text file in UTF-8",
     }.items():  # fmt: skip
         refused(lambda path=path: read_text(path), message)
-        refused(lambda path=path: read_yaml(path), message)
+        refused(lambda path=path: parse_yaml(read_text(path), str(path)), message)
     refused(lambda: read_json(tmp_path / "latin"), "not a text file in UTF-8")
 
 

@@ -293,9 +293,7 @@ def chat(
 
 
 @app.command()
-def universal(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an unfinished run.")],
-) -> None:
+def universal(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an unfinished run.")]) -> None:
     """Convert a checkpoint for another number of processes.
 
     Rewrites the run's last checkpoint; then rerun the training command. Not for FSDP2.
@@ -378,7 +376,12 @@ def step(
     commands.bench("step", shapes, device=device, tokens=tokens, as_json=as_json, output=output)
 
 
-files.add_to(app)
+app.command()(files.new)
+app.add_typer(files.recipes_app, name="recipes")
+app.add_typer(files.suites_app, name="suites")
+app.command("import")(files.import_)
+app.command()(files.schema)
+app.command()(files.docs)
 app.add_typer(bench_app, name="bench")
 
 
@@ -387,14 +390,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     arguments: default: sys.argv. Raises only defects, for Python to print their traceback.
     """
-    code = _run(sys.argv[1:] if arguments is None else arguments)
-    if arguments is None:
-        signals.end_with_code()
-    return code
-
-
-def _run(words: Sequence[str]) -> int:
-    environment = dict(os.environ)
+    words = sys.argv[1:] if arguments is None else arguments
+    environment, code = dict(os.environ), 0
     with signals.raising_interrupts():
         try:
             try:
@@ -406,12 +403,14 @@ def _run(words: Sequence[str]) -> int:
             # `deepspeed` passes --local_rank to every script; the environment has it too.
             app([word for word in words if not word.startswith("--local_rank=")], prog_name="soren-align")
         except SystemExit as end:
-            return end.code if isinstance(end.code, int) else 0
+            code = end.code if isinstance(end.code, int) else 0
         except (Exception, KeyboardInterrupt) as error:
             from ..launch.exit_codes import report
 
-            return report(error)
+            code = report(error)
         finally:
             os.environ.clear()
             os.environ.update(environment)
-    return 0
+    if arguments is None:
+        signals.end_with_code()
+    return code

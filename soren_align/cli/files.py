@@ -28,16 +28,6 @@ next      in {folder}: soren-align plan sft.yaml, then soren-align sft sft.yaml
           soren-align docs own-data"""
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add these commands to the command line."""
-    app.command()(new)
-    app.add_typer(recipes_app, name="recipes")
-    app.add_typer(suites_app, name="suites")
-    app.command("import")(import_)
-    app.command()(schema)
-    app.command()(docs)
-
-
 def completion(*tables: Callable[[], dict[str, Path]]) -> Callable[[str], list[str]]:
     """Return the shell's completion by the names in these tables; the shell adds files by itself."""
 
@@ -139,9 +129,7 @@ def copy_suite(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME",
-            help="A shipped suite, e.g. quickstart.",
-            autocompletion=completion(shipped.suites),
+            metavar="NAME", help="A shipped suite, e.g. quickstart.", autocompletion=completion(shipped.suites)
         ),
     ],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],

@@ -4,7 +4,8 @@ The form is a pydantic class whose sections derive from `Section`. All problems 
 each with its file, line, key, finding and remedy:
 
     document = parse(read_text(path), str(path), "a suite is a mapping (title, tasks, ...)")
-    document.override(["tasks.0.metric=acc"])            # texts as after --set
+    for setting in document.settings(["tasks.0.metric=acc"]):  # texts as after --set
+        document.apply(setting)
     suite = document.validate(Suite)                     # None if it is none; the problems are noted
     document.problems.append((("title",), "found '?'; write words"))
     document.refuse_problems()                           # raises UserError with all of them, in the order of lines
@@ -83,16 +84,8 @@ class Document:
     bad_settings: list[str] = field(default_factory=list)
     """Problems of texts that are no settings."""
 
-    def override(self, texts: Iterable[str], with_dots: Container[str] = ()) -> None:
-        """Change the content by 'section.key=value' texts, whose values are YAML.
-
-        with_dots: names of sections that have keys with dots, `set: {optimizer.lr: 1}`.
-        """
-        for setting in self.settings(texts):
-            self.apply(setting, with_dots)
-
     def settings(self, texts: Iterable[str]) -> list[Setting]:
-        """The texts as settings; the problems of those that are none are noted."""
+        """'section.key=value' texts, whose values are YAML, as settings; problems of texts that are none are noted."""
         settings = []
         for text in texts:
             name, equals, value = text.partition("=")
@@ -108,7 +101,10 @@ class Document:
         return settings
 
     def apply(self, setting: Setting, with_dots: Container[str] = ()) -> None:
-        """Write one setting into the content, with the sections around it. with_dots: as in `override`."""
+        """Write one setting into the content, with the sections around it.
+
+        with_dots: names of sections that have keys with dots, `set: {optimizer.lr: 1}`.
+        """
         node: Any = self.content
         key: list[Any] = []
         names = list(setting.key)
@@ -216,8 +212,6 @@ def sentences(problems: Iterable[Problem], lines: dict[Key, str]) -> list[str]:
     return [sentence for _, sentence in sorted(placed, key=lambda row: row[0])]
 
 
-# JSON Schema, for editors.
-
 SCHEMA_COMMENT = "Written by `soren-align schema`."
 SCHEMA_VERSION = "https://json-schema.org/draft/2020-12/schema"
 
@@ -242,9 +236,6 @@ def with_modeline(text: str, reference: str) -> str:
     if text.startswith(MODELINE):
         text = text.partition("\n")[2]
     return f"{MODELINE}{reference}\n{text}"
-
-
-# Unions of sections, one of which is chosen by a tag.
 
 
 def members(annotation: Any) -> dict[str, Any]:
@@ -281,8 +272,6 @@ def tag_of(value: Any, union: Mapping[str, type[Section]]) -> str:
     return name if isinstance(name, str) and name in union else next(iter(union))
 
 
-# pydantic's errors in sentences.
-
 _REMEDIES = {
     "int_type": "write a whole number",
     "float_type": "write a number",
@@ -306,9 +295,28 @@ def from_pydantic(error: ValidationError, form: type[Section] = Section) -> list
     form: the class that was validated; with it messages name the keys, sections and members of unions that are meant.
     """
     problems = []
-    for one in error.errors(include_url=False):
-        if one["type"] != "default_factory_not_called":  # of a default that is made of another key
-            problems.append(_locate(one, form))
+    mistakes: list[Any] = error.errors(include_url=False)
+    for one in mistakes:
+        if one["type"] == "default_factory_not_called":  # of a default that is made of another key
+            continue
+        # The key and its section: in pydantic's location the tag of a union follows its key.
+        key: list[str | int] = []
+        section = parent = form
+        union: dict[str, type[Section]] = {}
+        annotation, tag, choices = None, "", union
+        for i, part in enumerate(one["loc"]):
+            if part in choices:
+                tag, union = str(part), choices
+                section, choices = choices[tag], {}
+            elif part != "[key]":  # pydantic's mark of a key that is none of the literal ones
+                key.append(part)
+                parent = section
+                annotation = section.model_fields[part].annotation if part in section.model_fields else None
+                choices = members(annotation)
+                inner = section_in(annotation)
+                if inner and not choices and i + 1 < len(one["loc"]):
+                    section, union, tag = inner, {}, ""
+        problems.append(_Mistake(one, tuple(key), parent, annotation, union, tag))
     # One mistake, one message: without "is required" for a key that is there misspelt, and without "unknown key" where
     # the name that decides about the keys is wrong itself.
     misspelt = {(*p.key[:-1], p.similar()) for p in problems if p.kind == "extra_forbidden"}
@@ -405,26 +413,3 @@ class _Mistake:
         yaml.default_flow_style, yaml.width = True, 1000
         yaml.dump(content if isinstance(last, int) else {last: content}, stream)
         return f"write {stream.getvalue().strip() if isinstance(last, int) else stream.getvalue().strip()[1:-1]}"
-
-
-def _locate(error: Any, form: type[Section]) -> _Mistake:
-    """One of pydantic's errors at its key; in pydantic's location the tag of a union follows its key."""
-    key: list[str | int] = []
-    section = parent = form
-    union: dict[str, type[Section]] = {}
-    annotation, tag, choices = None, "", union
-    for i, part in enumerate(error["loc"]):
-        if part in choices:
-            tag, union = str(part), choices
-            section, choices = choices[tag], {}
-            continue
-        if part == "[key]":  # pydantic's mark of a key that is none of the literal ones
-            continue
-        key.append(part)
-        parent = section
-        annotation = section.model_fields[part].annotation if part in section.model_fields else None
-        choices = members(annotation)
-        inner = section_in(annotation)
-        if inner and not choices and i + 1 < len(error["loc"]):
-            section, union, tag = inner, {}, ""
-    return _Mistake(error, tuple(key), parent, annotation, union, tag)

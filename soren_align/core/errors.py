@@ -26,15 +26,13 @@ def printable(text: object, max_characters: int | None = None) -> str:
 
     max_characters: a longer text loses its middle.
     """
-    escaped = _CONTROL.sub(lambda match: _escape(ord(match[0])), str(text))
+    escaped = _CONTROL.sub(
+        lambda match: f"\\x{ord(match[0]):02x}" if ord(match[0]) < 256 else f"\\u{ord(match[0]):04x}", str(text)
+    )
     if max_characters is None or len(escaped) <= max_characters:
         return escaped
     half = (max_characters - 5) // 2
     return f"{escaped[:half]} ... {escaped[-half:]}"
-
-
-def _escape(code: int) -> str:
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 class UserError(ValueError):

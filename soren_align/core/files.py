@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from typing_extensions import TypedDict
 
 from .errors import UserError
-from .yaml import MAX_DEPTH, MAX_YAML_BYTES, is_text, parse_yaml
+from .yaml import MAX_DEPTH, MAX_YAML_BYTES, is_text
 
 T = TypeVar("T")
 
@@ -59,13 +59,9 @@ def default_cache_folder() -> Path:
 
 def is_component(name: Any) -> bool:
     """Whether `name`, read from a file, is the name of one entry of a folder, and not a path to another folder."""
-    return (
-        isinstance(name, str)
-        and name not in ("", ".", "..")
-        and name.isprintable()
-        and not {"/", "\\"} & set(name)
-        and len(name.encode("utf-8", "surrogatepass")) <= 200  # 255, less the suffixes of `write` and .jsonl
-    )
+    if not isinstance(name, str) or name in ("", ".", "..") or not name.isprintable() or {"/", "\\"} & set(name):
+        return False
+    return len(name.encode("utf-8", "surrogatepass")) <= 200  # 255, less the suffixes of `write` and .jsonl
 
 
 def refuse_special_files(folder: Path) -> None:
@@ -130,15 +126,6 @@ def _json_int(digits: str) -> int:
     return int(digits)
 
 
-def read_yaml(path: str | Path, name: str | None = None) -> Any:
-    """Return a YAML 1.2 file as plain data: dicts with string keys, lists, strings, numbers, booleans and None.
-
-    name: the file's name in messages; default: `path`. Raises UserError, with the line, if the file is not valid YAML
-    or exceeds the limits of yaml_reader.
-    """
-    return parse_yaml(read_text(path), name or str(path))[0]
-
-
 def write(path: Path, text: str) -> None:
     """Write a file atomically: a reader sees the old content or the new one. A link is replaced, not followed."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # two evaluations of a run write its card
@@ -179,9 +166,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def use_umask(file: Path) -> None:
-    """Give a new file the mode that the umask asks for: safetensors makes its files readable by their owner alone."""
-    _set_mode(file, _umask())
+def use_umask(file: Path, umask: int | None = None) -> None:
+    """Give a new file the mode that the umask asks for: safetensors makes its files readable by their owner alone.
+
+    umask: this process's; None: read here.
+    """
+    mode = 0o666 & ~(_umask() if umask is None else umask)
+    if file.stat().st_mode & 0o777 != mode:
+        with suppress(PermissionError):  # a file system without modes
+            file.chmod(mode)
 
 
 def _umask() -> int:
@@ -190,16 +183,9 @@ def _umask() -> int:
     return umask
 
 
-def _set_mode(file: Path, umask: int) -> None:
-    mode = 0o666 & ~umask
-    if file.stat().st_mode & 0o777 != mode:
-        with suppress(PermissionError):  # a file system without modes
-            file.chmod(mode)
-
-
 def _settle(file: Path, umask: int) -> None:
     """Give a complete file its mode, and write it to the disk."""
-    _set_mode(file, umask)
+    use_umask(file, umask)
     with _naming(file), file.open("rb") as stream:
         os.fsync(stream.fileno())
 

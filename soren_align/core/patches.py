@@ -123,8 +123,5 @@ def patched(name: str, value: Any, owner: Any = None) -> Iterator[Any]:
 @contextlib.contextmanager
 def hub_offline() -> Iterator[None]:
     """Within this context, nothing is downloaded from the Hugging Face hub."""
-    with (
-        patched("huggingface_hub.constants.HF_HUB_OFFLINE", True),
-        patched("datasets.config.HF_HUB_OFFLINE", True),
-    ):
+    with patched("huggingface_hub.constants.HF_HUB_OFFLINE", True), patched("datasets.config.HF_HUB_OFFLINE", True):
         yield

@@ -67,11 +67,17 @@ class Table:
         return Group(Text(f"\n{printable(self.title)}", style="bold"), table) if self.title else table
 
     def markdown(self) -> str:
-        """Return the table in GitHub's Markdown, under its title if it has one; without a newline at the end."""
-        head, *rows = (f"| {' | '.join(map(markdown_cell, row))} |" for row in (self.head, *self.rows))
+        """Return the table in GitHub's Markdown, under its title if it has one; without a newline at the end.
+
+        The lines of a cell stay lines.
+        """
+        lines = []
+        for row in (self.head, *self.rows):
+            cells = ("<br>".join(map(markdown_line, cell.split("\n"))).replace("|", "\\|") for cell in row)
+            lines.append(f"| {' | '.join(cells)} |")
         rule = "".join("---:|" if side == "r" else "---|" for side in self.sides)
         title = [f"**{markdown_line(self.title)}**", ""] if self.title else []
-        return "\n".join([*title, head, f"|{rule}", *rows])
+        return "\n".join([*title, lines[0], f"|{rule}", *lines[1:]])
 
     def html(self) -> str:
         """Return a <table> with the classes number (a cell of a right-aligned column) and first (a row of `groups`)."""
@@ -94,11 +100,6 @@ def without_html(text: str) -> str:
 def markdown_line(text: str) -> str:
     """Return a text as one line of Markdown that reads as it is: no HTML, links, pictures, code or emphasis."""
     return re.sub(r"(`|(?<=\S)\*|\*(?=\S)|\](?=[(\[:]))", r"\\\1", without_html(printable(text)))
-
-
-def markdown_cell(text: str) -> str:
-    """Return a text for a cell of a table in Markdown; its lines stay lines."""
-    return "<br>".join(markdown_line(line).replace("|", "\\|") for line in text.split("\n"))
 
 
 def fenced(text: str, language: str = "") -> str:
@@ -208,9 +209,6 @@ def counting(show: Callable[[str], object], activity: str) -> Callable[[int], No
     return on_examples
 
 
-# Numbers and lists in words. A value that was not measured (None, or not finite) is a dash.
-
-
 def number(value: float | None, form: str = ",") -> str:
     """Return a number in Python's format: `.2f`, `.0%`, `,`; a dash for None and for NaN and infinity."""
     return "-" if value is None or not math.isfinite(value) else format(value, form)
@@ -253,10 +251,8 @@ def duration(seconds: float | None) -> str:
     """Return a time in its natural unit: 21.3 s, 4.5 min, 3.2 h."""
     if seconds is None:
         return "-"
-    for unit, length in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.1f} s"
+    length, unit = (3600, "h") if seconds >= 7200 else (60, "min") if seconds >= 120 else (1, "s")
+    return f"{seconds / length:.1f} {unit}"
 
 
 def gibibytes(num_bytes: float | None) -> str:

@@ -42,6 +42,8 @@ class Data:
     section: dict[str, Any] = field(default_factory=dict)
     ours: dict[str, str] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
+    trains_completions: bool = False
+    """Whether all examples are read as prompts and completions, of which the completions alone are trained anyway."""
 
     def drop(self, key: str, reason: str, changes_training: bool = False) -> None:
         """Add the note that `key` was dropped."""
@@ -62,6 +64,9 @@ def read_data(source: dict[str, Any], evaluates: bool) -> Data:
     if root is None:
         raise UserError("no dataset is named: write dataset_name (or datasets, dataset_mixture)")
     data, entries = Data(), _entries(source, root)
+    kinds = [entry.get("type") for entry in entries]
+    is_pair = (isinstance(kind, dict) or str(kind).startswith("alpaca") for kind in kinds)
+    data.trains_completions = root in ("datasets", "dataset") and all(is_pair)
     held_out = [e for e in entries if is_test_split(e["split"])]
     train = [e for e in entries if e not in held_out]
     if not train:
@@ -95,15 +100,6 @@ def read_data(source: dict[str, Any], evaluates: bool) -> Data:
             split["bad_examples"] = "drop"
             data.ours[f"data.{place}.bad_examples"] = "reported and counted; a file of your own is better fixed"
     return data
-
-
-def trains_completions(source: dict[str, Any]) -> bool:
-    """Whether all examples are read as prompts and completions, of which the completions alone are trained anyway."""
-    root = next(key for key in ROOTS if source.get(key))
-    if root not in ("datasets", "dataset"):
-        return False
-    kinds = [entry.get("type") for entry in _entries(source, root)]
-    return all(isinstance(kind, dict) or str(kind).startswith("alpaca") for kind in kinds)
 
 
 def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from ..recipe import trl
 from ..recipe.checks import NOT_STREAMED
 from ..recipe.model import attention_problems
 from ..tasks import TASKS, TaskName
-from .datasets import ROOTS, read_data, trains_completions
+from .datasets import ROOTS, Data, read_data
 from .keys import LEFT_OUT, ONLY_WITH, RENAMED, TABLES, VALUES, Note, matches, number
 
 _NESTED = ("model_init_kwargs", "special_tokens", "trl")  # sections whose keys are read as if at the top level
@@ -80,11 +80,7 @@ class Conversion:
 
 
 def convert(
-    source: dict[str, Any],
-    name: str,
-    folder: str = "",
-    task: TaskName | None = None,
-    template_path: str | None = None,
+    source: dict[str, Any], name: str, folder: str = "", task: TaskName | None = None, template_path: str | None = None
 ) -> Conversion:
     """The recipe that trains as `source` does.
 
@@ -107,7 +103,7 @@ def convert(
     # Current names first: of a current and an older name for one key, the current one counts.
     for key in sorted((k for k in flat if k not in noted), key=lambda k: k.rpartition(".")[2] in RENAMED):
         conversion.notes.append(_convert_key(key, conversion))
-    _add_defaults(conversion, name)
+    _add_defaults(conversion, name, data)
     return conversion
 
 
@@ -194,11 +190,7 @@ def _convert_key(key: str, c: Conversion) -> Note:
             return Note(key, "unknown", f"did you mean {similar}?" if similar else "")
     if value is None and not (name in known and "None" in known[name].types and known[name].default is not None):
         return _dropped(key, "null has no effect")
-    return _put(key, name, target or f"trainer.{name}", value, c)
-
-
-def _put(key: str, name: str, target: str, value: Any, c: Conversion) -> Note:
-    """Write the value at the recipe's key `target`."""
+    target = target or f"trainer.{name}"
     section, _, ours = target.partition(".")
     values = c.recipe[section]
     word = VALUES.get((name, value)) if isinstance(value, bool | int | str) else None
@@ -206,7 +198,7 @@ def _put(key: str, name: str, target: str, value: Any, c: Conversion) -> Note:
     if ours in values:
         return _dropped(key, f"{target} is set by another key", values[ours] != value)
     if section == "trainer":
-        known, config = trl.fields(c.task), TASKS[c.task].config
+        config = TASKS[c.task].config
         if ours not in known:
             return _dropped(key, f"TRL's {config} has no {ours}")
         # As TRL's command line would read the text; a single value where a list is needed is a list of one.
@@ -236,7 +228,7 @@ def _put(key: str, name: str, target: str, value: Any, c: Conversion) -> Note:
     return _renamed(key, explanation, bool(effect))
 
 
-def _add_defaults(c: Conversion, name: str) -> None:
+def _add_defaults(c: Conversion, name: str, data: Data) -> None:
     """Add the keys that a recipe needs and the source leaves to its tool's defaults, or does not have."""
     flat, optimizer, trainer, defaults = c.flat, c.recipe["optimizer"], c.recipe["trainer"], TABLES["defaults"][c.tool]
 
@@ -265,7 +257,7 @@ def _add_defaults(c: Conversion, name: str) -> None:
     for key, value in defaults["trainer"].items():
         if not (key == "num_train_epochs" and streams_steps) and not (key == "bf16" and has_precision):
             add("trainer", key, value, f"{c.tool} default")
-    if c.tool != "TRL's" and c.task == "sft" and not trains_completions(flat):
+    if c.tool != "TRL's" and c.task == "sft" and not data.trains_completions:
         add("trainer", "assistant_only_loss", True, f"{c.tool} default; needs a template that marks the answers")
     if trainer.get("packing") and c.tool != "Axolotl's":  # whose strategy is not TRL's
         tool = "as LLaMA-Factory" if "finetuning_type" in flat else "TRL's default"

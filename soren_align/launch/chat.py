@@ -176,18 +176,19 @@ def start_conversations(
     return conversations
 
 
-def answer_prompts(conversations: Sequence[Conversation], prompts: Sequence[str], console: Console) -> None:
-    """Answer prompts, each in a conversation of its own; several are printed before their answers."""
+def converse(conversations: Sequence[Conversation], prompts: Sequence[str], console: Console) -> None:
+    """Answer prompts, each in a conversation of its own; several are printed before their answers.
+
+    Without prompts, ask for questions until Ctrl-D or Ctrl-C; Ctrl-C during an answer only stops that answer.
+    """
     for number, prompt in enumerate(prompts):
         if len(prompts) > 1:
             _write("\n" * bool(number) + f"> {prompt}\n")
         for conversation in conversations:
             conversation.turns = []
         _answer(conversations, prompt, console)
-
-
-def converse(conversations: Sequence[Conversation], console: Console) -> None:
-    """Ask for questions until Ctrl-D or Ctrl-C; Ctrl-C during an answer only stops that answer."""
+    if prompts:
+        return
     with suppress(ImportError):
         import readline  # noqa: F401 (input() then has a history, and the arrow keys work)
     print_labelled(console, "keys", "Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the prompt, ends")

@@ -98,10 +98,17 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
             if ranks.broadcast(folder.record()["status"] if ranks.is_first else None) != "trained":
                 with working(console, "Checking data and evaluation") as show, ranks.first_goes_first():
                     setup = training_setup.set_up_training(recipe, folder, counting(show, "Counting tokens"), ranks)
-                    if recipe.eval and ranks.is_first:
-                        from .evaluation import check_evaluation
+                    if recipe.eval and ranks.is_first:  # before training: whether the evaluation after it could run
+                        from ..evaluate.report.results import refuse_foreign
+                        from ..evaluate.run import stage
 
-                        for notice in check_evaluation(folder, setup, recipe.eval, show):
+                        refuse_foreign(stage.output_of(folder, recipe.eval), [])
+                        show("Checking evaluation")
+                        inputs = recipe.eval, setup.recipe.model, setup.start, setup.tokenizer
+                        _, notices = stage.preflight_of_training(
+                            *inputs, lambda column: show(f"Checking evaluation: {column}")
+                        )
+                        for notice in notices:
                             print_labelled(console, "notice", notice)
                 if not training.train(setup, folder, console, ranks):
                     if ranks.is_first:
@@ -325,8 +332,7 @@ def spectrum(run: str, globs: Sequence[str], *, output: str | None = None, as_js
     pictures = None if output is None else Path(output)
     if pictures is not None and pictures.exists() and not pictures.is_dir():
         raise UserError(f"--output: {output}: is a file; name a folder")
-    folder.lock(shared=True)
-    try:
+    with folder.locked(shared=True):
         set_environment(None)
         console = stderr_console()
         with console.status("Loading torch"):
@@ -337,8 +343,6 @@ def spectrum(run: str, globs: Sequence[str], *, output: str | None = None, as_js
             for number, momentum in enumerate(momenta, 1):
                 status.update(f"Mapping spectrum {number} of {len(momenta)}")
                 records.append(spectra.measure(momentum, maps))
-    finally:
-        folder.release()
     if as_json:
         sys.stdout.write(json.dumps({"source": source, "spectra": records}, indent=2) + "\n")
     else:

@@ -18,11 +18,7 @@ from ..run.folder import RunFolder
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns as PEFT imports it, where it is installed
 # srun's name for torch's. The batch script itself has SLURM_PROCID too, but no SLURM_STEP_NUM_TASKS.
-_SRUN = {
-    "RANK": "SLURM_PROCID",
-    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
-    "LOCAL_RANK": "SLURM_LOCALID",
-}
+_SRUN = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 _RANK_VARIABLES = {*_SRUN, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _RANK_VARIABLES |= {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"}
 _RANK_VARIABLES |= {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"}  # accelerate reads these as well
@@ -123,8 +119,11 @@ def library_environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, 
         env.setdefault("TENSORBOARD_LOGGING_DIR", str(RunFolder(recipe.run.output_dir).path / "tensorboard"))
     if recipe and recipe.run.offline:
         env.setdefault("HF_HUB_OFFLINE", "1")
-    if not _gpus() and not Path("/dev/kfd").exists() and not _has_cuda_driver():
-        env.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints that it found no GPU
+    if not _gpus() and not Path("/dev/kfd").exists():
+        try:  # CUDA may work without /dev/nvidia*, as under WSL2: torch needs this library too. It starts no GPU.
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            env.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints that it found no GPU
     return env
 
 
@@ -138,12 +137,3 @@ def visible_gpus() -> list[str]:
 
 def _gpus() -> list[Path]:
     return sorted(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _has_cuda_driver() -> bool:
-    """Whether CUDA may work without /dev/nvidia*, as under WSL2: torch needs this library too. It starts no GPU."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True

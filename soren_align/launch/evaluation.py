@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ from .environment import refuse_ranks, set_environment
 if TYPE_CHECKING:
     from ..evaluate.stats.contamination import Overlaps
     from ..evaluate.suite.tasks import Tasks
-    from ..training.setup import TrainingSetup
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -204,25 +203,6 @@ def overlaps_of_runs(
     return first
 
 
-def check_evaluation(
-    folder: RunFolder, setup: "TrainingSetup", settings: Eval, on_text: Callable[[str], object]
-) -> list[str]:
-    """Raise UserError, before training, if the evaluation after it could not run. Returns notices about its table."""
-    from ..evaluate.report.results import refuse_foreign
-    from ..evaluate.run import stage
-
-    refuse_foreign(stage.output_of(folder, settings), [])
-    on_text("Checking evaluation")
-    _, notices = stage.preflight_of_training(
-        settings,
-        setup.recipe.model,
-        setup.start,
-        setup.tokenizer,
-        lambda column: on_text(f"Checking evaluation: {column}"),
-    )
-    return notices
-
-
 def evaluate_trained(folder: RunFolder, settings: Eval, console: Terminal) -> None:
     """Evaluate the model of a run after training. A UserError names the model and the command for a new try."""
     try:
@@ -251,8 +231,7 @@ def chat(
         refuse_missing(name)
     if dtype not in (None, *DTYPES):
         raise UserError(f"--dtype: found {dtype!r}; write {', '.join(DTYPES)}")
-    interactive = not prompts and sys.stdin.isatty()
-    if not prompts and not interactive:
+    if not prompts and not sys.stdin.isatty():
         prompts = (sys.stdin.read().strip(),)
     if not all(prompts):
         raise UserError("chat: the question is empty; write --prompt TEXT, or pipe a text into the command")
@@ -261,9 +240,6 @@ def chat(
     set_environment(load_resolved(run.recipe) if is_run else None)
     console = stderr_console()
     with loading(console, "Loading torch and transformers"):
-        from .chat import answer_prompts, converse, start_conversations
+        from .chat import converse, start_conversations
     with quiet_libraries():
-        conversations = start_conversations(model, compare, dtype, console, **settings)
-        if interactive:
-            converse(conversations, console)
-        answer_prompts(conversations, prompts, console)
+        converse(start_conversations(model, compare, dtype, console, **settings), prompts, console)

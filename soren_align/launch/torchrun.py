@@ -19,8 +19,6 @@ from ..core.silence import log_level
 
 STARTED_HERE = "SOREN_ALIGN_LAUNCHER"
 """Environment variable of ranks that `start` started: they record their errors and do not print them."""
-
-
 SHUTDOWN_SECONDS = 270
 """For which ranks may write a checkpoint after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set: Slurm's scripts
 leave 300 (configs/slurm), torchrun alone 30, in which a 7B model's 73 GB are not written."""
@@ -38,7 +36,7 @@ class Failure:
 
 
 def start(num_ranks: int, arguments: list[str]) -> Failure | None:
-    """Run `num_ranks` workers with these arguments; return None when all have succeeded."""
+    """Run `num_ranks` workers with these arguments; return the first one's failure, None if all succeed."""
     seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     command = ["--standalone", f"--nproc-per-node={num_ranks}", f"--shutdown-timeout={seconds}"]
     command += ["-m", "soren_align.launch.worker", *arguments]
@@ -49,36 +47,28 @@ def start(num_ranks: int, arguments: list[str]) -> Failure | None:
     try:
         with log_level(logging.CRITICAL, *names):
             torchrun.run(torchrun.parse_args(command))
-    except ChildFailedError as error:
-        return _first_failure(error.failures)
+        return None
     except SignalException as error:
         return Failure(130, f"{num_ranks} processes stopped by {error.sigval.name}; rerun the same command to resume")
-    return None
-
-
-def record_error(error: BaseException) -> None:
-    """Write the error of this rank into the file that torchrun reads."""
-    handler = get_error_handler()
-    handler.initialize()
-    handler.record_exception(error)
-
-
-def _first_failure(failures: dict[int, Any]) -> Failure:
-    """Return the failure of the rank that failed first."""
+    except ChildFailedError as error:
+        failures = error.failures
     silent = min((f.timestamp for f in failures.values() if _written(f).startswith(_SILENT)), default=None)
     # A rank that did not answer does not end at torchrun's SIGTERM either: after 30 seconds it is killed.
-    ended_later = {
-        rank for rank, f in failures.items() if silent is not None and f.exitcode < 0 and f.timestamp >= silent
-    }
-    rank = min(failures, key=lambda r: (_order(failures[r], r in ended_later), failures[r].timestamp, r))
+    ended = [rank for rank, f in failures.items() if f.exitcode < 0]
+    ended_later = {rank for rank in ended if silent is not None and failures[rank].timestamp >= silent}
+    # A rank that lost its neighbour fails too, perhaps within the same second, and torchrun ends the others by SIGTERM.
+    ranks = []
+    for rank, f in failures.items():
+        order = 1 if f.exitcode == 2 else 3 if _written(f).startswith("LostRankError") else 2
+        if f.exitcode < 0:
+            order = 4 if rank in ended_later or -f.exitcode == signal.SIGTERM else 0
+        ranks.append((order, f.timestamp, rank))
+    rank = min(ranks)[-1]
     failure = failures[rank]
     kind, _, message = _written(failure).partition(": ")
     if failure.exitcode < 0:
-        message = (
-            f"rank {rank} was {killed_by(-failure.exitcode)}; the other ranks were stopped. Rerun the same command to "
-            "resume from the last checkpoint"
-        )
-        return Failure(1, message, is_resumable=True)
+        message = f"rank {rank} was {killed_by(-failure.exitcode)}; the other ranks were stopped. "
+        return Failure(1, message + "Rerun the same command to resume from the last checkpoint", is_resumable=True)
     if kind == "LostRankError" and len(ended_later) == 1:
         message = message.replace("another rank", f"rank {min(ended_later)}", 1)
     if failure.exitcode == 130:  # a rank that has saved a checkpoint has printed so, and has written nothing
@@ -91,15 +81,13 @@ def _first_failure(failures: dict[int, Any]) -> Failure:
     return Failure(1, message)
 
 
+def record_error(error: BaseException) -> None:
+    """Write the error of this rank into the file that torchrun reads."""
+    handler = get_error_handler()
+    handler.initialize()
+    handler.record_exception(error)
+
+
 def _written(failure: Any) -> str:
     """Return the rank's own message, which starts with the type of its error; empty if it wrote none."""
     return failure.message.get("message", "") if isinstance(failure.message, dict) else ""
-
-
-def _order(failure: Any, is_later: bool) -> int:
-    # A rank that lost its neighbour fails too, perhaps within the same second, and torchrun ends the others by SIGTERM.
-    if failure.exitcode < 0:
-        return 4 if is_later or -failure.exitcode == signal.SIGTERM else 0
-    if failure.exitcode == 2:
-        return 1
-    return 3 if _written(failure).startswith("LostRankError") else 2

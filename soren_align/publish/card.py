@@ -12,7 +12,7 @@ from huggingface_hub import ModelCardData
 
 from ..core.errors import UserError
 from ..core.files import write
-from ..core.text import without_html
+from ..core.text import fenced, without_html
 from ..evaluate.report import tables
 from ..evaluate.report.results import Results, read_results
 from ..recipe import Recipe, adapter_config, load_resolved, to_yaml
@@ -57,15 +57,24 @@ def card(run: RunFolder, title: str, merged: bool = False) -> str:
     merge = " It is merged with its base model." if merged else ""
     cells = {name: without_html(fact).replace("|", "\\|") for name, fact in _facts(recipe, record).items() if fact}
     facts = "".join(f"| {name} | {cell} |\n" for name, cell in cells.items())
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", yaml)), default=0))  # longer than any in the recipe
+    # A table for each suite in the run folder, with the starting checkpoint in its first row.
+    evaluations = []
+    for file in sorted(run.path.glob("eval/*/results.json")):
+        try:
+            results = read_results(file.parent)
+        except UserError:  # the page states it
+            evaluations.append(f"The results in `eval/{without_html(file.parent.name)}` could not be read.")
+            continue
+        if results is not None:
+            evaluations.append(f"##{tables.markdown(_without_paths(results, recipe))}".rstrip())
     parts = [
         f"---\n{front_matter}\n---",
         f"# {without_html(title)}",
         without_html(f"{subject}{further} by {method} from {_start(recipe, record)}.{merge}"),
         _change(record["training"], is_adapter, merged),
-        *_evaluations(run, recipe),
+        *(["## Evaluation", *evaluations] if evaluations else ["This model has not been evaluated."]),
         f"## Training\n\n| | |\n|---|---|\n{facts}".rstrip(),
-        f"<details><summary>Recipe</summary>\n\n{fence}yaml\n{yaml}{fence}\n\n</details>",
+        f"<details><summary>Recipe</summary>\n\n{fenced(yaml, 'yaml')}\n\n</details>",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -153,23 +162,6 @@ def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
         lines.insert(0, "**Most of the change was lost to rounding when the model was saved.**")
     lines += [f"{text[0].upper()}{text[1:]}." for text in describe_losses(training)]
     return " ".join(lines)
-
-
-def _evaluations(run: RunFolder, recipe: Recipe) -> list[str]:
-    """Return a table for each suite in the run folder, with the starting checkpoint in its first row.
-
-    Results that cannot be read raise nothing: the page states it instead.
-    """
-    parts = []
-    for file in sorted(run.path.glob("eval/*/results.json")):
-        try:
-            results = read_results(file.parent)
-        except UserError:
-            parts.append(f"The results in `eval/{without_html(file.parent.name)}` could not be read.")
-            continue
-        if results is not None:
-            parts.append(f"##{tables.markdown(_without_paths(results, recipe))}".rstrip())
-    return ["## Evaluation", *parts] if parts else ["This model has not been evaluated."]
 
 
 def _without_paths(results: Results, recipe: Recipe) -> Results:

@@ -115,9 +115,25 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
     """
     raw = _Raw(data)
     _check_model(raw)
-    for at, split in splits(raw.get("data")):
-        if (path := raw.as_path((*at, "path"), split.get("path"))) is not None:
-            _check_split(raw, at, split, path, reads_data)
+    for at, split in splits(raw.get("data")):  # the files of each, and its part of them
+        path, name = raw.as_path((*at, "path"), split.get("path")), split.get("split", "train")
+        if path is None:
+            continue
+        is_trained, trains_on_test = at[1] == "train", split.get("train_on_test") is True
+        missing = data_problems(path, may_be_test=not is_trained or trains_on_test) if is_local(path) else []
+        if reads_data and is_local(path) and not missing:
+            missing = first_line_problems(path, split, raw.text("task"))
+        raw.report((*at, "path"), *missing)
+        if not isinstance(name, str):
+            continue
+        if path == STDLIB and name not in STDLIB_SPLITS:
+            raw.report((*at, "split"), f"found {name!r}; {STDLIB} has {' and '.join(STDLIB_SPLITS)}")
+        elif path != STDLIB and is_local(path):
+            if "[" in name:
+                raw.report((*at, "split"), f"found {name!r}, but a file is always taken whole; write limit")
+        elif is_trained and is_test_split(name) and not trains_on_test:
+            message = f"'{name}' is a test split, and scores on training data are meaningless; name another, or write "
+            raw.report((*at, "split"), message + "train_on_test: true beside it")
     raw.problems += streaming_problems(raw.section("data"), raw.section("trainer"))
     _check_optimizer(raw)
     _check_precision(raw)
@@ -222,26 +238,6 @@ def _folder_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[s
     if init_seed is None and not weights:
         return [f"{path} has no weights (*.safetensors); for random ones set model.init_seed"]
     return []
-
-
-def _check_split(raw: _Raw, at: Key, split: dict[str, Any], path: str, reads_data: bool) -> None:
-    """Check one split of the data section: its files, and its part of them."""
-    is_trained, trains_on_test = at[1] == "train", split.get("train_on_test") is True
-    missing = data_problems(path, may_be_test=not is_trained or trains_on_test) if is_local(path) else []
-    if reads_data and is_local(path) and not missing:
-        missing = first_line_problems(path, split, raw.text("task"))
-    raw.report((*at, "path"), *missing)
-    name = split.get("split", "train")
-    if not isinstance(name, str):
-        return
-    if path == STDLIB and name not in STDLIB_SPLITS:
-        raw.report((*at, "split"), f"found {name!r}; {STDLIB} has {' and '.join(STDLIB_SPLITS)}")
-    elif path != STDLIB and is_local(path):
-        if "[" in name:
-            raw.report((*at, "split"), f"found {name!r}, but a file is always taken whole; write limit")
-    elif is_trained and is_test_split(name) and not trains_on_test:
-        message = f"'{name}' is a test split, and scores on training data are meaningless; name another, or write "
-        raw.report((*at, "split"), message + "train_on_test: true beside it")
 
 
 def _check_optimizer(raw: _Raw) -> None:
@@ -351,8 +347,17 @@ def _check_training(raw: _Raw) -> None:
     resume = raw.path("run", "resume")
     if resume is not None and resume not in ("auto", "never") and not local_path(resume).is_dir():
         raw.report(("run", "resume"), f"found {resume!r}; write auto, never, or the folder of a checkpoint")
-    if (output := raw.path("run", "output_dir")) is not None:
-        _check_output(raw, output)
+    if (output := raw.path("run", "output_dir")) is None:
+        return
+    # Whether a run folder can be created there; not write permission: a plan or an import may run on another machine.
+    folder, key = local_path(output).absolute(), ("run", "output_dir")
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if folder.is_file():
+        raw.report(key, f"{output} is a file; name a folder")
+    elif not existing.is_dir():
+        raw.report(key, f"{output} cannot be created: {existing} is a file; name another folder")
+    elif existing.resolve().parts[1:2] in (("proc",), ("sys",)):
+        raw.report(key, f"{output} cannot be written: {existing} takes no new files; name another folder")
 
 
 def _check_parallel(raw: _Raw) -> None:
@@ -367,21 +372,6 @@ def _check_parallel(raw: _Raw) -> None:
     if config and config.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
         message = "needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.19.8,<0.20'"
         raw.report(("run", "parallel"), message)
-
-
-def _check_output(raw: _Raw, output: str) -> None:
-    """Check whether a run folder can be created there. Creates nothing.
-
-    Write permission is not checked: a plan or an import may run on another machine.
-    """
-    folder, key = local_path(output).absolute(), ("run", "output_dir")
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if folder.is_file():
-        raw.report(key, f"{output} is a file; name a folder")
-    elif not existing.is_dir():
-        raw.report(key, f"{output} cannot be created: {existing} is a file; name another folder")
-    elif existing.resolve().parts[1:2] in (("proc",), ("sys",)):
-        raw.report(key, f"{output} cannot be written: {existing} takes no new files; name another folder")
 
 
 def evaluation_problems(settings: dict[str, Any]) -> list[tuple[str, str]]:

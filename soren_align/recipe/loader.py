@@ -191,26 +191,12 @@ def _checked(source: Document, task: str | None, on_missing: Notify | None = Non
     return recipe
 
 
-# Whether two recipes train the same weights: the condition for resuming a run.
-
 # Keys of `trainer` that do not change the trained weights: logging, evaluation and saving may change at a resume. With
 # run.early_stopping, evaluation does change them.
 _EVALUATION = {"eval_strategy", "eval_steps", "eval_on_start", "eval_delay"}
-_NO_EFFECT_ON_WEIGHTS = {
-    "logging_steps",
-    "logging_first_step",
-    "logging_strategy",
-    "save_steps",
-    "save_strategy",
-    "save_total_limit",
-    "report_to",
-    "run_name",
-    "project",
-    "trackio_space_id",
-    "trackio_bucket_id",
-    "trackio_static_space_id",
-    "hub_private_repo",
-}
+_NO_EFFECT_ON_WEIGHTS = {"logging_steps", "logging_first_step", "logging_strategy", "report_to", "run_name", "project"}
+_NO_EFFECT_ON_WEIGHTS |= {"save_steps", "save_strategy", "save_total_limit", "hub_private_repo"}
+_NO_EFFECT_ON_WEIGHTS |= {"trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"}
 
 
 def training_part(recipe: Recipe) -> dict[str, Any]:
@@ -247,8 +233,6 @@ def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -
             lines.append(f"{prefix}{key}: {a!r} there, {b!r} here")
     return lines
 
-
-# JSON Schema of a recipe, for editors.
 
 SCHEMA_FILE = "recipe.schema.json"
 """The schema's file beside a recipe. A copied recipe names it by this relative path, which is right on every machine

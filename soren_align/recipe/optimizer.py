@@ -6,32 +6,35 @@ them. Defaults and bounds come from `optimizer_settings`.
 """
 
 import operator
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, create_model
 from pydantic_core import PydanticCustomError
 
 from ..core import optimizer_settings as settings
-from ..core.optimizer_settings import AdjustLrFn, Compensation, FactorPrecision, Matrices, Precision, States
-from ..spectral.maps import MAPS, SOREN_MAPS, Setting, SpectralMap
-from .base import Coefficient, NonNegative, Positive, Section, members, tag_of, within
+from ..core.document import Section, members, tag_of
+from ..core.optimizer_settings import AdjustLrFn, Bounds, Compensation, FactorPrecision, Matrices, Precision, States
+from ..spectral.maps import MAPS, SOREN_MAPS, SpectralMap
 
 
-def _type_of(setting: Setting) -> Any:
-    """The annotation of a map's setting."""
+def within(bounds: Bounds) -> Any:
+    """The pydantic Field of an int or a float within `bounds`."""
+    least, above, most, below = bounds
+    if most != settings.LARGEST:
+        return Field(ge=least, gt=above, le=most, lt=below)
+    return Field(ge=least, gt=above, le=most, allow_inf_nan=False)
 
-    def one_of_the_choices(value: float) -> float:
-        if value not in setting.choices:
-            words = " or ".join(map(str, setting.choices))
-            raise PydanticCustomError("choice", "write {choices}", {"choices": words})
-        return value
 
-    if not setting.choices:
-        assert setting.bounds
-        return Annotated[type(setting.default), within(setting.bounds)]
-    schema: Any = {"enum": list(setting.choices)}
-    return Annotated[type(setting.default), AfterValidator(one_of_the_choices), Field(json_schema_extra=schema)]
+Positive = Annotated[float, within(settings.POSITIVE)]
+NonNegative = Annotated[float, within(settings.NON_NEGATIVE)]
+Coefficient = Annotated[float, within(settings.COEFFICIENT)]
+
+
+def _one_of(choices: tuple[float, ...], value: float) -> float:
+    if value not in choices:
+        raise PydanticCustomError("choice", "write {choices}", {"choices": " or ".join(map(str, choices))})
+    return value
 
 
 def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
@@ -39,7 +42,14 @@ def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
     name = spectral_map.name
     fields: dict[str, Any] = {"name": (Literal[name], name) if is_default else Literal[name]}
     for key, setting in spectral_map.settings.items():
-        fields[key] = (_type_of(setting), Field(setting.default, description=setting.doc))
+        kind: Any = type(setting.default)
+        if setting.choices:
+            schema: Any = {"enum": list(setting.choices)}
+            kind = Annotated[kind, AfterValidator(partial(_one_of, setting.choices)), Field(json_schema_extra=schema)]
+        else:
+            assert setting.bounds
+            kind = Annotated[kind, within(setting.bounds)]
+        fields[key] = (kind, Field(setting.default, description=setting.doc))
     title = "".join(word.capitalize() for word in name.split("_"))
     return create_model(f"{title}Map", __base__=Section, __module__=__name__, __doc__=spectral_map.doc, **fields)
 

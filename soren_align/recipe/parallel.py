@@ -31,30 +31,17 @@ _ELSEWHERE = {
     "tensor_parallel": "only data is divided among the processes, not matrices",
     "amp": "write trainer.bf16",
 }
+_OFF = {"mics_shard_size": -1, "zero_hpz_partition_size": 1}
 _ZERO_UNSUPPORTED = {
     "round_robin_gradients": "DeepSpeed then writes universal checkpoints with wrong numbers in them",
-    "zenflow": "it updates parameters outside of the optimizer",
-    "super_offload": "it updates parameters outside of the optimizer",
-    "mics_shard_size": "matrices would be sharded over several groups of processes, which is untested",
-    "zero_hpz_partition_size": "matrices would be sharded over several groups of processes, which is untested",
-    "zero_quantized_weights": "it is untested",
-    "zero_quantized_gradients": "it is untested",
+    **dict.fromkeys(("zenflow", "super_offload"), "it updates parameters outside of the optimizer"),
+    **dict.fromkeys(_OFF, "matrices would be sharded over several groups of processes, which is untested"),
+    **dict.fromkeys(("zero_quantized_weights", "zero_quantized_gradients"), "it is untested"),
 }
-_OFF = {"mics_shard_size": -1, "zero_hpz_partition_size": 1}
 
 # The keys of accelerate's `fsdp_config` that transformers reads for FSDP2; it silently ignores all others.
-_FSDP_READ = (
-    "version",
-    "auto_wrap_policy",
-    "transformer_layer_cls_to_wrap",
-    "min_num_params",
-    "reshard_after_forward",
-    "offload_params",
-    "activation_checkpointing",
-    "cpu_ram_efficient_loading",
-    "state_dict_type",
-)
-
+_FSDP_READ = {"version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type"}
+_FSDP_READ |= {"reshard_after_forward", "offload_params", "activation_checkpointing", "cpu_ram_efficient_loading"}
 _COMMUNICATION = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -180,11 +167,8 @@ def _deepspeed_problems(config: dict[str, Any]) -> Iterator[str]:
         yield "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would replace the recipe's optimizer; write false"
 
 
-# The global batch size: micro-batch size x gradient accumulation steps x processes.
-
-
 def accumulation(recipe: Recipe, num_ranks: int) -> int:
-    """Micro-batches per optimizer step and process.
+    """Micro-batches per optimizer step and process: of run.global_batch_size = micro-batch size x these x processes.
 
     With run.global_batch_size it follows from the number of processes. Raises UserError if that number does not fit.
     """

@@ -1,7 +1,4 @@
-"""The sections of a recipe, as pydantic models: every key, its meaning and its default.
-
-The optimizer section is in `optimizers`, the data section in `data_section`.
-"""
+"""The sections of a recipe but the optimizer's, as pydantic models: every key, its meaning and its default."""
 
 import os
 from pathlib import Path
@@ -11,11 +8,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
 from ..core import shipped
+from ..core.document import Section
 from ..tasks import TASKS, Column, TaskName
-from .base import Coefficient, NonNegative, Positive, Section
-from .optimizer import Optimizer
-
-# The data section of a recipe: training splits, held-out examples, and the names that their columns have.
+from .optimizer import Coefficient, NonNegative, Optimizer, Positive
 
 
 class DataSplit(Section):
@@ -91,11 +86,6 @@ class Streaming(Section):
     the order of the data."""
 
 
-def _as_streaming(value: Any) -> Any:
-    """`true` as a section of defaults, `false` as null; anything else unchanged."""
-    return ({} if value else None) if isinstance(value, bool) else value
-
-
 ONE, SEVERAL, SPLIT, PART, NUMBER = "<one>", "<several>", "a split", "a fraction", "a number"
 """Tags of the unions in `data.train` and `data.eval`; messages name the latter three."""
 
@@ -134,7 +124,9 @@ class Data(Section):
     retention: DataSplit | None = None
     """Examples of what the model must not forget, in the forms of SFT also for DPO: at every evaluation metrics.jsonl
     gets `retention_loss`, of the answers of up to 64 of them. They are not trained on."""
-    streaming: Annotated[Streaming | None, BeforeValidator(_as_streaming)] = None
+    streaming: Annotated[
+        Streaming | None, BeforeValidator(lambda value: ({} if value else None) if isinstance(value, bool) else value)
+    ] = None
     """`true`: read the training examples while training, again from the start when they end; docs/data.md has the
     differences. Needs trainer.max_steps."""
 
@@ -146,9 +138,6 @@ class Data(Section):
     def sources(self) -> list[TrainSplit]:
         """The training splits, as a list."""
         return self.train if isinstance(self.train, list) else [self.train]
-
-
-# The sections inside `run`: measurements and samples during training, and its early end.
 
 
 class LogSpectra(Section):

@@ -27,8 +27,7 @@ ELSEWHERE = {
     "optim": "belongs to optimizer.name",
     "optim_args": "belongs to the optimizer section",
     "optim_target_modules": "belongs to the optimizer section (optimizer.aux)",
-    "adam_beta1": "belongs to optimizer.betas",
-    "adam_beta2": "belongs to optimizer.betas",
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "belongs to optimizer.betas"),
     "adam_epsilon": "belongs to optimizer.eps",
     "output_dir": "belongs to run.output_dir",
     "resume_from_checkpoint": "belongs to run.resume",
@@ -37,65 +36,45 @@ ELSEWHERE = {
     "eos_token": "belongs to model.eos_token",
     "trust_remote_code": "remote code is not run; use a model that transformers supports",
     "dataset_text_field": "belongs to the data section; columns are recognised there",
-    "dataset_kwargs": "belongs to the data section",
-    "remove_unused_columns": "belongs to the data section",
-    "disable_tqdm": "progress is shown by soren-align itself; leave it out",
-    "log_level": "progress is shown by soren-align itself; leave it out",
-    "log_level_replica": "progress is shown by soren-align itself; leave it out",
-    "do_train": "determined by the command; leave it out",
-    "do_eval": "determined by the command; leave it out",
-    "do_predict": "determined by the command; leave it out",
-    "deepspeed": "belongs to run.parallel; leave it out",
-    "fsdp": "belongs to run.parallel; leave it out",
-    "fsdp_config": "belongs to run.parallel; leave it out",
-    "parallelism_config": "belongs to run.parallel; leave it out",
-    "accelerator_config": "soren-align sets it for the processes that it starts; leave it out",
-    "local_rank": "soren-align sets it for the processes that it starts; leave it out",
+    **dict.fromkeys(("dataset_kwargs", "remove_unused_columns"), "belongs to the data section"),
+    **dict.fromkeys(
+        ("disable_tqdm", "log_level", "log_level_replica"), "progress is shown by soren-align itself; leave it out"
+    ),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "determined by the command; leave it out"),
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), "belongs to run.parallel; leave it out"
+    ),
+    **dict.fromkeys(
+        ("accelerator_config", "local_rank"), "soren-align sets it for the processes that it starts; leave it out"
+    ),
     "save_only_model": "a checkpoint without its optimizer cannot be resumed; leave it out",
     "ignore_data_skip": "a resumed run must see the same examples as an uninterrupted one; leave it out",
     "auto_find_batch_size": "it changes the batch silently; set per_device_train_batch_size",
-    "push_to_hub": _PUSH,
-    "hub_model_id": _PUSH,
-    "hub_strategy": _PUSH,
-    "hub_always_push": _PUSH,
-    "hub_revision": _PUSH,
+    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"), _PUSH),
     "hub_token": "recipes are written into run folders; put the token into the environment as HF_TOKEN",
 }
 
 # Keys of older recipes, with TRL's present name.
 RENAMED = {
     "warmup_ratio": "write warmup_steps: a number below 1 is a ratio",
-    "max_seq_length": "write max_length",
+    **dict.fromkeys(("max_seq_length", "seq_length", "max_seq_len"), "write max_length"),
     "max_prompt_length": "TRL no longer has this limit; max_length counts prompt and answer",
-    "torch_dtype": "belongs to model.dtype",
-    "dtype": "belongs to model.dtype",
+    **dict.fromkeys(("torch_dtype", "dtype"), "belongs to model.dtype"),
     "evaluation_strategy": "write eval_strategy",
     "overwrite_output_dir": "write run.overwrite",
     "chat_template": "belongs to model.chat_template",
     "dataset_name": "belongs to data.train.path",
     "lr": "belongs to optimizer.lr",
-    "epochs": "write num_train_epochs",
-    "num_epochs": "write num_train_epochs",
+    **dict.fromkeys(("epochs", "num_epochs"), "write num_train_epochs"),
     "steps": "write max_steps",
     "batch_size": "write per_device_train_batch_size, or run.global_batch_size",
     "micro_batch_size": "write per_device_train_batch_size",
-    "seq_length": "write max_length",
-    "max_seq_len": "write max_length",
 }
 
 # Bounds that TRL and transformers check late, or not at all.
-AT_LEAST = {
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "max_length": 2,
-    "save_total_limit": 1,
-    "max_steps": -1,
-    "seed": 0,
-    "warmup_steps": 0,
-    "max_grad_norm": 0,
-    "dataloader_num_workers": 0,
-}
+AT_LEAST: dict[str, int] = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 1)
+AT_LEAST |= {"gradient_accumulation_steps": 1, "max_length": 2, "save_total_limit": 1, "max_steps": -1}
+AT_LEAST |= dict.fromkeys(("seed", "warmup_steps", "max_grad_norm", "dataloader_num_workers"), 0)
 AT_MOST: dict[str, int] = dict.fromkeys(("seed", "data_seed"), 2**32 - 1)  # numpy's
 AT_MOST |= dict.fromkeys(("dataloader_num_workers", "dataset_num_proc"), 256)  # each is a process, of every rank
 MORE_THAN = {"num_train_epochs": 0, "logging_steps": 0, "save_steps": 0, "eval_steps": 0, "beta": 0}
@@ -131,11 +110,7 @@ def fields(task: str) -> dict[str, Field]:
 
 def problems(task: str, values: dict[str, Any]) -> dict[str, str]:
     """The problems of a recipe's `trainer` section: key -> message."""
-    wrong = {}
-    for key, value in values.items():
-        message = _problem(task, key, value)
-        if message:
-            wrong[key] = message
+    wrong = {key: message for key, value in values.items() if (message := _problem(task, key, value))}
     if values.get("hub_private_repo") is not None and "trackio" not in named(values.get("report_to")):
         wrong["hub_private_repo"] = f"has an effect with trackio only (a Space); {_PUSH}, with --private"
     return wrong
@@ -181,13 +156,8 @@ def _problem(task: str, key: str, value: Any) -> str | None:
 def _fits(value: Any, types: frozenset[str]) -> bool:
     if not types or "Any" in types:
         return True
-    if value is None:
-        return "None" in types
-    if isinstance(value, bool):
-        return "bool" in types
-    if isinstance(value, int):
-        return bool(types & {"int", "float"})
-    return type(value).__name__ in types
+    kind = "None" if value is None else type(value).__name__
+    return kind in types or (kind == "int" and "float" in types)
 
 
 _WORDS = {
@@ -263,12 +233,9 @@ def _literal(node: ast.expr | None) -> Any:
         return None
 
 
-# Trackers besides metrics.jsonl: transformers' integrations, by the names in `trainer.report_to`.
-#
-# transformers reports a missing package only after the model is loaded; here it is reported before.
-
-# Name in report_to -> (required modules, package to install). tests/recipe/test_trackers.py compares the names with
-# those of the installed transformers.
+# Trackers besides metrics.jsonl: name in `trainer.report_to` -> (required modules, package to install).
+# tests/recipe/test_trackers.py compares the names with those of the installed transformers, which reports a missing
+# package only after the model is loaded; here it is reported before.
 TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
     "azure_ml": (("azureml.core",), "azureml-core"),
     "clearml": (("clearml",), "clearml"),

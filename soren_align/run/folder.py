@@ -39,18 +39,8 @@ PREVIOUS = "remove this checkpoint's folder to resume from the previous one"
 """The remedy for a damaged checkpoint."""
 MERGED_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that was merged
 CONTENTS = (
-    "recipe.yaml",
-    "metrics.jsonl",
-    "spectra.jsonl",
-    "samples.jsonl",
-    "start",
-    "start_logits.safetensors",
-    "checkpoints",
-    "model",
-    "merged",
-    "eval",
-    "tensorboard",
-    "run.json",
+    *("recipe.yaml", "metrics.jsonl", "spectra.jsonl", "samples.jsonl", "start", "start_logits.safetensors"),
+    *("checkpoints", "model", "merged", "eval", "tensorboard", "run.json"),
 )
 AFTER_DIVERGENCE = "train it anew with a smaller optimizer.lr, such as a tenth, and --set run.overwrite=true"
 STOPPED = "stopped by a signal"
@@ -214,11 +204,11 @@ class RunFolder:
             )
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, *, shared: bool = False) -> Iterator[None]:
         """Hold the folder within the block; see `lock`."""
         was_locked = self.is_locked()
         try:
-            self.lock()
+            self.lock(shared=shared)
             yield
         finally:
             if not was_locked:

@@ -90,7 +90,7 @@ def is_held(file: Path) -> bool:
     """Whether this process holds the lock file. Not if it was removed, or another process took over a lease."""
     token = _leases.get(str(file.absolute()))
     if token is not None:
-        return _read_lease(file).get("token") == token
+        return _read(_lease(file)).get("token") == token
     return any(_is_open(descriptor, file) for descriptor in _descriptors)
 
 
@@ -143,17 +143,21 @@ def _refuse_leased(file: Path) -> None:
         renewed = lease.stat(follow_symlinks=False).st_mtime
     except FileNotFoundError:
         return
-    holder, here = _read_lease(file), _this_process()
+    holder, here = _read(lease), _this_process()
     # Both times are the file system's own: clocks of machines differ.
     probe = lease.with_name(f"{lease.name}.{secrets.token_hex(8)}")
     probe.touch()
     left = LEASE_SECONDS - (probe.stat().st_mtime - renewed)
     probe.unlink()
-    has_ended = here["boot"] and holder.get("boot") == here["boot"] and not _is_alive(holder.get("process"))
+    process, has_ended = holder.get("process"), False
+    if here["boot"] and holder.get("boot") == here["boot"]:
+        try:
+            os.kill(process if isinstance(process, int) and process > 0 else os.getpid(), 0)
+        except OSError as error:  # a PermissionError is of another user's process, which is alive
+            has_ended = isinstance(error, ProcessLookupError)
     if left > 0 and not has_ended:
-        place = f"process {holder.get('process')} on {holder.get('host')}"
-        message = f"{_locked(file)} ({place}); if it has ended already, wait {left:.0f} s"
-        raise LockedError(message)
+        place = f"process {process} on {holder.get('host')}"
+        raise LockedError(f"{_locked(file)} ({place}); if it has ended already, wait {left:.0f} s")
     _remove_lease(file, holder.get("token"))
 
 
@@ -171,10 +175,6 @@ def _remove_lease(file: Path, token: object) -> None:
 
 def _lease(file: Path) -> Path:
     return file.with_name(f"{file.name}.lease")
-
-
-def _read_lease(file: Path) -> dict[str, object]:
-    return _read(_lease(file))
 
 
 def _read(lease: Path) -> dict[str, object]:
@@ -195,16 +195,6 @@ def _this_process() -> dict[str, object]:
     with suppress(OSError):  # containers of one machine share the boot, not the numbers of processes
         boot = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return {"host": socket.gethostname(), "process": os.getpid(), "boot": boot}
-
-
-def _is_alive(process: object) -> bool:
-    try:
-        os.kill(process if isinstance(process, int) and process > 0 else os.getpid(), 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # of another user
-        return True
-    return True
 
 
 if _inherited[1]:

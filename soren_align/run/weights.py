@@ -105,7 +105,15 @@ def load_model(
     if not hf_deepspeed.is_deepspeed_zero3_enabled():
         _refuse_more_weights(place or name, config, files)
     elif os.environ.get("RANK", "0") == "0":
-        _compare_before_sharding(name, options)
+        # transformers only reports missing keys under ZeRO 3: keys and shapes are compared first, without loading.
+        reference = hf_deepspeed._hf_deepspeed_config_weak_ref
+        assert reference is not None
+        sharding = reference()
+        hf_deepspeed.unset_hf_deepspeed_config()
+        try:
+            load_model(name, **options, device_map={"": "meta"})
+        finally:
+            hf_deepspeed.set_hf_deepspeed_config(sharding)
     loaded: Any = None
     try:
         # A pickle can run any code, and so can a model's own modules.
@@ -260,15 +268,3 @@ def _refuse_more_weights(place: str, config: Any, files: Iterable[Path]) -> None
             f"{place}: not a model that can be loaded: config.json describes {numel:,} weights, more than its files of "
             f"{num_bytes:,} bytes can hold"
         )
-
-
-def _compare_before_sharding(name: str, options: dict[str, Any]) -> None:
-    """Under ZeRO 3, compare keys and shapes without loading: transformers only reports missing keys."""
-    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
-    assert reference is not None
-    config = reference()
-    hf_deepspeed.unset_hf_deepspeed_config()
-    try:
-        load_model(name, **options, device_map={"": "meta"})
-    finally:
-        hf_deepspeed.set_hf_deepspeed_config(config)

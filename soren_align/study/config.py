@@ -15,12 +15,12 @@ from pydantic_core import PydanticCustomError
 
 from .. import recipe as recipes
 from ..core import shipped
-from ..core.document import Document, Key, dotted, find, parse, place, sentences
+from ..core.document import Document, Key, Section, dotted, find, parse, place, sentences
 from ..core.errors import UserError, did_you_mean
 from ..core.files import local_path, read_text
 from ..evaluate.suite.suites import suite_of
 from ..recipe import Recipe, trainer_value
-from ..recipe.base import NonNegative, Positive, Section
+from ..recipe.optimizer import NonNegative, Positive
 from ..tasks import TASKS
 from .study import Run
 
@@ -184,7 +184,8 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
     """
     path = find(name_or_path, shipped.studies(), "study")
     source = _parsed(path)
-    source.override(overrides or [], with_dots=("set", "space"))
+    for setting in source.settings(overrides or []):
+        source.apply(setting, with_dots=("set", "space"))
     raw = source.content
     if "candidates" not in raw and "task" in raw:
         raise UserError(f"{path}: is a recipe; a study has candidates (soren-align {raw['task']} {name_or_path})")
