@@ -25,11 +25,7 @@ OnOmitted = Callable[[str, str], object]
 """Called for a starting checkpoint without a row: (a sentence with the reason, the checkpoint's recorded path)."""
 
 
-def ignore(sentence: str, path: str) -> None:
-    """Do nothing."""
-
-
-def lineages(paths: Sequence[str | Path], on_omitted: OnOmitted = ignore) -> list[Row]:
+def lineages(paths: Sequence[str | Path], on_omitted: OnOmitted | None = None) -> list[Row]:
     """Return the rows of several models in one table, in which a common ancestor appears once.
 
     A model in `paths` has its own row even if all its files equal another's. Where rows would have one name, all of
@@ -49,7 +45,7 @@ def lineages(paths: Sequence[str | Path], on_omitted: OnOmitted = ignore) -> lis
     return _with_unique_names(rows)
 
 
-def lineage(path: str | Path, on_omitted: OnOmitted = ignore) -> list[Row]:
+def lineage(path: str | Path, on_omitted: OnOmitted | None = None) -> list[Row]:
     """Return the rows of a model: the starting checkpoint, every run between, and the model.
 
     path: a run folder; a model folder, which is one row unless a run trained it; an adapter, after its base; or a name
@@ -72,7 +68,7 @@ def parents(models: Sequence[str | Path]) -> dict[int, int]:
     return indices
 
 
-def _lineage(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
+def _lineage(path: str | Path, on_omitted: OnOmitted | None) -> list[Row]:
     """Return the rows of `lineage`, of which several may have one name."""
     local = local_path(path)
     run = run_of(local)
@@ -101,8 +97,9 @@ def _lineage(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
         if parent is not None and parent.resolve() in seen:
             problem = OVERWRITTEN
         if problem:
-            sentence = f"no row for the checkpoint that {run.resolve().name} was trained from: it {problem}"
-            on_omitted(sentence, record["start"]["path"])
+            if on_omitted:
+                sentence = f"no row for the checkpoint that {run.resolve().name} was trained from: it {problem}"
+                on_omitted(sentence, record["start"]["path"])
             break
         if parent is None:
             rows.append(("base", start))

@@ -23,7 +23,7 @@ from ..suite.sandbox import rendering
 from ..suite.suites import Suite, SuiteTask
 from ..suite.tasks import Tasks, equal_choices, long_answers, subtasks
 from .backends import MAX_GEN_TOKS, BackendSettings, base_folder, generation_settings, load_tokenizer, model_folder
-from .lineage import OnOmitted, ignore, lineage, run_of
+from .lineage import OnOmitted, lineage, run_of
 from .requests import RequestDispatcher, ResponseCache
 from .workers import InProcess
 
@@ -78,7 +78,7 @@ def saved_row(name: str, model: Path | str) -> PlannedRow:
 
 
 def planned_rows(
-    start: str, revision: str | None, tokenizer: Any, *, is_adapter: bool, on_omitted: OnOmitted = ignore
+    start: str, revision: str | None, tokenizer: Any, *, is_adapter: bool, on_omitted: OnOmitted | None = None
 ) -> list[PlannedRow]:
     """Return the rows of the table after a training from `start`: the checkpoints before it, and the trained model.
 
@@ -97,11 +97,11 @@ def with_base_template(rows: Sequence[PlannedRow], which: str) -> list[PlannedRo
     The run's template is that of the last row that has one.
     """
     first, *others = rows
-    run = next((row for row in reversed(others) if row.template_of), None)
-    if which == "none":
-        first = _with_template_of(None, first)
-    elif run and (which == "run" or not first.template_of):
-        first = _with_template_of(run, first)
+    run = None if which == "none" else next((row for row in reversed(others) if row.template_of), None)
+    if which == "none" or (run and (which == "run" or not first.template_of)):
+        tokenizer = deepcopy(first.tokenizer)
+        tokenizer.chat_template = run.tokenizer.chat_template if run else None
+        first = replace(first, tokenizer=tokenizer, template_of=run.name if run else None)
     return [first, *others]
 
 
@@ -143,12 +143,6 @@ def check(
     if not rows:
         return tasks, []
     return tasks, [*_row_notices(rows, suite, probes), *_question_notices(rows[-1], suite, tasks, options)]
-
-
-def _with_template_of(source: PlannedRow | None, row: PlannedRow) -> PlannedRow:
-    tokenizer = deepcopy(row.tokenizer)
-    tokenizer.chat_template = source.tokenizer.chat_template if source else None
-    return replace(row, tokenizer=tokenizer, template_of=source.name if source else None)
 
 
 def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "_Probe"]) -> list[str]:
@@ -239,8 +233,20 @@ class _Probe:
     def add(self, task: SuiteTask, questions: list[tuple[Any, list[dict[str, Any]]]]) -> None:
         """Make the requests of a column. questions: some of each of lm-eval's tasks."""
         self.lm.label = f"{self.row.name}: {task.column}"
-        try:
-            requests = self._requests(questions)
+        has_template = self.suite.apply_chat_template and self.row.template_of is not None
+        how = {"apply_chat_template": has_template, "chat_template": self.lm.apply_chat_template}
+        requests = []
+        try:  # as in `Task.build_all_requests`
+            for subtask, docs in questions:
+                subtask.set_fewshot_seed(seed=self.suite.seeds.fewshot)
+                num_fewshot = subtask.config.num_fewshot or 0
+                with silence(), rendering():
+                    for doc in docs:
+                        prefix = subtask.doc_to_prefix(doc)
+                        prompt = subtask.fewshot_context(
+                            doc, num_fewshot, fewshot_as_multiturn=has_template, gen_prefix=prefix, **how
+                        )
+                        requests += _as_list(subtask.construct_requests(doc, prompt, **how))
         except Exception as error:  # a template may raise anything
             reason = in_one_line(error).removeprefix(f"{self.lm.label}: ")
             self.problems.append(
@@ -275,23 +281,6 @@ class _Probe:
                     f"{self.lm.label}: prompts do not fit the context of {self.row.context} tokens, and eval.strict is "
                     "true; write false (--no-strict) to truncate and count them"
                 )
-
-    def _requests(self, questions: list[tuple[Any, list[dict[str, Any]]]]) -> list[Any]:
-        """Return lm-eval's requests for some questions of each task, made as in `Task.build_all_requests`."""
-        has_template = self.suite.apply_chat_template and self.row.template_of is not None
-        how = {"apply_chat_template": has_template, "chat_template": self.lm.apply_chat_template}
-        requests = []
-        for subtask, docs in questions:
-            subtask.set_fewshot_seed(seed=self.suite.seeds.fewshot)
-            num_fewshot = subtask.config.num_fewshot or 0
-            with silence(), rendering():
-                for doc in docs:
-                    prefix = subtask.doc_to_prefix(doc)
-                    context = subtask.fewshot_context(
-                        doc, num_fewshot, fewshot_as_multiturn=has_template, gen_prefix=prefix, **how
-                    )
-                    requests += _as_list(subtask.construct_requests(doc, context, **how))
-        return requests
 
     def _num_tokens(self, text: str) -> int:
         return len(self.row.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -236,11 +236,9 @@ def _load_tasks(suite: Suite, options: Eval, cache: Path, console: Console) -> T
     if not console.is_terminal:
         console.print("loading   tasks", highlight=False)
     with console.status("Loading tasks") as status:
-
-        def on_column(column: str) -> None:
-            status.update(f"Loading tasks: {column}")
-
-        return load_tasks(suite, cache, on_column, trusted=options.trust_suite)
+        return load_tasks(
+            suite, cache, lambda column: status.update(f"Loading tasks: {column}"), trusted=options.trust_suite
+        )
 
 
 def _evaluate_models(

@@ -55,8 +55,9 @@ def compare_pairs(pairs: list[tuple[ModelResults, ModelResults]], average: bool)
     """Return for each pair the differences of the second to the first; "p_holm" is for all pairs. See `compare`."""
     differences = [_differences(first, later, average) for first, later in pairs]
     columns = [difference for row in differences for difference in row.values()]
-    _correct(columns)
-    _correct([other for difference in columns for other in difference.get("also", {}).values()])
+    for family in (columns, [other for difference in columns for other in difference.get("also", {}).values()]):
+        for difference, corrected in zip(family, holm([d["p"] for d in family]), strict=True):
+            difference["p_holm"] = corrected
     return differences
 
 
@@ -116,12 +117,6 @@ def refuse_unlike(first: tuple[str, ModelResults], later: tuple[str, ModelResult
                 f"{later_name} was evaluated with {key} = {b.settings.get(key)}, {first_name} with"
                 f" {a.settings.get(key)}: their scores cannot be compared; evaluate them separately"
             )
-
-
-def _correct(family: list[dict[str, Any]]) -> None:
-    """Add "p_holm" to the differences of one family."""
-    for difference, corrected in zip(family, holm([d["p"] for d in family]), strict=True):
-        difference["p_holm"] = corrected
 
 
 def _difference(columns: list[Paired]) -> dict[str, Any]:
