@@ -131,7 +131,7 @@ def elements_sent(layout: Layout, owners: Sequence[int]) -> list[int]:
 
 
 def _cost(weight: ShardedWeight) -> int:
-    return weight.num_matrices * _map_flops(*weight.map_shape)
+    return weight.num_matrices * _map_flops(*sorted(weight.map_shape))
 
 
 @cache
