@@ -5,6 +5,7 @@
 
 import gc
 import math
+import os
 import signal
 import weakref
 from contextlib import contextmanager
@@ -124,7 +125,7 @@ def fsdp2(make):
     """All that test_fsdp2.py asks of two ranks."""
     with mock.patch.object(checks, "_check_parallel"):  # they refuse fsdp2 without GPUs
         alone = refusal(make("unsharded", "sft", "run.parallel=fsdp2", *GLOBAL), SFTTrainer.compute_loss)
-        with fsdp2_on_cpus():
+        with fsdp2_on_cpus(), mock.patch.dict(os.environ):
             return {
                 "unsharded": alone,
                 "maps": same_steps(make, "fsdp2", RUNS[0], RUNS[3], PACKED, ("recomputed", "sft", RECOMPUTED)),
@@ -138,7 +139,7 @@ def fsdp2(make):
 
 def precision(make):
     """All that test_precision.py asks of two ranks."""
-    with mock.patch.object(checks, "_check_parallel"), fsdp2_on_cpus():
+    with mock.patch.object(checks, "_check_parallel"), fsdp2_on_cpus(), mock.patch.dict(os.environ):  # FSDP2 sets some
         seen = {mode: narrow(make, mode) for mode in ("ddp", "fsdp2")}
     return seen | {mode: narrow(make, mode) for mode in ("zero2", "zero3")}
 
