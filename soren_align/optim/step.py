@@ -13,9 +13,9 @@ Only the map and the RMS need a whole matrix; all else is elementwise. So each m
 owner, and `spectral_step_` is the same function everywhere. Its exchange decides what is sent:
 
     one process    nothing. Matrices of one shape are mapped in batches, as many as the workspace holds.
-    ZeRO, FSDP2    Each rank has shards of W, G and M. The N of a shard goes to the matrix's owner and its O comes back,
-                   by one all-to-all each, in buckets of bounded size: bucket i + 1 is gathered while i is mapped, and
-                   the O of i - 1 arrives. W is updated shard by shard. A matrix that is whole on one rank is not sent.
+    ZeRO, FSDP2    Each rank has shards of W, G and M. N is gathered on the matrix's owner and O is scattered to the
+                   shards, by one all-to-all each, in buckets of bounded size: bucket i + 1 is gathered while i is
+                   mapped, and the O of i - 1 arrives. A matrix that is whole on one rank is not sent.
     DDP            Each rank has all of W, G and M. The owner alone maps its matrices and updates their W, which is
                    broadcast while the next bucket is mapped.
 
