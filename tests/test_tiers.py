@@ -1,11 +1,14 @@
 """Every test has one tier, and a test of tier unit or model starts no Python process (tests/support/tiers.py)."""
 
 import multiprocessing
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 
+from tests.support.rank_pool import RankPool
 from tests.support.tiers import TIERS
 
 
@@ -28,3 +31,26 @@ def test_a_test_with_a_model_cannot_start_a_process():
 @pytest.mark.process
 def test_a_test_of_processes_can_start_python():
     assert subprocess.run([sys.executable, "-c", ""]).returncode == 0
+
+
+@pytest.mark.ranks
+def test_a_rank_that_dies_or_hangs_fails_its_test_and_no_later_one(tmp_path):
+    pool = RankPool(1, tmp_path)
+    with pytest.raises(AssertionError, match=r"a rank died in die\(7,\) .*: \[7\]"):
+        pool.run(die, 7)
+    with pytest.raises(AssertionError, match=r"rank 0 of 1 hangs in sleep\(60,\)"):
+        pool.run(sleep, 60, seconds=0.1)
+    assert pool.run(answer, 3) == [3]
+    pool.stop()
+
+
+def die(group, code):
+    os._exit(code)
+
+
+def sleep(group, seconds):
+    time.sleep(seconds)
+
+
+def answer(group, number):
+    return number

@@ -4,6 +4,7 @@ A job is a function of a module that the ranks can import, called as job(group, 
 """
 
 import datetime
+import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.forkserver
@@ -13,6 +14,7 @@ from unittest.mock import patch
 
 JOB_SECONDS = 240  # after which a job counts as hung
 STOP_SECONDS = 5
+MAX_STARTS = 4  # of one pool: a rank that hangs or dies fails its test, not those after it, unless it does so in each
 # Modules that the jobs import, 15 s of one core: once for all ranks. DeepSpeed looks for its optimizer Muon in
 # initialize(), and that imports a compiler.
 PRELOADED = [*("torch", "torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer"),
@@ -24,46 +26,63 @@ ENVIRONMENT = {
 
 
 class RankPool:
-    """`num_ranks` processes with gloo between them."""
+    """`num_ranks` processes with gloo between them. They are started again after one hung or died."""
 
     def __init__(self, num_ranks, folder):
+        self.num_ranks, self.folder, self.processes, self.num_starts = num_ranks, folder, [], 0
+
+    def start(self):
+        assert self.num_starts < MAX_STARTS, f"the {self.num_ranks} ranks hung or died {MAX_STARTS} times"
+        self.num_starts += 1
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         with patch.dict(os.environ, ENVIRONMENT):  # which the ranks inherit from the server
             multiprocessing.forkserver.ensure_running()
-        self.num_ranks = num_ranks
-        pairs = [context.Pipe() for _ in range(num_ranks)]
+        store = self.folder / f"store{self.num_ranks}-{self.num_starts}"
+        pairs = [context.Pipe() for _ in range(self.num_ranks)]
         self.pipes = [here for here, _ in pairs]
         self.processes = [
-            context.Process(target=serve, args=(rank, num_ranks, str(folder / f"store{num_ranks}"), there), daemon=True)
+            context.Process(target=serve, args=(rank, self.num_ranks, str(store), there), daemon=True)
             for rank, (_, there) in enumerate(pairs)
         ]
-        for process in self.processes:
+        for process, (_, there) in zip(self.processes, pairs, strict=True):
             process.start()
+            there.close()  # that a rank's death is seen as the end of its pipe
 
     def run(self, job, *arguments, seconds=JOB_SECONDS):
-        """The results of the job, one per rank. AssertionError with tracebacks if a rank raised or took too long."""
-        assert all(process.is_alive() for process in self.processes), "the ranks were stopped after an earlier hang"
-        for pipe in self.pipes:
-            pipe.send((job, arguments))
+        """The results of the job, one per rank. AssertionError with tracebacks if a rank raised, died or took too long.
+
+        A rank that died has left the stacks of its threads on stderr.
+        """
+        if not self.processes:
+            self.start()
         answers = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(seconds):
-                self.stop()  # an answer that comes late would be taken for the next job's
-                raise AssertionError(f"rank {rank} of {self.num_ranks} hangs in {job.__name__}{arguments}")
-            answers.append(pipe.recv())
+        try:
+            for pipe in self.pipes:
+                pipe.send((job, arguments))
+            for rank, pipe in enumerate(self.pipes):
+                assert pipe.poll(seconds), f"rank {rank} of {self.num_ranks} hangs in {job.__name__}{arguments}"
+                answers.append(pipe.recv())
+        except (AssertionError, EOFError, BrokenPipeError) as error:
+            codes = self.stop()  # an answer that comes late would be taken for the next job's
+            if isinstance(error, AssertionError):
+                raise
+            raise AssertionError(f"a rank died in {job.__name__}{arguments} or after its last job: {codes}") from None
         failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(answers) if failure]
         assert not failures, "\n".join(failures)
         return [result for result, _ in answers]
 
     def stop(self):
-        """End the processes: by SIGTERM, at which coverage.py saves its data; by SIGKILL if one hangs."""
+        """End the processes: by SIGTERM, at which coverage.py saves its data; by SIGKILL if one hangs. Their codes."""
         for process in self.processes:
             process.terminate()
         for process in self.processes:
             process.join(STOP_SECONDS)
             process.kill()
             process.join()
+        codes = [process.exitcode for process in self.processes]
+        self.processes = []
+        return codes
 
 
 def serve(rank, num_ranks, store, pipe):
@@ -74,6 +93,7 @@ def serve(rank, num_ranks, store, pipe):
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()
     gc.freeze()  # DeepSpeed collects garbage in initialize(): half a second with all that is imported
     environment, linear = dict(os.environ), torch.nn.functional.linear
     torch.set_num_threads(1)
