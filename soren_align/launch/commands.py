@@ -81,14 +81,15 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
     """
     console = stderr_console(quiet=int(os.environ.get("RANK", "0")) > 0)
     with deferred(), loading(console, "Loading torch, transformers and TRL"):
-        from ..sharding.ranks import init_ranks
+        from ..sharding.ranks import current_ranks, init_process_group
         from ..training import run as training
         from ..training import setup as training_setup
     number = os.environ.get("WORLD_SIZE", "1")
     with quiet_libraries():
         with loading(console, f"Waiting for all {number} processes") if number != "1" else nullcontext():
-            ranks = init_ranks(timeout_seconds)
-        with ranks.first_goes_first():
+            init_process_group(timeout_seconds)
+        ranks = current_ranks()
+        with ranks.main_process_first():
             if refusal:
                 raise refusal
         recipe = load_resolved(folder.recipe)  # after joining: the first rank may just have written it
@@ -96,7 +97,7 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
             if ranks.is_first:
                 folder.forget_failure()
             if ranks.broadcast(folder.record()["status"] if ranks.is_first else None) != "trained":
-                with working(console, "Checking data and evaluation") as show, ranks.first_goes_first():
+                with working(console, "Checking data and evaluation") as show, ranks.main_process_first():
                     setup = training_setup.set_up_training(recipe, folder, counting(show, "Counting tokens"), ranks)
                     if recipe.eval and ranks.is_first:  # before training: whether the evaluation after it could run
                         from ..evaluate.report.results import refuse_foreign
@@ -113,9 +114,9 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
                 if not training.train(setup, folder, console, ranks):
                     if ranks.is_first:
                         record_stop(folder, requeue=True)
-                    ranks.leave()  # srun ends the other ranks when one has ended
+                    ranks.destroy()  # srun ends the other ranks when one has ended
                     return 130
-            ranks.leave()
+            ranks.destroy()
             if ranks.is_first:
                 return _finish(folder, recipe, console, evaluate_here=not ranks.launched)
     return 0

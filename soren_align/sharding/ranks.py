@@ -25,13 +25,13 @@ from ..core.errors import LostRankError, ResumableError, UserError, first_senten
 T = TypeVar("T")
 
 BEAT_SECONDS = 5.0
-"""Between two signs of life of the first rank while the others wait for it in `Ranks.first_goes_first`."""
+"""Between two signs of life of the first rank while the others wait for it in `Ranks.main_process_first`."""
 SILENCE_SECONDS = 60.0
 """Without a sign of life, after which the first rank counts as lost. One that ends is noticed at once."""
 _ON_ALL = {kind.__name__: kind for kind in (LostRankError, ResumableError, UserError, KeyboardInterrupt)}
 """Errors of the first rank that the others raise too."""
 _numbers = count()
-"""Of the blocks of `first_goes_first`, the same on all ranks."""
+"""Of the blocks of `main_process_first`, the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Ranks:
             raise problem
 
     @contextmanager
-    def first_goes_first(self) -> Iterator[None]:
+    def main_process_first(self) -> Iterator[None]:
         """Run the block on the first rank, then on the others, which use the caches and files of the first.
 
         The others wait as long as the first rank lives: tokenizing a large dataset takes longer than the timeout of a
@@ -135,22 +135,22 @@ class Ranks:
         finally:
             ended.set()
 
-    def leave(self) -> None:
+    def destroy(self) -> None:
         """Destroy the process group when all ranks have called this."""
         if dist.is_initialized():
             self.barrier()
             dist.destroy_process_group()
 
 
-def init_ranks(timeout_seconds: float) -> Ranks:
-    """Initialize the process group of the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR...); returns its ranks.
+def init_process_group(timeout_seconds: float) -> None:
+    """Initialize the default process group by the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR...).
 
-    Without that environment it is a run of one process. Collectives of CUDA tensors use NCCL, those of CPU tensors
-    gloo; with ACCELERATE_USE_CPU no GPU is used. timeout_seconds: of one collective. Raises UserError if there are more
-    processes than GPUs.
+    Without that environment there is none, and the run has one process. Collectives of CUDA tensors use NCCL, those of
+    CPU tensors gloo; with ACCELERATE_USE_CPU no GPU is used. timeout_seconds: of one collective. Raises UserError if
+    there are more processes than GPUs.
     """
     if "RANK" not in os.environ:
-        return Ranks()
+        return
     on_gpus = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
     if on_gpus:
         torch.cuda.set_device(choose_gpu(torch.cuda.device_count()))
@@ -166,7 +166,6 @@ def init_ranks(timeout_seconds: float) -> Ranks:
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between them (`ip -br address` lists "
             "them), then rerun the same command"
         ) from error
-    return current_ranks()
 
 
 def _in_thread(function: Callable[[], T]) -> Future[T]:

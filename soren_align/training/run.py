@@ -71,7 +71,7 @@ def train(setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Rank
     if checkpoint and is_universal(checkpoint):
         trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
 
-    with ranks.first_goes_first():  # the others read the retention examples that it caches
+    with ranks.main_process_first():  # the others read the retention examples that it caches
         probes = read_probes(recipe, setup.tokens["eval"], setup.tokenizer)
     trainer.retention = None if probes is None else Retention(trainer, probes, folder, ranks)
     stop, stopping = StopOnSignal(ranks), run.early_stopping

@@ -97,7 +97,7 @@ def set_up_training(
 ) -> TrainingSetup:
     """Load tokenizer and data, and check all that can be checked before the model is loaded.
 
-    The examples are counted on the first rank only. Call it within `Ranks.first_goes_first`, so that the other ranks
+    The examples are counted on the first rank only. Call it within `Ranks.main_process_first`, so that the other ranks
     use the files that the first one cached. on_examples: called with the number of examples just counted.
     Raises UserError if the recipe cannot be trained.
     """

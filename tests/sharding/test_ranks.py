@@ -24,7 +24,7 @@ SECONDS = 40  # within which all ranks must have ended, on a busy machine
 
 def longer(group):
     """The first rank works longer than a collective may take."""
-    with group.first_goes_first():
+    with group.main_process_first():
         if group.is_first:
             time.sleep(2 * TIMEOUT_SECONDS)
     group.barrier()
@@ -44,27 +44,27 @@ def sampling(group):
 
 
 def killed(group):
-    with group.first_goes_first():
+    with group.main_process_first():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stopped(group):
-    with group.first_goes_first():
+    with group.main_process_first():
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def refused(group):
-    with group.first_goes_first():
+    with group.main_process_first():
         raise UserError("write this")
 
 
 def defective(group):
-    with group.first_goes_first():
+    with group.main_process_first():
         raise TypeError("a defect")
 
 
 def interrupted(group):
-    with group.first_goes_first():
+    with group.main_process_first():
         raise KeyboardInterrupt
 
 
@@ -98,7 +98,8 @@ def work(job, rank, port, pipe):
     error = None
     try:
         # The ranks may start far apart on a busy machine.
-        group = ranks.init_ranks(TIMEOUT_SECONDS if job is alone else SECONDS)
+        ranks.init_process_group(TIMEOUT_SECONDS if job is alone else SECONDS)
+        group = ranks.current_ranks()
         torch.distributed.distributed_c10d._set_pg_timeout(ranks.timedelta(seconds=TIMEOUT_SECONDS))
         job(group)
     except BaseException as raised:

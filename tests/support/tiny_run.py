@@ -38,7 +38,7 @@ class TinyRun:
         self.console = Console(file=self.said, width=100)
 
     def prepare(self):
-        with self.ranks.first_goes_first():
+        with self.ranks.main_process_first():
             if self.ranks.is_first:
                 prepare(self.folder, self.recipe, self.ranks.num_ranks)
             return set_up_training(self.recipe, self.folder, ranks=self.ranks)

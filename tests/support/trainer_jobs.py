@@ -328,12 +328,12 @@ def resumed(make, mode):
     before = {file: file.read_bytes() for file in checkpoint.glob(SHARDS[mode])}
 
     def refused_after(damage):
-        with make.ranks.first_goes_first():
+        with make.ranks.main_process_first():
             if make.ranks.is_first:
                 damage()
         message = refusal(make(*again))
         make.ranks.barrier()  # the other has read it too
-        with make.ranks.first_goes_first():
+        with make.ranks.main_process_first():
             if make.ranks.is_first:
                 for file, content in before.items():
                     file.write_bytes(content)

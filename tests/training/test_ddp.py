@@ -102,6 +102,6 @@ def test_ranks_tell_each_other(two_ranks):
 def test_a_trainer_that_sees_fewer_processes_than_were_started_is_refused(tiny_run):
     run = tiny_run()
     run.ranks = Ranks(0, 2)
-    run.ranks.__dict__["first_goes_first"] = nullcontext  # the other rank does not exist
+    run.ranks.__dict__["main_process_first"] = nullcontext  # the other rank does not exist
     with pytest.raises(UserError, match="started 2 processes, but the trainer sees 1"):
         run.prepare()

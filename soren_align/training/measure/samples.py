@@ -126,7 +126,7 @@ class SampleWriter(TrainerCallback):
         marks: further keys of their lines.
         """
         self.last_step, lines = step, []
-        with self.ranks.first_goes_first():
+        with self.ranks.main_process_first():
             if not self.ranks.is_first:
                 return
             with evaluating(model):
