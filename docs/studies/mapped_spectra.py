@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from studies import recorded_spectra
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from soren_align.bench import spectra
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, released_sigmoid, soft_newton_schulz
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -42,7 +43,7 @@ def synthetic() -> dict[str, list[Tensor]]:
 def recorded() -> dict[str, list[Tensor]]:
     """The spectra recorded in trainings, all steps of a set."""
     sets: dict[str, list[Tensor]] = {}
-    for spectrum in spectra.load():
+    for spectrum in recorded_spectra.load():
         sets.setdefault(spectrum.set, []).append(spectrum.sigma)
     return sets
 

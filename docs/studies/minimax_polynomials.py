@@ -4,17 +4,21 @@
 
 The sign of u in [resolution, 1] is approximated by a composition of odd polynomials. Each is the best one on the range
 of the previous one: for given degrees this greedy choice is optimal (Polar Express, arXiv 2505.16932). The resolution
-is chosen by the error on recorded spectra (soren_align/bench/spectra.py).
+is chosen by the error on recorded spectra (recorded_spectra.py).
 """
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 from scipy.optimize import linprog
+from studies import recorded_spectra
 
-from soren_align.bench import spectra
 from soren_align.core.optimizer_settings import MUON_STEPS, SNS_STEPS
 from soren_align.spectral import MAPS
 from soren_align.spectral.minimax import POLYNOMIAL_PRODUCTS, minimax_flops
@@ -140,7 +144,7 @@ def muon_values(sigma):
 def recorded_errors(values: Callable[[np.ndarray], np.ndarray]) -> dict[tuple[str, int], tuple[float, float]]:
     """{(set, step): (mean, worst)} of |map(M) - exact(M)|_F / |exact(M)|_F over the recorded spectra, in float64."""
     errors: dict[tuple[str, int], list[float]] = {}
-    for spectrum in spectra.load():
+    for spectrum in recorded_spectra.load():
         sigma = spectrum.sigma.numpy()
         exact = exact_values(sigma, spectrum.shape)
         error = np.linalg.norm(values(sigma) - exact) / np.linalg.norm(exact)

@@ -1,4 +1,4 @@
-"""Record the singular values of momenta in two trainings: the file soren_align/bench/spectra.jsonl.gz. And draw them.
+"""Record the singular values of momenta in two trainings: the file spectra.jsonl.gz. And draw them.
 
     python docs/studies/record_spectra.py quickstart        a minute
     python docs/studies/record_spectra.py smollm2 FOLDER    48 steps of 30 s; FOLDER: SmolLM2-135M-Instruct.*.gguf
@@ -13,14 +13,17 @@ import argparse
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
-from soren_align.bench import spectra
-from soren_align.bench.spectra import all_maps, draw, measure, spectra_of_run
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from studies import recorded_spectra
+from studies.recorded_spectra import RecordedSpectrum
+
+from soren_align.bench.spectra import Spectrum, all_maps, draw, measure, spectra_of_run
 from soren_align.run.folder import RunFolder
 
 STUDIES = Path(__file__).parent
@@ -44,14 +47,14 @@ def record(name: str, recipe: str, folder: Path) -> None:
     # A process of its own: run.num_threads has no effect in one that has imported torch.
     options = [part for text in sets for part in ("--set", text)]
     subprocess.run([sys.executable, "-m", "soren_align.cli", "sft", recipe, "--no-eval", *options], check=True)
-    others = [spectrum for spectrum in spectra.load() if spectrum.set != name]
+    others = [spectrum for spectrum in recorded_spectra.load() if spectrum.set != name]
     _, recorded = spectra_of_run(RunFolder(folder / "run"))
-    spectra.save([*others, *(_to_four_digits(spectrum, name) for spectrum in recorded)])
+    recorded_spectra.save([*others, *(_to_four_digits(spectrum, name) for spectrum in recorded)])
 
 
-def _to_four_digits(spectrum: spectra.Spectrum, name: str) -> spectra.Spectrum:
+def _to_four_digits(spectrum: Spectrum, name: str) -> RecordedSpectrum:
     values = tuple(float(f"{value:.4g}") for value in spectrum.singular_values)
-    return replace(spectrum, singular_values=values, set=name)
+    return RecordedSpectrum(spectrum.name, spectrum.step, spectrum.shape, values, name)
 
 
 def smollm2(source: Path, folder: Path) -> str:
@@ -80,7 +83,7 @@ def pictures() -> None:
     maps = all_maps()
     print("| set | matrices | map | mean distance | largest | size over exact's |\n|" + "---|" * 6)
     for name in STEPS:
-        every = [spectrum for spectrum in spectra.load() if spectrum.set == name]
+        every = [spectrum for spectrum in recorded_spectra.load() if spectrum.set == name]
         queries = [spectrum for spectrum in every if "q_proj" in spectrum.name]
         [file] = draw(queries, maps, STUDIES)
         file.replace(STUDIES / f"spectra-{name}.png")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from torch import Tensor
@@ -267,9 +268,9 @@ def print_maps() -> None:
 
 def print_recorded() -> None:
     """The quantities of the theorems on recorded momenta, medians over the matrices."""
-    from soren_align.bench import spectra
+    from studies import recorded_spectra
 
-    recorded = spectra.load()
+    recorded = recorded_spectra.load()
     print(f"\n| momenta | matrices | sigma_min / sigma_max | alpha / beta | eta | rho: {'; '.join(MAPS)} |")
     print("|---|---|---|---|---|---|")
     for key in sorted({(s.set, s.step) for s in recorded}):

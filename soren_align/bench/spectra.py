@@ -6,13 +6,11 @@ for its matrix. The measurements are shown in tables, and the spectra in picture
 per layer and step, a line per map, values on a log axis.
 """
 
-import gzip
-import json
 import math
 import pickle
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +34,6 @@ from ..run.folder import PREVIOUS, RunFolder, read_seal, step_of
 from ..spectral import SOREN_MAPS, singular_values
 from ..spectral.exact import null_space_bound
 
-PATH = Path(__file__).with_name("spectra.jsonl.gz")
 MAX_BYTES = 1 << 28  # of spectra.jsonl; 252 matrices with 2048 singular values are 6 MB a step
 MAX_RANK = 1 << 14  # of a matrix in it: the diagonal matrix of a larger one has more than 1 GB
 SHARES = (0.01, 0.001)
@@ -67,16 +64,12 @@ FLOOR = 3e-4
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The singular values of one matrix's momentum before one step, in descending order; and its set, or "".
-
-    `load` explains the sets.
-    """
+    """The singular values of one matrix's momentum before one step, in descending order."""
 
     name: str
     step: int
     shape: tuple[int, int]
     singular_values: tuple[float, ...]
-    set: str = ""
 
     @cached_property
     def sigma(self) -> Tensor:
@@ -93,30 +86,6 @@ class Spectrum:
         """The singular values with 0 for those of the numerical null space, which are noise that no map should see."""
         bound = null_space_bound(torch.empty(self.shape, dtype=torch.float32, device="meta"))
         return self.sigma.where(self.sigma > bound * self.sigma[0], 0.0)
-
-
-def load(path: Path = PATH) -> list[Spectrum]:
-    """All recorded spectra, set by set, step by step, to four digits: the inputs of a map in real trainings.
-
-        smollm2      SmolLM2-135M-Instruct, full SFT with Soren (exact) on Python's documentation as chat, one example
-                     of at most 700 tokens a step; all matrices of the layers 0, 9, 19 and 29 at the steps 1 and 12
-        quickstart   the quickstart's SFT of 102,272 random weights; all 14 matrices at steps 1, 10, 100, 300 and 600
-
-    docs/studies/record_spectra.py wrote the file, one JSON record per line: on 2 CPU cores (the quickstart: of an Intel
-    Xeon, with its recipe of 2026-11-22), Python 3.11.7, torch 2.13.0 CPU, transformers 5.23, trl 1.16.
-    """
-    with gzip.open(path, "rt") as file:
-        records = [json.loads(line) for line in file]
-    return [
-        Spectrum(r["name"], r["step"], (r["shape"][0], r["shape"][1]), tuple(r["singular_values"]), r["set"])
-        for r in records
-    ]
-
-
-def save(spectra: Iterable[Spectrum], path: Path = PATH) -> None:
-    """Write the file; the same spectra give the same bytes."""
-    lines = "".join(json.dumps(asdict(spectrum)) + "\n" for spectrum in spectra)
-    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
 
 
 def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[str, list[Spectrum]]:

@@ -6,9 +6,9 @@ float32, which is as close. "auto" on CUDA is float16.
 
 import pytest
 import torch
+from studies import recorded_spectra
 from torch.utils.flop_counter import FlopCounterMode
 
-from soren_align.bench import spectra
 from soren_align.spectral import MAPS, factors, minimax_sigmoid, soft_newton_schulz
 from soren_align.spectral.factors import HALF_SCALE, halves, multiply, rounded
 from soren_align.spectral.minimax import narrow_flops
@@ -66,7 +66,7 @@ def test_factors_of_11_bits_stay_within_one_percent_of_float32(precision, resolu
 
 @pytest.mark.parametrize("resolution", SIGN)
 def test_float16_stays_within_one_percent_on_the_recorded_spectra(resolution):
-    quick = [s for s in spectra.load() if min(s.shape) <= 256]
+    quick = [s for s in recorded_spectra.load() if min(s.shape) <= 256]
     for spectrum in quick[:: max(1, len(quick) // 24)]:
         sigma = torch.tensor(spectrum.singular_values, dtype=torch.float64)
         found = distance(matrix(sigma, sorted(spectrum.shape)), "float16", resolution)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 from studies import minimax_polynomials as polynomials
+from studies import recorded_spectra
 
-from soren_align.bench import spectra
 from soren_align.core.optimizer_settings import RESOLUTION
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
 from soren_align.spectral.products import SIGN
 
 PAGE = Path(__file__).parents[2] / "docs/studies/spectra.md"
-RECORDED = spectra.load()
+RECORDED = recorded_spectra.load()
 SMOLLM2 = [s for s in RECORDED if (s.set, s.step) == ("smollm2", 12)]
 QUICKSTART = [s for s in RECORDED if (s.set, s.step) == ("quickstart", 600)]
 
@@ -42,9 +42,9 @@ def test_the_sets_are_those_of_the_module():
 
 
 def test_a_file_gives_what_was_saved(tmp_path):
-    spectra.save(RECORDED[:3], tmp_path / "first")
-    spectra.save(RECORDED[:3], tmp_path / "second")
-    assert spectra.load(tmp_path / "first") == RECORDED[:3]
+    recorded_spectra.save(RECORDED[:3], tmp_path / "first")
+    recorded_spectra.save(RECORDED[:3], tmp_path / "second")
+    assert recorded_spectra.load(tmp_path / "first") == RECORDED[:3]
     assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
 
 

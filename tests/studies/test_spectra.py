@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from studies import mapped_spectra, record_spectra
+from studies import mapped_spectra, record_spectra, recorded_spectra
 
-from soren_align.bench import spectra
 from soren_align.core.optimizer_settings import RELEASED_STEPS
 
 PAGE = Path(mapped_spectra.__file__).with_name("spectra.md").read_text(encoding="utf-8")
@@ -49,8 +48,8 @@ def test_the_papers_largest_error_needs_13_steps():
 
 
 def test_the_pictures_are_drawn_with_their_numbers(tmp_path, monkeypatch, capsys):
-    chosen = [s for s in spectra.load() if s.set == "quickstart" and s.step == 1 and ".0.self_attn" in s.name]
-    monkeypatch.setattr(spectra, "load", lambda: chosen)
+    chosen = [s for s in recorded_spectra.load() if s.set == "quickstart" and s.step == 1 and ".0.self_attn" in s.name]
+    monkeypatch.setattr(recorded_spectra, "load", lambda: chosen)
     monkeypatch.setattr(record_spectra, "STUDIES", tmp_path)
     monkeypatch.setattr(record_spectra, "STEPS", {"quickstart": [1]})
     record_spectra.pictures()
@@ -64,10 +63,10 @@ def test_the_pictures_are_drawn_with_their_numbers(tmp_path, monkeypatch, capsys
 def test_spectra_are_recorded_in_place_of_those_of_the_same_set(tmp_path, monkeypatch):
     (tmp_path / "short.yaml").write_text("extends: quickstart/sft\ntrainer: {max_steps: 2, eval_strategy: 'no'}\n")
     monkeypatch.setattr(record_spectra, "STEPS", {"quickstart": [1, 2]})
-    monkeypatch.setattr(spectra, "save", lambda every: written.extend(every))
+    monkeypatch.setattr(recorded_spectra, "save", lambda every: written.extend(every))
     written = []
     record_spectra.record("quickstart", str(tmp_path / "short.yaml"), tmp_path)
-    shipped = spectra.load()
+    shipped = recorded_spectra.load()
     assert written[:56] == [s for s in shipped if s.set == "smollm2"]
     recorded, earlier = written[56:], [s for s in shipped if s.set == "quickstart" and s.step == 1]
     assert [s.step for s in recorded] == [1] * 14 + [2] * 14

@@ -1,0 +1,46 @@
+"""The recorded spectra: the singular values of momenta in two trainings, the inputs of a map in practice.
+
+They are in spectra.jsonl.gz, one JSON record per line; record_spectra.py writes it.
+"""
+
+import gzip
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from soren_align.bench.spectra import Spectrum
+
+PATH = Path(__file__).with_name("spectra.jsonl.gz")
+
+
+@dataclass(frozen=True)
+class RecordedSpectrum(Spectrum):
+    """A spectrum, and its set."""
+
+    set: str = ""
+    """`load` explains the sets."""
+
+
+def load(path: Path = PATH) -> list[RecordedSpectrum]:
+    """All recorded spectra, set by set, step by step, to four digits.
+
+        smollm2      SmolLM2-135M-Instruct, full SFT with Soren (exact) on Python's documentation as chat, one example
+                     of at most 700 tokens a step; all matrices of the layers 0, 9, 19 and 29 at the steps 1 and 12
+        quickstart   the quickstart's SFT of 102,272 random weights; all 14 matrices at steps 1, 10, 100, 300 and 600
+
+    Recorded on 2 CPU cores (the quickstart: of an Intel Xeon, with its recipe of 2026-11-22), Python 3.11.7, torch
+    2.13.0 CPU, transformers 5.23, trl 1.16.
+    """
+    with gzip.open(path, "rt") as file:
+        records = [json.loads(line) for line in file]
+    return [
+        RecordedSpectrum(r["name"], r["step"], (r["shape"][0], r["shape"][1]), tuple(r["singular_values"]), r["set"])
+        for r in records
+    ]
+
+
+def save(spectra: Iterable[RecordedSpectrum], path: Path = PATH) -> None:
+    """Write the file; the same spectra give the same bytes."""
+    lines = "".join(json.dumps(asdict(spectrum)) + "\n" for spectrum in spectra)
+    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
