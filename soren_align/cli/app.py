@@ -175,7 +175,7 @@ def compare(
     if report:
         runner.report(file)
     else:
-        raise typer.Exit(runner.compare(file, runner.RunnerOptions(jobs, processes, extend)))
+        raise typer.Exit(runner.compare(file, jobs=jobs, processes=processes, extend=extend))
 
 
 Models = Annotated[

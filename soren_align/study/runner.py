@@ -35,21 +35,11 @@ LOCK_SECONDS = 60.0
 """For which another command may hold the study's lock: it draws trials within a second."""
 
 
-@dataclass(frozen=True)
-class RunnerOptions:
-    """The options of the command."""
-
-    jobs: int | None = None
-    """Runs at a time. None: the study's, else one per GPU, else 1."""
-    processes: int = 1
-    """Of a run."""
-    extend: bool = False
-    """Add trials beyond the ends of spaces at which selected values lie."""
-
-
-def compare(study: StudyFile, options: RunnerOptions) -> int:
+def compare(study: StudyFile, *, jobs: int | None = None, processes: int = 1, extend: bool = False) -> int:
     """Run a study, or continue it, and print its verdict. Returns the exit code: 0, or 130 if a signal stopped it.
 
+    jobs: runs at a time; None: the study's, else one per GPU, else 1. processes: of a run. extend: add trials beyond
+    the ends of spaces at which selected values lie.
     Raises ResumableError if the machine stopped a run: the study is not concluded, and the same command continues it.
     """
     folder, console = study_folder(study), stderr_console()
@@ -61,14 +51,14 @@ def compare(study: StudyFile, options: RunnerOptions) -> int:
     with _exclusive(folder):
         create(folder, study)
         progress = Progress(folder)
-        if options.extend:
+        if extend:
             ends = progress.extend()
             for name, keys in ends.items():
                 text = ", ".join(f"{name}: {key} beyond its {end} end" for key, end in keys.items())
                 print_labelled(console, "extend", text)
             if not ends:
                 print_labelled(console, "extend", "no selected value lies at an end of its space; nothing to add")
-    code = _Runner(progress, options, console).run_all()
+    code = _Runner(progress, console, jobs, processes).run_all()
     if code == 0:
         _conclude(folder, progress.failures)
     return code
@@ -93,8 +83,9 @@ class _Runner:
     """The processes of this command's runs."""
 
     progress: Progress
-    options: RunnerOptions
     console: Terminal
+    jobs: int | None
+    processes: int
     active: dict[BaseProcess, tuple[Run, int]] = field(default_factory=dict)
     """The run and the number of its slot, by process."""
     reported: set[str] = field(default_factory=set)
@@ -116,16 +107,16 @@ class _Runner:
             return 0
         for run in runs:  # those with another number of processes could not be compared
             before = (RunFolder(self.progress.folder / run.folder).read() or {}).get("processes")
-            if before not in (None, self.options.processes):
+            if before not in (None, self.processes):
                 raise UserError(
                     f"{self.progress.folder}: its runs have {before} process{'es' * (before > 1)} each, not "
-                    f"{self.options.processes}; rerun with --processes {before}"
+                    f"{self.processes}; rerun with --processes {before}"
                 )
         recipe = recipe_of_run(self.progress.study, pending[0])
         gpus = [] if recipe.trainer.get("use_cpu") else visible_gpus()
         set_environment(recipe, num_gpus=max(1, len(gpus)))
         context = start_server(on_gpus=bool(gpus))
-        slots = self.options.jobs or self.progress.study.jobs or max(1, len(gpus) // self.options.processes)
+        slots = self.jobs or self.progress.study.jobs or max(1, len(gpus) // self.processes)
         with self._handling_signals(), self.console.status("") as status:
             while pending or self.active:
                 for run in pending if not (self.is_stopping or self.obstacle) else []:
@@ -168,7 +159,7 @@ class _Runner:
     def _start(self, run: Run, context: BaseContext, gpus: list[str], slots: int) -> None:
         taken = {slot for _, slot in self.active.values()}
         slot = next(number for number in range(slots) if number not in taken)
-        size = self.options.processes
+        size = self.processes
         own = [gpus[(slot * size + i) % len(gpus)] for i in range(size)] if gpus else []
         path = self.progress.folder / run.folder
         _move_another_setting(run, self.progress, path)

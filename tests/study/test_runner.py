@@ -206,7 +206,7 @@ def test_a_run_of_another_command_is_waited_for_and_read(tmp_path, monkeypatch):
                 folder.update(status="finished")
 
         monkeypatch.setattr(runner, "wait", finish)
-        assert runner.compare(study, runner.RunnerOptions(jobs=2)) == 0
+        assert runner.compare(study, jobs=2) == 0
     assert started == []
     assert len(waits) == 3
 
@@ -257,7 +257,7 @@ def test_a_machine_that_fails_stops_the_study_and_ends_no_run(tmp_path, monkeypa
     machine = Machine(study, {place: [OF_THE_MACHINE[name]]})
     monkeypatch.setattr(runner, "start_run", machine)
     with pytest.raises(ResumableError, match=rf"no result is lost \(\d+ of \d+ runs have ended\): {place}: .+"):
-        runner.compare(study, runner.RunnerOptions())
+        runner.compare(study)
     folder = Path(study.output_dir)
     record = RunFolder(folder / place).read()
     assert record["resumable"] is True
@@ -267,7 +267,7 @@ def test_a_machine_that_fails_stops_the_study_and_ends_no_run(tmp_path, monkeypa
         assert not (folder / "verdict/adamw").exists()
     runner.report(study)  # concludes nothing of a run that has not ended
     assert {run["status"] for run in runs_of(folder) if run["folder"] == place} == {"running"}
-    assert runner.compare(study, runner.RunnerOptions()) == 0
+    assert runner.compare(study) == 0
     assert machine.started.count(place) == 2
     assert len(machine.started) == len(set(machine.started)) + 1  # none but this one is repeated
     assert {run["status"] for run in runs_of(folder)} == {"finished"}
@@ -283,7 +283,7 @@ def test_a_run_that_cannot_even_write_its_log_stops_the_study(tmp_path, monkeypa
     study = study_of(tmp_path)
     monkeypatch.setattr(runner, "start_run", Machine(study, {"search/adamw/00": [RESUMABLE]}))
     with pytest.raises(ResumableError, match=r"search/adamw/00: its log cannot be written; [\d,]+ bytes are free"):
-        runner.compare(study, runner.RunnerOptions())
+        runner.compare(study)
 
 
 @pytest.mark.rest
@@ -294,11 +294,11 @@ def test_a_killed_run_is_repeated_once_before_any_final_run(tmp_path, monkeypatc
     machine = Machine(study, {"search/adamw/02": [code], "search/soren/02": [code, code, code]})
     monkeypatch.setattr(runner, "start_run", machine)
     with pytest.raises(ResumableError, match=r"search/soren/02: .*, twice; .*\(--jobs\)"):
-        runner.compare(study, runner.RunnerOptions())
+        runner.compare(study)
     assert "search/adamw/02: " in capsys.readouterr().err
     assert machine.started.count("search/adamw/02") == machine.started.count("search/soren/02") == 2
     assert not any(place.startswith("verdict/soren") for place in machine.started)
-    assert runner.compare(study, runner.RunnerOptions()) == 0  # killed once more
+    assert runner.compare(study) == 0  # killed once more
     assert machine.started.count("search/soren/02") == 4
     assert len(machine.started) == len(set(machine.started)) + 4
     assert not (Path(study.output_dir) / "earlier").exists()
@@ -309,7 +309,7 @@ def test_running_runs_end_before_the_study_stops(tmp_path, monkeypatch, capsys):
     machine = Machine(study, {"search/adamw/00": [OSError(errno.ENOSPC, "No space left on device")]})
     monkeypatch.setattr(runner, "start_run", machine)
     with pytest.raises(ResumableError, match=r"\(1 of 6 runs have ended\): search/adamw/00: "):
-        runner.compare(study, runner.RunnerOptions(jobs=2))
+        runner.compare(study, jobs=2)
     assert machine.started == ["search/adamw/00", "search/soren/00"]
 
 
@@ -324,7 +324,7 @@ def test_divergence_and_a_refused_recipe_end_a_run(tmp_path, monkeypatch, error,
     machine = Machine(study, {"search/soren/01": [error]})
     monkeypatch.setattr(runner, "start_run", machine)
     for _ in range(2):
-        assert runner.compare(study, runner.RunnerOptions()) == 0
+        assert runner.compare(study) == 0
     assert machine.started.count("search/soren/01") == 1
     (run,) = [run for run in runs_of(Path(study.output_dir)) if run["folder"] == "search/soren/01"]
     assert (run["status"], run["reason"]) == (status, str(error))
@@ -336,7 +336,7 @@ def test_a_run_that_a_defect_ended_is_tried_again_after_an_update_only(tmp_path,
     machine = Machine(study, {"search/soren/01": [IndexError("list index out of range")] * 2})
     monkeypatch.setattr(runner, "start_run", machine)
     for _ in range(2):
-        assert runner.compare(study, runner.RunnerOptions()) == 0
+        assert runner.compare(study) == 0
     assert machine.started.count("search/soren/01") == 1
     folder = RunFolder(Path(study.output_dir) / "search/soren/01")
     assert folder.read()["last_error"] == "IndexError: list index out of range"
@@ -344,10 +344,10 @@ def test_a_run_that_a_defect_ended_is_tried_again_after_an_update_only(tmp_path,
     assert run["status"] == "failed"
     folder.update(defect="soren-align 0.0.9")
     for count in (2, 2):
-        assert runner.compare(study, runner.RunnerOptions()) == 0
+        assert runner.compare(study) == 0
         assert machine.started.count("search/soren/01") == count
     folder.update(defect="soren-align 0.0.9")
-    assert runner.compare(study, runner.RunnerOptions()) == 0  # without the defect
+    assert runner.compare(study) == 0  # without the defect
     assert {run["status"] for run in runs_of(Path(study.output_dir))} == {"finished"}
 
 
@@ -362,11 +362,11 @@ def test_models_of_the_search_are_removed_and_its_runs_are_not_repeated(tmp_path
             (each / name / "model.safetensors").write_bytes(b"0")
     RunFolder(folder / "search/soren/02").update(status="training", last_error="no space left on the disk")
     monkeypatch.setattr(runner, "start_run", None)
-    assert runner.compare(study, runner.RunnerOptions()) == 0
+    assert runner.compare(study) == 0
     before = plain_study(folder)
     assert len(list(folder.rglob("model.safetensors"))) == 12 * 3
     with lock_of_another_process(RunFolder(folder / "search/adamw/00")):
-        assert runner.compare(study_of(tmp_path, "search.keep_models=false"), runner.RunnerOptions()) == 0
+        assert runner.compare(study_of(tmp_path, "search.keep_models=false")) == 0
     assert {file.parts[-5:-2] for file in folder.glob("search/*/*/*/*")} == {
         ("search", "adamw", "00"),  # of a process that has not ended yet
         ("search", "soren", "02"),  # a failed run
@@ -387,7 +387,7 @@ def test_another_number_of_processes_is_refused_before_a_run_starts(tmp_path, mo
     RunFolder(Path(study.output_dir) / "search/soren/02").update(status="training", processes=2)
     monkeypatch.setattr(runner, "start_run", None)
     with pytest.raises(UserError, match="its runs have 2 processes each, not 1; rerun with --processes 2"):
-        runner.compare(study, runner.RunnerOptions())
+        runner.compare(study)
 
 
 @pytest.mark.process
@@ -412,7 +412,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     Path(study.output_dir).mkdir()
     (Path(study.output_dir) / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="not empty and not a study's folder"):
-        runner.compare(study, runner.RunnerOptions())
+        runner.compare(study)
 
 
 def test_a_report_of_a_study_that_was_not_started_is_refused(tmp_path):

@@ -14,7 +14,7 @@ from PIL import Image
 from rich.console import Console
 
 from soren_align.core.text import Table
-from soren_align.study.report.blocks import Page, Paragraph, Section, page_markdown
+from soren_align.study.report.blocks import Paragraph, page_markdown
 from soren_align.study.report.charts import (
     DARK,
     LIGHT,
@@ -180,8 +180,11 @@ def test_texts_of_runs_are_no_code(tmp_path):
 
 
 def test_markdown_makes_no_links_of_texts():
-    page = Page("t", "", [Section("s", [Paragraph("![p](http://x/y.png) [a]: http://x [b][c] `d` *e* <f>")])])
-    assert page_markdown(page).splitlines()[-1] == r"![p\](http://x/y.png) [a\]: http://x [b\][c] \`d\` \*e\* &lt;f>"
+    paragraph = Paragraph("![p](http://x/y.png) [a]: http://x [b][c] `d` *e* <f>")
+    assert (
+        page_markdown("t", "", {"s": [paragraph]}).splitlines()[-1]
+        == r"![p\](http://x/y.png) [a\]: http://x [b\][c] \`d\` \*e\* &lt;f>"
+    )
 
 
 def test_the_page_and_its_twin_have_the_same_tables_and_sentences(report):
@@ -388,7 +391,7 @@ def test_matched_values_are_interpolated_at_the_first_crossing():
 
 def test_values_on_a_line_from_the_start_are_marked():
     study = make_study(names=("adamw", "soren"))
-    assert "†" not in page_markdown(Page("", "", [Section("", matched(study))]))
+    assert "†" not in page_markdown("", "", {"": matched(study)})
     sparse = [replace(run, curve=[run.curve[0], run.curve[-1]]) for run in study.candidates[0].verdict]
     study = replace(study, candidates=[replace(study.candidates[0], verdict=sparse), study.candidates[1]])
     table, note = matched(study)

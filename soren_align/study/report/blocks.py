@@ -4,6 +4,7 @@ All strings are plain text of unknown origin; neither form takes them as code. T
 network or fonts, light and dark, on paper and on a phone. Its template, page.html, escapes every text.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -82,26 +83,11 @@ class Code:
 
 
 Block = Paragraph | Items | Alert | Table | Figure | Code
+Sections = Mapping[str, Sequence[Block]]
+"""The blocks under each heading."""
 
 
-@dataclass(frozen=True)
-class Section:
-    """A heading with its blocks."""
-
-    title: str
-    blocks: list[Block]
-
-
-@dataclass(frozen=True)
-class Page:
-    """A report."""
-
-    title: str
-    subtitle: str
-    sections: list[Section]
-
-
-def page_html(page: Page) -> str:
+def page_html(title: str, subtitle: str, sections: Sections) -> str:
     """Return the page as HTML."""
     environment = Environment(
         loader=FileSystemLoader(STYLE.parent),
@@ -112,20 +98,21 @@ def page_html(page: Page) -> str:
         finalize=lambda value: value if isinstance(value, Markup) else printable(value),
     )
     environment.filters["form"] = lambda block: type(block).__name__
-    return environment.get_template("page.html").render(page=page, style=STYLE.read_text(encoding="utf-8"))
+    style = STYLE.read_text(encoding="utf-8")
+    return environment.get_template("page.html").render(title=title, subtitle=subtitle, sections=sections, style=style)
 
 
-def page_markdown(page: Page) -> str:
+def page_markdown(title: str, subtitle: str, sections: Sections) -> str:
     """Return the page as Markdown, with the content of each picture as a text."""
-    parts = [f"# {markdown_line(page.title)}", markdown_line(page.subtitle)]
-    for section in page.sections:
-        parts.append(f"## {markdown_line(section.title)}")
-        for block in section.blocks:
+    parts = [f"# {markdown_line(title)}", markdown_line(subtitle)]
+    for heading, blocks in sections.items():
+        parts.append(f"## {markdown_line(heading)}")
+        for block in blocks:
             if isinstance(block, Table):
                 text = block.markdown()
             elif isinstance(block, Code):
-                title = f"{markdown_line(block.folded)}:\n\n" if block.folded else ""
-                text = title + fenced(printable(block.text))
+                folded = f"{markdown_line(block.folded)}:\n\n" if block.folded else ""
+                text = folded + fenced(printable(block.text))
             elif isinstance(block, Paragraph):
                 text = markdown_line(block.text)
             elif isinstance(block, Figure):

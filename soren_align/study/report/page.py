@@ -19,7 +19,7 @@ from ...core.text import Table, count, duration, gibibytes, join_words, mean_std
 from ...run.metrics import IN_STUDIES
 from ..study import BASE, Study, finished
 from . import charts, text
-from .blocks import Alert, Block, Code, Item, Items, LongTable, Page, Paragraph, Section, page_html, page_markdown
+from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, page_html, page_markdown
 
 STYLES = {"better": "green", "worse": "red", "open": ""}
 LAST = ("step", "tokens", "train_loss", *(metric.key for metric in IN_STUDIES))
@@ -50,23 +50,23 @@ def write_report(study: Study, folder: Path) -> None:
         repeat.append(Paragraph(f"Versions: {versions}."))
     repeat += [Paragraph(f"Machine: {study.machine}.")] if study.machine else []
     resolved = json.dumps(study.file, indent=1, ensure_ascii=False, default=str)
-    sections = [
-        Section("Verdict", verdict_blocks(study)),
-        Section("Scores and differences", score_blocks(study)),
-        Section("Sensitivity to the settings", [*charts.sensitivity_figures(study), *at_edge]),
-        Section("Along the runs", [charts.curves_figure(study)]),
-        Section("At equal displacement", [charts.front_figure(study), *matched(study)]),
-        Section("How much tuning", [charts.tuning_figure(study)]),
-        Section("Spectra", [charts.spectra_figure(study, folder)]),
-        Section("Time and memory", [_costs(study)]),
-        Section("Contamination", [_contamination(study)]),
-        Section("How this conclusion could be wrong", [cautions, Paragraph(general)]),
-        Section("Every run", [_runs(study), Paragraph("The same with more columns: trials.csv.", kind="muted")]),
-        Section("To repeat it", [*repeat, *identities(study), Code(resolved, folded="The study's file, resolved")]),
-    ]
-    page = Page(study.name, text.subtitle(study), sections)
-    write(folder / "report.html", page_html(page))
-    write(folder / "report.md", page_markdown(page))
+    sections = {
+        "Verdict": verdict_blocks(study),
+        "Scores and differences": score_blocks(study),
+        "Sensitivity to the settings": [*charts.sensitivity_figures(study), *at_edge],
+        "Along the runs": [charts.curves_figure(study)],
+        "At equal displacement": [charts.front_figure(study), *matched(study)],
+        "How much tuning": [charts.tuning_figure(study)],
+        "Spectra": [charts.spectra_figure(study, folder)],
+        "Time and memory": [_costs(study)],
+        "Contamination": [_contamination(study)],
+        "How this conclusion could be wrong": [cautions, Paragraph(general)],
+        "Every run": [_runs(study), Paragraph("The same with more columns: trials.csv.", kind="muted")],
+        "To repeat it": [*repeat, *identities(study), Code(resolved, folded="The study's file, resolved")],
+    }
+    subtitle = text.subtitle(study)
+    write(folder / "report.html", page_html(study.name, subtitle, sections))
+    write(folder / "report.md", page_markdown(study.name, subtitle, sections))
     write(folder / "trials.csv", trials_csv(study))
 
 
