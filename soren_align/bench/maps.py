@@ -6,11 +6,8 @@ side of the diagonal only. Decompositions are not counted. test_counted_flops_ar
 records of `spectral.maps` with torch's counter.
 """
 
-import contextlib
 import functools
 import importlib.util
-import io
-import logging
 import math
 import statistics
 from collections.abc import Callable
@@ -23,6 +20,7 @@ from torch import Tensor
 
 from ..core.errors import UserError
 from ..core.optimizer_settings import MUON_STEPS, FactorPrecision
+from ..core.silence import silence
 from ..spectral import MAPS, SOREN_MAPS, SpectralMap, minimax_sigmoid, newton_schulz
 from ..spectral.maps import MINIMAX, polar, sigmoid
 from ..spectral.matrices import frobenius_norm, from_wide, to_wide
@@ -243,17 +241,12 @@ def _load(package: str, module: str, notes: list[str]) -> Any:
     if importlib.util.find_spec(module.split(".")[0]) is None:
         notes.append(f"{package} is not installed")
         return None
-    output = io.StringIO()
-    level = logging.root.manager.disable
     try:
-        logging.disable(logging.CRITICAL)
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        with silence():
             return importlib.import_module(module)
     except Exception as error:  # whatever another package raises on import, the benchmark continues without it
         notes.append(f"{package} is installed and cannot be imported: {type(error).__name__}: {error}")
         return None
-    finally:
-        logging.disable(level)
 
 
 @dataclass(frozen=True)
