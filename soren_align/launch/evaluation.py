@@ -124,7 +124,7 @@ def run_evaluation(
     cache: str | None = None,
 ) -> None:
     """Evaluate models beside the checkpoints that their training started from; see `evaluate`."""
-    from ..evaluate.report.results import refuse_foreign_summary
+    from ..evaluate.report.results import refuse_foreign_summary, write_summary
     from ..publish.card import write_card
 
     with deferred(), loading(console, "Loading lm-eval"):
@@ -157,7 +157,7 @@ def run_evaluation(
     if not output:
         write_card(run)
     if summary:
-        stage.write_summary(results, Path(summary))
+        write_summary(results, Path(summary))
 
 
 def overlaps_of_runs(

@@ -1,6 +1,7 @@
 """Questions of one cluster change together: intervals and p-values that count clusters instead of questions."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import statsmodels.api as sm
 
 from soren_align.core.errors import UserError
 from soren_align.evaluate.run.harness import ModelResults
-from soren_align.evaluate.stats.scores import cluster_of
+from soren_align.evaluate.stats.scores import cluster_labels
 from soren_align.evaluate.stats.significance import Paired, _difference, compare
+from soren_align.evaluate.suite.suites import SuiteTask
 
 # The numbers of questions of MMLU's 57 subjects.
 # fmt: off
@@ -145,10 +147,13 @@ def test_labels_differ_from_another_models_only_by_the_questions():
 
 
 def test_a_cluster_is_a_field_of_the_question_or_its_task():
-    sample = {"task": "mmlu_law", "doc": {"source_id": 7, "ctx": "..."}}
-    assert (cluster_of(sample, "task"), cluster_of(sample, "source_id")) == ("mmlu_law", "7")
+    def labels(cluster):
+        question = SimpleNamespace(task_name="mmlu_law"), {"source_id": 7, "ctx": "..."}
+        return cluster_labels(SuiteTask(task="mmlu", metric="acc", cluster=cluster), [question])
+
+    assert (labels("task"), labels("source_id")) == (["mmlu_law"], ["7"])
     with pytest.raises(UserError, match="cluster: source is no field of its questions; they have source_id, ctx"):
-        cluster_of(sample, "source")
+        labels("source")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_a_model_asked_twice_answers_the_same(answers, models, suite):
 
 
 def test_the_batch_size_changes_no_score_in_float32(answers, models, suite):
-    small = evaluate_model(models[0], suite, Options(device="cpu", batch_size=7))
+    small = evaluate_model(models[0], suite.model_copy(update={"batch_size": 7}), Options(device="cpu"))
     assert small.settings["batch_size"] == 7
     assert small.scores == answers[0].scores
 

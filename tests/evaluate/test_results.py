@@ -10,7 +10,7 @@ from rich.console import Console
 
 from soren_align.core.errors import UserError
 from soren_align.core.text import stderr_console
-from soren_align.evaluate.report.results import read_results, refuse_foreign, refuse_foreign_summary
+from soren_align.evaluate.report.results import read_results, refuse_foreign, refuse_foreign_summary, write_summary
 from soren_align.evaluate.run import stage
 from soren_align.evaluate.run.stage import write_results
 from soren_align.launch.evaluation import refuse_missing, run_evaluation
@@ -171,7 +171,7 @@ def test_our_own_results_are_recognised(tmp_path):
 def test_a_summary_replaces_nothing_but_a_summary(tmp_path, text):
     file = tmp_path / "summary.json"
     refuse_foreign_summary(file)
-    stage.write_summary(make_results(), file)
+    write_summary(make_results(), file)
     refuse_foreign_summary(file)
     file.write_text(text)
     with pytest.raises(UserError, match=r"is not a summary of an evaluation.*choose another --summary"):

@@ -15,7 +15,7 @@ from scipy import stats
 
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
-from soren_align.evaluate.report.results import summary
+from soren_align.evaluate.report.results import write_summary
 from soren_align.evaluate.run import workers
 from soren_align.evaluate.run.stage import evaluate, preflight, print_results
 from soren_align.evaluate.stats.paired import read_points
@@ -117,8 +117,9 @@ def test_the_terminal_shows_whole_cells_in_eighty_columns(stage):
     assert not [line for line in screen.splitlines() if "…" in line]
 
 
-def test_the_summary_is_in_fractions(stage):
-    rows = summary(stage[0])["rows"]
+def test_the_summary_is_in_fractions(stage, tmp_path):
+    write_summary(stage[0], tmp_path / "summary.json")
+    rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["base", "SFT"]
     for row, full in zip(rows, stage[0]["rows"], strict=True):
         assert list(row) == ["name", *COLUMNS]

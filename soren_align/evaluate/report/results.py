@@ -4,6 +4,7 @@ A run folder may come from anyone, and `--output` may be any folder: only files 
 torch here, because model cards read results too.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -13,7 +14,7 @@ from typing_extensions import TypedDict
 
 from ...core.document import dotted
 from ...core.errors import UserError
-from ...core.files import is_component, read_json
+from ...core.files import is_component, read_json, write
 
 NAME = "results.json"
 POINTS = "points.json"
@@ -198,14 +199,17 @@ def refuse_foreign(output: Path, names: list[str]) -> None:
         raise UserError(f"{foreign[0]}: was not written by an evaluation; {remedy}")
 
 
-def summary(results: Results) -> dict[str, Any]:
-    """Return the scores alone, as fractions: {"rows": [{"name": "base", "zoo_mc": 0.25, ...}, ...]}."""
-    return {
-        "rows": [
-            {"name": row["name"], **{column: score["value"] / 100 for column, score in row["scores"].items()}}
-            for row in results["rows"]
-        ]
-    }
+def write_summary(results: Results, file: Path) -> None:
+    """Write the scores alone, as fractions: {"rows": [{"name": "base", "zoo_mc": 0.25, ...}, ...]}.
+
+    Call `refuse_foreign_summary` before the evaluation.
+    """
+    rows = [
+        {"name": row["name"], **{column: score["value"] / 100 for column, score in row["scores"].items()}}
+        for row in results["rows"]
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write(file, json.dumps({"rows": rows}, indent=2) + "\n")
 
 
 def refuse_foreign_summary(file: Path) -> None:

@@ -55,32 +55,28 @@ class BackendSettings:
     """Prompts in one forward pass; with vLLM, in one call."""
 
 
-def load_lm(model: Any, tokenizer: Any, settings: BackendSettings) -> Any:
-    """Return lm-eval's object for a model.
-
-    model: a folder, or a loaded transformers or PEFT model, which stays on its device and is left in eval mode.
-    """
+def load_lm(folder: Path, tokenizer: Any, settings: BackendSettings) -> Any:
+    """Return lm-eval's object for the model in a folder."""
     if settings.backend == "hf":
-        loaded = _load_hf(Path(model), settings).to(settings.device) if isinstance(model, str | Path) else model
+        loaded = _load_hf(folder, settings).to(settings.device)
         return _count_truncated(HFLM, 1)(pretrained=loaded, tokenizer=tokenizer, batch_size=settings.batch_size)
-    if not isinstance(model, str | Path):
-        raise UserError("vLLM loads models from folders; save this model first")
-    if (Path(model) / ADAPTER).is_file():
+    if (folder / ADAPTER).is_file():
         raise UserError(
-            f"{model}: is an adapter; merge it for vLLM (`soren-align merge RUN` makes RUN/merged), or use --backend hf"
+            f"{folder}: is an adapter; merge it for vLLM (`soren-align merge RUN` makes RUN/merged), or use "
+            "--backend hf"
         )
-    if "quantization_config" not in (read_json(Path(model) / "config.json") or {}):  # vLLM has quantizers of its own
+    if "quantization_config" not in (read_json(folder / "config.json") or {}):  # vLLM has quantizers of its own
         try:
-            load_model(str(model), device_map={"": "meta"})  # names and shapes only: vLLM loads the weights itself
+            load_model(str(folder), device_map={"": "meta"})  # names and shapes only: vLLM loads the weights itself
         except (ImportError, OSError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{model}: not a model that can be loaded: {in_one_line(error)}") from error
+            raise UserError(f"{folder}: not a model that can be loaded: {in_one_line(error)}") from error
     from lm_eval.models.vllm_causallms import VLLM
 
     # vLLM always generates one token, which needs a place in the context.
     return _count_truncated(VLLM, -1)(
-        pretrained=str(model), dtype=settings.dtype, batch_size=settings.batch_size, seed=1234
+        pretrained=str(folder), dtype=settings.dtype, batch_size=settings.batch_size, seed=1234
     )
 
 
@@ -134,19 +130,16 @@ def load_tokenizer(folder: Path) -> Any:
     return weights.load_tokenizer(str(source))
 
 
-def generation_settings(model: Any) -> tuple[dict[str, Any], Any]:
-    """Return (the settings of the model's generation config that change greedy responses, its eos_token_id).
+def generation_settings(folder: Path) -> tuple[dict[str, Any], Any]:
+    """Return (the settings of a model's generation config that change greedy responses, its eos_token_id).
 
     lm-eval leaves these settings in force: a repetition penalty, for example, or a limit of the length.
     """
-    if isinstance(model, str | Path):
-        folder = base_folder(Path(model), weights=False) or Path(model)
-        try:
-            config = GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
-        except Exception as error:  # of values that transformers does not check
-            raise UserError(f"{folder / GENERATION_CONFIG_NAME}: cannot be read: {in_one_line(error)}") from None
-    else:
-        config = model.generation_config
+    folder = base_folder(folder, weights=False) or folder
+    try:
+        config = GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
+    except Exception as error:  # of values that transformers does not check
+        raise UserError(f"{folder / GENERATION_CONFIG_NAME}: cannot be read: {in_one_line(error)}") from None
     settings = config.to_diff_dict() if config else {}
     changing = {key: value for key, value in settings.items() if not _WITHOUT_EFFECT.fullmatch(key)}
     return changing, settings.get("eos_token_id")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from jinja2 import TemplateError
@@ -84,13 +84,9 @@ class ProgressDisplay:
 class Options:
     """How a model is evaluated."""
 
-    backend: str = "hf"
-    dtype: str | None = None
-    """None: the suite's; a loaded model's own."""
+    backend: Literal["hf", "vllm"] = "hf"
     device: str | None = None
-    """As in torch.device. None: the GPU if there is one; a loaded model's own."""
-    batch_size: int | None = None
-    """None: the suite's."""
+    """As in torch.device. None: the GPU if there is one."""
     limit: int | None = None
     """Only the first questions of each task."""
     strict: bool = False
@@ -144,46 +140,45 @@ class ModelResults:
 
 
 def evaluate_model(
-    model: Any,
+    model: str | Path,
     suite: Suite,
     options: Options | None = None,
     *,
-    tokenizer: Any = None,
     tasks: Tasks | None = None,
     display: ProgressDisplay | None = None,
 ) -> ModelResults:
     """Return the results of a model on all questions of a suite.
 
-    model: a folder (an adapter's too), a name on the hub, or a loaded model with its `tokenizer`, which is never cached
-    and keeps its train or eval mode. tasks: from `load_tasks`; None loads them.
+    model: a folder (an adapter's too), or a name on the hub. tasks: from `load_tasks`; None loads them.
     Raises UserError if the model cannot be loaded, a prompt does not fit (if strict), or a score is not a number;
     OutOfMemory if a batch does not fit the device's memory.
     """
     options = options or Options()
     require_backend(options.backend)
-    is_loaded = not isinstance(model, str | Path)
-    name = "the given model" if is_loaded else str(model)
-    if is_loaded and options.num_processes > 1:
-        raise UserError("a loaded model is evaluated in its own process only; pass a folder for several processes")
-    if not is_loaded:
-        assert tokenizer is None, "a folder has its own tokenizer"
-        with silence():
-            model = model_folder(model)
-            tokenizer = load_tokenizer(model)
+    name = str(model)
+    with silence():
+        folder = model_folder(model)
+        tokenizer = load_tokenizer(folder)
     if options.chat_template == "":
         suite = suite.model_copy(update={"apply_chat_template": False})
     if suite.apply_chat_template and options.chat_template is not None:
         tokenizer.chat_template = options.chat_template
     if suite.apply_chat_template and not tokenizer.chat_template:
         raise UserError(f"{name}: the tokenizer has no chat template; suite {suite.name} needs one")
-    settings, device = _backend_settings(model, suite, options)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and options.num_processes > torch.cuda.device_count():
+        raise UserError(
+            f"{options.num_processes} processes need as many GPUs; {torch.cuda.device_count()} are visible, write a "
+            "smaller --processes"
+        )
+    settings = BackendSettings(options.backend, suite.dtype, device, suite.batch_size)
+    device_name = torch.cuda.get_device_name() if device.startswith("cuda") else device
     tasks = tasks or load_tasks(suite, options.cache)
-    use_cache = options.cache and not is_loaded
-    cache = ResponseCache(options.cache if use_cache else None, cache_key(model, settings, device) if use_cache else {})
-    source = model, tokenizer, settings
+    cache = ResponseCache(options.cache, cache_key(folder, settings, device_name) if options.cache else {})
+    source = folder, tokenizer, settings
     workers = InProcess(*source) if options.num_processes == 1 else WorkerPool(options.num_processes, *source)
     lm = RequestDispatcher(workers, tokenizer, settings, cache, strict=options.strict)
-    generation, eos_token_id = generation_settings(model)
+    generation, eos_token_id = generation_settings(folder)
     reported = {
         "versions": {package: metadata.version(package) for package in PACKAGES},
         "task_versions": {},
@@ -195,16 +190,16 @@ def evaluate_model(
         "batch_size": settings.batch_size,
         "chat_template": suite.apply_chat_template,
         "dtype": settings.dtype,
-        "device": device,
+        "device": device_name,
         "backend": settings.backend,
         "generation_config": generation,
     }
     results = ModelResults(reported, eos_token_id)
-    was_training = is_loaded and model.training
     try:
         for task in suite.tasks:
             lm.label, lm.num_truncated = f"{name}: {task.column}", 0
-            lm.on_progress = partial(display.on_progress, task.column) if display else None
+            if display:
+                lm.on_progress = partial(display.on_progress, task.column)
             output = _simple_evaluate(lm, suite, tasks[task.column], options.limit)
             results.add(task, tasks[task.column], output, name)
             if lm.num_truncated:
@@ -213,8 +208,6 @@ def evaluate_model(
                 display.on_score(task.column, results.scores[task.column])
     finally:
         lm.workers.close()
-        if was_training:
-            model.train()  # lm-eval leaves it in eval mode
     prompt = next(iter(results.samples.values()))[0]["arguments"][0][0]
     tokens = tokenizer(prompt)["input_ids"]
     results.settings["bos"] = bool(tokens) and tokens[0] == tokenizer.bos_token_id
@@ -222,22 +215,6 @@ def evaluate_model(
         results.scores["average"] = average(list(results.scores.values()))
     results.num_requests = {"computed": lm.num_computed, "cached": lm.num_cached}
     return results
-
-
-def _backend_settings(model: Any, suite: Suite, options: Options) -> tuple[BackendSettings, str]:
-    """Return the settings, and the device's full name."""
-    dtype, device = options.dtype or suite.dtype, options.device
-    if not isinstance(model, str | Path):
-        device, dtype = model.device.type, str(model.dtype).removeprefix("torch.")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and options.num_processes > torch.cuda.device_count():
-        raise UserError(
-            f"{options.num_processes} processes need as many GPUs; {torch.cuda.device_count()} are visible, write a "
-            "smaller --processes"
-        )
-    full_name = torch.cuda.get_device_name() if device.startswith("cuda") else device
-    batch_size = options.batch_size or suite.batch_size
-    return BackendSettings(cast(Any, options.backend), dtype, device, batch_size), full_name
 
 
 def _simple_evaluate(lm: RequestDispatcher, suite: Suite, task: Any, limit: int | None) -> dict[str, Any]:

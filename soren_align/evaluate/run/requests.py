@@ -127,7 +127,7 @@ class RequestDispatcher(LM):
         self.num_computed = self.num_cached = self.num_truncated = 0
         self.label = ""
         """Model and column, for errors."""
-        self.on_progress: Callable[[int, int], object] | None = None
+        self.on_progress: Callable[[int, int], object] = lambda done, total: None
         """Called with the numbers of requests: those that have responses, and all."""
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -151,14 +151,14 @@ class RequestDispatcher(LM):
         work = [(key, kind, [requests[i] for i in chunk]) for key, chunk in missing.items()]
         done = len(requests) - sum(len(chunk) for chunk in missing.values())
         self.num_cached += done
-        self._report_progress(done, len(requests))
+        self.on_progress(done, len(requests))
         try:
             for key, responses, num_truncated in self.workers.run(work):
                 self._refuse_truncated(num_truncated)
                 self.cache.add(key, responses, num_truncated)
                 self.num_computed += len(responses)
                 done += len(responses)
-                self._report_progress(done, len(requests))
+                self.on_progress(done, len(requests))
         except ContextTooShort as error:
             raise UserError(f"{self.label}: {error}") from None
         ordered: list[Any] = [None] * len(requests)
@@ -173,10 +173,6 @@ class RequestDispatcher(LM):
     def _refuse_truncated(self, num_truncated: int) -> None:
         if num_truncated and self.strict:
             raise UserError(f"{self.label}: prompts do not fit the model's context and would be truncated (--strict)")
-
-    def _report_progress(self, done: int, total: int) -> None:
-        if self.on_progress:
-            self.on_progress(done, total)
 
     def apply_chat_template(self, *args: Any, **options: Any) -> str:
         """Return HFLM's rendering of one prompt."""

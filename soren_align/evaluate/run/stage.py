@@ -17,12 +17,12 @@ from rich.console import Console
 
 from ...core.errors import ResumableError, UserError
 from ...core.files import default_cache_folder, is_component, remove, write
-from ...core.text import print_labelled
+from ...core.text import loading, print_labelled
 from ...recipe import Eval, Model, trains_adapter
 from ...run.folder import RunFolder
 from ...run.provenance import commit
 from ..report import tables
-from ..report.results import NAME, POINTS, Results, Row, read_results, refuse_foreign, summary
+from ..report.results import NAME, POINTS, Results, Row, read_results, refuse_foreign
 from ..stats.contamination import Overlaps
 from ..stats.paired import points_json
 from ..stats.significance import compare, compare_pairs, contamination_section, refuse_unlike, unpaired
@@ -226,16 +226,8 @@ def output_of(run: RunFolder, options: Eval) -> Path:
     return output
 
 
-def write_summary(results: Results, file: Path) -> None:
-    """Write the scores alone. Call `refuse_foreign_summary` before the evaluation."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write(file, json.dumps(summary(results), indent=2) + "\n")
-
-
 def _load_tasks(suite: Suite, options: Eval, cache: Path, console: Console) -> Tasks:
-    if not console.is_terminal:
-        console.print("loading   tasks", highlight=False)
-    with console.status("Loading tasks") as status:
+    with loading(console, "Loading tasks") as status:
         return load_tasks(
             suite, cache, lambda column: status.update(f"Loading tasks: {column}"), trusted=options.trust_suite
         )

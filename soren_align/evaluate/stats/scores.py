@@ -1,6 +1,7 @@
 """The scores of a column and their standard errors, from lm-eval's samples."""
 
 import statistics
+from itertools import chain
 from math import isfinite, sqrt
 from typing import Any
 
@@ -41,41 +42,32 @@ def score_column(
         score["subjects"] = subjects
     for other in others:
         label, each = other.removesuffix(",none"), [_points(output, name, other, model) for name in names]
-        also[label], also_points[label] = _score(each), [_joined(each)]
+        also[label], also_points[label] = _score(each), [[*chain(*each)]]
     if also:
         score["also"] = {label: {key: each[key] for key in ("value", "stderr")} for label, each in also.items()}
     samples = [{"task": name} | sample for name in names for sample in output["samples"][name]]
-    return score, _joined(points), also_points, samples
-
-
-def _joined(points: list[list[float]]) -> list[float]:
-    return [value for each in points for value in each]
-
-
-def cluster_of(sample: dict[str, Any], cluster: str) -> str:
-    """Return the cluster of a question: its task for "task", else that field of the question.
-
-    Raises UserError if the question has no such field.
-    """
-    question = sample["doc"] | {"task": sample["task"]}
-    if cluster not in question:
-        raise UserError(
-            f"{sample['task']}: the suite's cluster: {cluster} is no field of its questions; they have "
-            f"{', '.join(map(str, sample['doc']))}, and task"
-        )
-    return str(question[cluster])
+    return score, [*chain(*points)], also_points, samples
 
 
 def cluster_labels(task: SuiteTask, questions: list[tuple[Any, dict[str, Any]]]) -> list[str] | None:
     """Return the cluster of each question, (lm-eval's task, document); None if all are independent.
 
-    Where the suite names no cluster, questions of one prompt with the same choices are one: a model answers all of them
-    alike, so that repeating a question would make any difference significant.
-    Raises UserError as `cluster_of`.
+    The suite's cluster is a field of the questions, or "task". Where it names none, questions of one prompt with the
+    same choices are one: a model answers all of them alike, so that repeating a question would make any difference
+    significant.
+    Raises UserError if a question has no such field.
     """
-    if task.cluster:
-        return [cluster_of({"task": each.task_name, "doc": doc}, task.cluster) for each, doc in questions]
     labels = []
+    if task.cluster:
+        for each, doc in questions:
+            question = doc | {"task": each.task_name}
+            if task.cluster not in question:
+                raise UserError(
+                    f"{each.task_name}: the suite's cluster: {task.cluster} is no field of its questions; they have "
+                    f"{', '.join(map(str, doc))}, and task"
+                )
+            labels.append(str(question[task.cluster]))
+        return labels
     with silence(), rendering():
         for each, doc in questions:  # without few-shot examples, which may differ between equal questions
             if each.OUTPUT_TYPE == "loglikelihood_rolling":
@@ -127,7 +119,7 @@ def _score(points: list[list[float]]) -> dict[str, Any]:
     """
     errors = [statistics.stdev(p) / sqrt(len(p)) if len(p) > 1 else 0.0 for p in points]
     sizes = [len(p) for p in points]
-    every = _joined(points)
+    every = [*chain(*points)]
     value, n = statistics.fmean(every), len(every)
     stderr = errors[0]
     if len(points) > 1:
