@@ -341,11 +341,6 @@ def _against_recipe(study: StudyFile, recipe: Recipe) -> Iterator[tuple[Key, str
             yield ("verdict", "retention", "columns"), f"the suite has no column {column!r}{hint}"
 
 
-def study_folder(study: StudyFile) -> Path:
-    """The study's folder."""
-    return local_path(study.output_dir)
-
-
 def study_schema() -> dict[str, Any]:
     """JSON Schema of a study's file. The keys of a recipe in `set` and `space` are not checked."""
     schema = StudyFile.model_json_schema()

@@ -16,14 +16,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from ..core.errors import MAX_CHARACTERS, ResumableError, UserError, free_bytes, printable
-from ..core.files import remove
+from ..core.files import local_path, remove
 from ..core.signals import killed_by, stop_signals
 from ..core.text import Terminal, print_labelled, stderr_console
 from ..launch.environment import set_environment, visible_gpus
 from ..run import lock
 from ..run.folder import LOCK, RANKS_LOCK, RunFolder
 from .audit import conclude
-from .config import StudyFile, recipe_of_run, study_folder
+from .config import StudyFile, recipe_of_run
 from .report.page import terminal_verdict
 from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
 from .search import STUDY_FILE, Progress, create
@@ -42,7 +42,7 @@ def compare(study: StudyFile, *, jobs: int | None = None, processes: int = 1, ex
     the ends of spaces at which selected values lie.
     Raises ResumableError if the machine stopped a run: the study is not concluded, and the same command continues it.
     """
-    folder, console = study_folder(study), stderr_console()
+    folder, console = local_path(study.output_dir), stderr_console()
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     # Another command may create the folder at the same time.
     if not all(name.startswith((LOCK, STUDY_FILE)) for name in names) and not (folder / STUDY_FILE).is_file():
@@ -66,7 +66,7 @@ def compare(study: StudyFile, *, jobs: int | None = None, processes: int = 1, ex
 
 def report(study: StudyFile) -> None:
     """Conclude a study from the runs that have ended. Raises UserError if it has not been started."""
-    folder = study_folder(study)
+    folder = local_path(study.output_dir)
     if not (folder / STUDY_FILE).is_file():
         raise UserError(f"{folder}: no study's folder; run soren-align compare without --report first")
     _conclude(folder)
@@ -119,6 +119,7 @@ class _Runner:
         slots = self.jobs or self.progress.study.jobs or max(1, len(gpus) // self.processes)
         with self._handling_signals(), self.console.status("") as status:
             while pending or self.active:
+                done = sum(run.status in ENDED for run in runs)
                 for run in pending if not (self.is_stopping or self.obstacle) else []:
                     if len(self.active) < slots and not _is_locked(RunFolder(self.progress.folder / run.folder)):
                         self._start(run, context, gpus, slots)
@@ -126,12 +127,10 @@ class _Runner:
                     print_labelled(self.console, "stopped", "rerun the same command to continue")
                     return 130
                 if self.obstacle and not self.active:
-                    done = sum(run.status in ENDED for run in runs)
                     raise ResumableError(
                         f"{self.progress.folder}: the study stopped, and no result is lost ({done} of {len(runs)} runs "
                         f"have ended): {self.obstacle}. The same command resumes the runs that have not ended"
                     )
-                done = sum(run.status in ENDED for run in runs)
                 own = ", ".join(run.folder for run, _ in self.active.values())
                 status.update(f"{done} of {len(runs)} runs; running: {own or 'those of other commands'}")
                 wait([process.sentinel for process in self.active], timeout=POLL_SECONDS)

@@ -25,19 +25,11 @@ STAGES = ("search", "verdict")
 class RunFiles:
     """The recipe and run.json of a run's folder. place: relative to the study's folder, "search/soren/03"."""
 
+    stage: str
+    candidate: str
     place: str
     recipe: Recipe
     record: dict[str, Any]
-
-    @property
-    def stage(self) -> str:
-        """search or verdict."""
-        return self.place.split("/")[0]
-
-    @property
-    def candidate(self) -> str:
-        """The folder that the run is in."""
-        return self.place.split("/")[1]
 
     @property
     def seed(self) -> int:
@@ -69,7 +61,8 @@ def read_files(study_folder: Path) -> tuple[list[RunFiles], list[str]]:
         try:
             run = RunFolder(folder)
             if (record := run.read()) is not None and run.recipe.is_file():
-                runs.append(RunFiles(place, load_resolved(run.recipe), record))
+                stage, candidate, _ = place.split("/")
+                runs.append(RunFiles(stage, candidate, place, load_resolved(run.recipe), record))
         except UserError as error:
             problems.append(f"{place}: cannot be audited: {error}; remove the folder and rerun the study")
     return runs, problems

@@ -196,9 +196,9 @@ class Progress:
         if run.folder in self._ended and self._ended[run.folder].parameters == run.parameters:
             return self._ended[run.folder]
         folder = RunFolder(self.folder / run.folder)
-        if run.stage == "verdict" and not self.is_own(run, folder):
-            return run  # of the setting that was selected before an extension
-        if run.stage == "search" and not self.is_own(run, folder):
+        if not self.is_own(run, folder):
+            if run.stage == "verdict":
+                return run  # of the setting that was selected before an extension
             raise UserError(
                 f"{folder}: its recipe.yaml has other values than trial {run.number + 1} of {run.candidate} in "
                 f"{self.folder / JOURNAL}: one of both was changed. Remove the journal, whose trials are drawn again "

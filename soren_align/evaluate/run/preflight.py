@@ -223,7 +223,7 @@ class _Probe:
         self.row, self.suite, self.options = row, suite, options
         settings = BackendSettings("hf", suite.dtype, "cpu", suite.batch_size)
         self.lm = RequestDispatcher(
-            InProcess(None, row.tokenizer, settings), row.tokenizer, settings, ResponseCache(None, {})
+            InProcess(Path(row.model), row.tokenizer, settings), row.tokenizer, settings, ResponseCache(None, {})
         )
         self.problems: list[str] = []
         self.prompts: dict[str, list[str]] = {}

@@ -26,7 +26,7 @@ from ..report.results import NAME, POINTS, Results, Row, read_results, refuse_fo
 from ..stats.contamination import Overlaps
 from ..stats.paired import points_json
 from ..stats.significance import compare, compare_pairs, contamination_section, refuse_unlike, unpaired
-from ..suite.suites import Suite, load_published, suite_of
+from ..suite.suites import Suite, check_suite, load_published, suite_of
 from ..suite.tasks import Tasks, load_tasks, num_questions
 from .backends import require_backend
 from .harness import ModelResults, Options, ProgressDisplay, evaluate_model
@@ -187,9 +187,7 @@ def preflight(
     Raises UserError with all problems found.
     """
     require_backend(options.backend)
-    suite = suite_of(options)
-    for name in options.published:
-        load_published(name, suite.name)
+    suite = check_suite(options)
     rows = with_base_template(rows, options.base_template) if rows else []
     return check(rows, suite, lambda: load_tasks(suite, None, on_column, trusted=options.trust_suite), options)
 

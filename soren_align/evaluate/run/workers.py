@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,14 +29,18 @@ class OutOfMemory(Exception):
 class InProcess:
     """Runs requests in this process. The model is loaded at the first request."""
 
-    def __init__(self, model: Any, tokenizer: Any, settings: BackendSettings):
-        self.arguments = model, tokenizer, settings
+    def __init__(self, folder: Path, tokenizer: Any, settings: BackendSettings):
+        self.folder, self.tokenizer, self.settings = folder, tokenizer, settings
         self.lm: Any = None
 
     def run(self, chunks: list[Chunk]) -> Iterator[tuple[str, list[Any], int]]:
         """Yield (key, responses, number of truncated prompts) of each chunk, in order."""
+        if chunks and self.lm is None:
+            try:
+                self.lm = _guarded(load_lm, self.folder, self.tokenizer, self.settings)
+            except OutOfMemory as error:  # a smaller batch would not help
+                raise UserError(f"{self.folder}: the model itself does not fit the device's memory: {error}") from error
         for key, kind, requests in chunks:
-            self.lm = self.lm or _load(*self.arguments)
             yield key, *_guarded(run_requests, self.lm, kind, requests)
 
     def close(self) -> None:
@@ -57,7 +62,7 @@ class WorkerPool:
     """Runs requests in several processes. Each loads the model at its first request; chunks go to the first free
     one."""
 
-    def __init__(self, num_processes: int, model: Any, tokenizer: Any, settings: BackendSettings):
+    def __init__(self, num_processes: int, folder: Path, tokenizer: Any, settings: BackendSettings):
         # Not fork: a forked CUDA does not work. Not spawn: each process would import torch and lm-eval again, for 6 s.
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload([__name__])
@@ -65,15 +70,15 @@ class WorkerPool:
         for index in range(num_processes):
             indices.put(index)
         num_threads = max(1, torch.get_num_threads() // num_processes)
-        arguments = (indices, num_threads, model, tokenizer, settings)
+        arguments = (indices, num_threads, folder, tokenizer, settings)
         self.pool = ProcessPoolExecutor(num_processes, server, _init_worker, arguments)
 
     def run(self, chunks: list[Chunk]) -> Iterator[tuple[str, list[Any], int]]:
         """Yield (key, responses, number of truncated prompts) of each chunk, as they complete."""
-        futures = {self.pool.submit(_run_in_worker, kind, requests): key for key, kind, requests in chunks}
+        futures = [self.pool.submit(_run_in_worker, chunk) for chunk in chunks]
         try:
             for future in as_completed(futures):
-                yield futures[future], *future.result()
+                yield future.result()
         except BrokenProcessPool as error:
             raise ResumableError(
                 "a worker process was killed (out of memory?); rerun the same command to resume, finished requests "
@@ -86,13 +91,6 @@ class WorkerPool:
     def close(self) -> None:
         """End the processes."""
         self.pool.shutdown(cancel_futures=True)
-
-
-def _load(model: Any, tokenizer: Any, settings: BackendSettings) -> Any:
-    try:
-        return _guarded(load_lm, model, tokenizer, settings)
-    except OutOfMemory as error:  # a smaller batch would not help
-        raise UserError(f"{model}: the model itself does not fit the device's memory: {error}") from error
 
 
 def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -111,12 +109,11 @@ def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
 
 # The functions below run in the processes of a WorkerPool.
 
-_arguments: tuple[Any, Any, BackendSettings]
-_lm: Any = None
+_worker: InProcess
 
 
-def _init_worker(indices: Any, num_threads: int, model: Any, tokenizer: Any, settings: BackendSettings) -> None:
-    global _arguments
+def _init_worker(indices: Any, num_threads: int, folder: Path, tokenizer: Any, settings: BackendSettings) -> None:
+    global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     # Exit with the parent: after SIGKILL it cannot end its workers, which would occupy their GPUs.
     parent = multiprocessing.parent_process()
@@ -127,11 +124,8 @@ def _init_worker(indices: Any, num_threads: int, model: Any, tokenizer: Any, set
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
     torch.set_num_threads(num_threads)
-    _arguments = model, tokenizer, settings
+    _worker = InProcess(folder, tokenizer, settings)
 
 
-def _run_in_worker(kind: str, requests: list[tuple]) -> tuple[list[Any], int]:
-    global _lm
-    if _lm is None:
-        _lm = _load(*_arguments)
-    return _guarded(run_requests, _lm, kind, requests)
+def _run_in_worker(chunk: Chunk) -> tuple[str, list[Any], int]:
+    return next(_worker.run([chunk]))

@@ -142,11 +142,12 @@ def load_suite(name_or_path: str | Path) -> Suite:
     return suite
 
 
-def check_suite(options: Eval) -> None:
-    """Raise UserError if the suite of an evaluation section, or a table of published scores, cannot be read."""
+def check_suite(options: Eval) -> Suite:
+    """Return `suite_of`. Raises UserError also if a table of published scores cannot be read."""
     suite = suite_of(options)
     for name in options.published:
         load_published(name, suite.name)
+    return suite
 
 
 def suite_of(options: Eval) -> Suite:

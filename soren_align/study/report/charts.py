@@ -103,7 +103,7 @@ def front_figure(study: Study) -> Figure | Paragraph:
 
     def draw(axes: Axes, colors: Colors) -> None:
         for i, points in dots.items():
-            axes.plot(*_columns(points), **{**line_style(i, colors), "linestyle": ""}, markersize=7)
+            axes.plot(*zip(*points, strict=True), **{**line_style(i, colors), "linestyle": ""}, markersize=7)
         axes.axhline(0, color=colors.muted, linewidth=1)
         axes.locator_params(axis="x", nbins=5)
 
@@ -225,7 +225,7 @@ def _sensitivity_panel(study: Study, i: int, key: str, limits: tuple[float, floa
         inside = [(x, y) for x, y in placed if limits[0] <= y <= limits[1]]
         beyond = [x for x, y in placed if not limits[0] <= y <= limits[1]]
         alone = len(_free_keys(own)) == 1  # else a line would join settings that differ in other keys
-        axes.plot(*_columns(inside), **{**style, "linestyle": "-" if alone else ""}, linewidth=1, markersize=5)
+        axes.plot(*zip(*inside, strict=True), **{**style, "linestyle": "-" if alone else ""}, linewidth=1, markersize=5)
         worst, marker = (limits[0], "v") if study.higher_is_better else (limits[1], "^")
         triangles = {"linestyle": "", "marker": marker, "markersize": 7, "color": style["color"], "clip_on": False}
         axes.plot(beyond, [worst] * len(beyond), **triangles)
@@ -329,9 +329,9 @@ def _lines_panel(
         for i, (*runs, mean) in lines.items():
             style = line_style(i, colors)
             for points in runs if len(lines) <= MAX_WITH_RUNS else ():
-                axes.plot(*_columns(points), color=style["color"], linewidth=0.6, alpha=0.55)
+                axes.plot(*zip(*points, strict=True), color=style["color"], linewidth=0.6, alpha=0.55)
             every = max(1, len(mean) // 6)
-            axes.plot(*_columns(mean), **style, markevery=(i % every, every), markersize=4.5, linewidth=1.6)
+            axes.plot(*zip(*mean, strict=True), **style, markevery=(i % every, every), markersize=4.5, linewidth=1.6)
             axes.plot(*mean[-1], **style, markersize=7)
         if cut and (limits := focus([y for curves in lines.values() for _, y in curves[-1]], study.higher_is_better)):
             axes.set_ylim(*limits)
@@ -454,11 +454,6 @@ def set_scale(axes: Axes, values: Sequence[Any]) -> Callable[[Any], float]:
     room = (high / low) ** 0.1
     axes.set_xlim(low / room, high * room)
     return float
-
-
-def _columns(points: Curve) -> tuple[list[float], list[float]]:
-    """Return the x and the y of points, for matplotlib."""
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def _short(text: str, most: int) -> str:
