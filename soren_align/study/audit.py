@@ -18,11 +18,11 @@ from ..evaluate.suite.suites import suite_of
 from ..recipe import differences, is_derived, load_resolved, recipe_hash
 from ..run.folder import RunFolder
 from . import stats
-from .config import METRICS
+from .config import METRICS, VerdictSection
 from .report.page import write_report
 from .runs import RunFiles, flat, read_files, run_folders
 from .search import STUDY_RESULT, read_study
-from .study import Candidate, Study, by_trial, metric_of_trial
+from .study import Study, by_trial, metric_of_trial
 
 EQUAL_AT_A_SEED = {
     "starting_weights": "other initial weights",
@@ -60,23 +60,21 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
         results = read_results(RunFolder(folder / evaluated.folder).evaluation(options.name))
         contamination = results.get("contamination") if results else None
     runs, unreadable = read_files(folder)
-    problems = [*unreadable, *audit(study.candidates, folder, study.file, runs)]
-    weaknesses = [*cautions(study.candidates, folder, study.file, runs, contamination)]
+    problems = [*unreadable, *audit(study, folder, runs)]
+    weaknesses = [*cautions(study, folder, runs, contamination)]
     answers = []
     if not problems:
         points, base, about_answers = {}, None, []
         if options:
             points, base, about_answers = stats.read_answers(folder, study.candidates, options.name)
-        section = study.file["verdict"]
-        retention: dict[str, Any] = section["retention"] or {"columns": [], "margin": 0.0}
-        rules = stats.Rules(
-            reference=section["reference"],
-            power=section["power"],
+        answers = stats.verdict(
+            VerdictSection.model_validate(study.file["verdict"]),
+            study.candidates,
+            points,
+            base,
             higher_is_better=study.higher_is_better,
             average=options is not None and suite_of(options).average,
-            margins={column: retention["margin"] for column in retention["columns"]},
         )
-        answers = stats.verdict(rules, study.candidates, points, base)
         weaknesses += [*about_answers, *stats.cautions(study.candidates, points)]
     study = replace(study, problems=problems, cautions=weaknesses, contamination=contamination, differences=answers)
     write(folder / STUDY_RESULT, json.dumps(asdict(study), indent=1) + "\n")
@@ -84,16 +82,17 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
     return study
 
 
-def audit(candidates: list[Candidate], study_folder: Path, file: dict[str, Any], runs: list[RunFiles]) -> list[str]:
+def audit(study: Study, folder: Path, runs: list[RunFiles]) -> list[str]:
     """Return the problems of a study that has ended, each a sentence with place, finding and remedy.
 
-    file: the study's resolved file. runs: those in the folder.
+    runs: those in the folder.
     """
+    file = study.file
     searched = {
         name: {*(file["search"].get("space") or {}), *(section.get("space") or {})}
         for name, section in file["candidates"].items()
     }
-    problems = [*_folder_problems(candidates, study_folder, file, runs), *_recipe_problems(runs, file, searched)]
+    problems = [*_folder_problems(study, folder, runs), *_recipe_problems(runs, file, searched)]
     trained = [run for run in runs if run.num_steps is not None]
     numbers = [run.num_steps for run in trained]
     steps = most_common(numbers)
@@ -105,16 +104,15 @@ def audit(candidates: list[Candidate], study_folder: Path, file: dict[str, Any],
                 compared = [run for run in compared if run.num_steps is not None and run.num_steps == steps]
             parts = [run.record["identity"].get(part) for run in compared]
             problems += _deviations(compared, parts, f"{finding} than the other runs with seed {seed}")
-    problems += _selection_problems(candidates, runs, file, searched)
+    problems += _selection_problems(study, runs, searched)
     return list(dict.fromkeys(problems))
 
 
-def _folder_problems(
-    candidates: list[Candidate], study_folder: Path, file: dict[str, Any], runs: list[RunFiles]
-) -> Iterator[str]:
+def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterator[str]:
     """Runs that the study does not list, unequal numbers of trials, and seeds that it does not declare or that miss."""
-    on_disk = [folder.relative_to(study_folder).as_posix() for folder in run_folders(study_folder)]
-    listed = {run.folder: run.status for candidate in candidates for run in candidate.runs}
+    file = study.file
+    on_disk = [path.relative_to(folder).as_posix() for path in run_folders(folder)]
+    listed = {run.folder: run.status for run in study.runs}
     for place in on_disk:
         if place not in listed:
             yield f"{place}: is a run that the study does not list; declare its trial for all candidates, or remove it"
@@ -140,7 +138,7 @@ def _folder_problems(
             yield f"{run.place}: has seed {run.seed}, with which the setting was selected; write other verdict.seeds"
         elif run.seed not in seeds[run.stage]:
             yield f"{run.place}: has seed {run.seed}, which {run.stage}.seeds does not declare; {MATCHED}"
-    with_verdict = {candidate.name for candidate in candidates if candidate.selected is not None}
+    with_verdict = {candidate.name for candidate in study.candidates if candidate.selected is not None}
     for name in file["candidates"]:
         started = {run.seed for run in runs if (run.stage, run.candidate) == ("verdict", name)}
         missing = [str(seed) for seed in seeds["verdict"] if seed not in started]
@@ -212,11 +210,9 @@ def _deviations(runs: list[RunFiles], values: list[Any], finding: str) -> Iterat
         yield f"{place}{more}: {finding} ({text}); {MATCHED}"
 
 
-def _selection_problems(
-    candidates: list[Candidate], runs: list[RunFiles], file: dict[str, Any], searched: dict[str, set[str]]
-) -> Iterator[str]:
+def _selection_problems(study: Study, runs: list[RunFiles], searched: dict[str, set[str]]) -> Iterator[str]:
     """Selection by anything but the best held-out metric, and verdicts of other settings than the selected ones."""
-    metric = file["search"]["metric"]
+    metric = study.file["search"]["metric"]
     if metric not in METRICS:
         allowed = " or ".join(METRICS)
         yield f"search.metric: selects by {metric!r}, which is no metric of held-out examples; write {allowed}"
@@ -226,7 +222,7 @@ def _selection_problems(
         run.place: json.dumps({key: run.settings.get(key) for key in sorted(searched.get(run.candidate, ()))})
         for run in runs
     }
-    for candidate in candidates:
+    for candidate in study.candidates:
         trials = [trial for trial in by_trial(candidate.trials).values() if trial[0].folder in settings]
         metrics = {settings[trial[0].folder]: metric_of_trial(trial) for trial in trials}
         best = settings.get(candidate.selected_trial.folder) if candidate.selected_trial else None
@@ -262,13 +258,10 @@ def most_common(values: list[Any]) -> Any:
 
 
 def cautions(
-    candidates: list[Candidate],
-    study_folder: Path,
-    file: dict[str, Any],
-    runs: list[RunFiles],
-    contamination: dict[str, Any] | None = None,
+    study: Study, folder: Path, runs: list[RunFiles], contamination: dict[str, Any] | None = None
 ) -> Iterator[str]:
     """Yield the cautions, each a sentence. runs: those in the folder. contamination: as in Study."""
+    candidates, file = study.candidates, study.file
     search, sections = file["search"], file["candidates"]
     for candidate in candidates:
         for key, end in candidate.at_edge.items():
@@ -307,7 +300,7 @@ def cautions(
         if any(own[other].get(key) != own[name][key] for other in sections for key in keys):
             yield f"{name}: is trained with its own {', '.join(keys)}, so that more than the optimizer differs"
 
-    evaluated = [run.place for run in runs if run.stage == "search" and (study_folder / run.place / "eval").is_dir()]
+    evaluated = [run.place for run in runs if run.stage == "search" and (folder / run.place / "eval").is_dir()]
     if evaluated:
         more = f" and {len(evaluated) - 1} more" if len(evaluated) > 1 else ""
         yield f"{evaluated[0]}{more}: a trial of the search was evaluated on benchmarks, which must not select settings"

@@ -123,7 +123,7 @@ class Progress:
                     self.trials.draw(name, {key: Range(**values) for key, values in intervals})
                     has_new = True
             if not has_new:
-                return runs + [run for name in self.study.candidates for run in self.verdict(name, runs)]
+                return runs + [run for name in self.study.candidates for run in self.candidate(name, runs).verdict]
 
     def search(self) -> list[Run]:
         """The search's runs of the drawn trials: trial 0 of every candidate, then trial 1, ...; within the budget."""
@@ -140,22 +140,24 @@ class Progress:
             runs = [run for run in runs if run.number <= started]
         return runs
 
-    def verdict(self, candidate: str, runs: list[Run]) -> list[Run]:
-        """The runs of a candidate's selected setting, one per fresh seed; none before its search has ended.
+    def candidate(self, name: str, runs: list[Run]) -> Candidate:
+        """A candidate with the runs of its selected setting, one per fresh seed; none before its search has ended.
 
         runs: the whole search's.
         """
-        own = [run for run in runs if run.candidate == candidate]
-        trials, number = by_trial(own), select(own, higher_is_better=self.higher_is_better)
+        section, own = self.study.candidates[name], [run for run in runs if run.candidate == name]
+        selected = select(own, higher_is_better=self.higher_is_better)
+        at_edge = edges(self.study, name, own, selected) if selected is not None else {}
+        space = self.study.search.model_dump()["space"] | section.model_dump()["space"]
+        trials, verdict = by_trial(own), []
         num_trials = self.study.search.trials + sum(extension.trials for extension in self._extensions())
         complete = len(trials) == num_trials or self._is_spent(runs)
-        if number is None or not complete or any(run.status not in ENDED for run in own):
-            return []
-        parameters = trials[number][0].parameters
-        return [
-            self._read(Run(candidate, "verdict", i, seed, f"verdict/{candidate}/{seed}", parameters, "waiting"))
-            for i, seed in enumerate(self.study.verdict.seeds)
-        ]
+        if selected is not None and complete and all(run.status in ENDED for run in own):
+            parameters = trials[selected][0].parameters
+            for i, seed in enumerate(self.study.verdict.seeds):
+                run = Run(name, "verdict", i, seed, f"verdict/{name}/{seed}", parameters, "waiting")
+                verdict.append(self._read(run))
+        return Candidate(name, section.set, space, own, selected, at_edge, verdict)
 
     def extend(self) -> dict[str, dict[str, str]]:
         """Add an extension where a selected value lies at an end of its space; returns the ends by candidate.
@@ -170,10 +172,9 @@ class Progress:
             raise UserError(f"{self.folder}: the search {reason or 'has not ended; rerun without --extend first'}")
         ends, spaces = {}, {}
         for name in self.study.candidates:
-            own = [run for run in search if run.candidate == name]
-            number = select(own, higher_is_better=self.higher_is_better)
-            at_edge = edges(self.study, name, own, number) if number is not None else {}
-            for key, end in at_edge.items():
+            candidate = self.candidate(name, search)
+            own = candidate.trials
+            for key, end in candidate.at_edge.items():
                 if not isinstance(values := self.study.free(name)[key], Range):
                     continue
                 for earlier in (each.spaces.get(name, {}).get(key) for each in self._extensions()):
@@ -249,24 +250,15 @@ def read_study(folder: Path, failures: Mapping[str, str] | None = None) -> Study
     progress = Progress(folder)
     progress.failures |= failures or {}
     study, search = progress.study, progress.search()
-    candidates, base_scores = [], None
-    for name, section in study.candidates.items():
-        own = [run for run in search if run.candidate == name]
-        selected = select(own, higher_is_better=progress.higher_is_better)
-        at_edge = edges(study, name, own, selected) if selected is not None else {}
-        space = study.model_dump()["search"]["space"] | section.model_dump()["space"]
-        verdict = progress.verdict(name, search)
-        candidates.append(Candidate(name, section.set, space, own, selected, at_edge, verdict))
-        for run in verdict:
-            if base_scores is None and run.scores:
-                base_scores = read_scores(RunFolder(folder / run.folder))[0]
+    candidates = [progress.candidate(name, search) for name in study.candidates]
+    scored = next((run for candidate in candidates for run in candidate.verdict if run.scores), None)
     record = next((RunFolder(folder / r.folder).read() or {} for c in candidates for r in c.trials if r.curve), {})
     return Study(
         name=study.title or folder.resolve().name,
         file=study.model_dump(),
         higher_is_better=progress.higher_is_better,
         candidates=candidates,
-        base_scores=base_scores,
+        base_scores=read_scores(RunFolder(folder / scored.folder))[0] if scored else None,
         command=f"soren-align compare {folder / STUDY_FILE}",
         versions=record.get("versions", {}),
         machine=", ".join(str(record[key]) for key in ("device", "platform") if key in record),

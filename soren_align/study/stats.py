@@ -17,7 +17,7 @@ The minimum detectable effect is the true difference that a study answers with "
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import exp, log, sqrt
 from pathlib import Path
 from typing import Literal
@@ -39,7 +39,7 @@ from ..evaluate.stats.paired import (
     without_equal_clusters,
 )
 from ..run.folder import RunFolder
-from .config import ALL_PAIRS
+from .config import ALL_PAIRS, VerdictSection
 from .study import AVERAGE, BASE, HELD_OUT, Candidate, Difference
 
 Real = float | np.ndarray
@@ -52,21 +52,6 @@ DRAWS, SEED = 10_000, 0
 """Simulated studies for a minimum detectable effect: 1% of it is the error."""
 TINY = 1e-300
 """Added to denominators that are 0 if all seeds gave the same."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """The settings of a verdict, declared before the study."""
-
-    reference: str
-    """The candidate that the others are compared with, besides the starting checkpoint; or ALL_PAIRS."""
-    power: float = 0.8
-    higher_is_better: bool = False
-    """Of the metric of the held-out examples."""
-    average: bool = False
-    """Whether to compare the plain mean of the columns too."""
-    margins: Mapping[str, float] = field(default_factory=dict)
-    """Columns that are to be retained, with the loss in percent that does not count."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +68,23 @@ class _Comparison:
 
 
 def verdict(
-    rules: Rules, candidates: Sequence[Candidate], points: Mapping[str, Sequence[Points]], base: Points | None
+    rules: VerdictSection,
+    candidates: Sequence[Candidate],
+    points: Mapping[str, Sequence[Points]],
+    base: Points | None,
+    *,
+    higher_is_better: bool = False,
+    average: bool = False,
 ) -> list[Difference]:
     """Return the differences of the candidates whose verdict's runs are all finished.
 
     points: of each candidate, in the order of its verdict's runs; all candidates have the same seeds. base: of the
-    starting checkpoint; None: it was not evaluated. Columns with unlike prompts are not compared.
+    starting checkpoint; None: it was not evaluated. Columns with unlike prompts are not compared. higher_is_better: of
+    the metric of the held-out examples. average: compare the plain mean of the columns too.
     """
     complete = [candidate for candidate in candidates if is_complete(candidate)]
     answers = {candidate.name: points[candidate.name] for candidate in complete if points}
-    comparisons = [*_of_questions(rules, answers, base), *_of_held_out(rules, complete)]
+    comparisons = [*_of_questions(rules, answers, base, average), *_of_held_out(rules, complete, higher_is_better)]
     comparisons.sort(key=lambda each: each.reference != BASE)
 
     # Holm's correction is for all differences and all tests of retention together.
@@ -134,7 +126,9 @@ def is_complete(candidate: Candidate) -> bool:
     return bool(candidate.verdict) and all(run.status == "finished" for run in candidate.verdict)
 
 
-def _of_questions(rules: Rules, answers: Mapping[str, Sequence[Points]], base: Points | None) -> Iterator[_Comparison]:
+def _of_questions(
+    rules: VerdictSection, answers: Mapping[str, Sequence[Points]], base: Points | None, average: bool
+) -> Iterator[_Comparison]:
     """Yield the comparisons of the columns and of their average."""
     names = list(answers)
     if not names:
@@ -143,7 +137,7 @@ def _of_questions(rules: Rules, answers: Mapping[str, Sequence[Points]], base: P
     columns = [column for column in runs[0] if all(are_alike(runs[0], other, [column]) for other in runs)]
     stacked = {c: np.array([[points[c].each for points in answers[name]] for name in names]) for c in columns}
     measures = {column: [column] for column in columns}
-    if rules.average and len(columns) == len(answers[names[0]][0]):
+    if average and len(columns) == len(answers[names[0]][0]):
         measures[AVERAGE] = columns
     for measure, parts in measures.items():
         alike = base is not None and are_alike(base, answers[names[0]][0], parts)
@@ -155,25 +149,26 @@ def _of_questions(rules: Rules, answers: Mapping[str, Sequence[Points]], base: P
             others = start if reference is None else {c: stacked[c][reference] for c in parts}
             pairs = [Paired(stacked[c][k] - others[c], answers[names[0]][0][c].clusters) for c in parts]
             difference = estimate(pairs, seeds_part(scores, k, reference))
-            margin = rules.margins.get(measure) if reference is None else None
+            is_retained = reference is None and rules.retention is not None and measure in rules.retention.columns
+            margin = rules.retention.margin if is_retained else None
             name = BASE if reference is None else names[reference]
             yield _Comparison(names[k], name, measure, difference, "percent", margin)
 
 
-def _of_held_out(rules: Rules, complete: Sequence[Candidate]) -> Iterator[_Comparison]:
+def _of_held_out(rules: VerdictSection, complete: Sequence[Candidate], higher_is_better: bool) -> Iterator[_Comparison]:
     """Yield the comparisons of the metric of the held-out examples, for which only the seeds are random."""
     names = [candidate.name for candidate in complete]
     metrics = [[run.metric for run in candidate.verdict] for candidate in complete]
     if not names or any(metric is None for each in metrics for metric in each):
         return
-    scores = np.array(metrics, dtype=float) * (1 if rules.higher_is_better else -1)
+    scores = np.array(metrics, dtype=float) * (1 if higher_is_better else -1)
     starts = [run.curve[0].metric for c in complete for run in c.verdict if run.curve and run.curve[0].step == 0]
     start = next((metric for metric in starts if metric is not None), None)
     for k, reference in _pairs(names, rules.reference):
         if reference is not None:
             other = float(scores[reference].mean())
         elif start is not None:
-            other = start if rules.higher_is_better else -start
+            other = start if higher_is_better else -start
         else:
             continue
         difference = Estimate(float(scores[k].mean()) - other, Spread(seeds_part(scores, k, reference)))

@@ -15,7 +15,7 @@ from soren_align.run.folder import RunFolder
 from soren_align.study.audit import audit, cautions, conclude
 from soren_align.study.config import load_study
 from soren_align.study.runs import STAGES, read_files, read_run, select
-from soren_align.study.study import Candidate, Run
+from soren_align.study.study import Candidate, Run, Study
 from soren_align.tasks import TASKS
 from tests.support.study_runs import end_all
 
@@ -44,6 +44,10 @@ class PlantedStudy:
         for name, rates in RATES.items():
             self.runs += [self.add(name, f"{i:02}", 0, rates[i], LOSSES[i]) for i in range(3)]
             self.runs += [self.add(name, str(seed), seed, rates[1], 1.25, stage="verdict") for seed in FRESH]
+
+    @property
+    def study(self):
+        return Study("planted", self.file, False, self.candidates, None)
 
     @property
     def candidates(self):
@@ -85,10 +89,10 @@ class PlantedStudy:
 
     def problems(self):
         runs, unreadable = read_files(self.folder)
-        return [*unreadable, *audit(self.candidates, self.folder, self.file, runs)]
+        return [*unreadable, *audit(self.study, self.folder, runs)]
 
     def cautions(self, overlaps=None):
-        return list(cautions(self.candidates, self.folder, self.file, read_files(self.folder)[0], overlaps))
+        return list(cautions(self.study, self.folder, read_files(self.folder)[0], overlaps))
 
 
 def diverge(folder):

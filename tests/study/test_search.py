@@ -119,7 +119,7 @@ def test_failed_and_diverged_trials_are_results(tmp_path):
     assert candidates["soren"].verdict == []
     assert candidates["adamw"].selected == 0
     assert [run.status for run in candidates["adamw"].verdict] == ["waiting", "waiting", "running"]
-    found = cautions(result.candidates, Path(study.output_dir), result.file, read_files(Path(study.output_dir))[0])
+    found = cautions(result, Path(study.output_dir), read_files(Path(study.output_dir))[0])
     assert any("soren: no trial has finished" in caution for caution in found)
 
 
@@ -134,7 +134,7 @@ def test_a_budget_ends_the_search_after_a_round_of_all_candidates(tmp_path):
     end(study, search[0], 2.0)
     result = read_study(Path(study.output_dir))
     assert [len(each.trials) for each in result.candidates] == [2, 2]
-    found = cautions(result.candidates, Path(study.output_dir), result.file, read_files(Path(study.output_dir))[0])
+    found = cautions(result, Path(study.output_dir), read_files(Path(study.output_dir))[0])
     assert "2 of the declared 6 trials of each candidate were made; the budget had ended" in found
 
 

@@ -12,10 +12,10 @@ from scipy import stats
 
 from soren_align.evaluate.stats.paired import Paired
 from soren_align.study import stats as module
+from soren_align.study.config import Retention, VerdictSection
 from soren_align.study.stats import (
     Assumed,
     Design,
-    Rules,
     Spread,
     estimate,
     minimum_detectable,
@@ -26,11 +26,16 @@ from soren_align.study.stats import (
 )
 from tests.support.simulated_studies import LEADERBOARD, World, draw, measured
 
-RULES = Rules(reference="adamw")
+RULES = VerdictSection(seeds=[1, 2, 3], reference="adamw")
 EQUAL = World()
 ONE_COLUMN = replace(EQUAL, columns={"zoo_mc": EQUAL.columns["zoo_mc"]})
 LOSS_ONLY = replace(EQUAL, columns={})
 LARGE = World(columns=LEADERBOARD, seed_sd=0.02, cluster_correlation=0.1)
+
+
+def retaining(margin, **changes):
+    """RULES with a margin for zoo_mc."""
+    return RULES.model_copy(update={"retention": Retention(columns=["zoo_mc"], margin=margin), **changes})
 
 
 def studies(world, count, rules=RULES, seed=0):
@@ -137,7 +142,7 @@ def test_the_study_states_about_the_same_effect_as_was_planned(equals):
 @pytest.mark.parametrize("loss", [20.0, 0.0])
 def test_retention_is_shown_below_the_margin_only(loss):
     world = replace(ONE_COLUMN, gains={(name, "zoo_mc"): -loss / 100 for name in EQUAL.names})
-    verdicts = studies(world, 150, Rules(reference="adamw", margins={"zoo_mc": 20.0}))
+    verdicts = studies(world, 150, retaining(20.0))
     shown = [[d.retained for d in each if d.retained is not None] for each in verdicts]
     assert all(len(each) == 4 for each in shown)
     if loss:
@@ -228,7 +233,7 @@ def test_columns_with_unlike_prompts_are_not_compared():
 
 def test_the_correction_counts_all_answers_and_tests_of_retention():
     candidates, points, base = drawn()
-    found = verdict(Rules(reference="adamw", average=True, margins={"zoo_mc": 2.0}), candidates, points, base)
+    found = verdict(retaining(2.0), candidates, points, base, average=True)
     assert len(found) == 7 * 5
     assert num_comparisons(4, 5, 1) == 7 * 5 + 4
     least = min(found, key=lambda d: d.p)
@@ -238,7 +243,7 @@ def test_the_correction_counts_all_answers_and_tests_of_retention():
 
 def test_all_pairs_are_compared_once_each_in_one_larger_family():
     candidates, points, base = drawn()
-    found = verdict(Rules(reference="all", average=True, margins={"zoo_mc": 2.0}), candidates, points, base)
+    found = verdict(retaining(2.0, reference="all"), candidates, points, base, average=True)
     held_out = [(d.candidate, d.reference) for d in found if d.measure == "held-out" and d.reference != "base"]
     assert [set(pair) for pair in held_out] == [set(pair) for pair in itertools.combinations(EQUAL.names, 2)]
     assert len(found) == 10 * 5
@@ -252,7 +257,7 @@ def test_all_pairs_are_compared_once_each_in_one_larger_family():
 
 
 def test_of_all_pairs_any_is_said_to_differ_in_at_most_five_percent_of_studies_of_equals():
-    verdicts = studies(ONE_COLUMN, 200, Rules(reference="all"))
+    verdicts = studies(ONE_COLUMN, 200, RULES.model_copy(update={"reference": "all"}))
     assert share_with_false_answers(ONE_COLUMN, verdicts) <= 0.05
 
 
