@@ -149,8 +149,8 @@ def _of_questions(
             others = start if reference is None else {c: stacked[c][reference] for c in parts}
             pairs = [Paired(stacked[c][k] - others[c], answers[names[0]][0][c].clusters) for c in parts]
             difference = estimate(pairs, seeds_part(scores, k, reference))
-            is_retained = reference is None and rules.retention is not None and measure in rules.retention.columns
-            margin = rules.retention.margin if is_retained else None
+            retention = rules.retention if reference is None else None
+            margin = retention.margin if retention and measure in retention.columns else None
             name = BASE if reference is None else names[reference]
             yield _Comparison(names[k], name, measure, difference, "percent", margin)
 
