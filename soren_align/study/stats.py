@@ -27,17 +27,7 @@ from scipy.optimize import brentq
 from scipy.special import nctdtrinc, stdtrit
 from scipy.stats import bartlett
 
-from ..evaluate.stats.paired import (
-    Paired,
-    Points,
-    clustered_error,
-    holm,
-    is_right_or_wrong,
-    least_p,
-    num_changed,
-    read_points,
-    without_equal_clusters,
-)
+from ..evaluate.stats.paired import Paired, Points, holm, least_p, read_points
 from ..run.folder import RunFolder
 from .config import ALL_PAIRS, VerdictSection
 from .study import AVERAGE, BASE, HELD_OUT, Candidate, Difference
@@ -364,20 +354,20 @@ def estimate(columns: list[Paired], seeds: Part) -> Estimate:
     questions, residual = [], []
     for column in columns:
         num_seeds, of_questions = len(column.each), column.each.mean(axis=0)
-        part = _part(Paired(of_questions, column.clusters), smooth=is_right_or_wrong(column.each))
+        part = _part(Paired(of_questions, column.clusters), smooth=column.is_right_or_wrong)
         residuals = [_part(Paired(row - of_questions, column.clusters)).variance for row in column.each]
         questions.append(part)
         residual.append(Part(sum(residuals) / ((num_seeds - 1) * num_seeds), part.degrees * (num_seeds - 1)))
-    total_changed = sum(num_changed(Paired(column.each.mean(axis=0), column.clusters)) for column in columns)
+    total_changed = sum(Paired(column.each.mean(axis=0), column.clusters).num_changed for column in columns)
     spread = Spread(seeds, _mean(questions, count), _mean(residual, count))
     return Estimate(value, spread, max(least_p(total_changed), SMALLEST_P))
 
 
 def _part(column: Paired, smooth: bool = False) -> Part:
     """Return the variance of a mean over questions. smooth: as if each model had won one more (Bonett, Price 2012)."""
-    column = without_equal_clusters(column)
+    column = column.without_equal_clusters()
     each = column.each
-    if clustered := clustered_error(column):
+    if clustered := column.clustered_error():
         return Part(clustered[0] ** 2, clustered[1])
     n = len(each) + 2 * smooth
     if n == 1:

@@ -15,19 +15,7 @@ from scipy.stats import binomtest, t
 from ...core.errors import UserError
 from ..run.harness import ModelResults
 from .contamination import Overlaps
-from .paired import (
-    EQUAL,
-    MODELS_OWN,
-    Z95,
-    Paired,
-    clustered_error,
-    holm,
-    is_right_or_wrong,
-    least_p,
-    num_changed,
-    t95,
-    without_equal_clusters,
-)
+from .paired import MODELS_OWN, Z95, Paired, holm, least_p, t95
 
 RESAMPLES = 10_000
 SEED = 1234
@@ -123,15 +111,15 @@ def _difference(columns: list[Paired]) -> dict[str, Any]:
     """Return the mean of the columns' mean differences, by the test that fits their points."""
     if len(columns) > 1:
         return _resampled(columns)
-    column = without_equal_clusters(columns[0])
+    column = columns[0].without_equal_clusters()
     each, value = column.each, column.each.mean()
     if error_and_degrees := _clustered_error(column):  # Student's t over clusters
         assert column.clusters is not None
         error, degrees = error_and_degrees
         p, margin = 2 * float(t.sf(abs(value) / error, degrees)), t95(degrees) * error
-        result = _percent(value, value - margin, value + margin, max(p, least_p(num_changed(column))))
+        result = _percent(value, value - margin, value + margin, max(p, least_p(column.num_changed)))
         return result | {"num_clusters": int(column.clusters.max()) + 1}
-    if not _is_discrete(each):
+    if not column.is_discrete:
         return _resampled(columns)
     # A sign test, which for right and wrong answers is McNemar's exact one: a binomial test on the questions that only
     # one model got right. The interval is Bonett and Price's (2012): the normal one with one more pair for each model,
@@ -146,14 +134,9 @@ def _difference(columns: list[Paired]) -> dict[str, Any]:
     return result | ({"num_clusters": len(each)} if is_clustered else {})
 
 
-def _is_discrete(each: np.ndarray) -> bool:
-    """Whether observations have too few values for their spread to be an error: right and wrong, or all alike."""
-    return is_right_or_wrong(each) or bool(np.ptp(each) <= EQUAL)
-
-
 def _clustered_error(column: Paired) -> tuple[float, float] | None:
     """Return `clustered_error` of a column from `without_equal_clusters`; None if no cluster changed."""
-    result = clustered_error(column)
+    result = column.clustered_error()
     return result if result and result[0] > 0 else None
 
 
@@ -167,12 +150,12 @@ def _resampled(columns: list[Paired]) -> dict[str, Any]:
     """
     rng = np.random.default_rng(SEED)
     value = statistics.fmean(column.each.mean() for column in columns)
-    columns = [without_equal_clusters(column) for column in columns]
+    columns = [column.without_equal_clusters() for column in columns]
     drawn = np.mean([_deviations(column, rng) for column in columns], axis=0)
     low, high = np.quantile(drawn, (0.025, 0.975))
     p = (1 + int((np.abs(drawn) >= abs(value) - 1e-12).sum())) / (1 + RESAMPLES)
     # With three questions that changed by nearly the same amount, a bootstrap's p would be far too small.
-    return _percent(value, value + low, value + high, max(p, least_p(sum(map(num_changed, columns)))))
+    return _percent(value, value + low, value + high, max(p, least_p(sum(column.num_changed for column in columns))))
 
 
 def _deviations(column: Paired, rng: np.random.Generator) -> np.ndarray:
@@ -181,7 +164,7 @@ def _deviations(column: Paired, rng: np.random.Generator) -> np.ndarray:
         return error[0] * rng.standard_t(error[1], RESAMPLES)
     each = column.each
     n = len(each)
-    if _is_discrete(each):
+    if column.is_discrete:
         # Only three values occur: drawing their counts is equivalent, and 600 times faster on MMLU. With the two
         # additional pairs of a sign test's interval, for the same reason.
         values, counts = np.unique([-1.0, *each, 1.0], return_counts=True)
