@@ -23,25 +23,12 @@ NUM_COLUMNS = 3
 """Columns beside each other: with their intervals, three fit into 80 characters; the others follow in a table below."""
 SHA = re.compile(r"^([0-9a-f]{12})[0-9a-f]{28}")
 """A commit, which is shown by its first 12 digits."""
-SETTINGS = {
-    "versions": "versions",
-    "task_versions": "task versions",
-    "num_fewshot": "few-shot examples",
-    "metrics": "metrics",
-    "clusters": "clusters",
-    "seeds": "seeds",
-    "data": "data",
-    "generation_config": "generation config",
-    "chat_template": "chat template",
-    "bos": "BOS token",
-    "dtype": "dtype",
-    "device": "device",
-    "backend": "backend",
-    "batch_size": "batch size",
-    "num_processes": "processes",
-    "commit": "commit of soren-align",
-}
-"""The label of each setting under the table, in this order: data and prompts first, then the model's settings."""
+DATA = ("versions", "task_versions", "num_fewshot", "metrics", "clusters", "seeds", "data")
+MODEL = ("generation_config", "chat_template", "bos", "dtype", "device", "backend", "batch_size", "num_processes")
+"""The settings under the table, in this order: data and prompts first, then the model's settings; last the commit."""
+LABELS = {"num_fewshot": "few-shot examples", "bos": "BOS token", "num_processes": "processes"}
+LABELS["commit"] = "commit of soren-align"
+"""Of settings whose label is not their key."""
 MAX_ACROSS = 4
 """Panels of the figure beside each other."""
 BLUE, GREY = "#0072B2", "#767676"
@@ -229,7 +216,8 @@ def _settings(results: Results) -> list[str]:
     if isinstance(commit := settings.get("commit"), str):
         settings["commit"] = SHA.sub(r"\1", commit)
     questions = {c: score["n"] for c, score in results["rows"][0]["scores"].items() if "n" in score}
-    labels = SETTINGS | {key: key for key in settings if key not in SETTINGS}
+    labels = {key: LABELS.get(key, key.replace("_", " ")) for key in (*DATA, *MODEL, "commit")}
+    labels |= {key: key for key in settings if key not in labels}
     values = {"questions": questions} | {labels[key]: settings[key] for key in labels if key in settings}
     lines = [f"{label}: {_text(value)}" for label, value in values.items()]
     return [*(line for line in lines if ", " in line), "; ".join(line for line in lines if ", " not in line)]
