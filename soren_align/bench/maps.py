@@ -8,11 +8,10 @@ records of `spectral.maps` with torch's counter.
 
 import functools
 import importlib.util
-import math
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -60,8 +59,8 @@ def run(matrices: Matrices, device: torch.device, report: Callable[[str], None] 
         entry: dict[str, Any] = {"name": name}
         for key in ("ratio_to_muon", "ratio_to_muon_float32"):
             ratios = [row[key] for row in same_map]
-            logs = None if None in ratios else [math.log(ratio) for ratio in ratios]
-            entry[key] = logs and {"geometric_mean": math.exp(statistics.fmean(logs)), "max": max(ratios)}
+            is_known = None not in ratios
+            entry[key] = {"geometric_mean": geometric_mean(ratios), "max": max(ratios)} if is_known else None
         over_all.append(entry)
     return {
         "command": "maps",

@@ -173,7 +173,6 @@ NO_PRUNING = (
     "trials are not pruned. The first part of a schedule ranks settings otherwise than its end, and with median or "
     "halving pruning the results would depend on the order in which runs end; lower search.trials instead"
 )
-Problems = list[tuple[Key, str]]
 
 
 def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFile:

@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -308,12 +309,8 @@ class Trials:
             for key, each in {**free, **(space or {})}.items()
         }
         if search.method == "grid":
-            place, point = number, {}
-            for key, values in reversed(free.items()):  # the last key changes fastest
-                assert isinstance(values, list)
-                place, index = divmod(place, len(values))
-                point[key] = values[index]
-            params = {key: point[key] for key in distributions}
+            points = product(*(values for values in free.values() if isinstance(values, list)))
+            params = dict(zip(free, next(islice(points, number, None)), strict=True))  # the last key changes fastest
         elif search.method == "random" or number < min(search.trials // 2, MOST_STARTING_TRIALS):
             params = _sobol_point(distributions, number, search.sampling_seed)
         else:

@@ -133,7 +133,7 @@ def _of_questions(
         alike = base is not None and are_alike(base, answers[names[0]][0], parts)
         start = {c: base[c].each for c in parts} if base is not None and alike else {}
         scores = np.mean([stacked[column].mean(axis=2) for column in parts], axis=0)
-        for k, reference in _pairs(names, rules.reference):
+        for k, reference, name in _pairs(names, rules.reference):
             if reference is None and not start:
                 continue
             others = start if reference is None else {c: stacked[c][reference] for c in parts}
@@ -141,7 +141,6 @@ def _of_questions(
             difference = estimate(pairs, seeds_part(scores, k, reference))
             retention = rules.retention if reference is None else None
             margin = retention.margin if retention and measure in retention.columns else None
-            name = BASE if reference is None else names[reference]
             yield _Comparison(names[k], name, measure, difference, "percent", margin)
 
 
@@ -154,7 +153,7 @@ def _of_held_out(rules: VerdictSection, complete: Sequence[Candidate], higher_is
     scores = np.array(metrics, dtype=float) * (1 if higher_is_better else -1)
     starts = [run.curve[0].metric for c in complete for run in c.verdict if run.curve and run.curve[0].step == 0]
     start = next((metric for metric in starts if metric is not None), None)
-    for k, reference in _pairs(names, rules.reference):
+    for k, reference, name in _pairs(names, rules.reference):
         if reference is not None:
             other = float(scores[reference].mean())
         elif start is not None:
@@ -162,18 +161,17 @@ def _of_held_out(rules: VerdictSection, complete: Sequence[Candidate], higher_is
         else:
             continue
         difference = Estimate(float(scores[k].mean()) - other, Spread(seeds_part(scores, k, reference)))
-        name = BASE if reference is None else names[reference]
         yield _Comparison(names[k], name, HELD_OUT, difference, "loss")
 
 
-def _pairs(names: list[str], reference: str) -> list[tuple[int, int | None]]:
-    """Return the comparisons as (candidate, reference), None for the starting checkpoint."""
-    pairs: list[tuple[int, int | None]] = [(k, None) for k in range(len(names))]
+def _pairs(names: list[str], reference: str) -> list[tuple[int, int | None, str]]:
+    """Return the comparisons as (candidate, reference, the reference's name), None for the starting checkpoint."""
+    pairs: list[tuple[int, int | None, str]] = [(k, None, BASE) for k in range(len(names))]
     if reference == ALL_PAIRS:
-        pairs += [(k, other) for other in range(len(names)) for k in range(other + 1, len(names))]
+        pairs += [(k, other, names[other]) for other in range(len(names)) for k in range(other + 1, len(names))]
     elif reference in names:
         other = names.index(reference)
-        pairs += [(k, other) for k in range(len(names)) if k != other]
+        pairs += [(k, other, reference) for k in range(len(names)) if k != other]
     return pairs
 
 

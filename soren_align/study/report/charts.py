@@ -190,8 +190,7 @@ def sensitivity_figures(study: Study) -> list[Figure | Paragraph]:
     figures: list[Figure | Paragraph] = []
     for i, key in enumerate(keys[:MAX_KEYS]):
         panels = [_sensitivity_panel(study, j, key, limits) for j in range(len(study.candidates))]
-        drawn = [panel for panel in panels if panel]
-        figures.append(Figure(drawn, f"The same against {key}." if i else caption))
+        figures.append(Figure([*filter(None, panels)], f"The same against {key}." if i else caption))
     if left := keys[MAX_KEYS:]:
         figures.append(Paragraph(f"Not shown: {join_words(left)}; trials.csv has all values.", kind="muted"))
     return figures

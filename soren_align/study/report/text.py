@@ -38,8 +38,7 @@ def reference_name(reference: str) -> str:
 def measures_of(study: Study) -> list[str]:
     """Return the compared measures: held-out first, then the average, then the columns in the suite's order."""
     names = dict.fromkeys(d.measure for d in study.differences)
-    first = [name for name in (HELD_OUT, AVERAGE) if name in names]
-    return [*first, *(name for name in names if name not in first)]
+    return sorted(names, key=lambda name: (name != HELD_OUT, name != AVERAGE))
 
 
 def columns_of_suite(study: Study) -> list[str]:
