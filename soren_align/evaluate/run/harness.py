@@ -66,11 +66,8 @@ class ProgressDisplay(Progress):
         value = f"{score['value']:.1f} ± {score['stderr']:.1f}"
         duration = "cached" if self.is_cached else f"{seconds:.1f} s"
         self.is_cached = True
-        self.console.print(
-            f"{self.name:<20} {column:<16} {value:>12}   {score['n']:,} questions, {duration}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        line = f"{self.name:<20} {column:<16} {value:>12}   {score['n']:,} questions, {duration}"
+        self.console.print(line, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
