@@ -321,7 +321,7 @@ def a_model(box: Box, arguments: dict[str, Any]) -> None:
             case "evaluation":
                 row = preflight.saved_row("model", "model")
                 settings = backends.BackendSettings("hf", "float32", "cpu", 1)
-                lm = workers.InProcess("model", row.tokenizer, settings)
+                lm = workers.InProcess(Path("model"), row.tokenizer, settings)
                 list(lm.run([("a", "loglikelihood", [("a", " b")])]))
             case "training":
                 quiet = io.StringIO()
