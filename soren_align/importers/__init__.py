@@ -5,5 +5,3 @@ the recipe and the table of keys.
 """
 
 from .importer import import_file
-
-__all__ = ["import_file"]

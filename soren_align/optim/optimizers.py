@@ -11,28 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..core.optimizer_settings import (
-    ADAMW_WEIGHT_DECAY,
-    BETAS,
-    COMPENSATION,
-    EPS,
-    HTMUON_POWER,
-    LR,
-    MOMENTUM,
-    MUON_ADJUST_LR_FN,
-    MUON_STEPS,
-    NESTEROV,
-    NON_NEGATIVE,
-    PRECISION,
-    SOREN_ADJUST_LR_FN,
-    STATES,
-    WEIGHT_DECAY,
-    AdjustLrFn,
-    Compensation,
-    FactorPrecision,
-    Precision,
-    States,
-)
+from ..core import optimizer_settings as default
+from ..core.optimizer_settings import NON_NEGATIVE, AdjustLrFn, Compensation, FactorPrecision, Precision, States
 from ..spectral.maps import HTMUON, MUON, SOREN_MAPS
 from .group_settings import checked_settings, choice, number, setting_checks
 from .optimizer import SpectralOptimizer
@@ -86,15 +66,15 @@ class Soren(SpectralOptimizer, name="soren"):
         params: ParamsT,
         lr: float | Tensor,
         *,
-        momentum: float = MOMENTUM,
-        nesterov: bool = NESTEROV,
-        weight_decay: float = WEIGHT_DECAY,
-        compensation: Compensation = COMPENSATION,
-        states: States = STATES,
+        momentum: float = default.MOMENTUM,
+        nesterov: bool = default.NESTEROV,
+        weight_decay: float = default.WEIGHT_DECAY,
+        compensation: Compensation = default.COMPENSATION,
+        states: States = default.STATES,
         map: str | Mapping[str, Any] = "minimax",
-        adjust_lr_fn: AdjustLrFn = SOREN_ADJUST_LR_FN,
+        adjust_lr_fn: AdjustLrFn = default.SOREN_ADJUST_LR_FN,
         workspace_mb: float | None = None,
-        precision: Precision = PRECISION,
+        precision: Precision = default.PRECISION,
     ):
         shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
         spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
@@ -138,15 +118,15 @@ class Muon(SpectralOptimizer, name="muon"):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = LR,
+        lr: float | Tensor = default.LR,
         *,
-        momentum: float = MOMENTUM,
-        nesterov: bool = NESTEROV,
-        weight_decay: float = WEIGHT_DECAY,
-        compensation: Compensation = COMPENSATION,
-        states: States = STATES,
-        ns_steps: int = MUON_STEPS,
-        adjust_lr_fn: AdjustLrFn = MUON_ADJUST_LR_FN,
+        momentum: float = default.MOMENTUM,
+        nesterov: bool = default.NESTEROV,
+        weight_decay: float = default.WEIGHT_DECAY,
+        compensation: Compensation = default.COMPENSATION,
+        states: States = default.STATES,
+        ns_steps: int = default.MUON_STEPS,
+        adjust_lr_fn: AdjustLrFn = default.MUON_ADJUST_LR_FN,
     ):
         shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
         spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
@@ -170,13 +150,13 @@ class HTMuon(SpectralOptimizer, name="htmuon"):
         params: ParamsT,
         lr: float | Tensor,
         *,
-        momentum: float = MOMENTUM,
-        nesterov: bool = NESTEROV,
-        weight_decay: float = WEIGHT_DECAY,
-        compensation: Compensation = COMPENSATION,
-        states: States = STATES,
-        p: float = HTMUON_POWER,
-        adjust_lr_fn: AdjustLrFn = MUON_ADJUST_LR_FN,
+        momentum: float = default.MOMENTUM,
+        nesterov: bool = default.NESTEROV,
+        weight_decay: float = default.WEIGHT_DECAY,
+        compensation: Compensation = default.COMPENSATION,
+        states: States = default.STATES,
+        p: float = default.HTMUON_POWER,
+        adjust_lr_fn: AdjustLrFn = default.MUON_ADJUST_LR_FN,
     ):
         shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
         spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
@@ -198,13 +178,13 @@ class AdamW(SpectralOptimizer, name="adamw"):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = LR,
+        lr: float | Tensor = default.LR,
         *,
-        betas: tuple[float, float] = BETAS,
-        eps: float = EPS,
-        weight_decay: float = ADAMW_WEIGHT_DECAY,
-        compensation: Compensation = COMPENSATION,
-        states: States = STATES,
+        betas: tuple[float, float] = default.BETAS,
+        eps: float = default.EPS,
+        weight_decay: float = default.ADAMW_WEIGHT_DECAY,
+        compensation: Compensation = default.COMPENSATION,
+        states: States = default.STATES,
     ):
         shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
         super().__init__(params, lr, **shared, betas=betas, eps=eps)

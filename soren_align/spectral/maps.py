@@ -10,19 +10,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..core.optimizer_settings import (
-    HTMUON_POWER,
-    MUON_STEPS,
-    NUM_STEPS,
-    POWER,
-    RELEASED_STEPS,
-    RESOLUTION,
-    RESOLUTIONS,
-    SNS_STEPS,
-    Bounds,
-    FactorPrecision,
-    Precision,
-)
+from ..core import optimizer_settings as default
+from ..core.optimizer_settings import NUM_STEPS, POWER, RESOLUTIONS, Bounds, FactorPrecision, Precision
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,7 +137,7 @@ MINIMAX = SpectralMap(
     target=sigmoid,
     settings={
         "resolution": Setting(
-            RESOLUTION,
+            default.RESOLUTION,
             choices=RESOLUTIONS,
             doc="The normalised singular value from which the polynomial is accurate: 0.0004; 0.001 and 0.01 are less "
             "work.",
@@ -180,7 +169,7 @@ SNS = SpectralMap(
         x, steps, max_norm=max_norm, in_bfloat16=precision == "bfloat16"
     ),
     target=sigmoid,
-    settings={"steps": Setting(SNS_STEPS, NUM_STEPS, doc="Iterations.")},
+    settings={"steps": Setting(default.SNS_STEPS, NUM_STEPS, doc="Iterations.")},
     precisions=("auto", "float32", "bfloat16"),
     flops=_sns_flops,
     workspace=_sns_workspace,
@@ -195,7 +184,7 @@ RELEASED = SpectralMap(
     source="muon.py of github.com/PhiVanDat123/sigmoid_muon, commit c72cda5",
     function=lambda x, *, steps, precision, max_norm: (_file("sns").released_sigmoid(x, steps), 0),
     target=sigmoid,  # its authors' aim; it is another function, and `bench maps` shows its distance
-    settings={"steps": Setting(RELEASED_STEPS, NUM_STEPS, doc="Iterations; 5 in the code.")},
+    settings={"steps": Setting(default.RELEASED_STEPS, NUM_STEPS, doc="Iterations; 5 in the code.")},
     precisions=("auto", "float32"),
     flops=_sns_flops,
     workspace=_sns_workspace,
@@ -219,7 +208,7 @@ MUON = SpectralMap(
     source="kellerjordan.github.io/posts/muon",
     function=lambda x, *, ns_steps, precision, max_norm: (_file("quintic").newton_schulz(x, ns_steps), 0),
     target=polar,
-    settings={"ns_steps": Setting(MUON_STEPS, NUM_STEPS)},
+    settings={"ns_steps": Setting(default.MUON_STEPS, NUM_STEPS)},
     auto_precision=lambda num_rows, on_gpu: "bfloat16",  # as torch.optim.Muon's
     # x x^T, its square, and their sum times x
     flops=lambda m, n, precision, ns_steps: ns_steps * (4 * m * m * n + 2 * m**3),
@@ -234,7 +223,7 @@ HTMUON = SpectralMap(
     source="arXiv 2603.10067",
     function=lambda x, *, p, precision, max_norm: (_file("exact").spectral_power(x, p), 0),
     target=power,
-    settings={"p": Setting(HTMUON_POWER, POWER)},
+    settings={"p": Setting(default.HTMUON_POWER, POWER)},
 )
 
 MAPS = {spectral_map.name: spectral_map for spectral_map in (MINIMAX, SNS, RELEASED, EXACT, MUON, HTMUON)}
