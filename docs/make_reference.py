@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from soren_align.core.document import Section, members, schema_text, section_in
-from soren_align.recipe import SCHEMA_FILE, Model, Recipe, json_schema, trl
+from soren_align.recipe import Model, Recipe, trl
+from soren_align.recipe.loader import SCHEMA_FILE, json_schema
 from soren_align.recipe.optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, OptimizerSection
 from soren_align.study.config import STUDY_SCHEMA_FILE, study_schema
 

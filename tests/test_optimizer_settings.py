@@ -84,7 +84,7 @@ def _plain(value):
 
 
 def test_the_schema_has_the_choices_and_bounds_of_the_settings():
-    definitions = recipe.json_schema()["$defs"]
+    definitions = recipe.loader.json_schema()["$defs"]
     names = {definition["properties"]["name"].get("const") for definition in definitions.values()
              if "name" in definition["properties"]}  # fmt: skip
     assert names >= set(CLASSES) | set(SOREN_MAPS)

@@ -244,20 +244,9 @@ def evaluate(
     """Evaluate models beside the checkpoints that they started from."""
     from ..launch import evaluation
 
-    settings = {
-        "suite": suite,
-        "batch_size": batch_size,
-        "dtype": dtype,
-        "backend": backend,
-        "processes": processes,
-        "data_root": data_root,
-        "limit": limit,
-        "strict": strict,
-        "base_template": base_template,
-        "omit": omit or None,
-        "trust_suite": trust_suite or None,
-        "published": published or None,
-    }
+    settings = {"suite": suite, "batch_size": batch_size, "dtype": dtype, "backend": backend, "processes": processes}
+    settings |= {"data_root": data_root, "limit": limit, "strict": strict, "base_template": base_template}
+    settings |= {"omit": omit or None, "trust_suite": trust_suite or None, "published": published or None}
     evaluation.evaluate(models, settings, output=output, summary=summary, cache=cache)
 
 

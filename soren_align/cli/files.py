@@ -100,7 +100,7 @@ def copy(
     Beside it, recipe.schema.json (study.schema.json) completes and checks its keys in an editor.
     """
     from ..core.document import with_modeline
-    from ..recipe import task_of
+    from ..recipe.loader import task_of
 
     known, studies = shipped.recipes(), shipped.studies()
     if (source := (known | studies).get(name)) is None:
@@ -207,7 +207,7 @@ def _schema(kind: str) -> tuple[str, str]:
         from ..study.config import STUDY_SCHEMA_FILE, study_schema
 
         return STUDY_SCHEMA_FILE, schema_text(study_schema())
-    from ..recipe import SCHEMA_FILE, json_schema
+    from ..recipe.loader import SCHEMA_FILE, json_schema
 
     return SCHEMA_FILE, schema_text(json_schema())
 

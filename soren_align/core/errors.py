@@ -105,7 +105,10 @@ def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None 
             f"out of memory{f' ({first})' if first else ''}; free some, or train with a smaller "
             "trainer.per_device_train_batch_size or max_length, then rerun the command"
         )
-    if is_lost_rank(error):
+    # A collective or the store failed because another rank has ended or does not answer. By name: this module does not
+    # import torch. DistError has subclasses for the store, the network and the backend.
+    is_typed = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    if isinstance(error, RuntimeError) and (is_typed or _GLOO_OR_NCCL.search(str(error))):
         if match := _TIMEOUT.search(str(error)):
             return silent_rank("another rank", float(match[1]) / (1000 if match[2] == "ms" else 1))
         return LostRankError(
@@ -120,15 +123,6 @@ def known_failure(error: BaseException, folder: str | os.PathLike[str] | None = 
     folder: as in `from_os_error`.
     """
     return error if isinstance(error, UserError) else machine_failure(error, folder)
-
-
-def is_lost_rank(error: BaseException) -> bool:
-    """Whether a collective or the store failed because another rank has ended or does not answer."""
-    if not isinstance(error, RuntimeError):
-        return False
-    # By name: this module does not import torch. DistError has subclasses for the store, the network and the backend.
-    is_typed = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
-    return is_typed or _GLOO_OR_NCCL.search(str(error)) is not None
 
 
 def silent_rank(rank: str, seconds: float) -> LostRankError:

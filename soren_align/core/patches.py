@@ -12,91 +12,83 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-NO_ISSUE = "no issue found"
-
 
 @dataclass(frozen=True)
 class Patch:
     """Why a name of another library is replaced."""
 
     reason: str
-    issue: str
-    """The upstream thread, or NO_ISSUE."""
     until: str
     """What ends it; versions are those for which it was last checked."""
+    issue: str = "no issue found"
+    """The upstream thread."""
 
 
 PATCHES = {
     "transformers.utils.chat_template_utils._compile_jinja_template": Patch(
         "TRL and lm-eval render chat templates by transformers too, and no option selects the sandbox or limits it",
-        NO_ISSUE,
         "transformers takes an environment, or limits what a template may make (5.23 does not)",
     ),
     "transformers.utils.chat_template_utils.ImmutableSandboxedEnvironment": Patch(
         "the same: transformers' own compiler makes the template, with its extensions, in a sandbox with a budget",
-        NO_ISSUE,
         "as above",
     ),
     "lm_eval.tasks._yaml_loader._import_func_in_yml": Patch(
         "`!function` in a task file imports and runs the module beside it; a suite from elsewhere is data",
-        "https://github.com/EleutherAI/lm-evaluation-harness/issues/1135",
         "lm-eval asks before it runs a task's module (0.4.13 does not)",
+        "https://github.com/EleutherAI/lm-evaluation-harness/issues/1135",
     ),
     "lm_eval.api.task.get_metric": Patch(
         "an unknown metric is downloaded by the package `evaluate` and run as a script",
-        "https://github.com/EleutherAI/lm-evaluation-harness/issues/1135",
         "lm-eval asks before it runs a metric's script (0.4.13 does not)",
+        "https://github.com/EleutherAI/lm-evaluation-harness/issues/1135",
     ),
     "datasets.load_dataset": Patch(
         "lm-eval passes all of a task's dataset_path and dataset_kwargs on: any loader, and any folder to write to",
-        "https://github.com/EleutherAI/lm-evaluation-harness/issues/1135",
         "lm-eval restricts dataset_kwargs (0.4.13 does not)",
+        "https://github.com/EleutherAI/lm-evaluation-harness/issues/1135",
     ),
     "lm_eval.utils.env": Patch(
         "templates of tasks are rendered outside of Jinja's sandbox and without limits",
-        NO_ISSUE,
         "lm-eval renders in a sandbox (0.4.13 does not)",
     ),
     "lm_eval.evaluator.get_git_commit_hash": Patch(
         "starts git at each evaluation, which prints an error outside of a repository; the result is not used",
-        "https://github.com/EleutherAI/lm-evaluation-harness/issues/2625",
         "simple_evaluate has an option without it (0.4.13 has none)",
+        "https://github.com/EleutherAI/lm-evaluation-harness/issues/2625",
     ),
     "lm_eval.evaluator.add_env_info": Patch(
         "starts a dozen programs to describe the machine at each evaluation; the result is not used",
-        NO_ISSUE,
         "simple_evaluate has an option without it (0.4.13 has none)",
     ),
     "huggingface_hub.constants.HF_HUB_OFFLINE": Patch(
         "offline mode is read from the environment once, at the import",
-        "https://github.com/huggingface/huggingface_hub/pull/3593",
         "huggingface_hub has a context manager for offline mode (2.4 reads it only: is_offline_mode)",
+        "https://github.com/huggingface/huggingface_hub/pull/3593",
     ),
     "datasets.config.HF_HUB_OFFLINE": Patch(
         "a copy of huggingface_hub's, made at the import",
-        "https://github.com/huggingface/datasets/pull/7244",
         "datasets calls huggingface_hub.is_offline_mode (5.2 does not)",
+        "https://github.com/huggingface/datasets/pull/7244",
     ),
     "transformers.integrations.moe._can_use_grouped_mm": Patch(
         "torch's grouped_mm takes fake tensors of bfloat16 only; transformers' own operation has the same inputs and "
         "outputs",
-        NO_ISSUE,
         "torch's grouped_mm takes fake tensors of any dtype (2.13 does not)",
     ),
     "transformers.PreTrainedConfig.attribute_map": Patch(
         "TRL's load-balancing loss reads num_experts, which Llama 4 calls num_local_experts. Another name in "
         "the class, and not another value, so that no saved config has it",
-        "https://github.com/huggingface/trl/pull/7248",
         "TRL takes Llama 4's config (1.16 does not)",
+        "https://github.com/huggingface/trl/pull/7248",
     ),
     "deepspeed.comm.torch.build_shm_op": Patch(
         "on a CPU it silently compiles, for three minutes, an extension that only inference uses",
-        "https://github.com/deepspeedai/DeepSpeed/issues/7625",
         "DeepSpeed builds the extension at its first use (0.19.8 builds it at the start)",
+        "https://github.com/deepspeedai/DeepSpeed/issues/7625",
     ),
     "deepspeed.checkpoint.ds_to_universal.os": Patch(
         "it creates a folder per parameter, at a path with the name that the checkpoint contains",
-        NO_ISSUE,
         "DeepSpeed refuses names that lead out of its folder (0.19.8 does not)",
     ),
 }

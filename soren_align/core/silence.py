@@ -38,17 +38,14 @@ def log_level(level: int, *names: str) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Silence progress bars, warnings and all logs below errors; prints stay."""
-    bars = []  # of the libraries that have some: whether they are shown, and the two switches
-    if datasets := sys.modules.get("datasets"):
-        is_shown = not datasets.are_progress_bars_disabled()
-        bars.append((is_shown, datasets.disable_progress_bars, datasets.enable_progress_bars))
+    switches = []  # of the libraries that show bars
+    hub = sys.modules.get("huggingface_hub")
+    for library in (sys.modules.get("datasets"), hub and hub.utils):
+        if library and not library.are_progress_bars_disabled():
+            switches.append((library.disable_progress_bars, library.enable_progress_bars))
     if transformers := sys.modules.get("transformers"):  # its switch turns the hub's as well
         log = transformers.utils.logging
-        bars.append((log.is_progress_bar_enabled(), log.disable_progress_bar, log.enable_progress_bar))
-    if hub := sys.modules.get("huggingface_hub"):
-        utils = hub.utils
-        bars.append((not utils.are_progress_bars_disabled(), utils.disable_progress_bars, utils.enable_progress_bars))
-    switches = [(disable, enable) for is_shown, disable, enable in bars if is_shown]
+        switches += [(log.disable_progress_bar, log.enable_progress_bar)] * log.is_progress_bar_enabled()
     with warnings.catch_warnings(), log_level(logging.ERROR, *LIBRARIES):
         warnings.simplefilter("ignore")
         for disable, _ in switches:

@@ -146,14 +146,8 @@ class Terminal(Console):
 
 def print_labelled(console: Console, label: str, text: str) -> None:
     """Print a label in the first 10 columns, or as many as it needs, and the text wrapped from column 10 on."""
-    wrapper = textwrap.TextWrapper(
-        console.width,
-        initial_indent=f"{label:<9} ",
-        subsequent_indent=" " * 10,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    for line in wrapper.wrap(text):
+    indents: dict[str, Any] = {"initial_indent": f"{label:<9} ", "subsequent_indent": " " * 10}
+    for line in textwrap.wrap(text, console.width, **indents, break_long_words=False, break_on_hyphens=False):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

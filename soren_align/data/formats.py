@@ -92,12 +92,7 @@ class Format(NamedTuple):
         return self.read is not _texts
 
 
-def recognize(
-    example: Example,
-    task: TaskName,
-    place: str,
-    mapping: ColumnMapping = ColumnMapping(),  # noqa: B008 (immutable)
-) -> Format:
+def recognize(example: Example, task: TaskName, place: str, mapping: ColumnMapping = ColumnMapping()) -> Format:
     """The format of a dataset with such examples. Raises UserError, starting with `place`, if the task has none."""
     known = mapping.known(example)
     form = _format(known, task)

@@ -125,7 +125,7 @@ class Stream:
 
         A block of one split ends where the split does. Raises UserError at an invalid example to refuse.
         """
-        number, counts = start["number"], _Counts(start["num_read"], Counter(start["dropped"]))
+        number, counts = start["number"], {"num_read": start["num_read"], "dropped": Counter(start["dropped"])}
         cursors = [
             _Cursor(split, state, self.held_out_fraction, counts)
             for split, state in zip(self.splits, start["splits"], strict=True)
@@ -143,25 +143,17 @@ class Stream:
                 examples.append(example)
             examples = [examples[i] for i in generator.permutation(len(examples))]
             number += 1
-            end = {"number": number, "num_read": counts.num_read, "dropped": dict(counts.dropped)}
+            end = {"number": number, **counts, "dropped": dict(counts["dropped"])}
             end["splits"] = [cursor.state for cursor in cursors]
             if examples:
                 yield Block(start, end, examples)
             start = end
 
 
-@dataclass
-class _Counts:
-    """Records read, and those dropped by reason."""
-
-    num_read: int
-    dropped: Counter[str]
-
-
 class _Cursor:
-    """A place in a split, from which its examples are drawn, pass after pass."""
+    """A place in a split, from which its examples are drawn, pass after pass. counts: of all splits together."""
 
-    def __init__(self, split: StreamedSplit, state: State, held_out_fraction: float, counts: _Counts):
+    def __init__(self, split: StreamedSplit, state: State, held_out_fraction: float, counts: State):
         self.split, self.held_out_fraction, self.counts = split, held_out_fraction, counts
         self.passes, self.num_read = state["passes"], state["num_read"]
         self._open(state["position"])
@@ -174,7 +166,7 @@ class _Cursor:
         """The next valid example that is not held out; None at the end of each pass."""
         for place, record in self.records:
             self.num_read += 1
-            self.counts.num_read += 1
+            self.counts["num_read"] += 1
             example = read(record, self.split.form)
             if not isinstance(example, str):
                 if not self.held_out_fraction or position(example) >= self.held_out_fraction:
@@ -185,7 +177,7 @@ class _Cursor:
                     f"{place}: cannot be used for {self.split.task}: {example} (write bad_examples: drop beside the "
                     "path, and rerun the same command to resume)"
                 )
-            dropped, reason = self.counts.dropped, without_indices(example)
+            dropped, reason = self.counts["dropped"], without_indices(example)
             dropped[reason if reason in dropped or len(dropped) < MAX_REASONS else _OTHER_REASONS] += 1
         self.passes, self.num_read = self.passes + 1, 0
         self._open(None)

@@ -7,7 +7,6 @@ counterpart; the functions in SPECIAL are for those whose value, or whose neighb
 
 import hashlib
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -511,10 +510,4 @@ def _schedule(key: str, name: str, value: Any, c: Conversion) -> Note | None:
     return None
 
 
-SPECIAL: tuple[Callable[[str, str, Any, Conversion], Note | None], ...] = (
-    _lora,
-    _steps,
-    _attention,
-    _optimizer_and_model,
-    _schedule,
-)
+SPECIAL = (_lora, _steps, _attention, _optimizer_and_model, _schedule)

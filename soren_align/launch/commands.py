@@ -17,17 +17,8 @@ from ..core.signals import deferred
 from ..core.silence import quiet_libraries
 from ..core.text import Terminal, counting, loading, print_labelled, stderr_console, working
 from ..evaluate.suite.suites import check_suite
-from ..recipe import (
-    Recipe,
-    accumulation,
-    adapter_config,
-    load_resolved,
-    parallel,
-    recorded_quantization,
-    refuse_unloadable,
-    refuse_unquantizable,
-    trainer_value,
-)
+from ..recipe import Recipe, accumulation, adapter_config, load_resolved, parallel, recorded_quantization, trainer_value
+from ..recipe.model import refuse_unloadable, refuse_unquantizable
 from ..run import lock
 from ..run.folder import AFTER_DIVERGENCE, STOPPED, RunFolder, now
 from .environment import rank_from_environment, refuse_ranks, set_environment, without_ranks

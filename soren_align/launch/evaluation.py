@@ -17,7 +17,9 @@ from ..core.signals import deferred
 from ..core.silence import quiet_libraries
 from ..core.text import Terminal, counting, loading, print_labelled, stderr_console, working
 from ..evaluate.suite.suites import check_suite
-from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved, refuse_unloadable
+from ..recipe import Eval, Recipe, evaluation_problems, is_local, load_resolved
+from ..recipe.model import refuse_unloadable
+from ..recipe.schema import ADAPTER
 from ..run.folder import RunFolder
 from .environment import refuse_ranks, set_environment
 

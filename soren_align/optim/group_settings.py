@@ -9,31 +9,17 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from ..core.optimizer_settings import (
-    BETAS,
-    COEFFICIENT,
-    COMPENSATION,
-    EPS,
-    LARGEST,
-    MOMENTUM,
-    NESTEROV,
-    NON_NEGATIVE,
-    STATES,
-    WEIGHT_DECAY,
-    AdjustLrFn,
-    Bounds,
-    Compensation,
-    States,
-)
+from ..core import optimizer_settings as default
+from ..core.optimizer_settings import COEFFICIENT, LARGEST, NON_NEGATIVE, AdjustLrFn, Bounds, Compensation, States
 from ..spectral import SpectralMap
 
 Check = Callable[[Any], Any]
 """Returns a setting's complete value. Raises ValueError ("found ...; write ...") if it is not allowed."""
 
-_SHARED_DEFAULTS = {"weight_decay": WEIGHT_DECAY, "compensation": COMPENSATION, "states": STATES}
+_OF_BOTH = {"weight_decay": default.WEIGHT_DECAY, "compensation": default.COMPENSATION, "states": default.STATES}
 RULE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "spectral": {"momentum": MOMENTUM, "nesterov": NESTEROV, **_SHARED_DEFAULTS, "adjust_lr_fn": "none"},
-    "adamw": {"betas": BETAS, "eps": EPS},
+    "spectral": {"momentum": default.MOMENTUM, "nesterov": default.NESTEROV, **_OF_BOTH, "adjust_lr_fn": "none"},
+    "adamw": {"betas": default.BETAS, "eps": default.EPS},
 }
 """The settings of a rule that its optimizer and group leave out."""
 # Keys that a group may have beside its settings: how its parameters store matrices (`layout`), a user's name for it,
@@ -140,7 +126,8 @@ def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_
         keys = {"rule", *(map_keys if "spectral" in rules else ())}.union(*(RULES.get(rule, ()) for rule in rules))
         is_scheduled = any("base_momentum" in group for group in groups)  # loaded like a learning rate
         for key in sorted(keys - ({"lr", "momentum", "betas"} if is_scheduled else {"lr"})):
-            absent = STATES if key == "states" else "nothing"  # checkpoints from before 8-bit states lack the setting
+            # Checkpoints from before 8-bit states lack the setting.
+            absent = default.STATES if key == "states" else "nothing"
             was, now = (group.get(key, absent) for group in groups)
             was, now = (tuple(value) if isinstance(value, list) else value for value in (was, now))
             pairs.append((key, was, now))

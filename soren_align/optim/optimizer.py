@@ -21,15 +21,7 @@ from ..core.optimizer_settings import AUX_WEIGHT_DECAY, BETAS, EPS, MATRICES, WE
 from ..spectral import full_precision
 from .adamw import adamw_step_
 from .gradients import checked_numbers
-from .group_settings import (
-    OTHER_KEYS,
-    RULE_DEFAULTS,
-    RULES,
-    Check,
-    checked_settings,
-    names_of,
-    refuse_changed_settings,
-)
+from .group_settings import OTHER_KEYS, RULE_DEFAULTS, RULES, Check, checked_settings, names_of, refuse_changed_settings
 from .layout import MapState, OneProcess, ShardingStrategy, with_map_state
 from .routing import param_groups
 from .state import StateForm, loaded_state, new_state, state_form

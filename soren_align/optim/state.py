@@ -64,9 +64,7 @@ def new_state(parameter: Tensor, form: StateForm) -> dict[str, Tensor]:
 
 
 def loaded_state(
-    saved: dict[str, Any],
-    current: Sequence[dict],
-    form_of: Callable[[str, Tensor, dict[str, Any]], StateForm],
+    saved: dict[str, Any], current: Sequence[dict], form_of: Callable[[str, Tensor, dict[str, Any]], StateForm]
 ) -> dict[Tensor, dict[str, Tensor]]:
     """Copies of a checkpoint's state, by parameter, in the optimizer's dtypes and on its devices.
 

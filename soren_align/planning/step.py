@@ -13,16 +13,8 @@ from typing import Any
 from ..optim import Route
 from ..optim.eight_bits import SMALL
 from ..optim.layout import default_workspace_mb
-from ..recipe import (
-    Recipe,
-    accumulation,
-    as_adamw,
-    compute_dtype,
-    global_batch,
-    parallel,
-    trainer_value,
-    trains_adapter,
-)
+from ..recipe import Recipe, as_adamw, compute_dtype, trains_adapter
+from ..recipe.parallel import accumulation, global_batch, parallel, trainer_value
 from ..sharding.layout import flat_partitions, parameter_slices, replicas, row_blocks, split_experts
 from ..sharding.plan import BUCKET_MB, ExchangePlan, elements_sent, flops_per_rank, make_exchange_plan
 from ..spectral import num_workspace_numbers

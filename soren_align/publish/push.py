@@ -16,7 +16,8 @@ from huggingface_hub.utils import validate_repo_id
 from ..core.errors import UserError
 from ..core.files import read_json
 from ..core.text import print_labelled, stderr_console, with_prefix
-from ..recipe import QUANTIZATION_RECORD, Recipe, adapter_config, load_resolved
+from ..recipe import Recipe, adapter_config, load_resolved
+from ..recipe.model import QUANTIZATION_RECORD
 from ..run.folder import RunFolder
 from ..run.record import to_text
 from ..tasks import TASKS

@@ -6,56 +6,8 @@ that it extends, and `checks` looks for missing files and conflicting keys. Noth
 
 from .checks import evaluation_problems
 from .data_files import FILE_KINDS, STDLIB, columns_text, data_files, data_suffix, example_of_names
-from .loader import (
-    SCHEMA_FILE,
-    differences,
-    find,
-    json_schema,
-    load,
-    load_resolved,
-    load_text,
-    recipe_hash,
-    task_of,
-    to_yaml,
-    training_part,
-)
-from .model import (
-    QUANTIZATION_RECORD,
-    Quantization,
-    adapter_config,
-    compute_dtype,
-    is_local,
-    quantization,
-    recorded_quantization,
-    refuse_unloadable,
-    refuse_unquantizable,
-)
+from .loader import differences, find, load, load_resolved, load_text, recipe_hash, to_yaml, training_part
+from .model import Quantization, adapter_config, compute_dtype, is_local, quantization, recorded_quantization
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, OptimizerSection, as_adamw
-from .parallel import (
-    Parallel,
-    accumulation,
-    batch_unit,
-    few_steps,
-    global_batch,
-    gradient_notice,
-    parallel,
-    refuse_no_batch,
-    trainer_value,
-)
-from .schema import (
-    ADAPTER,
-    Data,
-    DataSplit,
-    Eval,
-    HeldOut,
-    HeldOutNumber,
-    Lora,
-    Model,
-    Recipe,
-    Samples,
-    Streaming,
-    TrainedTokenizer,
-    TrainSplit,
-    is_derived,
-    trains_adapter,
-)
+from .parallel import Parallel, accumulation, batch_unit, few_steps, global_batch, parallel, trainer_value
+from .schema import Data, DataSplit, Eval, HeldOut, HeldOutNumber, Model, Recipe, Samples, TrainSplit, trains_adapter

@@ -30,12 +30,8 @@ UNIONS: dict[Key, dict[str, Any]] = {("optimizer",): OPTIMIZER_SECTIONS, ("optim
 Notify = Callable[[str], object]
 
 
-def _ignore(_: str) -> None:
-    """Drop a notice."""
-
-
 def load(
-    name_or_path: str, overrides: list[str] | None = None, task: str | None = None, notify: Notify = _ignore
+    name_or_path: str, overrides: list[str] | None = None, task: str | None = None, notify: Notify = lambda _: None
 ) -> Recipe:
     """The checked recipe of a file, or of a shipped name such as 'quickstart/sft'.
 
@@ -72,7 +68,7 @@ def find(name_or_path: str) -> Path:
 
 def task_of(path: Path) -> str | None:
     """The task in a recipe's file, or in the recipe that it extends; nothing else is checked."""
-    return _read(path, _ignore).content.get("task")
+    return _read(path, lambda _: None).content.get("task")
 
 
 def load_text(text: str, name: str = "recipe", on_missing: Notify | None = None) -> Recipe:

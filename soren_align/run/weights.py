@@ -29,7 +29,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from ..core.errors import UserError, as_user_error, in_one_line
 from ..core.files import read_json
 from ..core.patches import patched
-from ..recipe import Quantization, refuse_unquantizable
+from ..recipe.model import Quantization, refuse_unquantizable
 from .provenance import weight_files
 from .quantized import quantization_config, quantized_layers
 

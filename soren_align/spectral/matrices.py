@@ -108,9 +108,7 @@ def tf32_products(device_type: str, wanted: bool = True) -> Iterator[None]:
         BACKENDS["cuda"].fp32_precision = before
 
 
-def in_full_precision(
-    function: Callable[Concatenate[Tensor, P], R],
-) -> Callable[Concatenate[Tensor, P], R]:
+def in_full_precision(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
     """`function`, called within `full_precision` on its first argument's device."""
 
     @functools.wraps(function)

@@ -198,12 +198,7 @@ def num_beyond(top: Tensor, share: Tensor | None) -> Tensor | int:
 
 
 def _odd_step(
-    coefficients: tuple[float, ...],
-    center: float,
-    r: Tensor,
-    r2: Tensor | None,
-    work: "_Workspace",
-    slope: float = 1.0,
+    coefficients: tuple[float, ...], center: float, r: Tensor, r2: Tensor | None, work: "_Workspace", slope: float = 1.0
 ) -> Tensor:
     """p(u) / u as a matrix polynomial in R = u^2, for p of degree 3, 5 or 9. R^2, if known, is released."""
     c0, c1, *c = _about(center, coefficients)

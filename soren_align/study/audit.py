@@ -15,7 +15,8 @@ from ..core.files import write
 from ..core.version import __version__
 from ..evaluate.report.results import read_results
 from ..evaluate.suite.suites import suite_of
-from ..recipe import differences, is_derived, load_resolved, recipe_hash
+from ..recipe import differences, load_resolved, recipe_hash
+from ..recipe.schema import is_derived
 from ..run.folder import RunFolder
 from . import stats
 from .config import METRICS, VerdictSection

@@ -14,7 +14,8 @@ from ..core import shipped
 from ..core.errors import UserError, as_user_error, in_one_line
 from ..core.files import CHANGED, Content, contents, default_cache_folder, read_json, rename_durably, write
 from ..data import encode, set_template, trained_tokenizer, within_vocabulary
-from ..recipe import Recipe, TrainedTokenizer, adapter_config, is_local, quantization
+from ..recipe import Recipe, adapter_config, is_local, quantization
+from ..recipe.schema import TrainedTokenizer
 from ..run import weights
 from ..run.folder import COMPLETE_MARKER, RunFolder
 from . import adapters

@@ -35,21 +35,8 @@ from ..data import (
     tokenize,
     without_empty_answers,
 )
-from ..recipe import (
-    DataSplit,
-    HeldOut,
-    HeldOutNumber,
-    Parallel,
-    Recipe,
-    TrainSplit,
-    accumulation,
-    columns_text,
-    compute_dtype,
-    gradient_notice,
-    parallel,
-    refuse_no_batch,
-    trainer_value,
-)
+from ..recipe import DataSplit, HeldOut, HeldOutNumber, Recipe, TrainSplit, columns_text, compute_dtype
+from ..recipe.parallel import Parallel, accumulation, gradient_notice, parallel, refuse_no_batch, trainer_value
 from ..run.folder import RunFolder
 from ..run.record import describe_dropped
 from ..sharding import start_deepspeed

@@ -21,7 +21,8 @@ from trl import DPOTrainer, SFTTrainer
 from ..core.errors import UserError
 from ..core.files import remove, write
 from ..optim import OPTIMIZERS, build_optimizer
-from ..recipe import QUANTIZATION_RECORD, OptimizerSection
+from ..recipe import OptimizerSection
+from ..recipe.model import QUANTIZATION_RECORD
 from ..run.quantized import quantization_of
 from ..run.weights import refuse_other_keys
 from ..sharding import chain_of, full_weights, set_strategy, sum_in_float32

@@ -194,7 +194,7 @@ def _dotted() -> list[str]:
 
     for _, node, _ in _recipes():
         walk(node, "")
-    schema = recipe.json_schema()
+    schema = recipe.loader.json_schema()
     found |= {f"trainer.{key}" for key in schema["properties"]["trainer"]["properties"]}
     for name, section in (("model", "Model"), ("run", "Run"), ("eval", "Eval")):
         found |= {f"{name}.{key}" for key in schema["$defs"][section]["properties"]}

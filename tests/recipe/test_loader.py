@@ -159,7 +159,7 @@ def test_what_may_change_between_two_halves_of_a_run_and_what_may_not(write):
 
 
 def test_the_schema_knows_every_key_of_a_shipped_recipe():
-    schema = recipe.json_schema()
+    schema = recipe.loader.json_schema()
     text = json.dumps(schema)
     assert schema["additionalProperties"] is False
     assert schema["properties"]["trainer"]["properties"]["lr_scheduler_type"]["enum"]
@@ -313,7 +313,7 @@ def test_a_mixture_is_a_list_and_comes_back_from_its_own_yaml(write):
     ]
     assert recipe.load_text(recipe.to_yaml(loaded)) == loaded
     assert [s.path for s in recipe.load(write(GOOD)).data.sources] == ["org/data"]
-    json.dumps(recipe.json_schema())
+    json.dumps(recipe.loader.json_schema())
 
 
 def test_set_reaches_into_a_mixture(write):

@@ -6,9 +6,9 @@ import pytest
 
 from soren_align import recipe
 from soren_align.core import shipped
-from soren_align.core.errors import UserError
+from soren_align.core.errors import LostRankError, UserError, machine_failure
 from soren_align.recipe import parallel
-from soren_align.recipe.parallel import NAMES
+from soren_align.recipe.parallel import NAMES, gradient_notice
 
 SHIPPED = sorted((shipped.ROOT / "configs" / "deepspeed").glob("*.json"))
 
@@ -50,7 +50,7 @@ def test_a_config_that_averages_gradients_in_bfloat16_gets_a_notice(tmp_path, co
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({**zero(), **config}))
     mine = recipe.load("quickstart/sft", [f"run.parallel={file}", precision])
-    notices = recipe.gradient_notice(mine.run.parallel, recipe.compute_dtype(mine))
+    notices = gradient_notice(mine.run.parallel, recipe.compute_dtype(mine))
     assert len(notices) == (dtype is not None)
     assert all(f"in {dtype}" in notice and '"communication_data_type": "fp32"' in notice for notice in notices)
 
@@ -125,8 +125,7 @@ def test_without_deepspeed_zero_is_refused_with_the_remedy(monkeypatch):
 
 
 def test_a_lost_process_is_told_from_other_errors():
-    from soren_align.core.errors import is_lost_rank
-
-    assert is_lost_rank(RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
-    assert not is_lost_rank(RuntimeError("shape mismatch"))
-    assert not is_lost_rank(ValueError("NCCL"))
+    lost = machine_failure(RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
+    assert isinstance(lost, LostRankError)
+    assert machine_failure(RuntimeError("shape mismatch")) is None
+    assert machine_failure(ValueError("NCCL")) is None

@@ -20,7 +20,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from ...core.errors import UserError, in_one_line
 from ...core.files import local_path, read_json, refuse_special_files
-from ...recipe import ADAPTER, adapter_config, is_local, recorded_quantization
+from ...recipe import adapter_config, is_local, recorded_quantization
+from ...recipe.schema import ADAPTER
 from ...run import weights
 from ...run.weights import load_adapter, load_model
 
