@@ -37,10 +37,11 @@ bench_app = typer.Typer(
 )
 
 
-RecipeArgument = Annotated[
+RecipeArgument = Annotated[str, files.named("RECIPE", "A recipe file or a shipped name.", shipped.recipes)]
+RecipeOrStudy = Annotated[
     str,
-    typer.Argument(
-        metavar="RECIPE", help="A recipe file or a shipped name.", autocompletion=files.completion(shipped.recipes)
+    files.named(
+        "RECIPE_OR_STUDY", "A recipe's or a study's file, or a shipped name.", shipped.recipes, shipped.studies
     ),
 ]
 Overrides = Annotated[
@@ -113,14 +114,7 @@ def _print_notice(line: str) -> None:
 
 @app.command()
 def plan(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE_OR_STUDY",
-            help="A recipe's or a study's file, or a shipped name.",
-            autocompletion=files.completion(shipped.recipes, shipped.studies),
-        ),
-    ],
+    recipe: RecipeOrStudy,
     set_: Overrides = None,
     as_json: AsJson = False,
     processes: Annotated[
@@ -146,12 +140,7 @@ def plan(
 
 @app.command()
 def compare(
-    study: Annotated[
-        str,
-        typer.Argument(
-            metavar="STUDY", help="A study's file or a shipped name.", autocompletion=files.completion(shipped.studies)
-        ),
-    ],
+    study: Annotated[str, files.named("STUDY", "A study's file or a shipped name.", shipped.studies)],
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the study: search.trials=8. Repeatable."),
@@ -183,11 +172,7 @@ Models = Annotated[
 ]
 SuiteOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="SUITE",
-        help="A shipped suite or a suite.yaml. Default: the run's own.",
-        autocompletion=files.completion(shipped.suites),
-    ),
+    files.named("SUITE", "A shipped suite or a suite.yaml. Default: the run's own.", shipped.suites, of=typer.Option),
 ]
 Output = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: RUN/eval/SUITE.")]
 EvalProcesses = Annotated[int | None, typer.Option(min=1, metavar="N", help="Evaluate with N processes, one per GPU.")]
@@ -210,10 +195,11 @@ TrustSuite = Annotated[
 ]
 Published = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="SCORES",
-        help="Published scores to print below: paper/sft, or a file. Repeatable.",
-        autocompletion=files.completion(shipped.published),
+    files.named(
+        "SCORES",
+        "Published scores to print below: paper/sft, or a file. Repeatable.",
+        shipped.published,
+        of=typer.Option,
     ),
 ]
 Cache = Annotated[str | None, typer.Option(metavar="DIR", help="Folder of cached responses. Default: the user's own.")]

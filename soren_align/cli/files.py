@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -28,13 +28,13 @@ next      in {folder}: soren-align plan sft.yaml, then soren-align sft sft.yaml
           soren-align docs own-data"""
 
 
-def completion(*tables: Callable[[], dict[str, Path]]) -> Callable[[str], list[str]]:
-    """Return the shell's completion by the names in these tables; the shell adds files by itself."""
+def named(metavar: str, help_text: str, *tables: Callable[[], dict[str, Path]], of: Any = typer.Argument) -> Any:
+    """Return an argument, or an option, that is completed by the names in these tables; the shell adds files itself."""
 
     def complete(incomplete: str) -> list[str]:
         return [name for table in tables for name in table() if name.startswith(incomplete)]
 
-    return complete
+    return of(metavar=metavar, help=help_text, autocompletion=complete)
 
 
 def new(
@@ -84,12 +84,7 @@ def recipes(context: typer.Context) -> None:
 @recipes_app.command()
 def copy(
     name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="A shipped recipe or study, e.g. quickstart/sft.",
-            autocompletion=completion(shipped.recipes, shipped.studies),
-        ),
+        str, named("NAME", "A shipped recipe or study, e.g. quickstart/sft.", shipped.recipes, shipped.studies)
     ],
     dest: Annotated[
         str | None, typer.Argument(metavar="DEST", help="File or folder. Default: NAME.yaml in this folder.")
@@ -126,12 +121,7 @@ def suites(context: typer.Context) -> None:
 
 @suites_app.command("copy")
 def copy_suite(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="A shipped suite, e.g. quickstart.", autocompletion=completion(shipped.suites)
-        ),
-    ],
+    name: Annotated[str, named("NAME", "A shipped suite, e.g. quickstart.", shipped.suites)],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
 ) -> None:
     """Copy a shipped suite with its task files to edit it; the copy works in any folder."""
@@ -262,12 +252,7 @@ def _first_comment(path: Path) -> str:
     return line.removeprefix("#").strip() if line.startswith("#") else ""
 
 
-def docs(
-    topic: Annotated[
-        str | None,
-        typer.Argument(metavar="TOPIC", help="A page. Default: list them.", autocompletion=completion(shipped.pages)),
-    ] = None,
-) -> None:
+def docs(topic: Annotated[str | None, named("TOPIC", "A page. Default: list them.", shipped.pages)] = None) -> None:
     """Print a page of the documentation, as Markdown if it is not printed on a terminal."""
     pages = shipped.pages()
     if topic is None:

@@ -8,7 +8,6 @@ LLaMA-Factory's `dataset:` are resolved by dataset_info.json first (`with_datase
 import math
 import os
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..core.errors import UserError, did_you_mean
 from ..core.files import read_json
 from ..recipe.data_files import is_test_split
 from ..recipe.model import is_local
-from .keys import TABLES, Note, matches, number
+from .keys import TABLES, Conversion, Note, matches, number
 
 # Keys that name datasets; the first that is present counts, as in the handbook and in TRL.
 ROOTS = ("dataset_mixture", "dataset_mixer", "datasets", "dataset_name", "dataset")
@@ -35,35 +34,17 @@ COLUMNS = ("messages", "conversations", "instruction", "input", "output", "syste
 COLUMNS += ("chosen", "rejected")
 
 
-@dataclass
-class Data:
-    """The recipe's data section, the reasons of values that are not from the source (by dotted key), and the notes."""
-
-    section: dict[str, Any] = field(default_factory=dict)
-    ours: dict[str, str] = field(default_factory=dict)
-    notes: list[Note] = field(default_factory=list)
-    trains_completions: bool = False
-    """Whether all examples are read as prompts and completions, of which the completions alone are trained anyway."""
-
-    def drop(self, key: str, reason: str, changes_training: bool = False) -> None:
-        """Add the note that `key` was dropped."""
-        self.notes.append(Note(key, "dropped", reason, changes_training))
-
-    def rename(self, key: str, explanation: str) -> None:
-        """Add the note that `key` has another name in the recipe."""
-        self.notes.append(Note(key, "renamed", explanation))
-
-
-def read_data(source: dict[str, Any], evaluates: bool) -> Data:
-    """The data section, with a note on each key of the source that is about data.
+def read_data(data: Conversion, evaluates: bool) -> None:
+    """Write the data section, and a note on each key of the source that is about data.
 
     evaluates: whether the source computes a loss on held-out examples during training. Raises UserError if no dataset
     is named, or only test splits.
     """
+    source, section = data.flat, data.recipe["data"]
     root = next((key for key in ROOTS if source.get(key)), None)
     if root is None:
         raise UserError("no dataset is named: write dataset_name (or datasets, dataset_mixture)")
-    data, entries = Data(), _entries(source, root)
+    entries = _entries(source, root)
     kinds = [entry.get("type") for entry in entries]
     is_pair = (isinstance(kind, dict) or str(kind).startswith("alpaca") for kind in kinds)
     data.trains_completions = root in ("datasets", "dataset") and all(is_pair)
@@ -80,7 +61,7 @@ def read_data(source: dict[str, Any], evaluates: bool) -> Data:
             split["limit"] = int(limit) if isinstance(limit, float) and limit.is_integer() else limit
         if source.get("mask_history"):
             split["mask_history"] = True
-    data.section["train"] = splits if len(splits) > 1 else splits[0]
+    section["train"] = splits if len(splits) > 1 else splits[0]
     known = {*TABLES["datasets"]["as_read"], *_ENTRY, *FIELDS}
     others = " ".join(TABLES["datasets"]["otherwise"])
     for entry in entries:
@@ -91,15 +72,14 @@ def read_data(source: dict[str, Any], evaluates: bool) -> Data:
         _eval(source, root, train, held_out, data)
     inside = source[root] if root == "dataset_mixture" else {}
     sizes = (_held_out(where.get(key)) for where in (source, inside) for key in SIZES)
-    if (size := next(filter(None, sizes), None)) and "eval" not in data.section:
-        data.section["eval"] = size  # taken out of the training examples
+    if (size := next(filter(None, sizes), None)) and "eval" not in section:
+        section["eval"] = size  # taken out of the training examples
     _note_others(source, root, data)
     places = {f"train[{i}]": split for i, split in enumerate(splits)} if len(splits) > 1 else {"train": splits[0]}
-    for place, split in (places | {k: v for k, v in data.section.items() if k == "eval"}).items():
+    for place, split in (places | {k: v for k, v in section.items() if k == "eval"}).items():
         if "path" in split and not is_local(str(split["path"])):
             split["bad_examples"] = "drop"
             data.ours[f"data.{place}.bad_examples"] = "reported and counted; a file of your own is better fixed"
-    return data
 
 
 def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
@@ -146,7 +126,7 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _split(entry: dict[str, Any], root: str, data: Data, text_column: Any) -> dict[str, Any]:
+def _split(entry: dict[str, Any], root: str, data: Conversion, text_column: Any) -> dict[str, Any]:
     """The recipe's split for an entry; keys without a counterpart are noted. text_column: of plain texts."""
     at, path, tables = entry["at"], entry["path"], TABLES["datasets"]
     config = "dataset_config" if root == "dataset_name" else f"{at}.config"
@@ -205,7 +185,7 @@ def _part(path: Any, split: str) -> tuple[dict[str, Any], bool]:
 
 
 def _eval(
-    source: dict[str, Any], root: str, train: list[dict[str, Any]], held_out: list[dict[str, Any]], data: Data
+    source: dict[str, Any], root: str, train: list[dict[str, Any]], held_out: list[dict[str, Any]], data: Conversion
 ) -> None:
     """Write data.eval if the source has a split for it: the first test split of a dataset that is trained on."""
     theirs = source.get("test_datasets")
@@ -219,10 +199,10 @@ def _eval(
         split = source.get("dataset_test_split") or "test"
         same = [{"path": paths[0], "split": split, "config": source.get("dataset_config")}]
     if same:
-        data.section["eval"] = _part(same[0]["path"], str(same[0]["split"]))[0]
+        data.recipe["data"]["eval"] = _part(same[0]["path"], str(same[0]["split"]))[0]
         if same[0].get("config") and not is_local(str(same[0]["path"])):
-            data.section["eval"]["name"] = str(same[0]["config"])
-        data.section["eval"] |= same[0].get("names") or _axolotl_names(same[0])[0]
+            data.recipe["data"]["eval"]["name"] = str(same[0]["config"])
+        data.recipe["data"]["eval"] |= same[0].get("names") or _axolotl_names(same[0])[0]
         if same[0] in held_out:
             data.ours["data.eval.split"] = "the source splits examples off its mixture"
 
@@ -234,9 +214,9 @@ def _held_out(size: Any) -> dict[str, Any] | None:
     return {"fraction": size} if size < 1 else {"examples": int(size)}
 
 
-def _note_others(source: dict[str, Any], root: str, data: Data) -> None:
+def _note_others(source: dict[str, Any], root: str, data: Conversion) -> None:
     """Note the remaining keys about data."""
-    evaluation = data.section.get("eval")
+    evaluation = data.recipe["data"].get("eval")
     inside = source[root] if root == "dataset_mixture" else {}
     for key, where in {**dict.fromkeys(SIZES, source), f"{root}.test_split_size": inside}.items():
         size = where.get(key.rpartition(".")[2])

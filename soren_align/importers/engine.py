@@ -7,7 +7,6 @@ counterpart; the functions in SPECIAL are for those whose value, or whose neighb
 
 import hashlib
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.errors import UserError, closest
@@ -16,8 +15,8 @@ from ..recipe import trl
 from ..recipe.checks import NOT_STREAMED
 from ..recipe.model import attention_problems
 from ..tasks import TASKS, TaskName
-from .datasets import ROOTS, Data, read_data
-from .keys import LEFT_OUT, ONLY_WITH, RENAMED, TABLES, VALUES, Note, matches, number
+from .datasets import ROOTS, read_data
+from .keys import LEFT_OUT, ONLY_WITH, RENAMED, START, TABLES, VALUES, Conversion, Note, matches, number
 
 _NESTED = ("model_init_kwargs", "special_tokens", "trl")  # sections whose keys are read as if at the top level
 _BETAS = ("adam_beta1", "adam_beta2")
@@ -35,47 +34,10 @@ DTYPE = (
 MUON = "optimizer.name: muon; adjust_lr_fn may differ from the source's"
 SDPA = "attention is transformers' own choice, sdpa"
 _RSLORA = ("use_rslora", "peft_use_rslora")
-_START = ("adapter_name_or_path", "lora_model_dir")
 _STREAMING = ("streaming", "dataset_streaming")
 _PACKING = ("packing", "neat_packing")
 _QUANTIZE: dict[tuple[str, int], str] = {("load_in_4bit", True): "4bit", ("load_in_8bit", True): "8bit"}
 _QUANTIZE |= {("quantization_bit", 4): "4bit", ("quantization_bit", 8): "8bit"}
-
-
-@dataclass
-class Conversion:
-    """A recipe made from another tool's file."""
-
-    task: TaskName
-    recipe: dict[str, dict[str, Any]]
-    """The recipe's sections, `task` aside."""
-    flat: dict[str, Any]
-    """The source's keys, those inside _NESTED by dotted names."""
-    tool: str
-    """TRL's, Axolotl's or LLaMA-Factory's."""
-    ours: dict[str, str] = field(default_factory=dict)
-    """Dotted key of each value that is not from the source -> its reason."""
-    notes: list[Note] = field(default_factory=list)
-    """One per key of the source, and one per key inside a mixture."""
-    template_path: str | None = None
-    """Where an inline template may be written; None: nowhere."""
-    template: str | None = None
-    """The inline template to write there."""
-
-    @property
-    def trains_lora(self) -> bool:
-        """Whether the source trains a LoRA adapter."""
-        if self.tool == "LLaMA-Factory's":
-            return self.flat.get("finetuning_type", "lora") == "lora"
-        if self.tool == "Axolotl's":
-            return self.flat.get("adapter") in ("lora", "qlora")
-        return self.flat.get("use_peft") is True
-
-    @property
-    def start(self) -> str | None:
-        """The adapter that the source trains further; None if it trains a new one."""
-        path = next((self.flat[key] for key in _START if self.flat.get(key)), None)
-        return path if isinstance(path, str) and "," not in path and not self.flat.get("create_new_adapter") else None
 
 
 def convert(
@@ -95,14 +57,14 @@ def convert(
     task = task or task_of_source(flat, name, folder)
     # Axolotl evaluates every eval_steps without a strategy.
     when = ("eval_strategy", "evaluation_strategy", "evals_per_epoch", *["eval_steps"] * (tool == "Axolotl's"))
-    data = read_data(flat, evaluates=any(flat.get(key) not in (None, False, "no", 0) for key in when))
-    sections: dict[str, dict[str, Any]] = {"model": {}, "data": data.section, "optimizer": {}, "trainer": {}, "run": {}}
-    conversion = Conversion(task, sections, flat, tool, data.ours, data.notes, template_path)
+    sections: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "optimizer": {}, "trainer": {}, "run": {}}
+    conversion = Conversion(task, sections, flat, tool, template_path=template_path)
+    read_data(conversion, evaluates=any(flat.get(key) not in (None, False, "no", 0) for key in when))
     noted = {note.key for note in conversion.notes}
     # Current names first: of a current and an older name for one key, the current one counts.
     for key in sorted((k for k in flat if k not in noted), key=lambda k: k.rpartition(".")[2] in RENAMED):
-        conversion.notes.append(_convert_key(key, conversion))
-    _add_defaults(conversion, name, data)
+        _convert_key(key, conversion)
+    _add_defaults(conversion, name)
     return conversion
 
 
@@ -164,7 +126,7 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName:
 
 
 def _convert_key(key: str, c: Conversion) -> Note:
-    """Write one key of the source into the recipe, and return the note on it."""
+    """Write one key of the source into the recipe, and add and return the note on it."""
     name, value = key.rpartition(".")[2], c.flat[key]
     for special in SPECIAL:
         if note := special(key, name, value, c):
@@ -175,31 +137,31 @@ def _convert_key(key: str, c: Conversion) -> Note:
             _, reason, changes = left_out
             is_off = value in (None, False, 0, "", "no") or value in ([], {}) or [name, value] in TABLES["off"]
             if changes and is_off:
-                return _dropped(key, "off in the source too")
+                return c.drop(key, "off in the source too")
             for names, flags in ONLY_WITH.items():
                 if matches(name, names) and not any(c.flat.get(flag) for flag in flags):
-                    return _dropped(key, f"has no effect without {' or '.join(flags)}")
-            return _dropped(key, reason, changes)
+                    return c.drop(key, f"has no effect without {' or '.join(flags)}")
+            return c.drop(key, reason, changes)
         if name in trl.ELSEWHERE:
-            return _dropped(key, trl.ELSEWHERE[name])
+            return c.drop(key, trl.ELSEWHERE[name])
         if name not in known:
             if any(name in trl.fields(task) for task in TASKS):
-                return _dropped(key, f"TRL's {TASKS[c.task].config} has no such key")
+                return c.drop(key, f"TRL's {TASKS[c.task].config} has no such key")
             similar = closest(name, [*RENAMED, *known], cutoff=0.8)
-            return Note(key, "unknown", f"did you mean {similar}?" if similar else "")
+            return c.add(Note(key, "unknown", f"did you mean {similar}?" if similar else ""))
     if value is None and not (name in known and "None" in known[name].types and known[name].default is not None):
-        return _dropped(key, "null has no effect")
+        return c.drop(key, "null has no effect")
     target = target or f"trainer.{name}"
     section, _, ours = target.partition(".")
     values = c.recipe[section]
     word = VALUES.get((name, value)) if isinstance(value, bool | int | str) else None
     value, effect = word or (value, "")
     if ours in values:
-        return _dropped(key, f"{target} is set by another key", values[ours] != value)
+        return c.drop(key, f"{target} is set by another key", values[ours] != value)
     if section == "trainer":
         config = TASKS[c.task].config
         if ours not in known:
-            return _dropped(key, f"TRL's {config} has no {ours}")
+            return c.drop(key, f"TRL's {config} has no {ours}")
         # As TRL's command line would read the text; a single value where a list is needed is a list of one.
         kinds = set(known[ours].types) - {"None"}
         if kinds == {"list"} and not isinstance(value, list) and value is not None:
@@ -213,21 +175,21 @@ def _convert_key(key: str, c: Conversion) -> Note:
             if ours == "loss_type":  # another spelling would be another loss
                 losses = ", ".join(map(str, value)) if isinstance(value, list) else value
                 problem = f"{losses}: not a loss of TRL's {config}, whose default is trained"
-            return _dropped(key, problem, not matches(ours, TABLES["harmless"]))
+            return c.drop(key, problem, not matches(ours, TABLES["harmless"]))
     elif section == "optimizer":
         value = number(value)
     values[ours] = value
     if name == ours and section == "trainer" and not word:
-        return Note(key, "unchanged")
+        return c.add(Note(key, "unchanged"))
     if target == "optimizer.weight_decay" and value:
         effect = (
             "decays matrices only; in the source embeddings and head too (aux_weight_decay would decay norms as well)"
         )
     explanation = target + (f": {str(value).lower()}" if word else "") + (f"; {effect}" if effect else "")
-    return _renamed(key, explanation, bool(effect))
+    return c.rename(key, explanation, bool(effect))
 
 
-def _add_defaults(c: Conversion, name: str, data: Data) -> None:
+def _add_defaults(c: Conversion, name: str) -> None:
     """Add the keys that a recipe needs and the source leaves to its tool's defaults, or does not have."""
     flat, optimizer, trainer, defaults = c.flat, c.recipe["optimizer"], c.recipe["trainer"], TABLES["defaults"][c.tool]
 
@@ -256,7 +218,7 @@ def _add_defaults(c: Conversion, name: str, data: Data) -> None:
     for key, value in defaults["trainer"].items():
         if not (key == "num_train_epochs" and streams_steps) and not (key == "bf16" and has_precision):
             add("trainer", key, value, f"{c.tool} default")
-    if c.tool != "TRL's" and c.task == "sft" and not data.trains_completions:
+    if c.tool != "TRL's" and c.task == "sft" and not c.trains_completions:
         add("trainer", "assistant_only_loss", True, f"{c.tool} default; needs a template that marks the answers")
     if trainer.get("packing") and c.tool != "Axolotl's":  # whose strategy is not TRL's
         tool = "as LLaMA-Factory" if "finetuning_type" in flat else "TRL's default"
@@ -273,16 +235,8 @@ def _add_defaults(c: Conversion, name: str, data: Data) -> None:
     add("run", "output_dir", f"runs/{name}", "the run folder")
 
 
-# Keys whose value, or whose neighbours, decide their counterpart: each function writes a key into the recipe and
-# returns the note on it, or returns None for any other key.
-
-
-def _dropped(key: str, reason: str, changes_training: bool = False) -> Note:
-    return Note(key, "dropped", reason, changes_training)
-
-
-def _renamed(key: str, explanation: str, changes_training: bool = False) -> Note:
-    return Note(key, "renamed", explanation, changes_training)
+# Keys whose value, or whose neighbours, decide their counterpart: each function writes a key into the recipe,
+# adds the note on it and returns it, or returns None for any other key.
 
 
 def _lora(key: str, name: str, value: Any, c: Conversion) -> Note | None:
@@ -292,67 +246,67 @@ def _lora(key: str, name: str, value: Any, c: Conversion) -> Note | None:
     model, flat = c.recipe["model"], c.flat
     if c.start:
         model["name_or_path"] = c.start
-        if name in _START:
+        if name in START:
             is_dpo = flat.get("stage") == "dpo" or bool(flat.get("rl"))
             reference = "; the reference is this adapter, in the source the model without an adapter" * is_dpo
-            return _renamed(key, f"model.name_or_path: trained further, as in the source{reference}", is_dpo)
+            return c.rename(key, f"model.name_or_path: trained further, as in the source{reference}", is_dpo)
         if name in ("model_name_or_path", "base_model"):
-            return _dropped(key, "the adapter names its own base model")
+            return c.drop(key, "the adapter names its own base model")
         if note := _quantization(key, name, value, c):
             return note
         if name in TABLES["lora"] or name == "finetuning_type" or matches(name, TABLES["adapters"]):
-            return _dropped(key, "that of the adapter which is trained further")
+            return c.drop(key, "that of the adapter which is trained further")
         return None
     lora = model.setdefault("lora", {})
     if name == "adapter" and value == "qlora":
         model["quantize"] = "4bit"
-        return _renamed(key, "model.lora, model.quantize: 4bit")
+        return c.rename(key, "model.lora, model.quantize: 4bit")
     if name in ("use_peft", "adapter", "finetuning_type"):
-        return _renamed(key, "model.lora")
+        return c.rename(key, "model.lora")
     if note := _quantization(key, name, value, c):
         return note
     if name == "lora_target_linear" and value is True:
         lora["target_modules"] = "all-linear"
-        return _renamed(key, "model.lora.target_modules: all-linear")
+        return c.rename(key, "model.lora.target_modules: all-linear")
     if name == "lora_task_type":
-        return _dropped(key, "only language models are trained", value != "CAUSAL_LM")
+        return c.drop(key, "only language models are trained", value != "CAUSAL_LM")
     if name in _RSLORA and value is True:
-        return _renamed(key, "model.lora.alpha: times sqrt(r), which gives the factors rsLoRA's scale")
+        return c.rename(key, "model.lora.alpha: times sqrt(r), which gives the factors rsLoRA's scale")
     target = TABLES["lora"].get(name)
     if target is None and value not in (None, False, 0, "", [], {}) and matches(name, TABLES["adapters"]):
-        return _dropped(key, "plain LoRA (model.lora) is trained, without this variant", True)
+        return c.drop(key, "plain LoRA (model.lora) is trained, without this variant", True)
     if target is None or value in (None, []):
         return None
     if target == "modules_to_save" and isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
     if target == "target_modules":
         if flat.get("lora_target_linear"):
-            return _dropped(key, "set by lora_target_linear", value != "all-linear")
+            return c.drop(key, "set by lora_target_linear", value != "all-linear")
         value = "all-linear" if name == "lora_target" and value == "all" else value
         parts = value.replace(" ", "").split(",") if isinstance(value, str) else [""]
         value = parts if all(part.isidentifier() for part in parts) else value
         if isinstance(value, str) and value != "all-linear":
-            return _dropped(key, "a pattern; write model.lora.target_modules as a list of names", True)
+            return c.drop(key, "a pattern; write model.lora.target_modules as a list of names", True)
     if target in ("alpha", "dropout"):
         value = number(value)
         value = float(value) if type(value) is int else value
     lora[target] = value
-    return _renamed(key, f"model.lora.{target}")
+    return c.rename(key, f"model.lora.{target}")
 
 
 def _quantization(key: str, name: str, value: Any, c: Conversion) -> Note | None:
     """Of the frozen weights under an adapter."""
     if bits := _QUANTIZE.get((name, value)) if isinstance(value, bool | int) else None:
         c.recipe["model"]["quantize"] = bits
-        return _renamed(key, f"model.quantize: {bits}")
+        return c.rename(key, f"model.quantize: {bits}")
     is_4bit = c.flat.get("load_in_4bit") is True or c.flat.get("quantization_bit") == 4
     if name in TABLES["same_4bit"] and is_4bit:
         reason = "model.quantize: 4bit is NF4 with double quantization"
-        return _dropped(key, reason, value != TABLES["same_4bit"][name])
+        return c.drop(key, reason, value != TABLES["same_4bit"][name])
     if name == "quantization_method" and c.flat.get("quantization_bit") in (4, 8):
-        return _dropped(key, "weights are quantized by bitsandbytes", value not in ("bnb", "bitsandbytes"))
+        return c.drop(key, "weights are quantized by bitsandbytes", value not in ("bnb", "bitsandbytes"))
     if name in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") and is_4bit:
-        return _dropped(key, "4-bit weights are computed with in the precision of trainer (bf16, fp16)")
+        return c.drop(key, "4-bit weights are computed with in the precision of trainer (bf16, fp16)")
     return None
 
 
@@ -360,24 +314,24 @@ def _steps(key: str, name: str, value: Any, c: Conversion) -> Note | None:
     """Null, evaluations and checkpoints per epoch, and streaming."""
     nullable = (*_NESTED, "optim", "optimizer", *_BETAS, "torch_dtype", "dtype", _MIN_LR)
     if value in (None, {}) and name in nullable:
-        return _dropped(key, "null has no effect")
+        return c.drop(key, "null has no effect")
     flat, data = c.flat, c.recipe["data"]
     kind = {"evals_per_epoch": "eval", "saves_per_epoch": "save"}.get(name)
     if kind == "save" or (kind and "eval" in data):
         per_epoch = number(value)
         epochs = number(next((flat[k] for k in ("num_epochs", "num_train_epochs") if flat.get(k) is not None), 1))
         if value in (None, False, 0):
-            return _dropped(key, "off in the source too")
+            return c.drop(key, "off in the source too")
         is_number = all(isinstance(n, int | float) and not isinstance(n, bool) for n in (per_epoch, epochs))
         # One per epoch has a word: VALUES.
         if per_epoch != 1 and is_number and 1 < per_epoch * epochs <= _DIGITS:
             if flat.get(f"{kind}_steps") is not None:
-                return _dropped(key, f"{kind}_steps is set")
+                return c.drop(key, f"{kind}_steps is set")
             # As a fraction of all steps, which is how Axolotl reads them too. Rounded down: transformers rounds the
             # product with the number of steps up, and 0.166667 of 600 would be 101.
             fraction = int(_DIGITS / (per_epoch * epochs)) / _DIGITS
             c.recipe["trainer"] |= {f"{kind}_strategy": "steps", f"{kind}_steps": fraction}
-            return _renamed(key, f"trainer.{kind}_steps: {fraction:g} of all steps")
+            return c.rename(key, f"trainer.{kind}_steps: {fraction:g} of all steps")
     # A source is streamed here where it names its number of steps, and no number of held-out examples.
     steps, evaluation = number(flat.get("max_steps")), data.get("eval")
     counts_held_out = isinstance(evaluation, dict) and "examples" in evaluation
@@ -388,12 +342,12 @@ def _steps(key: str, name: str, value: Any, c: Conversion) -> Note | None:
         size = number(flat.get("buffer_size"))
         has_size = isinstance(size, int) and size > 0
         data["streaming"] = {"shuffle_buffer": size} if has_size else True
-        return _renamed(key, "data.streaming")
+        return c.rename(key, "data.streaming")
     if name == "buffer_size":
-        return _renamed(key, "data.streaming.shuffle_buffer")
+        return c.rename(key, "data.streaming.shuffle_buffer")
     target = RENAMED.get(name, f"trainer.{name}").removeprefix("trainer.")
     if target in NOT_STREAMED and value not in NOT_STREAMED[target][0]:
-        return _dropped(key, NOT_STREAMED[target][1].partition(";")[0])
+        return c.drop(key, NOT_STREAMED[target][1].partition(";")[0])
     return None
 
 
@@ -402,32 +356,32 @@ def _attention(key: str, name: str, value: Any, c: Conversion) -> Note | None:
     model, trainer, flat = c.recipe["model"], c.recipe["trainer"], c.flat
     if matches(name, TABLES["attention"]):
         if value in (None, False, "auto"):
-            return _dropped(key, SDPA)
+            return c.drop(key, SDPA)
         names = TABLES["attentions"]
         attention = names.get(name, name) if value is True else names.get(str(value), str(value))
         if "attn_implementation" in model:
-            return _dropped(key, f"model.attn_implementation is {model['attn_implementation']} by another key")
+            return c.drop(key, f"model.attn_implementation is {model['attn_implementation']} by another key")
         if attention_problems(attention, flat.get("use_cpu")):
-            return _dropped(key, f"there is no {attention} here; {SDPA}")
+            return c.drop(key, f"there is no {attention} here; {SDPA}")
         model["attn_implementation"] = attention
-        return _renamed(key, f"model.attn_implementation: {attention}")
+        return c.rename(key, f"model.attn_implementation: {attention}")
     if name in _PACKING and "packing" not in trl.fields(c.task):
         return None
     if name == "neat_packing" or (name == "packing" and "finetuning_type" in flat):  # LLaMA-Factory's
         if not value:
-            return _dropped(key, "examples are not packed unless packing is true")
+            return c.drop(key, "examples are not packed unless packing is true")
         trainer["packing"] = True
         is_neat = flat.get("neat_packing") is True
         effect = "" if is_neat else "; in LLaMA-Factory packed examples attend to each other, here they are separate"
-        return _renamed(key, f"trainer.packing{effect}", not is_neat)
+        return c.rename(key, f"trainer.packing{effect}", not is_neat)
     if name == "excess_length_strategy" and value == "truncate":
         if flat.get("sample_packing"):
             trainer["packing_strategy"] = "bfd"
-            return _renamed(key, "trainer.packing_strategy: bfd, which truncates")
-        return _dropped(key, "TRL truncates too")
+            return c.rename(key, "trainer.packing_strategy: bfd, which truncates")
+        return c.drop(key, "TRL truncates too")
     packs = any(flat.get(key) in (True, "on", "yes", "true") for key in (*_PACKING, "sample_packing"))
     if name in ("eval_packing", "eval_sample_packing") and value is True and not packs:
-        return _dropped(key, "without packing in training, packed held-out examples would attend to each other")
+        return c.drop(key, "without packing in training, packed held-out examples would attend to each other")
     return None
 
 
@@ -438,46 +392,46 @@ def _optimizer_and_model(key: str, name: str, value: Any, c: Conversion) -> Note
         value = str(value)
         optimizer["name"] = "muon" if value == "muon" else "adamw"
         if value == "muon":
-            return _renamed(key, MUON, True)
+            return c.rename(key, MUON, True)
         if matches(value, TABLES["adamw"]):
-            return _renamed(key, "optimizer.name: adamw")
+            return c.rename(key, "optimizer.name: adamw")
         if matches(value, TABLES["adamw_8bit"]):
             optimizer["states"] = "8bit"
-            return _renamed(key, "optimizer.name: adamw, optimizer.states: 8bit")
-        return _renamed(key, f"optimizer.name: adamw at the same rate; there is no {value} here", True)
+            return c.rename(key, "optimizer.name: adamw, optimizer.states: 8bit")
+        return c.rename(key, f"optimizer.name: adamw at the same rate; there is no {value} here", True)
     if name == "use_muon" and value is True:
         optimizer["name"] = "muon"
-        return _renamed(key, MUON, True)
+        return c.rename(key, MUON, True)
     if name in _BETAS:
         optimizer.setdefault("betas", list(BETAS))[_BETAS.index(name)] = number(value)
-        return _renamed(key, "optimizer.betas")
+        return c.rename(key, "optimizer.betas")
     if name == "pure_bf16" and value is True:
         model["dtype"], c.recipe["trainer"]["bf16"] = "float32", True
-        return _renamed(key, f"trainer.bf16, model.dtype: float32; {DTYPE}", True)
+        return c.rename(key, f"trainer.bf16, model.dtype: float32; {DTYPE}", True)
     if name == "train_from_scratch" and value is True:
         seed = flat.get("seed")
         model["init_seed"] = seed if isinstance(seed, int) else SEED
-        return _renamed(key, "model.init_seed")
+        return c.rename(key, "model.init_seed")
     if name in ("torch_dtype", "dtype"):
         model["dtype"] = "float32"
         if value == "float32":
-            return _renamed(key, "model.dtype")
+            return c.rename(key, "model.dtype")
         c.ours["model.dtype"] = f"{value} in the source"
-        return _renamed(key, f"model.dtype: float32; {DTYPE}", True)
+        return c.rename(key, f"model.dtype: float32; {DTYPE}", True)
     if name == "chat_template" and isinstance(value, str):
         if hashlib.sha256("".join(value.split()).encode()).hexdigest() == ZEPHYR:
             model["chat_template"] = "zephyr"
-            return _renamed(key, "model.chat_template: zephyr")
+            return c.rename(key, "model.chat_template: zephyr")
         if value == "jinja" and flat.get("chat_template_jinja"):
-            return _dropped(key, "the template is that of chat_template_jinja")
+            return c.drop(key, "the template is that of chat_template_jinja")
     if name in ("chat_template", "chat_template_jinja") and isinstance(value, str) and "{{" in value:
         if c.template_path is None:
             reason = "the tokenizer's own chat template is used; with a DEST, this one is written beside the recipe"
-            return _dropped(key, reason, True)
+            return c.drop(key, reason, True)
         c.template, model["chat_template"] = value, c.template_path
-        return _renamed(key, f"model.chat_template: {c.template_path}")
+        return c.rename(key, f"model.chat_template: {c.template_path}")
     if name == "chat_template_path" and value is not None and not str(value).endswith(".jinja"):
-        return _dropped(key, f"{value}: only its template, as a .jinja file, can be named as model.chat_template", True)
+        return c.drop(key, f"{value}: only its template, as a .jinja file, can be named as model.chat_template", True)
     return None
 
 
@@ -485,28 +439,28 @@ def _schedule(key: str, name: str, value: Any, c: Conversion) -> Note | None:
     """Warmup, the least rate of a schedule, the early end, and evaluations without examples."""
     flat, has_eval = c.flat, "eval" in c.recipe["data"]
     if name == "warmup_steps" and not value and flat.get("warmup_ratio"):
-        return _dropped(key, "replaced by warmup_ratio")
+        return c.drop(key, "replaced by warmup_ratio")
     has_min_lr = flat.get(_MIN_LR) is not None and flat.get("lr_scheduler") in (None, "cosine")
     if name == _MIN_LR and not has_min_lr:
-        return _dropped(key, "only the cosine schedule has a least rate", True)
+        return c.drop(key, "only the cosine schedule has a least rate", True)
     if name == _MIN_LR:
         least = {"min_lr_rate": number(value)}
         c.recipe["trainer"] |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": least}
-        return _renamed(key, "trainer.lr_scheduler_kwargs")
+        return c.rename(key, "trainer.lr_scheduler_kwargs")
     if name == "lr_scheduler" and has_min_lr:
-        return _renamed(key, "trainer.lr_scheduler_type: cosine_with_min_lr")
+        return c.rename(key, "trainer.lr_scheduler_type: cosine_with_min_lr")
     if name == "rl":
         if value == "ipo":
             c.recipe["trainer"]["loss_type"] = ["ipo"]
-        return _renamed(key, f"task: {c.task}")
+        return c.rename(key, f"task: {c.task}")
     target = TABLES["early_stopping"].get(name)
     if target and value and {"early_stopping_patience", "early_stopping_steps"} & flat.keys():
         if not has_eval or any(flat.get(key) in ("no", False) for key in ("eval_strategy", "evaluation_strategy")):
-            return _dropped(key, "training runs to its end: nothing is evaluated during it", True)
+            return c.drop(key, "training runs to its end: nothing is evaluated during it", True)
         c.recipe["run"].setdefault("early_stopping", {})[target] = number(value)
-        return _renamed(key, f"run.early_stopping.{target}")
+        return c.rename(key, f"run.early_stopping.{target}")
     if matches(name, TABLES["needs_eval"]) and not has_eval and value not in (None, False, "no", 0):
-        return _dropped(key, "no held-out split is named; write data.eval", name == "load_best_model_at_end")
+        return c.drop(key, "no held-out split is named; write data.eval", name == "load_best_model_at_end")
     return None
 
 

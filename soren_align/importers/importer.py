@@ -14,8 +14,8 @@ from ..recipe.optimizer import OPTIMIZER_SECTIONS
 from ..recipe.schema import Model, Run
 from ..tasks import TaskName
 from .datasets import with_datasets
-from .engine import Conversion, convert
-from .keys import Note
+from .engine import convert
+from .keys import Conversion, Note
 
 _WIDTH = 80
 _KEYS = 24
@@ -66,12 +66,9 @@ def import_file(path: Path, task: TaskName | None = None, template_file: Path | 
 def to_text(conversion: Conversion, name: str) -> str:
     """The recipe as YAML; values that are not from the source are marked `# ours`."""
     recipe = CommentedMap({"task": conversion.task})
+    forms = {"model": Model, "optimizer": OPTIMIZER_SECTIONS[conversion.recipe["optimizer"]["name"]]}
     for section, values in conversion.recipe.items():
-        order = list(
-            {"model": Model, "optimizer": OPTIMIZER_SECTIONS[conversion.recipe["optimizer"]["name"]]}.get(
-                section, Run
-            ).model_fields
-        )
+        order = list(forms.get(section, Run).model_fields)
         rank = {key: order.index(key) for key in values if key in order}
         ordered = dict(sorted(values.items(), key=lambda item: rank.get(item[0], 0)))
         recipe[section] = _commented(ordered, section, conversion.ours)

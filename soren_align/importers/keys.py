@@ -1,10 +1,12 @@
-"""The tables of keys.toml, and what becomes of a key."""
+"""The tables of keys.toml, what becomes of a key, and the conversion that is made of all keys."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
+
+from ..tasks import TaskName
 
 TABLES: dict[str, Any] = tomllib.loads((Path(__file__).parent / "keys.toml").read_text(encoding="utf-8"))
 RENAMED: dict[str, str] = TABLES["renamed"]
@@ -21,6 +23,8 @@ LEFT_OUT += [(names, reason, True) for reason, names in TABLES["changes"].items(
 """(names, reason, whether the trained weights change unless the key was off in the source)."""
 ONLY_WITH: dict[str, list[str]] = {TABLES["adapters"]: ["use_peft", "adapter"]} | TABLES["only_with"]
 """Without effect unless one of these is set: names -> keys."""
+START = ("adapter_name_or_path", "lora_model_dir")
+"""Keys of the adapter that is trained further."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,57 @@ class Note:
     """The recipe's key, or the reason for dropping it."""
     changes_training: bool = False
     """Whether the trained weights differ from the source's."""
+
+
+@dataclass
+class Conversion:
+    """A recipe made from another tool's file."""
+
+    task: TaskName
+    recipe: dict[str, dict[str, Any]]
+    """The recipe's sections, `task` aside."""
+    flat: dict[str, Any]
+    """The source's keys, those inside other sections by dotted names."""
+    tool: str
+    """TRL's, Axolotl's or LLaMA-Factory's."""
+    ours: dict[str, str] = field(default_factory=dict)
+    """Dotted key of each value that is not from the source -> its reason."""
+    notes: list[Note] = field(default_factory=list)
+    """One per key of the source, and one per key inside a mixture."""
+    template_path: str | None = None
+    """Where an inline template may be written; None: nowhere."""
+    template: str | None = None
+    """The inline template to write there."""
+    trains_completions: bool = False
+    """Whether all examples are read as prompts and completions, of which the completions alone are trained anyway."""
+
+    @property
+    def trains_lora(self) -> bool:
+        """Whether the source trains a LoRA adapter."""
+        if self.tool == "LLaMA-Factory's":
+            return self.flat.get("finetuning_type", "lora") == "lora"
+        if self.tool == "Axolotl's":
+            return self.flat.get("adapter") in ("lora", "qlora")
+        return self.flat.get("use_peft") is True
+
+    @property
+    def start(self) -> str | None:
+        """The adapter that the source trains further; None if it trains a new one."""
+        path = next((self.flat[key] for key in START if self.flat.get(key)), None)
+        return path if isinstance(path, str) and "," not in path and not self.flat.get("create_new_adapter") else None
+
+    def add(self, note: Note) -> Note:
+        """Add and return a note."""
+        self.notes.append(note)
+        return note
+
+    def drop(self, key: str, reason: str, changes_training: bool = False) -> Note:
+        """Add and return the note that `key` was dropped."""
+        return self.add(Note(key, "dropped", reason, changes_training))
+
+    def rename(self, key: str, explanation: str, changes_training: bool = False) -> Note:
+        """Add and return the note that `key` has another name in the recipe."""
+        return self.add(Note(key, "renamed", explanation, changes_training))
 
 
 def matches(name: str, names: str) -> bool:

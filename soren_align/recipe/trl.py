@@ -236,22 +236,16 @@ def _literal(node: ast.expr | None) -> Any:
 # Trackers besides metrics.jsonl: name in `trainer.report_to` -> (required modules, package to install).
 # tests/recipe/test_trackers.py compares the names with those of the installed transformers, which reports a missing
 # package only after the model is loaded; here it is reported before.
-TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
+_SAME_NAME = ("clearml", "codecarbon", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb")
+_TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
+    **{name: ((name,), name) for name in _SAME_NAME},
     "azure_ml": (("azureml.core",), "azureml-core"),
-    "clearml": (("clearml",), "clearml"),
-    "codecarbon": (("codecarbon",), "codecarbon"),
     "comet_ml": (("comet_ml",), "comet-ml"),
     "dagshub": (("dagshub", "mlflow"), "dagshub mlflow"),
-    "dvclive": (("dvclive",), "dvclive"),
     "flyte": (("flytekit",), "flytekit"),
     "kubeflow": ((), ""),
-    "mlflow": (("mlflow",), "mlflow"),
-    "neptune": (("neptune",), "neptune"),
-    "swanlab": (("swanlab",), "swanlab"),
-    "tensorboard": (("tensorboard",), "tensorboard"),
-    "trackio": (("trackio",), "trackio"),
-    "wandb": (("wandb",), "wandb"),
 }
+TRACKERS = dict(sorted(_TRACKERS.items()))
 
 
 def named(report_to: Any) -> list[Any]:
