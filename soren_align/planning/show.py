@@ -126,10 +126,8 @@ def _print_model_and_data(plan: dict[str, Any], account: DatasetStats | None, co
     lines += Packing(**data["packing"]).describe() if data["packing"] else ()
     lengths = ", ".join(f"{name} {value:,}" for name, value in data["token_length_percentiles"].items())
     unknown = f", {data['num_unknown_tokens']:,} are unknown to the tokenizer" * bool(data["num_unknown_tokens"])
-    lines += [
-        f"tokens per example: {lengths}",
-        f"{data['trained_token_share']:.0%} of the tokens are in the loss{unknown}",
-    ]
+    lines.append(f"tokens per example: {lengths}")
+    lines.append(f"{data['trained_token_share']:.0%} of the tokens are in the loss{unknown}")
     if not data["stop_token_trained"]:
         lines.append("the EOS token is NOT in the loss: the model will not learn to end its answers")
     for line in lines:

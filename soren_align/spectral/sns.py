@@ -25,7 +25,6 @@ def soft_newton_schulz(
     x: Tensor,
     steps: int = SNS_STEPS,
     form: Literal["direct", "gram"] = "direct",
-    eps: float = EPS,
     max_norm: float | None = None,
     in_bfloat16: bool = False,
 ) -> Tensor:
@@ -38,11 +37,11 @@ def soft_newton_schulz(
     in_bfloat16: iterate in bfloat16, as the paper's authors do: on every sixth of the recorded momenta
         (`bench.spectra`) 31.2% from exact_sigmoid on average, in float32 30.6%.
     Returns [..., m, n] in the dtype of x. Within 4.4% of the sigmoid for singular values in [0.01, 1] that are also
-    above 1% of |x|_F, from 13 steps on. Zero for zero; below |x|_F = eps the result shrinks with x. Singular values
+    above 1% of |x|_F, from 13 steps on. Zero for zero; below |x|_F = EPS the result shrinks with x. Singular values
     above 4 are guarded (see the module). A matrix that contains a NaN or an infinity gives all NaN.
     Source: the paper's Algorithm 1.
     """
-    return guarded_soft_newton_schulz(x, steps, form, eps, max_norm, in_bfloat16)[0]
+    return guarded_soft_newton_schulz(x, steps, form, max_norm, in_bfloat16)[0]
 
 
 @in_full_precision
@@ -50,7 +49,6 @@ def guarded_soft_newton_schulz(
     x: Tensor,
     steps: int = SNS_STEPS,
     form: Literal["direct", "gram"] = "direct",
-    eps: float = EPS,
     max_norm: float | None = None,
     in_bfloat16: bool = False,
 ) -> tuple[Tensor, Tensor | int]:
@@ -68,16 +66,16 @@ def guarded_soft_newton_schulz(
 
     # sigma_max <= |x|_F, which decides the usual case; it is False for NaN and overflow too.
     if bool((norm <= T_LIMIT).all()) if max_norm is None else max_norm <= T_LIMIT:
-        q, t = wide / (norm + eps), wide / T_LIMIT
+        q, t = wide / (norm + EPS), wide / T_LIMIT
         return from_wide((iterate(q, steps) + iterate(t, T_STEPS)) / 2, x), 0
 
     finite = all_finite(wide)
-    q, t, guarded = _guarded_start(wide.where(finite, 0.0), norm, eps)
+    q, t, guarded = _guarded_start(wide.where(finite, 0.0), norm)
     result = (iterate(q, steps) + iterate(t, T_STEPS)) / 2
     return from_wide(result.masked_fill(~finite, torch.nan), x), guarded.sum()
 
 
-def _guarded_start(wide: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _guarded_start(wide: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Q_0, T_0, and a mask of the guarded matrices ([..., 1, 1] bool); the others have the bits of the usual case."""
     largest = wide.abs().amax(dim=(-2, -1), keepdim=True)
     unit = wide / largest.where(largest > 0, 1.0)  # entries up to 1: its norm and Gram matrix cannot overflow
@@ -89,7 +87,7 @@ def _guarded_start(wide: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tens
 
     # The margin is for eigvalsh's rounding at sigma_max = 4 exactly; T_2 is flat there, so it costs nothing.
     guarded = candidate[..., None, None] & (sigma_max * largest > T_LIMIT * (1 + 1e-12))
-    q = (unit / frobenius_norm(unit)).where(norm.isinf(), wide / (norm + eps))
+    q = (unit / frobenius_norm(unit)).where(norm.isinf(), wide / (norm + EPS))
     t = (unit / sigma_max.to(unit.dtype)).where(guarded, wide / T_LIMIT)
     return q, t, guarded
 
