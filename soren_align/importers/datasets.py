@@ -148,15 +148,10 @@ def _split(entry: dict[str, Any], root: str, data: Conversion, text_column: Any)
         elif key == "config":
             part["name"] = str(value)
             data.rename(config, "data.train.name")
-        elif key == "data_files":
-            data.drop(place, f"{value}: the dataset's own files are loaded", True)
         elif key == "weight":
             if value != 1:
                 part["weight"] = value
                 data.rename(place, "weight, in data.train; drawn by trainer.seed")
-        elif key == "fraction":
-            reason = f"{value}: a share of the mixture; write the weight, a multiple of the source's own examples"
-            data.drop(place, reason, True)
         elif key == "not_read":
             data.drop(f"{at}.columns", f"{value}: not read", True)
         elif key == "type" and value == "completion":
