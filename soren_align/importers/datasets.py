@@ -34,28 +34,28 @@ COLUMNS = ("messages", "conversations", "instruction", "input", "output", "syste
 COLUMNS += ("chosen", "rejected")
 
 
-def read_data(data: Conversion, evaluates: bool) -> None:
+def read_data(c: Conversion, evaluates: bool) -> None:
     """Write the data section, and a note on each key of the source that is about data.
 
     evaluates: whether the source computes a loss on held-out examples during training. Raises UserError if no dataset
     is named, or only test splits.
     """
-    source, section = data.flat, data.recipe["data"]
+    source, section = c.flat, c.recipe["data"]
     root = next((key for key in ROOTS if source.get(key)), None)
     if root is None:
         raise UserError("no dataset is named: write dataset_name (or datasets, dataset_mixture)")
     entries = _entries(source, root)
     kinds = [entry.get("type") for entry in entries]
     is_pair = (isinstance(kind, dict) or str(kind).startswith("alpaca") for kind in kinds)
-    data.trains_completions = root in ("datasets", "dataset") and all(is_pair)
+    c.trains_completions = root in ("datasets", "dataset") and all(is_pair)
     held_out = [e for e in entries if is_test_split(e["split"])]
     train = [e for e in entries if e not in held_out]
     if not train:
         raise UserError(f"{root}: only test splits are named; name one to train on")
     if held_out:
         names = ", ".join(f"{e['path']} {e['split']}" for e in held_out)
-        data.drop(f"{root}[test]", f"the official test split would be trained on; left out: {names}", True)
-    splits = [_split(entry, root, data, source.get("dataset_text_field")) for entry in train]
+        c.drop(f"{root}[test]", f"the official test split would be trained on; left out: {names}", True)
+    splits = [_split(entry, root, c) for entry in train]
     for split in splits:
         if (limit := number(source.get("max_samples"))) and "limit" not in split:
             split["limit"] = int(limit) if isinstance(limit, float) and limit.is_integer() else limit
@@ -66,20 +66,20 @@ def read_data(data: Conversion, evaluates: bool) -> None:
     others = " ".join(TABLES["datasets"]["otherwise"])
     for entry in entries:
         unknown = [key for key in entry if key not in known and not matches(key, others)]
-        data.notes += [Note(f"{entry['at']}.{key}", "unknown") for key in unknown]
-    data.rename(root, "data.train")
+        c.notes += [Note(f"{entry['at']}.{key}", "unknown") for key in unknown]
+    c.rename(root, "data.train")
     if evaluates or source.get("eval_dataset"):
-        _eval(source, root, train, held_out, data)
+        _eval(root, train, held_out, c)
     inside = source[root] if root == "dataset_mixture" else {}
     sizes = (_held_out(where.get(key)) for where in (source, inside) for key in SIZES)
     if (size := next(filter(None, sizes), None)) and "eval" not in section:
         section["eval"] = size  # taken out of the training examples
-    _note_others(source, root, data)
+    _note_others(root, c)
     places = {f"train[{i}]": split for i, split in enumerate(splits)} if len(splits) > 1 else {"train": splits[0]}
     for place, split in (places | {k: v for k, v in section.items() if k == "eval"}).items():
         if "path" in split and not is_local(str(split["path"])):
             split["bad_examples"] = "drop"
-            data.ours[f"data.{place}.bad_examples"] = "reported and counted; a file of your own is better fixed"
+            c.ours[f"data.{place}.bad_examples"] = "reported and counted; a file of your own is better fixed"
 
 
 def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
@@ -126,13 +126,13 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _split(entry: dict[str, Any], root: str, data: Conversion, text_column: Any) -> dict[str, Any]:
-    """The recipe's split for an entry; keys without a counterpart are noted. text_column: of plain texts."""
-    at, path, tables = entry["at"], entry["path"], TABLES["datasets"]
+def _split(entry: dict[str, Any], root: str, c: Conversion) -> dict[str, Any]:
+    """The recipe's split for an entry; keys without a counterpart are noted."""
+    at, path, tables, text_column = entry["at"], entry["path"], TABLES["datasets"], c.flat.get("dataset_text_field")
     config = "dataset_config" if root == "dataset_name" else f"{at}.config"
     part, is_cut = _part(path, entry["split"])
     if is_cut:
-        data.drop(f"{at}.split", f"{entry['split']}: a file is taken whole; write limit", True)
+        c.drop(f"{at}.split", f"{entry['split']}: a file is taken whole; write limit", True)
     names, explained = _axolotl_names(entry)
     part |= entry.get("names") or names
     if text_column not in (None, "text") and "columns" not in part:
@@ -144,30 +144,30 @@ def _split(entry: dict[str, Any], root: str, data: Conversion, text_column: Any)
         if key == "revision":
             part["revision"] = value
         elif key == "config" and is_local(str(path)):
-            data.drop(config, "a file has no configuration")
+            c.drop(config, "a file has no configuration")
         elif key == "config":
             part["name"] = str(value)
-            data.rename(config, "data.train.name")
+            c.rename(config, "data.train.name")
         elif key == "weight":
             if value != 1:
                 part["weight"] = value
-                data.rename(place, "weight, in data.train; drawn by trainer.seed")
+                c.rename(place, "weight, in data.train; drawn by trainer.seed")
         elif key == "not_read":
-            data.drop(f"{at}.columns", f"{value}: not read", True)
+            c.drop(f"{at}.columns", f"{value}: not read", True)
         elif key == "type" and value == "completion":
             cut = "plain text; an example longer than max_length is truncated, in the source continued in a next one"
-            data.drop(place, cut, True)
+            c.drop(place, cut, True)
         elif key in explained:
             explanation, changes = explained[key]
             outcome = "renamed" if explanation.startswith("data.train") else "dropped"
-            data.notes.append(Note(place, outcome, explanation, changes))
+            c.notes.append(Note(place, outcome, explanation, changes))
         elif value in tables["as_read"].get(key, ()) or (
             key == "columns" and isinstance(value, list) and all(column in COLUMNS for column in value)
         ):
-            data.drop(place, tables["as_here"].get(key, _READ))
+            c.drop(place, tables["as_here"].get(key, _READ))
         elif key in tables["as_read"] or matches(key, " ".join(tables["otherwise"])):
             reasons = (reason for names, reason in tables["otherwise"].items() if matches(key, names))
-            data.drop(place, f"{value}: {next(reasons, [*tables['otherwise'].values()][-1])}", True)
+            c.drop(place, f"{value}: {next(reasons, [*tables['otherwise'].values()][-1])}", True)
     return part
 
 
@@ -179,27 +179,25 @@ def _part(path: Any, split: str) -> tuple[dict[str, Any], bool]:
     return {"path": path, "split": split.partition("[")[0] if is_cut else split}, is_cut
 
 
-def _eval(
-    source: dict[str, Any], root: str, train: list[dict[str, Any]], held_out: list[dict[str, Any]], data: Conversion
-) -> None:
+def _eval(root: str, train: list[dict[str, Any]], held_out: list[dict[str, Any]], c: Conversion) -> None:
     """Write data.eval if the source has a split for it: the first test split of a dataset that is trained on."""
-    theirs = source.get("test_datasets")
+    theirs = c.flat.get("test_datasets")
     paths = [entry["path"] for entry in train]
     same = [e for e in held_out if e["path"] in paths]
     if isinstance(theirs, list) and len(theirs) == 1:
         same = _entries({"datasets": theirs}, "datasets")
     elif root == "dataset":
-        same = source.get("eval_dataset") or []
+        same = c.flat.get("eval_dataset") or []
     elif root == "dataset_name":
-        split = source.get("dataset_test_split") or "test"
-        same = [{"path": paths[0], "split": split, "config": source.get("dataset_config")}]
+        split = c.flat.get("dataset_test_split") or "test"
+        same = [{"path": paths[0], "split": split, "config": c.flat.get("dataset_config")}]
     if same:
-        data.recipe["data"]["eval"] = _part(same[0]["path"], str(same[0]["split"]))[0]
+        c.recipe["data"]["eval"] = _part(same[0]["path"], str(same[0]["split"]))[0]
         if same[0].get("config") and not is_local(str(same[0]["path"])):
-            data.recipe["data"]["eval"]["name"] = str(same[0]["config"])
-        data.recipe["data"]["eval"] |= same[0].get("names") or _axolotl_names(same[0])[0]
+            c.recipe["data"]["eval"]["name"] = str(same[0]["config"])
+        c.recipe["data"]["eval"] |= same[0].get("names") or _axolotl_names(same[0])[0]
         if same[0] in held_out:
-            data.ours["data.eval.split"] = "the source splits examples off its mixture"
+            c.ours["data.eval.split"] = "the source splits examples off its mixture"
 
 
 def _held_out(size: Any) -> dict[str, Any] | None:
@@ -209,45 +207,45 @@ def _held_out(size: Any) -> dict[str, Any] | None:
     return {"fraction": size} if size < 1 else {"examples": int(size)}
 
 
-def _note_others(source: dict[str, Any], root: str, data: Conversion) -> None:
+def _note_others(root: str, c: Conversion) -> None:
     """Note the remaining keys about data."""
-    evaluation = data.recipe["data"].get("eval")
+    source, evaluation = c.flat, c.recipe["data"].get("eval")
     inside = source[root] if root == "dataset_mixture" else {}
     for key, where in {**dict.fromkeys(SIZES, source), f"{root}.test_split_size": inside}.items():
         size = where.get(key.rpartition(".")[2])
         if (held_out := _held_out(size)) and evaluation == held_out:
-            data.rename(key, f"data.eval.{next(iter(held_out))}; a hash of each example chooses")
+            c.rename(key, f"data.eval.{next(iter(held_out))}; a hash of each example chooses")
         elif isinstance(size, int) and size >= 1 and evaluation is not None and "path" in evaluation:
             evaluation["limit"] = size
-            data.rename(key, "data.eval.limit")
+            c.rename(key, "data.eval.limit")
         elif size and evaluation is None:
             reason = f"{size} of the examples were held out; here all are trained on, unless data.eval names others"
-            data.drop(key, reason, True)
+            c.drop(key, reason, True)
         elif size is not None or key in source:
-            data.drop(key, "no examples are held out" if evaluation is None else "replaced by data.eval")
+            c.drop(key, "no examples are held out" if evaluation is None else "replaced by data.eval")
     if "seed" in inside:
-        data.drop(f"{root}.seed", "examples are shuffled by trainer.seed")
+        c.drop(f"{root}.seed", "examples are shuffled by trainer.seed")
     known = ("datasets", "seed", "test_split_size")
-    data.notes += [Note(f"{root}.{key}", "unknown") for key in inside if key not in known]
+    c.notes += [Note(f"{root}.{key}", "unknown") for key in inside if key not in known]
     splits = {"dataset_mixer": "dataset_splits", "dataset_name": "dataset_train_split"}.get(root)
-    noted = {note.key for note in data.notes}
+    noted = {note.key for note in c.notes}
     for key in [key for key in source if key not in noted]:
         if key == splits:
-            data.rename(key, "data.train.split")
+            c.rename(key, "data.train.split")
         elif key == "dataset_text_field" and source[key] not in (None, "text"):
-            data.rename(key, "data.train.columns")
+            c.rename(key, "data.train.columns")
         elif key == "dataset_text_field":
-            data.drop(key, _READ)
+            c.drop(key, _READ)
         elif key == "dataset_dir" and root == "dataset":
-            data.rename(key, "data.train.path")
+            c.rename(key, "data.train.path")
         elif key in SPLIT_KEYS and source[key]:
-            data.rename(key, f"data.train.{SPLIT_KEYS[key]}")
+            c.rename(key, f"data.train.{SPLIT_KEYS[key]}")
         elif key in _EVAL_DATA and evaluation is not None:
-            data.rename(key, "data.eval")
+            c.rename(key, "data.eval")
         elif key in _EVAL_DATA:
-            data.drop(key, "no evaluation during training")
+            c.drop(key, "no evaluation during training")
         elif key in ROOTS or matches(key, BESIDE):
-            data.drop(key, f"set by {root}")
+            c.drop(key, f"set by {root}")
 
 
 # The columns and roles of a dataset, as a recipe's `columns` and `roles`.

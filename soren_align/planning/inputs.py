@@ -67,14 +67,9 @@ def on_this_machine(recipe: Recipe) -> Recipe:
     trainer = recipe.trainer
     if not (trainer.get("use_cpu") or torch.accelerator.is_available()):
         trainer = {**trainer, "use_cpu": True, "bf16": False, "fp16": False, "tf32": None}
-    model, run = recipe.model, recipe.run
-    return recipe.model_copy(
-        update={
-            "model": model.model_copy(update={"init_seed": None, "attn_implementation": None}),
-            "trainer": trainer,
-            "run": run.model_copy(update={"parallel": "ddp"}),
-        }
-    )
+    model = recipe.model.model_copy(update={"init_seed": None, "attn_implementation": None})
+    run = recipe.run.model_copy(update={"parallel": "ddp"})
+    return recipe.model_copy(update={"model": model, "trainer": trainer, "run": run})
 
 
 def count_frozen(recipe: Recipe, model: Any) -> tuple[int, int]:

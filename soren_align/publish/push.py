@@ -135,12 +135,8 @@ def _model_of(run: RunFolder, merged: bool) -> Path:
             )
         return run.merged
     if adapter and Path(adapter["base_model_name_or_path"]).is_absolute():
-        raise UserError(
-            f"{run}: its base model is a folder on this machine, which others do not have. "
-            + (
-                f"{run.merged} has the whole model already: push it with --merged"
-                if run.is_merged()
-                else f"Merge the adapter with `soren-align merge {run}`, and push the result with --merged"
-            )
-        )
+        remedy = f"Merge the adapter with `soren-align merge {run}`, and push the result with --merged"
+        if run.is_merged():
+            remedy = f"{run.merged} has the whole model already: push it with --merged"
+        raise UserError(f"{run}: its base model is a folder on this machine, which others do not have. {remedy}")
     return run.model
