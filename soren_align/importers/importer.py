@@ -109,12 +109,10 @@ def _one_line(text: str) -> str:
 
 def to_table(conversion: Conversion, name: str) -> str:
     """The outcome of each key, 80 columns wide: first the keys that change the training."""
-    parts = {
-        "changes to the training": [n for n in conversion.notes if n.changes_training],
-        "unknown keys, left out": [n for n in conversion.notes if n.outcome == "unknown" and not n.changes_training],
-        "renamed": [n for n in conversion.notes if n.outcome == "renamed" and not n.changes_training],
-        "dropped": [n for n in conversion.notes if n.outcome == "dropped" and not n.changes_training],
-    }
+    parts = {"changes to the training": [note for note in conversion.notes if note.changes_training]}
+    others = [note for note in conversion.notes if not note.changes_training]
+    for outcome, title in {"unknown": "unknown keys, left out", "renamed": "renamed", "dropped": "dropped"}.items():
+        parts[title] = [note for note in others if note.outcome == outcome]
     lines = [f"{name} as a recipe for soren-align {conversion.task}"]
     for title, notes in parts.items():
         if notes:
@@ -143,6 +141,4 @@ def _row(keys: list[str], explanation: str) -> list[str]:
 
 def _wrapped(text: str, indent: int) -> list[str]:
     pad = " " * indent
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=pad, subsequent_indent=pad, break_on_hyphens=False, break_long_words=True
-    )
+    return textwrap.wrap(text, _WIDTH, initial_indent=pad, subsequent_indent=pad, break_on_hyphens=False)

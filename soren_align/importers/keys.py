@@ -1,4 +1,4 @@
-"""The tables of keys.toml, what becomes of a key, and the conversion that is made of all keys."""
+"""The tables of keys.toml, and what becomes of a key."""
 
 import tomllib
 from dataclasses import dataclass, field
