@@ -8,6 +8,7 @@ import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def _data(recipe: Recipe, inputs: Inputs, num_trained: int) -> dict[str, Any]:
         "num_truncated": account.num_truncated,
         "num_truncated_tokens": account.num_truncated_tokens,
         "num_unknown_tokens": account.num_unknown_tokens,
-        "packing": inputs.ready.packing.as_json() if inputs.ready.packing else None,
+        "packing": asdict(inputs.ready.packing) if inputs.ready.packing else None,
         "token_length_percentiles": account.lengths,
         "trained_token_share": account.trained_share,
         "stop_token_trained": account.stop_token_trained,

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -93,30 +93,26 @@ def full_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         del whole
 
 
-class Sharding(NamedTuple):
-    """kind: "ddp", "zero" or "fsdp2"; "ddp" for one process too. tensors: those that this rank updates, by group."""
+def set_strategy(
+    optimizer: Any, ranks: Ranks, bucket_mb: float = BUCKET_MB
+) -> tuple[Literal["ddp", "zero", "fsdp2"], list[list[Tensor]]]:
+    """Set the strategy of the SpectralOptimizer within accelerate's wrappers. Collective.
 
-    kind: str
-    tensors: list[list[Tensor]]
-
-
-def set_strategy(optimizer: Any, ranks: Ranks, bucket_mb: float = BUCKET_MB) -> Sharding:
-    """Set the strategy of the SpectralOptimizer within accelerate's wrappers; returns its sharding. Collective.
-
+    Returns the kind of sharding, "ddp" for one process too, and the tensors that this rank updates, by group.
     Raises ValueError, on every rank, for an unknown or unsupported sharding; see `set_zero_strategy`, `FSDP2Strategy`.
     """
     *wrappers, inner = chain_of(optimizer)
     if not isinstance(inner, SpectralOptimizer):
         raise ValueError(f"{type(inner).__name__} would step, which is not of soren_align.optim")
     if wrappers and "deepspeed" in type(wrappers[-1]).__module__:
-        return Sharding("zero", set_zero_strategy(wrappers[-1], bucket_mb))
+        return "zero", set_zero_strategy(wrappers[-1], bucket_mb)
     tensors = [list(group["params"]) for group in inner.param_groups]
     if any(isinstance(tensor, DTensor) for group in tensors for tensor in group):
         inner.strategy = FSDP2Strategy(bucket_mb)
-        return Sharding("fsdp2", tensors)
+        return "fsdp2", tensors
     if ranks.num_ranks > 1:
         inner.strategy = DDPStrategy(bucket_mb=bucket_mb)
-    return Sharding("ddp", tensors)
+    return "ddp", tensors
 
 
 def chain_of(optimizer: Any) -> list[Any]:

@@ -8,7 +8,7 @@ with the sequences of a run.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Any
 
@@ -64,10 +64,6 @@ class Packing:
     num_continuations: int
     """Parts of examples that do not begin with the example's first token: they are trained without the tokens before
     them."""
-
-    def as_json(self) -> dict[str, Any]:
-        """For run.json and the plan."""
-        return asdict(self)
 
     def describe(self) -> list[str]:
         """Return lines about the sequences and about divided examples."""

@@ -1,6 +1,7 @@
 """The record of a training run in run.json, and the lines about it in the terminal."""
 
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def report_setup(
         examples["num_kept_by_source"] = list(counts.num_kept_by_source)
     examples |= {"num_truncated": counts.num_truncated, "num_truncated_tokens": counts.num_truncated_tokens}
     examples["num_unknown_tokens"] = counts.num_unknown_tokens
-    examples |= {"packing": setup.packing.as_json()} if setup.packing else {}
+    examples |= {"packing": asdict(setup.packing)} if setup.packing else {}
     if stream:
         examples = {"preview": {"num_examples": train.num_examples, **examples}, **stream.counts()}
     folder.update(

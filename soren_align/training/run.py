@@ -257,10 +257,6 @@ class StopOnSignal(TrainerCallback):
             control.should_save = True
             control.should_training_stop = True
 
-    def on_train_end(self, args, state, control, **kwargs):
-        """Restore the previous handlers."""
-        self.close()
-
     def close(self) -> None:
         """Restore the previous handlers, also after an error."""
         for number, handler in self._before.items():

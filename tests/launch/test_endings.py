@@ -281,7 +281,7 @@ def stop(hangups):
     callback = StopOnSignal(Ranks())
     callback.on_train_begin(None, None, None)
     yield callback
-    callback.on_train_end(None, None, None)
+    callback.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -308,7 +308,7 @@ def test_a_signal_whose_exception_was_lost_before_training_stops_it_at_the_first
     with signals.raising_interrupts():
         Finalizer()
         callback.on_train_begin(None, None, None)
-        callback.on_train_end(None, None, None)
+        callback.close()
     callback.on_step_end(None, None, control)
     assert control.should_training_stop
 

@@ -49,7 +49,7 @@ def steps(monkeypatch):
             if display.display:
                 (bar,) = display.display.tasks
                 shown.append((bar.completed, bar.total, bar.fields["costs"], display.display.line))
-        display.on_train_end(None, None, None)
+        display.close()
         assert display.display is None
         return shown, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue()).replace("\r", "\n")
 
@@ -190,5 +190,5 @@ def test_a_notice_about_the_number_of_steps_is_printed_at_the_start(is_terminal)
     console = Console(file=io.StringIO(), width=80, force_terminal=is_terminal, color_system=None)
     display = progress.TrainingProgress(console, "sft", lambda num_steps: f"only {num_steps} steps")
     display.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=1), None)
-    display.on_train_end(None, None, None)
+    display.close()
     assert "notice    only 1 steps" in console.file.getvalue()

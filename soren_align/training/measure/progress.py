@@ -113,10 +113,6 @@ class TrainingProgress(TrainerCallback):
         self._num_batches = 0
         self._show(self._measurements())
 
-    def on_train_end(self, args, state, control, **kwargs):
-        """Remove the bar."""
-        self.close()
-
     def close(self) -> None:
         """Remove the bar, which hides the cursor, also after an error."""
         if self.display:
