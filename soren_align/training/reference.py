@@ -23,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import TrainerCallback
 
 from ..core.errors import UserError
+from ..core.files import digest
 from ..core.version import __version__
 from ..recipe import Recipe, global_batch, recipe_hash
 from ..run.quantized import quantization_of
@@ -54,7 +55,7 @@ def run_identity(setup: TrainingSetup, trainer: Any, ranks: Ranks) -> dict[str, 
     sources = [setup.splits[name] and setup.splits[name].source for name in ("train", "eval")]
     return {
         "starting_weights": weights_digest(trainer.model, ranks),
-        "data": _digest(_without_paths(sources)),
+        "data": digest(_without_paths(sources))[:16],
         "recipe": recipe_hash(recipe),
         "precision": precision(trainer),
         "processes": ranks.num_ranks,
@@ -127,7 +128,7 @@ class BatchHash(TrainerCallback):
         {"batches": the hash, "num_batches": micro-batches of one rank}
         """
         values = self.state()["values"]
-        return {"batches": None if values is None else _digest(values), "num_batches": self.num_batches}
+        return {"batches": None if values is None else digest(values)[:16], "num_batches": self.num_batches}
 
 
 def position_keys(number: int, device: torch.device | str = "cpu") -> Tensor:
@@ -169,8 +170,8 @@ def weights_digest(model: torch.nn.Module, ranks: Ranks) -> str:
         sha256.update(f"{name} {shape} {parameter.dtype}\n".encode())
         rows = part[::stride] if part.ndim else part
         sha256.update(rows.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
-    digest = sha256.hexdigest()[:16]
-    return _digest(ranks.gather(digest)) if is_sharded else digest
+    own = sha256.hexdigest()[:16]
+    return digest(ranks.gather(own))[:16] if is_sharded else own
 
 
 def reference_key(trainer: Any, ranks: Ranks) -> str:
@@ -289,7 +290,3 @@ def _without_paths(source: Any) -> Any:
 
 def _dtypes(tensors: Any) -> list[str]:
     return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
-
-
-def _digest(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -103,7 +103,9 @@ def train(setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Rank
     result: dict[str, Any] = relative_changes(trainer.starting_weights, trainer.attached)
     if finished:
         if early and early.has_stopped:
-            result["stopped_early"] = early.record(args, state)
+            settings = {"patience": early.early_stopping_patience, "threshold": early.early_stopping_threshold}
+            best = best_evaluation(args, state)
+            result["stopped_early"] = {"max_steps": state.max_steps, **settings, "best": best}
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             result["best_model"] = best_evaluation(args, state)
         with trl_config_names(trainer.model):
@@ -212,11 +214,6 @@ class EarlyStopping(EarlyStoppingCallback):
     def has_stopped(self) -> bool:
         """Whether training was ended here."""
         return self.early_stopping_patience_counter >= self.early_stopping_patience
-
-    def record(self, args: Any, state: Any) -> dict[str, Any]:
-        """Return when training was ended and by which metric, for run.json."""
-        settings = {"patience": self.early_stopping_patience, "threshold": self.early_stopping_threshold}
-        return {"max_steps": state.max_steps, **settings, "best": best_evaluation(args, state)}
 
 
 def best_evaluation(args: Any, state: Any) -> dict[str, Any]:
