@@ -268,6 +268,42 @@ def chat(
 
 
 @app.command()
+def show(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder.")],
+    full: Annotated[bool, typer.Option("--full", help="With the notes under the scores.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a run's status, curve, scores, samples and the next commands."""
+    from ..launch import show as showing
+
+    showing.show(run, full=full, as_json=as_json)
+
+
+@app.command()
+def runs(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder of runs.")] = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """List the runs below a folder."""
+    from ..launch import show as showing
+
+    showing.runs(folder, as_json=as_json)
+
+
+@app.command()
+def curves(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders.")],
+    output: Annotated[str, typer.Option(metavar="FILE.png", help="The picture; a dark one stands beside it.")] = (
+        "curves.png"
+    ),
+) -> None:
+    """Draw the losses and margins of runs into one picture."""
+    from ..launch import show as showing
+
+    showing.curves(runs, output=output)
+
+
+@app.command()
 def universal(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an unfinished run.")]) -> None:
     """Convert a checkpoint for another number of processes.
 

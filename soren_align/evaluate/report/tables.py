@@ -35,14 +35,17 @@ BLUE, GREY = "#0072B2", "#767676"
 """Okabe and Ito's blue, and a grey of contrast 4.5:1 on white. Filled and hollow dots differ without colour too."""
 
 
-def terminal(results: Results) -> Group:
-    """Return the table with differences, intervals and p-values, and under it the notes that are needed to read it."""
+def terminal(results: Results, *, brief: bool = False) -> Group:
+    """Return the table with differences, intervals and p-values, and under it the notes that are needed to read it.
+
+    brief: without the notes.
+    """
     columns = list(results["rows"][0]["scores"])
     parts: list[Any] = [Text(f"{results['title']}, percent ± standard error", style="bold")]
     for i in range(0, len(columns), NUM_COLUMNS):
         parts += [_table(results, columns[i : i + NUM_COLUMNS]).rich(), Text()]
     footer = RichTable.grid(padding=(0, 1))
-    for note in notes(results, brief=True):
+    for note in () if brief else notes(results, brief=True):
         footer.add_row("-", Text(note, overflow="fold"), style="dim")
     return Group(*parts, footer)
 

@@ -10,7 +10,6 @@ trials, which shows how much of a result is the search that found it.
 import json
 from base64 import b64encode
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from itertools import pairwise
 from math import comb, isfinite, log10
@@ -24,43 +23,19 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
-from ...core.errors import printable
+from ...core.figures import DARK, FONT, LIGHT, Colors, compact, line_style, short, style_axes
 from ...core.text import count, join_words
 from ...run.metrics import IN_STUDIES, METRICS
 from ..study import ENDED, Candidate, Difference, Point, Run, Study, by_trial, finished, metric_of_trial
 from .blocks import Figure, Paragraph, Picture
 from .text import in_order, measure_name, measures_of, metric_name, metric_text, reference_name, setting, size
 
-
-@dataclass(frozen=True)
-class Colors:
-    """Colours of a page, as in report.css, and of its candidates' lines."""
-
-    ink: str
-    muted: str
-    grid: str
-    paper: str
-    lines: tuple[str, ...]
-
-
-# Okabe and Ito's colours, darkened until lines have a contrast of 3:1 on white; the reference is the first.
-LIGHT = Colors(
-    *("#1b1b1b", "#666666", "#e4e4e2", "#ffffff"),
-    ("#1b1b1b", "#0072b2", "#c2500a", "#00845f", "#a8477f", "#9a6b00", "#2f86c4"),
-)
-DARK = Colors(
-    *("#e8e6e1", "#a2a29d", "#33363b", "#16181b"),
-    ("#e8e6e1", "#5fb4f0", "#ff9654", "#3fcf9f", "#e796c4", "#e8b93c", "#9ccdf2"),
-)
-DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.5)), (0, (6, 2, 1.2, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 2)))
-MARKERS = "osD^vP*Xph<>"
 INCHES = (4.5, 3.0)
 """Of a panel: 324 units wide, so that its letters of 10 units have 11 pixels on a phone 390 pixels wide."""
 DPI = 144
 """Twice the units: a panel 324 units wide has 648 pixels."""
 NUM_COLORS = 256
 """Of a picture."""
-FONT = 10
 MAX_WITH_RUNS = 6
 """Candidates whose runs are drawn beside their mean; of more, the thin lines would hide the others."""
 MAX_KEYS = 6
@@ -155,7 +130,7 @@ def differences_figure(study: Study, reference: str) -> Figure:
                 face = colors.paper if d.answer == "not distinguishable" else colors.ink
                 axes.plot(d.value, y, marker="o", markersize=6, color=colors.ink, markerfacecolor=face, zorder=4)
             axes.axvline(0, color=colors.muted, linewidth=1, zorder=2)
-            axes.set_yticks(range(len(differences)), [_short(d.candidate, 18) for d in differences], parse_math=False)
+            axes.set_yticks(range(len(differences)), [short(d.candidate, 18) for d in differences], parse_math=False)
             axes.set_ylim(len(differences) - 0.5, -0.5)
             axes.grid(visible=False, axis="y")
             axes.spines["left"].set_visible(False)
@@ -233,7 +208,7 @@ def _sensitivity_panel(study: Study, i: int, key: str, limits: tuple[float, floa
         if chosen:
             at = place(chosen[0].parameters[key]), fmean(run.metric for run in chosen if run.metric is not None)
             axes.plot(*at, marker="o", markersize=12, markerfacecolor="none", color=colors.ink, markeredgewidth=1.4)
-            label = _short(setting(chosen[0].parameters[key]), 14)
+            label = short(setting(chosen[0].parameters[key]), 14)
             offset = {"xytext": (0, 10 if study.higher_is_better else -17), "textcoords": "offset points"}
             box = {"facecolor": colors.paper, "edgecolor": "none", "pad": 0.8}  # interrupts a line behind the number
             font: dict[str, Any] = {"ha": "center", "fontsize": FONT, "color": colors.ink, "parse_math": False}
@@ -334,21 +309,13 @@ def _lines_panel(
             axes.plot(*mean[-1], **style, markersize=7)
         if cut and (limits := focus([y for curves in lines.values() for _, y in curves[-1]], study.higher_is_better)):
             axes.set_ylim(*limits)
-        axes.xaxis.set_major_formatter(_compact)
+        axes.xaxis.set_major_formatter(compact)
         axes.locator_params(axis="x", nbins=5)
 
     ends = [
         f"{study.candidates[i].name} {points[-1][1]:.4g} at {points[-1][0]:.4g}" for i, (*_, points) in lines.items()
     ]
     return _panel(title, label, f"{title} against {label}; at the end: {', '.join(ends)}.", draw)
-
-
-def _compact(value: float, _: object) -> str:
-    """Return a tick label: 300,000 is 300k."""
-    for unit, least, length in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e4, 1e3)):
-        if abs(value) >= least:
-            return f"{value / length:g}{unit}"
-    return f"{value:g}"
 
 
 def _figure(study: Study, panels: dict[str, Picture | None], caption: str, about: str) -> Figure | Paragraph:
@@ -372,12 +339,6 @@ def _figure(study: Study, panels: dict[str, Picture | None], caption: str, about
     return Figure(drawn, caption, legend)
 
 
-def line_style(number: int, colors: Colors = LIGHT) -> dict[str, Any]:
-    """Return colour, dashes and marker of candidate `number`, as matplotlib's keywords; 84 differ."""
-    color = colors.lines[number % len(colors.lines)]
-    return {"color": color, "linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[number % len(MARKERS)]}
-
-
 def _panel(
     title: str,
     label: str,
@@ -395,16 +356,7 @@ def _panel(
     def draw(colors: Colors) -> Drawing:
         drawing = Drawing(figsize=inches, layout="constrained")
         axes = drawing.subplots()
-        font = {"fontsize": FONT, "color": colors.ink, "parse_math": False}
-        axes.set_title(_short(title, 52), loc="left", fontweight="bold", pad=pad, **font)
-        axes.set_xlabel(_short(label, 52), **font)
-        axes.tick_params(labelsize=FONT - 0.5, labelcolor=colors.ink, color=colors.muted, length=3)
-        axes.patch.set_visible(False)
-        axes.grid(color=colors.grid, linewidth=0.6)
-        axes.set_axisbelow(True)
-        for side, spine in axes.spines.items():
-            spine.set_visible(side in ("left", "bottom"))
-            spine.set_color(colors.muted)
+        style_axes(axes, title, label, colors, pad)
         fill(axes, colors)
         return drawing
 
@@ -437,7 +389,7 @@ def set_scale(axes: Axes, values: Sequence[Any]) -> Callable[[Any], float]:
     """
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         words = sorted({str(value) for value in values})
-        axes.set_xticks(range(len(words)), [_short(word, 14) for word in words], parse_math=False)
+        axes.set_xticks(range(len(words)), [short(word, 14) for word in words], parse_math=False)
         axes.set_xlim(-0.5, len(words) - 0.5)
         return lambda value: words.index(str(value))
     low, high = min(values), max(values)
@@ -453,12 +405,6 @@ def set_scale(axes: Axes, values: Sequence[Any]) -> Callable[[Any], float]:
     room = (high / low) ** 0.1
     axes.set_xlim(low / room, high * room)
     return float
-
-
-def _short(text: str, most: int) -> str:
-    """Return at most this many characters of a text, on one line, for a place without room for more."""
-    text = " ".join(printable(text).split())
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def value_of(point: Point, key: str) -> float | None:

@@ -1,0 +1,70 @@
+"""The look of all figures: colours for a light and for a dark page, lines that also differ in black and white, axes."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FONT = 10
+"""Size of a figure's letters."""
+
+
+@dataclass(frozen=True)
+class Colors:
+    """Colours of a page, as in report.css, and of its lines."""
+
+    ink: str
+    muted: str
+    grid: str
+    paper: str
+    lines: tuple[str, ...]
+
+
+# Okabe and Ito's colours, darkened until lines have a contrast of 3:1 on white; the reference is the first.
+LIGHT = Colors(
+    *("#1b1b1b", "#666666", "#e4e4e2", "#ffffff"),
+    ("#1b1b1b", "#0072b2", "#c2500a", "#00845f", "#a8477f", "#9a6b00", "#2f86c4"),
+)
+DARK = Colors(
+    *("#e8e6e1", "#a2a29d", "#33363b", "#16181b"),
+    ("#e8e6e1", "#5fb4f0", "#ff9654", "#3fcf9f", "#e796c4", "#e8b93c", "#9ccdf2"),
+)
+DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.5)), (0, (6, 2, 1.2, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 2)))
+MARKERS = "osD^vP*Xph<>"
+
+
+def line_style(number: int, colors: Colors = LIGHT) -> dict[str, Any]:
+    """Return colour, dashes and marker of candidate `number`, as matplotlib's keywords; 84 differ."""
+    color = colors.lines[number % len(colors.lines)]
+    return {"color": color, "linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[number % len(MARKERS)]}
+
+
+def style_axes(axes: "Axes", title: str, label: str, colors: Colors, pad: float = 5) -> None:
+    """Give axes a title, above which nothing stands, the label of their x axis, a grid, and lines at two sides."""
+    font: dict[str, Any] = {"fontsize": FONT, "color": colors.ink, "parse_math": False}
+    axes.set_title(short(title, 52), loc="left", fontweight="bold", pad=pad, **font)
+    axes.set_xlabel(short(label, 52), **font)
+    axes.tick_params(labelsize=FONT - 0.5, labelcolor=colors.ink, color=colors.muted, length=3)
+    axes.patch.set_visible(False)
+    axes.grid(color=colors.grid, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(colors.muted)
+
+
+def compact(value: float, _: object) -> str:
+    """Return a tick label: 300,000 is 300k."""
+    for unit, least, length in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e4, 1e3)):
+        if abs(value) >= least:
+            return f"{value / length:g}{unit}"
+    return f"{value:g}"
+
+
+def short(text: str, most: int) -> str:
+    """Return at most this many characters of a text, on one line, for a place without room for more."""
+    text = " ".join(printable(text).split())
+    return text if len(text) <= most else f"{text[: most - 1]}…"

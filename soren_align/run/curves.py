@@ -1,0 +1,206 @@
+"""The curves of a training: losses and margins along the steps, from metrics.jsonl; in a terminal and as pictures.
+
+A file of any length is read once, line by line, in bounded memory: a curve has at most 2 MAX_POINTS points, each the
+mean of equally many logged values; of a long file only every k-th log is taken. The lowest held-out loss is found
+exactly.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import printable
+
+LOSS, HELD_OUT = "loss", "eval_loss"
+MARGIN, HELD_OUT_MARGIN = "rewards/margins", "eval_rewards/margins"
+KEYS = (LOSS, HELD_OUT, MARGIN, HELD_OUT_MARGIN)
+MAX_POINTS = 600
+"""Of a curve: a figure is 800 pixels wide, a terminal 160 dots."""
+MAX_MARKERS = 60
+"""Of a drawn line: of more evaluations the line alone is drawn."""
+SAMPLED_FROM = 16 << 20
+"""Bytes of a file of which every line is read. Of one k times as long, about every k-th line, and all evaluations."""
+MAX_LINE = 1 << 20
+"""Bytes of a line that is read: those that runs write have a thousand."""
+LOG_SCALE_FROM = 10
+"""The factor between the largest and the smallest value from which an axis is logarithmic."""
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""The bits of braille's dots in a character, by row and column; U+2800 has none."""
+
+
+@dataclass
+class Curve:
+    """Means of logged values along the steps: `points` of (step, value), at most 2 MAX_POINTS."""
+
+    points: list[tuple[float, float]] = field(default_factory=list)
+    values_per_point: int = 1
+    _steps: float = 0.0
+    _sum: float = 0.0
+    _count: int = 0
+
+    def add(self, step: float, value: float) -> None:
+        """Add a logged value; halve the points where there are too many."""
+        self._steps, self._sum, self._count = self._steps + step, self._sum + value, self._count + 1
+        if self._count < self.values_per_point:
+            return
+        self.points.append((self._steps / self._count, self._sum / self._count))
+        self._steps, self._sum, self._count = 0.0, 0.0, 0
+        if len(self.points) == 2 * MAX_POINTS:
+            pairs = zip(self.points[::2], self.points[1::2], strict=True)
+            self.points = [((a + c) / 2, (b + d) / 2) for (a, b), (c, d) in pairs]
+            self.values_per_point *= 2
+
+
+@dataclass
+class Curves:
+    """The curves of one run, by key of metrics.jsonl; those without a value are left out.
+
+    last_step: of any line. best: step and value of the lowest held-out loss; last: of the last one.
+    """
+
+    by_key: dict[str, Curve] = field(default_factory=dict)
+    last_step: float = 0.0
+    best: tuple[float, float] | None = None
+    last: tuple[float, float] | None = None
+
+    def __getitem__(self, key: str) -> list[tuple[float, float]]:
+        return self.by_key[key].points if key in self.by_key else []
+
+
+def read_curves(file: Path) -> Curves:
+    """Return the curves in a metrics.jsonl; of a missing file none. Damaged lines and values are left out."""
+    curves = Curves()
+    if not file.is_file():
+        return curves
+    every = 1 + file.stat().st_size // SAMPLED_FROM
+    with file.open("rb") as lines:
+        for number in count():
+            if not (line := lines.readline(MAX_LINE)):
+                break
+            if number % every and b'"eval_' not in line:
+                continue
+            try:
+                record = json.loads(line)
+                step = float(record["step"])
+                values = {key: float(record[key]) for key in KEYS if record.get(key) is not None}
+            except (ValueError, TypeError, KeyError, RecursionError, AttributeError, OverflowError):
+                continue
+            curves.last_step = max(curves.last_step, step)
+            for key, value in values.items():
+                if math.isfinite(value) and math.isfinite(step):
+                    curves.by_key.setdefault(key, Curve()).add(step, value)
+            if math.isfinite(loss := values.get(HELD_OUT, math.nan)):
+                curves.last = step, loss
+                if curves.best is None or loss < curves.best[1]:
+                    curves.best = step, loss
+    return curves
+
+
+def is_logarithmic(values: Sequence[float]) -> bool:
+    """Whether values are shown best on a logarithmic axis."""
+    return bool(values) and 0 < LOG_SCALE_FROM * min(values) < max(values)
+
+
+def braille(
+    line: Sequence[tuple[float, float]],
+    width: int,
+    height: int,
+    marks: Sequence[tuple[float, float]] = (),
+    best: tuple[float, float] | None = None,
+) -> list[str]:
+    """Return a chart of `height` lines for a terminal: `line` in dots, `marks` as o, the best one of them as *.
+
+    The largest and the smallest value, and the steps at both ends, stand beside and below it; `width` includes them.
+    """
+    points = [*line, *marks, *([best] if best else [])]  # beside means, the lowest alone
+    values = [value for _, value in points]
+    scale = math.log10 if is_logarithmic(values) else float
+    low, high = min(map(scale, values)), max(map(scale, values))
+    labels = [f"{value:.3g}" for value in (max(values), min(values))]
+    margin = max(map(len, labels)) + 1
+    columns = max(width - margin - 1, 8)
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+
+    def place(step: float, value: float, across: int, down: int) -> tuple[int, int]:
+        x = (step - first) / (last - first) if last > first else 0.0
+        y = (high - scale(value)) / (high - low) if high > low else 0.5
+        return round(x * (across - 1)), round(y * (down - 1))
+
+    cells = [[0x2800] * columns for _ in range(height)]
+    dots = [place(*point, 2 * columns, 4 * height) for point in line]
+    for (x0, y0), (x1, y1) in zip(dots, dots[1:] or dots, strict=False):
+        for k in range(num := max(abs(x1 - x0), abs(y1 - y0), 1) + 1):
+            x, y = round(x0 + (x1 - x0) * k / (num - 1)), round(y0 + (y1 - y0) * k / (num - 1))
+            cells[y // 4][x // 2] |= DOTS[y % 4][x % 2]
+    for mark in (*marks, *([best] if best else [])):
+        x, y = place(*mark, columns, height)
+        cells[y][x] = ord("*" if mark is best else "o")
+    rows = ["".join(map(chr, row)).replace("\u2800", " ").rstrip() for row in cells]
+    sides = [labels[0], *[""] * (height - 2), labels[1]] if height > 1 else [labels[1]]
+    ends = f"{first:g}".ljust(columns - len(f"{last:g}")) + f"{last:g}"
+    chart = [f"{side:>{margin - 1}} {row}".rstrip() for side, row in zip(sides, rows, strict=True)]
+    return [*chart, " " * margin + ends]
+
+
+def draw_curves(runs: Sequence[tuple[str, Curves]], path: Path, *, dark: bool = False) -> None:
+    """Write a PNG of the losses of runs, and of the margins of preference pairs where there are some.
+
+    One run: training loss as a line, held-out losses with marks, the lowest of them named. Several: a colour each,
+    training dotted, held-out solid. The same numbers give the same bytes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
+
+    from ..core.figures import DARK, LIGHT, compact, line_style, style_axes
+
+    colors, is_alone = DARK if dark else LIGHT, len(runs) == 1
+    panels = [("loss", LOSS, HELD_OUT), ("reward margin of preference pairs", MARGIN, HELD_OUT_MARGIN)]
+    panels = [panel for panel in panels if any(curves[key] for _, curves in runs for key in panel[1:])]
+    figure = Figure(figsize=(8.0, 0.3 + 2.9 * len(panels)), dpi=150, layout="constrained", facecolor=colors.paper)
+    canvas = FigureCanvasAgg(figure)
+    for axes, (title, *keys) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+        values = []
+        for number, (name, curves) in enumerate(runs):
+            training, held_out = (curves[key] for key in keys)
+            if not training and not held_out:
+                continue
+            values += [value for _, value in (*training, *held_out)]
+            color = line_style(number, colors)["color"]
+            first, second = (colors.muted, colors.lines[1]) if is_alone else (color, color)
+            style = {"linewidth": 1.0, "linestyle": "-" if is_alone or not held_out else ":", "color": first}
+            if is_alone or not held_out:  # else the held-out line has the run's name
+                style["label"] = "training" if is_alone else f"{printable(name)}, training"
+            axes.plot(*zip(*training, strict=True), **style)
+            style = {"marker": "o" if len(held_out) < MAX_MARKERS else "", "markersize": 4, "color": second}
+            axes.plot(*zip(*held_out, strict=True), **style, label="held-out" if is_alone else printable(name))
+            if is_alone and keys[1] == HELD_OUT and curves.best:
+                step, value = curves.best
+                best = {"label": f"lowest held-out: {value:.4g}, step {step:g}", "color": colors.lines[2], "zorder": 5}
+                axes.plot([step], [value], "*", markersize=13, **best)
+        if keys[0] == LOSS and is_logarithmic(values):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
+            title += ", logarithmic"
+        style_axes(axes, title, "step", colors)
+        axes.xaxis.set_major_formatter(compact)
+        axes.legend(frameon=False, fontsize=9, labelcolor=colors.ink)
+    canvas.print_png(path, metadata={"Software": None}, pil_kwargs={"optimize": True})
+
+
+def describe(curves: Curves) -> list[str]:
+    """Return sentences about the held-out loss: where it was lowest, if it has risen since."""
+    if not (curves.best and curves.last) or curves.last[1] <= 1.01 * curves.best[1]:
+        return []
+    (step, best), (last_step, last) = curves.best, curves.last
+    return [f"held-out loss was lowest at step {step:g} ({best:.4g}); at step {last_step:g} it is {last:.4g}"]
+
+
+def as_json(curves: Curves) -> dict[str, Any]:
+    """Return the curves for `--json`."""
+    return {"last_step": curves.last_step, "best": curves.best, **{key: curves[key] for key in curves.by_key}}

@@ -1,0 +1,172 @@
+"""`show`, `runs` and `curves` read the files of runs alone: what they print and draw."""
+
+import json
+import math
+import os
+
+import pytest
+from PIL import Image
+
+from soren_align.cli.app import main
+from soren_align.core.errors import UserError
+from soren_align.launch import show
+from soren_align.run.curves import HELD_OUT, LOSS, MAX_POINTS, braille, describe, read_curves
+from tests.support.run_folders import add_results, finished_run
+
+
+def write_metrics(file, *lines):
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = finished_run(tmp_path / "runs" / "a")
+    losses = [{"step": step, "loss": 4 / step} for step in range(1, 101)]
+    write_metrics(
+        folder.metrics, *losses, *({"step": s, "eval_loss": v} for s, v in ((40, 0.2), (60, 0.1), (100, 0.3)))
+    )
+    add_results(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def width(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_a_curve_has_few_points_with_the_mean_of_all_values_and_the_exact_lowest(tmp_path):
+    losses = [math.sin(i) + 2 for i in range(10 * MAX_POINTS)]
+    write_metrics(tmp_path / "m", *({"step": i, LOSS: v, HELD_OUT: v} for i, v in enumerate(losses)))
+    curves = read_curves(tmp_path / "m")
+    values = [value for _, value in curves[LOSS]]
+    assert MAX_POINTS <= len(values) < 2 * MAX_POINTS
+    assert math.fsum(values) / len(values) == pytest.approx(math.fsum(losses) / len(losses), rel=1e-2)
+    assert curves.best == (losses.index(min(losses)), min(losses))
+    assert curves.last == (len(losses) - 1, losses[-1])
+
+
+def test_damaged_lines_and_values_are_left_out(tmp_path):
+    damaged = '{"step": 3, "loss": "x"}\n[1]\n{"step": null}\n{"step": 1e999, "loss": 1}\n{"loss": 2}\n\xff\n{"st'
+    lines = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": NaN}\n{"step": 2, "loss": Infinity}\n'
+    (tmp_path / "m").write_text(lines + damaged, encoding="latin-1")
+    assert read_curves(tmp_path / "m")[LOSS] == [(1, 2.0)]
+    assert read_curves(tmp_path / "missing").by_key == {}
+
+
+def test_of_a_long_file_evaluations_are_all_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("soren_align.run.curves.SAMPLED_FROM", 1000)
+    lines = [{"step": i, LOSS: 1.0} | ({HELD_OUT: 100 - i} if i % 50 == 7 else {}) for i in range(100)]
+    write_metrics(tmp_path / "m", *lines)
+    curves = read_curves(tmp_path / "m")
+    assert curves.best == curves.last == (57, 43)
+    assert 2 <= len(curves[LOSS]) < 60
+
+
+def test_a_chart_shows_the_line_the_evaluations_and_the_lowest():
+    line = [(step, 10 - step) for step in range(11)]
+    assert braille(line, 25, 3, [(2, 8), (10, 0)], (10, 0)) == [
+        "10 ⠉⠑⠒⠤o⢄⣀",
+        "          ⠉⠉⠢⠤⢄⣀⡀",
+        " 0              ⠈⠉⠉⠒⠢⠤⠤*",
+        "   0                  10",
+    ]
+
+
+@pytest.mark.parametrize("points", [[(5, 1.0)], [(1, 2.0), (2, 2.0)], [(0, 0.0), (1, -1.0)]])
+def test_a_chart_of_one_point_or_equal_values_is_drawn(points):
+    assert len(braille(points, 30, 4, points, points[0])) == 5
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_said"), [((0.3, 0.1, 0.2), True), ((0.3, 0.2, 0.1), False), ((0.1, 0.1005), False)]
+)
+def test_a_rise_of_the_held_out_loss_is_said(tmp_path, losses, is_said):
+    write_metrics(tmp_path / "m", *({"step": 10 * i, HELD_OUT: loss} for i, loss in enumerate(losses)))
+    expected = ["held-out loss was lowest at step 10 (0.1); at step 20 it is 0.2"] if is_said else []
+    assert describe(read_curves(tmp_path / "m")) == expected
+
+
+def test_show_prints_status_curve_scores_and_next_commands(run, capsys, monkeypatch):
+    monkeypatch.chdir(run.path.parent.parent)
+    assert main(["show", "runs/a"]) == 0
+    text = capsys.readouterr().out
+    assert "runs/a: SFT, finished" in text
+    assert "held-out loss was lowest at step 60 (0.1); at step 100 it is 0.3" in " ".join(text.split())
+    assert "curve     loss, o held-out, * its lowest" in text
+    assert [line.split() for line in text.splitlines() if line.startswith("SFT")] == [["SFT", "100.0", "±", "0.0"]]
+    assert "next      soren-align chat runs/a --compare start" in text
+    assert all(len(line) <= 80 for line in text.splitlines() if "pytest" not in line)  # the start is a long path
+
+
+def test_show_of_a_run_that_has_not_ended_names_the_command_that_resumes_it(run, capsys):
+    run.update(status="training", last_error="stopped by a signal")
+    show.show(str(run))
+    text = capsys.readouterr().out
+    assert "last error: stopped by a signal" in " ".join(text.split())
+    assert f"next      soren-align sft {run.recipe}\n" in text
+
+
+def test_show_as_json_holds_the_record_the_curves_the_scores_and_the_samples(run, capsys):
+    run.samples.write_text('{"step": 5, "prompt": "Why?", "completion": "So."}\n{"step": 6, "prom')
+    show.show(str(run), as_json=True)
+    values = json.loads(capsys.readouterr().out)
+    assert values["run"]["status"] == "finished"
+    assert values["lowest_held_out_loss"] == [60, 0.1]
+    assert len(values["curves"][LOSS]) == 100
+    assert values["evaluations"][0]["rows"][1]["scores"]["zoo_mc"]["value"] == 100
+    assert values["samples"] == [{"step": 5, "prompt": "Why?", "completion": "So."}]
+
+
+def test_without_unicode_there_is_no_chart(run, capsys, monkeypatch):
+    monkeypatch.setattr("rich.console.Console.encoding", "ascii")
+    show.show(str(run))
+    assert "curve" not in capsys.readouterr().out
+
+
+def test_runs_are_listed_with_steps_loss_and_scores(run, capsys):
+    finished_run(run.path.parent / "study" / "trials" / "b")
+    (run.path.parent / "loop").symlink_to(run.path.parent)
+    (run.path.parent / "c").mkdir()
+    (run.path.parent / "c" / "run.json").write_text("{")
+    show.runs(str(run.path.parent), as_json=True)
+    names = [os.path.relpath(value["run"], run.path.parent) for value in json.loads(capsys.readouterr().out)]
+    assert names == ["a", "study/trials/b"]
+    show.runs(str(run.path.parent))
+    lines = capsys.readouterr().out
+    assert "zoo_mc 100.0" in lines
+    assert "damaged" in lines
+
+
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_a_folder_without_runs_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match=r"no such folder|holds no runs"):
+        show.runs(str(tmp_path / name))
+
+
+def test_the_curves_of_runs_are_one_picture_for_a_light_and_one_for_a_dark_page(run, tmp_path, capsys):
+    other = finished_run(tmp_path / "runs" / "b")
+    write_metrics(
+        other.metrics, {"step": 1, "loss": 3, "rewards/margins": 0.1}, {"step": 2, "loss": 1, "rewards/margins": 2}
+    )
+    picture = tmp_path / "two.png"
+    show.curves([str(run), str(other)], output=str(picture))
+    assert "0.1 at step 60" in capsys.readouterr().out
+    first = picture.read_bytes()
+    show.curves([str(run), str(other)], output=str(picture))
+    assert picture.read_bytes() == first
+    light, dark = (Image.open(tmp_path / name).convert("L") for name in ("two.png", "two-dark.png"))
+    assert light.size == dark.size
+    assert light.getpixel((0, 0)) == 255
+    assert dark.getpixel((0, 0)) < 40
+
+
+@pytest.mark.parametrize("output", ["curves.pdf", "missing/curves.png"])
+def test_curves_are_refused_where_they_cannot_be_written(run, output):
+    with pytest.raises(UserError, match="--output"):
+        show.curves([str(run)], output=output)
+
+
+def test_curves_of_a_run_without_logs_are_refused(run):
+    run.metrics.unlink()
+    with pytest.raises(UserError, match="nothing was logged"):
+        show.curves([str(run)])
