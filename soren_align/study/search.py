@@ -86,7 +86,8 @@ class Progress:
     def __init__(self, folder: Path):
         self.folder = folder
         self.study = load_resolved_study(folder / STUDY_FILE)
-        metrics = TASKS[load_resolved(next((folder / "candidates").glob("*.yaml"))).task].higher_is_better
+        first = folder / "candidates" / f"{next(iter(self.study.candidates))}.yaml"
+        metrics = TASKS[load_resolved(first).task].higher_is_better
         if (metric := self.study.search.metric) not in metrics:
             raise UserError(
                 f"{folder / STUDY_FILE}: search.metric: found {metric!r}; its trials are selected by "

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -320,3 +322,11 @@ def test_a_curve_has_the_tokens_of_training_at_each_evaluation(tmp_path, count):
         (0, 0, 0.0),
         (6, count.get("eval_num_tokens", 600), 10.0),
     ]
+
+
+def test_a_study_without_the_recipes_of_its_candidates_is_refused(ended, tmp_path):
+    study, _, _ = ended
+    folder = Path(shutil.copytree(study.output_dir, tmp_path / "copy"))
+    shutil.rmtree(folder / "candidates")
+    with pytest.raises(UserError, match=re.escape(f"{folder}/candidates/")):
+        study_search.Progress(folder)
