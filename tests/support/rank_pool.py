@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import pickle
 import traceback
 from unittest.mock import patch
 
@@ -62,7 +63,7 @@ class RankPool:
                 pipe.send((job, arguments))
             for rank, pipe in enumerate(self.pipes):
                 assert pipe.poll(seconds), f"rank {rank} of {self.num_ranks} hangs in {job.__name__}{arguments}"
-                answers.append(pipe.recv())
+                answers.append(pickle.loads(pipe.recv_bytes()))  # from our own ranks
         except (AssertionError, EOFError, BrokenPipeError) as error:
             codes = self.stop()  # an answer that comes late would be taken for the next job's
             if isinstance(error, AssertionError):
@@ -102,10 +103,12 @@ def serve(rank, num_ranks, store, pipe):
     )
     while True:
         job, arguments = pipe.recv()
+        # As bytes: a pipe would send tensors through shared memory, each with a file descriptor to fetch.
         try:
-            pipe.send((job(dist.group.WORLD, *arguments), None))
+            answer = pickle.dumps((job(dist.group.WORLD, *arguments), None))
         except Exception:
-            pipe.send((None, traceback.format_exc()))
+            answer = pickle.dumps((None, traceback.format_exc()))
+        pipe.send_bytes(answer)
         destroy_engines()
         torch.nn.functional.linear = linear  # ZeRO 3 puts its own in its place, for all models to come
         os.environ.clear()
