@@ -1,19 +1,25 @@
-"""What people get wrong: recipes, data, models, templates. Each has its one clear message, exit code 2, no traceback.
+"""What people get wrong and what strangers write: recipes, data, models, configs. Each is one message and exit code 2.
 
-A case is a mistake and the message that it must give, from the command line on.
+A case is a damage and the message that the command must give. A case that ever failed stays here: a fuzzer and a review
+found some that ended in a traceback, or not at all.
 """
 
 import json
 import re
 import shutil
+import time
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from soren_align import importers, recipe
 from soren_align.cli import app
 from soren_align.core import shipped
-
-pytestmark = pytest.mark.model
+from soren_align.core.errors import UserError
+from soren_align.data import load_split
+from soren_align.recipe import DataSplit
 
 RECIPE = """\
 task: sft
@@ -34,6 +40,7 @@ trainer:
 run:
   output_dir: out
 """
+LONG = "a" * 300
 
 
 def chat(*contents):
@@ -42,53 +49,26 @@ def chat(*contents):
 
 
 ROW = {"messages": chat("What is the color of the cat?", "red")}
-PAIR = {"chosen": chat("Hello", "red"), "rejected": chat("Hello", "blue")}
 
-
-@pytest.fixture
-def soren_align(tmp_path, monkeypatch, capsys):
-    """Run a command in a folder with `rows.jsonl`; returns its exit code and what it wrote to stderr."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
-
-    def run(*arguments):
-        return app.main(arguments), capsys.readouterr().err
-
-    return run
-
-
-def refused(result, message):
-    code, said = result
-    assert code == 2, said
-    assert re.search(message, said.replace("\n", " ")), said
-    assert "Traceback" not in said
-    return said
-
-
-# what is replaced in RECIPE, by what, what the message says
+# Mistakes in a recipe that are found before torch is loaded: what is replaced, by what, and the message.
 RECIPES = {
     "typo in a section": ("optimizer:", "optimiser:", r"my.yaml:7 optimiser: unknown key; did you mean 'optimizer'"),
-    "typo in a key": ("  lr:", "  learning_rat:", r"my.yaml:9 optimizer.learning_rat: unknown key"),
-    "typo in the data section": ("{path:", "{pth:", r"my.yaml:6 data.train.pth: unknown key; did you mean 'path'"),
-    "typo in a trainer key": ("max_steps", "max_step", r"my.yaml:12 trainer.max_step: .*did you mean 'max_steps'"),
-    "unknown optimizer": (
-        "name: soren", "name: sorn", r"my.yaml:8 optimizer.name: found 'sorn'; .*did you mean 'soren'"),
     "unknown task": ("task: sft", "task: rlhf", r"my.yaml:1 task: found 'rlhf'; write sft, dpo or pretrain"),
     "no task": ("task: sft\n", "", r"task: is required"),
+    "a list as the task": ("task: sft", "task: [sft]", r"my.yaml:1 task: found \['sft'\]"),
+    "a mapping as the task": ("task: sft", "task: {sft: 1}", r"my.yaml:1 task: found"),
     "no model": ("model:\n  name_or_path: shipped:recipes/quickstart/base\n  init_seed: 0\n", "",
                  r"model: is required"),
     "no output folder": ("  output_dir: out", "  resume: auto", r"run.output_dir: is required"),
-    "rate as a word": ("lr: 1e-3\n  aux", "lr: small\n  aux", r"my.yaml:9 optimizer.lr: found 'small'; write a number"),
     "negative rate": ("lr: 1e-3\n  aux", "lr: -1\n  aux", r"my.yaml:9 optimizer.lr: found -1; it must be more than 0"),
     "rate of zero": ("lr: 1e-3\n  aux", "lr: 0\n  aux", r"optimizer.lr: found 0; it must be more than 0"),
     "infinite rate": ("lr: 1e-3\n  aux", "lr: .inf\n  aux", r"optimizer.lr: found inf; it must be finite"),
     "rate in quotes": ("lr: 1e-3\n  aux", "lr: '1e-3'\n  aux", r"optimizer.lr: found '1e-3'; write a number"),
-    "no rate for the rest": (
-        "  aux_lr: 1e-3\n", "", r"optimizer.aux_lr: is required: the AdamW learning rate of embed"),
+    "a rate beyond float32": ("lr: 1e-3\n", "lr: 1.0e+300\n", r"optimizer.lr: .*it must be at most 1e\+30"),
     "momentum of one": ("name: soren", "name: soren\n  momentum: 1.0", r"optimizer.momentum: found 1.0; .*less than 1"),
     "negative decay": ("name: soren", "name: soren\n  weight_decay: -1", r"optimizer.weight_decay: .*at least 0"),
     "three betas": ("name: soren", "name: soren\n  betas: [0.9, 0.9, 0.9]", r"optimizer.betas: .*write 2 values"),
-    "unknown map": ("name: soren", "name: soren\n  map: snss", r"optimizer.map.name: .*did you mean 'sns'"),
+    "a list as the map": ("name: soren", "name: soren\n  map: [a]", r"optimizer.map"),
     "no steps in the map": (
         "name: soren", "name: soren\n  map: {name: sns, steps: 0}", r"optimizer.map.steps: .*at least 1"),
     "half a step": (
@@ -100,43 +80,84 @@ RECIPES = {
     "a list for a section": ("run:\n  output_dir: out", "run: [out]", r"my.yaml:16 run: .*write a section"),
     "bfloat16 parameters": (
         "  init_seed: 0", "  init_seed: 0\n  dtype: bfloat16", r"model.dtype: bfloat16 .* Write float32"),
-    "rate in TRL's words": ("max_steps: 2", "learning_rate: 1e-3", r"trainer.learning_rate: belongs to optimizer.lr"),
     "folder in TRL's words": ("max_steps: 2", "output_dir: x", r"trainer.output_dir: belongs to run.output_dir"),
     "optimizer in TRL's words": ("max_steps: 2", "optim: adamw_torch", r"trainer.optim: belongs to optimizer.name"),
-    "a key of the other task": ("max_steps: 2", "beta: 0.1", r"trainer.beta: is a key of TRL's DPOConfig"),
-    "a key that is gone": ("max_steps: 2", "warmup_ratio: 0.1", r"trainer.warmup_ratio: .*write warmup_steps"),
     "an older name": ("max_steps: 2", "evaluation_strategy: steps", r"trainer.evaluation_strategy: .*eval_strategy"),
     "unknown schedule": ("max_steps: 2", "lr_scheduler_type: cosin", r"trainer.lr_scheduler_type: .*'cosine'"),
-    "unknown packing": ("max_steps: 2", "packing_strategy: bdf", r"trainer.packing_strategy: .*did you mean 'bfd'"),
-    "steps as a word": ("max_steps: 2", "max_steps: two", r"trainer.max_steps: found 'two'; write a whole number"),
-    "batch of nothing": ("max_steps: 2", "per_device_train_batch_size: 0", r"trainer.per_device.*at least 1"),
     "length of nothing": ("max_length: 64", "max_length: 1", r"trainer.max_length: found 1; it must be at least 2"),
     "a secret": ("max_steps: 2", "hub_token: hf_x", r"trainer.hub_token: .*HF_TOKEN"),
     "deepspeed": ("max_steps: 2", "deepspeed: ds.json", r"trainer.deepspeed: belongs to run.parallel"),
     "evaluation without rows": ("max_steps: 2", "eval_strategy: steps", r"trainer.eval_strategy: .*add data.eval"),
     "a number out of TRL's range": ("max_steps: 2", "max_steps: 0\n  num_train_epochs: 0", r"num_train_epochs: .*more"),
-    "half precision twice": ("bf16: false", "bf16: true\n  fp16: true", r"trainer: .*fp16.*bf16"),
-    "no GPU and no word of it": (
-        "use_cpu: true", "seed: 1", r"trainer.use_cpu: this machine has no GPU; write `use_cpu"),
-    "a tracker that is not installed": (
-        "max_steps: 2", "report_to: comet_ml", r"trainer\.report_to: comet_ml is not installed"),
-    "a setting of another optimizer": (
-        "name: soren", "name: muon\n  p: 0.5", r"optimizer.p: unknown key for muon; htmuon has it"),
+    "a number as a trainer key": ("max_steps: 2", "1: 0", r"trainer.1: unknown to TRL's SFTConfig"),
+    "null as a trainer key": ("max_steps: 2", "~: 0", r"trainer.~: unknown to TRL's SFTConfig"),
+    "an escape sequence": ("max_steps: 2", '"\\e[2J": 1', r"trainer.\\x1b\[2J: unknown"),
+    "a list in a list of trackers": ("max_steps: 2", "report_to: [[wandb]]", r"trainer.report_to: found \['wandb'\]"),
+    "a mapping among trackers": ("max_steps: 2", "report_to: [{a: 1}]", r"trainer.report_to: found {'a': 1}"),
+    "a seed that numpy refuses": ("max_steps: 2", "seed: 4294967296", r"trainer.seed: .*at most 4294967295"),
+    "epochs without end": ("max_steps: 2", "num_train_epochs: .inf", r"trainer.num_train_epochs: .*finite"),
+    "a norm that is no number": ("max_steps: 2", "max_grad_norm: .nan", r"trainer.max_grad_norm: .*finite"),
+    "a batch without end": ("output_dir: out", "output_dir: out\n  global_batch_size: 1000000000000000",
+                            r"run.global_batch_size: .*at most 1e\+09"),
+    "threads without end": (
+        "output_dir: out", "output_dir: out\n  num_threads: 100000000", r"run.num_threads: .*at most 1024"),
+    "workers without end": ("max_steps: 2", "dataloader_num_workers: 100000", r"dataloader_num_workers: .*at most 256"),
+    "processes without end": ("max_steps: 2", "dataset_num_proc: 100000", r"dataset_num_proc: .*at most 256"),
+    "a kernel that is not there": ("max_steps: 2", "use_liger_kernel: true", r"use_liger_kernel: .*pip install liger"),
     "not YAML": ("task: sft", "task: [sft", r"my.yaml:\d+ not valid YAML"),
     "a tab": ("  lr: 1e-3\n", "\tlr: 1e-3\n", r"my.yaml:\d+ not valid YAML"),
     "a key twice": ("  lr: 1e-3\n", "  lr: 1e-3\n  lr: 2e-3\n", r"my.yaml:\d+ not valid YAML: .*duplicate key"),
+    "a merge of a list of texts": ("max_steps: 2", "<<: [a]", r"my.yaml:12 not valid YAML: << merges mappings"),
+    "a tag on a number": ("max_steps: 2", "max_steps: !!int zero", r"my.yaml:12 not valid YAML: the tag !!int"),
+    "a tag on a list": ("run:", "eval: !x [1]\nrun:", r"the tag !x"),
+    "5,000 digits": ("max_steps: 2", "max_steps: " + "9" * 5000, r"my.yaml:12 not valid YAML: a number of 5000 digits"),
     "missing data": ("rows.jsonl", "row.jsonl", r"data.train.path: no file row.jsonl; did you mean 'rows.jsonl'"),
     "data pattern of no file": (
         "rows.jsonl", "./*.csv", r"data.train.path: ./\*.csv: has no data file \(.jsonl, .json, "),
     "data of an unknown kind": ("rows.jsonl", "my.yaml", r"data.train.path: my.yaml: cannot read '.yaml'"),
-    "a limit of zero": ("rows.jsonl}", "rows.jsonl, limit: 0}", r"data.train.limit: found 0; it must be at least 1"),
     "missing model": ("shipped:recipes/quickstart/base", "./nothing", r"model.name_or_path: no folder ./nothing"),
     "model yet to be trained": ("shipped:recipes/quickstart/base", "runs/a/b/model", r"run that recipe first"),
     "not a model folder": ("shipped:recipes/quickstart/base", "./", r"./ has no config.json"),
     "no weights": ("  init_seed: 0\n", "", r"has no weights .*set model.init_seed"),
     "a checkpoint that is not there": ("output_dir: out", "output_dir: out\n  resume: c-5", r"run.resume: found 'c-5'"),
     "output folder is a file": ("output_dir: out", "output_dir: rows.jsonl", r"run.output_dir: rows.jsonl is a file"),
+    "a folder in a file": ("output_dir: out", "output_dir: my.yaml/x", r"my.yaml/x cannot be created: .*is a file"),
+    "the kernel's folder": ("output_dir: out", "output_dir: /proc/foo", r"run.output_dir: /proc/foo cannot be written"),
+    "a NUL in a path": ("output_dir: out", 'output_dir: "a\\0b"', r"run.output_dir: .*null byte"),
+    "a file as the base": (
+        "task: sft", "extends: /etc/passwd\ntask: sft", r"my.yaml:1 extends: /etc/passwd: a recipe is"),
     "unknown suite": ("run:", "eval: {suite: quickstrat}\nrun:", r"eval.suite: .*did you mean 'quickstart'"),
+    "a number as a suite": ("run:", "eval: {suite: 3}\nrun:", r"eval.suite: found 3; write a text"),
+    "true as quoted tables": (
+        "run:", "eval: {suite: quickstart, published: true}\nrun:", r"eval.published: found True; write a l"),
+    "a number as a quoted table": (
+        "run:", "eval: {suite: quickstart, published: [1]}\nrun:", r"eval.published.0: found 1"),
+    "a long name as model": (
+        "shipped:recipes/quickstart/base", f"./{LONG}", r"model.name_or_path: .*File name too long"),
+    "a long name as data": ("rows.jsonl", f"{LONG}.jsonl", r"data.train.path: .*File name too long"),
+    "a long name as output": ("output_dir: out", f"output_dir: {LONG}", r"run.output_dir: .*File name too long"),
+    "nobody's home as model": (
+        "shipped:recipes/quickstart/base", "~nosuchuser/x", r"model.name_or_path: ~nosuchuser/x: cannot be used as a"),
+    "nobody's home as data": ("rows.jsonl", "~nosuchuser/x.jsonl", r"data.train.path: .*cannot be used as a path"),
+    "nobody's home as output": ("output_dir: out", "output_dir: ~nosuchuser/x", r"run.output_dir: .*cannot be used as"),
+    "nobody's home to resume": (
+        "output_dir: out", "output_dir: out\n  resume: ~nosuchuser/x", r"run.resume: .*cannot be"),
+    "nobody's home as parallel": (
+        "output_dir: out", "output_dir: out\n  parallel: ~nosuchuser/x", r"run.parallel: .*cannot"),
+    "nobody's home as a suite": ("run:", "eval: {suite: ~nosuchuser/x}\nrun:", r"eval.suite: .*cannot be used as"),
+    "nobody's home as data root": (
+        "run:", "eval: {suite: quickstart, data_root: ~nosuchuser/x}\nrun:", r"eval.data_root"),
+    "nobody's home as a table": (
+        "run:", "eval: {suite: quickstart, published: [~nosuchuser/x]}\nrun:", r"eval.published.0: .*can"),
+    "nobody's home as template": (
+        "  init_seed: 0", "  init_seed: 0\n  chat_template: ~nosuchuser/x.jinja", r"model.chat_template"),
+}  # fmt: skip
+
+# The same of mistakes that show when the libraries, the data and the model are there.
+TRAININGS = {
+    "half precision twice": ("bf16: false", "bf16: true\n  fp16: true", r"trainer: .*fp16.*bf16"),
+    "no GPU and no word of it": (
+        "use_cpu: true", "seed: 1", r"trainer.use_cpu: this machine has no GPU; write `use_cpu"),
     "unknown hub data": ("rows.jsonl", "nobody/nothing", r"nobody/nothing"),
     "a schedule without its settings": (
         "max_steps: 2", "lr_scheduler_type: warmup_stable_decay",
@@ -156,134 +177,196 @@ RECIPES = {
         r"trainer.max_length: 4 cuts every example before its answer; the shortest prompt has \d+ tokens"),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("case", RECIPES)
-def test_a_broken_recipe(soren_align, tmp_path, case):
-    old, new, message = RECIPES[case]
-    assert old in RECIPE
-    if case == "no GPU and no word of it" and torch.accelerator.is_available():
-        pytest.skip("there is a GPU here; the refusal is for machines without one")
-    (tmp_path / "my.yaml").write_text(RECIPE.replace(old, new, 1))
-    refused(soren_align("sft", "my.yaml"), message)
-
-
-ROWS = {
-    "no rows": ("\n", "has no examples"),
-    "an empty file": ("", r"rows.jsonl is empty"),
-    "not JSON": ('{"messages": [}\n', r"rows.jsonl:1: not JSON"),
-    "the second line is cut": (json.dumps(ROW) + '\n{"messages": [{"role"', r"rows.jsonl:2: not JSON"),
-    "not an object": ("[1, 2]\n", r"rows.jsonl:1: not an object"),
-    "other columns": (
-        {"question": "x", "answer": "y"}, r"sft needs 'messages'.* such as {instruction: question, output: answer}"),
-    "columns of the other task": (PAIR, r"these columns are for dpo: `soren-align dpo`"),
-    "messages is text": ({"messages": "hello"}, r"rows.jsonl:1: messages is text, not a list"),
-    "messages is empty": ({"messages": []}, r"rows.jsonl:1: messages is an empty list"),
-    "a turn is text": ({"messages": ["hello"]}, r"messages\[0\] is text"),
-    "no assistant turn": (
-        {"messages": chat("hello")}, r"rows.jsonl:1: messages has no assistant turn: nothing to learn"),
-    "ends with the user": ({"messages": chat("a", "b", "c")}, r"messages ends with a user turn"),
-    "an unknown role": ({"messages": [{"role": "poet", "content": "x"}]}, r"has the role 'poet'; write system, user"),
-    "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\] has no role"),
-    "no content": ({"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}, r"\[0\] has no content"),
-    "empty content": ({"messages": chat("x", " ")}, r"messages\[1\] has empty content \(role assistant\)"),
-    "content is a number": ({"messages": chat("x", 3)}, r"messages\[1\] has a number as content; write text"),
-    "two user turns": ({"messages": [*chat("a")[:1], *chat("b", "c")]}, r"are both user turns"),
-    "ShareGPT's words": ({"messages": [{"from": "poet", "value": "x"}]}, r"has the role 'poet'; write system, user"),
-    "tool calls": ({"messages": [{**chat("x", "y")[1], "tool_calls": [1]}]}, r"has a tool call that is no object"),
-}  # fmt: skip
-
-
-PAIRS = {
-    "columns of the other task": (ROW, r"these columns are for sft: `soren-align sft`"),
-    "no rejected": ({"chosen": PAIR["chosen"], "prompt": "Hello"}, r"dpo needs 'chosen' and 'rejected'"),
-    "identical answers": ({**PAIR, "rejected": PAIR["chosen"]}, r"chosen and rejected are identical"),
-    "different prompts": ({**PAIR, "rejected": chat("Bye", "blue")}, r"share a prompt: they differ at turn \[0\]"),
-    "answers as text, no prompt": ({"chosen": "red", "rejected": "blue"}, r"chosen is text, not a list"),
-    "equal answers as text": ({"prompt": "Hello", "chosen": "red", "rejected": "red"}, r"are identical"),
-    "no question": ({k: v[1:] for k, v in PAIR.items()}, r"starts with the assistant"),
+OVERRIDES = {
+    "digits": ("trainer.max_steps=" + "9" * 5000, "a number of 5000 digits"),
+    "brackets": ("trainer.max_steps=" + "[" * 2000, "nested more than 50 deep"),
+    "a tag": ("trainer.max_steps=!!python/object:os.system [x]", "the tag !!python/object"),
+    "a list as the task": ("task=[sft]", "task: found"),
+    "5,000 sections": (".".join(["a"] * 5000) + "=1", r"write --set section.key=value"),
+    "an escape sequence": ("trainer.\x1b[2J=1", r"unknown to TRL"),
+    "an index of 5,000 digits": ("data.train." + "9" * 5000 + ".path=x", "--set"),
+    "a line number of 5,000 digits": ("x:" + "9" * 5000 + " =1", "unknown key"),
+    "nobody's home": ("run.output_dir=~nosuchuser/x", r"run.output_dir: .*cannot be used as a path"),
 }
 
+PARALLEL = {
+    "brackets.json": ("[" * 100_000, "nested more than 50 deep"),
+    "digits.json": ('{"zero_optimization": {"stage": ' + "9" * 5000 + "}}", "a number of 5000 digits"),
+    "list.json": ('{"zero_optimization": [1]}', r"zero_optimization.stage: found None"),
+    "true.json": ('{"bf16": true, "zero_optimization": {"stage": 2}}', r"bf16: found True; write a mapping"),
+    "text.json": ('{"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}', r"offload_optimizer: found 'cpu'"),
+    "stage.json": ('{"zero_optimization": {"stage": true}}', r"stage: found True; write 1, 2 or 3"),
+    "bytes.json": ("\x00", "cannot be read as JSON"),
+    "brackets.yaml": ("[" * 2000, "nested more than 50 deep"),
+    "list.yaml": ("[1]", "a config must be a mapping"),
+}
 
-@pytest.mark.parametrize(("task", "case"), [*(("sft", case) for case in ROWS), *(("dpo", case) for case in PAIRS)])
-def test_broken_chat_and_preference_rows(soren_align, tmp_path, task, case):
-    rows, message = (ROWS if task == "sft" else PAIRS)[case]
-    (tmp_path / "my.yaml").write_text(RECIPE.replace("task: sft", f"task: {task}"))
-    (tmp_path / "rows.jsonl").write_text(rows if isinstance(rows, str) else json.dumps(rows) + "\n")
-    refused(soren_align(task, "my.yaml"), message)
-
-
-def test_many_bad_rows_are_counted_and_the_first_are_named(soren_align, tmp_path):
-    (tmp_path / "my.yaml").write_text(RECIPE)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": []}) + "\n" for _ in range(40)))
-    said = refused(soren_align("sft", "my.yaml"), r"40 of 40 examples cannot be used")
-    assert "and 35 more" in said
-    assert len(said.splitlines()) < 10
-
-
-TEMPLATES = {
-    "loops in loops": ("{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}",
-                       r"the chat template fails on the first example: more than"),
-    "no template": (None, r"has no chat template; set model.chat_template"),
-    "neither marks nor stable": (
-        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
-        r"renders earlier turns differently once others follow"),
-    "not Jinja": (
-        "{% for m in messages %}{% generation %}{{ m.content }}", r"the chat template fails on the first example"),
-    "it raises": (
-        "{% generation %}{% endgeneration %}{{ raise_exception('only one turn') }}", r"fails .*only one turn"),
-    "the answer is missing": (
-        "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% endfor %}",
-        r"leaves out the assistant's turns"),
-    "nothing is marked": ("{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}",
-                          r"marks no token of the first example"),
+FOREIGN = "model_name_or_path: org/model\ndataset_name: org/data\nmax_seq_length: 512\nuse_peft: true\n"
+# Of another tool's file: its text, and the message; None if it becomes a recipe.
+IMPORTS = {
+    "a list as LoRA's alpha": (FOREIGN + "lora_alpha: [1]\n", r"model.lora.alpha: found \[1\]"),
+    "a space as LoRA's alpha": (FOREIGN + "lora_alpha: ' '\n", r"model.lora.alpha: found ' '"),
+    "a mapping as LoRA's rank": (FOREIGN + "lora_r: {a: 1}\n", r"model.lora.r: found"),
+    "lists among trackers": (FOREIGN + "report_to: [[wandb]]\n", None),
+    "a null key in a mixture": (
+        FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {~: 1}"),
+        r"data.train.path: ~: is a whole home or disk; name a folder of data"),
+    "a number as splits": (
+        FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {a/b: 1}\ndataset_splits: 3"), None),
+    "configurations as a number": (
+        FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {a/b: 1}\ndataset_configs: 3"), None),
+    "a mixture of numbers": (FOREIGN.replace("dataset_name: org/data", "datasets: [1]"), r"datasets: found \[1\]"),
+    "nobody's home as model": (FOREIGN.replace("org/model", "~nosuchuser/x"), r"cannot be used as a path"),
+    "nobody's home as data": (FOREIGN.replace("org/data", "~nosuchuser/x"), r"cannot be used as a path"),
+    "5,000 digits": (FOREIGN + "seed: " + "9" * 5000, r"a number of 5000 digits"),
+    "brackets": (FOREIGN + "seed: " + "[" * 2000, r"nested more than 50 deep"),
+    "a tag": (FOREIGN + "seed: !!int zero", r"the tag !!int"),
+    "a mapping as the strategy of evaluation": (
+        FOREIGN + "test_datasets: [{path: org/test}]\neval_strategy: {a: b}\nearly_stopping_patience: 2\n", None),
+    "900 unknown keys": (FOREIGN + "".join(f"unheard_of_{i}: 1\n" for i in range(900)), None),
+    "lines in a key": (FOREIGN + '"a\\nrun: {output_dir: /}\\e[2J": 1\n', None),
 }  # fmt: skip
 
-
-@pytest.fixture
-def base(tmp_path):
-    folder = tmp_path / "base"
-    shutil.copytree(shipped.ROOT / "recipes/quickstart/base", folder)
-    return folder
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("case", TEMPLATES)
-def test_a_template_that_cannot_be_trained(soren_align, tmp_path, base, case):
-    template, message = TEMPLATES[case]
-    (base / "chat_template.jinja").unlink()
-    if template:
-        (base / "chat_template.jinja").write_text(template)
-    recipe = RECIPE.replace("shipped:recipes/quickstart/base", "./base")
-    (tmp_path / "my.yaml").write_text(recipe.replace("max_steps: 2", "assistant_only_loss: true"))
-    refused(soren_align("sft", "my.yaml"), message)
-
-
+# A file of the model's folder, its content, None if it is missing, and the message.
 MODELS = {
     "config is not JSON": ("config.json", "{", r"base: not a model that can be loaded: .*config.json"),
     "config of an unknown kind": (
         "config.json", '{"model_type": "perceptron"}', r"not a model .* loaded: .*perceptron"),
     "tokenizer is not JSON": ("tokenizer.json", "{", r"base: has no tokenizer that can be loaded: "),
     "no tokenizer": ("tokenizer_config.json", None, r"./base has no tokenizer_config.json"),
+    "no template": ("chat_template.jinja", None, r"has no chat template; set model.chat_template"),
+}  # fmt: skip
+
+# The files that a command finds beside those of `folder`, its arguments and its message, by what is wrong.
+SFT = ("sft", "my.yaml")
+LIGHT = {
+    **{f"recipe: {case}": ({"my.yaml": RECIPE.replace(old, new, 1)}, SFT, message)
+       for case, (old, new, message) in RECIPES.items()},
+    **{f"--set: {case}": ({}, (*SFT, "--set", text), message) for case, (text, message) in OVERRIDES.items()},
+    **{f"run.parallel: {name}": ({name: text}, (*SFT, "--set", f"run.parallel={name}"), message)
+       for name, (text, message) in PARALLEL.items()},
+    **{f"import: {case}": ({"theirs.yaml": text}, ("import", "theirs.yaml", "--task", "sft"), message)
+       for case, (text, message) in IMPORTS.items() if message},
+    "data: an empty file": ({"rows.jsonl": ""}, SFT, r"rows.jsonl is empty"),
+}  # fmt: skip
+HEAVY = {
+    **{f"training: {case}": ({"my.yaml": RECIPE.replace(old, new, 1)}, SFT, message)
+       for case, (old, new, message) in TRAININGS.items()},
+    **{f"model: {case}": ({f"base/{name}": text}, (*SFT, "--set", "model.name_or_path=./base"), message)
+       for case, (name, text, message) in MODELS.items()},
+    "data: no rejected answers": (
+        {"rows.jsonl": json.dumps({"chosen": ROW["messages"], "prompt": "Hello"})},
+        ("dpo", "my.yaml", "--set", "task=dpo"), r"dpo needs 'chosen' and 'rejected'"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", MODELS)
-def test_a_broken_model_folder(soren_align, tmp_path, base, case):
-    name, content, message = MODELS[case]
-    (base / name).unlink()
-    if content is not None:
-        (base / name).write_text(content)
-    (tmp_path / "my.yaml").write_text(RECIPE.replace("shipped:recipes/quickstart/base", "./base"))
-    refused(soren_align("sft", "my.yaml"), message)
-
-
-def test_the_corpus_is_large_enough():
-    assert len(RECIPES) + len(ROWS) + len(PAIRS) + len(TEMPLATES) + len(MODELS) >= 90
-
-
-def test_the_unbroken_recipe_is_not_refused(soren_align, tmp_path):
-    """Or every case above would pass for a reason of its own."""
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working folder: the recipe `my.yaml`, its `rows.jsonl`, and a model `base`."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text(RECIPE)
-    code, said = soren_align("sft", "my.yaml")
-    assert code == 0, said
-    assert "trained   2 steps" in said
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    shutil.copytree(shipped.ROOT / "recipes/quickstart/base", tmp_path / "base")
+    return tmp_path
+
+
+def refused(capsys, command, message):
+    """What a command writes to stderr, which refuses with this message."""
+    code, told = app.main(command), capsys.readouterr().err
+    assert code == 2, told
+    assert re.search(message, told.replace("\n", " ")), told
+    for forbidden in ("Traceback", "\x1b", "root:x:"):  # the last is of /etc/passwd
+        assert forbidden not in told
+    return told
+
+
+def write(folder, files):
+    """Write these files; remove those that are None."""
+    for name, text in files.items():
+        (folder / name).unlink(missing_ok=True)
+        if text is not None:
+            (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize("case", LIGHT)
+def test_a_mistake_is_one_message_before_anything_is_loaded(folder, capsys, case):
+    files, command, message = LIGHT[case]
+    write(folder, files)
+    began = time.process_time()
+    refused(capsys, command, message)
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("case", HEAVY)
+def test_a_mistake_that_shows_in_a_library_is_one_message_too(folder, capsys, case):
+    if "no GPU" in case and torch.accelerator.is_available():
+        pytest.skip("there is a GPU here; the refusal is for machines without one")
+    files, command, message = HEAVY[case]
+    write(folder, files)
+    refused(capsys, command, message)
+
+
+def test_at_least_90_mistakes_are_tried_and_each_changes_the_recipe():
+    assert all(old in RECIPE for old, _, _ in [*RECIPES.values(), *TRAININGS.values()])
+    assert len(LIGHT) + len(HEAVY) >= 90
+
+
+@pytest.mark.model
+def test_the_unbroken_recipe_is_not_refused(folder, capsys):
+    """Or every case above would pass for a reason of its own."""
+    assert app.main(SFT) == 0
+    assert "trained   2 steps" in capsys.readouterr().err
+
+
+@pytest.mark.model
+def test_many_bad_rows_are_counted_and_the_first_are_named(folder, capsys):
+    write(folder, {"rows.jsonl": (json.dumps({"messages": []}) + "\n") * 40})
+    told = refused(capsys, SFT, r"40 of 40 examples cannot be used")
+    assert "and 35 more" in told
+    assert len(told.splitlines()) < 10
+
+
+def test_900_unknown_keys_are_20_lines(folder):
+    keys = "".join(f"  key{i}: 1\n" for i in range(900))
+    write(folder, {"my.yaml": RECIPE.replace("trainer:\n", "trainer:\n" + keys)})
+    with pytest.raises(UserError, match=r"\.\.\. and 880 more") as caught:
+        recipe.load("my.yaml")
+    assert len(caught.value.problems) == 900
+    assert len(str(caught.value).splitlines()) == 21
+
+
+@pytest.mark.parametrize("case", [case for case, (_, message) in IMPORTS.items() if message is None])
+def test_an_import_loads_and_holds_nothing_that_its_source_hid_in_it(folder, case):
+    write(folder, {"theirs.yaml": IMPORTS[case][0]})
+    began = time.process_time()
+    made, _ = importers.import_file(folder / "theirs.yaml", "sft")
+    assert time.process_time() - began < 5
+    assert "\x1b" not in made
+    assert recipe.load_text(made).run.output_dir == "runs/theirs"
+
+
+@pytest.fixture
+def datasets_cache(folder, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+
+
+def sharegpt(speaker):
+    return {"conversations": [{"from": speaker, "value": "a"}, {"from": "gpt", "value": "b"}]}
+
+
+def test_a_speaker_that_is_a_list_is_a_bad_row(folder, datasets_cache):
+    rows = [sharegpt(["human"]), sharegpt("human"), sharegpt({"a": 1})]
+    write(folder, {"rows.jsonl": "".join(json.dumps(row) + "\n" for row in rows)})
+    with pytest.raises(UserError, match=r"rows.jsonl:1: .*the role \['human'\]"):
+        load_split(DataSplit(path="rows.jsonl"), "sft")
+    loaded = load_split(DataSplit(path="rows.jsonl", bad_examples="drop"), "sft")
+    assert (len(loaded.dataset), sum(loaded.dropped.values())) == (1, 2)
+
+
+def test_parquet_texts_that_are_not_utf_8_are_refused(folder, datasets_cache):
+    offsets, texts = pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")
+    broken = pa.StringArray.from_buffers(1, offsets, texts)
+    pq.write_table(pa.table({"text": broken}), folder / "rows.parquet")
+    with pytest.raises(UserError, match=r"not a Parquet file that can be read: .*utf"):
+        load_split(DataSplit(path="rows.parquet"), "sft")

@@ -139,7 +139,7 @@ def test_one_word_swaps_the_optimizer(write, name, own):
 
 
 def test_a_matrix_optimizer_needs_a_rate_for_the_rest(write):
-    with pytest.raises(UserError, match=r"optimizer.aux_lr: is required"):
+    with pytest.raises(UserError, match=r"optimizer.aux_lr: is required: the AdamW learning rate of embed"):
         recipe.load(write(GOOD.replace("  aux_lr: 3e-5\n", "")))
     adamw = recipe.load(write(GOOD.replace("  aux_lr: 3e-5\n", "")), ["optimizer.name=adamw"])
     assert adamw.optimizer.aux_lr == adamw.optimizer.lr

@@ -52,7 +52,7 @@ def test_every_key_that_belongs_elsewhere_is_one_of_trls(real):
 
 
 @pytest.mark.parametrize(("task", "key", "value", "message"), [
-    ("sft", "learning_rate", 1e-3, "optimizer.lr"), ("sft", "beta", 0.1, "DPOConfig"),
+    ("sft", "learning_rate", 1e-3, "belongs to optimizer.lr"), ("sft", "beta", 0.1, "DPOConfig"),
     ("dpo", "packing", True, "SFTConfig"), ("sft", "max_lenght", 5, "did you mean 'max_length'"),
     ("sft", "warmup_ratio", 0.1, "warmup_steps"), ("sft", "packing_strategy", "bdf", "did you mean 'bfd'"),
     ("sft", "eval_strategy", "step", "did you mean 'steps'"),
