@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from soren_align.optim import AdamW, Muon, Soren
 from tests.support.optimizers import (
     BFLOAT16_MAPS,
+    EVERY_OPTIMIZER,
     OPTIMIZERS,
     assert_same_weights,
     gradients,
@@ -17,8 +18,6 @@ from tests.support.optimizers import (
     small_model,
     trained,
 )
-
-EVERY_OPTIMIZER = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
 def state_of(optimizer):

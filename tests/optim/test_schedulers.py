@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedulers
 
-from tests.support.optimizers import OPTIMIZERS, assert_same_weights, gradients, groups, small_model
+from tests.support.optimizers import EVERY_OPTIMIZER, assert_same_weights, gradients, groups, small_model
 
 SCHEDULERS = {
     "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step),
@@ -32,7 +32,6 @@ SCHEDULERS = {
 }  # fmt: skip
 NUM_STEPS = 6
 
-EVERY_OPTIMIZER = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 EVERY_SCHEDULER = pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS.keys())
 
 

@@ -1,4 +1,7 @@
-"""State dicts are saved and loaded as torch's: its hooks, its order, its freedom of names and keys."""
+"""State dicts are saved and loaded as torch's: its hooks, its order, its freedom of names and keys.
+
+A checkpoint is resumed exactly, or refused with a reason.
+"""
 
 import copy
 
@@ -6,10 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from soren_align.optim import AdamW, Soren
-from tests.support.optimizers import OPTIMIZERS, assert_same_weights, gradients, groups, small_model, trained
-
-EVERY_OPTIMIZER = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+from soren_align.optim import AdamW, Muon, Soren
+from tests.support.optimizers import (
+    EVERY_OPTIMIZER,
+    OPTIMIZERS,
+    assert_same_weights,
+    gradients,
+    groups,
+    small_model,
+    trained,
+)
 
 
 def saved_and_trained_on(make):
@@ -31,6 +40,30 @@ def fresh(make, weights, named=True):
     model = small_model()
     model.load_state_dict(weights)
     return model, make(groups(model, named))
+
+
+@EVERY_OPTIMIZER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_resumed_from_a_file_has_the_weights_of_an_uninterrupted_one(make, dtype, tmp_path):
+    whole, optimizer = trained(make, 3, small_model(dtype))
+    torch.save({"model": whole.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    resumed = small_model(dtype)
+    resumed.load_state_dict(checkpoint["model"])
+    second = make(groups(resumed))
+    second.load_state_dict(checkpoint["optimizer"])
+    assert {s.dtype for state in second.state.values() for s in state.values()} == {torch.float32}
+    for step in range(3, 6):
+        for m, o in ((whole, optimizer), (resumed, second)):
+            gradients(m, step)
+            o.step()
+    assert_same_weights(whole, resumed)
+
+
+def test_the_state_is_tensors_under_the_names_of_adam():
+    _, optimizer = trained(OPTIMIZERS["Soren"], 1)
+    kept = [optimizer.state[p].keys() for group in optimizer.param_groups for p in group["params"]]
+    assert kept == [{"step", "exp_avg"}] * 2 + [{"step", "exp_avg", "exp_avg_sq"}] * 2
 
 
 @EVERY_OPTIMIZER
@@ -122,6 +155,8 @@ def broken(key, value):
     (broken("step", torch.ones(2)), "no number for the step of 0.bias"),
     (broken("step", "two"), "no number for the step of 0.bias"),
     (lambda c: c["state"].pop(3), "lacks step, exp_avg, exp_avg_sq of 2.bias"),
+    (lambda c: c["state"][1].pop("exp_avg"), "lacks exp_avg of 2.weight; it cannot be resumed from"),
+    (lambda c: c["state"][0].update(exp_avg=torch.zeros(6, 8)), r"a momentum of shape \(6, 8\) for 0.weight of shape"),
     (lambda c: c["param_groups"][1].update(eps=1e-3), "group 1 eps: 0.001 in the checkpoint"),
     (lambda c: c["param_groups"].pop(), "has 1 parameter groups"),
 ])  # fmt: skip
@@ -271,3 +306,63 @@ def test_a_momentum_lies_as_its_weight_does():
     for key in ("exp_avg", "exp_avg_sq"):
         assert optimizer.state[p][key].stride() == p.stride()
         assert torch.equal(optimizer.state[p][key], saved["state"][0][key])
+
+
+def fresh_soren(**settings):
+    return Soren(groups(small_model()), **{"lr": 0.1, **settings})
+
+
+def saved_soren():
+    return trained(lambda g: Soren(g, lr=0.1), 1)[1].state_dict()
+
+
+@pytest.mark.parametrize(("key", "was", "now"), [
+    ("map", {"name": "minimax", "resolution": 0.0004}, {"name": "exact"}),
+    ("map", {"name": "minimax", "resolution": 0.0004}, {"name": "minimax", "resolution": 0.01}),
+    ("momentum", 0.95, 0.9), ("nesterov", True, False), ("weight_decay", 0.1, 0.0),
+    ("adjust_lr_fn", "none", "original"),
+])  # fmt: skip
+def test_a_checkpoint_with_another_setting_is_refused(key, was, now):
+    optimizer = fresh_soren(**{key: now})
+    with pytest.raises(ValueError, match=f"group 0 {key}: {was} in the checkpoint, {now} in this optimizer"):
+        optimizer.load_state_dict(saved_soren())
+    assert not optimizer.state
+
+
+def test_every_setting_that_differs_is_named():
+    checkpoint = saved_soren()
+    checkpoint["param_groups"][1].update(betas=(0.8, 0.9), eps=1e-6)
+    checkpoint["param_groups"][0]["param_names"][1] = "2.other"
+    with pytest.raises(ValueError, match="other optimizer settings") as error:
+        fresh_soren(momentum=0.9).load_state_dict(checkpoint)
+    assert str(error.value).splitlines()[1:] == [
+        "group 0 momentum: 0.95 in the checkpoint, 0.9 in this optimizer",
+        "group 0 param_names: 2.other in the checkpoint, 2.weight in this optimizer",
+        "group 1 betas: (0.8, 0.9) in the checkpoint, (0.9, 0.999) in this optimizer",
+        "group 1 eps: 1e-06 in the checkpoint, 1e-08 in this optimizer",
+    ]
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused():
+    with pytest.raises(ValueError, match=r"group 0 map: \{'name': 'minimax', .* in the checkpoint, nothing in this"):
+        Muon(groups(small_model()), lr=0.1).load_state_dict(saved_soren())
+    with pytest.raises(ValueError, match="the checkpoint has 2 parameter groups, this optimizer 1"):
+        AdamW(small_model().named_parameters(), lr=0.1).load_state_dict(saved_soren())
+
+
+def test_learning_rates_and_betas_that_became_a_list_come_from_the_checkpoint():
+    checkpoint = saved_soren()
+    checkpoint["param_groups"][0].update(lr=0.03, initial_lr=0.2)
+    checkpoint["param_groups"][1]["betas"] = [0.9, 0.999]
+    optimizer = fresh_soren()
+    optimizer.load_state_dict(checkpoint)
+    assert [(g["lr"], g.get("initial_lr")) for g in optimizer.param_groups] == [(0.03, 0.2), (0.01, None)]
+
+
+def test_a_checkpoint_from_before_a_parameters_first_step_is_complete():
+    fresh_soren().load_state_dict(fresh_soren().state_dict())
+    model = small_model()
+    optimizer = Soren(groups(model), lr=0.1)
+    model[0].weight.grad = torch.ones(8, 6)
+    optimizer.step()
+    fresh_soren().load_state_dict(optimizer.state_dict())

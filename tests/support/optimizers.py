@@ -1,5 +1,6 @@
 """The optimizers of the conformance tables, on a model with matrices and biases."""
 
+import pytest
 import torch
 
 from soren_align.optim import AdamW, HTMuon, Muon, Soren
@@ -13,6 +14,7 @@ OPTIMIZERS = {
     "HTMuon": lambda params, lr=0.05, **kw: HTMuon(params, lr, **kw),
     "AdamW": lambda params, lr=0.05, **kw: AdamW(params, lr, **kw),
 }
+EVERY_OPTIMIZER = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 BFLOAT16_MAPS = [OPTIMIZERS["Muon"]]
 """Their maps compute in bfloat16 unless the input is float64."""
 
