@@ -237,6 +237,15 @@ MODELS = {
     "no template": ("chat_template.jinja", None, r"has no chat template; set model.chat_template"),
 }  # fmt: skip
 
+# A training example, and the message.
+ROWS = {
+    "columns of dpo": ({"chosen": ROW["messages"], "rejected": chat("Hello", "blue")},
+                       r"these columns are for dpo: `soren-align dpo`"),
+    "other columns": (
+        {"question": "x", "answer": "y"}, r"sft needs 'messages'.* such as {instruction: question, output: answer}"),
+    "content is a number": ({"messages": chat("x", 3)}, r"messages\[1\] has a number as content; write text"),
+}  # fmt: skip
+
 # The files that a command finds beside those of `folder`, its arguments and its message, by what is wrong.
 SFT = ("sft", "my.yaml")
 LIGHT = {
@@ -254,6 +263,8 @@ HEAVY = {
        for case, (old, new, message) in TRAININGS.items()},
     **{f"model: {case}": ({f"base/{name}": text}, (*SFT, "--set", "model.name_or_path=./base"), message)
        for case, (name, text, message) in MODELS.items()},
+    **{f"data: {case}": ({"rows.jsonl": json.dumps(row)}, SFT, message) for case, (row, message) in ROWS.items()},
+    "data: columns of sft": ({}, ("dpo", "my.yaml", "--set", "task=dpo"), r"columns are for sft: `soren-align sft`"),
     "data: no rejected answers": (
         {"rows.jsonl": json.dumps({"chosen": ROW["messages"], "prompt": "Hello"})},
         ("dpo", "my.yaml", "--set", "task=dpo"), r"dpo needs 'chosen' and 'rejected'"),
