@@ -68,7 +68,7 @@ def test_it_ends_with_one_readable_table(demo):
 
 
 def test_nothing_but_our_own_words_is_on_the_terminal(demo):
-    ours = r"(loading|data|eval|start|optimizer|resume|cached|notice|warning|trained|saved|written|done)\b"
+    ours = r"(loading|data|eval|start|optimizer|resume|cached|notice|warning|trained|saved|curve|written|done|next)\b"
     ours += r"|(sft|dpo) {7}step |(model|base|SFT|DPO|Quickstart zoo)\b"
     ours += r"|          the matrices changed by|$|\s|- "
     for output in demo[1]:
