@@ -23,8 +23,11 @@ REFUSAL = "step 1: the reference is not the starting model"
 
 
 def one_key():
-    """All reference log-probabilities under one key, as TRL has it under ZeRO 3."""
-    return mock.patch.object(trl_trainers, "reference_key", return_value="0" * 64)
+    """All reference log-probabilities under one key, as TRL has it under ZeRO 3.
+
+    Not that of the ranks' job for the same (trainer_jobs.py): they have one cache, and the first run would find its.
+    """
+    return mock.patch.object(trl_trainers, "reference_key", return_value="1" * 64)
 
 
 def references(trainer):
