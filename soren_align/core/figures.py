@@ -43,7 +43,7 @@ def line_style(number: int, colors: Colors = LIGHT) -> dict[str, Any]:
 
 
 def style_axes(axes: "Axes", title: str, label: str, colors: Colors, pad: float = 5) -> None:
-    """Give axes a title, above which nothing stands, the label of their x axis, a grid, and lines at two sides."""
+    """Give axes a title at the left, the label of their x axis, a grid, and lines at the left and below."""
     font: dict[str, Any] = {"fontsize": FONT, "color": colors.ink, "parse_math": False}
     axes.set_title(short(title, 52), loc="left", fontweight="bold", pad=pad, **font)
     axes.set_xlabel(short(label, 52), **font)

@@ -126,13 +126,16 @@ def _json_int(digits: str) -> int:
     return int(digits)
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old content or the new one. A link is replaced, not followed."""
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file atomically, a text in UTF-8: a reader sees the old content or the new one.
+
+    A link is replaced, not followed.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # two evaluations of a run write its card
     remove(temporary)
     with _naming(path):
-        with temporary.open("x", encoding="utf-8") as stream:
-            stream.write(text)
+        with temporary.open("xb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)

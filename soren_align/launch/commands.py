@@ -123,11 +123,14 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
     cannot return to a single process.
     """
     from ..publish.card import write_card
-    from . import show
+    from ..run.curves import draw_curves, read_curves
+    from .show import print_chart, print_next
 
     write_card(folder)
-    show.write_curves(folder)
-    show.print_chart(console, folder)
+    curves = read_curves(folder.metrics)
+    if curves.by_key:
+        draw_curves([(folder.name, curves)], folder.curves)
+    print_chart(console, curves)
     if reason := folder.record("training")["training"].get("diverged"):
         folder.update(status="diverged", finished=now(), last_error=None)
         print_labelled(console, "diverged", f"{reason}; {AFTER_DIVERGENCE}")
@@ -145,7 +148,7 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
         evaluate_trained(folder, recipe.eval, console)
     folder.update(status="finished", finished=now(), last_error=None)
     console.print(f"done      {folder}", highlight=False, soft_wrap=True)
-    show.print_next(console, folder, folder.record())
+    print_next(console, folder, folder.record())
     return 0
 
 

@@ -16,8 +16,8 @@ from ..core.errors import UserError, in_one_line
 from ..core.text import Table, Terminal, count, print_labelled
 from ..evaluate.report.results import Results, read_results
 from ..evaluate.report.tables import terminal as results_table
-from ..run.curves import HELD_OUT, LOSS, MARGIN, braille, describe, draw_curves, read_curves
-from ..run.folder import RunFolder
+from ..run.curves import HELD_OUT, LOSS, MARGIN, Curves, braille, describe, draw_curves, read_curves
+from ..run.folder import RunFolder, read_metrics
 from ..run.record import describe_earlier_runs, describe_losses
 
 CHART_LINES = 6
@@ -53,7 +53,7 @@ def show(run: str, *, full: bool = False, as_json: bool = False) -> None:
             print_labelled(console, "", line)
     for line in describe(curves):
         print_labelled(console, "notice", line)
-    print_chart(console, folder)
+    print_chart(console, curves)
     for results in evaluations:
         console.print(results_table(results, brief=not full))
     for sample in last_samples(folder):
@@ -61,24 +61,14 @@ def show(run: str, *, full: bool = False, as_json: bool = False) -> None:
     print_next(console, folder, record)
 
 
-def print_chart(console: Terminal, folder: RunFolder) -> None:
-    """Print the curve of a run, if it has one and the terminal has the characters: dots, o held-out, * the lowest."""
-    curves = read_curves(folder.metrics)
+def print_chart(console: Terminal, curves: Curves) -> None:
+    """Print the loss of a run, if it was logged and the terminal has the characters: dots, o held-out, * the lowest."""
     if len(curves[LOSS]) + len(curves[HELD_OUT]) < 2 or not can_print(console, "\u28ff"):
         return
     legend = "loss" + ", o held-out, * its lowest" * bool(curves[HELD_OUT])
     width = min(console.width, 100) - 10
     chart = braille(curves[LOSS] or curves[HELD_OUT], width, CHART_LINES, curves[HELD_OUT], curves.best)
-    for label, line in zip(["curve", *[""] * len(chart)], [legend, *chart], strict=True):
-        console.print(f"{label:<9} {line}", highlight=False, soft_wrap=True)
-
-
-def write_curves(folder: RunFolder) -> None:
-    """Draw a run's curves into its folder, for a light and for a dark page, unless nothing was logged."""
-    curves = read_curves(folder.metrics)
-    if curves.by_key:
-        draw_curves([(folder.name, curves)], folder.curves)
-        draw_curves([(folder.name, curves)], folder.dark_curves, dark=True)
+    _print_lines(console, "curve", [legend, *chart])
 
 
 def can_print(console: Terminal, text: str) -> bool:
@@ -92,8 +82,13 @@ def can_print(console: Terminal, text: str) -> bool:
 
 def print_next(console: Terminal, folder: RunFolder, record: dict[str, Any]) -> None:
     """Print the commands that come next, a line each, to be copied."""
-    for label, command in zip(["next", *[""] * 9], next_commands(folder, record), strict=False):
-        console.print(f"{label:<9} {command}", highlight=False, soft_wrap=True)
+    _print_lines(console, "next", next_commands(folder, record))
+
+
+def _print_lines(console: Terminal, label: str, lines: Sequence[str]) -> None:
+    """Print lines as they are, the first one behind the label."""
+    for i, line in enumerate(lines):
+        console.print(f"{'' if i else label:<9} {line}", highlight=False, soft_wrap=True)
 
 
 def next_commands(folder: RunFolder, record: dict[str, Any]) -> list[str]:
@@ -126,19 +121,13 @@ def evaluations_of(folder: RunFolder) -> list[Results]:
 
 def last_samples(folder: RunFolder) -> list[dict[str, Any]]:
     """Return the last samples of a run, each with its step, prompt and completion."""
-    if not folder.samples.is_file():
+    if not folder.samples.is_file():  # a pipe would never end
         return []
-    with folder.samples.open("rb") as file:
-        file.seek(max(folder.samples.stat().st_size - MAX_SAMPLE_BYTES, 0))
-        lines = file.read().decode("utf-8", errors="replace").splitlines()
-    samples = []
-    for line in lines:
-        try:
-            sample = json.loads(line)
-            samples.append({"step": int(sample["step"])} | {key: str(sample[key]) for key in ("prompt", "completion")})
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue
-    return samples[-MAX_SAMPLES:]
+    return [
+        {"step": int(line["step"]), "prompt": str(line["prompt"]), "completion": str(line["completion"])}
+        for line in read_metrics(folder.samples, last_bytes=MAX_SAMPLE_BYTES)
+        if {"prompt", "completion"} <= line.keys()
+    ][-MAX_SAMPLES:]
 
 
 def runs(folder: str, *, as_json: bool = False) -> None:
@@ -199,6 +188,5 @@ def curves(names: Sequence[str], *, output: str = "curves.png") -> None:
         best = f"{run.best[1]:.4g} at step {run.best[0]:g}" if run.best else "-"
         rows.append([name, f"{run.last_step:g}", *ends[:2], best, ends[2]])
     console.print(Table(["run", "step", "loss", "held-out", "lowest held-out", "margin"], rows, align="lrrr").rich())
-    draw_curves(drawn, path)
-    draw_curves(drawn, dark := path.with_stem(f"{path.stem}-dark"), dark=True)
+    dark = draw_curves(drawn, path)
     console.print(Text(f"written   {path} and {dark}"), soft_wrap=True)

@@ -5,15 +5,17 @@ mean of equally many logged values; of a long file only every k-th log is taken.
 exactly.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from ..core.errors import printable
+from ..core.figures import DARK, LIGHT, Colors, compact, line_style, style_axes
+from ..core.files import write
+from .folder import parse_metrics
 
 LOSS, HELD_OUT = "loss", "eval_loss"
 MARGIN, HELD_OUT_MARGIN = "rewards/margins", "eval_rewards/margins"
@@ -83,15 +85,16 @@ def read_curves(file: Path) -> Curves:
                 break
             if number % every and b'"eval_' not in line:
                 continue
+            if (record := parse_metrics(line)) is None:
+                continue
             try:
-                record = json.loads(line)
                 step = float(record["step"])
                 values = {key: float(record[key]) for key in KEYS if record.get(key) is not None}
-            except (ValueError, TypeError, KeyError, RecursionError, AttributeError, OverflowError):
+            except (ValueError, TypeError, OverflowError):
                 continue
             curves.last_step = max(curves.last_step, step)
             for key, value in values.items():
-                if math.isfinite(value) and math.isfinite(step):
+                if math.isfinite(value):
                     curves.by_key.setdefault(key, Curve()).add(step, value)
             if math.isfinite(loss := values.get(HELD_OUT, math.nan)):
                 curves.last = step, loss
@@ -146,19 +149,25 @@ def braille(
     return [*chart, " " * margin + ends]
 
 
-def draw_curves(runs: Sequence[tuple[str, Curves]], path: Path, *, dark: bool = False) -> None:
+def draw_curves(runs: Sequence[tuple[str, Curves]], path: Path) -> Path:
     """Write a PNG of the losses of runs, and of the margins of preference pairs where there are some.
 
-    One run: training loss as a line, held-out losses with marks, the lowest of them named. Several: a colour each,
-    training dotted, held-out solid. The same numbers give the same bytes.
+    Beside it NAME-dark.png, for a dark page, whose path is returned. One run: training loss as a line, held-out losses
+    with marks, the lowest of them named. Several: a colour each, training dotted, held-out solid. The same numbers give
+    the same bytes.
     """
+    dark = path.with_stem(f"{path.stem}-dark")
+    write(path, _picture(runs, LIGHT))
+    write(dark, _picture(runs, DARK))
+    return dark
+
+
+def _picture(runs: Sequence[tuple[str, Curves]], colors: Colors) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter
 
-    from ..core.figures import DARK, LIGHT, compact, line_style, style_axes
-
-    colors, is_alone = DARK if dark else LIGHT, len(runs) == 1
+    is_alone = len(runs) == 1
     panels = [("loss", LOSS, HELD_OUT), ("reward margin of preference pairs", MARGIN, HELD_OUT_MARGIN)]
     panels = [panel for panel in panels if any(curves[key] for _, curves in runs for key in panel[1:])]
     figure = Figure(figsize=(8.0, 0.3 + 2.9 * len(panels)), dpi=150, layout="constrained", facecolor=colors.paper)
@@ -190,7 +199,9 @@ def draw_curves(runs: Sequence[tuple[str, Curves]], path: Path, *, dark: bool = 
         style_axes(axes, title, "step", colors)
         axes.xaxis.set_major_formatter(compact)
         axes.legend(frameon=False, fontsize=9, labelcolor=colors.ink)
-    canvas.print_png(path, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    stream = BytesIO()
+    canvas.print_png(stream, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    return stream.getvalue()
 
 
 def describe(curves: Curves) -> list[str]:
@@ -199,8 +210,3 @@ def describe(curves: Curves) -> list[str]:
         return []
     (step, best), (last_step, last) = curves.best, curves.last
     return [f"held-out loss was lowest at step {step:g} ({best:.4g}); at step {last_step:g} it is {last:.4g}"]
-
-
-def as_json(curves: Curves) -> dict[str, Any]:
-    """Return the curves for `--json`."""
-    return {"last_step": curves.last_step, "best": curves.best, **{key: curves[key] for key in curves.by_key}}

@@ -60,7 +60,6 @@ class RunFolder:
         self.spectra = self.path / "spectra.jsonl"
         self.samples = self.path / "samples.jsonl"
         self.curves = self.path / "curves.png"
-        self.dark_curves = self.path / "curves-dark.png"
         self.start = self.path / "start"
         self.start_logits = self.path / "start_logits.safetensors"
         self.checkpoints = self.path / "checkpoints"
@@ -321,17 +320,27 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted((entry for entry in entries if entry.name.startswith("checkpoint-")), key=step_of)
 
 
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl; a line that a killed process left incomplete is left out."""
-    lines, content = [], ""
-    with suppress(FileNotFoundError):  # another command may be starting the run again
-        content = file.read_text(encoding="utf-8", errors="replace")
-    for text in content.splitlines():
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            line = json.loads(text)
-            int(line["step"])
-            lines.append(line)
-    return lines
+def read_metrics(file: Path, *, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl or samples.jsonl; a line that a killed process left incomplete is left out.
+
+    last_bytes: only those in so many bytes at the end of the file.
+    """
+    content = b""
+    with suppress(FileNotFoundError), file.open("rb") as stream:  # another command may be starting the run again
+        if last_bytes is not None:
+            stream.seek(max(os.fstat(stream.fileno()).st_size - last_bytes, 0))
+        content = stream.read()
+    lines = map(parse_metrics, content.decode(errors="replace").splitlines())
+    return [line for line in lines if line is not None]
+
+
+def parse_metrics(text: str | bytes) -> dict[str, Any] | None:
+    """Return one line of a metrics.jsonl or samples.jsonl, which has a step; None of a damaged one."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        line = json.loads(text)
+        int(line["step"])
+        return line
+    return None
 
 
 def step_of(checkpoint: Path) -> int:

@@ -15,9 +15,28 @@ if TYPE_CHECKING:
     from .quintic import newton_schulz
     from .sns import guarded_soft_newton_schulz, released_level, released_sigmoid, soft_newton_schulz
 
+__all__ = [
+    "MAPS",
+    "SOREN_MAPS",
+    "SpectralMap",
+    "distance_from_sigmoid",
+    "exact_sigmoid",
+    "full_precision",
+    "guarded_minimax_sigmoid",
+    "guarded_soft_newton_schulz",
+    "minimax_sigmoid",
+    "newton_schulz",
+    "num_workspace_numbers",
+    "released_level",
+    "released_sigmoid",
+    "singular_values",
+    "soft_newton_schulz",
+    "spectral_power",
+]
+
 
 def __getattr__(name: str) -> Any:
-    for module in ("exact", "matrices", "minimax", "quintic", "sns") if not name.startswith("_") else ():
+    for module in ("exact", "matrices", "minimax", "quintic", "sns") if name in __all__ else ():
         if hasattr(loaded := import_module(f".{module}", __name__), name):
             return getattr(loaded, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -137,7 +137,7 @@ def test_free_bytes_of_a_folder_that_does_not_exist_are_those_of_its_disk(tmp_pa
 
 @pytest.mark.parametrize("writing", [files.write, files.append])
 def test_a_failed_write_names_its_file(tmp_path, monkeypatch, writing):
-    monkeypatch.setattr(Path, "open", lambda self, *_, **settings: open("/dev/full", "w"))  # noqa: SIM115
+    monkeypatch.setattr(Path, "open", lambda self, mode, **_: open("/dev/full", mode.replace("x", "w")))  # noqa: SIM115
     with pytest.raises(OSError, match="No space left") as error:
         writing(tmp_path / "metrics.jsonl", "x" * 100_000)
     assert error.value.filename == str(tmp_path / "metrics.jsonl")
