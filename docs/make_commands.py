@@ -78,8 +78,8 @@ that will be written. It works offline for the models and datasets of the shippe
 """,
     "universal": "See [distributed.md](distributed.md), Checkpoints.\n",
     "spectrum": """\
-Prints, for every matrix and step, the share of small singular values of the momentum, and how far the output of every
-map is from the exact sigmoid. See [runs.md](runs.md), Spectra.
+Prints how far the output of every map is from the exact sigmoid, over all matrices and steps; with `--full` for each,
+with the share of small singular values of the momentum. See [runs.md](runs.md), Spectra.
 
     soren-align sft quickstart/sft --set run.log_spectra.steps=[1,100,600] --no-eval
     soren-align spectrum runs/quickstart/sft --matrices '*q_proj*' --output pictures

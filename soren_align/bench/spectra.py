@@ -9,6 +9,7 @@ per layer and step, a line per map, values on a log axis.
 import math
 import pickle
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from ..core.errors import UserError
 from ..core.files import CHANGED, contents, parse_json, read_text
-from ..core.text import Table, number
+from ..core.text import Table, count, number
 from ..optim import Muon, Soren, SpectralOptimizer, matrices_of, momentum_of
 from ..run.folder import PREVIOUS, RunFolder, read_seal, step_of
 from ..spectral import SOREN_MAPS, singular_values
@@ -198,6 +199,38 @@ def short_names(names: Sequence[str], num_parts: int) -> list[str]:
     return [".".join(p[start:]) for p in parts]
 
 
+MEASURES = (
+    ("distance from the exact sigmoid", "distance", ".1%", max, "largest"),
+    ("cosine of the angle to the exact sigmoid", "cosine", ".3f", min, "smallest"),
+    ("size of the update: 1 if every mode is at the map's level", "size", ".2f", min, "smallest"),
+)
+"""Of `measure`: title, key, format, the extreme that is shown beside the mean, and its name."""
+
+
+def summary(source: str, records: Sequence[dict[str, Any]]) -> Group:
+    """The mean and the extreme over all spectra of each quantity of `measure`, in one table of six lines."""
+    labels = list(records[0]["maps"])
+    rows = []
+    for _, key, form, extreme, word in MEASURES:
+        for name, function in (("mean", fmean), (word, extreme)):
+            columns = [_measured(records, label, key) for label in labels]
+            cells = (number(function(column) if column else None, form) for column in columns)
+            rows.append([f"{key}, {name}", *cells])
+    header = ["", *(label.replace(" ", "\n") for label in labels)]
+    about = (
+        "distance and cosine: to the output of the exact sigmoid; size: of the update, 1 if every mode is at the map's"
+        " level; Muon's output counts half, as match_rms_adamw scales it. Every matrix: --full"
+    )
+    title = f"{count(len(records), 'spectrum', 'spectra')} of {source}"
+    notes = Text("\n" + textwrap.fill(about, WIDTH), style="dim")
+    return Group(Text(title, style="dim"), Table(header, rows).rich(collapse_padding=True), notes)
+
+
+def _measured(records: Sequence[dict[str, Any]], label: str, key: str) -> list[float]:
+    """The measurements of one map, without those of momenta that are zero."""
+    return [value for record in records if (value := record["maps"][label][key]) is not None]
+
+
 def tables(source: str, records: Sequence[dict[str, Any]]) -> Group:
     """The measurements of `measure` in four tables, the last three with their mean and their extreme."""
     names = short_names([record["name"].removesuffix(".weight") for record in records], 3)
@@ -210,17 +243,14 @@ def tables(source: str, records: Sequence[dict[str, Any]]) -> Group:
         numbers = [f"{record['largest']:.1e}", *(number(share, ".0%") for share in shares)]
         rows.append([name, str(record["step"]), shape, *numbers])
     parts = [_table("singular values, and the share of small ones", header, rows)]
-    for title, key, shown, form, extreme, word in (
-        ("distance from the exact sigmoid", "distance", approximate, ".1%", max, "largest"),
-        ("cosine of the angle to the exact sigmoid", "cosine", approximate, ".3f", min, "smallest"),
-        ("size of the update: 1 if every mode is at the map's level", "size", labels, ".2f", min, "smallest"),
-    ):
+    for title, key, form, extreme, word in MEASURES:
+        shown = labels if key == "size" else approximate
         columns = [[record["maps"][label][key] for record in records] for label in shown]
         rows = [
             [name, str(record["step"]), *(number(column[i], form) for column in columns)]
             for i, (name, record) in enumerate(zip(names, records, strict=True))
         ]
-        measured = [[value for value in column if value is not None] for column in columns]
+        measured = [_measured(records, label, key) for label in shown]
         rows.append(["mean", "", *(number(fmean(column) if column else None, form) for column in measured)])
         rows.append([word, "", *(number(extreme(column, default=None), form) for column in measured)])
         parts.append(_table(title, ["matrix", "step", *(label.replace(" ", "\n") for label in shown)], rows))

@@ -321,12 +321,13 @@ def spectrum(
         list[str] | None, typer.Option("--matrices", metavar="GLOB", help="Only these, such as '*q_proj*'. Repeatable.")
     ] = None,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="A folder for pictures of the spectra.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Show every matrix, not only means.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare every map with the exact sigmoid on a run's momenta, without training."""
     from ..launch import commands
 
-    commands.spectrum(run, matrices or ["*"], output=output, as_json=as_json)
+    commands.spectrum(run, matrices or ["*"], output=output, full=full, as_json=as_json)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable
@@ -116,7 +117,9 @@ def suites(context: typer.Context) -> None:
         for name, path in shipped.suites().items():
             suite = load_suite(path)
             columns = ", ".join(task.column for task in suite.tasks)
-            typer.echo(f"{name:24} " + textwrap.shorten(f"{suite.title}: {columns}", 55, placeholder=" ..."))
+            typer.echo(
+                f"{name:24} " + textwrap.shorten(f"{suite.title}: {columns}", _columns() - 25, placeholder=" ...")
+            )
 
 
 @suites_app.command("copy")
@@ -246,6 +249,11 @@ def _copy_folder(source: Path, target: Path) -> None:
             copied.write_bytes(file.read_bytes())
 
 
+def _columns() -> int:
+    """The width of the terminal; 80 if there is none and COLUMNS is not set."""
+    return shutil.get_terminal_size().columns
+
+
 def _first_comment(path: Path) -> str:
     first, line, *_ = path.read_text(encoding="utf-8").splitlines()
     line = line if first.startswith(MODELINE) else first
@@ -263,7 +271,7 @@ def docs(topic: Annotated[str | None, named("TOPIC", "A page. Default: list them
             if len(subjects) == 1:  # no headings: the first line of text
                 subjects = [next((line for line in text.splitlines()[1:] if re.match(r"[\w`*]", line)), subjects[0])]
             line = "; ".join(subjects).replace("`", "")
-            typer.echo(f"{name:<{width}} " + textwrap.shorten(line, 79 - width, placeholder=" ..."))
+            typer.echo(f"{name:<{width}} " + textwrap.shorten(line, _columns() - 1 - width, placeholder=" ..."))
         return
     name = topic.lower().removeprefix("docs/").removesuffix(".md").removesuffix("/readme")
     name = name if name in pages else next((page for page in pages if page.endswith(f"/{name}")), name)
@@ -277,4 +285,7 @@ def docs(topic: Annotated[str | None, named("TOPIC", "A page. Default: list them
     from rich.console import Console
     from rich.markdown import Markdown
 
-    Console().print(Markdown(re.sub(r"<!--.*?-->\n", "", text), hyperlinks=False))
+    os.environ.setdefault("LESS", "FRX")  # as git does: colours, and no pager for a page that fits the screen
+    console = Console()
+    with console.pager(styles=True):
+        console.print(Markdown(re.sub(r"<!--.*?-->\n", "", text), hyperlinks=False))

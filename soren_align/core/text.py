@@ -144,6 +144,15 @@ class Terminal(Console):
             del self._buffer[:]
 
 
+def can_print(console: Console, text: str) -> bool:
+    """Whether the console's encoding has these characters."""
+    try:
+        text.encode(console.encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def print_labelled(console: Console, label: str, text: str) -> None:
     """Print a label in the first 10 columns, or as many as it needs, and the text wrapped from column 10 on."""
     indents: dict[str, Any] = {"initial_indent": f"{label:<9} ", "subsequent_indent": " " * 10}
@@ -254,11 +263,11 @@ def gibibytes(num_bytes: float | None) -> str:
     return "-" if num_bytes is None else f"{num_bytes / 2**30:.2f} GiB"
 
 
-def short_hours(number: float) -> str:
-    """Two digits: 0.23, 8.6, 1,200; "less than 0.01"."""
-    if 0 < number < 0.01:
-        return "less than 0.01"
-    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+def estimated_time(hours: float) -> str:
+    """Return an estimated time in two digits and its natural unit: 13 s, 4.5 min, 7.8 h, 1,200 h."""
+    length, unit = (1, "h") if hours >= 1.5 else (60, "min") if hours >= 1 / 40 else (3600, "s")
+    number = hours * length
+    return f"{number:,.0f} {unit}" if number >= 10 else f"{number:.2g} {unit}"
 
 
 def with_prefix(number: float | None, unit: str) -> str:

@@ -321,10 +321,12 @@ def bench(
         Terminal().print(show.terminal(results), highlight=False)
 
 
-def spectrum(run: str, globs: Sequence[str], *, output: str | None = None, as_json: bool = False) -> None:
+def spectrum(
+    run: str, globs: Sequence[str], *, output: str | None = None, full: bool = False, as_json: bool = False
+) -> None:
     """Show the spectra of a run and the output of every map on them, without training, in tables or JSON.
 
-    output: a folder for pictures.
+    output: a folder for pictures. full: the numbers of every matrix, in place of their means.
     """
     folder = RunFolder(run)
     folder.record()
@@ -345,7 +347,8 @@ def spectrum(run: str, globs: Sequence[str], *, output: str | None = None, as_js
     if as_json:
         sys.stdout.write(json.dumps({"source": source, "spectra": records}, indent=2) + "\n")
     else:
-        Terminal().print(spectra.tables(source, records), highlight=False)
+        show = spectra.tables if full else spectra.summary
+        Terminal().print(show(source, records), highlight=False)
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
         with quiet_libraries(), console.status("Drawing"):

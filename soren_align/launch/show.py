@@ -13,7 +13,7 @@ from typing import Any
 from rich.text import Text
 
 from ..core.errors import UserError, in_one_line
-from ..core.text import Table, Terminal, count, print_labelled
+from ..core.text import Table, Terminal, can_print, count, print_labelled
 from ..evaluate.report.results import Results, read_results
 from ..evaluate.report.tables import terminal as results_table
 from ..run.curves import HELD_OUT, LOSS, MARGIN, Curves, braille, describe, draw_curves, read_curves
@@ -69,15 +69,6 @@ def print_chart(console: Terminal, curves: Curves) -> None:
     width = min(console.width, 100) - 10
     chart = braille(curves[LOSS] or curves[HELD_OUT], width, CHART_LINES, curves[HELD_OUT], curves.best)
     _print_lines(console, "curve", [legend, *chart])
-
-
-def can_print(console: Terminal, text: str) -> bool:
-    """Whether the console's encoding has these characters."""
-    try:
-        text.encode(console.encoding)
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def print_next(console: Terminal, folder: RunFolder, record: dict[str, Any]) -> None:

@@ -3,9 +3,12 @@
 from functools import partial
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 
-from ..core.text import Table, count, print_labelled, short_hours, with_prefix
+from ..core.text import Table, can_print, count, estimated_time, print_labelled, with_prefix
 from ..data import DatasetStats, show_example
 from ..evaluate.stats.contamination import NGRAM
 from ..optim import ADAMW_RMS, spectral_share
@@ -15,6 +18,11 @@ from ..training.report import describe_source
 
 SMALL_MODEL = 1e9
 """Parameters below which the assumed utilization is too high."""
+CARDS = (24, 48, 80)
+"""Sizes of GPUs in GB, marked below the bar of a rank's memory."""
+BAR_WIDTH = 66
+BLOCKS = "█▓▒░"
+BLOCK_STYLES = ("blue", "green", "yellow", "magenta", "cyan", "red")
 PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step": "optimizer step"}
 
 
@@ -71,11 +79,10 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
     if full and compute["map_share"] is not None:
         write("", f"spectral maps: {compute['map_share']:.2%} of all FLOPs")
     if hours := compute["hours"]:
-        times = ", ".join(f"{short_hours(number)} of one {name}" for name, number in hours.items())
-        eight = "" if "CPU core" in hours else f", {short_hours(hours['H100'] / 8)} of eight H100s"
-        write("hours", f"{times}{eight}, at {compute['hours_assume']}: an assumption")
-        if full and plan["model"]["num_parameters"] < SMALL_MODEL:
-            write("", "models below a billion parameters take longer: their operations are short")
+        times = ", ".join(f"{estimated_time(number)} on one {name}" for name, number in hours.items())
+        eight = "" if "CPU core" in hours else f", {estimated_time(hours['H100'] / 8)} on eight H100s"
+        longer = "; a small model takes longer" if plan["model"]["num_parameters"] < SMALL_MODEL else ""
+        write("time", f"about {times}{eight} (assumed: {compute['hours_assume']}{longer})")
         if full and not compute["maps_are_counted"]:
             write("", "without the maps, decompositions whose operations are not counted")
     console.print()
@@ -169,8 +176,8 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
         write("", f"adamw: assumed to be {ADAMW_RMS} x learning rate; larger in the first steps")
     else:
         changes = sorted(size["relative_update" if weight else "update_sum"] for size in sizes)
-        bounds = " to ".join(dict.fromkeys(f"{change:.2g}" for change in (changes[0], changes[-1])))
-        relative = f" x a weight of {weight:g}" if weight else " (RMS of the factors' change)"
+        bounds = " to ".join(dict.fromkeys(f"{float(f'{change:.2g}'):,g}" for change in (changes[0], changes[-1])))
+        relative = f" times a typical weight, {weight:g}" if weight else " (RMS of the factors' change)"
         write("", f"all updates together: at most {bounds}{relative}")
     num_lost = sum(size["tensors"] for size in sizes if weight and size["bfloat16_ulps"] < 0.5)
     if num_lost and not plan["processes"]["num_frozen_parameters"]:
@@ -223,6 +230,7 @@ def _print_memory(section: dict[str, Any], console: Console, full: bool) -> None
             unknown = ", without activations, which are unknown" * (len(known) < len(totals))
             where = "in the CPU's memory" if location == "cpu" else "at the peak"
             write("memory", f"{with_prefix(max(known), 'B')} per rank {where}{unknown}")
+            _print_bar(section, location, console)
             continue
         unit, size = ("GB", 1e9) if totals["optimizer_step"] >= 1e9 else ("MB", 1e6)
         rows = [
@@ -239,12 +247,41 @@ def _print_memory(section: dict[str, Any], console: Console, full: bool) -> None
             rows.append(["peak with adamw instead", f"{max(with_adamw) / size:.2f}", "", ""])
         title = "memory per rank" + (" (CPU)" if location == "cpu" else "")
         console.print(_table(["component", unit, "dtype or size", "only during"], rows, title, "lrll"))
+        _print_bar(section, location, console)
     if full or section["is_on_cpu"]:
         write("", f"not included: {section['memory_not_included']}")
     if full:
         for setting, num_bytes in section["memory_saved"].items():
             write("", f"{with_prefix(num_bytes, 'B')} more without {setting}")
         console.print()
+
+
+def _print_bar(section: dict[str, Any], location: str, console: Console) -> None:
+    """Print the memory of a GPU at its peak as a bar of its components, over marks at CARDS.
+
+    Nothing for a CPU's memory, without the characters, or if a total is unknown.
+    """
+    totals = section["memory_total"]["device"]
+    if location == "cpu" or section["is_on_cpu"] or None in totals.values() or not can_print(console, BLOCKS):
+        return
+    peak = max(totals, key=totals.__getitem__)
+    parts = [p for p in section["memory"] if p["location"] == "device" and p["phase"] in ("always", peak)]
+    parts = [part for part in parts if part["num_bytes"] >= totals[peak] / 100]  # smaller ones cannot be seen
+    largest = max(*CARDS, totals[peak] / 1e9)
+    bar, names, end, drawn = Text(), [], 0.0, 0
+    for i, part in enumerate(parts):
+        end += part["num_bytes"] / 1e9 / largest * BAR_WIDTH
+        block, style = BLOCKS[i % len(BLOCKS)], BLOCK_STYLES[i % len(BLOCK_STYLES)]
+        bar.append(block * (round(end) - drawn), style)
+        drawn = max(drawn, round(end))
+        names.append(Text.assemble((block, style), f" {part['name']} {part['num_bytes'] / 1e9:.1f}"))
+    marks = ""
+    for gigabytes in CARDS:
+        label = f"{gigabytes} GB│"
+        room = round(gigabytes / largest * BAR_WIDTH) - len(marks)
+        marks += label.rjust(room) if room >= len(label) else ""
+    for line in (bar, Text(marks, "dim"), Columns(names, padding=(0, 2))):
+        console.print(Padding(line, (0, 0, 0, 10), expand=False), highlight=False)
 
 
 def _table(head: list[str], rows: list[list[str]], title: str, align: str) -> Any:
@@ -265,6 +302,11 @@ def _print_evaluation(evaluation: dict[str, Any] | None, console: Console) -> No
         number = f"the first {evaluation['limit']} questions of each task"
     write("eval", f"{evaluation['suite']}, of the trained model and its starting checkpoints. Per model: {number}")
     overlaps = evaluation.get("contamination") or {}
+    if overlaps and not any(overlap["overlapping"] for overlap in overlaps.values()):
+        num_examples = next(iter(overlaps.values()))["examples_read"]
+        questions = sum(overlap["questions"] for overlap in overlaps.values())
+        write("", f"none of the {questions:,} questions is in the {num_examples:,} training examples")
+        return
     for position, (column, overlap) in enumerate(overlaps.items()):
         if not position:
             in_examples = f"in this run's {overlap['examples_read']:,} training examples"

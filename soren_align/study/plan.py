@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ..core.errors import UserError, did_you_mean
 from ..core.silence import quiet_libraries
-from ..core.text import Table, Terminal, count, print_labelled, short_hours, stderr_console, with_prefix, working
+from ..core.text import Table, Terminal, count, estimated_time, print_labelled, stderr_console, with_prefix, working
 from ..evaluate.suite.suites import suite_of
 from ..launch.environment import set_environment
 from ..recipe import accumulation
@@ -257,7 +257,7 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     head = ["candidate", "runs", "FLOP per run", "FLOP", "peak memory per rank"]
     console.print(Table(head, rows, title="cost").rich(pad_edge=True))
     if hours := plan["hours"]:
-        times = ", ".join(f"{short_hours(number)} hours of one {name}" for name, number in hours.items())
+        times = ", ".join(f"{estimated_time(number)} of one {name}" for name, number in hours.items())
         write("", f"{times}, at {plan['hours_assume']}")
         if "CPU core" in hours:
             write("", "a model of less than 100 million parameters takes longer: its operations are short")

@@ -1,6 +1,7 @@
 """`soren-align spectrum`: numbers equal those of whole matrices with the recorded singular values."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_a_zero_momentum_has_no_cosine_and_is_left_out_of_the_means(run, tmp_pat
     assert {*first["below"].values()} == {None}
     assert all({*numbers.values()} == {None} for numbers in first["maps"].values())
 
-    done = command.run("spectrum", run.path, "--output", tmp_path / "pictures")
+    done = command.run("spectrum", run.path, "--output", tmp_path / "pictures", "--full")
     assert done.returncode == 0, done.stderr
     assert len([*(tmp_path / "pictures").iterdir()]) == 2
     for title in ("distance from the", "cosine of the", "size of the update"):
@@ -96,7 +97,7 @@ def test_a_zero_momentum_has_no_cosine_and_is_left_out_of_the_means(run, tmp_pat
         assert rows["0.self_attn.q_proj"][2:] == rows["mean"][1:] == extreme[1:]
 
     run.spectra.write_text(json.dumps(zero) + "\n")
-    done = command.run("spectrum", run.path)
+    done = command.run("spectrum", run.path, "--full")
     assert done.returncode == 0, done.stderr
     assert [{*line.split()[1:]} for line in done.stdout.splitlines() if line.startswith("mean")] == [{"-"}] * 3
 
@@ -112,7 +113,7 @@ def test_a_new_map_appears_by_itself(run, monkeypatch):
 
 
 def test_the_tables_are_80_columns_wide_and_pictures_are_small(run, tmp_path):
-    done = command.run("spectrum", run.path, "--output", tmp_path / "pictures")
+    done = command.run("spectrum", run.path, "--output", tmp_path / "pictures", "--full")
     assert done.returncode == 0, done.stderr
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert max(map(len, lines)) <= 80
@@ -128,6 +129,18 @@ def test_the_tables_are_80_columns_wide_and_pictures_are_small(run, tmp_path):
         assert image.width > 800
     assert command.run("spectrum", run.path, "--output", tmp_path / "pictures").returncode == 0
     assert picture.read_bytes() == first
+
+
+def test_without_full_the_means_and_extremes_of_all_maps_are_six_lines(run):
+    brief, full = (command.run("spectrum", run.path, *option).stdout.splitlines() for option in ((), ("--full",)))
+    assert max(map(len, brief)) <= 80
+    lines = [line.split(", ")[1].split() for line in brief if re.match("distance|cosine|size,", line) and "," in line][
+        :6
+    ]
+    expected = [line.split() for line in full if line.startswith(("mean", "largest", "smallest"))]
+    assert [line[0] for line in lines] == [line[0] for line in expected]
+    for line, values in zip(lines, expected, strict=True):  # the table of sizes has the exact map too
+        assert line[1:][: len(values) - 1] == values[1:]
 
 
 def test_globs_choose_matrices(run):

@@ -278,3 +278,27 @@ def test_on_a_cpu_the_memory_of_the_process_itself_is_named(planned, mistral):
     of_gpu, text = planned("quickstart/sft", *mistral)
     assert "the process itself" not in text
     assert (plan["processes"]["is_on_cpu"], of_gpu["processes"]["is_on_cpu"]) == (True, False)
+
+
+def test_a_gpus_memory_is_a_bar_of_its_components_beside_the_sizes_of_gpus(planned, mistral):
+    plan, text = planned("quickstart/sft", *mistral)
+    total = max(plan["processes"]["memory_total"]["device"].values()) / 1e9
+    lines = text.splitlines()
+    marks = next(i for i, line in enumerate(lines) if "80 GB│" in line)
+    bar, largest = lines[marks - 1].strip(), max(80, total)
+    assert set(bar) <= set("█▓▒░")
+    assert len(bar) == pytest.approx(66 * total / largest, abs=2)  # rounding, and components too small to be seen
+    assert lines[marks].index("80 GB│") + len("80 GB") - 10 == round(66 * 80 / largest) - 1
+    assert "│" not in planned("quickstart/sft", "eval=null")[1]  # on a CPU
+
+
+def test_without_contamination_the_plan_has_one_line_about_it(planned):
+    plan, text = planned("quickstart/sft")
+    assert "none of the 360 questions is in the 960 training examples" in text
+    overlaps = plan["evaluation"]["contamination"]
+    overlaps = overlaps | {"zoo_mc": overlaps["zoo_mc"] | {"overlapping": 3, "exact": 1}}
+    screen = io.StringIO()
+    changed = plan | {"evaluation": plan["evaluation"] | {"contamination": overlaps}}
+    print_plan(changed, None, Console(file=screen, width=80))
+    assert "zoo_mc: 3 of 120, 1 as a whole" in screen.getvalue()
+    assert "none of the" not in screen.getvalue()
