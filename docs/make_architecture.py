@@ -48,7 +48,7 @@ def page(text: str) -> str:
 
 def tree() -> str:
     """The files of the package with a line each, the rooms in the order of the layers, as Markdown."""
-    lines = ["```"]
+    lines = ["```", _entry(PACKAGE / "__main__.py", "__main__.py")]
     for room in (room for layer in layers() for room in sorted(layer)):
         folder = PACKAGE / room
         if folder.is_dir():

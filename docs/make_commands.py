@@ -21,7 +21,9 @@ Generated from the commands' help by `docs/make_commands.py`; `soren-align COMMA
 
 - RECIPE is a file, or the name of a shipped recipe (`soren-align recipes`). [recipe.md](recipe.md) has all keys.
 - `--set section.key=value` changes one key of the recipe and may be repeated. Values are YAML: `--set
-  optimizer.name=muon`, `--set trainer.bf16=true`, `--set run.num_threads=null`.
+  optimizer.name=muon`, `--set trainer.bf16=true`, `--set run.num_threads=null`. `optimizer.name=muon`,
+  `--optimizer.name muon` and TRL's names (`--learning_rate 1e-5`) mean the same. `--model`, `--data`, `--output` and
+  `--overwrite` are short for model.name_or_path, data.train.path, run.output_dir and run.overwrite.
 - RUN is a run folder: the `run.output_dir` of a recipe.
 - Results go to standard output; progress, notices and errors go to standard error.
 - Exit codes: 0 done, 1 failed, 2 an error that the user can fix (its message names the place and the remedy), 130
@@ -35,7 +37,12 @@ NOTES = {
 The same command resumes an unfinished run, bit for bit; a finished run is never overwritten. `dpo` does the same for
 preference pairs.
 
-    soren-align sft quickstart/sft --set optimizer.name=muon --set optimizer.lr=1e-3 --set run.output_dir=runs/muon
+    soren-align sft quickstart/sft --output runs/muon optimizer.name=muon optimizer.lr=1e-3
+    soren-align sft --model MODEL --data faq.csv --output runs/faq
+
+The second line needs no recipe: it takes the settings of `configs/start/sft.yaml`, and writes all of them into
+RUN/recipe.yaml. A tenth of the examples is held out. Of a file with two columns of other names the first one is read as
+the instruction and the second one as the answer.
 """,
     "compare": """\
 Every run is an ordinary run folder. The same command continues a study after any kill, and several commands share one;
@@ -76,7 +83,7 @@ that will be written. It works offline for the models and datasets of the shippe
 
     soren-align plan mistral-7b/soren --processes 8 --set run.parallel=zero3
 """,
-    "universal": "See [distributed.md](distributed.md), Checkpoints.\n",
+    "reshard": "See [distributed.md](distributed.md), Checkpoints.\n",
     "spectrum": """\
 Prints how far the output of every map is from the exact sigmoid, over all matrices and steps; with `--full` for each,
 with the share of small singular values of the momentum. See [runs.md](runs.md), Spectra.
@@ -93,10 +100,12 @@ training come first. The recipe is written even if its model and data are not on
     soren-align import zephyr-7b-sft.yaml my.yaml
 """,
     "new": """\
-The folder for your own data: its recipes run as they are, on a tiny random model, and are then edited. See
-[own-data.md](own-data.md).
+The folder for your own data: its recipes run as they are, on a tiny random model, and are then edited. With `--data` a
+fifth of your questions (100 at most) is held out: each becomes a question with four choices, and one to be answered in
+its own words. See [own-data.md](own-data.md).
 
     soren-align new mine
+    soren-align new mine --data faq.csv --question Question --answer Answer
 """,
     "suites copy": """\
 For a suite of your own, with other questions: see [evaluation.md](evaluation.md).

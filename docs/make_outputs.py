@@ -60,7 +60,7 @@ def _output(command: str, folder: str, run: Run) -> str:
 
 
 def _start(arguments: list[str], folder: str, environment: dict[str, str]) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "soren_align.cli", *arguments]
+    command = [sys.executable, "-m", "soren_align", *arguments]
     env = os.environ | environment
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=300)
     return done.returncode, done.stdout, done.stderr

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from .core.version import __version__ as __version__
 
 __all__ = [
+    "AdamW",
     "HTMuon",
     "Muon",
     "OptimizerFactory",
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .optim import HTMuon, Muon, OptimizerFactory, Soren, build_optimizer, param_groups
+    from .optim import AdamW, HTMuon, Muon, OptimizerFactory, Soren, build_optimizer, param_groups
     from .training import SorenDPOTrainer, SorenSFTTrainer
 
 

@@ -74,7 +74,14 @@ def test_only_shipped_recipes_are_copied(run, tmp_path):
 
 def test_recipes_lists_what_is_shipped(run):
     listed = run("recipes").stdout
-    assert all(name in listed for name in shipped.recipes() | shipped.studies())
+    lines = [line.split()[0] for line in listed.splitlines() if line]
+    assert lines[:2] == ["quickstart/", "sft"]
+    names = [name.partition("/") for name in shipped.recipes()]
+    assert {f"{folder}/" for folder, _, _ in names} | {rest for folder, _, rest in names if folder != "llama-c4"} <= {
+        *lines
+    }
+    assert "{60m,135m,350m,1b}-{adamw,htmuon,muon,released-soren,soren}" in lines
+    assert {*shipped.studies()} <= {*lines}
     assert max(map(len, listed.splitlines())) <= 80
 
 
@@ -124,7 +131,8 @@ def test_ctrl_c_ends_a_command_with_one_line_and_exit_code_130(run, monkeypatch)
     assert (resumable.returncode, resumable.stderr) == (130, "stopped; rerun the same command to resume\n")
 
 
-def test_a_full_plan_shows_rows_an_example_the_rates_and_the_routing(run, tmp_path):
+def test_a_full_plan_shows_rows_an_example_the_rates_and_the_routing(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     shown = run("plan", "quickstart/sft", "--full", cwd=tmp_path).stdout
     for expected in ("kept", "[[", "learning rate", "linear layer", "1-dimensional", "memory per rank", "run.json"):
         assert expected in shown
@@ -164,7 +172,10 @@ def test_docs_lists_the_pages_and_prints_one(run, monkeypatch):
     assert run("docs", "maps").stdout == run("docs", "docs/studies/maps.md").stdout == study
     assert run("docs", "docs/studies/README.md").stdout == shipped.pages()["studies"].read_text()
     wrong = run("docs", "evalution")
-    assert (wrong.returncode, wrong.stderr) == (2, "evalution: no page of this name; did you mean 'evaluation'?\n")
+    assert (wrong.returncode, wrong.stderr) == (
+        2,
+        "error: evalution: no page of this name; did you mean 'evaluation'?\n",
+    )
 
 
 def test_on_a_terminal_a_page_is_rendered(run, monkeypatch):
@@ -195,10 +206,12 @@ def test_the_shell_completes_commands_options_and_shipped_names(run, monkeypatch
     (["dpo", "quickstart/sft"], "this is a recipe for `soren-align sft`"),
     (["push", "nowhere", "me/zoo"], "nowhere: not a run folder (it has no run.json)"),
     (["push", "nowhere", "zoo"], "zoo: write OWNER/NAME"),
-    (["recipes", "copy", "nothing"], "nothing: no shipped recipe; write one of "),
+    (["recipes", "copy", "nothing"], "nothing: no shipped recipe; `soren-align recipes` lists them"),
+    (["recipes", "copy", "quickstart/sfx"], "did you mean 'quickstart/sft'?"),
     (["eval", "nowhere", "--suite", "quickstart", "--output", "out"], "nowhere"),
     (["eval", "./nowhere", "--suite", "quickstart", "--output", "out"], "neither a run folder (run.json), nor a"),
-    (["eval", "owner/model", "--output", "out"], "--suite: is required"),
+    (["eval", "owner/model", "--output", "out"], "no such folder; if it is a model on the hub, add --suite"),
+    (["eval", "here", "--output", "out"], "neither a run folder"),
     (["eval", "owner/model", "--suite", "quickstart"], "--output: is required"),
     (["eval", "owner/model", "--suite", "quikstart", "--output", "o"],
      "--suite: no suite named 'quikstart', nor a file "),

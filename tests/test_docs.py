@@ -156,7 +156,7 @@ def test_sections_of_recipes_in_the_pages_are_valid(page, tmp_path, monkeypatch)
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
     for block in blocks:
         for name in re.findall(r"path: ([\w-]+\.\w+)", block):
-            (tmp_path / name).write_text("{}\n")
+            (tmp_path / name).write_text("question,answer,best_answer\n" if name.endswith(".csv") else "{}\n")
         (tmp_path / "my.yaml").write_text(f"extends: quickstart/sft\n{block}", encoding="utf-8")
         assert recipe.load("my.yaml", task="sft").task == "sft"
     assert blocks

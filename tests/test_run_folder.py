@@ -90,7 +90,7 @@ def test_a_run_folder_is_held_while_torch_loads_and_free_afterwards(make, folder
         pass  # would wait for ever
 
 
-@pytest.mark.parametrize("command", [commands.universal, commands.merge, lambda run: evaluation.evaluate([run], {})])
+@pytest.mark.parametrize("command", [commands.reshard, commands.merge, lambda run: evaluation.evaluate([run], {})])
 def test_commands_on_a_run_that_is_running_are_refused(folder, started, command):
     finished_run(folder.path)
     with lock_of_another_process(folder), pytest.raises(UserError, match=LOCKED):
@@ -380,7 +380,7 @@ DAMAGED = {"truncated": '{"status": "trai', "empty": "", "a list": "[1, 2]", "de
 
 COMMANDS = {
     "sft": lambda run: commands.train(recipe.load("quickstart/sft", [f"run.output_dir={run}"])),
-    "universal": commands.universal,
+    "reshard": commands.reshard,
     "merge": commands.merge,
     "eval": lambda run: evaluation.evaluate([run], {}),
     "push": lambda run: push(run, "me/zoo"),

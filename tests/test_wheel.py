@@ -56,7 +56,7 @@ def test_installed_it_trains_the_quickstart_from_another_folder(wheel, tmp_path)
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel]
     subprocess.run(install, check=True, capture_output=True)
     (tmp_path / "elsewhere").mkdir()
-    command = [sys.executable, "-m", "soren_align.cli", "sft", "quickstart/sft", "--set", "trainer.max_steps=2"]
+    command = [sys.executable, "-m", "soren_align", "sft", "quickstart/sft", "--set", "trainer.max_steps=2"]
     env = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(command, cwd=tmp_path / "elsewhere", env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -46,7 +46,7 @@ def record(name: str, recipe: str, folder: Path) -> None:
     sets = (f"run.output_dir={folder}/run", "optimizer.map.name=exact", f"run.log_spectra.steps={STEPS[name]}")
     # A process of its own: run.num_threads has no effect in one that has imported torch.
     options = [part for text in sets for part in ("--set", text)]
-    subprocess.run([sys.executable, "-m", "soren_align.cli", "sft", recipe, "--no-eval", *options], check=True)
+    subprocess.run([sys.executable, "-m", "soren_align", "sft", recipe, "--no-eval", *options], check=True)
     others = [spectrum for spectrum in recorded_spectra.load() if spectrum.set != name]
     _, recorded = spectra_of_run(RunFolder(folder / "run"))
     recorded_spectra.save([*others, *(_to_four_digits(spectrum, name) for spectrum in recorded)])

@@ -45,7 +45,7 @@ def train(task: str, folder: Path, sets: list[str]) -> None:
     record = folder / "run.json"
     if record.is_file() and json.loads(record.read_text())["status"] == "finished":
         return
-    command = [sys.executable, "-m", "soren_align.cli", task, f"quickstart/{task}"]
+    command = [sys.executable, "-m", "soren_align", task, f"quickstart/{task}"]
     command += [part for text in sets for part in ("--set", text)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -9,19 +9,20 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from ..core import shipped, signals
-from ..core.errors import UserError, printable
+from ..core.errors import UserError
 from ..core.files import local_path
 from ..core.version import __version__
 from ..tasks import TASKS
 from . import files
+from .grammar import Commands, KeyCommand
 
 RESUMABLE = (*TASKS, "eval", "compare")
 
 
-class _Commands(TyperGroup):
+class _Commands(Commands):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -31,13 +32,19 @@ class _Commands(TyperGroup):
             raise typer.Exit(report(error, resumable=ctx.invoked_subcommand in RESUMABLE)) from error
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 bench_app = typer.Typer(
     help="Measure the maps and the optimizers on this machine.", no_args_is_help=True, rich_markup_mode=None
 )
 
 
-RecipeArgument = Annotated[str, files.named("RECIPE", "A recipe file or a shipped name.", shipped.recipes)]
+RecipeArgument = Annotated[str | None, files.named("RECIPE", "A recipe file or a shipped name.", shipped.recipes)]
 RecipeOrStudy = Annotated[
     str,
     files.named(
@@ -45,7 +52,8 @@ RecipeOrStudy = Annotated[
     ),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key: optimizer.lr=1e-3. Repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key: optimizer.lr=1e-3. `--set` may be left out."),
 ]
 NoEval = Annotated[bool, typer.Option("--no-eval", help="Do not evaluate.")]
 Processes = Annotated[
@@ -80,39 +88,95 @@ def options(
     """Fine-tune language models with Soren, Muon, HTMuon or AdamW, and evaluate them."""
 
 
-@app.command()
-def sft(recipe: RecipeArgument, set_: Overrides = None, no_eval: NoEval = False, processes: Processes = None) -> None:
-    """Train on conversations, then evaluate."""
-    _train("sft", recipe, set_, no_eval, processes)
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="MODEL", help="The model to train: a folder, or a hub name.")
+]
+DataOption = Annotated[
+    str | None, typer.Option("--data", metavar="DATA", help="The training examples: a file, a folder, or a hub name.")
+]
+OutputOption = Annotated[str | None, typer.Option("--output", metavar="RUN", help="The folder of the run.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")]
 
 
-@app.command()
-def dpo(recipe: RecipeArgument, set_: Overrides = None, no_eval: NoEval = False, processes: Processes = None) -> None:
-    """Train on preference pairs, then evaluate."""
-    _train("dpo", recipe, set_, no_eval, processes)
+@app.command(cls=KeyCommand)
+def sft(
+    recipe: RecipeArgument = None,
+    model: ModelOption = None,
+    data: DataOption = None,
+    output: OutputOption = None,
+    overwrite: Overwrite = False,
+    set_: Overrides = None,
+    no_eval: NoEval = False,
+    processes: Processes = None,
+) -> None:
+    """Train on conversations, then evaluate.
+
+    With a recipe, or without one and with --model, --data and --output.
+    """
+    _train("sft", recipe, (model, data, output, overwrite or None), set_, no_eval, processes)
 
 
-@app.command()
+@app.command(cls=KeyCommand)
+def dpo(
+    recipe: RecipeArgument = None,
+    model: ModelOption = None,
+    data: DataOption = None,
+    output: OutputOption = None,
+    overwrite: Overwrite = False,
+    set_: Overrides = None,
+    no_eval: NoEval = False,
+    processes: Processes = None,
+) -> None:
+    """Train on preference pairs, then evaluate.
+
+    With a recipe, or without one and with --model, --data and --output.
+    """
+    _train("dpo", recipe, (model, data, output, overwrite or None), set_, no_eval, processes)
+
+
+@app.command(cls=KeyCommand)
 def pretrain(
-    recipe: RecipeArgument, set_: Overrides = None, no_eval: NoEval = False, processes: Processes = None
+    recipe: RecipeArgument,
+    model: ModelOption = None,
+    data: DataOption = None,
+    output: OutputOption = None,
+    overwrite: Overwrite = False,
+    set_: Overrides = None,
+    no_eval: NoEval = False,
+    processes: Processes = None,
 ) -> None:
     """Train on plain texts from random weights, to a validation perplexity."""
-    _train("pretrain", recipe, set_, no_eval, processes)
+    _train("pretrain", recipe, (model, data, output, overwrite or None), set_, no_eval, processes)
 
 
-def _train(task: str, recipe: str, overrides: list[str] | None, no_eval: bool, processes: int | None) -> None:
+def _train(
+    task: str,
+    recipe: str | None,
+    values: tuple[Any, ...],
+    overrides: list[str] | None,
+    no_eval: bool,
+    processes: int | None,
+) -> None:
+    """Train. values: of recipe.OPTIONS, in their order."""
     from ..launch import commands
-    from ..recipe import load
+    from ..launch.environment import has_gpu
+    from ..recipe import OPTIONS, load
 
-    no_evaluation = ["eval=null"] if no_eval else []
-    raise typer.Exit(commands.train(load(recipe, [*(overrides or []), *no_evaluation], task, _print_notice), processes))
+    settings = [*(overrides or []), *["eval=null"] * no_eval]
+    if recipe is None and not has_gpu():
+        settings = ["trainer.use_cpu=true", "trainer.bf16=false", *settings]
+    options = dict(zip(OPTIONS, values, strict=True))
+    resolved = load(recipe, settings, task, _print_notice, options)
+    raise typer.Exit(commands.train(resolved, processes))
 
 
 def _print_notice(line: str) -> None:
-    typer.echo(f"notice    {printable(line)}", err=True)
+    from ..core.text import print_labelled, stderr_console
+
+    print_labelled(stderr_console(), "notice", line)
 
 
-@app.command()
+@app.command(cls=KeyCommand)
 def plan(
     recipe: RecipeOrStudy,
     set_: Overrides = None,
@@ -138,7 +202,7 @@ def plan(
     raise typer.Exit(commands.plan(resolved, full=full, as_json=as_json, processes=processes))
 
 
-@app.command()
+@app.command(cls=KeyCommand)
 def compare(
     study: Annotated[str, files.named("STUDY", "A study's file or a shipped name.", shipped.studies)],
     set_: Annotated[
@@ -304,14 +368,14 @@ def curves(
 
 
 @app.command()
-def universal(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an unfinished run.")]) -> None:
+def reshard(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an unfinished run.")]) -> None:
     """Convert a checkpoint for another number of processes.
 
     Rewrites the run's last checkpoint; then rerun the training command. Not for FSDP2.
     """
     from ..launch import commands
 
-    commands.universal(run)
+    commands.reshard(run)
 
 
 @app.command()
@@ -397,6 +461,22 @@ app.command()(files.docs)
 app.add_typer(bench_app, name="bench")
 
 
+def _refuse_words(error: Any) -> int:
+    """Print what typer has against the words of a command, in the form of our own errors; return the exit code.
+
+    Where a command needs a word and has none, this is the help.
+    """
+    message, context = error.format_message(), getattr(error, "ctx", None)
+    if message.startswith("Usage: "):
+        typer.echo(message, err=True)
+        return error.exit_code
+    remedy = f"; `{context.command_path} --help` lists what it takes" if context else ""
+    from ..launch.exit_codes import print_error
+
+    print_error(message.rstrip(".") + remedy)
+    return error.exit_code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors that the user can fix are printed. os.environ is restored.
 
@@ -413,9 +493,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     "the working directory has been removed; change to another one (cd), then rerun"
                 ) from None
             # `deepspeed` passes --local_rank to every script; the environment has it too.
-            app([word for word in words if not word.startswith("--local_rank=")], prog_name="soren-align")
+            words = [word for word in words if not word.startswith("--local_rank=")]
+            code = app(words, prog_name="soren-align", standalone_mode=False) or 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 0
+        except TyperException as error:
+            code = _refuse_words(error)
         except (Exception, KeyboardInterrupt) as error:
             from ..launch.exit_codes import report
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import sys
@@ -23,8 +24,8 @@ suites_app = typer.Typer(help="List or copy the shipped suites.", invoke_without
 NEW_FILES = """\
 written   {folder}
           sft.yaml, dpo.yaml: recipes ({schema}: for editors)
-          chat.jsonl, pairs.jsonl: examples; replace them by yours
-          questions/choice/test.jsonl, questions/exact/test.jsonl: these too
+          {examples}
+          {questions}
 next      in {folder}: soren-align plan sft.yaml, then soren-align sft sft.yaml
           soren-align docs own-data"""
 
@@ -44,23 +45,28 @@ def new(
         str | None,
         typer.Option(metavar="MODEL", help="A model to fine-tune on a GPU. Without it a tiny one, on the CPU."),
     ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Your questions and answers (.csv or .jsonl): to train on, and held out."),
+    ] = None,
+    question: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of the questions.")] = None,
+    answer: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of the answers.")] = None,
 ) -> None:
     """Write the files to start with for your own data and questions.
 
-    Two recipes (SFT, then DPO), examples of both, and a suite with two kinds of questions. They run as they are.
+    Two recipes (SFT, then DPO), examples of both, and a suite with two kinds of questions. They run as they are. With
+    --data the examples are yours, and some of them become the questions, which are then not trained on.
     """
     from ..core.document import with_modeline
 
     target = _new_folder(folder)
+    pairs = _questions(data, question, answer) if data else None
     _copy_folder(shipped.ROOT / "configs/new", target)
     schema = _write_schema(target, "recipe")
     for file in target.glob("*.yaml"):
         lines = file.read_text(encoding="utf-8").splitlines()
-        if model:  # on a GPU, at the rates of the field
-            is_sft = "task: sft" in lines
-            rate = "2.0e-5" if is_sft else "5.0e-7"
-            values = {"lr": rate, "aux_lr": rate, "num_train_epochs": "3" if is_sft else "1", "bf16": "true"}
-            values |= {"name_or_path": json.dumps(model)} if is_sft else {}
+        if model:  # on a GPU, at the rates of a run without a recipe
+            values = _values_for(model, next(task for task in ("sft", "dpo") if f"task: {task}" in lines))
             keys = [line.partition(":")[0].strip() for line in lines]
             lines = [
                 f"  {key}: {values[key]}" if key in values else line
@@ -68,18 +74,115 @@ def new(
                 if key not in ("init_seed", "use_cpu")
             ]
         file.write_text(with_modeline("\n".join(lines) + "\n", schema), encoding="utf-8")
-    typer.echo(printable(NEW_FILES.format(folder=target, schema=schema)))
+    examples = "chat.jsonl, pairs.jsonl: examples; replace them by yours"
+    questions = "questions/choice/test.jsonl, questions/exact/test.jsonl: these too"
+    if pairs:
+        num_held_out = _write_questions(target, pairs)
+        examples = f"chat.jsonl: {len(pairs) - num_held_out} examples of {data}; pairs.jsonl: replace it by yours"
+        questions = f"questions/: the other {num_held_out}, held out; the wrong choices are answers to others"
+    texts = {"folder": target, "schema": schema, "examples": examples, "questions": questions}
+    typer.echo(printable(NEW_FILES.format(**texts)))
+
+
+def _values_for(model: str, task: str) -> dict[str, str]:
+    """Return the values of keys for training a real model on a GPU, as text."""
+    from ..core.document import parse
+
+    start = parse((shipped.ROOT / f"configs/start/{task}.yaml").read_text(encoding="utf-8"), task, "").content
+    rate = f"{start['optimizer']['lr']:.1e}".replace("e-0", "e-")
+    values = {"lr": rate, "aux_lr": rate, "num_train_epochs": str(start["trainer"]["num_train_epochs"]), "bf16": "true"}
+    return values | ({"name_or_path": json.dumps(model)} if task == "sft" else {})
+
+
+HELD_OUT_SHARE, MAX_HELD_OUT, NUM_CHOICES = 0.2, 100, 4
+"""Of the examples of `new --data`: the share that becomes questions, at most, and the choices of each."""
+KNOWN_PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"))
+MIN_PAIRS = 20
+"""Examples of which some can be held out."""
+
+
+def _questions(data: str, question: str | None, answer: str | None) -> list[tuple[str, str]]:
+    """Return the distinct questions of a file with their answers. Raises UserError if they cannot be read."""
+    from ..recipe.data_files import data_files, read_rows, two_columns
+
+    rows = read_rows(*next(iter(data_files(data).items())))
+    columns = [*rows[0]]
+    known = next((pair for pair in KNOWN_PAIRS if {*pair} <= {*columns}), KNOWN_PAIRS[0])
+    names = (question, answer) if question and answer else (*two_columns(data).values(),) or known
+    if missing := [column for column in names if column not in columns]:
+        hint = did_you_mean(missing[0], columns)
+        finding = f"no column '{missing[0]}' in {', '.join(columns)}{hint}"
+        raise UserError(f"--data: {data}: {finding}; write --question COLUMN --answer COLUMN")
+    pairs = {}
+    for number, row in enumerate(rows, 1):
+        prompt, reply = (str(row.get(column) or "").strip() for column in names)
+        if not prompt or not reply:
+            raise UserError(f"--data: {data}: record {number} has no {'answer' if prompt else 'question'}; remove it")
+        pairs.setdefault(prompt, reply)
+    if len(pairs) < MIN_PAIRS:
+        raise UserError(f"--data: {data}: has {len(pairs)} questions; {MIN_PAIRS} are needed to hold some out")
+    return [*pairs.items()]
+
+
+def _write_questions(target: Path, pairs: list[tuple[str, str]]) -> int:
+    """Write the examples to train on, and those held out as questions of both kinds; return the number of the latter.
+
+    The choices of a question are its answer and answers to others.
+    """
+    draw, pairs = random.Random(0), [*pairs]
+    draw.shuffle(pairs)
+    num = min(MAX_HELD_OUT, round(HELD_OUT_SHARE * len(pairs)))
+    answers = [*dict.fromkeys(answer for _, answer in pairs)]
+    choices, exact = [], []
+    for prompt, reply in pairs[:num]:
+        others = draw.sample([other for other in answers if other != reply], min(NUM_CHOICES, len(answers)) - 1)
+        mixed = draw.sample([reply, *others], len(others) + 1)
+        choices.append({"question": prompt, "choices": mixed, "answer": reply})
+        exact.append({"question": prompt, "answer": reply})
+    train = [{"instruction": prompt, "output": reply} for prompt, reply in pairs[num:]]
+    files = {"chat.jsonl": train, "questions/choice/test.jsonl": choices, "questions/exact/test.jsonl": exact}
+    for name, records in files.items():
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+        (target / name).write_text("".join(lines), encoding="utf-8")
+    return num
+
+
+FOLDERS = {
+    "quickstart": "on a CPU, offline, in minutes",
+    "smollm2-135m": "a small chat model with your data, on a CPU",
+    "qwen2.5-3b": "SFT of Qwen2.5-3B on UltraChat, on GPUs",
+    "mistral-7b": "DPO of a Mistral-7B SFT on UltraFeedback, on GPUs",
+    "llama-c4": "pre-training of LLaMA on C4, on GPUs",
+}
+"""What the recipes of a folder are for, in the order of the list."""
+FIRST = ("sft", "dpo", "soren")
+"""The recipes that a folder's list begins with."""
+MAX_LISTED = 10
+"""Recipes of a folder with a line each; of more, the parts of their names."""
 
 
 @recipes_app.callback()
 def recipes(context: typer.Context) -> None:
     """List the shipped recipes, and the studies for `compare`."""
-    if context.invoked_subcommand is None:
-        for name, path in shipped.recipes().items():
-            typer.echo(f"{name:24} {_first_comment(path)}")
-        typer.echo("\nstudies, for soren-align compare:")
-        for name, path in shipped.studies().items():
-            typer.echo(f"{name:34} {_first_comment(path)}")
+    if context.invoked_subcommand is not None:
+        return
+    folders: dict[str, dict[str, Path]] = {folder: {} for folder in FOLDERS}
+    for name, path in shipped.recipes().items():
+        folder, _, rest = name.partition("/")
+        folders.setdefault(folder, {})[rest] = path
+    for folder, files in folders.items():
+        typer.echo(f"{folder + '/':22} {FOLDERS.get(folder, '')}".rstrip())
+        if len(files) <= MAX_LISTED:
+            for name, path in sorted(files.items(), key=lambda item: (*FIRST, item[0]).index(item[0])):
+                typer.echo(f"  {name:20} {_first_comment(path)}")
+            continue
+        first, last = (list(dict.fromkeys(parts)) for parts in zip(*(n.split("-", 1) for n in files), strict=True))
+        first.sort(key=lambda size: (size[-1:] != "m", len(size), size))  # 60m, 135m, 1b
+        typer.echo(f"  {{{','.join(first)}}}-{{{','.join(last)}}}")
+    typer.echo("\nstudies, for soren-align compare")
+    for name, path in shipped.studies().items():
+        typer.echo(f"{name:34} {_first_comment(path)}")
+    typer.echo("\nnext      soren-align sft quickstart/sft\n          soren-align recipes copy NAME my.yaml")
 
 
 @recipes_app.command()
@@ -93,17 +196,20 @@ def copy(
 ) -> None:
     """Copy a shipped recipe or study to edit it; the copy works in any folder.
 
-    Beside it, recipe.schema.json (study.schema.json) completes and checks its keys in an editor.
+    A recipe that extends another is merged with it, so that all keys are there to be edited. Beside it,
+    recipe.schema.json (study.schema.json) completes and checks its keys in an editor.
     """
     from ..core.document import with_modeline
-    from ..recipe.loader import task_of
+    from ..recipe.loader import merged_text, task_of
 
     known, studies = shipped.recipes(), shipped.studies()
     if (source := (known | studies).get(name)) is None:
-        raise UserError(f"{name}: no shipped recipe; write one of {', '.join(known | studies)}")
+        hint = did_you_mean(name, known | studies, "`soren-align recipes` lists them")
+        raise UserError(f"{name}: no shipped recipe{hint}")
     target = _new_file(dest or ".", f"{name.replace('/', '-')}.yaml")
     schema_file = _write_schema(target.parent, "study" if name in studies else "recipe")
-    target.write_text(with_modeline(source.read_text(encoding="utf-8"), schema_file), encoding="utf-8")
+    text = source.read_text(encoding="utf-8") if name in studies else merged_text(source)
+    target.write_text(with_modeline(text, schema_file), encoding="utf-8")
     next_command = "compare" if name in studies else task_of(source)
     typer.echo(printable(f"{target}: edit it, then run soren-align {next_command} {target}"))
 

@@ -66,7 +66,7 @@ Form = TypeVar("Form", bound=Section)
 
 
 class Setting(NamedTuple):
-    """One `--set`: its text, key and value."""
+    """One `--set`, or an option that stands for a key: its text as it was written, key and value."""
 
     text: str
     key: tuple[str, ...]
@@ -79,7 +79,7 @@ class Document:
 
     content: dict[str, Any]
     lines: dict[Key, str]
-    """('optimizer', 'lr') -> 'my.yaml:14', or '--set optimizer.lr=1'."""
+    """('optimizer', 'lr') -> 'my.yaml:14', '--set optimizer.lr=1' or '--model'."""
     problems: list[Problem] = field(default_factory=list)
     bad_settings: list[str] = field(default_factory=list)
     """Problems of texts that are no settings."""
@@ -94,7 +94,7 @@ class Document:
                 self.bad_settings.append(f"--set {text}: write --set section.key=value")
                 continue
             try:
-                settings.append(Setting(text, key, parse_yaml(value, "")[0]))
+                settings.append(Setting(f"--set {text}", key, parse_yaml(value, "")[0]))
             except UserError as error:
                 reason = str(error).partition("not valid YAML: ")[2] or "too long"
                 self.bad_settings.append(f"--set {text}: the value is not valid YAML: {reason}")
@@ -113,7 +113,7 @@ class Document:
             if isinstance(node, list):  # data.train.0.limit: the first of a list
                 if not (part.isdecimal() and len(part) < 9 and int(part) < len(node)):
                     wanted = f"{dotted(key)} is a list of {len(node)}; write {dotted(key)}.0 for the first"
-                    self.bad_settings.append(f"--set {setting.text}: {wanted}")
+                    self.bad_settings.append(f"{setting.text}: {wanted}")
                     return
                 part, names = int(part), names[1:]
             else:
@@ -128,11 +128,11 @@ class Document:
                 node[part] = {}
             node = node[part]
             if not isinstance(node, dict | list):
-                self.bad_settings.append(f"--set {setting.text}: '{dotted(key)}' is not a section")
+                self.bad_settings.append(f"{setting.text}: '{dotted(key)}' is not a section")
                 return
         for depth in range(1, len(key)):
-            self.lines.setdefault(tuple(key[:depth]), f"--set {setting.text}")
-        self.lines[tuple(key)] = f"--set {setting.text}"
+            self.lines.setdefault(tuple(key[:depth]), setting.text)
+        self.lines[tuple(key)] = setting.text
 
     def validate(self, form: type[Form], **others: Any) -> Form | None:
         """The content as a `form`; None if it is none, whose problems are noted. others: keys beside the content."""
@@ -202,13 +202,16 @@ def place(key: Key, lines: dict[Key, str]) -> str:
 
 
 def sentences(problems: Iterable[Problem], lines: dict[Key, str]) -> list[str]:
-    """Return the problems with their places and keys, in the order of lines; those of --set come last."""
+    """Return the problems with their places and keys, in the order of lines; those of options come last."""
     placed = []
     for key, message in problems:
         where = place(key, lines)
-        number = "" if where.startswith("--set") else where.rpartition(":")[2]
-        sentence = f"{dotted(key)}: {message}" if key else message
-        placed.append((int(number) if number.isdecimal() else 10**9, f"{where} {sentence}"))
+        number = "" if where.startswith("--") else where.rpartition(":")[2]
+        if where.startswith("--") and not where.startswith("--set") and key in lines:
+            sentence = f"{where}: {message}"  # the option names the key
+        else:
+            sentence = f"{where} {dotted(key)}: {message}" if key else f"{where} {message}"
+        placed.append((int(number) if number.isdecimal() else 10**9, sentence))
     return [sentence for _, sentence in sorted(placed, key=lambda row: row[0])]
 
 

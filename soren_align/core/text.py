@@ -153,11 +153,26 @@ def can_print(console: Console, text: str) -> bool:
     return True
 
 
-def print_labelled(console: Console, label: str, text: str) -> None:
-    """Print a label in the first 10 columns, or as many as it needs, and the text wrapped from column 10 on."""
+LABEL_STYLES = {"notice": "yellow", "warning": "yellow", "diverged": "red", "next": "green"}
+"""Of labels that are not only bold."""
+
+
+def print_labelled(console: Console, label: str, text: str, *, wrap: bool = True) -> None:
+    """Print a label in the first 10 columns, or as many as it needs, and the text from column 10 on.
+
+    wrap: on a terminal, into lines of its width; False for what is copied: a path, a command. Where there is no
+    terminal, as in a cluster's logs, one record is one line, unless COLUMNS is set.
+    """
     indents: dict[str, Any] = {"initial_indent": f"{label:<9} ", "subsequent_indent": " " * 10}
-    for line in textwrap.wrap(text, console.width, **indents, break_long_words=False, break_on_hyphens=False):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    lines = [f"{label:<9} {printable(text)}"]
+    if wrap:
+        width = console.width if console.is_terminal or "COLUMNS" in os.environ else sys.maxsize
+        lines = textwrap.wrap(printable(text), width, **indents, break_long_words=False, break_on_hyphens=False)
+    for number, line in enumerate(lines):
+        styled = Text(line)
+        if not number:
+            styled.stylize(f"bold {LABEL_STYLES.get(label, '')}", 0, len(label))
+        console.print(styled, soft_wrap=True)
 
 
 def stderr_console(*, quiet: bool = False) -> Terminal:

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from ..core.errors import UserError
 from ..core.files import CHUNK_BYTES, chunk_digests, chunks_of
-from ..recipe import STDLIB, data_files, data_suffix
+from ..recipe import STDLIB, csv_columns, data_files, data_suffix, refuse_wide_characters
 
 MAX_RATIO, MAX_UNCHECKED = 200, 1 << 26
 """A .gz file may hold 200 times its size, or 64 MiB; text is compressed 3 to 10 times, a bomb 1000 times."""
@@ -58,8 +58,7 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | InvalidReco
         with _open(file) as stream:
             # A byte order mark, or a NUL, which JSON and plain text do not contain; json itself detects some encodings.
             start = stream.read(4)
-        if start.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in start:
-            raise UserError(f"{file}: not UTF-8 but UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8")
+        refuse_wide_characters(str(file), start)
     readers = {".parquet": _parquet, ".csv": _csv, ".txt": _texts}
     reader = readers.get(data_suffix(file), _lines if has_lines(file) else _array)
     for number, record in reader(file):
@@ -159,10 +158,7 @@ def _csv(file: Path) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(MAX_LINE)
     with io.TextIOWrapper(_open(file), "utf-8-sig", errors="surrogateescape", newline="") as stream:
         head = next(_bounded_lines(file, stream), "")
-        delimiter = max(",;\t", key=head.count)
-        names = next(csv.reader([head], delimiter=delimiter), [])
-        if len(names) != len(set(names)) or "" in names:
-            raise UserError(f"{file}:1: the first line must name each column once; found {', '.join(names)[:200]}")
+        names, delimiter = csv_columns(str(file), head)
         rows, number = csv.reader(_bounded_lines(file, stream, 2), delimiter=delimiter, strict=True), 2
         try:
             for row in rows:

@@ -54,11 +54,17 @@ def convert(
     flat = flattened(source)
     is_factory = any(key in flat for key in ("finetuning_type", "stage", "cutoff_len", "dataset_dir", "template"))
     tool = "Axolotl's" if "base_model" in flat else "LLaMA-Factory's" if is_factory else "TRL's"
-    task = task or task_of_source(flat, name, folder)
+    known = task or task_of_source(flat, name, folder)
+    task = known or "sft"
     # Axolotl evaluates every eval_steps without a strategy.
     when = ("eval_strategy", "evaluation_strategy", "evals_per_epoch", *["eval_steps"] * (tool == "Axolotl's"))
     sections: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "optimizer": {}, "trainer": {}, "run": {}}
     conversion = Conversion(task, sections, flat, tool, template_path=template_path)
+    if known is None:
+        assumed = (
+            "SFT is assumed, since neither the keys nor the file's name determine the task; --task dpo converts to DPO"
+        )
+        conversion.notes.append(Note("(the task)", "renamed", assumed, changes_training=True))
     read_data(conversion, evaluates=any(flat.get(key) not in (None, False, "no", 0) for key in when))
     noted = {note.key for note in conversion.notes}
     # Current names first: of a current and an older name for one key, the current one counts.
@@ -77,11 +83,11 @@ def flattened(source: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName:
-    """The source's task: by its keys, else by its columns, else by the names of file and folder.
+def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName | None:
+    """The source's task: by its keys, else by its columns, else by the names of file and folder; None if by none.
 
     TRL has one command for each task, so its files need not contain it. Raises UserError if the task is neither SFT nor
-    DPO, or cannot be determined.
+    DPO, or if keys of both are there.
     """
     rl, stage = flat.get("rl"), flat.get("stage")
     around = (name, folder, flat.get("output_dir"), flat.get("hub_model_id"), rl, stage, flat.get("pref_loss"))
@@ -122,7 +128,7 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName:
         tasks = {"sft", "dpo"} & set(re.split(r"[^a-z0-9]+", place.lower()))
         if len(tasks) == 1:
             return "sft" if "sft" in tasks else "dpo"
-    raise UserError("SFT or DPO? Neither its keys nor its name determine it: write --task sft or --task dpo")
+    return None
 
 
 def _convert_key(key: str, c: Conversion) -> Note:

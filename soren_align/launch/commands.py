@@ -15,7 +15,7 @@ from ..core.errors import UserError, known_failure
 from ..core.files import read_json
 from ..core.signals import deferred
 from ..core.silence import quiet_libraries
-from ..core.text import Terminal, counting, loading, print_labelled, stderr_console, working
+from ..core.text import Terminal, counting, join_words, loading, print_labelled, stderr_console, working
 from ..evaluate.suite.suites import check_suite
 from ..recipe import Recipe, accumulation, adapter_config, load_resolved, parallel, recorded_quantization, trainer_value
 from ..recipe.model import refuse_unloadable, refuse_unquantizable
@@ -47,6 +47,7 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
         try:
             if rank is None or rank.rank == 0:
                 prepare(folder, recipe, num_ranks)
+                _print_head(recipe)
         except UserError as error:
             if rank is None or num_ranks == 1:
                 raise
@@ -62,6 +63,14 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
         raise
     finally:
         folder.release()
+
+
+def _print_head(recipe: Recipe) -> None:
+    """Print what is trained on what, before torch is imported, which takes seconds."""
+    train = recipe.data.train
+    data = join_words([split.path for split in (train if isinstance(train, list) else [train])])
+    text = f"{recipe.model.name_or_path} with {recipe.optimizer.name} on {data}, into {recipe.run.output_dir}"
+    print_labelled(stderr_console(), recipe.task, text)
 
 
 def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | None = None) -> int:
@@ -147,7 +156,7 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
 
         evaluate_trained(folder, recipe.eval, console)
     folder.update(status="finished", finished=now(), last_error=None)
-    console.print(f"done      {folder}", highlight=False, soft_wrap=True)
+    print_labelled(console, "done", str(folder), wrap=False)
     print_next(console, folder, folder.record())
     return 0
 
@@ -224,7 +233,7 @@ def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes
     return 2 if result["problems"] else 0
 
 
-def universal(run: str) -> None:
+def reshard(run: str) -> None:
     """Convert the last checkpoint of an unfinished run, so that any number of processes can resume from it."""
     folder = RunFolder(run)
     with folder.locked():
@@ -241,7 +250,7 @@ def universal(run: str) -> None:
             raise UserError(f"{folder}: FSDP2 runs cannot be converted; resume with the same number of processes")
         if recipe.optimizer.states == "8bit":
             raise UserError(f"{folder}: 8-bit states cannot be converted; resume with the same number of processes")
-        refuse_ranks("universal")
+        refuse_ranks("reshard")
         set_environment(recipe)
         console = stderr_console()
         with console.status("Converting the last checkpoint"), _recording_errors(folder):
@@ -276,7 +285,7 @@ def merge(run: str) -> None:
             with quiet_libraries():
                 merged = adapters.merge(folder)
             write_card(folder, merged=True)
-        console.print(f"written   {merged}", highlight=False, soft_wrap=True)
+        print_labelled(console, "written", str(merged), wrap=False)
         quantized = recorded_quantization(folder.model)
         steps = [f"base dequantized from {quantized.quantize}"] if quantized else []
         steps += ["merged in float32", f"saved in {(read_json(merged / 'config.json') or {}).get('dtype')}"]

@@ -119,12 +119,20 @@ def library_environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, 
         env.setdefault("TENSORBOARD_LOGGING_DIR", str(RunFolder(recipe.run.output_dir).path / "tensorboard"))
     if recipe and recipe.run.offline:
         env.setdefault("HF_HUB_OFFLINE", "1")
-    if not _gpus() and not Path("/dev/kfd").exists():
-        try:  # CUDA may work without /dev/nvidia*, as under WSL2: torch needs this library too. It starts no GPU.
-            ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            env.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints that it found no GPU
+    if not has_gpu():
+        env.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints that it found no GPU
     return env
+
+
+def has_gpu() -> bool:
+    """Whether this machine has a GPU, hidden or not; found without torch."""
+    if _gpus() or Path("/dev/kfd").exists():
+        return True
+    try:  # CUDA may work without /dev/nvidia*, as under WSL2: torch needs this library too. It starts no GPU.
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def visible_gpus() -> list[str]:

@@ -61,6 +61,8 @@ def evaluate(
                 there = Path(*place.parts[:-depth], suite)
                 if there.exists():
                     recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suite": str(there)})})
+        if run is None and not options.get("suite") and not local_path(models[0]).exists():
+            raise UserError(f"{models[0]}: no such folder; if it is a model on the hub, add --suite SUITE")
         settings = evaluation_settings(recipe, options)
         check_suite(settings)
         if output is None and (recipe is None or len(models) > 1):

@@ -1,12 +1,14 @@
 """Exit codes: 0 done, 1 a failure or a lost rank, 2 an error that the user can fix, 130 stopped by a signal."""
 
 import os
-import sys
 import traceback
 from contextlib import suppress
 
+from rich.text import Text
+
 from ..core.errors import LostRankError, UserError, known_failure, printable
 from ..core.signals import interrupt_no_more
+from ..core.text import stderr_console
 
 
 def report(error: BaseException, *, resumable: bool = True) -> int:
@@ -32,6 +34,19 @@ def report(error: BaseException, *, resumable: bool = True) -> int:
         if torchrun.STARTED_HERE in os.environ:
             return code
     rank = int(os.environ.get("RANK", "0"))
-    with suppress(OSError):  # the terminal was closed
-        print(printable(f"rank {rank}: {message}" if rank else message), file=sys.stderr, flush=True)  # noqa: T201
+    message = f"rank {rank}: {message}" if rank else message
+    if code == 2:
+        print_error(message)
+    else:
+        _print(Text(printable(message)))
     return code
+
+
+def print_error(message: str) -> None:
+    """Print an error that the user can fix on standard error."""
+    _print(Text.assemble(("error: ", "bold red"), printable(message)))
+
+
+def _print(text: Text) -> None:
+    with suppress(OSError):  # the terminal was closed
+        stderr_console().print(text, soft_wrap=True)

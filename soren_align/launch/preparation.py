@@ -48,12 +48,12 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
         _refuse_more_steps(folder, recipe, run, started)
         raise UserError(
             f"{folder}: holds a finished run. Choose another run.output_dir, evaluate it with "
-            f"`soren-align eval {folder}`, or replace it with --set run.overwrite=true"
+            f"`soren-align eval {folder}`, or replace it with --overwrite"
         )
     if status != "finished" and recipe.run.resume == "never":
         raise UserError(
             f"{folder}: holds an unfinished run and run.resume is never. Choose another run.output_dir, resume with "
-            "--set run.resume=auto, or replace it with --set run.overwrite=true"
+            "--set run.resume=auto, or replace it with --overwrite"
         )
     changed = [] if started is None else differences(training_part(started), training_part(recipe))
     if started and recipe.run.parallel == started.run.parallel:  # the same file, whose content may have changed
@@ -63,7 +63,7 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
         raise UserError(
             f"{folder}: holds a run of another recipe:",
             *(f"  {line}" for line in changed),
-            "Restore these to resume, choose another run.output_dir, or replace it with --set run.overwrite=true",
+            "Restore these to resume, choose another run.output_dir, or replace it with --overwrite",
         )
     if status == "finished":
         folder.update(status="trained")
@@ -72,8 +72,8 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
         if (before := run.get("processes", 1)) not in (None, num_ranks):
             raise UserError(
                 f"{folder}: holds an unfinished run of {before} process{'es' * (before > 1)}, not {num_ranks}. Resume "
-                f"with --processes {before}, convert its last checkpoint with `soren-align universal {folder}`, or "
-                "replace it with --set run.overwrite=true"
+                f"with --processes {before}, convert its last checkpoint with `soren-align reshard {folder}`, or "
+                "replace it with --overwrite"
             )
         folder.update(processes=num_ranks)
     write(folder.recipe, to_yaml(recipe))

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 from ..core.errors import UserError, in_one_line
 from ..core.text import Table, Terminal, can_print, count, print_labelled
 from ..evaluate.report.results import Results, read_results
@@ -79,7 +77,7 @@ def print_next(console: Terminal, folder: RunFolder, record: dict[str, Any]) -> 
 def _print_lines(console: Terminal, label: str, lines: Sequence[str]) -> None:
     """Print lines as they are, the first one behind the label."""
     for i, line in enumerate(lines):
-        console.print(f"{'' if i else label:<9} {line}", highlight=False, soft_wrap=True)
+        print_labelled(console, "" if i else label, line, wrap=False)
 
 
 def next_commands(folder: RunFolder, record: dict[str, Any]) -> list[str]:
@@ -89,7 +87,7 @@ def next_commands(folder: RunFolder, record: dict[str, Any]) -> list[str]:
     if status == "training":
         return [again]
     if status == "diverged":
-        return [f"soren-align curves {run}", f"{again} --set run.overwrite=true --set optimizer.lr=..."]
+        return [f"soren-align curves {run}", f"{again} --overwrite optimizer.lr=..."]
     chat = [] if record["task"] == "pretrain" else [f"soren-align chat {run} --compare start"]
     if status == "trained":
         return [again, *chat]
@@ -180,4 +178,4 @@ def curves(names: Sequence[str], *, output: str = "curves.png") -> None:
         rows.append([name, f"{run.last_step:g}", *ends[:2], best, ends[2]])
     console.print(Table(["run", "step", "loss", "held-out", "lowest held-out", "margin"], rows, align="lrrr").rich())
     dark = draw_curves(drawn, path)
-    console.print(Text(f"written   {path} and {dark}"), soft_wrap=True)
+    print_labelled(console, "written", f"{path} and {dark}", wrap=False)

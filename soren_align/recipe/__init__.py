@@ -5,8 +5,17 @@ that it extends, and `checks` looks for missing files and conflicting keys. Noth
 """
 
 from .checks import evaluation_problems
-from .data_files import FILE_KINDS, STDLIB, columns_text, data_files, data_suffix, example_of_names
-from .loader import differences, find, load, load_resolved, load_text, recipe_hash, to_yaml, training_part
+from .data_files import (
+    FILE_KINDS,
+    STDLIB,
+    columns_text,
+    csv_columns,
+    data_files,
+    data_suffix,
+    example_of_names,
+    refuse_wide_characters,
+)
+from .loader import OPTIONS, differences, find, load, load_resolved, load_text, recipe_hash, to_yaml, training_part
 from .model import Quantization, adapter_config, compute_dtype, is_local, quantization, recorded_quantization
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, OptimizerSection, as_adamw
 from .parallel import Parallel, accumulation, batch_unit, few_steps, global_batch, parallel, trainer_value

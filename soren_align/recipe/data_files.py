@@ -1,11 +1,13 @@
 """The files that a path of the data section names: a file, the files of a folder, or those that a pattern matches."""
 
+import csv
 import glob
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from contextlib import suppress
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -107,7 +109,7 @@ def _walk(folder: Path) -> Iterator[str]:
         yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
 
 
-# The first lines of .jsonl files, checked before torch is loaded: JSON objects, with columns that can be read.
+# The first lines of .jsonl and .csv files, checked before torch is loaded: records, with columns that can be read.
 #
 # All examples are checked later, by data/split.py; this saves the wait for a file that cannot be read at all.
 
@@ -117,35 +119,109 @@ MAX_LINE = 1 << 20
 
 
 def first_line_problems(path: str, split: dict[str, Any], task: str | None) -> list[str]:
-    """The problems of the first lines of the .jsonl files at `path`, which exist. split, task: of the raw recipe."""
+    """The problems of the first records of the .jsonl and .csv files at `path`, which exist. split, task: of the raw
+    recipe.
+    """
     if path == STDLIB:
         return []
-    limit = split.get("limit")
-    num_lines = min(limit, NUM_LINES) if isinstance(limit, int) else NUM_LINES
-    files = [(name, file) for name, file in data_files(path).items() if file.suffix == ".jsonl"]
+    files = [(name, file) for name, file in data_files(path).items() if file.suffix in (".jsonl", ".csv")]
     for name, file in files[:NUM_FILES]:
         try:
-            lines = _lines(file, num_lines)
-        except OSError as error:
-            return [f"{name}: cannot be read: {error.strerror}"]
-        if problems := _problems(name, lines, split, task):
+            records = _first_records(name, file, split)
+        except UserError as error:
+            return list(error.problems)
+        if problems := _column_problems(name, records, split, task):
             return problems
     return []
 
 
-def _problems(name: str, lines: list[tuple[int, bytes]], split: dict[str, Any], task: str | None) -> list[str]:
-    examples = []
+def two_columns(path: str) -> dict[str, str]:
+    """`columns` for a file of questions and answers under other names: its only two columns, in their order.
+
+    Empty if the names are known, there are not two columns, or the file cannot be read.
+    """
+    try:
+        name, file = next(iter(data_files(path).items()))
+        record = next(iter(_first_records(name, file, {})), {})
+    except (UserError, OSError):
+        return {}
+    is_unknown = len(record) == 2 and not record.keys() & set(get_args(Column))
+    return dict(zip(("instruction", "output"), record, strict=True)) if is_unknown else {}
+
+
+MAX_ROWS = 100_000
+"""Of a file that is read whole without torch."""
+
+
+def read_rows(name: str, file: Path) -> list[dict[str, Any]]:
+    """The records of a .csv or .jsonl file, MAX_ROWS at most. name: for messages. Raises UserError if it has none."""
+    if file.suffix not in (".csv", ".jsonl"):
+        raise UserError(f"{name}: write a .csv or .jsonl file, with a question and its answer in each record")
+    if not (rows := _first_records(name, file, {"limit": MAX_ROWS}, MAX_ROWS)):
+        raise UserError(f"{name}: has no records")
+    return rows
+
+
+def _first_records(name: str, file: Path, split: dict[str, Any], most: int = NUM_LINES) -> list[dict[str, Any]]:
+    """The first records that are objects. Raises UserError for a file or a line that cannot be read."""
+    limit = split.get("limit")
+    num_lines = min(limit, most) if isinstance(limit, int) else most
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(4)
+        refuse_wide_characters(name, start)
+        if file.suffix == ".csv":
+            return _first_rows(name, file, num_lines)
+        lines = _lines(file, num_lines)
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read: {error.strerror}") from None
+    records = []
     for number, line in lines:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             if split.get("bad_examples", "refuse") == "refuse":
-                return [f"{name}:{number}: not JSON: {error.msg} at column {error.colno}; a line is one JSON object"]
+                reason = f"not JSON: {error.msg} at column {error.colno}; a line is one JSON object"
+                raise UserError(f"{name}:{number}: {reason}") from None
         except (ValueError, RecursionError):
             return []  # reported in full later
         else:
-            examples += [record] if isinstance(record, dict) and record else []
-    columns = {column: None for example in examples for column in example}
+            records += [record] if isinstance(record, dict) and record else []
+    return records
+
+
+def _first_rows(name: str, file: Path, num_lines: int) -> list[dict[str, Any]]:
+    with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+        names, delimiter = csv_columns(name, stream.readline(MAX_LINE))
+        lines = takewhile(lambda line: 0 < len(line) < MAX_LINE, iter(lambda: stream.readline(MAX_LINE), ""))
+        rows: list[list[str]] = []
+        with suppress(csv.Error):  # reported later, with its line
+            for row in islice(csv.reader(lines, delimiter=delimiter), num_lines):
+                rows.append(row)
+    records = [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
+    return records or [dict.fromkeys(names, "")]
+
+
+def csv_columns(name: str, head: str) -> tuple[list[str], str]:
+    """The columns that the first line of a .csv file names, and the delimiter. Raises UserError if they are no names.
+
+    name: the file's, for messages.
+    """
+    delimiter = max(",;\t", key=head.count)
+    names = next(csv.reader([head], delimiter=delimiter), [])
+    if len(names) != len(set(names)) or "" in names:
+        raise UserError(f"{name}:1: the first line must name each column once; found {', '.join(names)[:200]}")
+    return names, delimiter
+
+
+def refuse_wide_characters(name: str, start: bytes) -> None:
+    """Raise UserError if a text file is not UTF-8 by its first bytes: a byte order mark, or a NUL."""
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in start:
+        raise UserError(f"{name}: not UTF-8 but UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8")
+
+
+def _column_problems(name: str, records: list[dict[str, Any]], split: dict[str, Any], task: str | None) -> list[str]:
+    columns = {column: None for record in records for column in record}
     names = split.get("columns")
     if isinstance(names, dict) and names:
         for ours, theirs in names.items() if columns else ():  # keys of turns are not columns
@@ -155,7 +231,7 @@ def _problems(name: str, lines: list[tuple[int, bytes]], split: dict[str, Any], 
         return []
     if not columns or task not in TASKS or columns.keys() & set(get_args(Column)):
         return []
-    hint = example_of_names(examples[0], task)
+    hint = example_of_names(records[0], task)
     return [f"{name}: found the columns {', '.join(columns)}; {task} needs {TASKS[task].required_columns}{hint}"]
 
 

@@ -9,17 +9,21 @@ a fraction, or the other way round.
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml import YAML
+
 from ..core import document, shipped
-from ..core.document import Document, Key, dotted, tag_of
+from ..core.document import Document, Key, Setting, dotted, tag_of
 from ..core.errors import UserError
 from ..core.files import local_path, read_text
+from ..core.text import join_words
 from ..tasks import TASKS
 from . import trl
 from .checks import problems_beyond_schema
+from .data_files import two_columns
 from .model import recorded_quantization
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
 from .schema import Recipe, kind_of_eval, resolve
@@ -30,17 +34,43 @@ UNIONS: dict[Key, dict[str, Any]] = {("optimizer",): OPTIMIZER_SECTIONS, ("optim
 Notify = Callable[[str], object]
 
 
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "--model": ("model", "name_or_path"),
+    "--data": ("data", "train", "path"),
+    "--output": ("run", "output_dir"),
+    "--overwrite": ("run", "overwrite"),
+}
+"""The keys that have an option of their own. The first three are a run without a recipe's file."""
+
+
 def load(
-    name_or_path: str, overrides: list[str] | None = None, task: str | None = None, notify: Notify = lambda _: None
+    name_or_path: str | None,
+    overrides: list[str] | None = None,
+    task: str | None = None,
+    notify: Notify = lambda _: None,
+    options: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """The checked recipe of a file, or of a shipped name such as 'quickstart/sft'.
+    """The checked recipe of a file, or of a shipped name such as 'quickstart/sft'; None: of `options` alone.
 
     overrides: 'section.key=value' texts, as after --set; values are YAML. task: the command's; a recipe of the other
     task is an error. notify: receives one line for each inherited key that a new optimizer or map does not have.
-    Raises UserError with every mistake.
+    options: the values of OPTIONS by name; they come before the overrides. Raises UserError with every mistake.
     """
-    source = _read(find(name_or_path), notify)
-    settings = source.settings(overrides or [])
+    values = {name: value for name, value in (options or {}).items() if value is not None}
+    source = _without_file(task, values) if name_or_path is None else _read(find(name_or_path), notify)
+    refuse_foreign(name_or_path, source.content)
+    settings = [Setting(name, OPTIONS[name], value) for name, value in values.items()]
+    data = source.content.get("data")
+    if "--data" in values and isinstance(data, dict) and not isinstance(data.get("train"), dict):
+        data["train"] = {}  # a bare path, or several splits
+    if (
+        "--model" in values
+        and source.content.get("task") != "pretrain"
+        and "init_seed" in (model := source.content.get("model") or {})
+    ):
+        notify(f"--model {values['--model']}: ignored model.init_seed, which makes random weights")
+        del model["init_seed"]
+    settings += source.settings(overrides or [])
     for at, union in UNIONS.items():
         parent: Any = source.content
         for key in at[:-1]:
@@ -55,10 +85,44 @@ def load(
             parent[at[-1]] = _without_foreign_keys(section, union, names[-1], at, notify)
     for setting in settings:
         if setting.key == ("extends",):
-            source.bad_settings.append(f"--set {setting.text}: a file extends another; write it into a recipe's file")
+            source.bad_settings.append(f"{setting.text}: a file extends another; write it into a recipe's file")
         else:
             source.apply(setting)
+    if name_or_path is None:
+        split = source.content["data"]["train"]
+        if "columns" not in split and task == "sft" and (columns := two_columns(split["path"])):
+            split["columns"] = columns
+            prompt, answer = columns.values()
+            notify(f"--data {split['path']}: '{prompt}' is read as the instruction, '{answer}' as the answer")
     return _checked(source, task)
+
+
+def _without_file(task: str | None, options: Mapping[str, Any]) -> Document:
+    """The document of a task's settings for any model and data; raises UserError without these."""
+    path = shipped.ROOT / f"configs/start/{task}.yaml"
+    needed = [*OPTIONS][:3]
+    if not path.is_file() or not options.keys() & needed:
+        example = f", or no recipe and {join_words(needed)}" if path.is_file() else ""
+        raise UserError(f"name a recipe{example}; `soren-align recipes` lists the shipped recipes")
+    if missing := [name for name in needed if name not in options]:
+        raise UserError(f"without a recipe {join_words(needed)} are needed; add {join_words(missing)}")
+    return parse(read_text(path), f"configs/start/{task}.yaml")
+
+
+FOREIGN_KEYS = {
+    "base_model": "an Axolotl file",
+    "finetuning_type": "a LLaMA-Factory file",
+    "dataset_mixer": "a file of the alignment handbook",
+    "model_name_or_path": "a TRL config",
+}
+"""Keys by which another tool's file is recognized; a recipe has none of them at its top."""
+
+
+def refuse_foreign(name: str | None, content: Mapping[str, Any]) -> None:
+    """Raise UserError with the command that imports another tool's file, if this is one."""
+    kind = next((kind for key, kind in FOREIGN_KEYS.items() if key in content), None)
+    if kind and not content.keys() & {"task", "run"}:
+        raise UserError(f"{name}: this is {kind}, not a recipe; convert it: soren-align import {name} recipe.yaml")
 
 
 def find(name_or_path: str) -> Path:
@@ -69,6 +133,38 @@ def find(name_or_path: str) -> Path:
 def task_of(path: Path) -> str | None:
     """The task in a recipe's file, or in the recipe that it extends; nothing else is checked."""
     return _read(path, lambda _: None).content.get("task")
+
+
+def merged_text(path: Path) -> str:
+    """The text of a recipe of ours, with the keys that it extends; the comments stay."""
+    return document.dump(_merged_with_comments(path))
+
+
+def _merged_with_comments(path: Path) -> Any:
+    over: Any = YAML().load(read_text(path))
+    if not isinstance(name := over.pop("extends", None), str):
+        return over
+    base = _merged_with_comments(find(name))
+    explanations = (base.ca.comment or [None, None])[1] or []
+    _merge_commented(base, over, ())
+    base.ca.comment = [None, [*over.ca.comment[1], *explanations[2:]]]  # its modeline and title are those of `path`
+    return base
+
+
+def _merge_commented(base: Any, over: Any, at: Key) -> None:
+    """Write the values of `over` into `base`, as `_merged` does, with their comments."""
+    if at in UNIONS:
+        own_keys = _without_foreign_keys(base, UNIONS[at], over.get("name"), at, lambda _: None)
+        for key in [key for key in base if key not in own_keys]:
+            del base[key]
+    for key, value in over.items():
+        inherited = base.get(key)
+        if isinstance(inherited, dict) and isinstance(value, dict):
+            _merge_commented(inherited, value, (*at, key))
+        else:
+            base[key] = value
+        if key in over.ca.items:
+            base.ca.items[key] = over.ca.items[key]
 
 
 def load_text(text: str, name: str = "recipe", on_missing: Notify | None = None) -> Recipe:

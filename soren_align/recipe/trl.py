@@ -64,6 +64,11 @@ RENAMED = {
     "overwrite_output_dir": "write run.overwrite",
     "chat_template": "belongs to model.chat_template",
     "dataset_name": "belongs to data.train.path",
+    "model_name_or_path": "belongs to model.name_or_path",
+    "optimizer": "belongs to optimizer.name",
+    "lora_r": "belongs to model.lora.r",
+    "lora_alpha": "belongs to model.lora.alpha",
+    "lora_dropout": "belongs to model.lora.dropout",
     "lr": "belongs to optimizer.lr",
     **dict.fromkeys(("epochs", "num_epochs"), "write num_train_epochs"),
     "steps": "write max_steps",
@@ -106,6 +111,15 @@ def fields(task: str) -> dict[str, Field]:
     ):
         known |= _class_fields(path, name, enums)
     return known
+
+
+def recipe_key(name: str) -> str | None:
+    """The key of a recipe that another tool's option means: optimizer.lr for learning_rate; None if there is none."""
+    if meant := re.match(r"(?:belongs to|write) ([\w.]*\w)", (ELSEWHERE | RENAMED).get(name, "")):
+        name = meant[1]
+    elif name in ELSEWHERE:
+        return None
+    return name if "." in name else next((f"trainer.{name}" for task in TASKS if name in fields(task)), None)
 
 
 def problems(task: str, values: dict[str, Any]) -> dict[str, str]:

@@ -43,7 +43,7 @@ CONTENTS = (
     *("recipe.yaml", "metrics.jsonl", "spectra.jsonl", "samples.jsonl", "start", "start_logits.safetensors"),
     *("curves.png", "curves-dark.png", "checkpoints", "model", "merged", "eval", "tensorboard", "run.json"),
 )
-AFTER_DIVERGENCE = "train it anew with a smaller optimizer.lr, such as a tenth, and --set run.overwrite=true"
+AFTER_DIVERGENCE = "train it anew with a smaller optimizer.lr, such as a tenth, and --overwrite"
 STOPPED = "stopped by a signal"
 """`last_error` of a run that a signal stopped: the same command resumes it."""
 LOCK, RANKS_LOCK = ".lock", ".lock-ranks"
@@ -115,7 +115,7 @@ class RunFolder:
         if record["status"] == "diverged":
             return f"diverged: {record['training']['diverged']}; {AFTER_DIVERGENCE}"
         if record["status"] == "finished":
-            return "has no model any more, it was removed; train it again with --set run.overwrite=true"
+            return "has no model any more, it was removed; train it again with --overwrite"
         return f"has no model yet (status: {record['status']}); finish the run first"
 
     def update(self, **changes: Any) -> None:

@@ -25,6 +25,9 @@ from ..sharding.ranks import Ranks
 from .measure.progress import peak_memory
 from .setup import TrainingSetup
 
+SMALL_CHANGE = 0.01
+"""Of the matrices, relative to their norm: a training that changes less is worth a line in the terminal."""
+
 
 def report_setup(
     folder: RunFolder, console: Console, setup: TrainingSetup, trainer: Any, ranks: Ranks, identity: dict[str, Any]
@@ -175,18 +178,18 @@ def report_result(
     if validation := result.get("validation"):
         text = f"validation perplexity {validation['perplexity']:.2f}, of {validation['num_tokens']:,} tokens"
         lines.append(f"{text} (loss {validation['loss']:.4f})")
-    lines.append(f"the matrices changed by {100 * result['relative_change']:.3g}% of their norm")
+    if result["relative_change"] < SMALL_CHANGE:
+        lines.append(f"the matrices changed by {100 * result['relative_change']:.3g}% of their norm")
     for line in lines:
         print_labelled(console, "", line)
     if "matrices" not in result["change_after_saving"]:  # nothing has changed
         return
     dtype, matrices = (result["change_after_saving"][key] for key in ("dtype", "matrices"))
     projection, entries = (100 * matrices[key] for key in ("projection", "fraction_changed"))
-    print_labelled(console, "saved", f"model/ in {dtype}, which preserves {projection:.3g}% of the change")
-    if entries < 99.95:
+    if min(entries, projection) < 100 * SURVIVAL_THRESHOLD:
+        print_labelled(console, "saved", f"model/ in {dtype}, which preserves {projection:.3g}% of the change")
         line = f"{entries:.3g}% of the changed entries still differ from the starting checkpoint after rounding"
         print_labelled(console, "", line)
-    if min(entries, projection) < 100 * SURVIVAL_THRESHOLD:
         print_labelled(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all")
 
 

@@ -4,6 +4,7 @@ Training ends early on a signal (Ctrl-C, SIGTERM, SIGHUP), with a checkpoint to 
 no longer, by transformers' early stopping.
 """
 
+import os
 import pickle
 import signal
 import time
@@ -246,6 +247,8 @@ class StopOnSignal(TrainerCallback):
             self.close()
             raise KeyboardInterrupt
         self.received.add(number)
+        if number == signal.SIGINT and self.ranks.is_first:  # os.write: Python's files are not reentrant
+            os.write(2, b"\nstopping  after this step; Ctrl-C again stops at once, without a checkpoint\n")
 
     def on_step_end(self, args, state, control, **kwargs):
         """Save and stop between two steps if any rank received a signal. Collective."""

@@ -159,7 +159,7 @@ def test_all_that_changes_responses_changes_the_cache_file(change, small, models
 def test_after_a_kill_no_request_is_computed_twice(models, tmp_path):
     asked = Eval(suite="quickstart", batch_size=1)
     command = [
-        sys.executable, "-m", "soren_align.cli", "eval", str(models[0]), "--suite", "quickstart", "--batch-size", "1",
+        sys.executable, "-m", "soren_align", "eval", str(models[0]), "--suite", "quickstart", "--batch-size", "1",
     ]  # fmt: skip
     command += ["--output", str(tmp_path / "killed"), "--cache", str(tmp_path / "cache")]
     env = os.environ | {"DS_ACCELERATOR": "cpu"}

@@ -117,7 +117,7 @@ def _command(rng: random.Random, kind: str) -> list[str]:
          rng.choice(["..", "quickstart", ".", "run", "run/eval", "nowhere", "run/suite.yaml"])],
         ["eval", "run", "--limit", "2"],
         ["eval", "run/model"],
-        ["universal", "run"],
+        ["reshard", "run"],
         ["merge", "run"],
         ["push", "run", "me/it"],
         ["push", "run", "me/it", "--merged"],
@@ -125,7 +125,7 @@ def _command(rng: random.Random, kind: str) -> list[str]:
         ["import", "run/recipe.yaml", "imported.yaml"],
     ]  # fmt: skip
     if kind == "training":
-        commands += [train] * 8 + [["universal", "run"]] * 2
+        commands += [train] * 8 + [["reshard", "run"]] * 2
     return rng.choice(commands)
 
 

@@ -457,6 +457,7 @@ def test_whatever_stands_there_every_key_is_told_or_the_file_refused(base, more)
     ({"dataset_name": "a/b"}, "config_full", "sft", "sft"),
     ({"base_model": "a/c", "datasets": [{"path": "a/b"}]}, "x", "dpo", "sft"),
     ({"base_model": "a/c", "datasets": [{"path": "a/b"}], "rl": "ipo"}, "x", "", "dpo"),
+    ({"dataset_name": "a/b"}, "x", "", "sft"),
 ])  # fmt: skip
 def test_the_task_is_read_from_keys_then_from_names(given, name, folder, task):
     assert convert(given, name, folder).task == task
@@ -464,7 +465,6 @@ def test_the_task_is_read_from_keys_then_from_names(given, name, folder, task):
 
 @pytest.mark.parametrize(("given", "folder", "message"), [
     (SFT | DPO, "", "SFT or DPO? max_seq_length are SFT keys, beta DPO keys: write --task"),
-    ({"dataset_name": "a/b"}, "", "SFT or DPO? Neither its keys nor its name determine it"),
     (DPO, "orpo", "this trains by ORPO"),
     (DPO | {"output_dir": "out/mine-kto"}, "", "this trains by KTO"),
     ({"base_model": "a/b", "rl": "grpo"}, "", "this trains by GRPO"),

@@ -247,7 +247,7 @@ def test_deepspeed_is_kept_to_the_cpu_only_where_cuda_cannot_be(make, monkeypatc
 
 def test_another_number_of_processes_goes_on_only_from_a_checkpoint_for_any(make):
     folder = begin(make(), checkpoint=True)
-    with pytest.raises(UserError, match=r"of 1 process, not 3.*soren-align universal"):
+    with pytest.raises(UserError, match=r"of 1 process, not 3.*soren-align reshard"):
         prepare(folder, make()[0], 3)
     folder.update(processes=None)
     prepare(folder, make()[0], 3)
@@ -259,13 +259,13 @@ def test_a_run_whose_batch_depends_on_its_number_keeps_it(make):
     with pytest.raises(
         UserError, match=r"has no run.global_batch_size, so that another number of processes would train"
     ):
-        commands.universal(str(folder))
+        commands.reshard(str(folder))
 
 
 def test_what_has_no_checkpoint_cannot_be_freed_from_its_number(make):
     folder = begin(make())
     with pytest.raises(UserError, match="holds no unfinished run with a complete checkpoint"):
-        commands.universal(str(folder))
+        commands.reshard(str(folder))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def reported(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("error", "environment", "expected"),
-    [(UserError("write this"), {}, (2, "write this\n")), (UserError("write this"), RANK, (2, "rank 1: write this\n")),
+    [(UserError("write this"), {}, (2, "error: write this\n")),
+     (UserError("write this"), RANK, (2, "error: rank 1: write this\n")),
      (OSError(28, "No space left on device", "/x"), {}, (2, "/x")),
      (KeyboardInterrupt(), {}, (130, "stopped; rerun the same command to resume\n")),
      (LostRankError("lost another rank"), RANK, (1, "rank 1: lost another rank\n")),
@@ -97,7 +98,7 @@ def test_a_rank_records_its_error_and_prints_it_only_for_a_foreign_launcher(repo
     environment = RANK | {"TORCHELASTIC_ERROR_FILE": str(file)} | ({torchrun.STARTED_HERE: "1"} if started_here else {})
     code, text = reported(UserError("write this"), environment)
     assert code == 2
-    assert text == ("" if started_here else "rank 1: write this\n")
+    assert text == ("" if started_here else "error: rank 1: write this\n")
     assert "write this" in json.loads(file.read_text())["message"]["message"]
 
 
@@ -333,5 +334,5 @@ def test_a_removed_working_directory_is_a_sentence(tmp_path, monkeypatch, capsys
     folder.rmdir()
     assert app.main(command_line) == 2
     assert capsys.readouterr().err == (
-        "the working directory has been removed; change to another one (cd), then rerun\n"
+        "error: the working directory has been removed; change to another one (cd), then rerun\n"
     )

@@ -98,7 +98,7 @@ def test_tasks_get_the_cores_and_the_network_interface_of_the_job(submit, tmp_pa
 def test_ranks_that_slurm_stops_leave_a_checkpoint_and_a_job_that_is_queued_again(submit, tmp_path):
     run = RunFolder(tmp_path / "run")
     changes = command.overrides(f"run.output_dir={run}", "trainer.max_steps=100000", "trainer.eval_strategy=no")
-    job = submit(f'{PYTHON} -m soren_align.cli "$@"', "sft", "quickstart/sft", "--no-eval", *changes)
+    job = submit(f'{PYTHON} -m soren_align "$@"', "sft", "quickstart/sft", "--no-eval", *changes)
     while not (run.metrics.is_file() and run.metrics.stat().st_size):
         assert job.poll() is None, job.stderr.read()
         time.sleep(0.05)

@@ -36,7 +36,7 @@ def shipped(request, planned):
 def test_the_command_plans_without_hub_files_or_memory_for_weights(tmp_path):
     """In 20 GB of address space, where 7 billion float32 weights would need 29 GB."""
     limit = 20 * 10**9
-    command = [sys.executable, "-m", "soren_align.cli", "plan", "mistral-7b/paper-soren", "--processes", "8", "--json"]
+    command = [sys.executable, "-m", "soren_align", "plan", "mistral-7b/paper-soren", "--processes", "8", "--json"]
     command += ["--set", "run.parallel=zero3"]
     folder = tmp_path / "elsewhere"
     folder.mkdir()

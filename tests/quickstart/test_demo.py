@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def soren_align(*arguments, cwd):
-    command = [sys.executable, "-m", "soren_align.cli", *arguments]
+    command = [sys.executable, "-m", "soren_align", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
 
 
@@ -117,7 +117,7 @@ def test_no_network_is_attempted(tmp_path):
         "    raise OSError('no network in this test')\n"
         "socket.getaddrinfo = no_lookup\n"
     )
-    command = [sys.executable, "-m", "soren_align.cli", "sft", "quickstart/sft", "--set", "trainer.max_steps=2"]
+    command = [sys.executable, "-m", "soren_align", "sft", "quickstart/sft", "--set", "trainer.max_steps=2"]
     # Without the variables that the tests themselves set: the recipe must ask for it.
     env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

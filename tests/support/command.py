@@ -43,13 +43,13 @@ def run(*arguments, cwd=None, env=None):
 
 def start(*arguments, **settings):
     """A subprocess.Popen of the command; its standard error is a pipe of text."""
-    command = [sys.executable, "-m", "soren_align.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "soren_align", *map(str, arguments)]
     return subprocess.Popen(command, **{"stderr": subprocess.PIPE, "text": True, **settings})
 
 
 def run_process(*arguments, cwd=None, env=None, timeout=300):
     """The Result of a command in a process of its own. env: its whole environment."""
-    command = [sys.executable, "-m", "soren_align.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "soren_align", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=timeout)
     return Result(done.returncode, done.stdout, done.stderr)
 

@@ -21,7 +21,7 @@ STEPS = (2, 3)  # by which the two recipes differ
 
 def start(folder: Path, steps: int) -> subprocess.Popen:
     sets = [f"run.output_dir={folder}", f"trainer.max_steps={steps}"]
-    command = [sys.executable, "-m", "soren_align.cli", "sft", "quickstart/sft", "--no-eval"]
+    command = [sys.executable, "-m", "soren_align", "sft", "quickstart/sft", "--no-eval"]
     command += [part for text in sets for part in ("--set", text)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 

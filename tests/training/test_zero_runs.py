@@ -154,7 +154,7 @@ def test_three_ranks_go_on_where_two_have_left(rank_pools, two_ranks, tmp_path):
     folder, seen = two_ranks
     assert [rank["freed"] for rank in seen] == [[True, True]] * 2
     for mode in ("zero2", "zero3"):
-        done = command.run_process("universal", folder / f"freed-{mode}")
+        done = command.run_process("reshard", folder / f"freed-{mode}")
         assert done.returncode == 0, done.stderr
         assert "any number of processes can resume from" in done.stderr
     ranks_do(rank_pools(3), "freed", folder)

@@ -174,7 +174,7 @@ def print_results(results: Results, output: Path, console: Console, table: Conso
     table = table or console
     table.print()
     table.print(tables.terminal(results), highlight=False)
-    console.print(f"written   {output}", highlight=False, soft_wrap=True)
+    print_labelled(console, "written", str(output), wrap=False)
     print_labelled(console, "", "table.md there also has methods, versions and settings")
 
 

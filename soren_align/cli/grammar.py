@@ -1,0 +1,89 @@
+"""What a person may type: commands in groups, and keys of a recipe as words.
+
+`optimizer.lr=1e-3`, `--optimizer.lr 1e-3` and TRL's `--learning_rate 1e-3` mean `--set optimizer.lr=1e-3`. A word that
+is none of a command's options, but a key, is rewritten before typer parses the words.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+HELP = """\
+Usage: soren-align COMMAND ...
+
+Fine-tune language models with AdamW, Muon or Soren, and find out whether it
+helped.
+
+Start     new        write a folder to start with: data, recipe, questions
+          recipes, suites, docs, import
+Train     sft        train on conversations, then evaluate
+          dpo        train on preference pairs, then evaluate
+          pretrain   train on plain texts, from random weights
+          plan       show what a recipe would do and cost
+Judge     eval       evaluate models beside the checkpoints they started from
+          compare    compare optimizers: search their rates, then fresh seeds
+          chat       talk to a model
+Look      show, runs, curves
+Share     merge, push
+Expert    spectrum, reshard, bench, schema
+
+Examples  soren-align sft quickstart/sft
+          soren-align sft --model MODEL --data faq.csv --output runs/faq
+
+`soren-align COMMAND --help` explains a command, `soren-align docs` everything.
+"""
+"""22 lines, for a terminal of 24. tests/test_cli.py compares its names with the commands."""
+_KEY_VALUE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
+
+
+class Commands(TyperGroup):
+    """The commands, with the help above."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help."""
+        return HELP.rstrip()
+
+
+class KeyCommand(TyperCommand):
+    """A command with `--set`: other words that name a key are taken as its values."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words."""
+        options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
+        flags = {name: option.is_flag for option in options for name in option.opts}
+        return super().parse_args(ctx, as_settings(args, dict.fromkeys(ctx.help_option_names, True) | flags))
+
+
+def as_settings(words: Sequence[str], flags: dict[str, bool]) -> list[str]:
+    """Return a command's words with `--set` before each that names a key.
+
+    flags: the command's own options: whether each is one without a value. A word that is neither stays, and typer
+    refuses it. A key without a value is true: `--trainer.bf16`.
+    """
+    rest, result = list(words), []
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if word == "--":
+            return [*result, word, *rest]
+        if name in flags:
+            result += [word, *([rest.pop(0)] if rest and not equals and not flags[name] else [])]
+        elif word.startswith("--") and (key := key_of(name[2:])):
+            if not equals:
+                value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+            result += ["--set", f"{key}={value}"]
+        elif _KEY_VALUE.match(word) and not Path(word).exists():
+            result += ["--set", word]
+        else:
+            result.append(word)
+    return result
+
+
+def key_of(name: str) -> str | None:
+    """Return the key of a recipe that an option's name means: `optimizer.lr`, or one of TRL's; None for no key."""
+    from ..recipe import trl
+
+    return name if re.fullmatch(r"\w+(\.\w+)+", name) else trl.recipe_key(name.replace("-", "_"))
