@@ -101,8 +101,8 @@ training come first. The recipe is written even if its model and data are not on
 """,
     "new": """\
 The folder for your own data: its recipes run as they are, on a tiny random model, and are then edited. With `--data` a
-fifth of your questions (100 at most) is held out: each becomes a question with four choices, and one to be answered in
-its own words. See [own-data.md](own-data.md).
+fifth of your questions (100 at most) is held out: each becomes a question with four choices, and one whose answer
+the model has to write. See [own-data.md](own-data.md).
 
     soren-align new mine
     soren-align new mine --data faq.csv --question Question --answer Answer

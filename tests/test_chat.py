@@ -180,7 +180,7 @@ def test_a_pipe_is_one_question(run, monkeypatch):
     assert piped.stdout == command.run("chat", run, "--prompt", "hi", "--max-new-tokens", 8).stdout
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     empty = command.run("chat", run)
-    assert (empty.returncode, empty.stderr.split(":")[1]) == (
+    assert (empty.returncode, empty.stderr.split(":")[2]) == (
         2,
         " the question is empty; write --prompt TEXT, or pipe a text into the command\n",
     )

@@ -75,7 +75,7 @@ def test_keys_and_options_change_the_recipe(run, model):
                "trainer.max_steps=3", "--set", "trainer.seed=4", "--no-eval")  # fmt: skip
     assert done.code == 0, done.err
     assert (done.recipe.model.name_or_path, done.recipe.model.init_seed) == (model, None)
-    assert "ignored model.init_seed" in done.err
+    assert "ignored model.init_seed" in " ".join(done.err.split())
     assert (done.recipe.run.output_dir, done.recipe.run.overwrite) == ("out", True)
     assert (done.recipe.optimizer.name, done.recipe.eval) == ("muon", None)
     assert (done.recipe.trainer["max_steps"], done.recipe.trainer["seed"]) == (3, 4)
@@ -88,7 +88,7 @@ def test_a_run_needs_no_recipe(run, model, tmp_path, monkeypatch, has_gpu):
     done = run("sft", "--model", model, "--data", "faq.csv", "--output", "out", "optimizer.lr=1e-4")
     assert done.code == 0, done.err
     assert done.recipe.data.train.columns == {"instruction": "Question", "output": "Réponse"}
-    assert "'Question' is read as the instruction, 'Réponse' as the answer" in done.err
+    assert "'Question' is read as the instruction, 'Réponse' as the answer" in " ".join(done.err.split())
     assert done.recipe.optimizer.lr == 1e-4
     assert (done.recipe.trainer["bf16"], done.recipe.trainer.get("use_cpu", False)) == (has_gpu, not has_gpu)
     Path("again.yaml").write_text(recipe.to_yaml(done.recipe))
