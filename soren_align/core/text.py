@@ -43,6 +43,8 @@ class Table:
     """Rows that a terminal prints dimly."""
     groups: frozenset[int] = frozenset()
     """Rows that begin a group: in HTML, with a line above."""
+    marked: str = ""
+    """The first characters of lines that a terminal prints in green."""
 
     @property
     def sides(self) -> str:
@@ -63,7 +65,10 @@ class Table:
             justify = "right" if side == "r" else "left"
             table.add_column(heading, justify=justify, no_wrap=side == "r", overflow="fold")
         for i, row in enumerate(self.rows):
-            table.add_row(*(Text(printable(cell)) for cell in row), style="dim" if i in self.dim else "")
+            texts = [Text(printable(cell)) for cell in row]
+            for text in texts if self.marked else ():
+                text.highlight_regex(rf"(?m)^{re.escape(self.marked)}.*$", "green")
+            table.add_row(*texts, style="dim" if i in self.dim else "")
         return Group(Text(f"\n{printable(self.title)}", style="bold"), table) if self.title else table
 
     def markdown(self) -> str:

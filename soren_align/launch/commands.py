@@ -156,7 +156,7 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
 
         evaluate_trained(folder, recipe.eval, console)
     folder.update(status="finished", finished=now(), last_error=None)
-    print_labelled(console, "done", str(folder), wrap=False)
+    print_labelled(console, "done", f"{folder} (recipe.yaml, model/, model/README.md, curves.png)", wrap=False)
     print_next(console, folder, folder.record())
     return 0
 

@@ -126,8 +126,12 @@ def run_evaluation(
     output: str | None = None,
     summary: str | None = None,
     cache: str | None = None,
+    brief: bool = False,
 ) -> None:
-    """Evaluate models beside the checkpoints that their training started from; see `evaluate`."""
+    """Evaluate models beside the checkpoints that their training started from; see `evaluate`.
+
+    brief: print those notes alone that put the scores in question.
+    """
     from ..evaluate.report.results import refuse_foreign_summary, write_summary
     from ..publish.card import write_card
 
@@ -157,7 +161,7 @@ def run_evaluation(
         find_overlaps = overlaps if settings.contamination else None
         options = {"cache": cache_folder, "console": console, "notes": [*omitted], "find_overlaps": find_overlaps}
         results = stage.evaluate(rows, settings, folder, **options)
-    stage.print_results(results, folder, console, Terminal())
+    stage.print_results(results, folder, console, Terminal(), brief=brief)
     if not output:
         write_card(run)
     if summary:
@@ -210,7 +214,7 @@ def overlaps_of_runs(
 def evaluate_trained(folder: RunFolder, settings: Eval, console: Terminal) -> None:
     """Evaluate the model of a run after training. A UserError names the model and the command for a new try."""
     try:
-        run_evaluation([str(folder)], settings, console)
+        run_evaluation([str(folder)], settings, console, brief=True)
     except Exception as error:
         problem = known_failure(error, folder.path)
         if problem is None:

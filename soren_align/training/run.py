@@ -9,7 +9,7 @@ import pickle
 import signal
 import time
 import traceback
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -247,8 +247,9 @@ class StopOnSignal(TrainerCallback):
             self.close()
             raise KeyboardInterrupt
         self.received.add(number)
-        if number == signal.SIGINT and self.ranks.is_first:  # os.write: Python's files are not reentrant
-            os.write(2, b"\nstopping  after this step; Ctrl-C again stops at once, without a checkpoint\n")
+        if number == signal.SIGINT and self.ranks.is_first:
+            with suppress(OSError):  # a closed terminal. os.write, since Python's files are not reentrant
+                os.write(2, b"\nstopping  after this step; Ctrl-C again stops at once, without a checkpoint\n")
 
     def on_step_end(self, args, state, control, **kwargs):
         """Save and stop between two steps if any rank received a signal. Collective."""

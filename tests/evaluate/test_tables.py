@@ -16,6 +16,33 @@ def screen(results, width=80):
     return out.getvalue()
 
 
+def test_the_brief_table_keeps_what_puts_the_scores_in_question():
+    results = make_results(1, 2, average=False)
+    console = Console(file=io.StringIO(), width=80)
+    column = {"questions": 10, "overlapping": 0, "exact": 0, "examples_read": 960}
+    results["contamination"] = {"arc_challenge": column}
+    results["notes"] = []
+    assert "+x [low, high]" in screen(results)
+    console.print(tables.terminal(results, brief=True))
+    assert "+x [low, high]" not in console.file.getvalue()
+    assert "contamination" not in console.file.getvalue()
+    column |= {"overlapping": 2, "exact": 2}
+    results["rows"][1]["truncated"] = {"arc_challenge": 3}
+    results["notes"] = ["a starting checkpoint is missing"]
+    console.print(tables.terminal(results, brief=True))
+    for words in ("2 of 10 questions are in the training", "prompts truncated to the model's", "checkpoint is missing"):
+        assert words in console.file.getvalue()
+
+
+def test_significant_differences_are_green():
+    results = make_results(1, 2, average=False)
+    for p_holm, is_green in ((0.01, True), (0.5, False)):
+        results["rows"][1]["differences"]["arc_challenge"] |= {"p_holm": p_holm}
+        out = io.StringIO()
+        Console(file=out, width=80, force_terminal=True, color_system="standard").print(tables.terminal(results))
+        assert ("\x1b[32m* p 0.010" in out.getvalue()) is is_green
+
+
 def cells(page):
     """The page's table: rows of cells, each a list of lines."""
     rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]

@@ -286,9 +286,10 @@ def stop(hangups):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_training_stops_after_the_step_and_at_once_on_a_second_signal(stop, number):
+def test_training_stops_after_the_step_and_at_once_on_a_second_signal(stop, number, capfd):
     signal.raise_signal(number)
     control = Control()
+    assert ("Ctrl-C again stops at once" in capfd.readouterr().err) is (number == signal.SIGINT)
     stop.on_step_end(None, None, control)
     assert control.should_save
     assert control.should_training_stop

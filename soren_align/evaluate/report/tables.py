@@ -38,14 +38,14 @@ BLUE, GREY = "#0072B2", "#767676"
 def terminal(results: Results, *, brief: bool = False) -> Group:
     """Return the table with differences, intervals and p-values, and under it the notes that are needed to read it.
 
-    brief: without the notes.
+    brief: with those notes alone that put the scores in question.
     """
     columns = list(results["rows"][0]["scores"])
     parts: list[Any] = [Text(f"{results['title']}, percent ± standard error", style="bold")]
     for i in range(0, len(columns), NUM_COLUMNS):
         parts += [_table(results, columns[i : i + NUM_COLUMNS]).rich(), Text()]
     footer = RichTable.grid(padding=(0, 1))
-    for note in () if brief else notes(results, brief=True):
+    for note in warnings(results) if brief else notes(results, brief=True):
         footer.add_row("-", Text(note, overflow="fold"), style="dim")
     return Group(*parts, footer)
 
@@ -71,6 +71,12 @@ def notes(results: Results, brief: bool = False) -> list[str]:
     ]
 
 
+def warnings(results: Results) -> list[str]:
+    """Return the notes that put the scores in question: questions in the training data, truncated prompts, others."""
+    is_found = any(each["overlapping"] for each in (results.get("contamination") or {}).values())
+    return [*(_contamination(results) if is_found else []), *_truncation(results), *results["notes"]]
+
+
 def _rows(results: Results) -> list[tuple[Row | PublishedRow, str, bool]]:
     """Return each row with its name in the table, and whether it was evaluated here."""
     rows: list[tuple[Row | PublishedRow, str, bool]] = [(row, row["name"], True) for row in results["rows"]]
@@ -90,7 +96,7 @@ def _table(results: Results, columns: Sequence[str]) -> Table:
     rows = _rows(results)
     cells = [[name, *(cell(row, column) for column in columns)] for row, name, _ in rows]
     dim = frozenset(i for i, (_, _, is_own) in enumerate(rows) if not is_own)
-    return Table(["model", *columns], cells, dim=dim)
+    return Table(["model", *columns], cells, dim=dim, marked="* ")
 
 
 def _difference(d: Any) -> list[str]:
@@ -181,9 +187,14 @@ def _details(results: Results) -> list[str]:
     eos = {row["name"]: row.get("eos_token_id") for row in rows if row.get("eos_token_id") is not None}
     if len(set(map(str, eos.values()))) > 1:
         lines.append(f"generated text ends with token: {', '.join(f'{name} {token}' for name, token in eos.items())}")
-    truncated = {row["name"]: {c: n for c, n in row.get("truncated", {}).items() if n} for row in rows}
+    return lines + _truncation(results)
+
+
+def _truncation(results: Results) -> list[str]:
+    """Return a line with the numbers of prompts that were truncated, if any were."""
+    truncated = {row["name"]: {c: n for c, n in row.get("truncated", {}).items() if n} for row in results["rows"]}
     counts = [f"{name}: {_text(columns)}" for name, columns in truncated.items() if columns]
-    return lines + ([f"prompts truncated to the model's context: {'; '.join(counts)}"] if counts else [])
+    return [f"prompts truncated to the model's context: {'; '.join(counts)}"] if counts else []
 
 
 def _contamination(results: Results) -> list[str]:

@@ -169,13 +169,17 @@ def _compact(sample: dict[str, Any]) -> dict[str, Any]:
     return {key: content[key] for key in first if key in content} | content
 
 
-def print_results(results: Results, output: Path, console: Console, table: Console | None = None) -> None:
-    """Print the table on `table` (None: on `console`), then the folder of the results on `console`."""
+def print_results(
+    results: Results, output: Path, console: Console, table: Console | None = None, *, brief: bool = False
+) -> None:
+    """Print the table on `table` (None: on `console`), then the folder of the results on `console`.
+
+    brief: with those notes alone that put the scores in question.
+    """
     table = table or console
     table.print()
-    table.print(tables.terminal(results), highlight=False)
-    print_labelled(console, "written", str(output), wrap=False)
-    print_labelled(console, "", "table.md there also has methods, versions and settings")
+    table.print(tables.terminal(results, brief=brief), highlight=False)
+    print_labelled(console, "written", f"{output}: table.md (all notes), scores.png, samples/", wrap=False)
 
 
 def preflight(
