@@ -97,7 +97,7 @@ def test_a_name_or_keys_replace_them(model):
     assert (name, matrices["lr"], others["lr"], matrices["adjust_lr_fn"]) == ("Muon", 3e-4, 3e-4, "match_rms_measured")
     keys = {"map": "sns", "lr": 1e-2, "weight_decay": 0.0}
     name, matrices, others = groups(trainer(model, optimizer_settings=keys))
-    assert (name, matrices["lr"], others["lr"], matrices["weight_decay"]) == ("Soren", 1e-2, 3e-4, 0.0)
+    assert (name, matrices["lr"], others["lr"], matrices["weight_decay"]) == ("Soren", 1e-2, 1e-2, 0.0)
     assert matrices["map"]["name"] == "sns"
     name, matrices, others = groups(trainer(model, optimizer_settings={"name": "adamw", "lr": 1e-3}))
     assert (name, matrices["lr"], others["lr"]) == ("AdamW", 1e-3, 1e-3)
@@ -113,7 +113,7 @@ def test_a_recipes_section_is_complete(model):
 def test_lora_factors_have_the_scale_of_a_recipe_with_lora(model):
     adapted = trainer(model, peft_config=LoraConfig(r=4, target_modules="all-linear"))
     name, matrices = groups(adapted)
-    assert (name, matrices["adjust_lr_fn"], matrices["lr"]) == ("Soren", "match_rms_adamw", 3e-4)
+    assert (name, matrices["adjust_lr_fn"], matrices["lr"]) == ("Soren", "match_rms_measured", 3e-4)
     adapted.train()
     assert adapted.attached.optimizer.num_maps == 2 * 28
 

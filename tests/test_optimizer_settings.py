@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import warnings
 from typing import get_args
 
 import pytest
@@ -41,10 +42,15 @@ def test_a_section_has_the_settings_of_the_class(name):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_recipes_defaults_are_those_of_the_class(name):
-    resolved = member(name).resolved(trains_adapter=False).model_dump()
+    resolved = member(name).model_dump()
     parameters = inspect.signature(CLASSES[name]).parameters
-    for key in set(resolved) & set(parameters) - {"lr", "map", "weight_decay", "compensation", "states", "betas"}:
+    others = {"lr", "map", "weight_decay", "compensation", "states", "betas", "adjust_lr_fn"}
+    for key in set(resolved) & set(parameters) - others:
         assert resolved[key] == parameters[key].default, key
+    if name != "adamw":  # recipes compare with AdamW's learning rates; a class is its paper's or torch's
+        own = {"soren": "none", "muon": "original", "htmuon": "original"}
+        group = CLASSES[name]([torch.nn.Parameter(torch.zeros(2, 3))], 0.1).param_groups[0]
+        assert (resolved["adjust_lr_fn"], group["adjust_lr_fn"]) == ("match_rms_measured", own[name])
     # torch.optim.AdamW's own decay is 0.01; a null compensation is the class's "none".
     assert resolved["weight_decay"] == optimizer_settings.WEIGHT_DECAY
     assert parameters["weight_decay"].default == (0.01 if name == "adamw" else optimizer_settings.WEIGHT_DECAY)
@@ -73,10 +79,29 @@ def test_the_default_map_of_the_class_is_the_recipes():
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_built_optimizer_has_the_recipes_settings(name):
-    settings = member(name).resolved(trains_adapter=False).model_dump(exclude_none=True)
+    settings = member(name).model_dump(exclude_none=True)
     for group in built(settings).param_groups:
         for key in group.keys() & settings.keys() - {"weight_decay", "lr"}:
             assert _plain(group[key]) == _plain(settings[key]), key
+
+
+@pytest.mark.parametrize(("name", "shape", "finding"), [
+    ("soren", (2048, 2048), "2048 x 2048 has an RMS of about 0.011 lr, 18 times smaller"),
+    ("soren", (11008, 2048), "11008 x 2048 has an RMS of about 0.0048 lr, 42 times smaller"),
+    ("htmuon", (2048, 2048), "'original': an update of 2048 x 2048 has an RMS of about 0.022 lr, 9 times smaller"),
+])  # fmt: skip
+def test_a_class_warns_of_its_own_scale_where_updates_are_much_smaller_than_adamws(name, shape, finding):
+    large, small = (torch.nn.Parameter(torch.zeros(shape, device="meta")) for shape in (shape, (64, 64)))
+    with pytest.warns(UserWarning, match=finding) as caught:
+        CLASSES[name]([small, large], 0.1)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CLASSES[name]([small], 0.1)
+        for scale in get_args(optimizer_settings.AdjustLrFn):  # whoever states a scale knows it
+            CLASSES[name]([large], 0.1, adjust_lr_fn=scale)
+        CLASSES[name]([{"params": [large], "adjust_lr_fn": "match_rms_measured"}], 0.1)
+        optim.Muon([large], 0.1)  # torch.optim.Muon's
 
 
 def _plain(value):
@@ -89,7 +114,7 @@ def test_the_schema_has_the_choices_and_bounds_of_the_settings():
              if "name" in definition["properties"]}  # fmt: skip
     assert names >= set(CLASSES) | set(SOREN_MAPS)
     soren = definitions["SorenSettings"]["properties"]
-    assert set(soren["adjust_lr_fn"]["anyOf"][0]["enum"]) == set(get_args(optimizer_settings.AdjustLrFn))
+    assert set(soren["adjust_lr_fn"]["enum"]) == set(get_args(optimizer_settings.AdjustLrFn))
     assert set(soren["compensation"]["anyOf"][0]["enum"]) == set(get_args(optimizer_settings.Compensation))
     assert definitions["MinimaxMap"]["properties"]["resolution"]["enum"] == list(optimizer_settings.RESOLUTIONS)
     assert {"enum": list(SOREN_MAPS)} in soren["map"]["anyOf"]

@@ -144,7 +144,7 @@ def test_recipes_for_a_model_of_ones_own_load_and_train_it_on_a_gpu(tmp_path, mo
     assert (sft.optimizer.lr, sft.optimizer.aux_lr, sft.trainer["num_train_epochs"]) == (2e-5, 2e-5, 3)
     dpo = yaml.safe_load(Path("dpo.yaml").read_text())
     assert dpo["model"] == {"name_or_path": "runs/sft/model"}
-    assert (dpo["optimizer"]["lr"], dpo["optimizer"]["aux_lr"], dpo["trainer"]["num_train_epochs"]) == (5e-7, 5e-7, 1)
+    assert (dpo["optimizer"]["lr"], dpo["trainer"]["num_train_epochs"]) == (5e-7, 1)
     for trainer in (sft.trainer, dpo["trainer"]):
         assert trainer["bf16"] is True
         assert "use_cpu" not in trainer

@@ -148,7 +148,7 @@ def all_maps() -> dict[str, SpectralOptimizer]:
     for name, spectral_map in SOREN_MAPS.items():
         for settings in spectral_map.variants():
             label = " ".join([name, *(f"{value:g}" for value in settings.values())])
-            maps[label] = Soren(matrix, 0.0, map={"name": name, **settings})
+            maps[label] = Soren(matrix, 0.0, map={"name": name, **settings}, adjust_lr_fn="none")
     return maps
 
 

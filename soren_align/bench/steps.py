@@ -46,12 +46,16 @@ def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Op
     """All optimizers on the same parameters; those that decompose matrices only if these are small."""
     small = max(min(p.shape) for p in parameters) <= DECOMPOSED_ROWS
     return {
-        **{f"Soren {name}": Soren(parameters, LR, map=name) for name, m in SOREN_MAPS.items() if small or m.flops},
+        **{
+            f"Soren {name}": Soren(parameters, LR, map=name, adjust_lr_fn="none")
+            for name, spectral_map in SOREN_MAPS.items()
+            if small or spectral_map.flops
+        },
         "Muon": Muon(parameters, LR),
         MUON_FLOAT32: MuonFloat32(parameters, LR),
         TORCH_MUON: torch.optim.Muon(parameters, LR),
         DION: DionsMuon(parameters, LR),
-        **({"HTMuon": HTMuon(parameters, LR)} if small else {}),
+        **({"HTMuon": HTMuon(parameters, LR, adjust_lr_fn="original")} if small else {}),
         FUSED_ADAMW: torch.optim.AdamW(parameters, LR, fused=True),
     }
 

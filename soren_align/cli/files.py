@@ -90,7 +90,7 @@ def _values_for(model: str, task: str) -> dict[str, str]:
 
     start = parse((shipped.ROOT / f"configs/start/{task}.yaml").read_text(encoding="utf-8"), task, "").content
     rate = f"{start['optimizer']['lr']:.1e}".replace("e-0", "e-")
-    values = {"lr": rate, "aux_lr": rate, "num_train_epochs": str(start["trainer"]["num_train_epochs"]), "bf16": "true"}
+    values = {"lr": rate, "num_train_epochs": str(start["trainer"]["num_train_epochs"]), "bf16": "true"}
     return values | ({"name_or_path": json.dumps(model)} if task == "sft" else {})
 
 

@@ -61,10 +61,12 @@ MOMENTUM = 0.95
 NESTEROV = True
 COMPENSATION: Compensation = "none"
 STATES: States = "float32"
+ADJUST_LR_FN: AdjustLrFn = "match_rms_measured"
+"""Of recipes and trainers, for every optimizer of matrices: learning rates then compare with AdamW's."""
 SOREN_ADJUST_LR_FN: AdjustLrFn = "none"
-"""The paper's text."""
+"""Of the class Soren used alone: the paper's text."""
 MUON_ADJUST_LR_FN: AdjustLrFn = "original"
-"""Muon's and HTMuon's code."""
+"""Of the classes Muon and HTMuon used alone: their code."""
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 

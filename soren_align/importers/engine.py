@@ -197,7 +197,7 @@ def _convert_key(key: str, c: Conversion) -> Note:
 
 def _add_defaults(c: Conversion, name: str) -> None:
     """Add the keys that a recipe needs and the source leaves to its tool's defaults, or does not have."""
-    flat, optimizer, trainer, defaults = c.flat, c.recipe["optimizer"], c.recipe["trainer"], TABLES["defaults"][c.tool]
+    flat, trainer, defaults = c.flat, c.recipe["trainer"], TABLES["defaults"][c.tool]
 
     def add(section: str, key: str, value: Any, reason: str) -> None:
         values = c.recipe[section] if section != "model.lora" else c.recipe["model"].setdefault("lora", {})
@@ -236,7 +236,6 @@ def _add_defaults(c: Conversion, name: str) -> None:
     if c.tool == "LLaMA-Factory's":
         add("optimizer", "lr", 5e-5, "transformers' default, LLaMA-Factory's too")
     add("optimizer", "lr", trl.fields(c.task)["learning_rate"].default, "TRL's default")
-    add("optimizer", "aux_lr", optimizer["lr"], "lr, for embeddings, head and norms")
     add("optimizer", "weight_decay", 0.0, f"{c.tool} default")
     add("run", "output_dir", f"runs/{name}", "the run folder")
 

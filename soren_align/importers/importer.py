@@ -20,9 +20,9 @@ from .keys import Conversion, Note
 _WIDTH = 80
 _KEYS = 24
 _SOREN = """\
-As in the source. For Soren write `name: soren` and `adjust_lr_fn: match_rms_measured`: its updates
-have RMS 0.2 lr, AdamW's after some hundred steps, so lr may stay; in runs of about 30 steps AdamW's
-are 2 to 4 times as large. A search for a better lr starts there."""
+As in the source. For Soren write `name: soren`: its updates have RMS 0.2 lr, AdamW's after some
+hundred steps, so lr may stay; in runs of about 30 steps AdamW's are 2 to 4 times as large. A search
+for a better lr starts there."""
 _BATCH = """\
 Examples per step: per_device_train_batch_size x gradient_accumulation_steps x processes, as in the
 source; global_batch_size: N fixes their number. parallel: zero3, fsdp2, ... shard the model."""

@@ -7,6 +7,7 @@ differ only in `map_matrix`, its settings and its state. Nothing here depends on
 
 import inspect
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ..core.optimizer_settings import AUX_WEIGHT_DECAY, BETAS, EPS, MATRICES, WEIGHT_DECAY, Matrices
+from ..core.optimizer_settings import (
+    ADJUST_LR_FN,
+    AUX_WEIGHT_DECAY,
+    BETAS,
+    EPS,
+    MATRICES,
+    WEIGHT_DECAY,
+    AdjustLrFn,
+    Matrices,
+)
 from ..spectral import full_precision
 from .adamw import adamw_step_
 from .gradients import checked_numbers
@@ -25,7 +35,7 @@ from .group_settings import OTHER_KEYS, RULE_DEFAULTS, RULES, Check, checked_set
 from .layout import MapState, OneProcess, ShardingStrategy, with_map_state
 from .routing import param_groups
 from .state import StateForm, loaded_state, new_state, state_form
-from .step import PendingUpdate, lr_scale, spectral_step_
+from .step import ADAMW_RMS, PendingUpdate, lr_scale, spectral_step_
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +48,8 @@ class AppliedMap:
     output: Tensor
 
 
+SMALL_UPDATES = 5
+"""Times smaller than AdamW's, from which on a class warns of its own scale: Soren's of 156 rows or columns."""
 OPTIMIZERS: dict[str, type["SpectralOptimizer"]] = {}
 """The optimizers that `build_optimizer` builds, by name. A subclass registers itself: class X(..., name="x")."""
 
@@ -49,6 +61,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     map_settings: ClassVar[Mapping[str, Check]] = {}  # the settings of a spectral group for this class's map
     map_state: ClassVar[MapState] = {}  # the state that the map has for each matrix; `map_matrix` gets it by keyword
     map_level = 1.0  # the map's value for an ordinary singular value; match_rms_adamw divides by it
+    own_adjust_lr_fn: ClassVar[AdjustLrFn] = "none"  # where adjust_lr_fn is None
     workspace_mb: float | None = 0  # for mapping matrices of one shape in a batch; 0: one by one; see `matrix_batches`
 
     strategy: ShardingStrategy  # that of one process, unless the parameters are shards or replicas: then set it
@@ -69,12 +82,34 @@ class SpectralOptimizer(torch.optim.Optimizer):
             OPTIMIZERS[name] = cls
 
     def __init__(self, params: ParamsT, lr: float | Tensor, **settings: Any):
-        """settings: of the class's rule and map, see `Soren`; those left out have the rule's defaults."""
+        """settings: of the class's rule and map, see `Soren`; those left out have the rule's defaults.
+
+        Warns if adjust_lr_fn is None and the class's own makes updates much smaller than AdamW's.
+        """
         for key in settings.keys() - RULES[self.rule].keys() - self.map_settings.keys():
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {key!r}")
+        if is_left_out := settings.get("adjust_lr_fn", "") is None:
+            settings["adjust_lr_fn"] = self.own_adjust_lr_fn
         # Without betas, by which torch's schedulers recognize an optimizer that has no momentum to cycle.
         super().__init__(params, {"lr": lr, **RULE_DEFAULTS[self.rule], **settings})
         self._start()
+        if is_left_out:
+            self._warn_of_small_updates()
+
+    def _warn_of_small_updates(self) -> None:
+        groups = [group for group in self.param_groups if group.get("adjust_lr_fn") == self.own_adjust_lr_fn]
+        matrices = [p for group in groups for p in group["params"]]
+        num_rows, num_columns = max((tuple(p.shape[-2:]) for p in matrices if p.ndim > 1), key=max, default=(1, 1))
+        rms = self.lr_scale(self.own_adjust_lr_fn, num_rows, num_columns) * self.map_level
+        rms /= math.sqrt(max(num_rows, num_columns))  # of an update at learning rate 1
+        if SMALL_UPDATES * rms <= ADAMW_RMS:
+            warnings.warn(
+                f"{type(self).__name__} without adjust_lr_fn has {self.own_adjust_lr_fn!r}: an update of {num_rows} x "
+                f"{num_columns} has an RMS of about {rms:.2g} lr, {ADAMW_RMS / rms:.0f} times smaller than AdamW's. "
+                f"For AdamW's learning rates write adjust_lr_fn={ADJUST_LR_FN!r}, the default of recipes and "
+                f"trainers; to keep these updates write adjust_lr_fn={self.own_adjust_lr_fn!r}",
+                stacklevel=4,
+            )
 
     def _start(self) -> None:
         """What is not the optimizer's state; torch's copy and pickle of an optimizer keep none of it."""
@@ -271,12 +306,11 @@ def build_optimizer(
 
     name: "soren", "muon", "htmuon", "adamw", or that of any other subclass of SpectralOptimizer.
     lr: of the matrices; aux_lr, aux_weight_decay: of the other parameters, which AdamW updates with betas and eps.
-        For "adamw" the matrices are a group of their own, and aux_lr is lr if it is None.
-        For the others it may be None where there are no other parameters, as with LoRA.
+        aux_lr=None is lr. For "adamw" the matrices are a group of their own.
     aux: globs of parameter names, see `route`; matrices: also there.
     settings: keyword arguments of the class (weight_decay, momentum, map, p, ...). weight_decay is 0.1 for every class;
         adjust_lr_fn=None is the class's own default.
-    Raises ValueError for an unknown name or setting, a missing aux_lr, and whatever `param_groups` refuses.
+    Raises ValueError for an unknown name or setting, and whatever `param_groups` refuses.
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"name: found {name!r}; write one of {', '.join(map(repr, sorted(OPTIMIZERS)))}")
@@ -290,8 +324,6 @@ def build_optimizer(
     for key in settings.keys() - set(allowed):
         raise ValueError(f"{key}: not a setting of {name}; it has {', '.join(allowed)}")
     is_adamw = cls.rule == "adamw"
-    if is_adamw and aux_lr is None:
-        aux_lr = lr
     groups = param_groups(model, lr=lr, aux_lr=aux_lr, aux_weight_decay=aux_weight_decay, aux=aux, matrices=matrices)
     for group in groups:
         if is_adamw:

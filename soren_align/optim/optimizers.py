@@ -47,7 +47,8 @@ class Soren(SpectralOptimizer, name="soren"):
         momentum SGD, or {"name": "released", "steps": 5}.
     adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))), "match_rms_adamw" (0.2 sqrt(max(m, n)), divided by the
         sigmoid's 1/2 so that learning rates compare with AdamW's), or "match_rms_measured" (0.2 over the RMS of the
-        map's output, so that every update has RMS 0.2 lr, whatever the spectrum and the map).
+        map's output, so that every update has RMS 0.2 lr, whatever the spectrum and the map). None is "none", the
+        paper's text, with a warning for matrices whose updates it makes much smaller than AdamW's.
     workspace_mb: MB (2^20 bytes) for mapping matrices of one shape in a batch; one that needs more is mapped alone.
         None is 16 on a CPU, 2048 elsewhere. It changes a step by rounding only.
     precision: of the factors of the map's matrix products, whose sums are float32: "auto" is float16 for minimax on
@@ -60,6 +61,7 @@ class Soren(SpectralOptimizer, name="soren"):
 
     map_settings: ClassVar = {"map": complete_map}
     map_level = 0.5
+    own_adjust_lr_fn = default.SOREN_ADJUST_LR_FN
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class Soren(SpectralOptimizer, name="soren"):
         compensation: Compensation = default.COMPENSATION,
         states: States = default.STATES,
         map: str | Mapping[str, Any] = "minimax",
-        adjust_lr_fn: AdjustLrFn = default.SOREN_ADJUST_LR_FN,
+        adjust_lr_fn: AdjustLrFn | None = None,
         workspace_mb: float | None = None,
         precision: Precision = default.PRECISION,
     ):
@@ -138,12 +140,13 @@ class Muon(SpectralOptimizer, name="muon"):
 
 
 class HTMuon(SpectralOptimizer, name="htmuon"):
-    """W <- W - lr * U S^p V^T, by decomposition. Arguments as in `Soren`.
+    """W <- W - lr * U S^p V^T, by decomposition. Arguments as in `Soren`; adjust_lr_fn=None is "original".
 
     Source: arXiv 2603.10067. Nesterov is on, as in its code; the algorithm in the Soren paper shows it without.
     """
 
     map_settings: ClassVar = setting_checks(HTMUON)
+    own_adjust_lr_fn = default.MUON_ADJUST_LR_FN
 
     def __init__(
         self,
@@ -156,7 +159,7 @@ class HTMuon(SpectralOptimizer, name="htmuon"):
         compensation: Compensation = default.COMPENSATION,
         states: States = default.STATES,
         p: float = default.HTMUON_POWER,
-        adjust_lr_fn: AdjustLrFn = default.MUON_ADJUST_LR_FN,
+        adjust_lr_fn: AdjustLrFn | None = None,
     ):
         shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
         spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}

@@ -192,8 +192,8 @@ def _trainable(layer: Any) -> Iterator[tuple[str, Any, nn.Parameter]]:
 def param_groups(
     model: nn.Module,
     *,
-    aux_lr: float | None,
     lr: float | None = None,
+    aux_lr: float | None = None,
     weight_decay: float | None = None,
     aux_weight_decay: float = AUX_WEIGHT_DECAY,
     aux: Sequence[str] = (),
@@ -202,9 +202,9 @@ def param_groups(
     """The parameter groups of `model` for Soren, Muon or HTMuon: the matrices, then the other parameters (AdamW).
 
     lr, weight_decay: of the matrices; None leaves them to the optimizer. aux_lr, aux_weight_decay: of the other
-    parameters; aux_lr may be None if there are none, as with LoRA. aux, matrices: see `route`.
+    parameters; aux_lr=None is lr. aux, matrices: see `route`.
     Warns if the model's blocks were not found, so that its output layer may be among the matrices. Raises ValueError if
-    no parameter goes to the spectral rule, if aux_lr is missing, and whatever `route` refuses.
+    no parameter goes to the spectral rule, if others have neither aux_lr nor lr, and whatever `route` refuses.
     """
     routes = route(model, aux, matrices)
     if matrices == MATRICES and not aux and not _is_language_model(model) and not _has_blocks(_occurrences(model)):
@@ -219,11 +219,11 @@ def param_groups(
     if not any(r.rule == "spectral" for r in routes):
         reasons = ", ".join(sorted({r.reason for r in routes})) or "no trainable parameter"
         raise ValueError(f"{type(model).__name__} has no matrix for a spectral optimizer; found only: {reasons}")
+    aux_lr = lr if aux_lr is None else aux_lr
     others = [r for r in routes if r.rule == "adamw"]
     if others and aux_lr is None:
         raise ValueError(
-            f"aux_lr: missing; AdamW updates the other parameters ({others[0].name}, ...), and its learning rates do "
-            "not compare with those of the matrices"
+            f"aux_lr: missing; AdamW updates the other parameters ({others[0].name}, ...); write it, or lr"
         )
     settings = {
         "spectral": {"lr": lr, "weight_decay": weight_decay},

@@ -20,9 +20,8 @@ from ..spectral.maps import SOREN_MAPS
 from ..tasks import TASKS
 from .data_files import STDLIB, STDLIB_SPLITS, data_problems, first_line_problems, is_test_split
 from .model import adapter_config, attention_problems, is_adapter, is_local, recorded_quantization
-from .optimizer import OPTIMIZER_SECTIONS
 from .parallel import Parallel, parallel
-from .schema import Quantize
+from .schema import Quantize, trains_others
 
 PROMPT_FILES = (".txt", ".jsonl")
 TWO_WAYS = (
@@ -89,23 +88,6 @@ class _Raw:
         """Whether an adapter is trained, a new one or the one at model.name_or_path."""
         model = self.path("model", "name_or_path")
         return isinstance(self.get("model", "lora"), dict) or (model is not None and is_adapter(model))
-
-    @cached_property
-    def trains_other_parameters(self) -> bool | None:
-        """Whether parameters other than factors of linear layers are trained; None if the model is a folder that does
-        not exist yet, such as the result of another recipe."""
-        model, lora = self.path("model", "name_or_path"), self.get("model", "lora")
-        if model is None:
-            return True
-        if is_local(model) and not shipped.resolve(model).is_dir():
-            return None
-        try:
-            config = adapter_config(model)
-        except UserError:  # reported at model.name_or_path
-            return True
-        if config is not None:
-            return any(config.get(key) for key in ("modules_to_save", "trainable_token_indices", "use_dora"))
-        return not isinstance(lora, dict) or bool(lora.get("modules_to_save"))
 
 
 def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> list[Problem]:
@@ -242,16 +224,12 @@ def _folder_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[s
 
 def _check_optimizer(raw: _Raw) -> None:
     section = raw.section("optimizer")
-    member = OPTIMIZER_SECTIONS.get(raw.text("optimizer", "name") or "")
-    if member and member.needs_aux_lr and section.get("aux_lr") is None and raw.trains_other_parameters:
-        raw.report(("optimizer", "aux_lr"), "is required: the AdamW learning rate of embeddings, norms and biases")
     # Decoupled weight decay that turns the sign of weights: W <- (1 - lr * weight_decay) * W - ..., in any group.
     for rate, decay, default in (
         ("lr", "weight_decay", WEIGHT_DECAY),
         ("aux_lr", "aux_weight_decay", AUX_WEIGHT_DECAY),
     ):
-        # AdamW's aux_lr is its lr where it is not set
-        key = "lr" if section.get("name") == "adamw" and section.get(rate) is None else rate
+        key = "lr" if section.get(rate) is None else rate  # aux_lr is lr where it is not set
         factors = section.get(key), section.get(decay, default)
         if all(isinstance(factor, int | float) for factor in factors) and factors[0] * factors[1] >= 1:
             message = f"{factors[0]:g} times {decay} {factors[1]:g} is {factors[0] * factors[1]:g}: each step would "
@@ -276,7 +254,9 @@ def _check_precision(raw: _Raw) -> None:
     trainer, adapts = raw.section("trainer"), raw.trains_adapter  # whose factors are float32, whatever the frozen dtype
     dtype, compensation = raw.text("model", "dtype"), raw.get("optimizer", "compensation")
     where, name = ("optimizer", "compensation"), raw.path("run", "parallel")
-    if dtype == "bfloat16" and adapts and raw.trains_other_parameters and trainer.get("bf16") is False:
+    start, lora = raw.path("model", "name_or_path"), raw.section("model", "lora")
+    whole = lora.get("modules_to_save") if lora else start and trains_others(start, None)
+    if dtype == "bfloat16" and adapts and whole and trainer.get("bf16") is False:
         message = "modules_to_save are float32; beside bfloat16 weights they need `trainer: {bf16: true}`"
         raw.report(("model", "dtype"), message)
     if raw.parallel is None:

@@ -7,7 +7,7 @@ them. Defaults and bounds come from `optimizer_settings`.
 
 import operator
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, create_model
 from pydantic_core import PydanticCustomError
@@ -61,6 +61,11 @@ def _as_section(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+def _scale(value: Any) -> Any:
+    """null as the default scale; anything else unchanged."""
+    return settings.ADJUST_LR_FN if value is None else value
+
+
 MAP_SECTIONS = {
     name: _map_section(spectral_map, is_default=number == 0)
     for number, (name, spectral_map) in enumerate(SOREN_MAPS.items())
@@ -80,8 +85,6 @@ class OptimizerSection(Section):
 
     title: ClassVar[str]
     """The optimizer's name as papers print it."""
-    needs_aux_lr: ClassVar[bool] = True
-    """Whether `aux_lr` must be set where parameters other than matrices are trained."""
     main_keys: ClassVar[dict[type, str]] = {str: "name"}
     other_names: ClassVar[dict[str, str]] = {"learning_rate": "lr"}
 
@@ -93,8 +96,8 @@ class OptimizerSection(Section):
     lr: Positive
     """Peak learning rate of the matrices."""
     aux_lr: Positive | None = None
-    """Peak learning rate of the other parameters. Required, except for adamw, where null means `lr`, and where there
-    are no other parameters, as with LoRA."""
+    """Peak learning rate of the other parameters. null: `lr`, also where --set or a study changes `lr`; state it where
+    `adjust_lr_fn` is `none` or `original`, with which `lr` does not compare with AdamW's."""
     weight_decay: NonNegative = settings.WEIGHT_DECAY
     """Decoupled weight decay of the matrices, with the unadjusted learning rate."""
     aux_weight_decay: NonNegative = settings.AUX_WEIGHT_DECAY
@@ -137,26 +140,20 @@ class OptimizerSection(Section):
         """The optimizer in words, for plans and the first lines of a run."""
         return self.name
 
-    def resolved(self, trains_adapter: bool) -> Self:
-        """With the defaults that depend on other keys written out."""
-        return self
-
 
 class MatrixOptimizer(OptimizerSection):
     """The keys of the optimizers that map a matrix of momentum: all but AdamW."""
 
-    default_adjust_lr_fn: ClassVar[AdjustLrFn] = "original"
     own_map: ClassVar[SpectralMap]
 
     momentum: Coefficient = settings.MOMENTUM
     """Coefficient of the matrices' exponential moving average."""
     nesterov: bool = settings.NESTEROV
     """Whether the map sees the Nesterov average of gradient and momentum."""
-    adjust_lr_fn: AdjustLrFn | None = None
-    """Scale of a matrix update: `none`, `original` = sqrt(max(1, m/n)), `match_rms_adamw` = 0.2 sqrt(max(m, n)), which
-    makes learning rates comparable with AdamW's, or `match_rms_measured` = 0.2 over the RMS of the map's output, which
-    makes every update that large whatever the momentum's spectrum. null: `match_rms_adamw` with LoRA, otherwise the
-    optimizer's own: `none` for soren (the paper's text), `original` for the others (their code)."""
+    adjust_lr_fn: Annotated[AdjustLrFn, BeforeValidator(_scale)] = settings.ADJUST_LR_FN
+    """Scale of a matrix update. `match_rms_measured` is 0.2 over the RMS of the map's output: every update has RMS
+    0.2 `lr`, so that learning rates compare with AdamW's. `match_rms_adamw` is 0.2 sqrt(max(m, n)), the same for a
+    momentum without small singular values; `original` is sqrt(max(1, m/n)); `none` is 1, the paper's text."""
 
     @property
     def spectral_map(self) -> SpectralMap:
@@ -173,17 +170,11 @@ class MatrixOptimizer(OptimizerSection):
         """Name, map and scale: "soren (released, the authors' code, K = 5; scale original)"."""
         return f"{self.name} ({f'{self.map_title}; ' if self.map_title else ''}scale {self.adjust_lr_fn})"
 
-    def resolved(self, trains_adapter: bool) -> Self:
-        """With `adjust_lr_fn` written out."""
-        default = "match_rms_adamw" if trains_adapter else self.default_adjust_lr_fn
-        return self.model_copy(update={"adjust_lr_fn": self.adjust_lr_fn or default})
-
 
 class SorenSettings(MatrixOptimizer):
     """The sigmoid of the singular values."""
 
     title: ClassVar[str] = "Soren"
-    default_adjust_lr_fn: ClassVar[AdjustLrFn] = "none"
 
     name: Literal["soren"]
     map: Map = next(iter(MAP_SECTIONS.values()))()
@@ -233,13 +224,8 @@ class AdamWSettings(OptimizerSection):
     """torch.optim.AdamW for all parameters."""
 
     title: ClassVar[str] = "AdamW"
-    needs_aux_lr: ClassVar[bool] = False
 
     name: Literal["adamw"]
-
-    def resolved(self, trains_adapter: bool) -> Self:
-        """With `aux_lr` written out."""
-        return self.model_copy(update={"aux_lr": self.aux_lr or self.lr})
 
 
 Optimizer = Annotated[

@@ -9,6 +9,8 @@ from pydantic_core import PydanticCustomError
 
 from ..core import shipped
 from ..core.document import Section
+from ..core.errors import UserError
+from ..core.files import read_json
 from ..tasks import TASKS, Column, TaskName
 from .optimizer import Coefficient, NonNegative, Optimizer, Positive
 
@@ -409,7 +411,9 @@ def resolve(recipe: Recipe) -> Recipe:
     if model.lora is not None and model.lora.alpha is None:
         lora = model.lora.model_copy(update={"alpha": float(model.lora.r)})
         model = model.model_copy(update={"lora": lora})
-    optimizer, trainer = recipe.optimizer.resolved(trains_adapter(model)), recipe.trainer
+    optimizer, trainer = recipe.optimizer, recipe.trainer
+    if optimizer.aux_lr is None and (optimizer.name == "adamw" or trains_others(model.name_or_path, model.lora)):
+        optimizer = optimizer.model_copy(update={"aux_lr": optimizer.lr})
     if recipe.data.eval is not None and trainer.get("eval_strategy") is None:
         trainer = {**trainer, "eval_strategy": "steps" if trainer.get("eval_steps") else "epoch"}
     if trainer.get("load_best_model_at_end") and trainer.get("save_strategy") is None:  # transformers wants them equal
@@ -443,3 +447,19 @@ def is_derived(recipe: Recipe, key: str) -> bool:
 def trains_adapter(model: Model) -> bool:
     """Whether an adapter is trained: a new one, or the one in the folder that training starts from."""
     return model.lora is not None or (shipped.resolve(model.name_or_path) / ADAPTER).is_file()
+
+
+def trains_others(start: str, lora: Lora | None) -> bool:
+    """Whether parameters beside the matrices are trained: of adapters, only those with whole modules have some.
+
+    start: model.name_or_path; lora: the new adapter.
+    """
+    file = shipped.resolve(start) / ADAPTER
+    if not file.is_file():
+        return lora is None or bool(lora.modules_to_save)
+    try:
+        config = read_json(file)
+    except UserError:  # reported at model.name_or_path
+        return True
+    whole = ("modules_to_save", "trainable_token_indices", "use_dora")
+    return not isinstance(config, dict) or any(config.get(key) for key in whole)

@@ -20,6 +20,7 @@ from trl import DPOTrainer, SFTTrainer
 
 from ..core.errors import UserError
 from ..core.files import remove, write
+from ..core.optimizer_settings import ADJUST_LR_FN
 from ..optim import OPTIMIZERS, build_optimizer
 from ..recipe import OptimizerSection
 from ..recipe.model import QUANTIZATION_RECORD
@@ -93,7 +94,7 @@ class SorenTrainerMixin(Trainer):
             for parameter in model.parameters():
                 if parameter.requires_grad and parameter.dtype != torch.float32:
                     parameter.data = parameter.data.float()
-        self.optimizer_settings = optimizer_keywords(optimizer_settings, self.args, model)
+        self.optimizer_settings = optimizer_keywords(optimizer_settings, self.args)
         # Never stepped: a model that it refuses is refused before training, and `_attach_optimizer` compares with it.
         self.expected_optimizer = build_optimizer(model, **self.optimizer_settings)
         self.retention: Any = None  # a callback whose values belong to the log of an evaluation
@@ -338,11 +339,11 @@ def _set(settings: list[tuple[Any, str, Any]]) -> None:
             delattr(config, key)
 
 
-def optimizer_keywords(settings: OptimizerSettings, args: TrainingArguments, model: Any) -> dict[str, Any]:
+def optimizer_keywords(settings: OptimizerSettings, args: TrainingArguments) -> dict[str, Any]:
     """Return the keywords of `build_optimizer`; those that `settings` leaves out are taken from args.
 
-    args has learning_rate (lr and aux_lr), weight_decay, betas and epsilon. The scale is that of our recipes: every
-    update has RMS 0.2 lr, AdamW's after some hundred steps. Raises UserError if args.optim names another optimizer.
+    args has learning_rate (lr), weight_decay, betas and epsilon. The scale is the recipes': every update has RMS
+    0.2 lr, AdamW's after some hundred steps. Raises UserError if args.optim names another optimizer.
     """
     if isinstance(settings, OptimizerSection):
         return settings.model_dump(exclude_none=True)
@@ -352,8 +353,7 @@ def optimizer_keywords(settings: OptimizerSettings, args: TrainingArguments, mod
     keywords: dict[str, Any] = {"name": settings} if isinstance(settings, str) else dict(settings or {})
     name = keywords.setdefault("name", "soren")
     if name in OPTIMIZERS and OPTIMIZERS[name].rule == "spectral":
-        keywords.setdefault("adjust_lr_fn", "match_rms_adamw" if isinstance(model, PeftModel) else "match_rms_measured")
-        keywords.setdefault("aux_lr", args.learning_rate)
+        keywords.setdefault("adjust_lr_fn", ADJUST_LR_FN)
     keywords.setdefault("lr", args.learning_rate)
     keywords.setdefault("weight_decay", args.weight_decay)
     keywords.setdefault("betas", (args.adam_beta1, args.adam_beta2))

@@ -74,14 +74,13 @@ def test_a_second_adapter_that_is_frozen_is_nowhere():
     assert all(".default." in name for name in reasons(lora))
 
 
-def test_lora_needs_no_rate_for_a_rest_that_there_is_not():
+def test_factors_alone_are_one_group():
     lora = model(LoraConfig(r=4, target_modules="all-linear"))
-    (group,) = param_groups(lora, lr=RATE, aux_lr=None)
+    (group,) = param_groups(lora, lr=RATE)
     assert group["rule"] == "spectral"
     assert len(build_optimizer(lora, name="soren", lr=RATE).param_groups) == 1
     beside = model(LoraConfig(r=4, target_modules="all-linear", modules_to_save=["embed_tokens"]))
-    with pytest.raises(ValueError, match="aux_lr: missing"):
-        build_optimizer(beside, name="soren", lr=RATE)
+    assert [group["lr"] for group in build_optimizer(beside, name="soren", lr=RATE).param_groups] == [RATE, RATE]
 
 
 @pytest.mark.parametrize("name", ["soren", "muon", "htmuon"])

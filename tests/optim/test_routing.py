@@ -224,13 +224,16 @@ def test_the_factory_builds_what_is_named_with_its_own_settings():
         assert (rest["rule"], rest["lr"], rest["weight_decay"], rest["betas"]) == ("adamw", 0.01, 0.0, (0.8, 0.9))
 
 
-def test_the_rate_of_the_rest_must_be_said_except_for_adamw():
-    for name in ("soren", "muon", "htmuon"):
-        with pytest.raises(
-            ValueError, match=r"aux_lr: missing; AdamW updates the other parameters \(embed.weight, ...\)"
-        ):
-            build_optimizer(Model(), name=name, lr=0.1)
-    assert [g["lr"] for g in build_optimizer(Model(), name="adamw", lr=0.1).param_groups] == [0.1, 0.1]
+def test_the_other_parameters_have_the_learning_rate_of_the_matrices_unless_they_have_one_of_their_own():
+    for name in ("soren", "muon", "htmuon", "adamw"):
+        for aux_lr, expected in ((None, 0.1), (0.01, 0.01)):
+            groups = build_optimizer(Model(), name=name, lr=0.1, aux_lr=aux_lr).param_groups
+            assert [group["lr"] for group in groups] == [0.1, expected]
+    with pytest.raises(ValueError, match=r"aux_lr: missing; AdamW updates the other parameters \(embed.weight, ...\)"):
+        param_groups(Model())
+
+
+def test_an_unknown_optimizer_is_refused():
     with pytest.raises(ValueError, match="name: found 'sorn'"):
         build_optimizer(Model(), name="sorn", lr=0.1, aux_lr=0.1)
 

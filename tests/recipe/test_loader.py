@@ -1,6 +1,7 @@
 """What a recipe says is what is meant, and what it gets wrong is said at once."""
 
 import json
+import re
 
 import pytest
 
@@ -119,7 +120,8 @@ def test_overrides_are_typed_and_named_in_errors(write):
 def test_the_resolved_recipe_says_everything_and_loads_again(write):
     first = recipe.load(write(GOOD))
     optimizer = first.optimizer
-    assert (optimizer.map.model_dump(), optimizer.adjust_lr_fn) == ({"name": "minimax", "resolution": 0.0004}, "none")
+    assert optimizer.map.model_dump() == {"name": "minimax", "resolution": 0.0004}
+    assert optimizer.adjust_lr_fn == "match_rms_measured"
     for spelling in ("optimizer.map=sns", "optimizer.map={name: sns}", "optimizer.map.name=sns"):
         sns = recipe.load(write(GOOD), [spelling]).optimizer
         assert sns.map.model_dump() == {"name": "sns", "steps": 15}
@@ -129,8 +131,8 @@ def test_the_resolved_recipe_says_everything_and_loads_again(write):
 
 
 @pytest.mark.parametrize(("name", "own"), [
-    ("muon", {"adjust_lr_fn": "original", "ns_steps": 5}), ("htmuon", {"adjust_lr_fn": "original", "p": 0.125}),
-    ("adamw", {}),
+    ("muon", {"adjust_lr_fn": "match_rms_measured", "ns_steps": 5}),
+    ("htmuon", {"adjust_lr_fn": "match_rms_measured", "p": 0.125}), ("adamw", {}),
 ])  # fmt: skip
 def test_one_word_swaps_the_optimizer(write, name, own):
     loaded = recipe.load(write(GOOD), [f"optimizer.name={name}"]).optimizer.model_dump()
@@ -138,11 +140,37 @@ def test_one_word_swaps_the_optimizer(write, name, own):
     assert {key: value for key, value in loaded.items() if key in ("adjust_lr_fn", "map", "ns_steps", "p")} == own
 
 
-def test_a_matrix_optimizer_needs_a_rate_for_the_rest(write):
-    with pytest.raises(UserError, match=r"optimizer.aux_lr: is required: the AdamW learning rate of embed"):
-        recipe.load(write(GOOD.replace("  aux_lr: 3e-5\n", "")))
-    adamw = recipe.load(write(GOOD.replace("  aux_lr: 3e-5\n", "")), ["optimizer.name=adamw"])
-    assert adamw.optimizer.aux_lr == adamw.optimizer.lr
+@pytest.mark.parametrize("name", ["soren", "muon", "htmuon", "adamw"])
+def test_aux_lr_follows_lr_unless_it_is_stated(write, name):
+    file = write(GOOD.replace("  aux_lr: 3e-5\n", ""))
+    for lr in (1e-6, 2e-3):
+        optimizer = recipe.load(file, [f"optimizer.name={name}", f"optimizer.lr={lr}"]).optimizer
+        assert (optimizer.lr, optimizer.aux_lr) == (lr, lr)
+    assert recipe.load(file, [f"optimizer.name={name}", "optimizer.aux_lr=3e-5"]).optimizer.aux_lr == 3e-5
+    assert recipe.load(write(GOOD), [f"optimizer.name={name}", "optimizer.lr=2e-3"]).optimizer.aux_lr == 3e-5
+
+
+def test_a_run_from_before_the_default_scale_keeps_its_own_and_another_is_a_difference(write):
+    """A run folder's recipe has every key: the default of a later version changes none. Rerun with a recipe that states
+    no scale, it is refused with both values."""
+    now = recipe.load(write(GOOD))
+    recorded = write(recipe.to_yaml(now).replace("match_rms_measured", "none"), "recorded.yaml")
+    before = recipe.load_resolved(recorded)
+    assert before.optimizer.adjust_lr_fn == recipe.load(recorded).optimizer.adjust_lr_fn == "none"
+    changed = recipe.differences(recipe.training_part(before), recipe.training_part(now))
+    assert changed == ["optimizer.adjust_lr_fn: 'none' there, 'match_rms_measured' here"]
+
+
+PAPERS = [name for name in shipped.recipes() if re.search("llama-c4/|/paper-|/released-", name)]
+"""Recipes whose learning rates are the paper's, or those of its code."""
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_recipes_of_the_paper_and_of_its_code_state_their_scale_and_rates(name):
+    """No default of ours reaches them."""
+    stated = recipe.loader.merged_text(shipped.recipes()[name])
+    assert re.search(r"^  aux_lr: \d", stated, re.MULTILINE)
+    assert re.search(r"^  adjust_lr_fn: (none|original) ", stated, re.MULTILINE) or "  name: adamw" in stated
 
 
 def test_a_recipe_of_the_other_task_is_refused(write):

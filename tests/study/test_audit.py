@@ -268,14 +268,15 @@ def test_differences_of_the_schedule_that_a_study_declares_are_cautions(study):
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("searched", "edited"),
-    [([], ("aux_lr: .*", "aux_lr: 0.5", "optimizer.aux_lr: 'not set' there, 0.5 here")),
-     (["set.model.lora.alpha=null", "search.space.model.lora.r=[4, 8, 16]"],
+    ("searched", "name", "edited"),
+    [([], "adamw", ("aux_lr: .*", "aux_lr: 0.5", "optimizer.aux_lr: 'not set' there, 0.5 here")),
+     (["set.model.lora=null"], "soren", ("aux_lr: .*", "aux_lr: 0.5", "optimizer.aux_lr: 'not set' there, 0.5 here")),
+     (["set.model.lora.alpha=null", "search.space.model.lora.r=[4, 8, 16]"], "adamw",
       ("alpha: .*", "alpha: 3.0", "model.lora.alpha: 'not set' there, 3.0 here"))],
-    ids=["AdamW's aux_lr", "LoRA's alpha"],
+    ids=["AdamW's aux_lr", "Soren's aux_lr", "LoRA's alpha"],
 )  # fmt: skip
-def test_a_key_that_follows_a_searched_one_is_no_undeclared_difference(tmp_path, searched, edited):
-    """The shipped study searches the lr of AdamW, whose aux_lr is its lr unless it is set; LoRA's alpha is its r."""
+def test_a_key_that_follows_a_searched_one_is_no_undeclared_difference(tmp_path, searched, name, edited):
+    """The shipped study searches lr, which aux_lr is unless it is set; LoRA's alpha is its r."""
     data = shipped.ROOT / "recipes/quickstart/data/chat_train.jsonl"
     model = ["set.model.name_or_path=shipped:configs/models/tiny", "set.model.init_seed=1"]
     overrides = [f"output_dir={tmp_path / 'study'}", "search.trials=3", f"set.data.train.path={data}", *model]
@@ -284,13 +285,13 @@ def test_a_key_that_follows_a_searched_one_is_no_undeclared_difference(tmp_path,
     result = conclude(tmp_path / "study")
     assert result.problems == []
     assert {(d.candidate, d.reference) for d in result.differences} >= {("soren", "adamw"), ("adamw", "base")}
-    rates = [recipe.load_resolved(file).optimizer for file in (tmp_path / "study/search/adamw").glob("*/recipe.yaml")]
+    rates = [recipe.load_resolved(file).optimizer for file in (tmp_path / f"study/search/{name}").glob("*/recipe.yaml")]
     assert len({rate.aux_lr for rate in rates}) == 3
     assert all(rate.aux_lr == rate.lr for rate in rates)
     pattern, value, words = edited
-    last = tmp_path / "study/search/adamw/02/recipe.yaml"
+    last = tmp_path / f"study/search/{name}/02/recipe.yaml"
     last.write_text(re.sub(pattern, value, last.read_text()))
-    assert any(problem.startswith("search/adamw/02: is unlike other runs of adamw") and words in problem
+    assert any(problem.startswith(f"search/{name}/02: is unlike other runs of {name}") and words in problem
                for problem in conclude(tmp_path / "study").problems)  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def test_only_the_factors_are_trained_and_each_is_mapped_once(sft):
     assert said["routing"] == [{"rule": "spectral", "reason": FACTOR, "tensors": 28, "matrices": 28, "numel": 9472}]
     assert (said["parameters"]["trainable"], said["parameters"]["dtype"]) == (9472, ["float32"])
     assert (said["optimizer"]["num_matrices"], said["optimizer"]["maps_per_step"]) == (28, 28)
-    assert said["optimizer"]["groups"][0]["adjust_lr_fn"] == "match_rms_adamw"
+    assert said["optimizer"]["groups"][0]["adjust_lr_fn"] == "match_rms_measured"
     lines = [line for line in sft.metrics() if "loss" in line]
     assert all(line["update_rms"] > 0 for line in lines[1:])  # the warm-up's first step has a rate of 0
     assert lines[-1]["loss"] < lines[0]["loss"]
