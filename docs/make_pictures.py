@@ -24,6 +24,7 @@ from studies import recorded_spectra
 from torch import Tensor
 
 from soren_align.core.figures import DARK, FONT, LIGHT, Colors, compact, style_axes
+from soren_align.core.text import Table
 from soren_align.spectral import minimax_sigmoid, newton_schulz, released_sigmoid
 
 DOCS = Path(__file__).parent
@@ -55,6 +56,12 @@ def _at_shares(sigma: Tensor) -> Tensor:
     return (sigma / sigma.square().mean().sqrt())[(SHARES * (len(sigma) - 1)).round().long()]
 
 
+def numbers(lines: dict[str, Tensor]) -> str:
+    """The lines at some of SHARES, as a table in Markdown."""
+    rows = [[name.replace("\n", " "), *(f"{float(lines[name][i]):.2g}" for i in (0, 10, 50, 90))] for name in STYLES]
+    return Table(["update", "largest", "at 10%", "at 50%", "at 90%"], rows).markdown()
+
+
 def draw(lines: dict[str, Tensor], colors: Colors) -> str:
     """The picture as SVG, its letters as paths; equal lines give equal bytes."""
     settings = {"svg.hashsalt": "soren-align", "font.family": "DejaVu Sans", "svg.fonttype": "path"}
@@ -81,8 +88,9 @@ def draw(lines: dict[str, Tensor], colors: Colors) -> str:
 
 
 def main() -> None:
-    """Write both pictures."""
+    """Write both pictures, and print numbers of their lines for studies/spectra.md."""
     lines = spectra()
+    print(numbers(lines))
     for name, colors in (("idea", LIGHT), ("idea-dark", DARK)):
         (DOCS / f"{name}.svg").write_text(draw(lines, colors), encoding="utf-8")
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from soren_align import optim, recipe
+from soren_align.core import shipped
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.optim import optimizer as optimizer_module
 from soren_align.run.metrics import METRICS
@@ -129,6 +130,7 @@ def test_the_readme_is_short_and_its_first_screen_has_a_picture_a_command_scores
     first_screen = "\n".join(lines[:36])
     for part in ("docs/idea.svg", "\nsoren-align sft quickstart/sft", "docs/sft.svg", "| after DPO |", "> [!NOTE]"):
         assert part in first_screen
+    assert re.findall(r"\nsoren-align sft (\S+)", first_screen)[0] in shipped.recipes()
     assert any("soren_align/optim/step.py" in line for line in lines)
 
 
@@ -162,6 +164,7 @@ def test_the_picture_of_the_idea_is_drawn_from_the_maps_and_the_recorded_spectra
     middle = {name: float(line[len(line) // 2]) for name, line in lines.items()}
     assert middle["Soren"] == pytest.approx(1, abs=0.01)
     assert middle[pictures.MOMENTUM] < middle[pictures.RELEASED] < middle["AdamW"] < middle["Muon"]
+    assert pictures.numbers(lines) in (ROOT / "docs/studies/spectra.md").read_text(encoding="utf-8")
     for name, colors in (("idea", pictures.LIGHT), ("idea-dark", pictures.DARK)):
         drawn, shipped = pictures.draw(lines, colors), (ROOT / f"docs/{name}.svg").read_text(encoding="utf-8")
         assert drawn.count("<path") == shipped.count("<path")
