@@ -10,6 +10,12 @@ PASSES_DEPEND_ON = ("bf16", "fp16", "gradient_checkpointing", "packing", "packin
 PASSES_DEPEND_ON += ("per_device_train_batch_size",)  # of `trainer`
 
 
+@pytest.fixture(autouse=True)
+def lines_of_a_terminal(monkeypatch):
+    """Texts are wrapped as on a terminal; in a file one record is one line."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+
 @pytest.fixture(scope="session")
 def planned():
     """planned(recipe, *overrides, num_ranks=1) returns (plan, its text at 80 columns); neither may be modified."""

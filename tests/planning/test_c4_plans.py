@@ -115,8 +115,7 @@ def test_the_text_fits_80_columns_and_has_the_assumptions(planned):
     assert max(map(len, text.splitlines())) <= 80
     said = " ".join(text.split())
     assert "reads 2,560,000 of them and 70,000 held-out ones: 2.35 GB of compressed files" in said
-    assert "at 40% of the peak: an assumption" in said
-    assert "models below a billion parameters take longer" in said
+    assert "(assumed: 40% of the peak; a small model takes longer)" in said
     head, blocks = 32_000 * 512, 8 * (4 * 512**2 + 3 * 512 * 1376)
     tokens = 512 * 256
     least = 6 * (head + blocks) * tokens  # and attention, and the head's logits once more in the backward pass

@@ -116,7 +116,8 @@ def printed(plan):
     return console.export_text()
 
 
-def test_the_plan_fits_eighty_columns():
+def test_the_plan_fits_eighty_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")  # as on a terminal: in a file one record is one line
     for plan in (planned(), planned(training=None)):
         text = printed(json.loads(json.dumps(plan)))
         assert max(map(len, text.splitlines())) <= 80
