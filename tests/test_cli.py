@@ -178,10 +178,21 @@ def test_docs_lists_the_pages_and_prints_one(run, monkeypatch):
     )
 
 
-def test_on_a_terminal_a_page_is_rendered(run, monkeypatch):
+def test_lists_are_as_wide_as_the_terminal(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, run("suites").stdout.splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "truthfulqa_mc2, winogrande, gsm8k\n" in run("suites").stdout
+
+
+def test_on_a_terminal_a_page_is_rendered_into_a_pager(run, monkeypatch):
+    pages = []
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    shown = re.sub("\x1b\\[[0-9;]*m", "", run("docs", "recipe").stdout)
+    monkeypatch.setattr("pydoc.pager", pages.append)
+    assert run("docs", "recipe").stdout == ""
+    (page,) = pages
+    shown = re.sub("\x1b\\[[0-9;]*m", "", page)
     assert "The recipe" in shown
     assert "# The recipe" not in shown
     assert "`" not in shown.replace("```", "")
