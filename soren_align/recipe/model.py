@@ -85,6 +85,25 @@ def is_adapter(model: str) -> bool:
     return (shipped.resolve(model) / ADAPTER).is_file()
 
 
+def estimated_parameters(model: str) -> int | None:
+    """About the number of parameters of a model in a folder, from its config.json; None if that does not show it.
+
+    Of a transformer with gated layers: embeddings, head, and the matrices of attention and MLPs.
+    """
+    try:
+        if config := adapter_config(model):
+            return estimated_parameters(config["base_model_name_or_path"])
+        config = read_json(shipped.resolve(model) / "config.json")
+        width, depth, words, inner = (
+            int(config[key]) for key in ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size")
+        )
+        num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
+    except (UserError, OSError, LookupError, TypeError, ValueError, AttributeError):
+        return None
+    embeddings = words * width * (1 if config.get("tie_word_embeddings") else 2)
+    return embeddings + depth * (4 * width**2 + 3 * width * inner * num_experts)
+
+
 def is_local(path: str) -> bool:
     """Whether a model or dataset is named by a path: the hub's names are `name` or `owner/name`, without a suffix."""
     local = local_path(path)

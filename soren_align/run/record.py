@@ -90,6 +90,7 @@ _KEYS = {
     "global_batch_size?": Count,
     "seeds?": dict[str, int | None],
     "device?": str,
+    "num_threads?": Count,
     "parameters?": {"dtype": list[str], "total": Count, "trainable": Count, "spectral_share?": float},
     "training?": _TRAINING,
     # What must be equal for runs that are compared at one seed; see training/reference.py.

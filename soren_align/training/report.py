@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from ..core.errors import UserError
@@ -70,6 +71,7 @@ def report_setup(
         gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
         seeds={"trainer": trainer.args.seed, "init": recipe.model.init_seed},
         device=str(trainer.args.device),
+        num_threads=torch.get_num_threads(),
         parameters={
             "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
             "total": sum(map(weight_numel, parameters)),

@@ -4,11 +4,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from soren_align import recipe
+from soren_align.core import shipped
 from soren_align.core.errors import ResumableError, UserError
 from soren_align.launch import commands, environment
 from soren_align.launch.preparation import prepare
+from soren_align.recipe.model import estimated_parameters
 from soren_align.run.folder import STOPPED, RunFolder
 from tests.support.run_folders import lock_of_another_process
 
@@ -219,6 +222,37 @@ def test_the_environment_keeps_what_the_user_set(make, monkeypatch):
     assert environment.library_environment(make()[0])["HF_HUB_OFFLINE"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert environment.library_environment(make()[0])["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize(("model", "settings", "threads"), [
+    ("shipped:configs/models/tiny", (), "1"), ("shipped:configs/models/tiny", ("run.num_threads=3",), "3"),
+    ("shipped:configs/models/llama-60m", (), None), ("org/of-unknown-size", (), None),
+])  # fmt: skip
+def test_a_small_model_has_one_thread_on_a_cpu(make, monkeypatch, model, settings, threads):
+    """And threads that wait sleep: beside other processes two that spin take 20 times as long."""
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    loaded = make("run.num_threads=null", *settings)[0]
+    loaded = loaded.model_copy(update={"model": loaded.model.model_copy(update={"name_or_path": model})})
+    env = environment.library_environment(loaded)
+    assert (env.get("OMP_NUM_THREADS"), env["OMP_WAIT_POLICY"]) == (threads, "passive")
+    on_gpu = loaded.model_copy(update={"trainer": {**loaded.trainer, "use_cpu": False}})
+    monkeypatch.setattr(environment, "has_gpu", lambda: True)
+    env = environment.library_environment(on_gpu)
+    assert (env.get("OMP_NUM_THREADS"), env.get("OMP_WAIT_POLICY")) == ("3" if threads == "3" else None, None)
+    for name, own in (("OMP_NUM_THREADS", "7"), ("OMP_WAIT_POLICY", "active")):
+        monkeypatch.setenv(name, own)
+        assert environment.library_environment(loaded)[name] == own
+
+
+@pytest.mark.parametrize("model", ["configs/models/tiny", "configs/models/llama-60m", "recipes/quickstart/base"])
+def test_the_number_of_parameters_is_known_without_torch(model):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        exact = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shipped.ROOT / model)).num_parameters()
+    assert estimated_parameters(f"shipped:{model}") == pytest.approx(exact, rel=0.01)
+    assert estimated_parameters("org/of-unknown-size") is None
 
 
 def test_gpu_memory_comes_in_expandable_segments_unless_the_user_says_otherwise(make, monkeypatch):
