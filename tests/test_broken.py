@@ -80,6 +80,15 @@ RECIPES = {
     "a list for a section": ("run:\n  output_dir: out", "run: [out]", r"my.yaml:16 run: .*write a section"),
     "bfloat16 parameters": (
         "  init_seed: 0", "  init_seed: 0\n  dtype: bfloat16", r"model.dtype: bfloat16 .* Write float32"),
+    "a key of a section at the top": ("task: sft", "task: sft\nlr: 1e-3", r"my.yaml:2 lr: .*mean 'optimizer.lr'\?"),
+    "a key of TRL at the top": ("task: sft", "task: sft\nmax_steps: 1", r"max_steps: .*'trainer.max_steps'\?"),
+    "a name of TRL at the top": ("task: sft", "task: sft\noutput_dir: a", r"output_dir: .*mean 'run.output_dir'\?"),
+    "a key of several sections": ("task: sft", "task: sft\npath: a", r"mean 'data.train.path', .* or 'data.ret"),
+    "a key of another section": ("  init_seed: 0", "  init_seed: 0\n  suite: a", r"model.suite: .*mean 'eval.suite'\?"),
+    "PEFT's alpha": ("  init_seed: 0", "  init_seed: 0\n  lora: {r: 4, lora_alpha: 8}", r"lora_alpha: .*'alpha'\?"),
+    "PEFT's dropout": ("  init_seed: 0", "  init_seed: 0\n  lora: {lora_dropout: 0.1}", r"lora_dropout: .*'dropout'\?"),
+    "bitsandbytes' flag": (
+        "  init_seed: 0", "  init_seed: 0\n  load_in_4bit: true", r"model.load_in_4bit: .*mean `quantize: 4bit`\?"),
     "folder in TRL's words": ("max_steps: 2", "output_dir: x", r"trainer.output_dir: belongs to run.output_dir"),
     "optimizer in TRL's words": ("max_steps: 2", "optim: adamw_torch", r"trainer.optim: belongs to optimizer.name"),
     "an older name": ("max_steps: 2", "evaluation_strategy: steps", r"trainer.evaluation_strategy: .*eval_strategy"),
@@ -105,7 +114,12 @@ RECIPES = {
     "processes without end": ("max_steps: 2", "dataset_num_proc: 100000", r"dataset_num_proc: .*at most 256"),
     "a kernel that is not there": ("max_steps: 2", "use_liger_kernel: true", r"use_liger_kernel: .*pip install liger"),
     "not YAML": ("task: sft", "task: [sft", r"my.yaml:\d+ not valid YAML"),
-    "a tab": ("  lr: 1e-3\n", "\tlr: 1e-3\n", r"my.yaml:\d+ not valid YAML"),
+    "a tab": ("  lr: 1e-3\n", "\tlr: 1e-3\n", r"my.yaml:9 not valid YAML: .*; indent with spaces, not tabs"),
+    "a key too far to the left": (
+        "  name: soren", " name: soren", r"my.yaml:9 not .*; is the indentation right\?"
+        r"   8 \|  name: soren   9 \|   lr: 1e-3     \|     \^"),
+    "a key too far to the right": (
+        "  max_steps: 2", "   max_steps: 2\n  seed: 1", r"yaml:13 not .*  12 \|    max_steps: 2   13 \|   seed: 1"),
     "a key twice": ("  lr: 1e-3\n", "  lr: 1e-3\n  lr: 2e-3\n", r"my.yaml:\d+ not valid YAML: .*duplicate key"),
     "a merge of a list of texts": ("max_steps: 2", "<<: [a]", r"my.yaml:12 not valid YAML: << merges mappings"),
     "a tag on a number": ("max_steps: 2", "max_steps: !!int zero", r"my.yaml:12 not valid YAML: the tag !!int"),
@@ -127,6 +141,7 @@ RECIPES = {
     "a file as the base": (
         "task: sft", "extends: /etc/passwd\ntask: sft", r"my.yaml:1 extends: /etc/passwd: a recipe is"),
     "unknown suite": ("run:", "eval: {suite: quickstrat}\nrun:", r"eval.suite: .*did you mean 'quickstart'"),
+    "a suite beside it": ("run:", "eval: {suite: question}\nrun:", r"eval.suite: .*did you mean 'questions'\?"),
     "a number as a suite": ("run:", "eval: {suite: 3}\nrun:", r"eval.suite: found 3; write a text"),
     "true as quoted tables": (
         "run:", "eval: {suite: quickstart, published: true}\nrun:", r"eval.published: found True; write a l"),
@@ -273,11 +288,12 @@ HEAVY = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working folder: the recipe `my.yaml`, its `rows.jsonl`, and a model `base`."""
+    """The working folder: the recipe `my.yaml`, its `rows.jsonl`, a model `base` and a suite `questions`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text(RECIPE)
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
     shutil.copytree(shipped.ROOT / "recipes/quickstart/base", tmp_path / "base")
+    shutil.copytree(shipped.ROOT / "configs/new/questions", tmp_path / "questions")
     return tmp_path
 
 

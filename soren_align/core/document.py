@@ -13,6 +13,7 @@ each with its file, line, key, finding and remedy:
 `from_pydantic` is the one translation of pydantic's errors into sentences, for any class, also of JSON.
 """
 
+import functools
 import io
 import json
 from collections.abc import Container, Iterable, Mapping
@@ -31,6 +32,8 @@ from .yaml import Key, parse_yaml
 
 MAX_PARTS = 10
 """Parts of a key in --set; no section is nested deeper."""
+MAX_MEANT = 3
+"""Keys of other sections that a message names for an unknown one."""
 Problem = tuple[Key, str]
 """The key, and the finding with its remedy."""
 
@@ -48,6 +51,11 @@ class Section(BaseModel):
     """The remedy for a wrong value of a key, where the choices alone are none; the message on a key of elsewhere."""
 
     @classmethod
+    def key_elsewhere(cls, name: str) -> list[str]:
+        """The keys, dotted, that have this name in any section of the document, which `cls` is the form of."""
+        return _keys_by_name(cls).get(name, [])
+
+    @classmethod
     def meant_by(cls, value: Any) -> dict[str, Any] | None:
         """The section that a person means who writes `value` in its place; None if it is unclear."""
         main = cls.main_keys.get(int if value is True else type(value))
@@ -60,6 +68,20 @@ class Section(BaseModel):
         for key in reversed(main.split(".")):
             value = {key: value}
         return value
+
+
+@functools.cache
+def _keys_by_name(section: type[Section]) -> dict[str, list[str]]:
+    """The keys in a section and in those inside it, dotted, by their own name, also other tools'."""
+    keys = {name: [name] for name in section.model_fields}
+    keys |= {other: [name] for other, name in section.other_names.items()}
+    for key, field_info in section.model_fields.items():
+        sections = [*members(field_info.annotation).values()] or [section_in(field_info.annotation)]
+        for part in (section for section in sections if section is not None):
+            for name, places in _keys_by_name(part).items():
+                inside = [dotted((key, place)) for place in places]
+                keys[name] = [*dict.fromkeys([*keys.get(name, []), *inside])]
+    return keys
 
 
 Form = TypeVar("Form", bound=Section)
@@ -319,7 +341,7 @@ def from_pydantic(error: ValidationError, form: type[Section] = Section) -> list
                 inner = section_in(annotation)
                 if inner and not choices and i + 1 < len(one["loc"]):
                     section, union, tag = inner, {}, ""
-        problems.append(_Mistake(one, tuple(key), parent, annotation, union, tag))
+        problems.append(_Mistake(one, tuple(key), parent, annotation, union, tag, form))
     # One mistake, one message: without "is required" for a key that is there misspelt, and without "unknown key" where
     # the name that decides about the keys is wrong itself.
     misspelt = {(*p.key[:-1], p.similar()) for p in problems if p.kind == "extra_forbidden"}
@@ -347,6 +369,8 @@ class _Mistake:
     """The members of the union that this section belongs to, by tag; empty for other sections."""
     tag: str
     """The section's own tag in `union`."""
+    form: type[Section]
+    """The whole document's."""
 
     @property
     def kind(self) -> str:
@@ -374,10 +398,10 @@ class _Mistake:
                 return f"unknown key for {self.tag}; {join_words(owners, 'and')} {verb} it"
             case "extra_forbidden":
                 similar = self.similar()
-                remedy = (
-                    f"did you mean '{similar}'?" if similar else f"keys here: {', '.join(self.section.model_fields)}"
-                )
-                return f"unknown key; {remedy}"
+                meant = [similar] if similar else self.form.key_elsewhere(str(key[-1]))
+                if 0 < len(meant) <= MAX_MEANT:
+                    return f"unknown key; did you mean {join_words([*map(repr, meant)], 'or')}?"
+                return f"unknown key; keys here: {', '.join(self.section.model_fields)}"
             case "missing":
                 return "is required"
             case "value_error":

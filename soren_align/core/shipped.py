@@ -7,6 +7,7 @@ is resolved here, so that a recipe works in any folder.
 from collections.abc import Iterator
 from pathlib import Path
 
+from .errors import did_you_mean
 from .files import local_path
 
 PREFIX = "shipped:"
@@ -66,6 +67,12 @@ def pages() -> dict[str, Path]:
 def suites() -> dict[str, Path]:
     """Return every shipped evaluation suite by name, e.g. {'quickstart': .../eval/quickstart/suite.yaml}, sorted."""
     return {f.parent.name: f for f in sorted((ROOT / "eval").glob("*/suite.yaml"))}
+
+
+def suite_hint(name: str) -> str:
+    """The remedy for a name that is no suite's: a similar one, of a folder with a suite.yaml beside it too."""
+    beside = [str(file.parent) for file in local_path(name).parent.glob("*/suite.yaml")]
+    return did_you_mean(name, [*beside, *suites()], f"shipped suites: {', '.join(suites())}")
 
 
 def published() -> dict[str, Path]:

@@ -4,6 +4,7 @@ ruamel's parser is lazy: its events are counted while the data is built, so that
 build everything first, which takes 6 seconds for 100,000 numbers, and number neither nodes nor depth.
 """
 
+import re
 from collections.abc import Iterator
 from copy import copy
 from typing import Any
@@ -17,6 +18,7 @@ from .errors import UserError
 Key = tuple[str | int, ...]
 """The position of a value: ('optimizer', 'lr'), ('data', 'train', 0)."""
 
+_LINE_END = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 MAX_YAML_BYTES = 1 << 20
 MAX_DEPTH = 50
 MAX_NODES = 10_000
@@ -36,17 +38,32 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, str]]:
     if len(text) > MAX_YAML_BYTES:
         raise UserError(f"{name}: larger than {MAX_YAML_BYTES:,} bytes, the limit for such a file")
     reader = _Reader(name, YAML(typ="safe", pure=True).parse(text))
-    line = 1
+    mark = None
     try:
         return reader.document(), reader.lines
     except UserError:
         raise
     except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        problem = error.problem or "cannot be read"
+        mark, problem = error.problem_mark, error.problem or "cannot be read"
     except Exception as error:  # from ruamel's parser: an escape beyond Unicode raises OverflowError
         problem = str(error) or type(error).__name__
-    raise UserError(f"{name}:{line} not valid YAML: {problem.splitlines()[0]}")
+    line, problem = mark.line + 1 if mark else 1, problem.splitlines()[0]
+    if "\\t" in problem:
+        problem += "; indent with spaces, not tabs"
+    elif any(words in problem for words in ("block", "mapping values", "expected ':'")):
+        problem += "; is the indentation right?"
+    raise UserError(f"{name}:{line} not valid YAML: {problem}", *(_pointed_at(text, mark) if mark and name else ()))
+
+
+def _pointed_at(text: str, mark: Any) -> list[str]:
+    """The line of a mark between the line before it and a caret below its column; nothing for the text's end."""
+    lines = dict(enumerate(_LINE_END.split(text)))
+    if not lines.get(mark.line, "").strip():
+        return []
+    width, start = len(str(mark.line + 1)), max(0, mark.column - 40)
+    shown = [number for number in (mark.line - 1, mark.line) if number in lines]
+    excerpt = [f"  {number + 1:{width}} | {lines[number][start : start + 70]}" for number in shown]
+    return [*excerpt, f"  {' ' * width} | {' ' * (mark.column - start)}^"]
 
 
 class _Reader:

@@ -364,7 +364,8 @@ def evaluation_problems(settings: dict[str, Any]) -> list[tuple[str, str]]:
         names = settings.get(key) or []
         for name in [names] if isinstance(names, str) else names:
             if name not in known and not shipped.resolve(name).exists():
-                hint = did_you_mean(name, known, f"shipped are: {', '.join(known)}")
+                others = did_you_mean(name, known, f"shipped are: {', '.join(known)}")
+                hint = shipped.suite_hint(name) if key == "suite" else others
                 problems.append((key, f"no {kind} named {name!r}, nor a file {shipped.resolve(name).absolute()}{hint}"))
     if settings.get("backend") == "vllm" and importlib.util.find_spec("vllm") is None:
         problems.append(("backend", "vLLM is not installed: pip install 'soren-align[vllm]', or write hf"))

@@ -12,6 +12,7 @@ from ..core.document import Section
 from ..core.errors import UserError
 from ..core.files import read_json
 from ..tasks import TASKS, Column, TaskName
+from . import trl
 from .optimizer import Coefficient, NonNegative, Optimizer, Positive
 
 
@@ -224,6 +225,12 @@ class Recipe(Section):
     eval: "Eval | None" = None
     """null: no evaluation after training."""
 
+    @classmethod
+    def key_elsewhere(cls, name: str) -> list[str]:
+        """Also by TRL's names: optimizer.lr for learning_rate, trainer.max_steps."""
+        key = trl.recipe_key(name)
+        return [key] if key else super().key_elsewhere(name)
+
     @property
     def data_task(self) -> TaskName:
         """The task in whose forms the examples are: pre-training takes the plain texts of SFT."""
@@ -234,7 +241,11 @@ class Lora(Section):
     """Two small factors beside each linear layer are trained, instead of its weights."""
 
     main_keys: ClassVar[dict[type, str]] = {int: "r"}
-    other_names: ClassVar[dict[str, str]] = {"rank": "r", "lora_r": "r"}
+    other_names: ClassVar[dict[str, str]] = {
+        **{"rank": "r", "lora_r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout"},
+        **{"lora_target_modules": "target_modules", "lora_modules_to_save": "modules_to_save"},
+    }
+    """PEFT's, TRL's and Axolotl's."""
 
     r: Annotated[int, Field(ge=1)] = 16
     """The rank of the factors."""
@@ -268,10 +279,15 @@ class Model(Section):
     """The starting checkpoint."""
 
     main_keys: ClassVar[dict[type, str]] = {str: "name_or_path"}
-    other_names: ClassVar[dict[str, str]] = {"model_name_or_path": "name_or_path", "torch_dtype": "dtype"}
+    other_names: ClassVar[dict[str, str]] = {
+        **{"model_name_or_path": "name_or_path", "torch_dtype": "dtype"},
+        **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "quantize"),
+    }
     hints: ClassVar[dict[str, str]] = {
+        "load_in_4bit": "unknown key; did you mean `quantize: 4bit`?",
+        "load_in_8bit": "unknown key; did you mean `quantize: 8bit`?",
         "dtype": " (bfloat16 parameters round small updates away; for bfloat16 arithmetic with float32 parameters "
-        "write trainer: {bf16: true})"
+        "write trainer: {bf16: true})",
     }
 
     name_or_path: Annotated[str, Field(min_length=1)]

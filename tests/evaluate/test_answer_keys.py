@@ -54,7 +54,8 @@ def test_a_label_out_of_range_is_refused_when_the_suite_is_loaded(tmp_path):
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
     file = tmp_path / "suite" / "suite.yaml"
     file.write_text(file.read_text().replace("shipped:recipes/quickstart/data", str(tmp_path / "data")))
-    with pytest.raises(UserError, match=r"zoo_mc.yaml: zoo_mc, question 6: .* 4, none of its 4 choices \('"):
+    message = rf"{questions.name}:6: doc_to_target gives 4, none of its 4 choices \('"
+    with pytest.raises(UserError, match=message):
         load_tasks(load_suite(tmp_path / "suite"), tmp_path / "cache")
 
 

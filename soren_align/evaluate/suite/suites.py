@@ -129,7 +129,7 @@ def load_suite(name_or_path: str | Path) -> Suite:
     path = known.get(str(name_or_path)) or shipped.resolve(str(name_or_path))
     path = path / "suite.yaml" if path.is_dir() else path
     if not path.is_file():
-        hint = did_you_mean(str(name_or_path), known, f"shipped suites: {', '.join(known)}")
+        hint = shipped.suite_hint(str(name_or_path))
         raise UserError(f"{name_or_path}: neither a suite.yaml nor a shipped suite{hint}")
     path = path.resolve()
     document = parse(read_text(path), str(path), f"a suite is a mapping ({', '.join(Suite.model_fields)}). {_PAGE}")

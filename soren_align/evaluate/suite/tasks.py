@@ -6,7 +6,7 @@ whose key is none of its choices counts as answered wrong, and of equally likely
 
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,9 @@ def load_tasks(
                 raise UserError(f"{file}: runs code that a model writes; choose another task")
             if missing := missing_field(*_own_data(suite, task)):
                 raise UserError(missing)
+            lines = [f"{place}:{number}" for place, number, _ in _questions(*_own_data(suite, task))]
             for subtask in members:
-                refuse_wrong_keys(subtask, file)
+                refuse_wrong_keys(subtask, file, lines)
             metrics = set(members[0].aggregation())  # without a metric_list: lm-eval's defaults for the output_type
             filters = {entry["name"] for entry in members[0].config.filter_list or []} or {"none"}
             for key in score_keys(task):
@@ -200,28 +201,38 @@ def missing_field(settings: dict[str, Any], folder: Path | None) -> str:
             # A setting without braces is the name of a field, or plain text.
             is_field = setting != "doc_to_text" and template.isidentifier()
             fields |= dict.fromkeys([template] if is_field else _FIELD.findall(template), setting)
-    split = next((str(settings[key]) for key in SPLITS if settings.get(key)), "")
-    if folder is None or not fields or settings.get("process_docs"):  # which may add fields
-        return ""
-    for file in sorted(folder.rglob("*.jsonl")):
-        if split not in file.name:
-            continue
-        for number, record in read_records(file):
-            if isinstance(record, InvalidRecord):
-                continue  # reported elsewhere
-            for field, setting in fields.items():
-                if record.get(field) is None:
-                    similar = closest(field, [key for key in record if key not in fields])
-                    remedy = f"rename {similar!r} to {field!r}" if similar else "add it, or leave the question out"
-                    return (
-                        f"{file}:{number}: the question has no {field!r}, which its task reads ({setting}), but"
-                        f" {', '.join(map(str, record))[:200]}; {remedy}"
-                    )
+    for file, number, record in _questions(settings, folder) if fields else ():
+        if isinstance(record, InvalidRecord):
+            continue  # reported elsewhere
+        for field, setting in fields.items():
+            if record.get(field) is None:
+                similar = closest(field, [key for key in record if key not in fields])
+                remedy = f"rename {similar!r} to {field!r}" if similar else "add it, or leave the question out"
+                return (
+                    f"{file}:{number}: the question has no {field!r}, which its task reads ({setting}), but"
+                    f" {', '.join(map(str, record))[:200]}; {remedy}"
+                )
     return ""
 
 
-def refuse_wrong_keys(task: Any, file: Any) -> None:
-    """Raises UserError if the key of a question is none of its choices. task: lm-eval's. file: its place."""
+def _questions(settings: dict[str, Any], folder: Path | None) -> Iterator[tuple[Path, int, Any]]:
+    """File, line and record of each question of a task whose data are in `folder`, as they are there.
+
+    None for data on the hub, and where `process_docs` may add fields or leave questions out.
+    """
+    split = next((str(settings[key]) for key in SPLITS if settings.get(key)), "")
+    if folder is None or settings.get("process_docs"):
+        return
+    for file in sorted(folder.rglob("*.jsonl")):
+        if split in file.name:
+            yield from ((file, number, record) for number, record in read_records(file))
+
+
+def refuse_wrong_keys(task: Any, file: Any, lines: Sequence[str] = ()) -> None:
+    """Raises UserError if the key of a question is none of its choices. task: lm-eval's.
+
+    file: the task's; lines: the places of its questions, as many as there are, where these are known.
+    """
     if task.OUTPUT_TYPE != "multiple_choice" or callable(task.config.process_results):
         return  # a task's own function may read another field
     wrong: list[tuple[int, Any, list[Any]]] = []
@@ -237,8 +248,10 @@ def refuse_wrong_keys(task: Any, file: Any) -> None:
         more = f" (and {len(wrong) - 1:,} more questions)" if len(wrong) > 1 else ""
         is_letter = isinstance(key, str) and len(key) == 1 and key in LETTERS
         remedy = f": for {key!r} write {LETTERS.index(key)}" if is_letter else ""
+        is_known = len(lines) == len(task.eval_docs)
+        where = lines[number - 1] if is_known else f"{file}: {task.task_name}, question {number}"
         raise UserError(
-            f"{file}: {task.task_name}, question {number}{more}: doc_to_target gives {key!r:.60}, none of its"
+            f"{where}{more}: doc_to_target gives {key!r:.60}, none of its"
             f" {len(choices)} choices ({', '.join(map(repr, choices)):.200}); the key is the number of the right"
             f" choice, from 0, or its text{remedy}"
         )
