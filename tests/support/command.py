@@ -20,12 +20,20 @@ class Result(NamedTuple):
     stderr: str
 
 
-def run(*arguments, cwd=None, env=None):
+class Screen(io.StringIO):
+    """A file that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def run(*arguments, cwd=None, env=None, is_terminal=False):
     """The Result of a command in this process. cwd: its folder. env: variables to set, or to unset where None.
 
+    is_terminal: whether the two outputs are a terminal, or are piped into files.
     An exception that the command does not turn into a message is raised here. Not for commands that start ranks.
     """
-    out, err = io.StringIO(), io.StringIO()
+    out, err = (Screen(), Screen()) if is_terminal else (io.StringIO(), io.StringIO())
     changes = {"COLUMNS": "80", **(env or {})}
     with contextlib.ExitStack() as stack:
         stack.enter_context(
