@@ -110,8 +110,8 @@ def library_environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, 
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if recipe and (num_threads := recipe.run.num_threads or default_threads(recipe)):
         env.setdefault("OMP_NUM_THREADS", str(num_threads))
-    if recipe and trains_on_cpu(recipe):
-        env.setdefault("OMP_WAIT_POLICY", "passive")
+    if recipe and trains_on_cpu(recipe) and "OMP_WAIT_POLICY" not in env:
+        env.setdefault("GOMP_SPINCOUNT", str(SPINS))
     if num_ranks > 1:  # torchrun would set 1, and warn
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of a lost rank it would print frames of C++
@@ -127,11 +127,15 @@ def library_environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, 
     return env
 
 
-# A model of 846,464 parameters, 2 cores of an Intel Xeon, torch 2.13.0, ms per step of Soren: 134 with 1 thread and 148
-# with 2 that sleep while they wait. With 2 that spin, libgomp's default: 96 at best, and 1,700 to 3,100 on average
-# beside other processes. With 3,273,984 parameters: 559 with 1 thread, 488 with 2 that sleep.
+# ms per step of Soren on 2 cores of an Intel Xeon, torch 2.13.0, medians of 3 to 6 seconds, for a model of 846,464
+# parameters (and of 3,273,984): alone 140 (569) with 1 thread and 86 (324) with 2. Beside 4 busy processes 138 with 1
+# thread; with 2 that spin as long as libgomp's default 2,500 to 2,600; with SPINS 420 to 440, and alone 88 (350). With
+# OMP_WAIT_POLICY=passive 2 are as slow alone as 1: 143 (547).
+SPINS = 1000
+"""Iterations for which a thread on a CPU waits before it sleeps (GOMP_SPINCOUNT; libgomp's default is 300,000)."""
 SMALL_MODEL = 10**6
-"""Parameters, up to which a model is trained by one thread: as fast, and with the same bits on any number of cores."""
+"""Parameters, up to which one thread trains a model: as fast beside other processes as alone, and with the same bits on
+any number of cores."""
 
 
 def default_threads(recipe: Recipe) -> int | None:

@@ -359,7 +359,8 @@ class Run(Section):
     change survives in it. An adapter is always float32: there it is the dtype of the result of `soren-align merge`."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads, unless OMP_NUM_THREADS is set. null: 1 for a model of up to a million parameters on a CPU, as fast
-    there and with the same bits on any number of cores; otherwise one per core, shared by the processes."""
+    beside other processes as alone, with the same bits on any number of cores; otherwise one per core, shared by the
+    processes."""
     log_spectra: LogSpectra = LogSpectra()
     """Measurements of the spectral map during training."""
     samples: Samples | None = None

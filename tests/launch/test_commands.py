@@ -229,20 +229,22 @@ def test_the_environment_keeps_what_the_user_set(make, monkeypatch):
     ("shipped:configs/models/llama-60m", (), None), ("org/of-unknown-size", (), None),
 ])  # fmt: skip
 def test_a_small_model_has_one_thread_on_a_cpu(make, monkeypatch, model, settings, threads):
-    """And threads that wait sleep: beside other processes two that spin take 20 times as long."""
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+    """And threads that wait sleep soon: beside other processes two that spin take 20 times as long."""
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
     loaded = make("run.num_threads=null", *settings)[0]
     loaded = loaded.model_copy(update={"model": loaded.model.model_copy(update={"name_or_path": model})})
     env = environment.library_environment(loaded)
-    assert (env.get("OMP_NUM_THREADS"), env["OMP_WAIT_POLICY"]) == (threads, "passive")
+    assert (env.get("OMP_NUM_THREADS"), env["GOMP_SPINCOUNT"]) == (threads, str(environment.SPINS))
     on_gpu = loaded.model_copy(update={"trainer": {**loaded.trainer, "use_cpu": False}})
     monkeypatch.setattr(environment, "has_gpu", lambda: True)
     env = environment.library_environment(on_gpu)
-    assert (env.get("OMP_NUM_THREADS"), env.get("OMP_WAIT_POLICY")) == ("3" if threads == "3" else None, None)
-    for name, own in (("OMP_NUM_THREADS", "7"), ("OMP_WAIT_POLICY", "active")):
+    assert (env.get("OMP_NUM_THREADS"), env.get("GOMP_SPINCOUNT")) == ("3" if threads == "3" else None, None)
+    for name, own in (("OMP_NUM_THREADS", "7"), ("GOMP_SPINCOUNT", "9"), ("OMP_WAIT_POLICY", "active")):
         monkeypatch.setenv(name, own)
         assert environment.library_environment(loaded)[name] == own
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    assert "GOMP_SPINCOUNT" not in environment.library_environment(loaded), "it would replace the user's policy"
 
 
 @pytest.mark.parametrize("model", ["configs/models/tiny", "configs/models/llama-60m", "recipes/quickstart/base"])
