@@ -52,7 +52,8 @@ def test_a_mistake_is_a_sentence_and_exit_code_2(tmp_path, arguments, message):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_a_sentence(tmp_path):
     refused = bench("maps", "--device", "cuda", cwd=tmp_path)
-    assert (refused.returncode, refused.stderr) == (2, "error: --device: found 'cuda'; torch finds no GPU here, write cpu\n")
+    message = "error: --device: found 'cuda'; torch finds no GPU here, write cpu\n"
+    assert (refused.returncode, refused.stderr) == (2, message)
 
 
 @pytest.mark.process
