@@ -130,7 +130,9 @@ def runs(folder: str, *, as_json: bool = False) -> None:
             record = run.record()
             scores = [results["rows"][-1] for results in evaluations_of(run)]
         except UserError as error:
-            rows.append([str(run), "damaged", "", "", "", in_one_line(error, 200).removeprefix(f"{run}/")])
+            reason = in_one_line(error, 200).removeprefix(f"{run}/")
+            rows.append([str(run), "damaged", "", "", "", reason])
+            values.append({"run": str(run), "status": "damaged", "error": reason})
             continue
         training = record.get("training", {})
         held_out = training.get("held_out", {}).get("evaluations", [])

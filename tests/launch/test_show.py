@@ -145,7 +145,7 @@ def test_runs_are_listed_with_steps_loss_and_scores(run, capsys):
     (run.path.parent / "c" / "run.json").write_text("{")
     show.runs(str(run.path.parent), as_json=True)
     names = [os.path.relpath(value["run"], run.path.parent) for value in json.loads(capsys.readouterr().out)]
-    assert names == ["a", "study/trials/b"]
+    assert names == ["a", "c", "study/trials/b"]
     show.runs(str(run.path.parent))
     lines = capsys.readouterr().out
     assert "zoo_mc 100.0" in lines

@@ -47,7 +47,7 @@ def terminal(results: Results, *, brief: bool = False) -> Group:
     footer = RichTable.grid(padding=(0, 1))
     for note in warnings(results) if brief else notes(results, brief=True):
         footer.add_row("-", Text(note, overflow="fold"), style="dim")
-    return Group(*parts, footer)
+    return Group(*parts, *[footer] * bool(footer.rows))
 
 
 def markdown(results: Results) -> str:
