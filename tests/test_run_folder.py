@@ -520,7 +520,7 @@ def test_what_the_system_refuses_is_one_sentence(monkeypatch, capsys, main, erro
     "error", [UserError("loading failed"), OSError(errno.ENOSPC, "No space left on device", "/run/eval")]
 )
 def test_an_evaluation_that_fails_leaves_a_trained_model_and_a_way_to_evaluate_it(folder, monkeypatch, error):
-    def fail(*_):
+    def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(evaluation, "run_evaluation", fail)
