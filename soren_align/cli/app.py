@@ -68,7 +68,7 @@ Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu or cuda.
 Page = Annotated[
     str | None,
     typer.Option(
-        "--output", metavar="FILE.md", help="Also write the tables into this Markdown file, over earlier ones."
+        "--output", metavar="FILE.md", help="Also write the tables to this Markdown file, replacing earlier ones."
     ),
 ]
 
@@ -184,7 +184,7 @@ def plan(
     processes: Annotated[
         int, typer.Option("--processes", min=1, metavar="N", help="Plan for N processes. Starts none.")
     ] = 1,
-    full: Annotated[bool, typer.Option("--full", help="Of a recipe: all details.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Show all details (recipes only).")] = False,
 ) -> None:
     """Show what a recipe or a study would do and cost, without training."""
     path = local_path(recipe)
@@ -318,7 +318,7 @@ def chat(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The longest answer, in tokens.")] = 512,
     temperature: Annotated[
-        float, typer.Option(min=0, metavar="T", help="Of sampling. Default: 0, the most likely token.")
+        float, typer.Option(min=0, metavar="T", help="Sampling temperature. Default: 0, always the most likely token.")
     ] = 0.0,
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the model's own.")

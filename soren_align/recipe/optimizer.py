@@ -183,9 +183,9 @@ class SorenSettings(MatrixOptimizer):
     """MB (2^20 bytes) for mapping matrices of one shape in a batch; a matrix that needs more is mapped alone. null: 16
     on a CPU, 2048 elsewhere."""
     precision: Precision = settings.PRECISION
-    """Of the factors of the map's matrix products, whose sums are float32. `auto`: float16 for minimax on a GPU from 64
-    rows on, within 1% of float32's update on recorded momenta (emulated), and float32 otherwise. sns has auto, float32
-    and bfloat16, released auto and float32, exact only auto."""
+    """Precision of the map's matrix multiplications (accumulated in float32). `auto`: float16 for minimax on a GPU from
+    64 rows on, within 1% of float32's update on recorded momenta (emulated), and float32 otherwise. sns has auto,
+    float32 and bfloat16, released auto and float32, exact only auto."""
 
     @property
     def spectral_map(self) -> SpectralMap:

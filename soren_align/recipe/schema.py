@@ -54,8 +54,8 @@ class TrainSplit(DataSplit):
     hints: ClassVar[dict[str, str]] = {"streaming": "is of all of data.train together; write `data: {streaming: true}`"}
 
     weight: Positive = 1.0
-    """Multiple of the examples: 2 takes each twice, 0.25 a quarter of them, drawn by trainer.seed. With
-    `data.streaming`, the relative number of examples from each split: of 3 and 1, three quarters and one."""
+    """Sampling weight: 2 uses each example twice; 0.25 uses a random quarter, drawn by trainer.seed. With
+    `data.streaming`, the relative number of examples from each split: weights 3 and 1 give three quarters and one."""
     train_on_test: bool = False
     """Train on a split whose name is that of a test split, although its scores are then meaningless."""
 
@@ -123,7 +123,7 @@ class Data(Section):
     `{examples: 500}`. `trainer.eval_strategy` sets when; without it, after every epoch."""
 
     eval_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of the evaluation loss: it is of the first held-out examples that have so many. null: all."""
+    """Compute the evaluation loss on the first held-out examples that have this many tokens together. null: on all."""
     retention: DataSplit | None = None
     """Examples of what the model must not forget, in the forms of SFT also for DPO: at every evaluation metrics.jsonl
     gets `retention_loss`, of the answers of up to 64 of them. They are not trained on."""
@@ -312,11 +312,11 @@ class Model(Section):
     `vocab_size` tokens (added ones beyond, as T5's sentinels, are left out); or `{vocab_size: 4096}`, one trained on
     the training examples. The config's end and padding tokens follow it. null: the folder's."""
     chat_template: str | None = None
-    """How messages become text: `qwen2.5` (as its base models), `zephyr`, or the path of a .jinja file; saved with the
-    model. null: the tokenizer's."""
+    """The chat template: `qwen2.5` (that of the Qwen2.5 base models), `zephyr`, or the path of a .jinja file. It is
+    saved with the model. null: the tokenizer's."""
     eos_token: Annotated[str, Field(min_length=1)] | None = None
-    """The token at which the model stops: `<|im_end|>` for Qwen2.5's base models, whose own end token is not the one
-    that their template ends answers with. null: the tokenizer's."""
+    """The token at which the model stops: `<|im_end|>` for Qwen2.5's base models, because their EOS token differs from
+    the token that ends a chat answer. null: the tokenizer's."""
     freeze: list[Annotated[str, Field(min_length=1)]] = []
     """Names of parameters that are not trained; `*` matches anything: `["model.vision_tower.*"]` for a model of images
     and text that is trained on text. With `lora`, the layers that get no factors."""

@@ -30,8 +30,8 @@ _ALL = (
     Metric("learning_rate", "learning rate of this step", "aux_learning_rate"),
     Metric(
         "update_rms",
-        "root mean square of the change of the weights in this step, after weight decay and rounding; of the matrices "
-        "0.2 `learning_rate` with `adjust_lr_fn: match_rms_measured`, but for the decay",
+        "root mean square of the change of the weights in this step, after weight decay and rounding; for the matrices "
+        "with `adjust_lr_fn: match_rms_measured` it is 0.2 x `learning_rate` (before weight decay)",
         "aux_update_rms",
     ),
     Metric(
