@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from ..core import shipped, signals
@@ -17,12 +18,15 @@ from ..core.files import local_path
 from ..core.version import __version__
 from ..tasks import TASKS
 from . import files
-from .grammar import Commands, KeyCommand
+from .grammar import HELP, KeyCommand
 
 RESUMABLE = (*TASKS, "eval", "compare")
 
 
-class _Commands(Commands):
+class _Commands(TyperGroup):
+    def get_help(self, ctx: Any) -> str:
+        return HELP.rstrip()
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -98,76 +102,36 @@ OutputOption = Annotated[str | None, typer.Option("--output", metavar="RUN", hel
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")]
 
 
-@app.command(cls=KeyCommand)
-def sft(
-    recipe: RecipeArgument = None,
-    model: ModelOption = None,
-    data: DataOption = None,
-    output: OutputOption = None,
-    overwrite: Overwrite = False,
-    set_: Overrides = None,
-    no_eval: NoEval = False,
-    processes: Processes = None,
-) -> None:
-    """Train on conversations, then evaluate.
+def _add_training(task: str, help_text: str, *, needs_recipe: bool) -> None:
+    """Add the command that trains a recipe of this task, or, unless it needs one, the options in its place."""
 
-    With a recipe, or without one and with --model, --data and --output.
-    """
-    _train("sft", recipe, (model, data, output, overwrite or None), set_, no_eval, processes)
+    def train(
+        recipe: RecipeArgument = ... if needs_recipe else None,  # pyright: ignore[reportArgumentType]
+        model: ModelOption = None,
+        data: DataOption = None,
+        output: OutputOption = None,
+        overwrite: Overwrite = False,
+        set_: Overrides = None,
+        no_eval: NoEval = False,
+        processes: Processes = None,
+    ) -> None:
+        from ..launch import commands
+        from ..launch.environment import has_gpu
+        from ..recipe import OPTIONS, load
 
+        settings = [*(set_ or []), *["eval=null"] * no_eval]
+        if recipe is None and not has_gpu():
+            settings = ["trainer.use_cpu=true", "trainer.bf16=false", *settings]
+        options = dict(zip(OPTIONS, (model, data, output, overwrite or None), strict=True))
+        raise typer.Exit(commands.train(load(recipe, settings, task, _print_notice, options), processes))
 
-@app.command(cls=KeyCommand)
-def dpo(
-    recipe: RecipeArgument = None,
-    model: ModelOption = None,
-    data: DataOption = None,
-    output: OutputOption = None,
-    overwrite: Overwrite = False,
-    set_: Overrides = None,
-    no_eval: NoEval = False,
-    processes: Processes = None,
-) -> None:
-    """Train on preference pairs, then evaluate.
-
-    With a recipe, or without one and with --model, --data and --output.
-    """
-    _train("dpo", recipe, (model, data, output, overwrite or None), set_, no_eval, processes)
+    app.command(task, cls=KeyCommand, help=help_text)(train)
 
 
-@app.command(cls=KeyCommand)
-def pretrain(
-    recipe: RecipeArgument,
-    model: ModelOption = None,
-    data: DataOption = None,
-    output: OutputOption = None,
-    overwrite: Overwrite = False,
-    set_: Overrides = None,
-    no_eval: NoEval = False,
-    processes: Processes = None,
-) -> None:
-    """Train on plain texts from random weights, to a validation perplexity."""
-    _train("pretrain", recipe, (model, data, output, overwrite or None), set_, no_eval, processes)
-
-
-def _train(
-    task: str,
-    recipe: str | None,
-    values: tuple[Any, ...],
-    overrides: list[str] | None,
-    no_eval: bool,
-    processes: int | None,
-) -> None:
-    """Train. values: of recipe.OPTIONS, in their order."""
-    from ..launch import commands
-    from ..launch.environment import has_gpu
-    from ..recipe import OPTIONS, load
-
-    settings = [*(overrides or []), *["eval=null"] * no_eval]
-    if recipe is None and not has_gpu():
-        settings = ["trainer.use_cpu=true", "trainer.bf16=false", *settings]
-    options = dict(zip(OPTIONS, values, strict=True))
-    resolved = load(recipe, settings, task, _print_notice, options)
-    raise typer.Exit(commands.train(resolved, processes))
+_WITHOUT_RECIPE = "With a recipe, or without one and with --model, --data and --output."
+_add_training("sft", f"Train on conversations, then evaluate.\n\n{_WITHOUT_RECIPE}", needs_recipe=False)
+_add_training("dpo", f"Train on preference pairs, then evaluate.\n\n{_WITHOUT_RECIPE}", needs_recipe=False)
+_add_training("pretrain", "Train on plain texts from random weights, to a validation perplexity.", needs_recipe=True)
 
 
 def _print_notice(line: str) -> None:
@@ -461,8 +425,8 @@ app.command()(files.docs)
 app.add_typer(bench_app, name="bench")
 
 
-def _refuse_words(error: Any) -> int:
-    """Print what typer has against the words of a command, in the form of our own errors; return the exit code.
+def _report_words(error: Any) -> int:
+    """Report what typer has against the words of a command, as an error of the user's; return the exit code.
 
     Where a command needs a word and has none, this is the help.
     """
@@ -470,11 +434,10 @@ def _refuse_words(error: Any) -> int:
     if message.startswith("Usage: "):
         typer.echo(message, err=True)
         return error.exit_code
-    remedy = f"; `{context.command_path} --help` lists what it takes" if context else ""
-    from ..launch.exit_codes import print_error
+    from ..launch.exit_codes import report
 
-    print_error(message.rstrip(".") + remedy)
-    return error.exit_code
+    remedy = f"; `{context.command_path} --help` lists what it takes" if context else ""
+    return report(UserError(message.rstrip(".") + remedy))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -498,7 +461,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 0
         except TyperException as error:
-            code = _refuse_words(error)
+            code = _report_words(error)
         except (Exception, KeyboardInterrupt) as error:
             from ..launch.exit_codes import report
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 HELP = """\
 Usage: soren-align COMMAND ...
@@ -37,14 +37,6 @@ Examples  soren-align sft quickstart/sft
 """
 """22 lines, for a terminal of 24. tests/test_cli.py compares its names with the commands."""
 _KEY_VALUE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
-
-
-class Commands(TyperGroup):
-    """The commands, with the help above."""
-
-    def get_help(self, ctx: Any) -> str:
-        """Return the help."""
-        return HELP.rstrip()
 
 
 class KeyCommand(TyperCommand):

@@ -110,7 +110,7 @@ def library_environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, 
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if recipe and (num_threads := recipe.run.num_threads or default_threads(recipe)):
         env.setdefault("OMP_NUM_THREADS", str(num_threads))
-    if recipe and trains_on_cpu(recipe) and "OMP_WAIT_POLICY" not in env:
+    if recipe and "OMP_WAIT_POLICY" not in env and trains_on_cpu(recipe):
         env.setdefault("GOMP_SPINCOUNT", str(SPINS))
     if num_ranks > 1:  # torchrun would set 1, and warn
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))

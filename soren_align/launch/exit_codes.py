@@ -35,18 +35,7 @@ def report(error: BaseException, *, resumable: bool = True) -> int:
             return code
     rank = int(os.environ.get("RANK", "0"))
     message = f"rank {rank}: {message}" if rank else message
-    if code == 2:
-        print_error(message)
-    else:
-        _print(Text(printable(message)))
-    return code
-
-
-def print_error(message: str) -> None:
-    """Print an error that the user can fix on standard error."""
-    _print(Text.assemble(("error: ", "bold red"), printable(message)))
-
-
-def _print(text: Text) -> None:
+    prefix = [("error: ", "bold red")] if code == 2 else []
     with suppress(OSError):  # the terminal was closed
-        stderr_console().print(text, soft_wrap=True)
+        stderr_console().print(Text.assemble(*prefix, printable(message)), soft_wrap=True)
+    return code

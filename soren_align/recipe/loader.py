@@ -88,13 +88,21 @@ def load(
             source.bad_settings.append(f"{setting.text}: a file extends another; write it into a recipe's file")
         else:
             source.apply(setting)
-    if name_or_path is None:
-        split = source.content["data"]["train"]
-        if "columns" not in split and task == "sft" and (columns := two_columns(split["path"])):
-            split["columns"] = columns
-            prompt, answer = columns.values()
-            notify(f"--data {split['path']}: '{prompt}' is read as the instruction, '{answer}' as the answer")
+    if name_or_path is None and task == "sft":
+        _add_columns(source, notify)
     return _checked(source, task)
+
+
+def _add_columns(source: Document, notify: Notify) -> None:
+    """Write the columns of a file with two of unknown names into `data.train`; values of a wrong type are left."""
+    data = source.content.get("data")
+    split = data.get("train") if isinstance(data, dict) else None
+    if not isinstance(split, dict) or "columns" in split or not isinstance(path := split.get("path"), str):
+        return
+    if columns := two_columns(path):
+        split["columns"] = columns
+        prompt, answer = columns.values()
+        notify(f"--data {path}: '{prompt}' is read as the instruction, '{answer}' as the answer")
 
 
 def _without_file(task: str | None, options: Mapping[str, Any]) -> Document:
