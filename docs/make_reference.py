@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from soren_align.core.document import Section, members, schema_text, section_in
+from soren_align.core.optimizer_settings import LARGEST
 from soren_align.recipe import Model, Recipe, trl
 from soren_align.recipe.loader import SCHEMA_FILE, json_schema
 from soren_align.recipe.optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, OptimizerSection
@@ -21,25 +22,27 @@ SCHEMAS = {CONFIGS / SCHEMA_FILE: json_schema, CONFIGS / STUDY_SCHEMA_FILE: stud
 INTRODUCTION = """\
 # The recipe
 
-A recipe is one YAML file (YAML 1.2: `1e-6` is a number, `no` a text). Every key is checked before torch is loaded; all
-mistakes are reported together, each with file, line and remedy. `soren-align recipes` lists the shipped recipes.
+A recipe is one YAML file (YAML 1.2: `1e-6` is a number, `no` is a text). All keys are checked before torch is loaded.
+All mistakes are reported together, each with file, line and remedy. `soren-align recipes` lists the shipped recipes.
 `python docs/make_reference.py` generates this page.
 
 **In an editor** with a YAML language server (such as VS Code's YAML extension), keys are completed, explained and
-checked while you type. A recipe made by `recipes copy` or `import` names the schema in its first line, and
-`recipe.schema.json` lies beside it; for a recipe of your own, `soren-align schema --output .` writes the file, and
-again after an upgrade (a study's: `soren-align schema study`):
+checked while you type. `recipes copy` and `import` write `recipe.schema.json` beside the recipe, and name it in the
+recipe's first line. For a recipe of your own, `soren-align schema --output .` writes this file (`soren-align schema
+study` for a study). Write it again after an upgrade.
 
     # yaml-language-server: $schema=recipe.schema.json
 
-    extends: quickstart/sft            # everything that is not written here
+    extends: quickstart/sft            # all keys that are not set here
     optimizer: {name: muon, lr: 1.0e-2}
     run: {output_dir: runs/mine}
 
-`--set section.key=value` changes a key of any recipe; the value is YAML. Where `--set` or a file with `extends` changes
-`optimizer.name` (or `optimizer.map.name`), inherited keys that the new optimizer does not have are left out, and a
-notice lists them. The learning rates are inherited: choose good ones. A key that does not apply and is written beside
-the new name is an error. The run folder's `recipe.yaml` is the resolved recipe, with every default written out.
+`--set section.key=value` changes a key of any recipe; the value is YAML. The run folder's `recipe.yaml` is the resolved
+recipe, in which every default is written out.
+
+**Changing the optimizer.** `--set`, or a file with `extends`, can change `optimizer.name` or `optimizer.map.name`.
+Inherited keys that the new optimizer does not have are then ignored, and a notice lists them. If you write such a key
+yourself, it is an error. Learning rates are inherited: set good ones for the new optimizer.
 """
 TYPES = {
     "string": "text",
@@ -49,7 +52,7 @@ TYPES = {
     "null": "null",
 }
 TYPES |= {"object": "a section"}
-BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at most", "exclusiveMaximum": "less than"}
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
 def recipe_page() -> str:
@@ -67,15 +70,24 @@ def recipe_page() -> str:
 
 
 def _section(name: str, section: type[Section]) -> str:
-    """A section's heading, docstring and keys, then those of the sections inside it."""
+    """A section's heading, docstring and keys, then those of the sections inside it; shared keys stand once."""
     text = f"## {name}\n\n{_one_line(section.__doc__)}\n\n{_keys(section, list(section.model_fields))}"
+    documented: dict[str, type[Section]] = {}
     for key, field in section.model_fields.items():
-        first = section_in(field.annotation)
-        inner_sections = list(dict.fromkeys(members(field.annotation).values())) or [first]
-        for number, inner in enumerate(inner_sections):
-            if inner:
-                title = f"{name}.{key}, otherwise" if number else f"{name}.{key}"
-                text += f"\n### {title}\n\n{_one_line(inner.__doc__)}\n\n{_keys(inner, list(inner.model_fields))}"
+        inner_sections = list(members(field.annotation).values()) or [section_in(field.annotation)]
+        for inner in dict.fromkeys(inner_sections):
+            if not inner:
+                continue
+            title = f"{name}.{key}"
+            if inner is not inner_sections[0]:
+                title += f", with `{next(iter(inner.model_fields))}`"
+            text += f"\n### {title}\n\n{_one_line(inner.__doc__)}"
+            if shared := next((other for other in documented.items() if issubclass(other[1], inner)), None):
+                further = [f"`{key}`" for key in shared[1].model_fields if key not in inner.model_fields]
+                text += f" The keys are those of `{shared[0]}`, except {' and '.join(further)}.\n"
+            else:
+                text += f"\n\n{_keys(inner, list(inner.model_fields))}"
+                documented[title] = inner
     return text
 
 
@@ -110,7 +122,10 @@ def _trainer(description: str) -> str:
     )
     text += "[SFTConfig](https://huggingface.co/docs/trl/sft_trainer) and\n"
     text += "[DPOConfig](https://huggingface.co/docs/trl/dpo_trainer). These keys are errors here:\n\n"
-    return text + "".join(f"- {', '.join(names)}: {reason}.\n" for reason, names in keys.items())
+    for reason, names in keys.items():
+        reason = reason.replace("belongs", "belong", 1) if len(names) > 1 else reason
+        text += f"- {', '.join(names)}: {reason}.\n"
+    return text
 
 
 def _keys(section: type[Section], keys: list[str]) -> str:
@@ -145,10 +160,11 @@ def _type(schema: dict[str, Any]) -> str:
     if "enum" in schema or "const" in schema:
         return _listed(schema.get("enum") or [schema["const"]])
     if schema.get("type") == "array":
-        length = f"{schema['minItems']} of: " if schema.get("minItems", 0) > 1 else ""
-        return f"a list ({length}{_type(schema['items'])})"
-    bounds = [f"{word} {schema[key]:.15g}" for key, word in BOUNDS.items() if key in schema]
-    return ", ".join([TYPES[schema.get("type", "object")], *bounds])
+        length = f" of {schema['minItems']}" if schema.get("minItems", 0) > 1 else ""
+        each = _type(schema["items"])
+        return f"a list{length} of texts" if each == TYPES["string"] else f"a list{length}, each {each}"
+    bounds = [f"{word} {schema[key]:.15g}" for key, word in BOUNDS.items() if schema.get(key, LARGEST) != LARGEST]
+    return " ".join([TYPES[schema.get("type", "object")], " and ".join(bounds)]).strip()
 
 
 def _listed(words: Any) -> str:

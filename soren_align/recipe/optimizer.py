@@ -89,31 +89,34 @@ class OptimizerSection(Section):
     other_names: ClassVar[dict[str, str]] = {"learning_rate": "lr"}
 
     name: Any
-    """The optimizer of the matrices. Norms, biases and, by default, embeddings and head go to AdamW."""
+    """The optimizer of the matrices. AdamW updates norms, biases and, by default, embeddings and output head."""
     matrices: Matrices = settings.MATRICES
-    """`inside-blocks`: the weights of linear layers inside the blocks, and of experts. `all-2d`: every parameter of two
-    dimensions, so that embeddings, head and routers are matrices too, as in the authors' released code."""
+    """Which parameters are matrices. `inside-blocks`: the weights of linear layers inside the blocks, and of experts.
+    `all-2d`: every parameter of two dimensions, so also embeddings, output head and routers, as in the authors'
+    released code."""
     lr: Positive
     """Peak learning rate of the matrices."""
     aux_lr: Positive | None = None
-    """Peak learning rate of the other parameters. null: `lr`, also where --set or a study changes `lr`; state it where
-    `adjust_lr_fn` is `none` or `original`, with which `lr` does not compare with AdamW's."""
+    """Peak learning rate of the other parameters. null: equal to `lr`, also where --set or a study changes `lr`. Set it
+    where `adjust_lr_fn` is `none` or `original`, because `lr` is then not comparable with AdamW's learning rate."""
     weight_decay: NonNegative = settings.WEIGHT_DECAY
-    """Decoupled weight decay of the matrices, with the unadjusted learning rate."""
+    """Decoupled weight decay of the matrices. It is multiplied by `lr`, without the scale of `adjust_lr_fn`."""
     aux_weight_decay: NonNegative = settings.AUX_WEIGHT_DECAY
     """Decoupled weight decay of the other parameters."""
     compensation: Compensation | None = None
-    """For bfloat16 parameters. `kahan` keeps beside each parameter, in 16 bits, the rounding error of its updates: they
-    then add up as in float32. `none` trains without. null: not needed, for float32 parameters and masters."""
+    """For bfloat16 parameters. `kahan`: store the rounding error of each parameter in 16 more bits, so that updates add
+    up as in float32. `none`: train without compensation. null: only for float32 parameters and float32 master weights,
+    which need no compensation."""
     states: States | None = None
-    """`8bit` stores the momentum, and AdamW's moments, in 8 bits per number, with a scale per 256 numbers. null:
+    """`8bit`: store the momentum and AdamW's moments in 8 bits per number, with one scale per 256 numbers. null:
     `float32`."""
     betas: Annotated[list[Coefficient], Field(min_length=2, max_length=2)] = list(settings.BETAS)
-    """AdamW's coefficients of its running averages."""
+    """AdamW's betas: the coefficients of its two running averages."""
     eps: Positive = settings.EPS
-    """AdamW's term in the denominator."""
+    """AdamW's epsilon, which is added to the denominator."""
     aux: list[str] = []
-    """Names of further parameters for AdamW; `*` matches anything. A name that matches no parameter is an error."""
+    """Names of further parameters that AdamW updates. `*` matches anything. A name that matches no parameter is an
+    error."""
 
     @property
     def spectral_map(self) -> SpectralMap | None:
@@ -147,13 +150,14 @@ class MatrixOptimizer(OptimizerSection):
     own_map: ClassVar[SpectralMap]
 
     momentum: Coefficient = settings.MOMENTUM
-    """Coefficient of the matrices' exponential moving average."""
+    """Coefficient of the exponential moving average of the matrices' gradients."""
     nesterov: bool = settings.NESTEROV
-    """Whether the map sees the Nesterov average of gradient and momentum."""
+    """Apply the map to the Nesterov average of gradient and momentum, instead of to the momentum."""
     adjust_lr_fn: Annotated[AdjustLrFn, BeforeValidator(_scale)] = settings.ADJUST_LR_FN
-    """Scale of a matrix update. `match_rms_measured` is 0.2 over the RMS of the map's output: every update has RMS
-    0.2 `lr`, so that learning rates compare with AdamW's. `match_rms_adamw` is 0.2 sqrt(max(m, n)), the same for a
-    momentum without small singular values; `original` is sqrt(max(1, m/n)); `none` is 1, the paper's text."""
+    """The scale of the update of an m x n matrix. `match_rms_measured`: 0.2 / RMS of the map's output. Every update
+    then has RMS 0.2 `lr`, so that learning rates are comparable with AdamW's. `match_rms_adamw`: 0.2 sqrt(max(m, n)),
+    for Soren twice that; the update's RMS is then 0.2 `lr` only if the momentum has no small singular values.
+    `original`: sqrt(max(1, m/n)). `none`: 1, as in the paper's text."""
 
     @property
     def spectral_map(self) -> SpectralMap:
@@ -172,20 +176,21 @@ class MatrixOptimizer(OptimizerSection):
 
 
 class SorenSettings(MatrixOptimizer):
-    """The sigmoid of the singular values."""
+    """Soren applies a sigmoid to the singular values of the momentum."""
 
     title: ClassVar[str] = "Soren"
 
     name: Literal["soren"]
     map: Map = next(iter(MAP_SECTIONS.values()))()
-    """How the sigmoid of the singular values is computed; a map's bare name stands for the map with its defaults."""
+    """How the sigmoid is computed. The name of a map alone means this map with its defaults."""
     workspace_mb: NonNegative | None = None
-    """MB (2^20 bytes) for mapping matrices of one shape in a batch; a matrix that needs more is mapped alone. null: 16
-    on a CPU, 2048 elsewhere."""
+    """Memory in MB (2^20 bytes) for mapping several matrices of one shape in a batch. A matrix that needs more is
+    mapped alone. null: 16 on a CPU, 2048 elsewhere."""
     precision: Precision = settings.PRECISION
-    """Precision of the map's matrix multiplications (accumulated in float32). `auto`: float16 for minimax on a GPU from
-    64 rows on, within 1% of float32's update on recorded momenta (emulated), and float32 otherwise. sns has auto,
-    float32 and bfloat16, released auto and float32, exact only auto."""
+    """Precision of the factors of the map's matrix products; the sums are float32. `auto`: float16 for minimax on a GPU
+    if the matrix has at least 64 rows (within 1% of float32's update on recorded momenta, emulated), otherwise float32.
+    minimax accepts every value, sns accepts auto, float32 and bfloat16, released accepts auto and float32, exact
+    accepts only auto."""
 
     @property
     def spectral_map(self) -> SpectralMap:
@@ -199,29 +204,29 @@ class SorenSettings(MatrixOptimizer):
 
 
 class MuonSettings(MatrixOptimizer):
-    """Orthogonalised momentum, as torch.optim.Muon."""
+    """Muon orthogonalizes the momentum, as torch.optim.Muon does."""
 
     title: ClassVar[str] = "Muon"
     own_map: ClassVar[SpectralMap] = MAPS["muon"]
 
     name: Literal["muon"]
     ns_steps: Annotated[int, within(settings.NUM_STEPS)] = settings.MUON_STEPS
-    """Newton-Schulz iterations."""
+    """The number of Newton-Schulz iterations."""
 
 
 class HTMuonSettings(MatrixOptimizer):
-    """A power of the singular values (arXiv 2603.10067)."""
+    """HTMuon raises the singular values of the momentum to a power (arXiv 2603.10067)."""
 
     title: ClassVar[str] = "HTMuon"
     own_map: ClassVar[SpectralMap] = MAPS["htmuon"]
 
     name: Literal["htmuon"]
     p: Annotated[float, within(settings.POWER)] = settings.HTMUON_POWER
-    """The power of the singular values."""
+    """The exponent of the singular values."""
 
 
 class AdamWSettings(OptimizerSection):
-    """torch.optim.AdamW for all parameters."""
+    """torch.optim.AdamW updates all parameters."""
 
     title: ClassVar[str] = "AdamW"
 

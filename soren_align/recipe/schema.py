@@ -17,76 +17,79 @@ from .optimizer import Coefficient, NonNegative, Optimizer, Positive
 
 
 class DataSplit(Section):
-    """Examples to train or evaluate on."""
+    """A set of examples."""
 
     main_keys: ClassVar[dict[type, str]] = {str: "path"}
     other_names: ClassVar[dict[str, str]] = {"dataset": "path"}
 
     path: Annotated[str, Field(min_length=1)]
-    """A .jsonl, .json, .csv or .txt file, each also as .gz, or a .parquet file; a folder of such files, or a pattern,
-    `data/*.jsonl` (`shipped:...` for shipped ones); a dataset on the Hugging Face hub; or `python:stdlib`, the
-    text of Python's own standard library (splits `train` and `validation`)."""
+    """The dataset: a file (.jsonl, .json, .csv or .txt, each also compressed as .gz, or .parquet); a folder of such
+    files; a pattern, such as `data/*.jsonl`; a dataset on the Hugging Face hub; or `python:stdlib`, the text of
+    Python's standard library, with the splits `train` and `validation`. `shipped:PATH` names a shipped file."""
     name: Annotated[str, Field(min_length=1)] | None = None
-    """The hub dataset's configuration (`SFT`). null: its default one."""
+    """The configuration of a hub dataset, such as `SFT`. null: the dataset's default configuration."""
     split: str = "train"
-    """The hub dataset's split, or a part of one (`train_sft[:10%]`); files are always taken
+    """The split of a hub dataset, or a part of a split: `train_sft[:10%]`. Files have no splits; they are always read
     whole."""
     limit: Annotated[int, Field(ge=1)] | None = None
-    """Take only the first `limit` examples."""
+    """Use only the first `limit` examples."""
     revision: str | None = None
-    """The hub's branch, tag or commit."""
+    """The branch, tag or commit of a hub dataset."""
     bad_examples: Literal["refuse", "drop"] = "refuse"
-    """Whether examples that cannot be trained on (empty answers, equal pairs, ...) are an error, or are dropped and
-    counted. `drop` is for data that you cannot fix, such as the hub's."""
+    """What to do with examples that cannot be trained on (an empty answer, two equal answers, ...). `refuse`: stop with
+    an error. `drop`: drop these examples and count them, for data that you cannot fix, such as a hub dataset."""
     columns: dict[Column, str] = {}
-    """The dataset's own names: `{instruction: question, output: answer}`. Its other columns are then not read. `role`,
-    `content` and `weight` name the keys of a turn."""
+    """The dataset's column names, if they are not the usual ones: `{instruction: question, output: answer}`. Columns
+    that are not listed are then not read. `role`, `content` and `weight` name the keys of a turn."""
     roles: dict[str, Literal["system", "user", "assistant", "tool", "tool_call"]] = {}
-    """The dataset's names of roles: `{student: user, teacher: assistant}`. Usual ones, as ShareGPT's human and gpt, are
-    known. `tool_call` is an assistant's turn whose content is the calls as JSON text."""
+    """The dataset's role names: `{student: user, teacher: assistant}`. Common names, such as ShareGPT's `human` and
+    `gpt`, are known. `tool_call` is an assistant's turn whose content is the tool calls as JSON text."""
     mask_history: bool = False
-    """Whether only the last answer of each conversation is trained, as if the others had weight 0; for SFT."""
+    """Train only the last answer of each conversation; earlier answers get weight 0. SFT only."""
 
 
 class TrainSplit(DataSplit):
-    """Examples to train on, and how often."""
+    """Examples to train on."""
 
     hints: ClassVar[dict[str, str]] = {"streaming": "is of all of data.train together; write `data: {streaming: true}`"}
 
     weight: Positive = 1.0
-    """Sampling weight: 2 uses each example twice; 0.25 uses a random quarter, drawn by trainer.seed. With
-    `data.streaming`, the relative number of examples from each split: weights 3 and 1 give three quarters and one."""
+    """Sampling weight. 2 uses each example twice; 0.25 uses a random quarter, which `trainer.seed` chooses. With
+    `data.streaming` it is a relative frequency: with weights 3 and 1, three of four examples come from the first
+    split."""
     train_on_test: bool = False
-    """Train on a split whose name is that of a test split, although its scores are then meaningless."""
+    """Allow training on a split that is named like a test split. Scores on that test are then meaningless."""
 
 
 class HeldOut(Section):
-    """Part of the training examples, which is then not trained on."""
+    """A fraction of the training examples. These examples are not trained on."""
 
     main_keys: ClassVar[dict[type, str]] = {float: "fraction"}
 
     fraction: Annotated[float, Field(gt=0, lt=1)]
-    """Of the examples of every training split. An example is chosen by a hash of itself alone: not by its place, other
-    examples, or a seed, so that it stays where it is as the data grows, and equal ones are all on one side."""
+    """The fraction of every training split that is held out. A hash of an example decides whether it is held out; its
+    position, the other examples and the seed have no effect. So an example stays on its side when the data grow, and
+    equal examples are on the same side."""
 
 
 class HeldOutNumber(Section):
-    """A number of the training examples, which are then not trained on."""
+    """A number of training examples. These examples are not trained on."""
 
     main_keys: ClassVar[dict[type, str]] = {int: "examples"}
 
     examples: Annotated[int, Field(ge=1)]
-    """Of all training splits together: those with the smallest hashes, in the order of `fraction`. As the data grows,
-    new examples take the place of some of them, which are then trained on; none that was trained on is held out."""
+    """The number of held-out examples of all training splits together: those with the smallest hashes. When the data
+    grow, new examples can replace held-out ones, which are then trained on. An example that was trained on is never
+    held out later."""
 
 
 class Streaming(Section):
-    """Training examples that are read while the model trains, for data larger than memory or disk: their number is
-    unknown, and `trainer.max_steps` ends the training."""
+    """Read the training examples during training, for data larger than memory or disk. The number of examples is then
+    unknown, so `trainer.max_steps` must set the end of the training."""
 
     shuffle_buffer: Annotated[int, Field(ge=1)] = 10_000
-    """Examples that are in memory, and shuffled with each other by trainer.seed, before the next ones are read. 1: in
-    the order of the data."""
+    """The number of examples that are in memory and shuffled together (by `trainer.seed`) before the next ones are
+    read. 1: the order of the data."""
 
 
 ONE, SEVERAL, SPLIT, PART, NUMBER = "<one>", "<several>", "a split", "a fraction", "a number"
@@ -100,9 +103,9 @@ def kind_of_eval(evaluation: Any) -> str:
 
 
 class Data(Section):
-    """The training data. Columns are recognised: conversations (`messages`, ShareGPT's `conversations`), Alpaca's
-    instructions and outputs, prompts with completions or with two answers, plain text; others are named under
-    `columns`."""
+    """The training data. The form of a dataset is recognised by its columns: conversations (`messages`, or ShareGPT's
+    `conversations`), Alpaca's instructions and outputs, prompts with completions, prompts with two answers, or plain
+    text. `columns` maps columns with other names."""
 
     main_keys: ClassVar[dict[type, str]] = {str: "train.path"}
     hints: ClassVar[dict[str, str]] = {"eval": "held-out examples are one split (data.train may be several)"}
@@ -111,7 +114,7 @@ class Data(Section):
         Annotated[TrainSplit, Tag(ONE)] | Annotated[Annotated[list[TrainSplit], Field(min_length=1)], Tag(SEVERAL)],
         Discriminator(lambda train: SEVERAL if isinstance(train, list | tuple) else ONE),
     ]
-    """One split, or a list of several that are shuffled together by trainer.seed."""
+    """One split, or a list of splits that are shuffled together (by `trainer.seed`)."""
     eval: (
         Annotated[
             Annotated[DataSplit, Tag(SPLIT)] | Annotated[HeldOut, Tag(PART)] | Annotated[HeldOutNumber, Tag(NUMBER)],
@@ -119,23 +122,26 @@ class Data(Section):
         ]
         | None
     ) = None
-    """Held-out examples for a loss during training: a split, or a part of the training examples, `{fraction: 0.05}` or
-    `{examples: 500}`. `trainer.eval_strategy` sets when; without it, after every epoch."""
+    """Held-out examples on which the loss is measured during training: a split, a fraction of the training examples
+    (`{fraction: 0.05}`) or a number of them (`{examples: 500}`). `trainer.eval_strategy` sets when the loss is
+    measured; without that key, after every epoch."""
 
     eval_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Compute the evaluation loss on the first held-out examples that have this many tokens together. null: on all."""
+    """Compute the evaluation loss on only the first held-out examples that together have this many tokens. null: on all
+    held-out examples."""
     retention: DataSplit | None = None
-    """Examples of what the model must not forget, in the forms of SFT also for DPO: at every evaluation metrics.jsonl
-    gets `retention_loss`, of the answers of up to 64 of them. They are not trained on."""
+    """Examples of abilities that the model must not forget, in one of the forms of SFT, for DPO too. Every evaluation
+    writes `retention_loss`, the loss on the answers of up to 64 of these examples, into metrics.jsonl. They are not
+    trained on."""
     streaming: Annotated[
         Streaming | None, BeforeValidator(lambda value: ({} if value else None) if isinstance(value, bool) else value)
     ] = None
-    """`true`: read the training examples while training, again from the start when they end; docs/data.md has the
-    differences. Needs trainer.max_steps."""
+    """`true`: read the training examples during training, and start again when they end. Requires `trainer.max_steps`.
+    docs/data.md has the differences from data that are read before training."""
 
     cache: bool = True
-    """Whether the tokens are cached in the user's cache folder ($SOREN_ALIGN_CACHE), for the next plan, run or resume.
-    false: in a temporary folder."""
+    """Cache the tokens in the user's cache folder ($SOREN_ALIGN_CACHE) for the next plan, run or resume. false: use a
+    temporary folder."""
 
     @property
     def sources(self) -> list[TrainSplit]:
@@ -147,14 +153,14 @@ class LogSpectra(Section):
     """Measurements of the spectral map during training; see `soren-align spectrum`."""
 
     steps: list[Annotated[int, Field(ge=1)]] = []
-    """Optimizer steps at which the singular values of the map's inputs, the momenta, are written into spectra.jsonl:
-    `[1, 100]`. Each matrix costs a decomposition at these steps."""
+    """Optimizer steps at which the singular values of the momenta (the map's inputs) are written into spectra.jsonl:
+    `[1, 100]`. Each of these steps takes one decomposition per matrix."""
     matrices: Annotated[list[str], Field(min_length=1)] = ["*"]
-    """Names of the matrices whose singular values are written; `*` matches anything: `["*.0.*q_proj*"]`. A name that
+    """Names of the matrices whose singular values are written. `*` matches anything: `["*.0.*q_proj*"]`. A name that
     matches no matrix is an error."""
     map_error: bool = True
-    """Whether logging steps measure the distance of one matrix's map from the exact sigmoid: `map_error` in
-    metrics.jsonl. For Soren with any map but `exact`."""
+    """At every logging step, measure how far the map's output for one matrix is from the exact sigmoid; metrics.jsonl
+    has it as `map_error`. For Soren with any map except `exact`."""
 
 
 def _worded(remedy: LiteralString) -> WrapValidator:
@@ -170,8 +176,9 @@ def _worded(remedy: LiteralString) -> WrapValidator:
 
 
 class Samples(Section):
-    """Prompts that the model answers during training, with the run's template, greedily. The answers are written into
-    samples.jsonl and do not change the training. Not under ZeRO 3 and FSDP2, which shard the weights."""
+    """Prompts that the model answers during training, with the run's chat template and greedy decoding. The answers are
+    written into samples.jsonl and have no effect on the training. Not available under ZeRO 3 and FSDP2, which shard the
+    weights."""
 
     main_keys: ClassVar[dict[type, str]] = {str: "prompts", list: "prompts"}
 
@@ -179,10 +186,11 @@ class Samples(Section):
         Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | Annotated[str, Field(min_length=1)],
         _worded("write a list of texts, or a .txt or .jsonl file"),
     ]
-    """A list of texts, each a user's first message; or a file: .txt with one per line, or .jsonl of objects with a
-    `prompt`, which is a text or a list of messages. For data without messages a prompt is the beginning of a text."""
+    """A list of texts, each the first message of a user; or a file: .txt with one prompt per line, or .jsonl with the
+    key `prompt` in every object (a text or a list of messages). If the training data are plain texts, a prompt is the
+    beginning of a text."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
-    """The length at which an answer is cut; less where the model has fewer positions."""
+    """The maximum length of an answer, in tokens. It is smaller if the model has fewer positions."""
 
     @classmethod
     def meant_by(cls, value: Any) -> dict[str, Any] | None:
@@ -192,16 +200,16 @@ class Samples(Section):
 
 
 class EarlyStopping(Section):
-    """The end of training when evaluations improve no longer, by transformers' EarlyStoppingCallback. Compared is
-    `trainer.metric_for_best_model`, by default the loss; `trainer.load_best_model_at_end` saves the best checkpoint's
-    model instead of the last one's."""
+    """End training when evaluations no longer improve (transformers' EarlyStoppingCallback).
+    `trainer.metric_for_best_model` is the measure, by default the loss. `trainer.load_best_model_at_end` saves the
+    model of the best checkpoint instead of the last model."""
 
     main_keys: ClassVar[dict[type, str]] = {int: "patience"}
 
     patience: Annotated[int, Field(ge=1)] = 3
-    """Evaluations in a row without an improvement after which training ends."""
+    """The number of evaluations in a row without an improvement after which training ends."""
     threshold: NonNegative = 0.0
-    """An improvement is larger than this."""
+    """A change counts as an improvement only if it is larger than this."""
 
 
 ADAPTER = "adapter_config.json"
@@ -214,13 +222,14 @@ class Recipe(Section):
     task: TaskName
     """The command that runs the recipe: sft, dpo or pretrain."""
     extends: list[str] = []
-    """Another recipe, by file or shipped name: its keys hold where this file has none, section by section. In a run
-    folder's recipe, a list: the recipes that were merged into it, nearest first."""
+    """Another recipe, by file or shipped name. Its keys apply wherever this file does not set them. In a run folder's
+    recipe it is a list: the recipes that were merged, nearest first."""
     model: "Model"
     data: Data
     optimizer: Optimizer
     trainer: dict[str, Any] = {}
-    """TRL's SFTConfig (for pretrain too) or DPOConfig, key for key, except for keys that belong to other sections."""
+    """The keys of TRL's SFTConfig (for SFT and pre-training) or DPOConfig, except those that belong to other
+    sections."""
     run: "Run"
     eval: "Eval | None" = None
     """null: no evaluation after training."""
@@ -238,7 +247,7 @@ class Recipe(Section):
 
 
 class Lora(Section):
-    """Two small factors beside each linear layer are trained, instead of its weights."""
+    """Train a LoRA adapter, two small factors beside each linear layer, instead of the layers' weights."""
 
     main_keys: ClassVar[dict[type, str]] = {int: "r"}
     other_names: ClassVar[dict[str, str]] = {
@@ -250,29 +259,30 @@ class Lora(Section):
     r: Annotated[int, Field(ge=1)] = 16
     """The rank of the factors."""
     alpha: Positive | None = None
-    """The product of the factors is added times alpha / r. null: r."""
+    """The product of the factors is multiplied by alpha / r before it is added to the weights. null: alpha = r."""
     dropout: Coefficient = 0.0
     """Dropout on the input of the factors."""
     target_modules: Annotated[
         Annotated[list[str], Field(min_length=1)] | Literal["all-linear"],
         _worded("write all-linear, or a list of names"),
     ] = "all-linear"
-    """Names of layers, such as q_proj, or `all-linear`: all linear layers but the head."""
+    """Names of the layers that get factors, such as q_proj; or `all-linear`: all linear layers except the output
+    head."""
     modules_to_save: list[str] = []
-    """Names of modules, such as embed_tokens, that are trained whole beside the factors, by AdamW."""
+    """Names of modules, such as embed_tokens, that AdamW trains in full, in addition to the factors."""
 
 
 Quantize = Literal["4bit", "8bit"]
 
 
 class TrainedTokenizer(Section):
-    """A byte-level BPE is trained on the training examples, and the config's `vocab_size` is its size. Of a stream, the
-    first 1,000 examples."""
+    """Train a byte-level BPE tokenizer on the training examples (with streaming, on the first 1,000). The model
+    config's `vocab_size` becomes its size."""
 
     main_keys: ClassVar[dict[type, str]] = {int: "vocab_size"}
 
     vocab_size: Annotated[int, Field(ge=258)]
-    """Tokens: the 256 bytes, `<|endoftext|>`, `<|pad|>`, and the most frequent sequences of bytes."""
+    """The number of tokens: the 256 bytes, `<|endoftext|>`, `<|pad|>`, and the most frequent sequences of bytes."""
 
 
 class Model(Section):
@@ -291,16 +301,17 @@ class Model(Section):
     }
 
     name_or_path: Annotated[str, Field(min_length=1)]
-    """A folder (`shipped:...` for a shipped one) or a model on the Hugging Face hub. A LoRA adapter's folder: training
+    """A folder (`shipped:...` for a shipped one), or a model on the Hugging Face hub. If it is a LoRA adapter, training
     continues with that adapter."""
     revision: str | None = None
-    """The hub's branch, tag or commit; the commit that was loaded is recorded in run.json."""
+    """The branch, tag or commit on the hub. run.json records the commit that was loaded."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The parameters' dtype. bfloat16 rounds most small updates away, unless `run.parallel` keeps float32 masters
-    (ZeRO, FSDP2) or `optimizer.compensation` is kahan; for bfloat16 arithmetic with float32 parameters write
-    `trainer: {bf16: true}`. With an adapter it is the dtype of the frozen weights: trained parameters are float32."""
+    """The dtype of the parameters. Most small updates are lost when they are rounded to bfloat16, unless `run.parallel`
+    keeps float32 master weights (ZeRO, FSDP2) or `optimizer.compensation` is kahan. For bfloat16 arithmetic with
+    float32 parameters write `trainer: {bf16: true}`. With an adapter, this is the dtype of the frozen weights; trained
+    parameters are float32."""
     init_seed: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
-    """Make random weights from the folder's config.json with this seed, instead of loading weights."""
+    """Initialize random weights with this seed, from the folder's config.json, instead of loading weights."""
     tokenizer: (
         Annotated[
             Annotated[str, Tag("<name>")] | Annotated[TrainedTokenizer, Tag("<trained>")],
@@ -308,107 +319,116 @@ class Model(Section):
         ]
         | None
     ) = None
-    """For random weights: another model's tokenizer, a folder or a name on the hub, of at most the config's
-    `vocab_size` tokens (added ones beyond, as T5's sentinels, are left out); or `{vocab_size: 4096}`, one trained on
-    the training examples. The config's end and padding tokens follow it. null: the folder's."""
+    """Only for random weights: the tokenizer of another model (a folder or a hub name), or `{vocab_size: 4096}` to
+    train a tokenizer on the training examples. It may have at most `vocab_size` tokens, a number in the model's config;
+    added tokens beyond that, such as T5's sentinels, are left out. The config gets the tokenizer's end and padding
+    tokens. null: the folder's own tokenizer."""
     chat_template: str | None = None
     """The chat template: `qwen2.5` (that of the Qwen2.5 base models), `zephyr`, or the path of a .jinja file. It is
-    saved with the model. null: the tokenizer's."""
+    saved with the model. null: the tokenizer's own template."""
     eos_token: Annotated[str, Field(min_length=1)] | None = None
-    """The token at which the model stops: `<|im_end|>` for Qwen2.5's base models, because their EOS token differs from
-    the token that ends a chat answer. null: the tokenizer's."""
+    """The token at which the model stops. Qwen2.5's base models need `<|im_end|>`, because their EOS token differs from
+    the token that ends a chat answer. null: the tokenizer's EOS token."""
     freeze: list[Annotated[str, Field(min_length=1)]] = []
-    """Names of parameters that are not trained; `*` matches anything: `["model.vision_tower.*"]` for a model of images
-    and text that is trained on text. With `lora`, the layers that get no factors."""
+    """Names of parameters that are not trained. `*` matches anything: `["model.vision_tower.*"]` freezes the image
+    encoder of a model that is trained on text. With `lora`, names of layers that get no factors."""
     lora: Lora | None = None
     """Train a new LoRA adapter instead of the weights."""
     attn_implementation: Annotated[str, Field(min_length=1)] | None = None
-    """The attention of training: `eager`, `sdpa`, `flex_attention`, `flash_attention_2`, `flash_attention_3`,
-    `flash_attention_4`, or a kernel of the hub, `kernels-community/NAME`. null: sdpa, or eager for an architecture
-    without it. Evaluation always takes that, so that all models of a table run alike."""
+    """The attention implementation for training: `eager`, `sdpa`, `flex_attention`, `flash_attention_2`,
+    `flash_attention_3`, `flash_attention_4`, or a kernel of the hub, `kernels-community/NAME`. null: sdpa, or eager for
+    an architecture without sdpa. Evaluation always uses the default, so that all models of a table run with the same
+    attention."""
     quantize: Quantize | None = None
-    """Store the frozen weights under an adapter in fewer bits, by bitsandbytes: `4bit` in NF4 with double quantization
-    (QLoRA), computed in the precision of `trainer` (bf16, fp16, or float32); `8bit` in int8 (LLM.int8). The factors
-    stay float32. null: not quantized; for an adapter that was trained on quantized weights, as there."""
+    """Quantize the frozen weights under an adapter with bitsandbytes. `4bit`: NF4 with double quantization (QLoRA);
+    matrix products are in the precision of `trainer` (bf16, fp16, or float32). `8bit`: int8 (LLM.int8). The factors
+    stay float32. null: not quantized, except under an adapter that was trained on quantized weights: its quantization
+    is used."""
 
 
 class Run(Section):
-    """The run folder, and how the run behaves."""
+    """The run folder and the behaviour of the run."""
 
     main_keys: ClassVar[dict[type, str]] = {str: "output_dir"}
 
     output_dir: Annotated[str, Field(min_length=1)]
-    """The run folder: recipe, run.json, metrics, checkpoints, model, evaluation."""
+    """The run folder. It gets the recipe, run.json, metrics, checkpoints, the model and its evaluation."""
     resume: str = "auto"
-    """`auto` resumes from the last complete checkpoint; `never` refuses a folder with an unfinished run; or the path
-    of a checkpoint."""
+    """`auto`: resume from the last complete checkpoint. `never`: refuse a folder with an unfinished run. A path: resume
+    from this checkpoint."""
     overwrite: bool = False
     """Delete the contents of the run folder and start afresh."""
     parallel: Annotated[str, Field(min_length=1)] = "ddp"
-    """How several processes share the model. `ddp`: each has a whole copy. `zero1`, `zero2`, `zero3` (DeepSpeed) and
-    `fsdp2` shard optimizer states, gradients and weights; `zero2-offload` and `zero3-offload` keep the states in the
-    CPU's memory. Or the path of a DeepSpeed config (.json) or of accelerate's for FSDP2 (.yaml)."""
+    """How several processes share the model. `ddp`: each process has a full copy. `zero1`, `zero2` and `zero3`
+    (DeepSpeed) shard the optimizer states; `zero2` shards the gradients too, and `zero3` the gradients and the weights.
+    `fsdp2` shards all three. `zero2-offload` and `zero3-offload` keep the states in CPU memory. A path names a
+    DeepSpeed config (.json) or an accelerate config for FSDP2 (.yaml)."""
     global_batch_size: Annotated[int, Field(ge=1, le=10**9)] | None = None
-    """Examples per optimizer step, for any number of processes: gradient_accumulation_steps follows from it. null:
-    per_device_train_batch_size x gradient_accumulation_steps x processes."""
+    """Examples per optimizer step, for any number of processes; gradient_accumulation_steps is computed from it. null:
+    per_device_train_batch_size x gradient_accumulation_steps x number of processes."""
     lost_updates: Literal["stop", "warn"] = "stop"
-    """Whether a run stops at its first step, or prints a warning, if at the peak learning rate less than half of the
-    updates change the stored weights."""
+    """What to do if the first update, at the peak learning rate, would change fewer than half of the stored weights.
+    `stop`: stop the run. `warn`: print a warning."""
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The dtype of the model folder. null: the starting checkpoint's own. The end of the run reports how much of the
-    change survives in it. An adapter is always float32: there it is the dtype of the result of `soren-align merge`."""
+    """The dtype of the saved model. null: the starting checkpoint's dtype. The run reports at its end how much of the
+    training's change remains in this dtype. An adapter is always saved in float32; for an adapter this is the dtype of
+    the model that `soren-align merge` makes."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads, unless OMP_NUM_THREADS is set. null: 1 for a model of up to a million parameters on a CPU, as fast
-    beside other processes as alone, with the same bits on any number of cores; otherwise one per core, shared by the
-    processes."""
+    """The number of CPU threads, unless OMP_NUM_THREADS is set. null: 1 for a model of up to a million parameters on a
+    CPU, because one thread is as fast beside other processes as alone and gives the same bits on any number of cores;
+    otherwise one thread per core, divided among the processes."""
     log_spectra: LogSpectra = LogSpectra()
     """Measurements of the spectral map during training."""
     samples: Samples | None = None
     """Prompts that the model answers at the start, at every evaluation and at the end."""
     kl_to_start: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Tokens of the held-out examples' answers at which every evaluation measures the divergence from the starting
-    checkpoint, `kl_to_start` in metrics.jsonl: 256. 0: not measured."""
+    """The number of answer tokens of held-out examples, such as 256, on which every evaluation measures the KL
+    divergence from the starting checkpoint; metrics.jsonl has it as `kl_to_start`. 0: not measured."""
     early_stopping: EarlyStopping | None = None
-    """End training when evaluations improve no longer."""
+    """End training when evaluations no longer improve."""
     offline: bool = False
     """Never contact the Hugging Face hub."""
 
 
 class Eval(Section):
-    """The evaluation after training, of the starting checkpoint and of the trained model."""
+    """The evaluation of the starting checkpoint and of the trained model, after training."""
 
     main_keys: ClassVar[dict[type, str]] = {str: "suite"}
     other_names: ClassVar[dict[str, str]] = {"torch_dtype": "dtype"}
 
     suite: Annotated[str, Field(min_length=1)]
-    """A shipped suite's name, or the path of a suite.yaml."""
+    """The name of a shipped suite, or the path of a suite.yaml."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Prompts in one forward pass. null: the suite's own. Halved, for all models of a table, when memory runs out."""
+    """Prompts per forward pass. If memory runs out, it is halved for all models of a table. null: the suite's own batch
+    size."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The dtype of the weights during evaluation. null: the suite's own."""
+    """The dtype of the weights during evaluation. null: the suite's own dtype."""
     backend: Literal["hf", "vllm"] = "hf"
-    """transformers, or vLLM (pip install 'soren-align[vllm]'), for all models of a table."""
+    """The backend for all models of a table: `hf` is transformers, `vllm` is vLLM (pip install 'soren-align[vllm]')."""
     processes: Annotated[int, Field(ge=1)] | None = None
-    """Processes on this machine that share the requests, one per GPU. null: as many as in training."""
+    """The number of processes on this machine that share the requests, one per GPU. null: as many as in training."""
     data_root: str | None = None
-    """A folder laid out as downloaded hub datasets (ROOT/allenai/ai2_arc, ...). null: the suite's own, or the hub."""
+    """A folder with downloaded hub datasets, laid out as on the hub (ROOT/allenai/ai2_arc, ...). null: the suite's own
+    folder if it names one, otherwise the hub."""
     limit: Annotated[int, Field(ge=1)] | None = None
-    """Evaluate only the first `limit` questions of each task: a rehearsal."""
+    """Evaluate only the first `limit` questions of each task, for a rehearsal."""
     strict: bool = False
-    """Raise an error, instead of counting, when a prompt is longer than the model's context."""
+    """Stop with an error when a prompt is longer than the model's context. false: such prompts are only counted."""
     base_template: Literal["run", "own", "none"] = "own"
-    """The chat template that the table's first model is evaluated with, if the suite applies one. `own`: its own, or
-    the run's if it has none. `run`: the run's, so that both get equal prompts and are compared. `none`: no template,
-    also for every other model that has none."""
+    """The chat template for the base model (the first row of the table), if the suite applies one. `own`: its own
+    template, or the run's if it has none. `run`: the run's template, so that both models get equal prompts and can be
+    compared. `none`: no template, also for every other model that has none."""
     omit: list[Annotated[str, Field(pattern=r"^\w[\w.-]*$")]] = []
     """Columns of the suite to leave out, such as `piqa` for a model whose context is too short for its answers."""
     trust_suite: bool = False
-    """Let the files of a suite that is not shipped run code (`!function`, scripts as metrics): read them first."""
+    """Allow a suite that is not shipped to run code from its files (`!function`, metrics that are scripts). Read these
+    files first."""
     contamination: bool = True
-    """Count the questions that the training examples contain, and report the scores without them. It reads all examples
-    once for each suite, 3,000 a second of UltraChat's length, and is cached."""
+    """Count the questions that occur in the training examples, and report the scores without these questions too. This
+    reads all training examples once per suite (3,000 a second at UltraChat's length); the result is cached."""
     published: list[str] = []
-    """Published scores to show under the table: a shipped table, such as `paper/sft`, or a YAML file of that form."""
+    """Published scores to show under the table: a shipped table, such as `paper/sft`, or a YAML file of the same
+    form."""
 
     @property
     def name(self) -> str:

@@ -131,7 +131,7 @@ MINIMAX = SpectralMap(
     name="minimax",
     title="minimax, our approximation",
     label="minimax {resolution:g}",
-    doc="A polynomial within 0.5% of the sigmoid, from singular values of `resolution` on.",
+    doc="A polynomial that is within 0.5% of the sigmoid for normalised singular values of at least `resolution`.",
     source="docs/studies/minimax_polynomials.py",
     function=lambda x, **settings: _file("minimax").guarded_minimax_sigmoid(x, **settings),
     target=sigmoid,
@@ -139,7 +139,7 @@ MINIMAX = SpectralMap(
         "resolution": Setting(
             default.RESOLUTION,
             choices=RESOLUTIONS,
-            doc="The normalised singular value from which the polynomial is accurate: 0.0004; 0.001 and 0.01 are less "
+            doc="The smallest normalised singular value for which the polynomial is accurate. 0.001 and 0.01 need less "
             "work.",
         )
     },
@@ -163,13 +163,13 @@ SNS = SpectralMap(
     name="sns",
     title="sns, the paper's Algorithm 1, K = {steps}",
     label="SNS K={steps}",
-    doc="Soft Newton-Schulz, the paper's Algorithm 1: less accurate than minimax, and more expensive.",
+    doc="Soft Newton-Schulz, the paper's Algorithm 1. It is less accurate than minimax and takes longer.",
     source="the paper's Algorithm 1",
     function=lambda x, *, steps, precision, max_norm: _file("sns").guarded_soft_newton_schulz(
         x, steps, max_norm=max_norm, in_bfloat16=precision == "bfloat16"
     ),
     target=sigmoid,
-    settings={"steps": Setting(default.SNS_STEPS, NUM_STEPS, doc="Iterations.")},
+    settings={"steps": Setting(default.SNS_STEPS, NUM_STEPS, doc="The number of iterations.")},
     precisions=("auto", "float32", "bfloat16"),
     flops=_sns_flops,
     workspace=_sns_workspace,
@@ -179,12 +179,14 @@ RELEASED = SpectralMap(
     name="released",
     title="released, the authors' code, K = {steps}",
     label="released K={steps}",
-    doc="The map of the authors' released code, another one than the paper's: its updates are smaller, and closer to "
-    "momentum SGD's.",
+    doc="The map of the authors' released code, which differs from the paper's. Its updates are smaller, and closer to "
+    "those of momentum SGD.",
     source="muon.py of github.com/PhiVanDat123/sigmoid_muon, commit c72cda5",
     function=lambda x, *, steps, precision, max_norm: (_file("sns").released_sigmoid(x, steps), 0),
     target=sigmoid,  # its authors' aim; it is another function, and `bench maps` shows its distance
-    settings={"steps": Setting(default.RELEASED_STEPS, NUM_STEPS, doc="Iterations; 5 in the code.")},
+    settings={
+        "steps": Setting(default.RELEASED_STEPS, NUM_STEPS, doc="The number of iterations; the released code has 5.")
+    },
     precisions=("auto", "float32"),
     flops=_sns_flops,
     workspace=_sns_workspace,
@@ -195,7 +197,7 @@ EXACT = SpectralMap(
     name="exact",
     title="exact, the paper's definition",
     label="exact",
-    doc="The sigmoid itself, by a singular value decomposition: the reference, and slow.",
+    doc="The sigmoid itself, by a singular value decomposition. It is slow, and the reference for the other maps.",
     source="the paper's definition of Soren",
     function=lambda x, *, precision, max_norm: (_file("exact").exact_sigmoid(x), 0),
     target=sigmoid,
