@@ -51,7 +51,7 @@ soak: setup
 races: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.training.races
 
-# How far 2 and 3 ranks are from one process, sharded in every way: the table of docs/distributed.md. Three minutes.
+# How far 2 and 3 ranks are from one process, sharded in every way: the table of docs/studies/parity.md. Three minutes.
 parity: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sharding.parity
 

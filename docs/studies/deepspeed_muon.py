@@ -1,6 +1,6 @@
 """DeepSpeed's own Muon beside ours under ZeRO 1, 2 and 3, on the toy model of tests/sharding, 2 ranks with gloo.
 
-    python docs/studies/deepspeed_muon.py        prints the tables of docs/distributed.md; three minutes
+    python docs/studies/deepspeed_muon.py        prints the table of docs/studies/parity.md; three minutes
 
 Ten steps of two micro-batches, float32, gradients clipped to 0.5 in every step, learning rate 0.02, and AdamW at 1e-3
 for embeddings, head, norms and biases. DeepSpeed's Muon iterates in float32 on a CPU; ours, which has the bits of

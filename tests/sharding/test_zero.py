@@ -66,7 +66,7 @@ def test_the_shipped_configs_average_bfloat16_gradients_in_float32(ranks, name):
 
 
 def test_deepspeeds_own_muon_clips_another_norm_than_the_gradients(ranks, tmp_path):
-    """Else docs/distributed.md compares us with something that is gone."""
+    """Else docs/studies/parity.md compares us with something that is gone."""
     (_, norms, _), *_ = ranks.run(deepspeed_muon.train, 2, "DeepSpeed's", str(tmp_path))
     true_norms = reference(deepspeed_muon.RUN)[1]
     assert min(norms) > 10 * max(true_norms)
