@@ -82,6 +82,29 @@ def test_a_cell_is_the_score_its_difference_with_interval_and_the_corrected_p():
     assert len(cells(tables.markdown(results))[1][1]) == 1  # the first row is held against nothing
 
 
+def test_few_questions_have_no_interval_and_no_p():
+    results = make_results(2, 3, average=True)
+    for row in results["rows"]:
+        row["scores"]["arc_challenge"] |= {"n": 19, "also": {"acc": {"value": 50.0}}}
+        row["scores"]["hellaswag"]["n"] = 20
+    difference = {"value": 60.0, "low": 20.4, "high": 99.6, "p": 0.001, "p_holm": 0.002}
+    for row in results["rows"][1:]:
+        row["differences"]["arc_challenge"] = difference | {"also": {"acc": difference}}
+    results["rows"][2]["start"] = {"name": "SFT", "differences": {"arc_challenge": difference}}
+    overlaps = {"questions": 30, "overlapping": 11, "exact": 11, "examples_read": 9}
+    results["contamination"] = {"hellaswag": overlaps | {"scores": {"SFT": {"value": 50.0, "difference": difference}}}}
+    page = tables.markdown(results)
+    few, enough, average = cells(page)[2][1:]
+    assert few[1:] == ["+60.0", "too few questions"]
+    assert "[" in enough[1]
+    assert "[" in average[1]  # of 39 questions
+    assert "20.4" not in page + screen(results)
+    assert "below 20 a difference has no interval and no p; here arc_challenge 19" in page
+    for row in results["rows"]:
+        row["scores"]["arc_challenge"]["n"] = row["scores"]["hellaswag"]["n"] = 9
+    assert "p-value" not in tables.markdown(results)  # no legend of what is not there
+
+
 @pytest.mark.parametrize(
     ("p_holm", "shown"),
     [(0.0, "* p < 0.001"), (0.00099, "* p < 0.001"), (0.0124, "* p 0.012"), (0.05, "p 0.050"), (1.0, "p 1.000")],

@@ -29,6 +29,9 @@ MODEL = ("generation_config", "chat_template", "bos", "dtype", "device", "backen
 LABELS = {"num_fewshot": "few-shot examples", "bos": "BOS token", "num_processes": "processes"}
 LABELS["commit"] = "commit of soren-align"
 """Of settings whose label is not their key."""
+MIN_QUESTIONS = 20
+"""Below it an interval covers nearly all that is possible, [-45.6, +85.6] of five questions: it is not shown."""
+TOO_FEW = "too few questions"
 MAX_ACROSS = 4
 """Panels of the figure beside each other."""
 BLUE, GREY = "#0072B2", "#767676"
@@ -91,7 +94,8 @@ def _table(results: Results, columns: Sequence[str]) -> Table:
         if column in row.get("unpaired", {}):
             return f"{_score(score)}\nnot compared"
         differences = row.get("differences")
-        return "\n".join([_score(score), *(_difference(differences[column]) if differences is not None else [])])
+        shown = _difference(differences[column], has_too_few(row, column)) if differences is not None else []
+        return "\n".join([_score(score), *shown])
 
     rows = _rows(results)
     cells = [[name, *(cell(row, column) for column in columns)] for row, name, _ in rows]
@@ -99,13 +103,20 @@ def _table(results: Results, columns: Sequence[str]) -> Table:
     return Table(["model", *columns], cells, dim=dim, marked="* ")
 
 
-def _difference(d: Any) -> list[str]:
+def has_too_few(row: Row, column: str) -> bool:
+    """Whether a score is of fewer than MIN_QUESTIONS questions; an average is of those of all columns."""
+    scores = row["scores"]
+    return 0 < scores[column].get("n", sum(score.get("n", 0) for score in scores.values())) < MIN_QUESTIONS
+
+
+def _difference(d: Any, is_too_few: bool) -> list[str]:
     """Return a difference with its interval, and its p-value."""
-    return [_interval(d), f"{'* ' if d['p_holm'] < 0.05 else ''}{p_value(d['p_holm'])}"]
+    last = TOO_FEW if is_too_few else f"{'* ' if d['p_holm'] < 0.05 else ''}{p_value(d['p_holm'])}"
+    return [_interval(d, is_too_few), last]
 
 
-def _interval(d: Interval) -> str:
-    return f"{d['value']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]"
+def _interval(d: Interval, is_too_few: bool) -> str:
+    return f"{d['value']:+.1f}" + ("" if is_too_few else f" [{d['low']:+.1f}, {d['high']:+.1f}]")
 
 
 def _score(score: Value) -> str:
@@ -116,7 +127,8 @@ def _legend(results: Results, brief: bool) -> list[str]:
     first, *later = results["rows"]
     lines = []
     differences = [each for row in later for each in (row.get("differences") or {}).values()]
-    if differences:
+    shown = [d for row in later for c, d in (row.get("differences") or {}).items() if not has_too_few(row, c)]
+    if shown:
         num_also = sum(len(each.get("also", ())) for each in differences)
         also = f", and apart from these for the {num_also} of other scores below" if num_also else ""
         intervals = "" if brief else " (Bonett and Price's; for averages and fractional scores by bootstrap)"
@@ -126,13 +138,16 @@ def _legend(results: Results, brief: bool) -> list[str]:
             f"p: two-sided p-value of the difference{tests}, Holm-corrected for the {len(differences)}"
             f" comparison{'s' * (len(differences) > 1)} in this table{also}; *: p < 0.05",
         ]
-        if not brief or any(each["low"] * each["high"] > 0 and each["p_holm"] >= 0.05 for each in differences):
+        if not brief or any(each["low"] * each["high"] > 0 and each["p_holm"] >= 0.05 for each in shown):
             lines.append("intervals are not corrected: one may exclude 0 beside a p above 0.05")
+    few = {c: score["n"] for c, score in first["scores"].items() if "n" in score and has_too_few(first, c)}
+    if differences and few:
+        lines.append(f"{TOO_FEW}: below {MIN_QUESTIONS} a difference has no interval and no p; here {_text(few)}")
     num_clusters = {
         column: each["num_clusters"]
         for row in later
         for column, each in (row.get("differences") or {}).items()
-        if "num_clusters" in each
+        if "num_clusters" in each and not has_too_few(row, column)
     }
     if num_clusters:
         lines.append(
@@ -147,7 +162,8 @@ def _legend(results: Results, brief: bool) -> list[str]:
             lines.append(f"not compared with {first['name']}: {row['name']}{which} ({reason})")
         # Where a row was trained from another one than the first.
         if (start := row.get("start")) and start["differences"]:
-            texts = [f"{column} {', '.join(_difference(each))}" for column, each in start["differences"].items()]
+            each = {c: _difference(d, has_too_few(row, c)) for c, d in start["differences"].items()}
+            texts = [f"{column} {', '.join(words)}" for column, words in each.items()]
             to = f"{row['name']} minus {start['name']}, its start (p corrected for these alone)"
             lines.append(f"{to}: {'; '.join(texts)}")
     intervals = [
@@ -174,7 +190,7 @@ def _details(results: Results) -> list[str]:
             for row in rows:
                 difference = (row.get("differences") or {}).get(column)
                 d = difference and difference.get("also", {}).get(label)
-                change = f" ({', '.join(_difference(d))})" if d else ""
+                change = f" ({', '.join(_difference(d, has_too_few(row, column)))})" if d else ""
                 texts.append(f"{row['name']} {_score(row['scores'][column].get('also', {})[label])}{change}")
             lines.append(f"{column}, {label}: {', '.join(texts)}")
     for row in rows:
@@ -210,8 +226,8 @@ def _contamination(results: Results) -> list[str]:
         how = ", ".join(filter(None, (whole, f"{parts:,} by {NGRAM} words in a row" if parts else "")))
         scores = []
         for row, score in each.get("scores", {}).items():
-            d = score.get("difference")
-            scores.append(f"{row} {score['value']:.1f}{f', difference {_interval(d)}' if d else ''}")
+            d, is_too_few = score.get("difference"), each["questions"] - each["overlapping"] < MIN_QUESTIONS
+            scores.append(f"{row} {score['value']:.1f}{f', difference {_interval(d, is_too_few)}' if d else ''}")
         others = f"without them: {', '.join(scores)}" if scores else "no others"
         lines.append(f"contamination, {column}: {counts} ({how}); {others}")
     if clean:
