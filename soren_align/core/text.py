@@ -162,11 +162,12 @@ LABEL_STYLES = {"notice": "yellow", "warning": "yellow", "diverged": "red", "nex
 """Of labels that are not only bold."""
 
 
-def print_labelled(console: Console, label: str, text: str, *, wrap: bool = True) -> None:
+def print_labelled(console: Console, label: str, text: str, *, wrap: bool = True, link: str = "") -> None:
     """Print a label in the first 10 columns, or as many as it needs, and the text from column 10 on.
 
     wrap: on a terminal, into lines of its width; False for what is copied: a path, a command. Where there is no
-    terminal, as in a cluster's logs, one record is one line, unless COLUMNS is set.
+    terminal, as in a cluster's logs, one record is one line, unless COLUMNS is set. link: an address that the text
+    opens, in terminals that can.
     """
     indents: dict[str, Any] = {"initial_indent": f"{label:<9} ", "subsequent_indent": " " * 10}
     lines = [f"{label:<9} {printable(text)}"]
@@ -177,6 +178,8 @@ def print_labelled(console: Console, label: str, text: str, *, wrap: bool = True
         styled = Text(line)
         if not number:
             styled.stylize(f"bold {LABEL_STYLES.get(label, '')}", 0, len(label))
+        if link:
+            styled.stylize(f"link {link}", 10)
         console.print(styled, soft_wrap=True)
 
 

@@ -10,27 +10,36 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from rich.console import Group
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
 from ..core.errors import MAX_CHARACTERS, ResumableError, UserError, free_bytes, printable
 from ..core.files import local_path, remove
 from ..core.signals import killed_by, stop_signals
-from ..core.text import Terminal, print_labelled, stderr_console
+from ..core.text import Table, Terminal, estimated_time, number, print_labelled, stderr_console
 from ..launch.environment import set_environment, visible_gpus
 from ..run import lock
 from ..run.folder import LOCK, RANKS_LOCK, RunFolder
 from .audit import conclude
 from .config import StudyFile, recipe_of_run
-from .report.page import terminal_verdict
+from .report.page import REPORT, terminal_verdict
 from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
+from .runs import select
 from .search import STUDY_FILE, Progress, create
-from .study import ENDED, Run
+from .study import ENDED, Run, by_trial, metric_of_trial
 
 POLL_SECONDS = 2.0
 """Between two looks at runs of other commands."""
+STAGE_NAMES = {"search": "search", "verdict": "final runs"}
 LOCK_SECONDS = 60.0
 """For which another command may hold the study's lock: it draws trials within a second."""
 
@@ -75,7 +84,10 @@ def report(study: StudyFile) -> None:
 def _conclude(folder: Path, failures: Mapping[str, str] | None = None) -> None:
     with _exclusive(folder):  # other commands conclude at the same time
         study = conclude(folder, failures)
-    Terminal().print(terminal_verdict(study), highlight=False)
+    console, page = Terminal(), folder / REPORT
+    console.print(terminal_verdict(study), highlight=False)
+    console.print()
+    print_labelled(console, "report", str(page), wrap=False, link=page.resolve().as_uri())
 
 
 @dataclass
@@ -101,7 +113,8 @@ class _Runner:
         runs = self._update()
         self.reported = {run.folder for run in runs if run.status in ENDED}
         if self.reported:
-            print_labelled(self.console, "resume", f"{len(self.reported)} of {len(runs)} runs have ended already")
+            text = f"{len(self.reported)} of {self._total(runs)} runs have ended already"
+            print_labelled(self.console, "resume", text)
         pending = [run for run in runs if run.status not in ENDED]
         if not pending:
             return 0
@@ -117,7 +130,8 @@ class _Runner:
         set_environment(recipe, num_gpus=max(1, len(gpus)))
         context = start_server(on_gpus=bool(gpus))
         slots = self.jobs or self.progress.study.jobs or max(1, len(gpus) // self.processes)
-        with self._handling_signals(), self.console.status("") as status:
+        started, first = time.monotonic(), sum(run.status in ENDED for run in runs)
+        with self._handling_signals(), Live(console=self.console, transient=True, refresh_per_second=2) as live:
             while pending or self.active:
                 done = sum(run.status in ENDED for run in runs)
                 for run in pending if not (self.is_stopping or self.obstacle) else []:
@@ -128,21 +142,52 @@ class _Runner:
                     return 130
                 if self.obstacle and not self.active:
                     raise ResumableError(
-                        f"{self.progress.folder}: the study stopped, and no result is lost ({done} of {len(runs)} runs "
-                        f"have ended): {self.obstacle}. The same command resumes the runs that have not ended"
+                        f"{self.progress.folder}: the study stopped, and no result is lost ({done} of "
+                        f"{self._total(runs)} runs have ended): {self.obstacle}. The same command resumes the runs "
+                        "that have not ended"
                     )
-                own = ", ".join(run.folder for run, _ in self.active.values())
-                status.update(f"{done} of {len(runs)} runs; running: {own or 'those of other commands'}")
+                per_run = (time.monotonic() - started) / (done - first) if done > first else None
+                live.update(self._state(runs, per_run))
                 wait([process.sentinel for process in self.active], timeout=POLL_SECONDS)
                 self._reap()
                 runs = self._update()
                 for run in runs:
                     if run.status in ENDED and run.folder not in self.reported and not self.is_stopping:
                         self.reported.add(run.folder)
-                        print_labelled(self.console, run.candidate, describe_run(run, self.progress.study))
+                        text = describe_run(run, self.progress.study)
+                        if not self.console.is_terminal:  # there, the bar has these numbers
+                            text += f" ({len(self.reported)} of {self._total(runs)} runs)"
+                        print_labelled(self.console, run.candidate, text)
                 own = {run.folder for run, _ in self.active.values()}
                 pending = [run for run in runs if run.status not in ENDED and run.folder not in own]
         return 0
+
+    def _total(self, runs: list[Run]) -> int:
+        return sum(self.progress.num_runs(runs).values())
+
+    def _state(self, runs: list[Run], seconds_per_run: float | None) -> Group:
+        """Return what a terminal shows meanwhile: the ended runs of all, a bar, the time left, and the best so far.
+
+        seconds_per_run: of this command until now; None before a run has ended.
+        """
+        study, totals = self.progress.study, self.progress.num_runs(runs)
+        ended = {stage: sum(run.stage == stage and run.status in ENDED for run in runs) for stage in totals}
+        done, total = sum(ended.values()), sum(totals.values())
+        parts = [f"{name} {ended[stage]}/{totals[stage]}" for stage, name in STAGE_NAMES.items()]
+        if seconds_per_run is not None:
+            parts.append(f"about {estimated_time(seconds_per_run * (total - done) / 3600)} left")
+        rows = []
+        for name in study.candidates:
+            trials = by_trial(run for run in runs if run.candidate == name and run.stage == "search")
+            best = select([*chain(*trials.values())], higher_is_better=self.progress.higher_is_better)
+            metric = None if best is None else metric_of_trial(trials[best])
+            values = [] if best is None else [trials[best][0].parameters[key] for key in study.free(name)]
+            rows.append([name, ", ".join(map(_short, values)) or "-", number(metric, ".3g")])
+        keys = dict.fromkeys(key.removeprefix("optimizer.") for name in study.candidates for key in study.free(name))
+        table = Table(["best so far", ", ".join(keys), study.search.metric], rows)
+        own = ", ".join(run.folder for run, _ in self.active.values())
+        running = Text(f"running: {own or 'runs of other commands'}", style="dim", overflow="ellipsis", no_wrap=True)
+        return Group(Text(" · ".join(parts)), Padding(ProgressBar(total, done), 0), table.rich(), running)
 
     def _update(self) -> list[Run]:
         with _exclusive(self.progress.folder):

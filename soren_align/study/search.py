@@ -30,7 +30,7 @@ from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
 from ..run.folder import RunFolder
 from ..tasks import TASKS
 from .config import Range, StudyFile, first_run, load_resolved_study, recipe_of_run
-from .runs import edges, read_run, read_scores, select
+from .runs import STAGES, edges, read_run, read_scores, select
 from .study import ENDED, Candidate, Run, Study, by_trial, metric_of_trial
 
 STUDY_FILE, STUDY_RESULT, EXTENSIONS, JOURNAL = "study.yaml", "study.json", "extensions.json", "optuna.journal"
@@ -125,7 +125,9 @@ class Progress:
                     self.trials.draw(name, {key: Range(**values) for key, values in intervals})
                     has_new = True
             if not has_new:
-                return runs + [run for name in self.study.candidates for run in self.candidate(name, runs).verdict]
+                final = [run for name in self.study.candidates for run in self.candidate(name, runs).verdict]
+                # A seed of all candidates before the next: a load that changes meanwhile slows all of them alike.
+                return runs + sorted(final, key=lambda run: run.number)
 
     def search(self) -> list[Run]:
         """The search's runs of the drawn trials: trial 0 of every candidate, then trial 1, ...; within the budget."""
@@ -152,14 +154,27 @@ class Progress:
         at_edge = edges(self.study, name, own, selected) if selected is not None else {}
         space = self.study.search.model_dump()["space"] | section.model_dump()["space"]
         trials, verdict = by_trial(own), []
-        num_trials = self.study.search.trials + sum(extension.trials for extension in self._extensions())
-        complete = len(trials) == num_trials or self._is_spent(runs)
+        complete = len(trials) == self._num_trials() or self._is_spent(runs)
         if selected is not None and complete and all(run.status in ENDED for run in own):
             parameters = trials[selected][0].parameters
             for i, seed in enumerate(self.study.verdict.seeds):
                 run = Run(name, "verdict", i, seed, f"verdict/{name}/{seed}", parameters, "waiting")
                 verdict.append(self._read(run))
         return Candidate(name, section.set, space, own, selected, at_edge, verdict)
+
+    def num_runs(self, runs: list[Run]) -> dict[str, int]:
+        """The number of runs of each stage that there will be, of which `update` has returned some."""
+        num = {stage: sum(run.stage == stage for run in runs) for stage in STAGES}
+        search = [run for run in runs if run.stage == "search"]
+        if not self._is_spent(search):
+            num["search"] = len(self.study.candidates) * self._num_trials() * len(self.study.search.seeds)
+        if len(search) < num["search"] or any(run.status not in ENDED for run in search):
+            num["verdict"] = len(self.study.candidates) * len(self.study.verdict.seeds)
+        return num
+
+    def _num_trials(self) -> int:
+        """The trials of each candidate, with those of extensions."""
+        return self.study.search.trials + sum(extension.trials for extension in self._extensions())
 
     def extend(self) -> dict[str, dict[str, str]]:
         """Add an extension where a selected value lies at an end of its space; returns the ends by candidate.

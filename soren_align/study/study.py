@@ -55,6 +55,8 @@ class Run:
     curve: list[Point] = field(default_factory=list)
     seconds: float | None = None
     peak_memory_bytes: int | None = None
+    load: float | None = None
+    """Of the machine's CPUs, at the end of a training on them: the average of a minute."""
     scores: dict[str, float] | None = None
     """Of a verdict's run, in percent, by column of the suite."""
     identity: dict[str, Any] = field(default_factory=dict)

@@ -1,5 +1,6 @@
 """The record of a training run in run.json, and the lines about it in the terminal."""
 
+import os
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -157,7 +158,10 @@ def report_result(
         data = (folder.read() or {})["data"]
         folder.update(data={**data, "train": {**data["train"], **stream.counts()}})
     training = {"steps": steps, "seconds_since_start_or_resume": round(seconds, 1), **losses}
-    folder.update(status="trained", training={**training, "peak_memory_bytes": peak_memory(), **result})
+    used: dict[str, Any] = {"peak_memory_bytes": peak_memory()}
+    if not torch.accelerator.is_available() and hasattr(os, "getloadavg"):
+        used["cpu_load"] = round(os.getloadavg()[0], 2)
+    folder.update(status="trained", training={**training, **used, **result})
 
     means = (log["train_loss"] for log in reversed(history) if "train_loss" in log)
     loss, mean = "", next(means, None)

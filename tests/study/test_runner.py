@@ -3,8 +3,10 @@
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +15,10 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
 
 from soren_align.core.errors import DivergedError, OutOfReach, ResumableError, UserError
+from soren_align.core.text import Terminal
 from soren_align.launch import commands
 from soren_align.run.folder import RunFolder
 from soren_align.study import runner
@@ -55,7 +59,7 @@ def plain(study):
     return [plain(each) for each in study] if isinstance(study, list) else study
 
 
-NAMES = ("name", "command", "output_dir", "seconds", "peak_memory_bytes", "train_loss")
+NAMES = ("name", "command", "output_dir", "seconds", "peak_memory_bytes", "load", "train_loss")
 
 
 def result_of(folder):
@@ -304,11 +308,42 @@ def test_a_killed_run_is_repeated_once_before_any_final_run(tmp_path, monkeypatc
     assert not (Path(study.output_dir) / "earlier").exists()
 
 
+def test_a_terminal_shows_the_ended_runs_of_all_the_time_left_and_the_best_so_far(tmp_path):
+    study = study_of(tmp_path)
+    progress = progress_of(study)
+    for run, loss in zip(progress.update(), (3.0, 2.5, 2.0, 2.75), strict=False):
+        end(study, run, loss)
+    runs = progress.update()
+    console = Console(file=io.StringIO(), width=80, legacy_windows=False)
+    console.print(runner._Runner(progress, console, None, 1)._state(runs, 90.0))
+    head, bar, names, adamw, soren, running = console.file.getvalue().splitlines()
+    assert head == "search 4/6 · final runs 0/6 · about 12 min left"
+    assert len(bar) == 80
+    assert names.split() == ["best", "so", "far", "lr", "eval_loss"]
+    lr = [f"{run.parameters['optimizer.lr']:.3g}" for run in runs]
+    assert adamw.split() == ["adamw", lr[2], "2"]
+    assert soren.split() == ["soren", lr[1], "2.5"]
+    assert running == "running: runs of other commands"
+
+
+def test_the_last_lines_of_a_study_have_its_report_as_a_link(tmp_path, monkeypatch):
+    study = study_of(tmp_path)
+    end_all(study, lambda run: 2.0 + run.number / 10)
+    out = io.StringIO()
+    monkeypatch.setattr(runner, "Terminal", lambda: Terminal(file=out, force_terminal=True, width=80))
+    runner.report(study)
+    page = Path(study.output_dir) / "report.html"
+    assert page.is_file()
+    last = out.getvalue().splitlines()[-1]
+    assert f";{page.as_uri()}\x1b\\" in last
+    assert re.sub(r"\x1b(\]8;.*?\x1b\\|\[[\d;]*m)", "", last) == f"report    {page}"
+
+
 def test_running_runs_end_before_the_study_stops(tmp_path, monkeypatch, capsys):
     study = study_of(tmp_path)
     machine = Machine(study, {"search/adamw/00": [OSError(errno.ENOSPC, "No space left on device")]})
     monkeypatch.setattr(runner, "start_run", machine)
-    with pytest.raises(ResumableError, match=r"\(1 of 6 runs have ended\): search/adamw/00: "):
+    with pytest.raises(ResumableError, match=r"\(1 of 12 runs have ended\): search/adamw/00: "):
         runner.compare(study, jobs=2)
     assert machine.started == ["search/adamw/00", "search/soren/00"]
 

@@ -85,6 +85,21 @@ def test_the_verdict_has_the_best_setting_and_starts_when_its_search_has_ended(t
     best = min((run for run in runs if run.candidate == "soren" and run.stage == "search"), key=loss_of)
     assert [(run.candidate, run.seed) for run in verdict] == [("soren", 101), ("soren", 102), ("soren", 103)]
     assert all(run.parameters == best.parameters for run in verdict)
+    assert progress.num_runs(runs) == {"search": 6, "verdict": 6}
+    for run in runs:
+        if run.stage == "search" and run.candidate == "adamw":
+            end(study, run, 2.0, error="refused")  # no trial of adamw has a result
+    runs = progress.update()
+    assert progress.num_runs(runs) == {"search": 6, "verdict": 3}
+
+
+def test_a_seed_of_the_verdict_is_run_for_all_candidates_before_the_next(tmp_path):
+    study = study_of(tmp_path)
+    progress = progress_of(study)
+    for run in progress.update():
+        end(study, run, loss_of(run))
+    verdict = [run for run in progress.update() if run.stage == "verdict"]
+    assert [(run.candidate, run.seed) for run in verdict[:3]] == [("adamw", 101), ("soren", 101), ("adamw", 102)]
 
 
 def test_several_seeds_of_the_search_select_by_their_mean(tmp_path):
@@ -133,6 +148,7 @@ def test_a_budget_ends_the_search_after_a_round_of_all_candidates(tmp_path):
     runs = progress.update()
     search = [run for run in runs if run.stage == "search" and run.status not in ENDED]
     assert [run.folder for run in search] == ["search/soren/01"]
+    assert progress.num_runs(runs) == {"search": 4, "verdict": 6}
     end(study, search[0], 2.0)
     result = read_study(Path(study.output_dir))
     assert [len(each.trials) for each in result.candidates] == [2, 2]

@@ -14,6 +14,7 @@ from PIL import Image
 from rich.console import Console
 
 from soren_align.core.text import Table
+from soren_align.study.report import charts
 from soren_align.study.report.blocks import Paragraph, page_markdown
 from soren_align.study.report.charts import (
     DARK,
@@ -24,7 +25,7 @@ from soren_align.study.report.charts import (
     interpolate,
     line_style,
     mean_curve,
-    sensitivity_figures,
+    search_figure,
     set_scale,
     shown_runs,
     spectra_figure,
@@ -32,7 +33,7 @@ from soren_align.study.report.charts import (
     trial_metrics,
 )
 from soren_align.study.report.page import identities, matched, terminal_verdict, trials_csv, write_report
-from soren_align.study.report.text import comparisons, headline
+from soren_align.study.report.text import comparisons, headline, signed_size, size
 from soren_align.study.study import Candidate, Point, Run, Study
 from tests.support.report_study import difference, make_study
 
@@ -130,7 +131,7 @@ def test_every_picture_has_a_text_and_grows_with_the_page(report):
     tags = Reader(report["report.html"]).tags
     pictures = [attributes for tag, attributes in tags if tag == "img"]
     drawn = [each for each in pictures if each["alt"]]
-    assert len(drawn) == 2 * 4 + 4 + 4 + 5 + 1  # differences, sensitivity, along the runs, front, tuning
+    assert len(drawn) == 2 * 4 + 4 + 2 + 5  # differences, along the runs, the search, front
     assert all({*each} == {"src", "alt"} for each in pictures)  # no width: the style sheet has it
     assert len(pictures) - len(drawn) == 3 * 4  # of a legend, beside each name
 
@@ -208,7 +209,45 @@ def test_the_verdict_comes_first_and_is_one_sentence_a_comparison(report):
     assert len(comparisons(study, "base")) == 4
     muon = comparisons(study, "adamw")[0]
     d = next(d for d in study.differences if (d.candidate, d.reference, d.measure) == ("muon", "adamw", "held-out"))
-    assert f"this study could have seen {d.detectable:.4f} with 80% power" in muon.text
+    assert f"this study could have seen {d.detectable:.3f} with 80% power" in muon.text
+
+
+def test_a_loss_has_three_decimals_and_a_small_one_four():
+    assert [size(value, "loss") for value in (1.38842, -0.01, 0.00962)] == ["1.388", "-0.010", "0.0096"]
+    assert [signed_size(value, "percent") for value in (0.0, -2.75)] == ["+0.0", "-2.8"]
+
+
+def test_differences_have_their_candidates_colours_and_no_percent_beyond_100(monkeypatch):
+    wide = difference("muon", "adamw", "zoo_mc", 90.0, 60.0)  # detectable: 90
+    wider = difference("soren", "adamw", "zoo_mc", -20.0, 120.0)
+    drawn = []
+    monkeypatch.setattr(charts, "_panel", lambda *arguments, **options: drawn.append(arguments[3]))
+    charts.differences_figure(make_study(differences=[wide, wider]), "adamw")
+    axes = Drawing().subplots()
+    drawn[0](axes, LIGHT)
+    points = [line for line in axes.lines if line.get_marker() not in ("None", "")]
+    assert [line.get_color() for line in points] == [LIGHT.lines[1], LIGHT.lines[3]]
+    assert [line.get_markerfacecolor() for line in points] == [LIGHT.lines[1], LIGHT.paper]
+    values = [x for line in axes.lines for x in line.get_xdata()]
+    assert (min(values), max(values)) == (-100, 100)
+    assert -105 < axes.get_xlim()[0] < axes.get_xlim()[1] < 105
+
+
+def test_times_are_compared_only_between_runs_that_found_the_cpu_equally_loaded(tmp_path):
+    study = make_study(names=("adamw", "soren"))
+    for loads, shown in (((2.0, 2.4), True), ((2.0, 2.6), False), ((0.1, 0.5), True), ((None, None), True)):
+        candidates = [
+            replace(each, verdict=[replace(run, load=load) for run in each.verdict])
+            for each, load in zip(study.candidates, loads, strict=True)
+        ]
+        text = written(replace(study, candidates=candidates), tmp_path)[1]
+        assert ("Times are not compared: the CPU's load was 2.0 in one of these runs and 2.6" in text) is not shown
+        (row,) = (
+            line
+            for line in text.split("## Time and memory")[1].split("##")[0].splitlines()
+            if line.startswith("| soren")
+        )
+        assert (row.split(" | ")[2] == "-") is not shown
 
 
 def test_of_all_pairs_each_candidate_is_a_reference_of_those_after_it():
@@ -218,7 +257,7 @@ def test_of_all_pairs_each_candidate_is_a_reference_of_those_after_it():
     assert [line.partition(", ")[2].split()[0] for line in headline(study)] == ["soren", "soren", "adamw,"]
     assert headline(study)[1] == "On held-out loss, soren is better than muon."
     assert comparisons(study, "muon")[0].lead == "soren is better than muon on held-out loss"
-    assert "- soren is better than muon on held-out loss: +0.0200" in screen(study)
+    assert "- soren is better than muon on held-out loss: +0.020" in screen(study)
 
 
 def test_a_worse_candidate_is_called_worse_and_a_loss_of_retention_shown():
@@ -254,7 +293,9 @@ def test_a_study_where_nothing_was_measured_is_a_report_without_figures(tmp_path
         page, markdown = written(study, tmp_path)
         assert not [tag for tag, _ in assert_self_contained(page).tags if tag == "img"]
         assert "There is no verdict" in markdown
-        assert "No figure of" in markdown
+        headings = [line for line in markdown.splitlines() if line.startswith("## ")]
+        assert not {"## The search", "## Along the runs", "## Spectra", "## Contamination"} & {*headings}
+        assert all(part.partition("\n")[2].strip() for part in markdown.split("\n## ")[1:])  # no section is empty
         screen(study)
 
 
@@ -297,7 +338,7 @@ def test_spectra_of_run_folders_are_drawn(tmp_path):
     (tmp_path / "other").mkdir()
     run = replace(second, folder=f"../{second.folder}")
     outside = [replace(each, verdict=[run]) for each in study.candidates]
-    assert isinstance(spectra_figure(replace(study, candidates=outside), tmp_path / "other"), Paragraph)
+    assert spectra_figure(replace(study, candidates=outside), tmp_path / "other") is None
 
 
 def test_the_table_of_runs_has_every_run_and_no_formulas():
@@ -351,7 +392,7 @@ def test_searched_words_stand_beside_each_other():
         )
         for each in study.candidates
     ]
-    (figure,) = sensitivity_figures(replace(study, candidates=candidates))
+    figure = search_figure(replace(study, candidates=candidates))
     axes = Drawing().subplots()
     assert [set_scale(axes, maps)(value) for value in ("3", "True", "exact", "minimax")] == [0, 1, 2, 3]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "True", "exact", "minimax"]

@@ -1,7 +1,7 @@
 """The figures of a report: small panels beside each other, drawn by matplotlib for a light and for a dark page.
 
-Lines differ in colour, dashes and marker, so that they can be read in black and white. A figure without data is left
-out, with a sentence instead. The same data give the same bytes.
+Each candidate has one colour, dash and marker in all figures, so that they can be read in black and white. A figure
+without data is None, and the page leaves it out. The same data give the same bytes.
 
 Their numbers come last: mean curves over seeds, values at equal displacement, and the expected best metric of so many
 trials, which shows how much of a result is the search that found it.
@@ -23,11 +23,11 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
-from ...core.figures import DARK, FONT, LIGHT, Colors, compact, line_style, short, style_axes
+from ...core.figures import DARK, LIGHT, Colors, compact, line_style, short, style_axes
 from ...core.text import count, join_words
 from ...run.metrics import IN_STUDIES, METRICS
 from ..study import ENDED, Candidate, Difference, Point, Run, Study, by_trial, finished, metric_of_trial
-from .blocks import Figure, Paragraph, Picture
+from .blocks import Figure, Picture
 from .text import in_order, measure_name, measures_of, metric_name, metric_text, reference_name, setting, size
 
 INCHES = (4.5, 3.0)
@@ -39,7 +39,7 @@ NUM_COLORS = 256
 MAX_WITH_RUNS = 6
 """Candidates whose runs are drawn beside their mean; of more, the thin lines would hide the others."""
 MAX_KEYS = 6
-"""Searched keys that have a figure."""
+"""Searched keys that have a panel."""
 MAX_BYTES = 1 << 26
 """Of a spectra.jsonl that is read; a larger one is left to `soren-align spectrum`."""
 MAX_POINTS = 200
@@ -51,7 +51,7 @@ DISPLACEMENT, KL = (METRICS[key].label for key in ("relative_change", "kl_to_sta
 RETENTION = "rise of the retention loss"
 
 
-def curves_figure(study: Study) -> Figure | Paragraph:
+def curves_figure(study: Study) -> Figure | None:
     """Return the metric along the runs against steps, tokens, seconds and displacement."""
     axes = {"step": "steps", "tokens": "tokens", "seconds": "seconds of training", "relative_change": DISPLACEMENT}
     about = metric_name(study)
@@ -59,10 +59,10 @@ def curves_figure(study: Study) -> Figure | Paragraph:
     cut = "below" if study.higher_is_better else "above"
     thin_lines = ", with the runs as thin lines" if len(study.candidates) <= MAX_WITH_RUNS else ""
     caption = f"Mean over the seeds{thin_lines}. The axis is cut {cut}, so that the ends show."
-    return _figure(study, panels, caption, f"{about} along the runs")
+    return _figure(study, panels, caption)
 
 
-def front_figure(study: Study) -> Figure | Paragraph:
+def front_figure(study: Study) -> Figure | None:
     """Return gain against forgetting: along the runs, at the ends, and against displacement and KL."""
     about, begin = metric_name(study), start(study, "metric")
     wanted = ((study.file.get("verdict") or {}).get("retention") or {}).get("columns") or []
@@ -98,37 +98,35 @@ def front_figure(study: Study) -> Figure | Paragraph:
         "Gain on the task against what was forgotten, from the starting checkpoint (0, 0); large markers: the ends of"
         " the runs. An optimizer is ahead where it forgets less at an equal gain, displacement or KL."
     )
-    return _figure(study, panels, caption, "the front")
-
-
-def tuning_figure(study: Study) -> Figure | Paragraph:
-    """Return the expected best metric of so many trials for each candidate."""
-    best = [expected_best(trial_metrics(study, each), study.higher_is_better) for each in study.candidates]
-    lines = {i: [[], [(float(k), value) for k, value in enumerate(values, 1)]] for i, values in enumerate(best)}
-    panel = _lines_panel(study, f"expected best {metric_name(study)}", "trials", lines, cut=True)
-    caption = (
-        "The expected best of so many trials, drawn from those of the search; a trial without a result counts as the"
-        " starting checkpoint. Where lines cross, the better optimizer depends on the budget for tuning."
-    )
-    return _figure(study, {"": panel}, caption, "the expected best of so many trials")
+    return _figure(study, panels, caption)
 
 
 def differences_figure(study: Study, reference: str) -> Figure:
-    """Return a panel per measure: the differences to one reference, over those too small to be seen."""
-    panels = []
+    """Return a panel per measure: the differences to one reference, over those too small to be seen.
+
+    Percent points beyond 100 are not drawn: no difference is so large.
+    """
+    panels, numbers = [], {candidate.name: i for i, candidate in enumerate(study.candidates)}
     for measure in measures_of(study):
         differences = [d for d in in_order(study, [reference]) if d.measure == measure]
         if not differences:
             continue
         about, unit = measure_name(study, measure), differences[0].unit
+        most = 100.0 if unit == "percent" else float("inf")
 
-        def draw(axes: Axes, colors: Colors, differences: Sequence[Difference] = differences) -> None:
+        def draw(
+            axes: Axes, colors: Colors, differences: Sequence[Difference] = differences, most: float = most
+        ) -> None:
             for y, d in enumerate(differences):
                 grey = {"color": colors.grid, "linewidth": 12, "solid_capstyle": "butt", "zorder": 1}
-                axes.plot([-d.detectable, d.detectable], [y, y], **grey)
-                axes.plot([d.low, d.high], [y, y], color=colors.ink, linewidth=1.4, zorder=3)
-                face = colors.paper if d.answer == "not distinguishable" else colors.ink
-                axes.plot(d.value, y, marker="o", markersize=6, color=colors.ink, markerfacecolor=face, zorder=4)
+                seen, low, high = min(d.detectable, most), max(d.low, -most), min(d.high, most)
+                axes.plot([-seen, seen], [y, y], **grey)
+                style: dict[str, Any] = line_style(numbers[d.candidate], colors) | {"linestyle": "-"}
+                axes.plot([low, high], [y, y], color=style["color"], linewidth=1.6, zorder=3)
+                face = colors.paper if d.answer == "not distinguishable" else style["color"]
+                axes.plot(d.value, y, **style, markersize=7, markerfacecolor=face, zorder=4)
+            low, high = axes.get_xlim()
+            axes.set_xlim(max(low, -1.04 * most), min(high, 1.04 * most))
             axes.axvline(0, color=colors.muted, linewidth=1, zorder=2)
             axes.set_yticks(range(len(differences)), [short(d.candidate, 18) for d in differences], parse_math=False)
             axes.set_ylim(len(differences) - 0.5, -0.5)
@@ -150,25 +148,27 @@ def differences_figure(study: Study, reference: str) -> Figure:
     return Figure(panels, caption)
 
 
-def sensitivity_figures(study: Study) -> list[Figure | Paragraph]:
-    """Return a figure per searched key: a panel per candidate, the metric of every trial against the key's value."""
+def search_figure(study: Study) -> Figure | None:
+    """Return the metric of every trial against each searched key, and the expected best of so many trials."""
     trials = [run for candidate in study.candidates for run in candidate.trials]
     keys = _free_keys(trials)
     limits = focus([run.metric for run in finished(trials) if run.metric is not None], study.higher_is_better)
-    if not keys or limits is None:
-        sentence = "No figure of the search: fewer than two trials finished, or nothing was searched."
-        return [Paragraph(sentence, kind="muted")]
+    if limits is None:
+        return None
+    panels: dict[str, Picture | None] = {key: _sensitivity_panel(study, key, limits) for key in keys[:MAX_KEYS]}
+    best = [expected_best(trial_metrics(study, each), study.higher_is_better) for each in study.candidates]
+    lines = {i: [[], [(float(k), value) for k, value in enumerate(values, 1)]] for i, values in enumerate(best)}
+    tuning = "the expected best of so many trials"
+    panels[tuning] = _lines_panel(study, f"expected best {metric_name(study)}", "trials", lines, cut=True)
     caption = (
-        f"{metric_name(study).capitalize()} of every trial against its setting. Ring: the selected trial. Dashed: the"
-        " best trial of all candidates. Above the panel: x diverged, + failed. Triangles: worse than the axis shows."
+        "Every trial of the search against its setting. Ring: the selected trial. At the edge: triangles are worse than"
+        " the axis shows; above it x diverged, + failed. Expected best: of so many trials, drawn from those of the"
+        " search; a trial without a result counts as the starting checkpoint. Where lines cross, the better optimizer"
+        " depends on the budget for tuning."
     )
-    figures: list[Figure | Paragraph] = []
-    for i, key in enumerate(keys[:MAX_KEYS]):
-        panels = [_sensitivity_panel(study, j, key, limits) for j in range(len(study.candidates))]
-        figures.append(Figure([*filter(None, panels)], f"The same against {key}." if i else caption))
     if left := keys[MAX_KEYS:]:
-        figures.append(Paragraph(f"Not shown: {join_words(left)}; trials.csv has all values.", kind="muted"))
-    return figures
+        caption += f" Not shown: {join_words(left)}; trials.csv has all values."
+    return _figure(study, panels, caption)
 
 
 def _free_keys(trials: Sequence[Run]) -> list[str]:
@@ -182,53 +182,55 @@ def _free_keys(trials: Sequence[Run]) -> list[str]:
     return [*columns]
 
 
-def _sensitivity_panel(study: Study, i: int, key: str, limits: tuple[float, float]) -> Picture | None:
-    candidate, everywhere = study.candidates[i], [run for each in study.candidates for run in each.trials]
-    own = [run for run in candidate.trials if key in run.parameters]
-    if not own:
+def _sensitivity_panel(study: Study, key: str, limits: tuple[float, float]) -> Picture | None:
+    """Return the metric of all candidates' trials against one searched key, in one panel, where they are compared."""
+    everywhere = [run for candidate in study.candidates for run in candidate.trials if key in run.parameters]
+    if not everywhere:
         return None
-    results = [(run.parameters[key], run.metric) for run in finished(own) if run.metric is not None]
-    chosen = [run for run in finished(own) if candidate.is_selected(run)]
-    lost = {each: [run.parameters[key] for run in own if run.status == each] for each in ("diverged", "failed")}
     best_of = max if study.higher_is_better else min
+    worst, triangle = (limits[0], "v") if study.higher_is_better else (limits[1], "^")
 
     def draw(axes: Axes, colors: Colors) -> None:
-        style, ink = line_style(i, colors), {"color": colors.ink, "clip_on": False}
-        place = set_scale(axes, [run.parameters[key] for run in everywhere if key in run.parameters])
-        placed = sorted((place(value), metric) for value, metric in results)
-        inside = [(x, y) for x, y in placed if limits[0] <= y <= limits[1]]
-        beyond = [x for x, y in placed if not limits[0] <= y <= limits[1]]
-        alone = len(_free_keys(own)) == 1  # else a line would join settings that differ in other keys
-        axes.plot(*zip(*inside, strict=True), **{**style, "linestyle": "-" if alone else ""}, linewidth=1, markersize=5)
-        worst, marker = (limits[0], "v") if study.higher_is_better else (limits[1], "^")
-        triangles = {"linestyle": "", "marker": marker, "markersize": 7, "color": style["color"], "clip_on": False}
-        axes.plot(beyond, [worst] * len(beyond), **triangles)
-        best = best_of(run.metric for run in finished(everywhere) if run.metric is not None)
-        axes.axhline(best, color=colors.muted, linewidth=1, dashes=(4, 3))
-        if chosen:
-            at = place(chosen[0].parameters[key]), fmean(run.metric for run in chosen if run.metric is not None)
-            axes.plot(*at, marker="o", markersize=12, markerfacecolor="none", color=colors.ink, markeredgewidth=1.4)
-            label = short(setting(chosen[0].parameters[key]), 14)
-            offset = {"xytext": (0, 10 if study.higher_is_better else -17), "textcoords": "offset points"}
-            box = {"facecolor": colors.paper, "edgecolor": "none", "pad": 0.8}  # interrupts a line behind the number
-            font: dict[str, Any] = {"ha": "center", "fontsize": FONT, "color": colors.ink, "parse_math": False}
-            axes.annotate(label, at, bbox=box, **offset, **font)
-        for status, marker in (("diverged", "x"), ("failed", "+")):
-            xs = [place(value) for value in lost[status]]
-            cross = {"marker": marker, "markersize": 7, "markeredgewidth": 1.6, "linestyle": ""}
-            axes.plot(xs, [1.06] * len(xs), transform=axes.get_xaxis_transform(), **cross, **ink)
-        room = 0.1 * (limits[1] - limits[0])  # for the selected value, on the side of the best trials
-        axes.set_ylim(*((limits[0], limits[1] + room) if study.higher_is_better else (limits[0] - room, limits[1])))
+        place = set_scale(axes, [run.parameters[key] for run in everywhere])
+        for i, candidate in enumerate(study.candidates):
+            own = [run for run in candidate.trials if key in run.parameters]
+            results = sorted((place(run.parameters[key]), run.metric) for run in finished(own))
+            inside = [(x, y) for x, y in results if y is not None and limits[0] <= y <= limits[1]]
+            beyond = [x for x, y in results if y is not None and not limits[0] <= y <= limits[1]]
+            style = line_style(i, colors)
+            # Else a line would join settings that differ in other keys.
+            line: dict[str, Any] = style if len(_free_keys(own)) == 1 else style | {"linestyle": ""}
+            if inside:
+                axes.plot(*zip(*inside, strict=True), **line, linewidth=1.2, markersize=5)
+            lone: dict[str, Any] = {"linestyle": "", "color": style["color"], "markersize": 7, "clip_on": False}
+            axes.plot(beyond, [worst] * len(beyond), marker=triangle, **lone)
+            chosen = [run for run in finished(own) if candidate.is_selected(run)]
+            if chosen:
+                at = place(chosen[0].parameters[key]), fmean(run.metric for run in chosen if run.metric is not None)
+                axes.plot(*at, **{**lone, "markersize": 12}, marker="o", markerfacecolor="none", markeredgewidth=1.4)
+            for status, marker in (("diverged", "x"), ("failed", "+")):
+                xs = [place(run.parameters[key]) for run in own if run.status == status]
+                above: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "markeredgewidth": 1.6}
+                axes.plot(xs, [1.05 + 0.05 * i / len(study.candidates)] * len(xs), marker=marker, **lone, **above)
+        room = 0.06 * (limits[1] - limits[0])
+        axes.set_ylim(limits[0] - room, limits[1] + room)
 
-    words = [count(len(results), "finished trial")]
-    words += [f"best {metric_text(best_of(metric for _, metric in results))}"] if results else []
-    words += [f"selected {setting(chosen[0].parameters[key])}"] if chosen else []
-    words += [f"{len(values)} {status}" for status, values in lost.items() if values]
-    alt = f"{metric_name(study)} of {candidate.name} against {key}: {', '.join(words)}."
-    return _panel(f"{candidate.name}: {metric_name(study)}", key, alt, draw, pad=18)
+    words = []
+    for candidate in study.candidates:
+        own = [run for run in candidate.trials if key in run.parameters]
+        metrics = [run.metric for run in finished(own) if run.metric is not None]
+        chosen = [run for run in finished(own) if candidate.is_selected(run)]
+        parts = [count(len(metrics), "finished trial")]
+        parts += [f"best {metric_text(best_of(metrics))}"] if metrics else []
+        parts += [f"selected {setting(chosen[0].parameters[key])}"] if chosen else []
+        for status in ("diverged", "failed"):
+            num = sum(run.status == status for run in own)
+            parts += [f"{num} {status}"] if num else []
+        words.append(f"{candidate.name} {', '.join(parts)}")
+    return _panel(metric_name(study), key, f"{metric_name(study)} against {key}: {'; '.join(words)}.", draw, pad=18)
 
 
-def spectra_figure(study: Study, folder: Path) -> Figure | Paragraph:
+def spectra_figure(study: Study, folder: Path) -> Figure | None:
     """Return the stable rank of the momenta over training, and the spectrum of one matrix at the last step.
 
     From the run folders of a study that recorded them (run.log_spectra).
@@ -246,7 +248,7 @@ def spectra_figure(study: Study, folder: Path) -> Figure | Paragraph:
             values = spectra[step, name]
             last[i] = [thin([(mode / len(values), value / values[0]) for mode, value in enumerate(values, 1)])]
     if not last:
-        return Paragraph("No figure of spectra: none were recorded (run.log_spectra).", kind="muted")
+        return None
     panels = {
         "stable rank": _lines_panel(study, "stable rank of the momentum", "steps", ranks),
         "spectrum": _lines_panel(study, "singular value / the largest", "share of the modes", last),
@@ -255,7 +257,7 @@ def spectra_figure(study: Study, folder: Path) -> Figure | Paragraph:
         "Singular values s of the momenta, the input of the optimizers' maps. First: stable rank, the sum of s^2 over"
         " the largest s^2, mean over the recorded matrices. Second: the largest matrix at the last recorded step."
     )
-    return _figure(study, {name: panel for name, panel in panels.items() if panel}, caption, "spectra")
+    return _figure(study, {name: panel for name, panel in panels.items() if panel}, caption)
 
 
 def _read_spectra(folder: Path, run: Run) -> dict[tuple[int, str], list[float]]:
@@ -318,11 +320,11 @@ def _lines_panel(
     return _panel(title, label, f"{title} against {label}; at the end: {', '.join(ends)}.", draw)
 
 
-def _figure(study: Study, panels: dict[str, Picture | None], caption: str, about: str) -> Figure | Paragraph:
-    """Return the panels that there are, with a legend and the names of the others; without any, a sentence."""
+def _figure(study: Study, panels: dict[str, Picture | None], caption: str) -> Figure | None:
+    """Return the panels that there are, with a legend and the names of the others; None without any."""
     drawn = [panel for panel in panels.values() if panel is not None]
     if not drawn:
-        return Paragraph(f"No figure of {about}: no finished run measured what it needs.", kind="muted")
+        return None
     if missing := [name for name, panel in panels.items() if panel is None]:
         caption += f" Not measured: {', '.join(missing)}."
     legend = []

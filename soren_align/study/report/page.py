@@ -5,6 +5,7 @@ The sections of the page are in the order of a reader's questions: the verdict f
 
 import csv
 import json
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from rich.text import Text
 
 from ...core.errors import printable
 from ...core.files import write
-from ...core.text import Table, count, duration, gibibytes, join_words, mean_std, p_value, signed
+from ...core.text import Table, count, duration, gibibytes, join_words, mean_std, p_value
 from ...run.metrics import IN_STUDIES
 from ..study import BASE, Study, finished
 from . import charts, text
 from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, page_html, page_markdown
 
+REPORT = "report.html"
 STYLES = {"better": "green", "worse": "red", "open": ""}
 LAST = ("step", "tokens", "train_loss", *(metric.key for metric in IN_STUDIES))
 """Quantities of a run's last evaluation, in trials.csv."""
@@ -34,38 +36,39 @@ def write_report(study: Study, folder: Path) -> None:
 
     Spectra are read from its run folders in `folder`, all else from the study.
     """
-    edges = [f"{each.name} {key} ({end})" for each in study.candidates for key, end in each.at_edge.items()]
-    beyond = f": {join_words(edges)}. A better value may lie outside."
-    at_edge = [Items([Item("Selected at the end of the searched space", beyond, "caution")])] if edges else []
-    cautions: Block = Items([Item("", caution, "caution") for caution in study.cautions])
+    cautions: list[Block] = [Items([Item("", caution, "caution") for caution in study.cautions])]
     if not study.cautions:
-        cautions = Paragraph("The audit has no cautions: no selected value at an edge, no overlap, enough seeds.")
+        cautions = [Paragraph("The audit has no cautions: no selected value at an edge, no overlap, enough seeds.")]
     general = (
         "It holds for this model, these data, this schedule and these search spaces: a longer training, a larger model"
         " or other spaces may order the optimizers differently."
     )
+    if study.base_scores and not study.contamination:
+        general = f"The overlap of the training examples with the questions was not counted. {general}"
     repeat: list[Block] = [Code(study.command)] if study.command else []
     if study.versions:
         versions = ", ".join(f"{name} {version}" for name, version in study.versions.items())
         repeat.append(Paragraph(f"Versions: {versions}."))
     repeat += [Paragraph(f"Machine: {study.machine}.")] if study.machine else []
     resolved = json.dumps(study.file, indent=1, ensure_ascii=False, default=str)
-    sections = {
+    parts: Mapping[str, Sequence[Block | None]] = {
         "Verdict": verdict_blocks(study),
-        "Scores and differences": score_blocks(study),
-        "Sensitivity to the settings": [*charts.sensitivity_figures(study), *at_edge],
+        "Scores": score_blocks(study),
+        "How this conclusion could be wrong": [*cautions, Paragraph(general)],
         "Along the runs": [charts.curves_figure(study)],
+        "The search": [charts.search_figure(study)],
         "At equal displacement": [charts.front_figure(study), *matched(study)],
-        "How much tuning": [charts.tuning_figure(study)],
         "Spectra": [charts.spectra_figure(study, folder)],
-        "Time and memory": [_costs(study)],
+        "Time and memory": _costs(study),
         "Contamination": [_contamination(study)],
-        "How this conclusion could be wrong": [cautions, Paragraph(general)],
+        "Every difference": difference_blocks(study),
         "Every run": [_runs(study), Paragraph("The same with more columns: trials.csv.", kind="muted")],
         "To repeat it": [*repeat, *identities(study), Code(resolved, folded="The study's file, resolved")],
     }
+    sections = {name: [block for block in blocks if block is not None] for name, blocks in parts.items()}
+    sections = {name: blocks for name, blocks in sections.items() if blocks}
     subtitle = text.subtitle(study)
-    write(folder / "report.html", page_html(study.name, subtitle, sections))
+    write(folder / REPORT, page_html(study.name, subtitle, sections))
     write(folder / "report.md", page_markdown(study.name, subtitle, sections))
     write(folder / "trials.csv", trials_csv(study))
 
@@ -81,7 +84,7 @@ def verdict_blocks(study: Study) -> list[Block]:
         return [Paragraph(text.no_verdict(study), kind="lead")]
     blocks: list[Block] = [Paragraph(sentence, kind="lead") for sentence in text.headline(study)]
     for name in text.references_of(study):
-        blocks.append(Items(text.comparisons(study, name), f"Against {text.reference_name(name)}"))
+        blocks.append(Items(text.comparisons(study, name, most=1), f"Against {text.reference_name(name)}"))
         blocks.append(charts.differences_figure(study, name))
     num = len(study.differences) + sum(d.retained is not None for d in study.differences)
     note = (
@@ -93,26 +96,32 @@ def verdict_blocks(study: Study) -> list[Block]:
 
 
 def score_blocks(study: Study) -> list[Block]:
-    """Return the scores with the starting checkpoint's as the first row, and every difference under its measure."""
+    """Return the scores, the starting checkpoint's in the first row."""
     columns = text.columns_of_suite(study)
     rows = [["starting checkpoint", *_scores(study, columns)[0], "-", ""]]
     for candidate, scores in zip(study.candidates, _scores(study, columns)[1:], strict=True):
         trial = candidate.selected_trial
-        settings = [f"{key} {text.setting(value)}" for key, value in trial.parameters.items()] if trial else ["none"]
+        searched = trial.parameters.items() if trial else ()
+        derived = {key for key, values in candidate.space.items() if isinstance(values, str)}  # =optimizer.lr
+        settings = [f"{key} {text.setting(value)}" for key, value in searched if key not in derived] or ["none"]
         rows.append([candidate.name, *scores, str(len(finished(candidate.verdict))), "\n".join(settings)])
     head = ["", text.metric_name(study), *columns, "runs", "selected setting"]
     note = "Mean ± standard deviation over the seeds of the verdict; scores in percent."
     align = "l" + "r" * (len(head) - 2) + "l"
-    blocks: list[Block] = [Table(head, rows, align=align), Paragraph(note, kind="muted")]
+    return [Table(head, rows, align=align), Paragraph(note, kind="muted")]
+
+
+def difference_blocks(study: Study) -> list[Block]:
+    """Return every difference under its measure; nothing without a verdict."""
     if study.problems or not study.differences:
-        return blocks
+        return []
     rows, groups = [], set()
     for measure in text.measures_of(study):
         groups.add(len(rows))
         rows.append([text.measure_name(study, measure), *[""] * 6])
         for d in text.in_order(study, text.references_of(study)):
             if d.measure == measure:
-                value, low, high = (signed(value, text.DECIMALS[d.unit]) for value in (d.value, d.low, d.high))
+                value, low, high = (text.signed_size(value, d.unit) for value in (d.value, d.low, d.high))
                 retained = "-"
                 if d.retained is not None and d.margin is not None:
                     retained = f"{'yes' if d.retained else 'not shown'}, margin {text.size(d.margin, d.unit)}"
@@ -120,7 +129,7 @@ def score_blocks(study: Study) -> list[Block]:
                 row += [value, f"[{low}, {high}]", p_value(d.p_holm).removeprefix("p ")]
                 rows.append([*row, text.seen_size(d).removesuffix(" points"), retained])
     head = ["", "answer", "difference", "95% interval", "Holm's p", "could have seen", "retained"]
-    return [*blocks, Table(head, rows, align="ll", groups=frozenset(groups))]
+    return [Table(head, rows, align="ll", groups=frozenset(groups))]
 
 
 def _scores(study: Study, columns: list[str]) -> list[list[str]]:
@@ -132,7 +141,7 @@ def _scores(study: Study, columns: list[str]) -> list[list[str]]:
         runs = finished(candidate.verdict)
         scores = [[run.scores[c] for run in runs if run.scores and c in run.scores] for c in columns]
         metrics = [run.metric for run in runs if run.metric is not None]
-        rows.append([mean_std(metrics, 4), *(mean_std(values, 1) for values in scores)])
+        rows.append([mean_std(metrics, 3), *(mean_std(values, 1) for values in scores)])
     return rows
 
 
@@ -155,10 +164,9 @@ def matched(study: Study) -> list[Block]:
             for key, zero in (("metric", 0.0), ("retention_loss", begin)):
                 if zero is not None:
                     values = [charts.interpolate(run, along, level, key) for run in runs]
-                    row.append(mean_std([value - zero for value in values if value is not None], 4) + coarse)
+                    row.append(mean_std([value - zero for value in values if value is not None], 3) + coarse)
     if len(head) == 1:
-        note = "No matched comparison: displacement was measured for fewer than two candidates."
-        return [Paragraph(note, kind="muted")]
+        return []
     note = (
         "Matched: the values where each run first reaches the largest displacement (or KL) that all runs reach. A run"
         " that moves further is seen there before its schedule has ended, with a learning rate that is still high."
@@ -171,7 +179,10 @@ def matched(study: Study) -> list[Block]:
     return [Table(head, rows), Paragraph(note, kind="muted")]
 
 
-def _costs(study: Study) -> Table:
+def _costs(study: Study) -> list[Block]:
+    """Return times and memory. Times of a CPU are compared only between runs that found it about equally loaded."""
+    loads = [run.load for candidate in study.candidates for run in charts.shown_runs(candidate) if run.load is not None]
+    is_comparable = not loads or max(loads) <= max(1.25 * min(loads), min(loads) + 0.5)
     rows = []
     for candidate in study.candidates:
         runs = charts.shown_runs(candidate)
@@ -179,16 +190,20 @@ def _costs(study: Study) -> Table:
         steps = [(run.seconds, run.curve[-1].step) for run in runs if run.seconds and run.curve and run.curve[-1].step]
         peak = max((run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None), default=None)
         mean = duration(sum(seconds) / len(seconds) if seconds else None)
-        per_step = mean_std([time / num * 1e3 for time, num in steps], 1)
+        per_step = mean_std([time / num * 1e3 for time, num in steps], 1) if is_comparable else "-"
         total = duration(sum(run.seconds or 0.0 for run in candidate.runs))
         rows.append([candidate.name, mean, per_step, gibibytes(peak), total])
-    return Table(["", "time of a run", "ms per step", "peak memory", "all runs together"], rows)
+    blocks: list[Block] = [Table(["", "time of a run", "ms per step", "peak memory", "all runs together"], rows)]
+    if not is_comparable:
+        note = f"Times are not compared: the CPU's load was {min(loads):.1f} in one of these runs and {max(loads):.1f}"
+        blocks.append(Paragraph(f"{note} in another.", kind="muted"))
+    return blocks
 
 
-def _contamination(study: Study) -> Block:
+def _contamination(study: Study) -> Block | None:
     """Return a row per benchmark: the questions that the training examples contain, and the scores without them."""
     if not study.contamination:
-        return Paragraph("The overlap of the training examples with the questions was not counted.")
+        return None
     keys = [str(key) for key in dict.fromkeys(key for each in study.contamination.values() for key in each)]
     keys = [key for key in keys if key != "indices"]
     rows = [[name, *(_entry(each.get(key)) for key in keys)] for name, each in study.contamination.items()]

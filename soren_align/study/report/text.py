@@ -13,7 +13,6 @@ _METRICS = {
     "eval_rewards/margins": "held-out margin",
     "eval_rewards/accuracies": "held-out preference accuracy",
 }
-DECIMALS = {"loss": 4, "percent": 1}
 POINTS = {"loss": "", "percent": " points"}
 """By the unit of a difference."""
 THAN = {"better": "better than", "worse": "worse than", "not distinguishable": "not distinguishable from"}
@@ -80,14 +79,14 @@ def comparisons(study: Study, reference: str, *, most: int | None = None) -> lis
                 other = "it" if answers else reference_name(reference)
                 answers.append(f"{than} {other} on {all_of_them or join_words(measures)}")
         for i, d in enumerate(own):
-            name, points, decimals = measure_name(study, d.measure), POINTS[d.unit], DECIMALS[d.unit]
-            interval = f"{signed(d.low, decimals)} to {signed(d.high, decimals)}"
+            name, points = measure_name(study, d.measure), POINTS[d.unit]
+            interval = f"{signed_size(d.low, d.unit)} to {signed_size(d.high, d.unit)}"
             seen = ""
             if d.answer == "not distinguishable":
                 seen = f"could have seen {seen_size(d)}"
                 seen = f"; {seen}" if i else f"; this study {seen} with {power:.0%} power"
             numbers.append(
-                f"{f'{name} ' if len(own) > 1 else ''}{signed(d.value, decimals)}{points}"
+                f"{f'{name} ' if len(own) > 1 else ''}{signed_size(d.value, d.unit)}{points}"
                 f" ({'' if i else '95% interval '}{interval}, {p_value(d.p_holm)}{seen})"
             )
             if d.margin is not None and d.retained is not None:
@@ -150,8 +149,13 @@ def subtitle(study: Study) -> str:
 
 
 def size(value: float, unit: str) -> str:
-    """Return a difference without a plus sign: one decimal of percent points, four of a loss."""
-    return f"{value + 0.0:.{DECIMALS[unit]}f}"
+    """Return a difference without a plus sign: one decimal of percent points; of a loss three, below 0.01 four."""
+    return signed_size(value, unit).removeprefix("+")
+
+
+def signed_size(value: float, unit: str) -> str:
+    """Return a difference with its sign and the decimals of `size`."""
+    return signed(value, 1 if unit == "percent" else 3 if abs(value) >= 0.01 else 4)
 
 
 def seen_size(d: Difference) -> str:
@@ -161,7 +165,7 @@ def seen_size(d: Difference) -> str:
 
 def metric_text(value: float | None) -> str:
     """Return a value of the selection metric, a loss or a score."""
-    return number(value, ".4f")
+    return number(value, ".3f")
 
 
 def setting(value: Any, digits: int = 3) -> str:
