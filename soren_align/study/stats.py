@@ -10,7 +10,7 @@ Seeds and questions are random and crossed: the difference of a candidate on que
 The variance of its mean has a part of the seeds, which also holds residual / (S Q), and a part of the questions, which
 holds residual / (S Q) too; the sum of both, less residual / (S Q), is its variance. With three seeds the first part has
 few degrees of freedom: a bootstrap of seeds, or Satterthwaite's approximation, finds a difference far too often
-(docs/comparison.md, "Statistics").
+(docs/studies/statistics.md).
 
 The minimum detectable effect is the true difference that a study answers with "better" with the declared power.
 """

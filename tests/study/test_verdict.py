@@ -1,6 +1,6 @@
 """The verdict on simulated studies, whose true differences are known: errors, coverage, power, and planted faults.
 
-`python -m tests.study.test_verdict` prints the table of docs/comparison.md.
+`python -m tests.study.test_verdict` prints the table of docs/studies/statistics.md.
 """
 
 import itertools
