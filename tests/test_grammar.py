@@ -1,6 +1,7 @@
 """What a person may type: keys as words, runs without a recipe, a folder from one's own questions, grouped help."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,13 @@ def run(capsys, monkeypatch, tmp_path):
         return SimpleNamespace(code=code, out=out, err=err, recipe=recipes[-1] if recipes else None)
 
     return call
+
+
+def test_help_has_the_words_of_a_user_and_no_types(run):
+    for name in ("sft", "chat", "compare", "spectrum"):
+        text = run(name, "--help").out
+        assert "Arguments:" in text
+        assert not re.search(r"<\w+>|x>=|None", text)
 
 
 @pytest.fixture

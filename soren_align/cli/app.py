@@ -27,6 +27,15 @@ class _Commands(TyperGroup):
     def get_help(self, ctx: Any) -> str:
         return HELP.rstrip()
 
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        for parameter in command.params if command else ():
+            # The metavar names what is expected; typer adds "<str>" and "[x>=1]" to it.
+            parameter._get_number_range_help_str = lambda: None
+            if parameter.param_type_name == "argument":
+                parameter.display_type_rich = lambda ctx: None
+        return command
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)

@@ -397,9 +397,11 @@ class _Mistake:
                 verb = "has" if len(owners) == 1 else "have"
                 return f"unknown key for {self.tag}; {join_words(owners, 'and')} {verb} it"
             case "extra_forbidden":
-                similar = self.similar()
-                meant = [similar] if similar else self.form.key_elsewhere(str(key[-1]))
-                if 0 < len(meant) <= MAX_MEANT:
+                # A key of another section under its own name is more likely than a misspelt one of this section.
+                meant, similar = self.form.key_elsewhere(str(key[-1])), self.similar()
+                if key[-1] in self.section.other_names or not 0 < len(meant) <= MAX_MEANT:
+                    meant = [similar] if similar else []
+                if meant:
                     return f"unknown key; did you mean {join_words([*map(repr, meant)], 'or')}?"
                 return f"unknown key; keys here: {', '.join(self.section.model_fields)}"
             case "missing":
