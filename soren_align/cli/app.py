@@ -66,7 +66,7 @@ RecipeOrStudy = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key: optimizer.lr=1e-3. `--set` may be left out."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key: optimizer.lr=1e-3. You may leave out `--set`."),
 ]
 NoEval = Annotated[bool, typer.Option("--no-eval", help="Do not evaluate.")]
 Processes = Annotated[
@@ -75,7 +75,7 @@ Processes = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Shapes = Annotated[
-    str, typer.Option(metavar="SHAPES", help="llama-60m, qwen2.5-3b, mistral-7b, or shapes: 512x1376,512x512.")
+    str, typer.Option(metavar="SHAPES", help="llama-60m, qwen2.5-3b, mistral-7b, or a list: 512x1376,512x512.")
 ]
 Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu or cuda. Default: the GPU, if there is one.")]
 Page = Annotated[
@@ -108,7 +108,7 @@ DataOption = Annotated[
     str | None, typer.Option("--data", metavar="DATA", help="The training examples: a file, a folder, or a hub name.")
 ]
 OutputOption = Annotated[str | None, typer.Option("--output", metavar="RUN", help="The folder of the run.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in this folder.")]
 
 
 def _add_training(task: str, help_text: str, *, needs_recipe: bool) -> None:
@@ -155,7 +155,7 @@ def plan(
     set_: Overrides = None,
     as_json: AsJson = False,
     processes: Annotated[
-        int, typer.Option("--processes", min=1, metavar="N", help="Plan for N processes. Starts none.")
+        int, typer.Option("--processes", min=1, metavar="N", help="Plan for N processes; no process is started.")
     ] = 1,
     full: Annotated[bool, typer.Option("--full", help="Show all details (recipes only).")] = False,
 ) -> None:
@@ -183,17 +183,16 @@ def compare(
         typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the study: search.trials=8. Repeatable."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Runs at a time. Default: the study's, else one per GPU.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Runs at a time. Default: the study's number, or one per GPU."),
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Processes of each run, one per GPU.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Start N processes per run, one per GPU.")] = 1,
     extend: Annotated[
-        bool, typer.Option("--extend", help="Add trials to all candidates, beyond the ends where the best lie.")
+        bool, typer.Option("--extend", help="Add trials beyond the edges where the best values lie.")
     ] = False,
-    report: Annotated[
-        bool, typer.Option("--report", help="Start no run; conclude from those that have ended.")
-    ] = False,
+    report: Annotated[bool, typer.Option("--report", help="Start no run; report on the runs that have ended.")] = False,
 ) -> None:
-    """Compare optimizers: search each one's setting, then run it on fresh seeds."""
+    """Compare optimizers: tune each, then train it on fresh seeds."""
     from ..study import runner
     from ..study.config import load_study
 
@@ -205,7 +204,7 @@ def compare(
 
 
 Models = Annotated[
-    list[str], typer.Argument(metavar="MODEL_OR_RUN...", help="Model, adapter or run folders, or names on the hub.")
+    list[str], typer.Argument(metavar="MODEL_OR_RUN...", help="Folders of models, adapters or runs, or hub names.")
 ]
 SuiteOption = Annotated[
     str | None,
@@ -214,19 +213,25 @@ SuiteOption = Annotated[
 Output = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: RUN/eval/SUITE.")]
 EvalProcesses = Annotated[int | None, typer.Option(min=1, metavar="N", help="Evaluate with N processes, one per GPU.")]
 DataRoot = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Datasets downloaded from the hub: DIR/allenai/ai2_arc, ...")
+    str | None, typer.Option(metavar="DIR", help="Folder of downloaded hub datasets: DIR/allenai/ai2_arc, ...")
 ]
-Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N questions of each task.")]
+Limit = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Evaluate only the first N questions of each task.")
+]
 BatchSize = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Prompts in a forward pass. Default: the suite's.")
+    int | None, typer.Option(min=1, metavar="N", help="Prompts per forward pass. Default: the suite's number.")
 ]
 Dtype = Annotated[
     str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the suite's, float32.")
 ]
 Backend = Annotated[str | None, typer.Option(metavar="BACKEND", help="hf, or vllm if it is installed. Default: hf.")]
 Strict = Annotated[bool | None, typer.Option("--strict/--no-strict", help="Fail if a prompt does not fit the model.")]
-BaseTemplate = Annotated[str | None, typer.Option(metavar="WHICH", help="The base's template: own, run or none.")]
-Omit = Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="Leave out a column. Repeatable.")]
+BaseTemplate = Annotated[
+    str | None, typer.Option(metavar="WHICH", help="Chat template of the base model: own, run or none.")
+]
+Omit = Annotated[
+    list[str] | None, typer.Option(metavar="COLUMN", help="Leave out this column of the suite. Repeatable.")
+]
 TrustSuite = Annotated[
     bool, typer.Option("--trust-suite", help="Allow the files of a suite that is not shipped to run code.")
 ]
@@ -239,10 +244,10 @@ Published = Annotated[
         of=typer.Option,
     ),
 ]
-Cache = Annotated[str | None, typer.Option(metavar="DIR", help="Folder of cached responses. Default: the user's own.")]
-Summary = Annotated[
-    str | None, typer.Option(metavar="FILE.json", help="Also write the scores alone to this JSON file.")
+Cache = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Folder of cached responses. Default: in your cache folder.")
 ]
+Summary = Annotated[str | None, typer.Option(metavar="FILE.json", help="Also write the scores to this JSON file.")]
 
 
 @app.command("eval")
@@ -264,7 +269,7 @@ def evaluate(
     cache: Cache = None,
     summary: Summary = None,
 ) -> None:
-    """Evaluate models beside the checkpoints that they started from."""
+    """Evaluate models and the checkpoints that they started from."""
     from ..launch import evaluation
 
     settings = {"suite": suite, "batch_size": batch_size, "dtype": dtype, "backend": backend, "processes": processes}
@@ -276,28 +281,30 @@ def evaluate(
 @app.command()
 def chat(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, adapter or run folder, or a hub name.")
+        str, typer.Argument(metavar="MODEL_OR_RUN", help="The folder of a model, adapter or run, or a hub name.")
     ],
     compare: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="A second model; `start`: the run's starting checkpoint. Side by side from 100 columns on.",
+            help="A second model that answers too; `start` is the run's starting checkpoint.",
         ),
     ] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Answer this question, and exit. Repeatable.")
+        list[str] | None, typer.Option(metavar="TEXT", help="Answer this question and exit. Repeatable.")
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The longest answer, in tokens.")] = 512,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="The maximum length of an answer, in tokens.")
+    ] = 512,
     temperature: Annotated[
-        float, typer.Option(min=0, metavar="T", help="Sampling temperature. Default: 0, always the most likely token.")
+        float, typer.Option(min=0, metavar="T", help="Sampling temperature. Default: 0 (the most likely token).")
     ] = 0.0,
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the model's own.")
     ] = None,
 ) -> None:
-    """Talk to a model, with its own chat template."""
+    """Chat with a model, with its own chat template."""
     from ..launch import evaluation
 
     settings = {"system": system, "max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -307,7 +314,7 @@ def chat(
 @app.command()
 def show(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder.")],
-    full: Annotated[bool, typer.Option("--full", help="With the notes under the scores.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Also show the notes under the scores.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a run's status, curve, scores, samples and the next commands."""
@@ -330,11 +337,11 @@ def runs(
 @app.command()
 def curves(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders.")],
-    output: Annotated[str, typer.Option(metavar="FILE.png", help="The picture; a dark one stands beside it.")] = (
+    output: Annotated[str, typer.Option(metavar="FILE.png", help="The file; a dark version is written too.")] = (
         "curves.png"
     ),
 ) -> None:
-    """Draw the losses and margins of runs into one picture."""
+    """Draw the losses and margins of runs in one picture."""
     from ..launch import show as showing
 
     showing.curves(runs, output=output)
@@ -355,10 +362,11 @@ def reshard(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder o
 def spectrum(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder with spectra.jsonl or a checkpoint.")],
     matrices: Annotated[
-        list[str] | None, typer.Option("--matrices", metavar="GLOB", help="Only these, such as '*q_proj*'. Repeatable.")
+        list[str] | None,
+        typer.Option("--matrices", metavar="GLOB", help="Only matrices of this name: '*q_proj*'. Repeatable."),
     ] = None,
-    output: Annotated[str | None, typer.Option(metavar="DIR", help="A folder for pictures of the spectra.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Show every matrix, not only means.")] = False,
+    output: Annotated[str | None, typer.Option(metavar="DIR", help="Also draw the spectra into this folder.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Show every matrix, not only the means.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare every map with the exact sigmoid on a run's momenta, without training."""
@@ -383,18 +391,16 @@ def push(
     repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository; created if missing.")],
     merged: Annotated[bool, typer.Option("--merged", help="Upload RUN/merged instead of the adapter.")] = False,
     private: Annotated[
-        bool, typer.Option("--private", help="Create it private; an existing public one is refused.")
+        bool, typer.Option("--private", help="Create a private repository. A public one is refused.")
     ] = False,
     revision: Annotated[
-        str | None, typer.Option(metavar="BRANCH", help="A branch; created if missing. Default: main.")
+        str | None, typer.Option(metavar="BRANCH", help="The branch; created if missing. Default: main.")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the files and their sizes; upload nothing, without a network.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and their sizes; upload nothing.")] = False,
 ) -> None:
     """Upload a run's model to the Hugging Face hub.
 
-    With its model card, recipe and run.json; without local paths, and without files that are no part of a model.
+    It uploads the model, its card, recipe and run.json. It uploads no local paths and no other files.
     """
     from ..publish.push import push as upload
 
@@ -403,7 +409,7 @@ def push(
 
 @bench_app.command()
 def maps(shapes: Shapes = "llama-60m", device: Device = None, as_json: AsJson = False, output: Page = None) -> None:
-    """Time, FLOPs and error of every map, beside Muon's."""
+    """Measure time, FLOPs and error of every map, beside Muon's."""
     from ..launch import commands
 
     commands.bench("maps", shapes, device=device, as_json=as_json, output=output)
@@ -414,12 +420,12 @@ def step(
     shapes: Shapes = "llama-60m",
     device: Device = None,
     tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens per training step, for the optimizer's share.")
+        int, typer.Option(min=1, metavar="N", help="Tokens per step, for the optimizer's share of a step.")
     ] = 32768,
     as_json: AsJson = False,
     output: Page = None,
 ) -> None:
-    """Time and memory of whole optimizer steps on a model's matrices."""
+    """Measure time and memory of optimizer steps on a model's matrices."""
     from ..launch import commands
 
     commands.bench("step", shapes, device=device, tokens=tokens, as_json=as_json, output=output)

@@ -43,19 +43,19 @@ def new(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="A model to fine-tune on a GPU. Without it a tiny one, on the CPU."),
+        typer.Option(metavar="MODEL", help="The model to fine-tune on a GPU. Default: a tiny model, on the CPU."),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Your questions and answers (.csv or .jsonl): to train on, and held out."),
+        typer.Option(metavar="FILE", help="Your questions and answers (.csv or .jsonl)."),
     ] = None,
     question: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of the questions.")] = None,
     answer: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of the answers.")] = None,
 ) -> None:
-    """Write the files to start with for your own data and questions.
+    """Write a folder to start with for your own data and questions.
 
-    Two recipes (SFT, then DPO), examples of both, and a suite with two kinds of questions. They run as they are. With
-    --data the examples are yours, and some of them become the questions, which are then not trained on.
+    It has two recipes (SFT, then DPO), examples for both, and a suite with two kinds of questions. The recipes run
+    unchanged. With --data the examples are yours. Some of them become questions and are not trained on.
     """
     from ..core.document import with_modeline
 
@@ -196,8 +196,8 @@ def copy(
 ) -> None:
     """Copy a shipped recipe or study to edit it; the copy works in any folder.
 
-    A recipe that extends another is merged with it, so that all keys are there to be edited. Beside it,
-    recipe.schema.json (study.schema.json) completes and checks its keys in an editor.
+    If the recipe extends another recipe, the copy has the keys of both. Beside the copy, recipe.schema.json
+    (study.schema.json) completes and checks its keys in an editor.
     """
     from ..core.document import with_modeline
     from ..recipe.loader import merged_text, task_of
@@ -233,7 +233,7 @@ def copy_suite(
     name: Annotated[str, named("NAME", "A shipped suite, e.g. quickstart.", shipped.suites)],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
 ) -> None:
-    """Copy a shipped suite with its task files to edit it; the copy works in any folder."""
+    """Copy a shipped suite and its task files to edit them; the copy works in any folder."""
     known = shipped.suites()
     if (source := known.get(name)) is None:
         hint = did_you_mean(name, known, f"write one of {', '.join(known)}")
@@ -279,10 +279,11 @@ def import_(
 def schema(
     kind: Annotated[Literal["recipe", "study"], typer.Argument(metavar="KIND", help="recipe or study.")] = "recipe",
     output: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A file, or a folder for KIND.schema.json. Default: print it.")
+        str | None,
+        typer.Option(metavar="FILE", help="A file, or a folder for KIND.schema.json. Default: print the schema."),
     ] = None,
 ) -> None:
-    """Print the JSON Schema of recipes or studies, or write it beside one for an editor."""
+    """Print the JSON Schema of recipes or studies, or write it for an editor."""
     from ..core.document import write_schema
 
     file_name, text = _schema(kind)
@@ -366,8 +367,10 @@ def _first_comment(path: Path) -> str:
     return line.removeprefix("#").strip() if line.startswith("#") else ""
 
 
-def docs(topic: Annotated[str | None, named("TOPIC", "A page. Default: list them.", shipped.pages)] = None) -> None:
-    """Print a page of the documentation, as Markdown if it is not printed on a terminal."""
+def docs(
+    topic: Annotated[str | None, named("TOPIC", "A page. Default: list the pages.", shipped.pages)] = None,
+) -> None:
+    """Show a page of the documentation; in a pipe, print it as Markdown."""
     pages = shipped.pages()
     if topic is None:
         width = max(map(len, pages))

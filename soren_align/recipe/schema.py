@@ -160,7 +160,7 @@ class LogSpectra(Section):
     matches no matrix is an error."""
     map_error: bool = True
     """At every logging step, measure how far the map's output for one matrix is from the exact sigmoid; metrics.jsonl
-    has it as `map_error`. For Soren with any map except `exact`."""
+    has it as `map_error`. This key applies to Soren with any map except `exact`."""
 
 
 def _worded(remedy: LiteralString) -> WrapValidator:
