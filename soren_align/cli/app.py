@@ -29,7 +29,8 @@ class _Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
-        for parameter in command.params if command else ():
+        parameters: list[Any] = command.params if command else []
+        for parameter in parameters:
             # The metavar names what is expected; typer adds "<str>" and "[x>=1]" to it.
             parameter._get_number_range_help_str = lambda: None
             if parameter.param_type_name == "argument":
