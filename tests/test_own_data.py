@@ -32,10 +32,13 @@ def words(text):
 def outputs(tmp_path_factory):
     """The outputs of the page's commands, in its order, and the folder."""
     folder = tmp_path_factory.mktemp("own")
+    rows = [f"What is in room {number}?,Books about subject {number}." for number in range(50)]
+    (folder / "faq").mkdir()
+    (folder / "faq/faq.csv").write_text("\n".join(["question,answer", *rows]), encoding="utf-8")
     texts = []
     with contextlib.chdir(folder):
         for number, line in enumerate(COMMANDS):
-            result = command.run(*shlex.split(line)[1:], cwd="mine" if number else None)
+            result = command.run(*shlex.split(line)[1:], cwd=("faq", None)[number] if number < 2 else "mine")
             assert result.returncode == 0, (line, result.stderr)
             texts.append(result.stdout + result.stderr)
     return SimpleNamespace(texts=texts, folder=folder / "mine")
@@ -44,10 +47,10 @@ def outputs(tmp_path_factory):
 @pytest.mark.rest
 @pytest.mark.model
 def test_every_command_of_the_page_prints_what_it_shows(outputs):
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 10
     printed = words("\n".join(outputs.texts))
     shown = [block for block in BLOCKS if "soren-align" not in block]
-    assert len(shown) == 2
+    assert len(shown) == 3
     for part in re.split(r"\n\n|\n *\.\.\.\n", "\n\n".join(shown)):
         assert words(part) in printed
 
