@@ -30,15 +30,15 @@ _ALL = (
     Metric("learning_rate", "learning rate of this step", "aux_learning_rate"),
     Metric(
         "update_rms",
-        "root mean square of the change of the weights in this step, after weight decay and rounding; for the matrices "
+        "root mean square of the change of the weights in this step, after weight decay and rounding. For the matrices "
         "with `adjust_lr_fn: match_rms_measured` it is 0.2 x `learning_rate` (before weight decay)",
         "aux_update_rms",
     ),
     Metric(
         "relative_change",
-        r"\|\|W - W_0\|\| / \|\|W_0\|\|, where W_0 is the starting checkpoint, over all matrices together. Of "
-        "more than 2 million weights per process only evenly spaced rows of each tensor are compared; after training "
-        "all are",
+        r"\|\|W - W_0\|\| / \|\|W_0\|\| over all matrices together, where W_0 is the starting checkpoint. A process "
+        "with more than 2 million weights compares only evenly spaced rows of each tensor; after training it compares "
+        "all rows",
         "aux_relative_change",
         title="displacement",
         label="displacement ||W - W0|| / ||W0||",
@@ -46,42 +46,39 @@ _ALL = (
     ),
     Metric(
         "map_max_singular_value",
-        "largest and smallest singular value of the map's output: mean over one matrix of each shape (up to eight) on "
-        "each process that maps some. The sigmoid maps small singular values to 1/2. A minimum far below the maximum "
-        "means that the iteration did not converge for small singular values, or that the gradient does not have full "
-        "rank",
+        "largest and smallest singular value of the map's output. It is the mean over one matrix of each shape, up to "
+        "eight shapes per process. The sigmoid maps small singular values to 1/2. If the minimum is far below the "
+        "maximum, the iteration did not converge for small singular values, or the gradient does not have full rank",
         "map_min_singular_value",
     ),
     Metric(
         "map_error",
-        "for Soren with any map but `exact`: distance of the map's output from that of the exact sigmoid, relative, in "
-        "the Frobenius norm, for one matrix; and which: its number among the matrices in the model's order, from 0. "
-        "Logs take one matrix after the other, by the step alone, so that resumed runs and several ranks agree. Not "
-        "measured for a matrix with more than 1024 rows and more than 1024 columns, or with "
-        "`run.log_spectra.map_error: false`",
+        "relative distance (Frobenius norm) between the map's output and the exact sigmoid's output, for one matrix, "
+        "and the number of this matrix in the model's order, from 0. Each log takes the next matrix; which one depends "
+        "on the step alone, so resumed runs and several ranks agree. Not measured with the map `exact`, with "
+        "`run.log_spectra.map_error: false`, and for a matrix with more than 1024 rows and more than 1024 columns",
         "map_error_matrix",
     ),
     Metric(
         "num_out_of_range",
-        "since the process started, how often a matrix had a singular value above 4, where `minimax` scales the matrix "
-        "down to 4.3, the end of its polynomial's range, and `sns` clamps the argument of tanh "
-        "(`soren_align/spectral/`)",
+        "how often, since the process started, a matrix had a singular value above 4. `minimax` then scales the matrix "
+        "down to 4.3, the end of its polynomial's range; `sns` clamps the argument of tanh (`soren_align/spectral/`)",
     ),
     Metric(
         "num_skipped_steps",
-        "with float16 only: steps since the process started that were skipped because a gradient was infinite at the "
-        "current loss scale. Weights and optimizer state do not change; the scale is halved. A scale below 1 ends the "
-        "run",
+        "with float16 only: steps since the process started that were skipped, because a gradient was infinite at the "
+        "current loss scale. A skipped step halves the scale and changes neither weights nor optimizer state. A scale "
+        "below 1 ends the run",
     ),
     Metric(
         "tokens_per_second",
-        "tokens (without padding) trained on since the last log, divided by the time since then, which includes "
-        "evaluations",
+        "tokens (without padding) trained on since the last log, divided by the time since then, evaluations included",
     ),
     Metric(
         "kl_to_start",
-        r"KL(start \|\| model) of the next token, in nats: the mean over so many tokens, evenly spaced over "
-        "the answers (the tokens in the loss; of a pair the chosen answer) of up to 64 evenly spaced held-out examples",
+        r"KL(start \|\| model) of the next token, in nats: the mean over that many tokens, evenly spaced over the "
+        "answers of up to 64 evenly spaced held-out examples. The answers are the tokens in the loss; for a preference "
+        "pair, the tokens of the chosen answer",
         recipe="run.kl_to_start: 256",
         title="KL to the start",
         label="KL to the start, nats per token",
@@ -89,9 +86,9 @@ _ALL = (
     ),
     Metric(
         "retention_loss",
-        "mean loss of an answer's token, in nats, on examples of what the model must not forget: of up to 64 evenly "
-        "spaced ones, up to 256 tokens each. Conversations, instructions, prompts with completions or texts, as for "
-        "SFT, for DPO too; of plain texts all tokens",
+        "mean loss per token of the answers, in nats, on examples that the model must not forget: up to 64 evenly "
+        "spaced examples, up to 256 tokens each. The file has any form that SFT reads, for DPO too. In plain texts all "
+        "tokens count",
         recipe="data.retention: {path: ...}",
         title="retention loss",
         label="retention loss, nats per token",
