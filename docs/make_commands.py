@@ -41,7 +41,7 @@ To resume an unfinished run, bit for bit, rerun the same command. A finished run
     soren-align sft quickstart/sft --output runs/muon optimizer.name=muon optimizer.lr=1e-3
     soren-align sft --model MODEL --data faq.csv --output runs/faq
 
-The second line needs no recipe. It uses the settings of `configs/start/sft.yaml`, and writes all of them into
+The second line needs no recipe. Such a run uses the settings of `configs/start/sft.yaml`, and writes all of them into
 RUN/recipe.yaml. A tenth of the examples is held out. If a file has two columns with unknown names, the first column is
 read as the instruction and the second column as the answer.
 """,
@@ -79,7 +79,7 @@ terminal of at least 100 columns shows both answers side by side.
     soren-align chat runs/mine --prompt "Name a bird." --max-new-tokens 30 > answer.txt
 """,
     "plan": """\
-[plan.md](plan.md) explains what it prints. For the models and datasets of the shipped recipes it needs no network.
+[plan.md](plan.md) explains what `plan` prints. For the models and datasets of the shipped recipes it needs no network.
 
     soren-align plan mistral-7b/soren --processes 8 --set run.parallel=zero3
 """,
@@ -101,8 +101,8 @@ the training come first. The recipe is written even if its model and data are no
 """,
     "new": """\
 The recipes run unchanged, on a tiny random model; then edit them for your own data. With `--data`, a fifth of your
-questions (100 at most) is held out. Each becomes a question with four choices, and a question whose answer the model
-has to write. See [own-data.md](own-data.md).
+questions (100 at most) is held out. The suite asks each held-out question twice: with four choices, and as a question
+whose answer the model has to write. See [own-data.md](own-data.md).
 
     soren-align new mine
     soren-align new mine --data faq.csv --question Question --answer Answer

@@ -121,7 +121,7 @@ def _trainer(description: str) -> str:
         f"## trainer\n\n{description} Meanings and defaults are those of the installed TRL: see its documentation of\n"
     )
     text += "[SFTConfig](https://huggingface.co/docs/trl/sft_trainer) and\n"
-    text += "[DPOConfig](https://huggingface.co/docs/trl/dpo_trainer). These keys are errors here:\n\n"
+    text += "[DPOConfig](https://huggingface.co/docs/trl/dpo_trainer). These keys of TRL are errors in a recipe:\n\n"
     for reason, names in keys.items():
         reason = reason.replace("belongs", "belong", 1) if len(names) > 1 else reason
         text += f"- {', '.join(names)}: {reason}.\n"

@@ -100,7 +100,7 @@ class OptimizerSection(Section):
     """Peak learning rate of the other parameters. null: equal to `lr`, also where --set or a study changes `lr`. Set it
     where `adjust_lr_fn` is `none` or `original`, because `lr` is then not comparable with AdamW's learning rate."""
     weight_decay: NonNegative = settings.WEIGHT_DECAY
-    """Decoupled weight decay of the matrices. It is multiplied by `lr`, without the scale of `adjust_lr_fn`."""
+    """Decoupled weight decay of the matrices; each step multiplies it by `lr`, without the scale of `adjust_lr_fn`."""
     aux_weight_decay: NonNegative = settings.AUX_WEIGHT_DECAY
     """Decoupled weight decay of the other parameters."""
     compensation: Compensation | None = None

@@ -29,7 +29,7 @@ class DataSplit(Section):
     name: Annotated[str, Field(min_length=1)] | None = None
     """The configuration of a hub dataset, such as `SFT`. null: the dataset's default configuration."""
     split: str = "train"
-    """The split of a hub dataset, or a part of a split: `train_sft[:10%]`. Files have no splits; they are always read
+    """The split of a hub dataset, or a part of a split: `train_sft[:10%]`. Files have no splits and are always read
     whole."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Use only the first `limit` examples."""
@@ -62,7 +62,7 @@ class TrainSplit(DataSplit):
 
 
 class HeldOut(Section):
-    """A fraction of the training examples. These examples are not trained on."""
+    """A fraction of the training examples, on which the model is then not trained."""
 
     main_keys: ClassVar[dict[type, str]] = {float: "fraction"}
 
@@ -73,7 +73,7 @@ class HeldOut(Section):
 
 
 class HeldOutNumber(Section):
-    """A number of training examples. These examples are not trained on."""
+    """A number of training examples, on which the model is then not trained."""
 
     main_keys: ClassVar[dict[type, str]] = {int: "examples"}
 
@@ -105,7 +105,7 @@ def kind_of_eval(evaluation: Any) -> str:
 class Data(Section):
     """The training data. The form of a dataset is recognised by its columns: conversations (`messages`, or ShareGPT's
     `conversations`), Alpaca's instructions and outputs, prompts with completions, prompts with two answers, or plain
-    text. `columns` maps columns with other names."""
+    text. If the columns have other names, set `columns`."""
 
     main_keys: ClassVar[dict[type, str]] = {str: "train.path"}
     hints: ClassVar[dict[str, str]] = {"eval": "held-out examples are one split (data.train may be several)"}
@@ -131,8 +131,8 @@ class Data(Section):
     held-out examples."""
     retention: DataSplit | None = None
     """Examples of abilities that the model must not forget, in one of the forms of SFT, for DPO too. Every evaluation
-    writes `retention_loss`, the loss on the answers of up to 64 of these examples, into metrics.jsonl. They are not
-    trained on."""
+    writes `retention_loss`, the loss on the answers of up to 64 of these examples, into metrics.jsonl. The model is not
+    trained on these examples."""
     streaming: Annotated[
         Streaming | None, BeforeValidator(lambda value: ({} if value else None) if isinstance(value, bool) else value)
     ] = None
@@ -190,7 +190,7 @@ class Samples(Section):
     key `prompt` in every object (a text or a list of messages). If the training data are plain texts, a prompt is the
     beginning of a text."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
-    """The maximum length of an answer, in tokens. It is smaller if the model has fewer positions."""
+    """The maximum length of an answer, in tokens. If the model has fewer positions, answers are shorter."""
 
     @classmethod
     def meant_by(cls, value: Any) -> dict[str, Any] | None:
@@ -222,8 +222,8 @@ class Recipe(Section):
     task: TaskName
     """The command that runs the recipe: sft, dpo or pretrain."""
     extends: list[str] = []
-    """Another recipe, by file or shipped name. Its keys apply wherever this file does not set them. In a run folder's
-    recipe it is a list: the recipes that were merged, nearest first."""
+    """Another recipe, by file or shipped name. The keys of that recipe apply wherever this file does not set them. In a
+    run folder's recipe it is a list: the recipes that were merged, nearest first."""
     model: "Model"
     data: Data
     optimizer: Optimizer
@@ -320,12 +320,12 @@ class Model(Section):
         | None
     ) = None
     """Only for random weights: the tokenizer of another model (a folder or a hub name), or `{vocab_size: 4096}` to
-    train a tokenizer on the training examples. It may have at most `vocab_size` tokens, a number in the model's config;
-    added tokens beyond that, such as T5's sentinels, are left out. The config gets the tokenizer's end and padding
-    tokens. null: the folder's own tokenizer."""
+    train a tokenizer on the training examples. The tokenizer may have at most as many tokens as the config's
+    `vocab_size`; added tokens beyond this number, such as T5's sentinels, are left out. The config gets the tokenizer's
+    end and padding tokens. null: the folder's own tokenizer."""
     chat_template: str | None = None
-    """The chat template: `qwen2.5` (that of the Qwen2.5 base models), `zephyr`, or the path of a .jinja file. It is
-    saved with the model. null: the tokenizer's own template."""
+    """The chat template: `qwen2.5` (of the Qwen2.5 base models), `zephyr`, or the path of a .jinja file. The template
+    is saved with the model. null: the tokenizer's own template."""
     eos_token: Annotated[str, Field(min_length=1)] | None = None
     """The token at which the model stops. Qwen2.5's base models need `<|im_end|>`, because their EOS token differs from
     the token that ends a chat answer. null: the tokenizer's EOS token."""
@@ -342,8 +342,8 @@ class Model(Section):
     quantize: Quantize | None = None
     """Quantize the frozen weights under an adapter with bitsandbytes. `4bit`: NF4 with double quantization (QLoRA);
     matrix products are in the precision of `trainer` (bf16, fp16, or float32). `8bit`: int8 (LLM.int8). The factors
-    stay float32. null: not quantized, except under an adapter that was trained on quantized weights: its quantization
-    is used."""
+    stay float32. null: no quantization; but for an adapter that was trained on quantized weights, null means the same
+    quantization."""
 
 
 class Run(Section):
@@ -352,7 +352,7 @@ class Run(Section):
     main_keys: ClassVar[dict[type, str]] = {str: "output_dir"}
 
     output_dir: Annotated[str, Field(min_length=1)]
-    """The run folder. It gets the recipe, run.json, metrics, checkpoints, the model and its evaluation."""
+    """The run folder, for the recipe, run.json, metrics, checkpoints, the model and the evaluation."""
     resume: str = "auto"
     """`auto`: resume from the last complete checkpoint. `never`: refuse a folder with an unfinished run. A path: resume
     from this checkpoint."""
@@ -424,8 +424,8 @@ class Eval(Section):
     """Allow a suite that is not shipped to run code from its files (`!function`, metrics that are scripts). Read these
     files first."""
     contamination: bool = True
-    """Count the questions that occur in the training examples, and report the scores without these questions too. This
-    reads all training examples once per suite (3,000 a second at UltraChat's length); the result is cached."""
+    """Count the questions that occur in the training examples, and report the scores without these questions too. The
+    count reads all training examples once per suite (3,000 a second at UltraChat's length); the result is cached."""
     published: list[str] = []
     """Published scores to show under the table: a shipped table, such as `paper/sft`, or a YAML file of the same
     form."""

@@ -163,7 +163,7 @@ SNS = SpectralMap(
     name="sns",
     title="sns, the paper's Algorithm 1, K = {steps}",
     label="SNS K={steps}",
-    doc="Soft Newton-Schulz, the paper's Algorithm 1. It is less accurate than minimax and takes longer.",
+    doc="Soft Newton-Schulz, the paper's Algorithm 1, which is less accurate than minimax and takes longer.",
     source="the paper's Algorithm 1",
     function=lambda x, *, steps, precision, max_norm: _file("sns").guarded_soft_newton_schulz(
         x, steps, max_norm=max_norm, in_bfloat16=precision == "bfloat16"
@@ -179,8 +179,8 @@ RELEASED = SpectralMap(
     name="released",
     title="released, the authors' code, K = {steps}",
     label="released K={steps}",
-    doc="The map of the authors' released code, which differs from the paper's. Its updates are smaller, and closer to "
-    "those of momentum SGD.",
+    doc="The map of the authors' released code, which differs from the paper's: updates are smaller, and closer to "
+    "momentum SGD's.",
     source="muon.py of github.com/PhiVanDat123/sigmoid_muon, commit c72cda5",
     function=lambda x, *, steps, precision, max_norm: (_file("sns").released_sigmoid(x, steps), 0),
     target=sigmoid,  # its authors' aim; it is another function, and `bench maps` shows its distance
@@ -197,7 +197,7 @@ EXACT = SpectralMap(
     name="exact",
     title="exact, the paper's definition",
     label="exact",
-    doc="The sigmoid itself, by a singular value decomposition. It is slow, and the reference for the other maps.",
+    doc="The sigmoid itself, by a singular value decomposition: the reference for the other maps, and slow.",
     source="the paper's definition of Soren",
     function=lambda x, *, precision, max_norm: (_file("exact").exact_sigmoid(x), 0),
     target=sigmoid,
