@@ -1,12 +1,17 @@
 """The look of all figures: colours for a light and for a dark page, lines that also differ in black and white, axes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import printable
+from .files import write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FONT = 10
 """Size of a figure's letters."""
@@ -54,6 +59,29 @@ def style_axes(axes: "Axes", title: str, label: str, colors: Colors, pad: float 
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(colors.muted)
+
+
+def write_pictures(path: Path, draw: Callable[[Colors], "Figure"]) -> Path:
+    """Write a figure as a PNG, and beside it NAME-dark.png, for a dark page, whose path is returned.
+
+    draw: returns the figure in such colours. The same figure gives the same bytes.
+    """
+    dark = path.with_stem(f"{path.stem}-dark")
+    for file, colors in ((path, LIGHT), (dark, DARK)):
+        write(file, png(draw(colors)))
+    return dark
+
+
+def png(figure: "Figure") -> bytes:
+    """Return a figure as a PNG of 256 colours, a third of the size with all of them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL import Image
+
+    canvas, stream = FigureCanvasAgg(figure), BytesIO()
+    canvas.draw()
+    image = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba()))
+    image.convert("RGB").quantize(256).save(stream, format="PNG", optimize=True)
+    return stream.getvalue()
 
 
 def compact(value: float, _: object) -> str:

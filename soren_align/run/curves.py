@@ -8,14 +8,16 @@ exactly.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..core.errors import printable
-from ..core.figures import DARK, LIGHT, Colors, compact, line_style, style_axes
-from ..core.files import write
+from ..core.figures import Colors, compact, line_style, style_axes, write_pictures
 from .folder import parse_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LOSS, HELD_OUT = "loss", "eval_loss"
 MARGIN, HELD_OUT_MARGIN = "rewards/margins", "eval_rewards/margins"
@@ -156,14 +158,10 @@ def draw_curves(runs: Sequence[tuple[str, Curves]], path: Path) -> Path:
     with marks, the lowest of them named. Several: a colour each, training dotted, held-out solid. The same numbers give
     the same bytes.
     """
-    dark = path.with_stem(f"{path.stem}-dark")
-    write(path, _picture(runs, LIGHT))
-    write(dark, _picture(runs, DARK))
-    return dark
+    return write_pictures(path, lambda colors: _figure(runs, colors))
 
 
-def _picture(runs: Sequence[tuple[str, Curves]], colors: Colors) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter
 
@@ -171,7 +169,6 @@ def _picture(runs: Sequence[tuple[str, Curves]], colors: Colors) -> bytes:
     panels = [("loss", LOSS, HELD_OUT), ("reward margin of preference pairs", MARGIN, HELD_OUT_MARGIN)]
     panels = [panel for panel in panels if any(curves[key] for _, curves in runs for key in panel[1:])]
     figure = Figure(figsize=(8.0, 0.3 + 2.9 * len(panels)), dpi=150, layout="constrained", facecolor=colors.paper)
-    canvas = FigureCanvasAgg(figure)
     for axes, (title, *keys) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         values = []
         for number, (name, curves) in enumerate(runs):
@@ -199,9 +196,7 @@ def _picture(runs: Sequence[tuple[str, Curves]], colors: Colors) -> bytes:
         style_axes(axes, title, "step", colors)
         axes.xaxis.set_major_formatter(compact)
         axes.legend(frameon=False, fontsize=9, labelcolor=colors.ink)
-    stream = BytesIO()
-    canvas.print_png(stream, metadata={"Software": None}, pil_kwargs={"optimize": True})
-    return stream.getvalue()
+    return figure
 
 
 def describe(curves: Curves) -> list[str]:

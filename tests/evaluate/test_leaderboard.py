@@ -144,3 +144,11 @@ def test_a_rehearsal_of_one_question_each_goes_through(leaderboard, readers):
     found = evaluate_model(readers[0], suite, Options(device="cpu", limit=1), tasks=tasks)
     assert found.scores["mmlu"]["n"] == 57
     assert found.scores["mmlu"]["stderr"] == 0
+
+
+def test_chance_is_stated_for_accuracies_over_choices_alone(leaderboard, readers):
+    suite, tasks, _ = leaderboard
+    found = evaluate_model(readers[0], suite, Options(device="cpu", limit=1), tasks=tasks)
+    chances = {column: score["chance"] for column, score in found.scores.items() if "chance" in score}
+    choices = len(found.samples["arc_challenge"][0]["arguments"])
+    assert chances == {"arc_challenge": 100 / choices, "hellaswag": 25, "mmlu": 25, "winogrande": 50}  # not mc2, gsm8k

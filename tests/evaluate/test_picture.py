@@ -4,6 +4,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
+from soren_align.core.figures import LIGHT
 from soren_align.evaluate.report import tables
 from tests.support.result_tables import make_results
 
@@ -19,9 +20,10 @@ def drawn(monkeypatch, tmp_path):
             figures.append(self)
 
     def draw(results):
+        figures.clear()
         monkeypatch.setattr("matplotlib.figure.Figure", Kept)
         tables.draw(results, tmp_path / "scores.png")
-        return figures[-1]
+        return figures[0]  # for a light page
 
     return draw
 
@@ -29,7 +31,7 @@ def drawn(monkeypatch, tmp_path):
 def dots(panel):
     """(x, y, filled) of every dot."""
     lines = [line for line in panel.lines if line.get_marker() == "o"]
-    return [(line.get_xdata()[0], line.get_ydata()[0], line.get_markerfacecolor() != "white") for line in lines]
+    return [(line.get_xdata()[0], line.get_ydata()[0], line.get_markerfacecolor() != LIGHT.paper) for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -41,12 +43,14 @@ def test_there_is_a_panel_a_column_and_a_dot_a_row_in_the_tables_order(
     results = make_results(num_columns, num_rows, num_published, average)
     drawing = drawn(results)
     rows = results["rows"] + results["published"]
-    panels = {panel.get_title(): panel for panel in drawing.axes if panel.get_visible()}
+    panels = {panel.get_title(loc="left"): panel for panel in drawing.axes if panel.get_visible()}
     assert list(panels) == list(results["rows"][0]["scores"])
     for column, panel in panels.items():
         expected = [(row["scores"][column]["value"], y, y < num_rows) for y, row in enumerate(rows)]
         assert dots(panel) == expected
         assert panel.lines[0].get_xdata()[0] == expected[0][0]  # the first row's line
+        assert panel.get_xlim() == (0, 100)
+        assert [text.get_text() for text in panel.texts] == [f"{value:.1f}" for value, *_ in expected]
     names = [label.get_text() for label in drawing.axes[0].get_yticklabels()]
     assert names == [row["name"] for row in results["rows"]] + [
         f"{row['name']} (published)" for row in results["published"]
@@ -73,12 +77,31 @@ def test_a_published_row_without_a_score_leaves_a_gap_and_one_without_an_error_n
     assert last.get_xdata()[0] == last.get_xdata()[1]
 
 
+def test_a_dotted_line_marks_answers_at_random_where_the_results_have_them(drawn):
+    results = make_results(2, 2, average=False)
+    assert "random" not in drawn(results).get_supxlabel()
+    for row in results["rows"]:
+        row["scores"]["hellaswag"]["chance"] = 25.0
+    figure = drawn(results)
+    dotted = [[line.get_xdata()[0] for line in panel.lines if line.get_linestyle() == ":"] for panel in figure.axes]
+    assert dotted == [[], [25.0]]
+    assert "dotted: answers at random" in figure.get_supxlabel().replace("\n", " ")
+
+
+def test_names_of_strangers_are_drawn_as_they_are(drawn):
+    results = make_results(1, 2, average=False)
+    results["title"], results["rows"][1]["name"] = "$\\frac", "$a_b$"
+    assert drawn(results).get_suptitle() == "$\\frac"
+
+
 def test_the_same_results_give_the_same_small_file(tmp_path):
     results = make_results(6, 5, num_published=4)
     for name in ("one.png", "two.png"):
         tables.draw(results, tmp_path / name)
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
-    assert (tmp_path / "one.png").stat().st_size < 100_000
-    with Image.open(tmp_path / "one.png") as image:
-        assert image.width == 1275
-        assert not image.text  # no time, no version
+    for name in ("one.png", "one-dark.png"):
+        assert (tmp_path / name).stat().st_size < 150_000
+        with Image.open(tmp_path / name) as image:
+            assert image.width == 1040
+            assert not image.text  # no time, no version
+            assert (sum(image.convert("RGB").getpixel((0, 0))) < 128 * 3) is ("dark" in name)

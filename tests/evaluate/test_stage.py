@@ -48,7 +48,8 @@ def test_results_json_is_what_was_returned_and_says_how_to_repeat_it(stage, mode
     ]
     for row in results["rows"]:
         assert list(row["scores"]) == COLUMNS
-        assert all(list(score) == ["value", "stderr", "low", "high", "n"] for score in row["scores"].values())
+        assert all(list(score)[:5] == ["value", "stderr", "low", "high", "n"] for score in row["scores"].values())
+        assert [score.get("chance") for score in row["scores"].values()] == [25, None, 50]
     settings = results["settings"]
     assert settings["versions"]["lm-eval"].startswith("0.4.")
     assert settings["num_fewshot"] == dict.fromkeys(COLUMNS, 0)
@@ -134,7 +135,7 @@ def test_an_evaluation_leaves_no_rows_of_an_earlier_one(stage, models, tmp_path)
     evaluate([("new", models[0])], QUICKSTART, tmp_path, device="cpu", console=quiet)
     assert [folder.name for folder in (tmp_path / "samples").iterdir()] == ["new"]
     assert sorted(f.name for f in tmp_path.iterdir()) == [
-        "points.json", "results.json", "samples", "scores.png", "table.md",
+        "points.json", "results.json", "samples", "scores-dark.png", "scores.png", "table.md",
     ]  # fmt: skip
 
 

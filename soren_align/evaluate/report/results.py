@@ -19,7 +19,7 @@ from ...core.files import is_component, read_json, write
 NAME = "results.json"
 POINTS = "points.json"
 """See stats/paired.py."""
-WRITTEN = (NAME, POINTS, "table.md", "scores.png")
+WRITTEN = (NAME, POINTS, "table.md", "scores.png", "scores-dark.png")
 """Beside `samples`, a folder for each row."""
 MAX_BYTES = 16 << 20
 MAX_DEPTH = 20
@@ -45,6 +45,8 @@ class Score(Value):
     high: NotRequired[float]
     n: NotRequired[int]
     """Questions; an average has none."""
+    chance: NotRequired[float]
+    """The accuracy of answers at random, of multiple choice."""
     also: NotRequired[dict[str, Value]]
     """Other scores of the same questions, by label."""
 

@@ -9,15 +9,19 @@ from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from ...core.figures import FONT, Colors, short, style_axes, write_pictures
 from ...core.text import Table, p_value, without_html
 from ..stats.contamination import NGRAM
 from .results import Interval, PublishedRow, Results, Row, Value
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NUM_COLUMNS = 3
 """Columns beside each other: with their intervals, three fit into 80 characters; the others follow in a table below."""
@@ -32,10 +36,10 @@ LABELS["commit"] = "commit of soren-align"
 MIN_QUESTIONS = 20
 """Below it an interval covers nearly all that is possible, [-45.6, +85.6] of five questions: it is not shown."""
 TOO_FEW = "too few questions"
-MAX_ACROSS = 4
-"""Panels of the figure beside each other."""
-BLUE, GREY = "#0072B2", "#767676"
-"""Okabe and Ito's blue, and a grey of contrast 4.5:1 on white. Filled and hollow dots differ without colour too."""
+MAX_BELOW = 4
+"""Panels of the figure below each other; more stand in two columns."""
+INCHES, DPI = 5.2, 200
+"""The figure's width and density: 520 units on a wide page, with letters of 13; on a phone of 390 letters of 10."""
 
 
 def terminal(results: Results, *, brief: bool = False) -> Group:
@@ -265,49 +269,62 @@ def _text(value: Any) -> str:
     return ", ".join(f"{name} {text}" for name, text in texts.items())
 
 
-def draw(results: Results, path: str | Path) -> None:
-    """Write the figure of `results` as a PNG; the same results give the same bytes.
+def draw(results: Results, path: Path) -> None:
+    """Write the figure of `results` as a PNG, and NAME-dark.png for a dark page; the same results give the same bytes.
 
-    Rows are in the table's order; a line through each panel marks the first row's score. Published scores are hollow
-    and grey, without an interval if none was published.
+    A panel for each column, all from 0 to 100, with a dot for each row in the table's order, and its score as a number.
+    A line through each panel marks the first row's score, a dotted one the accuracy of answers at random. Published
+    scores are hollow and grey, without an interval if none was published.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    write_pictures(path, lambda colors: _figure(results, colors))
+
+
+def _figure(results: Results, colors: Colors) -> "Figure":
     from matplotlib.figure import Figure
 
-    columns = list(results["rows"][0]["scores"])
-    rows = _rows(results)
-    across = ceil(len(columns) / ceil(len(columns) / MAX_ACROSS))
+    columns, rows = list(results["rows"][0]["scores"]), _rows(results)
+    first = results["rows"][0]
+    across = 1 if len(columns) <= MAX_BELOW else 2
     down = ceil(len(columns) / across)
-    # Inches: on a page 830 pixels wide, letters of 9 points are 12 pixels high.
-    figure = Figure(figsize=(8.5, 0.75 + down * (0.65 + 0.24 * len(rows))), dpi=150, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    figure.suptitle(fill(results["title"], 80), fontsize=11, fontweight="bold")
-    panels = figure.subplots(down, across, squeeze=False, sharey=True).flatten()
-    for panel, column in zip(panels, columns, strict=False):
-        panel.axvline(results["rows"][0]["scores"][column]["value"], color=BLUE, linewidth=0.8, zorder=1)
+    title, chances = fill(short(results["title"], 160), 60), [first["scores"][c].get("chance") for c in columns]
+    caption = f"percent, with the 95% interval of each score; line: {short(first['name'], 30)}"
+    caption = fill(f"{caption}{'; dotted: answers at random' if any(chances) else ''}", 62)
+    lines = title.count("\n") + caption.count("\n")
+    height = 0.75 + 0.18 * lines + down * (0.34 + 0.23 * len(rows))
+    figure = Figure(figsize=(INCHES, height), dpi=DPI, layout="constrained", facecolor=colors.paper)
+    font: dict[str, Any] = {"color": colors.ink, "parse_math": False}
+    figure.suptitle(title, fontsize=FONT + 1, fontweight="bold", **font)
+    panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
+    for panel, column, chance in zip(panels, columns, chances, strict=False):
+        style_axes(panel, column, "", colors, pad=3)
+        panel.axvline(first["scores"][column]["value"], color=colors.lines[1], linewidth=0.8, zorder=1)
+        if chance is not None:
+            panel.axvline(chance, color=colors.muted, linewidth=1.2, linestyle=":", zorder=1)
         for y, (row, _, is_own) in enumerate(rows):
             score: Any = row["scores"].get(column)
             if score is None:
                 continue
-            color = BLUE if is_own else GREY
+            color = colors.lines[1] if is_own else colors.muted
             half = 1.96 * score.get("stderr", 0)  # published scores have no low and high
             ends = [score.get("low", max(score["value"] - half, 0)), score.get("high", min(score["value"] + half, 100))]
-            panel.plot(ends, [y, y], color=color, linewidth=1.4, zorder=2)
-            face = color if is_own else "white"
-            panel.plot(score["value"], y, "o", markersize=5, color=color, markerfacecolor=face, zorder=3)
-        panel.set_title(column, fontsize=9, fontweight="bold" if column == "average" else "normal")
-        panel.tick_params(axis="x", labelsize=8)
-        panel.tick_params(axis="y", length=0, labelsize=9)
-        panel.locator_params(axis="x", nbins=4)
-        panel.grid(axis="x", color="#dddddd", linewidth=0.6)
-        panel.set_axisbelow(True)
-        for side in ("top", "right", "left"):
-            panel.spines[side].set_visible(False)
+            panel.plot(ends, [y, y], color=color, linewidth=1.6, zorder=2)
+            face = color if is_own else colors.paper
+            panel.plot(
+                score["value"], y, "o", markersize=5.5, color=color, markerfacecolor=face, zorder=3, clip_on=False
+            )
+            side: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
+            side |= {"xytext": (38, 0), "va": "center_baseline", "fontsize": FONT - 0.5, "color": color}
+            panel.annotate(f"{score['value']:.1f}", (1, y), **side)
+        panel.tick_params(axis="y", length=0)
+        panel.grid(visible=False, axis="y")
+        panel.spines["left"].set_visible(False)
     for panel in panels[len(columns) :]:
         panel.set_visible(False)
-    panels[0].set_yticks(range(len(rows)), [name for _, name, _ in rows])
+    for panel in panels[len(columns) - across : len(columns)]:  # the lowest ones
+        panel.tick_params(axis="x", labelbottom=True)
+    panels[0].set_xlim(0, 100)
+    panels[0].set_xticks((0, 25, 50, 75, 100))
+    panels[0].set_yticks(range(len(rows)), [short(name, 24) for _, name, _ in rows], parse_math=False)
     panels[0].set_ylim(len(rows) - 0.5, -0.5)
-    first = results["rows"][0]["name"]
-    caption = f"percent, with the 95% interval of each score; line: {first}; paired differences: see the table"
-    figure.supxlabel(caption, fontsize=8, color=GREY)
-    canvas.print_png(path, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    figure.supxlabel(caption, fontsize=FONT - 1, **font | {"color": colors.muted})
+    return figure

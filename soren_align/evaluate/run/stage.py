@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from ...core.errors import ResumableError, UserError
-from ...core.files import default_cache_folder, is_component, remove, write
+from ...core.files import default_cache_folder, is_component, write
 from ...core.text import loading, print_labelled
 from ...recipe import Eval, Model, trains_adapter
 from ...run.folder import RunFolder
@@ -58,8 +58,8 @@ def evaluate(
 
     cache: the cache folder; None is the user's. console: for progress. notes: printed under the table.
     find_overlaps: returns the questions that training examples contain, or the reason why these are not known.
-    Writes into `output`: results.json (as returned), points.json, table.md, scores.png, and
-    samples/<row>/<column>.jsonl. Nothing is changed there before all models are evaluated.
+    Writes into `output`: results.json (as returned), points.json, table.md, scores.png,
+    scores-dark.png, and samples/<row>/<column>.jsonl. Nothing is changed there before all models are evaluated.
     """
     console, cache, output = console or Console(), cache or default_cache_folder(), Path(output)
     names = [name for name, _ in rows]
@@ -112,7 +112,7 @@ def evaluate(
 
 
 def write_results(results: Results, samples: Samples, output: Path, points: str = "") -> None:
-    """Write results.json, points.json, samples/<row>/<column>.jsonl, table.md and scores.png in place of earlier ones.
+    """Write results.json, points.json, samples/<row>/<column>.jsonl, table.md and figures in place of earlier ones.
 
     points: content of points.json.
     Raises UserError if this would replace files that no evaluation wrote.
@@ -138,10 +138,7 @@ def write_results(results: Results, samples: Samples, output: Path, points: str 
                 escaped = (UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line) + "\n" for line in lines)
                 write(folder / row / f"{column}.jsonl", "".join(escaped))
         write(output / "table.md", tables.markdown(results))
-        part = output / "scores.png.part"
-        remove(part)
-        tables.draw(results, part)
-        part.replace(output / "scores.png")
+        tables.draw(results, output / "scores.png")
 
 
 @contextmanager

@@ -23,9 +23,10 @@ def score_column(
 ) -> tuple[dict[str, Any], list[float], dict[str, list[list[float]]], list[dict[str, Any]]]:
     """Return (score, points, points of the other scores, samples) of a column.
 
-    score: {"value", "stderr", "low", "high": of the 95% interval, all in percent, "n": number of questions}; "also":
-    other scores, {"value", "stderr"} each; "subjects": those of a group. points: of each question, in [0, 1]; of the
-    other scores by label, in one list, or in one per subject if all subjects have equal weight.
+    score: {"value", "stderr", "low", "high": of the 95% interval, all in percent, "n": number of questions}; "chance":
+    see `_chance`; "also": other scores, {"value", "stderr"} each; "subjects": those of a group. points: of each
+    question, in [0, 1]; of the other scores by label, in one list, or in one per subject if all subjects have equal
+    weight.
     output: of lm-eval's simple_evaluate.
     Raises UserError if log-likelihoods or points are not numbers, or if the metric is not a mean over questions.
     """
@@ -33,6 +34,8 @@ def score_column(
     main, *others = score_keys(task)
     points = [_points(output, name, main, model) for name in names]
     score = _score(points)
+    if (chance := _chance(task, loaded, output)) is not None:
+        score["chance"] = chance
     also: dict[str, Any] = {}
     also_points: dict[str, list[list[float]]] = {}
     if isinstance(loaded, Group):
@@ -47,6 +50,24 @@ def score_column(
         score["also"] = {label: {key: each[key] for key in ("value", "stderr")} for label, each in also.items()}
     samples = [{"task": name} | sample for name in names for sample in output["samples"][name]]
     return score, [*chain(*points)], also_points, samples
+
+
+def _chance(task: SuiteTask, loaded: Any, output: dict[str, Any]) -> float | None:
+    """Return the accuracy of answers at random, in percent; None where lm-eval takes no accuracy over choices.
+
+    A task's own code may score choices otherwise, as that of mc2 does.
+    """
+    shares = []
+    for subtask in subtasks(loaded):
+        is_accuracy = subtask.OUTPUT_TYPE == "multiple_choice" and task.metric in ("acc", "acc_norm")
+        if not is_accuracy or subtask.config.process_results is not None:
+            return None
+        for sample in output["samples"][subtask.task_name]:
+            if "acc_mutual_info" in sample["metrics"]:  # its requests have each choice twice
+                return None
+            num_right = len({*sample["target"]}) if subtask.multiple_target else 1
+            shares.append(num_right / len(sample["arguments"]))
+    return 100 * statistics.fmean(shares)
 
 
 def cluster_labels(task: SuiteTask, questions: list[tuple[Any, dict[str, Any]]]) -> list[str] | None:
