@@ -195,7 +195,7 @@ def table(lines: list[dict[str, Any]], seed: str) -> str:
             bold = "**" if name == "all" else ""
             text += f"| {bold}{name}{bold} | {verdicts.total()} | {' | '.join(cells)} |\n"
     configs = Counter(line["config"] for line in done)
-    text += f"\nBy run: {', '.join(f'{name} {number}' for name, number in configs.most_common())}.\n"
+    text += f"\nFaults by kind of run: {', '.join(f'{name} {number}' for name, number in configs.most_common())}.\n"
     hit = sum(line["verdict"] != "not hit" for line in done)
     draws = sum(line.get("draws", 0) for line in done)
     text += f"Of {draws} faults {hit} hit a run between its first step and its end; the others were repeated.\n"
