@@ -225,7 +225,7 @@ IMPORTS = {
     "lists among trackers": (FOREIGN + "report_to: [[wandb]]\n", None),
     "a null key in a mixture": (
         FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {~: 1}"),
-        r"data.train.path: ~: is a whole home or disk; name a folder of data"),
+        r"data.train.path: ~: is a whole home folder or disk; name a folder of data"),
     "a number as splits": (
         FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {a/b: 1}\ndataset_splits: 3"), None),
     "configurations as a number": (

@@ -138,10 +138,10 @@ def _add_training(task: str, help_text: str, *, needs_recipe: bool) -> None:
     app.command(task, cls=KeyCommand, help=help_text)(train)
 
 
-_WITHOUT_RECIPE = "With a recipe, or without one and with --model, --data and --output."
+_WITHOUT_RECIPE = "Name a recipe, or use --model, --data and --output instead."
 _add_training("sft", f"Train on conversations, then evaluate.\n\n{_WITHOUT_RECIPE}", needs_recipe=False)
 _add_training("dpo", f"Train on preference pairs, then evaluate.\n\n{_WITHOUT_RECIPE}", needs_recipe=False)
-_add_training("pretrain", "Train on plain texts from random weights, to a validation perplexity.", needs_recipe=True)
+_add_training("pretrain", "Train on plain texts from random weights, and report the perplexity.", needs_recipe=True)
 
 
 def _print_notice(line: str) -> None:

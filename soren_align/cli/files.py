@@ -74,7 +74,7 @@ def new(
                 if key not in ("init_seed", "use_cpu")
             ]
         file.write_text(with_modeline("\n".join(lines) + "\n", schema), encoding="utf-8")
-    examples = "chat.jsonl, pairs.jsonl: examples; replace them by yours"
+    examples = "chat.jsonl, pairs.jsonl: examples; replace them by your own"
     questions = "questions/choice/test.jsonl, questions/exact/test.jsonl: these too"
     if pairs:
         num_held_out = _write_questions(target, pairs)

@@ -179,7 +179,7 @@ def read_example(example: Example, form: Format) -> Example | str:
     beside = [column for column in OPTIONS if column in form.outputs]
     unread = [column for column in OPTIONS if known.get(column) and column not in beside]
     if unread and form.has_turns:
-        return f"has {unread[0]}, which none of the first examples has; put an example that has it first"
+        return f"has {unread[0]}, which none of the first examples has; move an example that has it to the beginning"
     if isinstance(result, str) or not beside:
         return result
     texts = options({column: known.get(column) for column in beside})
@@ -245,7 +245,7 @@ def _pair(example: Example, _: tuple[str, ...] = (), prefix: str = "") -> Exampl
             return problem
         weighted = next((i for i, turn in enumerate(turns) if "weight" in turn), None)
         if weighted is not None:
-            return f"{name}[{weighted}] has a weight; of a pair the last turns are trained, and no others: leave it out"
+            return f"{name}[{weighted}] has a weight, but a pair trains its last turns only: leave the weight out"
     return pair_problem(chosen, rejected) or {"chosen": plain_turns(chosen), "rejected": plain_turns(rejected)}
 
 

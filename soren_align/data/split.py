@@ -73,7 +73,7 @@ def load_split(spec: DataSplit, task: TaskName) -> LoadedSplit:
     memory-mapped from there, so that several ranks share it and a changed file is read again.
     """
     if spec.limit is not None and spec.limit < 1:
-        raise UserError(f"{spec.path}: limit is {spec.limit}; write 1 or more, or leave it out for all examples")
+        raise UserError(f"{spec.path}: limit is {spec.limit}; write 1 or more, or leave it out to use all examples")
     with quiet_libraries():
         load = _from_file if is_local(spec.path) else _from_hub
         dataset, form, dropped, origin = load(spec, task)
@@ -273,7 +273,7 @@ def hold_out(
         remaining.append(replace(split, dataset=dataset, num_examples=split.num_examples - num_held_out, source=source))
     dataset = concatenated(chosen)
     if len(dataset) == 0:
-        reason = "" if examples is None else ": more are equal, and equal ones stay on one side"
+        reason = "" if examples is None else ": more than that are equal, and equal examples stay on one side"
         raise UserError(f"data.eval.{key}: {number:g} holds out none of {total} examples{reason}; write a larger one")
     names, layouts = (" + ".join(split.name for split in splits), dict.fromkeys(split.layout for split in splits))
     source = {"path": names, "split": "held out", key: number, "num_examples": len(dataset)}
@@ -335,5 +335,5 @@ def refuse_other_kinds(splits: Sequence[LoadedSplit]) -> None:
     if other := next((i for i, split in enumerate(splits) if split.kind != splits[0].kind), None):
         raise UserError(
             f"data.train: {splits[0].name} has {splits[0].layout} ({columns[0]}) and {splits[other].name} "
-            f"{splits[other].layout} ({columns[other]}): texts do not mix with others; train on one kind"
+            f"{splits[other].layout} ({columns[other]}): texts cannot be mixed with other forms; train on one form"
         )

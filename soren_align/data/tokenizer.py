@@ -71,9 +71,9 @@ def check_template(
         if only_assistant:
             raise UserError(
                 f"trainer.assistant_only_loss needs conversations, and these examples are plain texts "
-                f"({', '.join(columns)}): set it to false (of prompt and completion, the completion alone is trained "
-                "anyway), or turn them into conversations by data.train.columns: {instruction: prompt, output: "
-                "completion}"
+                f"({', '.join(columns)}): set it to false (with prompts and completions, only the completions "
+                "are trained anyway), or turn them into conversations by data.train.columns: {instruction: prompt, "
+                "output: completion}"
             )
         if not tokenizer.eos_token:
             raise UserError(f"{name}: has no eos_token to end plain texts with; write model.eos_token")
@@ -163,7 +163,7 @@ def within_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Pr
     if backend is None or beyond - set(whole.get_added_vocab()):
         raise UserError(
             f"model.tokenizer: it has {len(tokenizer):,} tokens, and the config's vocab_size is {vocab_size:,}; write "
-            "a larger one into config.json"
+            "a larger vocab_size into config.json"
         )
     described = json.loads(backend.to_str())
     described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < vocab_size]

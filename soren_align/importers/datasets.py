@@ -79,7 +79,9 @@ def read_data(c: Conversion, evaluates: bool) -> None:
     for place, split in (places | {k: v for k, v in section.items() if k == "eval"}).items():
         if "path" in split and not is_local(str(split["path"])):
             split["bad_examples"] = "drop"
-            c.ours[f"data.{place}.bad_examples"] = "reported and counted; a file of your own is better fixed"
+            c.ours[f"data.{place}.bad_examples"] = (
+                "such examples are counted and reported; fix them in a file of your own"
+            )
 
 
 def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
@@ -197,7 +199,7 @@ def _eval(root: str, train: list[dict[str, Any]], held_out: list[dict[str, Any]]
             c.recipe["data"]["eval"]["name"] = str(same[0]["config"])
         c.recipe["data"]["eval"] |= same[0].get("names") or _axolotl_names(same[0])[0]
         if same[0] in held_out:
-            c.ours["data.eval.split"] = "the source splits examples off its mixture"
+            c.ours["data.eval.split"] = "the source takes held-out examples from its mixture"
 
 
 def _held_out(size: Any) -> dict[str, Any] | None:
@@ -254,8 +256,12 @@ _KNOWN_KEYS = {"role": ("role", "from"), "content": ("content", "value"), "weigh
 _KNOWN_ROLES = {"user": ("user", "human"), "assistant": ("assistant", "gpt"), "system": ("system",)}
 _KNOWN_ROLES |= {"tool": ("tool", "observation", "function", "ipython"), "tool_call": ("tool_call", "function_call")}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-ALPACA_PROMPT = "instruction and input are the user's turn of the chat template; in the source, of Alpaca's own prompt"
-OWN_PROMPT = "instruction and input are the user's turn of the chat template; in the source, of its own format"
+ALPACA_PROMPT = (
+    "instruction and input become the user's turn of the chat template; in the source they are in Alpaca's own prompt"
+)
+OWN_PROMPT = (
+    "instruction and input become the user's turn of the chat template; in the source they are in its own format"
+)
 _PAIR = ("prompt", "chosen", "rejected")
 _ALPACA = ("instruction", "input", "output", "system")
 FIELDS = ("field", "field_messages", "field_chosen", "field_rejected", "field_prompt", "message_field_role")

@@ -28,8 +28,8 @@ SEED = 42
 # The handbook's Zephyr template, which recipes call zephyr: sha256 of it without white space (tests/importers).
 ZEPHYR = "8705a1897ece1a1b355e1f4d36687f331d6680f5d897d1ae314b3fc506e136b8"
 DTYPE = (
-    "trainer.bf16 makes the arithmetic bfloat16. bfloat16 weights lose most small updates to rounding (not under ZeRO, "
-    "which has float32 masters)"
+    "trainer.bf16 makes the arithmetic bfloat16. bfloat16 weights lose most small updates to rounding, except under "
+    "ZeRO, which has float32 master weights"
 )
 MUON = "optimizer.name: muon; adjust_lr_fn may differ from the source's"
 SDPA = "attention is transformers' own choice, sdpa"
@@ -188,9 +188,8 @@ def _convert_key(key: str, c: Conversion) -> Note:
     if name == ours and section == "trainer" and not word:
         return c.add(Note(key, "unchanged"))
     if target == "optimizer.weight_decay" and value:
-        effect = (
-            "decays matrices only; in the source embeddings and head too (aux_weight_decay would decay norms as well)"
-        )
+        effect = "applies to matrices only; in the source also to embeddings and head "
+        effect += "(aux_weight_decay would decay norms as well)"
     explanation = target + (f": {str(value).lower()}" if word else "") + (f"; {effect}" if effect else "")
     return c.rename(key, explanation, bool(effect))
 
@@ -256,11 +255,11 @@ def _lora(key: str, name: str, value: Any, c: Conversion) -> Note | None:
             reference = "; the reference is this adapter, in the source the model without an adapter" * is_dpo
             return c.rename(key, f"model.name_or_path: trained further, as in the source{reference}", is_dpo)
         if name in ("model_name_or_path", "base_model"):
-            return c.drop(key, "the adapter names its own base model")
+            return c.drop(key, "not needed: the adapter's folder names its base model")
         if note := _quantization(key, name, value, c):
             return note
         if name in TABLES["lora"] or name == "finetuning_type" or matches(name, TABLES["adapters"]):
-            return c.drop(key, "that of the adapter which is trained further")
+            return c.drop(key, "taken from the adapter that is trained further")
         return None
     lora = model.setdefault("lora", {})
     if name == "adapter" and value == "qlora":
@@ -311,7 +310,7 @@ def _quantization(key: str, name: str, value: Any, c: Conversion) -> Note | None
     if name == "quantization_method" and c.flat.get("quantization_bit") in (4, 8):
         return c.drop(key, "weights are quantized by bitsandbytes", value not in ("bnb", "bitsandbytes"))
     if name in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") and is_4bit:
-        return c.drop(key, "4-bit weights are computed with in the precision of trainer (bf16, fp16)")
+        return c.drop(key, "matrix products with 4-bit weights have the precision of trainer (bf16, fp16)")
     return None
 
 
@@ -428,7 +427,7 @@ def _optimizer_and_model(key: str, name: str, value: Any, c: Conversion) -> Note
             model["chat_template"] = "zephyr"
             return c.rename(key, "model.chat_template: zephyr")
         if value == "jinja" and flat.get("chat_template_jinja"):
-            return c.drop(key, "the template is that of chat_template_jinja")
+            return c.drop(key, "chat_template_jinja sets the template")
     if name in ("chat_template", "chat_template_jinja") and isinstance(value, str) and "{{" in value:
         if c.template_path is None:
             reason = "the tokenizer's own chat template is used; with a DEST, this one is written beside the recipe"
@@ -447,7 +446,7 @@ def _schedule(key: str, name: str, value: Any, c: Conversion) -> Note | None:
         return c.drop(key, "replaced by warmup_ratio")
     has_min_lr = flat.get(_MIN_LR) is not None and flat.get("lr_scheduler") in (None, "cosine")
     if name == _MIN_LR and not has_min_lr:
-        return c.drop(key, "only the cosine schedule has a least rate", True)
+        return c.drop(key, "only the cosine schedule has a minimum learning rate", True)
     if name == _MIN_LR:
         least = {"min_lr_rate": number(value)}
         c.recipe["trainer"] |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": least}

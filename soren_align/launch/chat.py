@@ -113,7 +113,7 @@ class Conversation:
             if prompt.shape[1] >= model.context:
                 raise UserError(
                     f"{model.name}: the question has {prompt.shape[1]:,} tokens with its template, and the context "
-                    f"{model.context:,}: there is no room for an answer; shorten it"
+                    f"{model.context:,}: there is no room for an answer; shorten the question"
                 )
         except UserError:
             self.turns = before
@@ -158,7 +158,7 @@ def start_conversations(
     rows = lineage(model)
     if compare == START:
         if len(rows) < 2:
-            raise UserError(f"--compare {START}: no checkpoint that {model} was trained from is on this machine")
+            raise UserError(f"--compare {START}: this machine has no checkpoint that {model} was trained from")
         rows = rows[:-3:-1]
     else:
         rows = [rows[-1], *([lineage(compare)[-1]] if compare else [])]

@@ -144,7 +144,9 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
         folder.update(status="diverged", finished=now(), last_error=None)
         print_labelled(console, "diverged", f"{reason}; {AFTER_DIVERGENCE}")
         not_evaluated = ", and is not evaluated" if recipe.eval else ""
-        print_labelled(console, "", f"{folder.model} is what the training left, for a look at it{not_evaluated}")
+        print_labelled(
+            console, "", f"{folder.model} is the model that the training left, to be looked at{not_evaluated}"
+        )
         from .torchrun import STARTED_HERE
 
         return 0 if STARTED_HERE in os.environ else 1

@@ -182,7 +182,7 @@ def overlaps_of_runs(
 
     runs = {name: RunFolder(run) for name, model in rows if (run := run_of(Path(model))) is not None}
     if not runs:
-        return "not checked, because no row is a run, whose training examples are known"
+        return "not checked, because no model of the table is a run, and only of runs the training examples are known"
     questions = question_texts(tasks, limit)
     known: dict[str, Overlaps] = {}
     with working(console, "Reading training examples") as show:

@@ -115,7 +115,7 @@ def route(model: nn.Module, aux: Sequence[str] = (), matrices: Matrices = MATRIC
     for parameter, (first, *_) in parameters.items():
         if ".lora_" in first.name and parameter not in factors and parameter not in of_adapters:
             raise ValueError(
-                f"{first.name} is called like a LoRA factor, but is none of PEFT's; such adapters are not known"
+                f"{first.name} is named like a LoRA factor, but not one of PEFT's; other adapters are not supported"
             )
     for glob in aux:
         if not any(fnmatchcase(o.name, glob) for occurrences in parameters.values() for o in occurrences):
@@ -223,7 +223,7 @@ def param_groups(
     others = [r for r in routes if r.rule == "adamw"]
     if others and aux_lr is None:
         raise ValueError(
-            f"aux_lr: missing; AdamW updates the other parameters ({others[0].name}, ...); write it, or lr"
+            f"aux_lr: missing; AdamW needs it for the other parameters ({others[0].name}, ...); write aux_lr or lr"
         )
     settings = {
         "spectral": {"lr": lr, "weight_decay": weight_decay},

@@ -109,7 +109,7 @@ def loaded_state(
         if form.blocks is not None and not (has_scales and torch.equal(saved_blocks, form.blocks)):
             raise ValueError(f"the checkpoint has 8-bit states of {name} in other blocks; it cannot be resumed from")
         if wrong:
-            raise ValueError(f"the checkpoint lacks {wrong[0]} of {name}, or has another share of it than this rank")
+            raise ValueError(f"the checkpoint lacks {wrong[0]} of {name}, or another share of it than this rank needs")
         dtype = momentum_dtype(parameter)
         loaded[parameter] |= {key: state[key].detach().to(parameter.device, dtype, copy=True) for key in form.sizes}
         if form.blocks is not None:

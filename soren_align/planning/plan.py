@@ -339,7 +339,7 @@ def _notices(recipe: Recipe, inputs: Inputs, args: Any, few: str | None, failure
     except UserError as error:
         notices.append(f"training would not start here: {error}")
     if recipe.run.early_stopping:
-        notices.append("run.early_stopping may end training earlier: the steps are at most these")
+        notices.append("run.early_stopping may end training earlier: the number of steps is an upper bound")
     if failure:
         notices.append(f"activations and FLOPs are unknown for this architecture: {failure}")
     if on_this_machine(recipe).trainer.get("use_cpu") != recipe.trainer.get("use_cpu"):

@@ -84,7 +84,7 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
         longer = "; a small model takes longer" if plan["model"]["num_parameters"] < SMALL_MODEL else ""
         write("time", f"about {times}{eight} (assumed: {compute['hours_assume']}{longer})")
         if full and not compute["maps_are_counted"]:
-            write("", "without the maps, decompositions whose operations are not counted")
+            write("", "without the maps: they are decompositions, whose operations are not counted")
     console.print()
     _print_evaluation(plan["evaluation"], console)
     console.print()

@@ -112,9 +112,11 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
             raw.report((*at, "split"), f"found {name!r}; {STDLIB} has {' and '.join(STDLIB_SPLITS)}")
         elif path != STDLIB and is_local(path):
             if "[" in name:
-                raw.report((*at, "split"), f"found {name!r}, but a file is always taken whole; write limit")
+                raw.report((*at, "split"), f"found {name!r}, but a file is always read whole; write limit")
         elif is_trained and is_test_split(name) and not trains_on_test:
-            message = f"'{name}' is a test split, and scores on training data are meaningless; name another, or write "
+            message = (
+                f"'{name}' is a test split, and scores on training data are meaningless; name another split, or write "
+            )
             raw.report((*at, "split"), message + "train_on_test: true beside it")
     raw.problems += streaming_problems(raw.section("data"), raw.section("trainer"))
     _check_optimizer(raw)
@@ -144,7 +146,8 @@ def _check_model(raw: _Raw) -> None:
         elif template not in known and not file.is_file():
             raw.report(("model", "chat_template"), f"no file {template}")
     if tokenizer is not None and init_seed is None:
-        message = "is for random weights, and trained ones need their own; write model.init_seed, or leave it out"
+        message = "applies to random weights only, because trained weights need their own tokenizer; "
+        message += "set model.init_seed, or leave it out"
         raw.report(("model", "tokenizer"), message)
     elif isinstance(tokenizer, str) and (not tokenizer or raw.path("model", "tokenizer") is not None):
         file = shipped.resolve(tokenizer) / "tokenizer_config.json"
@@ -197,7 +200,7 @@ def _folder_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[s
     folder = shipped.resolve(path)
     if not folder.is_dir():
         is_result = folder.name == "model"  # <run folder>/model
-        return [f"no folder {path}" + "; it is the result of another run: run that recipe first" * is_result]
+        return [f"no folder {path}" + "; another run makes it: run that recipe first" * is_result]
     try:
         refuse_special_files(folder)
         adapter = adapter_config(path)
@@ -218,7 +221,7 @@ def _folder_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[s
         return [f"{path} has no {' and no '.join(missing)}; {remedy}"]
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     if init_seed is None and not weights:
-        return [f"{path} has no weights (*.safetensors); for random ones set model.init_seed"]
+        return [f"{path} has no weights (*.safetensors); for random weights set model.init_seed"]
     return []
 
 
@@ -233,7 +236,7 @@ def _check_optimizer(raw: _Raw) -> None:
         factors = section.get(key), section.get(decay, default)
         if all(isinstance(factor, int | float) for factor in factors) and factors[0] * factors[1] >= 1:
             message = f"{factors[0]:g} times {decay} {factors[1]:g} is {factors[0] * factors[1]:g}: each step would "
-            message += "turn the weights' signs (1 - lr * decay is not above 0); write a smaller rate or decay"
+            message += "change the sign of the weights (1 - lr * decay is not above 0); write a smaller rate or decay"
             raw.report(("optimizer", key), message)
     if section.get("matrices") == "all-2d" and raw.trains_adapter:
         message = "has no effect on an adapter, whose matrices are its factors; leave it out"
@@ -264,9 +267,11 @@ def _check_precision(raw: _Raw) -> None:
     has_masters = raw.parallel.kind != "ddp"
     if dtype != "bfloat16":
         if compensation == "kahan":
-            raw.report(where, "is for bfloat16 parameters, and model.dtype is float32; leave it out, or write null")
+            raw.report(
+                where, "applies to bfloat16 parameters only, and model.dtype is float32; leave it out, or write null"
+            )
     elif adapts and compensation == "kahan":
-        raw.report(where, "an adapter's factors are float32, which need none; leave it out, or write null")
+        raw.report(where, "an adapter's factors are float32 and need no compensation; leave it out, or write null")
     elif not has_masters and not adapts and compensation is None:
         message = (
             "bfloat16 parameters round most small updates away. Write float32 (with `trainer: {bf16: true}` the "
@@ -275,9 +280,11 @@ def _check_precision(raw: _Raw) -> None:
         )
         raw.report(("model", "dtype"), message)
     elif has_masters and compensation == "kahan":
-        raw.report(where, f"{name} updates float32 masters, which need none; leave it out, or write null")
+        raw.report(
+            where, f"{name} updates float32 master weights, which need no compensation; leave it out, or write null"
+        )
     elif has_masters and trainer.get("bf16") is False and not trainer.get("fp16"):
-        message = f"under {name} bfloat16 weights have float32 masters with `trainer: {{bf16: true}}` only"
+        message = f"under {name} only `trainer: {{bf16: true}}` gives bfloat16 weights float32 master weights"
         raw.report(("model", "dtype"), f"{message}; write float32")
 
 
@@ -322,7 +329,7 @@ def _check_training(raw: _Raw) -> None:
             elif not file.is_file():
                 raw.report(key, f"there is no file {prompts!r}")
         if config and (config.kind == "fsdp2" or config.stage == 3):
-            message = f"run.parallel {where} shards the weights, and no process could answer; leave samples out"
+            message = f"run.parallel {where} shards the weights, so no process can answer; leave samples out"
             raw.report(("run", "samples"), message)
     resume = raw.path("run", "resume")
     if resume is not None and resume not in ("auto", "never") and not local_path(resume).is_dir():
@@ -393,7 +400,7 @@ NOT_STREAMED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "precompute_ref_log_probs": (
         (None, False),
-        "needs the examples before training, and a stream's are read while training; leave it out",
+        "needs all examples before training, but a stream is read during training; leave it out",
     ),
     "train_sampling_strategy": ((None, "random"), "needs the examples before training; leave it out"),
     "shuffle_dataset": ((None, False), "a stream is shuffled by data.streaming.shuffle_buffer; leave it out"),

@@ -55,12 +55,12 @@ def data_files(path: str) -> dict[str, Path]:
             raise UserError(f"{path}: cannot read '{place.suffix}' files; write one of {FILE_KINDS}")
         return {path: place}
     if not has_wildcards and place.resolve() in (Path("~").expanduser().resolve(), Path("/")):
-        raise UserError(f"{path}: is a whole home or disk; name a folder of data")
+        raise UserError(f"{path}: is a whole home folder or disk; name a folder of data")
     if "**" in path:
         raise UserError(f"{path}: '**' is not read; name the folder, whose data files are read at any depth")
     entries = list(islice(glob.iglob(str(place)) if has_wildcards else _walk(place), MAX_ENTRIES + 1))
     if len(entries) > MAX_ENTRIES:
-        raise UserError(f"{path}: names more than {MAX_ENTRIES:,} files and folders; name fewer")
+        raise UserError(f"{path}: holds more than {MAX_ENTRIES:,} files and folders; name a smaller folder")
     files = [file for name in entries if data_suffix(file := Path(name)) in SUFFIXES and file.is_file()]
     if not files:
         raise UserError(f"{path}: has no data file ({FILE_KINDS})")
@@ -83,8 +83,8 @@ def data_problems(path: str, may_be_test: bool) -> list[str]:
     tests = (name for name, file in files.items() if is_test_split(str(file.relative_to(root))))
     if not may_be_test and (name := next(tests, None)):
         return [
-            f"{name} is a test split by its name, and scores on training data are meaningless; name the others by a "
-            "pattern, such as train*.jsonl, or write train_on_test: true beside the path"
+            f"{name} is named like a test split, and scores on training data are meaningless; name the other "
+            "files by a pattern, such as train*.jsonl, or write train_on_test: true beside the path"
         ]
     return []
 

@@ -35,7 +35,7 @@ _OFF = {"mics_shard_size": -1, "zero_hpz_partition_size": 1}
 _ZERO_UNSUPPORTED = {
     "round_robin_gradients": "DeepSpeed then writes universal checkpoints with wrong numbers in them",
     **dict.fromkeys(("zenflow", "super_offload"), "it updates parameters outside of the optimizer"),
-    **dict.fromkeys(_OFF, "matrices would be sharded over several groups of processes, which is untested"),
+    **dict.fromkeys(_OFF, "it shards matrices over several groups of processes, which is untested"),
     **dict.fromkeys(("zero_quantized_weights", "zero_quantized_gradients"), "it is untested"),
 }
 
@@ -77,8 +77,8 @@ def gradient_notice(name_or_path: str, compute_dtype: str) -> list[str]:
     if shared.kind != "zero" or (dtype := shared.gradient_dtype(compute_dtype)) == "float32":
         return []
     return [
-        f"run.parallel: {name_or_path} averages gradients over the processes in {dtype}; the maps lift its rounding, "
-        'which grows with their number. Write "communication_data_type": "fp32" (docs/distributed.md)'
+        f"run.parallel: {name_or_path} averages gradients over the processes in {dtype}; the maps amplify rounding "
+        'errors, which grow with the number of processes. Write "communication_data_type": "fp32" (docs/distributed.md)'
     ]
 
 
@@ -158,7 +158,7 @@ def _deepspeed_problems(config: dict[str, Any]) -> Iterator[str]:
         if offload.get("device") == "nvme":
             yield f"{where}.device: nvme is not supported: its tensors are empty between steps; write cpu"
         if offload.get("ratio", 1) != 1:
-            yield f"{where}.ratio: found {offload['ratio']}; only a whole offload is supported, take it out"
+            yield f"{where}.ratio: found {offload['ratio']}; only 1 (everything offloaded) is supported; take it out"
         if offload.get("super_offload"):
             yield f"{where}.super_offload: not supported: it updates parameters outside of the optimizer; take it out"
     if (zero.get("offload_optimizer") or {}).get("device", "none") != "none" and config.get(

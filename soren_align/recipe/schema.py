@@ -51,7 +51,9 @@ class DataSplit(Section):
 class TrainSplit(DataSplit):
     """Examples to train on."""
 
-    hints: ClassVar[dict[str, str]] = {"streaming": "is of all of data.train together; write `data: {streaming: true}`"}
+    hints: ClassVar[dict[str, str]] = {
+        "streaming": "applies to all of data.train together; write `data: {streaming: true}`"
+    }
 
     weight: Positive = 1.0
     """Sampling weight. 2 uses each example twice; 0.25 uses a random quarter, which `trainer.seed` chooses. With
@@ -108,7 +110,7 @@ class Data(Section):
     text. If the columns have other names, set `columns`."""
 
     main_keys: ClassVar[dict[type, str]] = {str: "train.path"}
-    hints: ClassVar[dict[str, str]] = {"eval": "held-out examples are one split (data.train may be several)"}
+    hints: ClassVar[dict[str, str]] = {"eval": "held-out examples must be one split (only data.train may be a list)"}
 
     train: Annotated[
         Annotated[TrainSplit, Tag(ONE)] | Annotated[Annotated[list[TrainSplit], Field(min_length=1)], Tag(SEVERAL)],

@@ -40,7 +40,7 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("disable_tqdm", "log_level", "log_level_replica"), "progress is shown by soren-align itself; leave it out"
     ),
-    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "determined by the command; leave it out"),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "the command determines this; leave it out"),
     **dict.fromkeys(
         ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), "belongs to run.parallel; leave it out"
     ),
@@ -49,7 +49,7 @@ ELSEWHERE = {
     ),
     "save_only_model": "a checkpoint without its optimizer cannot be resumed; leave it out",
     "ignore_data_skip": "a resumed run must see the same examples as an uninterrupted one; leave it out",
-    "auto_find_batch_size": "it changes the batch silently; set per_device_train_batch_size",
+    "auto_find_batch_size": "it changes the batch size silently; set per_device_train_batch_size",
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"), _PUSH),
     "hub_token": "recipes are written into run folders; put the token into the environment as HF_TOKEN",
 }
@@ -187,7 +187,7 @@ _WORDS = {
 def _source(package: str) -> Path:
     spec = importlib.util.find_spec(package)  # finds the folder; runs nothing of it
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"{package} is not installed; pip install soren-align brings it")
+        raise ModuleNotFoundError(f"{package} is not installed; pip install soren-align installs it")
     return Path(spec.origin).parent
 
 

@@ -91,7 +91,7 @@ class RankStrategy(ABC):
             raise error
         if num_errors:
             raise (ValueError if num_value_errors else FloatingPointError)(
-                "another rank has a gradient that cannot be used, and names it; nothing was changed by this step"
+                "another rank has a gradient that cannot be used (see its message); nothing was changed by this step"
             )
         nums, num_ranks = numbers[: len(named)], dist.get_world_size(group)
         uneven = [name for (name, _), num in zip(named, nums, strict=True) if num not in (0, num_ranks)]
@@ -134,7 +134,9 @@ class RankStrategy(ABC):
         if problem is not None:
             raise problem
         if failed:
-            raise ValueError("another rank cannot plan this step, and names the reason; nothing was changed by it")
+            raise ValueError(
+                "another rank cannot plan this step, and its message has the reason; nothing was changed by this step"
+            )
         if largest != -minus_smallest:
             raise ValueError("the ranks found different matrices or shards; do all of them load the same model?")
         assert plan is not None

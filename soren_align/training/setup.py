@@ -265,8 +265,8 @@ def _notices(
     notices += packing.notices() if packing else []
     if recipe.optimizer.states == "8bit" and recipe.optimizer.name != "adamw":  # whose update does not lift them
         notices.append(
-            "optimizer.states: 8bit rounds the momentum, which changes the small singular values of the update: by a "
-            "third and more of its norm with a map that lifts them (docs/optimizers.md, 8-bit states)"
+            "optimizer.states: 8bit rounds the momentum, and a map that raises small singular "
+            "values amplifies this error to a third and more of the update's norm (docs/optimizers.md, 8-bit states)"
         )
     notices += gradient_notice(recipe.run.parallel, compute_dtype(recipe))
     # In all other sequences positions restart at each example.

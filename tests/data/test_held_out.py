@@ -67,7 +67,7 @@ def test_a_number_is_the_first_examples_by_their_hash_and_shrinks_to_none_that_w
     assert after & old < before  # what was trained on before is trained on still
     assert set(held_out([*TEXTS, ordered[49], ordered[49]], 50)) == {row["text"] for row in ordered[:49]}
     with pytest.raises(
-        UserError, match=r"examples: 3 holds out none of 9 examples: more are equal, and equal ones stay"
+        UserError, match=r"examples: 3 holds out none of 9 examples: more than that are equal, and equal examples stay"
     ):
         held_out(TEXTS[:1] * 9, 3)
     for number, message in ((400, "400 are all of 400 examples; write a smaller"), (401, "401 are all")):
@@ -172,7 +172,7 @@ def test_a_fraction_replaces_the_split_of_an_extended_recipe(tmp_path):
     ("{fraction: 0.1, path: a.jsonl}", "data.eval.path: unknown key for a fraction; a split has it"),
     ("{examples: 0}", "data.eval.examples: found 0; it must be at least 1"),
     ("{fractoin: 0.1}", "data.eval.path: is required"),
-    ("[{fraction: 0.1}]", "found a list; held-out examples are one split"),
+    ("[{fraction: 0.1}]", "found a list; held-out examples must be one split"),
 ])  # fmt: skip
 def test_mistakes_are_told(evaluation, message):
     with pytest.raises(UserError) as caught:

@@ -220,8 +220,8 @@ def test_a_test_file_of_a_folder_is_not_trained_on(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     assert problems("data") == ""
     write_as(folder / "part" / "test-00.jsonl", ROWS)
-    assert "data.train.path: data/part/test-00.jsonl is a test split by its name" in problems("data")
-    assert "is a test split by its name" in problems("data/part/*.jsonl")
+    assert "data.train.path: data/part/test-00.jsonl is named like a test split" in problems("data")
+    assert "is named like a test split" in problems("data/part/*.jsonl")
     assert problems("data/part/d*.jsonl") == ""
     assert problems("data", ", train_on_test: true") == ""
     write_as(folder / "test.jsonl", [chat_row()])

@@ -92,11 +92,11 @@ def test_forms_that_come_to_the_same_mix_and_others_do_not(two, write, tmp_path)
         load_mixture([source(two[0]), source(text)], "sft", 1)
     parted = write("c.jsonl", [{"prompt": "A ", "completion": "lynx."}])
     turns = write("d.jsonl", [{"prompt": chat(1)[:-1], "completion": chat(1)[-1:]}])
-    with pytest.raises(UserError, match="texts do not mix with others; train on one kind"):
+    with pytest.raises(UserError, match="texts cannot be mixed with other forms; train on one form"):
         load_mixture([source(parted), source(turns)], "sft", 1)
     pairs = write("p.jsonl", [pair_row(1)])
     texts = write("q.jsonl", [{"prompt": "Why?", "chosen": "a", "rejected": "b"}])
-    with pytest.raises(UserError, match="texts do not mix with others; train on one kind"):
+    with pytest.raises(UserError, match="texts cannot be mixed with other forms; train on one form"):
         load_mixture([source(pairs), source(texts)], "dpo", 1)
 
 

@@ -190,7 +190,7 @@ def test_an_invalid_example_after_the_first_ones_names_the_remedy(write, monkeyp
 
 
 def test_splits_of_different_kinds_do_not_mix(folder, write):
-    with pytest.raises(UserError, match="texts do not mix with others"):
+    with pytest.raises(UserError, match="texts cannot be mixed with other forms"):
         opened(source(folder), source(write("chats.jsonl", [chat_row()])))
 
 

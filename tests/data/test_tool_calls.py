@@ -139,7 +139,7 @@ def test_weights_as_openai_and_axolotl_write_them(write):
     )  # fmt: skip
     assert load_split(mapped, "sft").dataset[0]["messages"] == dataset[0]["messages"]
     pair = {"chosen": rows[0], "rejected": [*rows[0][:-1], {"role": "assistant", "content": "No."}]}
-    with pytest.raises(UserError, match=r"chosen\[1\] has a weight; of a pair the last turns are trained"):
+    with pytest.raises(UserError, match=r"chosen\[1\] has a weight, but a pair trains its last turns only"):
         load_split(split(write("pairs.jsonl", [pair])), "dpo")
 
 

@@ -182,7 +182,9 @@ def test_after_a_kill_no_request_is_computed_twice(models, tmp_path):
     assert 0 < cached < 840
     assert resumed["rows"][0].pop("num_requests") == {"computed": 840 - cached, "cached": cached}
     assert whole["rows"][0].pop("num_requests") == {"computed": 840, "cached": 0}
-    assert "contamination: not checked, because no row is a run" in resumed.pop("notes")[0]  # of the command alone
+    assert (
+        "contamination: not checked, because no model of the table is a run" in resumed.pop("notes")[0]
+    )  # of the command alone
     assert whole.pop("notes") == []
     assert resumed == whole
     for file in sorted((tmp_path / "whole").rglob("*.jsonl")):

@@ -220,7 +220,7 @@ def test_a_mixture_is_trained_on_whole_with_its_weights():
     assert not any(note.changes_training for note in older.notes)
     text, _ = import_file(FILES["handbook-smollm-sft-base"])
     assert [s.weight for s in load_text(text).data.sources] == [1, 1, 0.001]
-    assert text.count("# ours: reported and counted") == 4  # three sources and data.eval
+    assert text.count("# ours: such examples are counted") == 4  # three sources and data.eval
 
 
 def test_a_part_of_a_split_stays_where_a_recipe_can_say_it():
@@ -260,10 +260,10 @@ def test_columns_and_roles_become_the_recipes_where_they_are_not_known(said, nam
 
 
 @pytest.mark.parametrize(("said", "columns", "words"), [
-    ({"type": "alpaca"}, None, "of Alpaca's own prompt"),
+    ({"type": "alpaca"}, None, "in Alpaca's own prompt"),
     ({"type": "alpaca_chat.load_qa"}, {"instruction": "question", "output": "answer"}, "Alpaca's own prompt"),
     ({"type": {"field_instruction": "q", "field_output": "a", "format": "[INST] {instruction}"}},
-     {"instruction": "q", "output": "a"}, "of its own format; not read: format"),
+     {"instruction": "q", "output": "a"}, "in its own format; not read: format"),
     ({"type": {"field_instruction": "q", "field_output": "a", "system_prompt": "Be brief."}},
      {"instruction": "q", "output": "a"}, "not read: system_prompt"),
     ({"type": "completion", "field": "text"}, None, "continued in a next one"),

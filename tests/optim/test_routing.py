@@ -167,7 +167,7 @@ def test_aux_globs_send_matrices_to_adamw():
 def test_factors_of_adapters_that_are_not_pefts_are_refused():
     model = Model()
     model.layers[0].up.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
-    with pytest.raises(ValueError, match=r"layers.0.up.lora_A.default.weight is called like a LoRA factor, but"):
+    with pytest.raises(ValueError, match=r"layers.0.up.lora_A.default.weight is named like a LoRA factor, but"):
         route(model)
 
 
@@ -229,7 +229,9 @@ def test_the_other_parameters_have_the_learning_rate_of_the_matrices_unless_they
         for aux_lr, expected in ((None, 0.1), (0.01, 0.01)):
             groups = build_optimizer(Model(), name=name, lr=0.1, aux_lr=aux_lr).param_groups
             assert [group["lr"] for group in groups] == [0.1, expected]
-    with pytest.raises(ValueError, match=r"aux_lr: missing; AdamW updates the other parameters \(embed.weight, ...\)"):
+    with pytest.raises(
+        ValueError, match=r"aux_lr: missing; AdamW needs it for the other parameters \(embed.weight, ...\)"
+    ):
         param_groups(Model())
 
 

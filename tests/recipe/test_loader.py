@@ -370,7 +370,7 @@ def test_set_reaches_into_a_mixture(write):
      r"my.yaml:4 data.train.roles.a: found 'b'; write system, user, assistant, tool or tool_call"),
     ("{path: org/data, split: test_sft}", r"my.yaml:4 data.train.split: 'test_sft' is a test split.*train_on_test"),
     ("[{path: org/data, split: 'validation[:50%]'}]", r"data.train.0.split: 'validation\[:50%\]' is a test split"),
-    ("{path: my.jsonl, split: 'train[:10%]'}", r"data.train.split: .*a file is always taken whole; write limit"),
+    ("{path: my.jsonl, split: 'train[:10%]'}", r"data.train.split: .*a file is always read whole; write limit"),
 ])  # fmt: skip
 def test_what_is_wrong_with_training_rows_is_said_with_its_line(write, tmp_path, monkeypatch, train, message):
     monkeypatch.chdir(tmp_path)
@@ -392,7 +392,7 @@ def test_a_test_split_is_trained_on_only_in_so_many_words(write):
 
 def test_held_out_rows_are_one_split(write):
     text = GOOD.replace("  train:", "  eval: [{path: org/a}]\n  train:")
-    with pytest.raises(UserError, match=r"my.yaml:4 data.eval: found a list; held-out examples are one split"):
+    with pytest.raises(UserError, match=r"my.yaml:4 data.eval: found a list; held-out examples must be one split"):
         recipe.load(write(text))
     assert recipe.load(write(text.replace("[{path: org/a}]", "{path: org/a, split: test_sft}"))).data.eval.split
 

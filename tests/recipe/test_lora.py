@@ -96,7 +96,7 @@ def test_an_adapter_needs_its_base_and_its_weights(adapter, tmp_path):
 
 def test_frozen_weights_may_be_bfloat16_and_factors_need_no_compensation(adapter):
     narrow = "model.dtype=bfloat16"
-    inert = "optimizer.compensation: an adapter's factors are float32, which need none; leave it out"
+    inert = "optimizer.compensation: an adapter's factors are float32 and need no compensation; leave it out"
     for asked in (LORA, start(adapter())):
         assert load(*asked, narrow).model.dtype == "bfloat16"
         assert inert in problems(*asked, narrow, "optimizer.compensation=kahan")

@@ -66,7 +66,7 @@ def zero(**settings):
      (zero(round_robin_gradients=True), "round_robin_gradients: not supported: .* universal checkpoints"),
      (zero(offload_optimizer={"device": "nvme"}), "offload_optimizer.device: nvme is not supported"),
      (zero(offload_param={"device": "nvme"}), "offload_param.device: nvme is not supported"),
-     (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio: found 0.5; only a whole"),
+     (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio: found 0.5; only 1"),
      (zero(offload_optimizer={"device": "cpu", "super_offload": True}), "super_offload: not supported"),
      (zero(zenflow={"topk_ratio": 0.1}), "zenflow: not supported: it updates parameters outside of the optimizer"),
      (zero(mics_shard_size=2), "mics_shard_size: not supported"),

@@ -47,7 +47,7 @@ def test_false_is_the_same_as_without(load, value):
     ({}, {"shuffle_dataset": "true"}, "trainer.shuffle_dataset: a stream is shuffled by data.streaming"),
     ({"eval": "{examples: 9}"}, {}, "data.eval: the examples of a stream cannot be compared before training"),
     ({"train": '{path: org/data, split: "train[:9%]"}'}, {}, "data.train.split: only a whole split can be streamed"),
-    ({"train": "{path: org/data, streaming: true}"}, {}, "data.train.streaming: is of all of data.train together"),
+    ({"train": "{path: org/data, streaming: true}"}, {}, "data.train.streaming: applies to all of data.train together"),
     ({"streaming": "{shuffle_buffer: 0}"}, {}, "data.streaming.shuffle_buffer"),
     ({"streaming": "{buffer: 9}"}, {}, "data.streaming.buffer: unknown key"),
     ({"streaming": "9"}, {}, "data.streaming"),
@@ -61,7 +61,7 @@ def test_keys_that_need_all_examples_are_refused_with_the_remedy(load, data, tra
 
 
 def test_references_are_not_computed_before_training(load):
-    with pytest.raises(UserError, match=r"trainer.precompute_ref_log_probs: needs the examples before training"):
+    with pytest.raises(UserError, match=r"trainer.precompute_ref_log_probs: needs all examples before training"):
         load(trainer={"precompute_ref_log_probs": "true"}, task="dpo")
 
 
