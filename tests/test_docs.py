@@ -19,10 +19,10 @@ from soren_align.run.metrics import METRICS
 from tests.support import command
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted(
-    [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *(ROOT / "docs").rglob("*.md")]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")])
+EVERY_PAGE = pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "notes/log.md"], ids=lambda page: str(page.relative_to(ROOT))
 )
-EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def script(name):
@@ -84,7 +84,8 @@ def test_every_path_and_symbol_that_a_page_names_exists(page):
     for name, symbol in re.findall(r"`([\w./-]+\.(?:py|md|json|yaml|sbatch|jinja))(?:: ([\w.]+))?`", prose_of(page)):
         if "/" not in name and not symbol:  # a file of a run folder or of a user, such as recipe.yaml
             continue
-        found = [folder / name for folder in (ROOT, ROOT / "soren_align", ROOT / "docs") if (folder / name).is_file()]
+        folders = (ROOT, ROOT / "soren_align", ROOT / "docs", page.parent)
+        found = [folder / name for folder in folders if (folder / name).is_file()]
         assert found, f"{page.name}: {name} does not exist"
         if symbol:
             assert symbol in symbols(found[0]), f"{page.name}: {name} has no {symbol}"
@@ -114,14 +115,9 @@ def test_every_link_leads_somewhere(page):
         assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_every_page_is_reached_from_the_readme():
-    """Those of docs/studies by its own README.md."""
-    pages, studies = (ROOT / "docs").glob("*.md"), ROOT / "docs/studies"
-    readme, table = (f.read_text(encoding="utf-8") for f in (ROOT / "README.md", studies / "README.md"))
-    expected = {f"docs/{page.name}" for page in pages if page.name != "style.md"} | {"docs/studies/README.md"}
-    assert expected == {name for name in expected if name in readme}
-    assert all(f"]({page.name})" in table for page in studies.glob("*.md") if page.name != "README.md")
-    assert "docs/style.md" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def test_every_page_is_in_the_navigation_once():
+    files = [file for group in shipped.NAVIGATION.values() for file in group]
+    assert sorted(files) == sorted(str(page.relative_to(ROOT)) for page in PAGES)
 
 
 def test_the_readme_is_short_and_its_first_screen_has_a_picture_a_command_scores_and_the_status():

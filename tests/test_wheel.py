@@ -3,26 +3,15 @@
 import os
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from soren_align.core import shipped
+
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def pages():
-    """README.md and every page of docs/, which `soren-align docs` prints."""
-    return ["README.md", *(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))]
-
-
-@pytest.mark.unit
-def test_every_page_is_listed_for_the_wheel():
-    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    listed = {name: target for name, target in included["force-include"].items() if name.endswith(".md")}
-    assert listed == {name: f"soren_align/_shipped/{name}" for name in pages()}
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +26,11 @@ def test_it_brings_the_shipped_folders_and_nothing_of_the_tests(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in (
         "recipes/quickstart/sft.yaml", "recipes/quickstart/data/chat_train.jsonl", "eval/quickstart/suite.yaml",
-        "configs/templates/qwen2.5.jinja", "configs/recipe.schema.json", "configs/study.schema.json", *pages(),
+        "configs/templates/qwen2.5.jinja", "configs/recipe.schema.json", "configs/study.schema.json",
     ):  # fmt: skip
         assert f"soren_align/_shipped/{name}" in names
+    pages = {name for name in names if name.endswith(".md") or name.startswith("soren_align/_shipped/docs/")}
+    assert pages == {f"soren_align/_shipped/{name}" for group in shipped.NAVIGATION.values() for name in group}
     assert not [name for name in names if "test" in name.split("/")[-1] and name.endswith(".py")]
 
 

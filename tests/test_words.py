@@ -28,7 +28,7 @@ AVOID = {
     r"\blest\b|\bwhereupon\b|\bforthwith\b": "so that ... not",
 }
 PARTICIPLES = {"found", "said", "asked", "given", "held", "told", "kept", "spoken", "brought"}
-HERE = ["soren_align", "docs", "recipes", "configs", "eval"]
+HERE = ["soren_align", "docs", "notes", "recipes", "configs", "eval"]
 HERE += ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
 FILES = sorted(
     file

@@ -374,13 +374,10 @@ def docs(
     pages = shipped.pages()
     if topic is None:
         width = max(map(len, pages))
-        for name, path in pages.items():
-            text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
-            subjects = re.findall(r"^##? (.*)$", text, re.MULTILINE)
-            if len(subjects) == 1:  # no headings: the first line of text
-                subjects = [next((line for line in text.splitlines()[1:] if re.match(r"[\w`*]", line)), subjects[0])]
-            line = "; ".join(subjects).replace("`", "")
-            typer.echo(f"{name:<{width}} " + textwrap.shorten(line, _columns() - 1 - width, placeholder=" ..."))
+        for group, files in shipped.NAVIGATION.items():
+            typer.echo(group)
+            for name in map(shipped.page_name, files):
+                typer.echo(f"  {name:<{width}}  {shipped.title(pages[name])}")
         return
     name = topic.lower().removeprefix("docs/").removesuffix(".md").removesuffix("/readme")
     name = name if name in pages else next((page for page in pages if page.endswith(f"/{name}")), name)

@@ -14,6 +14,27 @@ PREFIX = "shipped:"
 MODELINE = "# yaml-language-server: $schema="
 """The first words of a recipe, by which editors find its JSON Schema."""
 
+NAVIGATION = {
+    "Start": ["README.md", "docs/own-data.md", "recipes/quickstart/README.md"],
+    "Guides": [
+        *("docs/data.md", "docs/evaluation.md", "docs/comparison.md", "docs/distributed.md", "docs/runs.md"),
+        *("recipes/qwen2.5-3b/README.md", "recipes/mistral-7b/README.md", "recipes/llama-c4/README.md"),
+        "recipes/studies/README.md",
+    ],
+    "Reference": [
+        *("docs/recipe.md", "docs/commands.md", "docs/plan.md", "docs/metrics.md", "docs/models.md", "docs/library.md"),
+        "docs/reliability.md",
+    ],
+    "Science": [
+        *("docs/optimizers.md", "docs/studies/README.md", "docs/studies/optimizers.md", "docs/studies/spectra.md"),
+        *("docs/studies/maps.md", "docs/studies/pretraining.md", "docs/studies/wall-clock.md", "docs/studies/cnn.md"),
+        *("docs/studies/theorems.md", "docs/studies/parity.md", "docs/studies/statistics.md", "docs/benchmarks.md"),
+        "docs/figures.md",
+    ],
+    "Contributing": ["CONTRIBUTING.md", "docs/architecture.md", "docs/style.md", "SECURITY.md", "CHANGELOG.md"],
+}
+"""Every page by group, in the order of `soren-align docs`, the site and llms.txt."""
+
 _package = Path(__file__).resolve().parent.parent
 ROOT = _package / "_shipped" if (_package / "_shipped").is_dir() else _package.parent
 
@@ -59,9 +80,18 @@ def pages() -> dict[str, Path]:
 
     A README.md has the name of its folder: `studies`, beside `studies/maps`.
     """
-    folder = ROOT / "docs"
-    names = {str(f.relative_to(folder).with_suffix("")).removesuffix("/README"): f for f in folder.rglob("*.md")}
-    return {"readme": ROOT / "README.md"} | dict(sorted(names.items()))
+    return {page_name(file): ROOT / file for files in NAVIGATION.values() for file in files}
+
+
+def page_name(file: str) -> str:
+    """The name of a page of NAVIGATION: 'studies/maps' for 'docs/studies/maps.md'."""
+    name = file.removeprefix("docs/").removesuffix(".md").removesuffix("/README")
+    return name if "/" in name else name.lower()
+
+
+def title(page: Path) -> str:
+    """The heading of a page, without Markdown."""
+    return page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ").replace("`", "")
 
 
 def suites() -> dict[str, Path]:

@@ -3,7 +3,7 @@
 A bfloat16 weight of 0.02 has neighbours 1.2e-4 away: an update of 1e-8 is rounded away, and so are all that follow. The
 compensation keeps the rounding error of every update, as in Kahan's summation. A bfloat16 compensation, the usual
 choice, loses small updates too once it has grown to 256 times their size: Soren at 1e-6 is 4% of its total change off
-the float32 weights after 200 steps, 25% after 1000 (docs/log.md). So the compensation is a fixed-point number of the
+the float32 weights after 200 steps, 25% after 1000 (notes/log.md). So the compensation is a fixed-point number of the
 same size: the lower half of a float32 of which the parameter is the upper half, rounded. Together they are that
 float32, to the last bit.
 

@@ -6,7 +6,7 @@ of the Pile that were written beforehand.) A question of fewer words counts only
 
 The examples are read once. Memory is bounded by the questions: about 300 bytes for each of their n-grams, which are
 found by Python's hash of their words. A hash only finds a candidate, whose words are then compared, so that no
-collision counts as an overlap. (docs/log.md has the comparison with rolling hashes in numpy.)
+collision counts as an overlap. (notes/log.md has the comparison with rolling hashes in numpy.)
 
 No torch, datasets or lm-eval are imported until a suite's or a run's own texts are read.
 """
