@@ -91,7 +91,7 @@ It prints how far the output of every map is from the exact sigmoid, as a mean o
     soren-align sft quickstart/sft --set run.log_spectra.steps=[1,100,600] --no-eval
     soren-align spectrum runs/quickstart/sft --matrices '*q_proj*' --output pictures
 """,
-    "merge": "For runs with `model.lora`; see [optimizers.md](optimizers.md), LoRA.\n",
+    "merge": "Use this command on runs with `model.lora`; see [optimizers.md](optimizers.md), LoRA.\n",
     "push": "No other command uploads anything.\n",
     "import": """\
 Every key of the file is reported as kept, renamed, dropped (with the reason) or unknown. Keys that are lost and change

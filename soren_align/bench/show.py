@@ -55,7 +55,7 @@ def _notes(results: dict[str, Any]) -> list[str]:
             f"input: {results['input']}",
             "ms: median of interleaved rounds; ±: half the interquartile range",
             "util.: FLOP/s relative to a large matrix product in the same dtype, measured just before",
-            "/Muon: time over that of Muon's iteration in bfloat16 (as in torch.optim.Muon) and in float32",
+            "/Muon: time relative to Muon's iteration in bfloat16 (as in torch.optim.Muon) and in float32",
             "errors: max / mean relative error over all modes, to the sigmoid in float64 (Muon and peers: to 1)",
         ]
     else:
