@@ -392,7 +392,7 @@ def push(
     repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository; created if missing.")],
     merged: Annotated[bool, typer.Option("--merged", help="Upload RUN/merged instead of the adapter.")] = False,
     private: Annotated[
-        bool, typer.Option("--private", help="Create a private repository. A public one is refused.")
+        bool, typer.Option("--private", help="Create a private repository; a public one is refused.")
     ] = False,
     revision: Annotated[
         str | None, typer.Option(metavar="BRANCH", help="The branch; created if missing. Default: main.")

@@ -280,7 +280,7 @@ def schema(
     kind: Annotated[Literal["recipe", "study"], typer.Argument(metavar="KIND", help="recipe or study.")] = "recipe",
     output: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="A file, or a folder for KIND.schema.json. Default: print the schema."),
+        typer.Option(metavar="FILE", help="Write to this file, or into this folder. Default: print the schema."),
     ] = None,
 ) -> None:
     """Print the JSON Schema of recipes or studies, or write it for an editor."""
