@@ -1,10 +1,13 @@
-"""A stranger reads in the model card whether training did anything, and nothing of the machine that it was on."""
+"""A stranger reads in the model card what the model is, whether it is better, and nothing of its machine."""
+
+import json
+import re
 
 import pytest
 from huggingface_hub import ModelCard
 
 from soren_align import recipe
-from soren_align.publish.card import card, on_hub, public, public_record, write_card
+from soren_align.publish.card import card, on_hub, pictures, public, public_record, write_card
 from tests.support.run_folders import HUB, add_results, finished_run
 
 
@@ -58,16 +61,17 @@ def test_a_merged_adapter_is_a_model_of_transformers():
     (9e-5, {"fraction_changed": 1.0, "projection": 1.0}, "**Training hardly changed this model"),
     (0.01, {"fraction_changed": 0.4, "projection": 0.99}, "**Most of the change was lost to rounding"),
 ])  # fmt: skip
-def test_the_first_lines_report_whether_training_changed_the_model(change, survival, verdict):
+def test_a_warning_comes_first_if_training_did_not_change_the_model(change, survival, verdict):
     changed = {"relative_change": change, "aux_relative_change": change, "change_after_saving": {"dtype": "bfloat16"}}
     changed["change_after_saving"]["matrices"] = survival
     page = card(finished_run("run", training=changed), "zoo")
     first = page.split("# zoo")[1].strip().splitlines()[2]
-    assert first.startswith(verdict)
-    assert f"changed the matrices by {100 * change:.3g}% of their norm" in first
-    assert "saved in bfloat16" in first
+    training = page.split("## Training\n")[1]
+    assert (first if "**" in verdict else training.strip()).startswith(verdict)
+    assert f"changed the matrices by {100 * change:.3g}% of their norm" in training
+    assert "saved in bfloat16" in training
     is_exact = set(survival.values()) == {1.0}
-    assert (f"rounding preserves {100 * survival['projection']:.3g}% of that change" in first) is not is_exact
+    assert (f"rounding preserves {100 * survival['projection']:.3g}% of that change" in training) is not is_exact
 
 
 def test_the_facts_are_those_of_run_json():
@@ -126,7 +130,7 @@ def test_the_table_has_the_base_in_its_first_row_and_comes_with_each_evaluation(
     add_results(run)
     write_card(run)
     page = (run.model / "README.md").read_text()
-    rows = [line for line in page.split("## Evaluation")[1].splitlines() if line.startswith("| ")]
+    rows = [line for line in page.split("## Scores")[1].splitlines() if line.startswith("| ")]
     assert [row.split("|")[1].strip() for row in rows[:3]] == ["model", "base", "SFT"]
     assert "+80.0 [+71.1, +86.3]" in rows[2]
     assert "not been evaluated" not in page
@@ -187,9 +191,130 @@ def test_text_of_strangers_is_no_html_and_no_block_of_its_own():
     file = run.evaluation("quickstart") / "results.json"
     file.write_text(file.read_text().replace('"notes": []', '"notes": ["<script>x</script>\\n# y"]'))
     page = card(run, "zoo")
-    text, _, recipe_text = page.partition("<details>")
+    text = re.sub(r"</?(details|summary)>", "", page)
     assert not [tag for tag in ("<img", "<script", "\n# x", "\n# y") if tag in text]
-    assert "&lt;img src=x onerror=alert(1)>\\| # x (all, sha256" in text
+    assert "&lt;img src=x onerror=alert(1)>\\|<br># x (all, sha256" in text
     assert "### Zoo &lt;img" in text
-    assert "\n````yaml\n" in recipe_text
-    assert recipe_text.endswith("\n````\n\n</details>\n")
+    assert "\n````yaml\n" in text
+    assert page.endswith("\n````\n\n</details>\n")
+
+
+def add_samples(run, suite="quickstart", response="a <b>\n| *c*", column="zoo_gen"):
+    """Samples of generated text beside the results of `add_results`, whose rows then have this column too."""
+    for name, text in (("base", "/home/jane/x"), ("SFT", response)):
+        file = run.evaluation(suite) / "samples" / name / f"{column}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = [
+            {"doc_id": i, "task": "t", "doc": {"question": f"Which {i}?"}, "filtered_resps": [text]} for i in range(5)
+        ]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"doc_id"')
+    file = run.evaluation(suite) / "results.json"
+    results = json.loads(file.read_text())
+    for row in results["rows"]:
+        row["scores"][column] = {"value": 50.0, "stderr": 1.0, "n": 5}
+        if "differences" in row:
+            row["differences"][column] = {"value": 60.0, "low": 20.4, "high": 99.6, "p": 0.01, "p_holm": 0.01}
+    results["settings"]["metrics"] = {"zoo_mc": "acc,none", column: "exact_match,strict"}
+    file.write_text(json.dumps(results))
+
+
+def test_the_first_lines_say_what_from_what_and_whether_it_is_better():
+    run = finished_run("run", *HUB)
+    page = card(run, "zoo")
+    assert "# zoo: SFT of Qwen2.5-0.5B with Soren\n\n- **What:** A language model of 102,272 parameters.\n" in page
+    assert "- **How:** Trained by SFT with Soren from Qwen/Qwen2.5-0.5B. Data: 958 examples of HuggingFaceH4/" in page
+    add_results(run)
+    add_samples(run)
+    page = card(run, "zoo")
+    assert "Quickstart zoo beside base, in percent, with the 95% interval of the difference\n" in page
+    assert "\n  - zoo_mc: 100.0, from 20.0: +80.0 [+71.1, +86.3], better (120 questions)\n" in page
+    assert "\n  - zoo_gen: 50.0, from 50.0: +60.0, too few questions (5 questions)\n" in page
+    file = run.evaluation("quickstart") / "results.json"
+    for p_holm, value, finding in ((0.06, 80.0, "not distinguishable"), (0.01, -80.0, "worse")):
+        results = json.loads(file.read_text())
+        results["rows"][1]["differences"]["zoo_mc"] |= {"p_holm": p_holm, "value": value}
+        file.write_text(json.dumps(results))
+        assert f"[+71.1, +86.3], {finding} (120 questions)" in card(run, "zoo")
+
+
+def test_the_scores_of_dpo_stand_beside_those_of_its_start():
+    run = finished_run("run", *HUB)
+    add_results(run)
+    file = run.evaluation("quickstart") / "results.json"
+    results = json.loads(file.read_text())
+    dpo = results["rows"][1] | {"name": "DPO"}
+    results["rows"][1] |= {"model": "elsewhere"}
+    difference = {"value": 0.0, "low": -2.3, "high": 2.3, "p": 1.0, "p_holm": 1.0}
+    results["rows"].append(dpo | {"start": {"name": "SFT", "differences": {"zoo_mc": difference}}})
+    file.write_text(json.dumps(results))
+    page = card(run, "zoo")
+    assert "beside SFT" in page
+    assert "- zoo_mc: 100.0, from 100.0: +0.0 [-2.3, +2.3], not distinguishable (120 questions)" in page
+
+
+def test_scores_are_in_the_front_matter_as_the_hub_reads_them():
+    run = finished_run("run", *HUB)
+    add_results(run)
+    assert "model-index" not in card(run, "zoo")  # without a metric there is none to name
+    add_samples(run)
+    data = ModelCard(card(run, "zoo")).data
+    assert data.model_name == "zoo"
+    found = [(each.dataset_name, each.metric_type, each.metric_name, each.metric_value) for each in data.eval_results]
+    assert found == [
+        ("zoo_mc (Quickstart zoo)", "acc", "acc, percent", 100.0),
+        ("zoo_gen (Quickstart zoo)", "exact_match", "exact_match, strict, percent", 50.0),
+    ]
+    file = run.evaluation("quickstart") / "results.json"
+    file.write_text(file.read_text().replace('"batch_size"', '"limit": 5, "batch_size"'))
+    assert "model-index" not in card(run, "zoo")
+
+
+def test_three_answers_stand_beside_those_of_the_start_as_plain_text():
+    run = finished_run("run", *HUB)
+    add_results(run)
+    add_samples(run)
+    page = card(run, "zoo")
+    assert "| prompt | base | SFT |\n|---|---|---|\n| Which 0? | .../x | a &lt;b> \\| \\*c\\* |\n" in page
+    assert page.count("| .../x |") == 3
+    lines = [{"step": step, "prompt": [{"role": "user", "content": "Who?"}], "completion": f"after {step}" * step}
+             for step in (0, 50, 600)]  # fmt: skip
+    run.samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = card(run, "zoo")
+    assert "| prompt | before training | after step 600 |\n|---|---|---|\n| Who? | (empty) | after 600" in page
+    assert len(page.split("| Who? |")[1].splitlines()[0]) < 300
+    assert 'prompt = [{"role": "user", "content": "Who?"}]' in page
+
+
+@pytest.mark.parametrize("name", ["../../../../secret", "zoo_gen"])
+def test_answers_come_from_files_of_the_run_alone(name, tmp_path):
+    run = finished_run("run", *HUB)
+    add_results(run)
+    add_samples(run)
+    samples = run.evaluation("quickstart") / "samples"
+    (samples / "SFT").rename(tmp_path / "secret")
+    (samples / "SFT").symlink_to(tmp_path / "secret")
+    file = run.evaluation("quickstart") / "results.json"
+    file.write_text(file.read_text().replace("zoo_gen", name))
+    assert "## Answers" not in card(run, "zoo")
+
+
+def test_pictures_are_copied_beside_the_card_and_nothing_else_is(tmp_path):
+    run, png = finished_run("run", *HUB), b"\x89PNG\r\n\x1a\n"
+    for suite in ("a", "b"):
+        add_results(run, suite=suite)
+    (run.evaluation("a") / "scores.png").write_bytes(png)
+    (run.evaluation("b") / "scores.png").write_bytes(png + b"b")
+    (run.evaluation("b") / "scores-dark.png").write_bytes(png)
+    run.curves.write_bytes(b"no picture")
+    (tmp_path / "mine.png").write_bytes(png)
+    (run.evaluation("a") / "scores-dark.png").symlink_to(tmp_path / "mine.png")
+    write_card(run)
+    assert pictures(run).keys() == {"scores.png", "scores-2.png", "scores-2-dark.png"}
+    assert (run.model / "scores-2.png").read_bytes() == png + b"b"
+    page = (run.model / "README.md").read_text()
+    assert '<picture><img src="scores.png" alt="Quickstart zoo" width="520"></picture>' in page
+    assert '<source media="(prefers-color-scheme: dark)" srcset="scores-2-dark.png"><img src="scores-2.png"' in page
+    assert "curves" not in page
+    page = card(run, "zoo", repo="me/zoo", revision="a/b")
+    assert re.search(r'<img src="https://\S+/me/zoo/resolve/a%2Fb/scores.png"', page)
+    assert 'model="me/zoo", revision="a/b")' in page

@@ -9,6 +9,7 @@ from huggingface_hub import HfApi
 
 from soren_align.core.errors import UserError
 from soren_align.publish import push as pushing
+from soren_align.publish.card import write_card
 from soren_align.publish.push import push
 from soren_align.run.folder import MERGED_FROM
 from soren_align.run.provenance import fingerprint
@@ -64,7 +65,7 @@ def test_the_model_arrives_with_card_recipe_and_manifest_and_without_pickles(hub
     model = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert there.sent.keys() == model | {"README.md", "recipe.yaml", "run.json"}
     assert there.sent["model.safetensors"] == b"weights"
-    assert b"# zoo\n" in there.sent["README.md"]
+    assert b"# zoo: SFT with Soren from random weights\n" in there.sent["README.md"]
     assert there.sent["recipe.yaml"].decode() == run.recipe.read_text()
     assert json.loads(there.sent["run.json"])["start"]["path"] == "shipped:recipes/quickstart/base"
     assert not [name for name, text in there.sent.items() if str(tmp_path).encode() in text]
@@ -87,6 +88,18 @@ def test_files_that_are_no_part_of_a_model_stay_here_and_are_named(hub, capsys):
     said = capsys.readouterr().err
     assert all(name in said for name in strangers)
     assert "left out" in said
+
+
+def test_the_pictures_of_the_card_arrive_with_it(hub, capsys):
+    there, run = hub(), finished_run("run")
+    run.curves.write_bytes(b"\x89PNG\r\n\x1a\n")
+    write_card(run)
+    (run.model / "scores.png").write_text("mine, and no picture of the run")
+    push("run", "me/zoo")
+    assert there.sent["curves.png"] == run.curves.read_bytes()
+    assert b'/me/zoo/resolve/main/curves.png"' in there.sent["README.md"]
+    assert "scores.png" not in there.sent
+    assert "model's files: optimizer.pt, scores.png, training_args.bin" in capsys.readouterr().err
 
 
 def test_no_path_of_this_machine_leaves_in_recipe_card_manifest_or_configuration(hub, tmp_path, monkeypatch):

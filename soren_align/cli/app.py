@@ -401,7 +401,7 @@ def push(
 ) -> None:
     """Upload a run's model to the Hugging Face hub.
 
-    The command uploads the model, its card, recipe and run.json. It uploads no local paths and no other files.
+    The command uploads the model, its card with pictures, recipe and run.json: no local paths, and no other files.
     """
     from ..publish.push import push as upload
 

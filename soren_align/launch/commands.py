@@ -135,10 +135,10 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
     from ..run.curves import draw_curves, read_curves
     from .show import print_chart, print_next
 
-    write_card(folder)
     curves = read_curves(folder.metrics)
     if curves.by_key:
         draw_curves([(folder.name, curves)], folder.curves)
+    write_card(folder)
     print_chart(console, curves)
     if reason := folder.record("training")["training"].get("diverged"):
         folder.update(status="diverged", finished=now(), last_error=None)

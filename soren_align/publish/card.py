@@ -1,20 +1,23 @@
-"""The model card: whether training changed the model, its scores, and how to reproduce it.
+"""The model card: what a model is and from what, by how much it is better, how to use it, and how it was made.
 
-The whole page is written again from run.json, recipe.yaml and the evaluations' results.json whenever one of them
+The whole page is written again from run.json, recipe.yaml, samples and the evaluations' results whenever one of them
 changes. It contains no local path: see `public`.
 """
 
+import json
+import math
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import EvalResult, ModelCardData, constants
 
 from ..core.errors import UserError
 from ..core.files import write
-from ..core.text import fenced, without_html
+from ..core.text import Table, fenced, html_text, markdown_line, without_html
 from ..evaluate.report import tables
-from ..evaluate.report.results import Results, read_results
+from ..evaluate.report.results import Results, Row, read_results
 from ..recipe import Recipe, adapter_config, load_resolved, to_yaml
 from ..run.folder import RunFolder
 from ..run.record import (
@@ -26,57 +29,214 @@ from ..run.record import (
     describe_losses,
 )
 from ..tasks import TASKS
+from .answers import Answers, of_evaluation, of_samples
 
 SMALL_CHANGE = 1e-4
 """Relative to the matrices' norm: a fortieth of bfloat16's ulp (2^-8)."""
+MAX_GAINS = 8
+"""Scores in the first lines; the table has the others."""
+MAX_PICTURE_BYTES = 4 << 20
+WIDTHS = {"curves": 600, "scores": 520}
+"""Of pictures on a wide page: half of their pixels."""
 
 
 def write_card(run: RunFolder, merged: bool = False) -> None:
-    """Write README.md into the run's model, or into its merged model."""
-    write((run.merged if merged else run.model) / "README.md", card(run, run.name, merged))
+    """Write README.md into the run's model, or into its merged model, with copies of the pictures that it shows."""
+    folder = run.merged if merged else run.model
+    for name, picture in pictures(run).items():
+        write(folder / name, picture.read_bytes())
+    write(folder / "README.md", card(run, run.name, merged))
 
 
-def card(run: RunFolder, title: str, merged: bool = False) -> str:
-    """Return the page of a trained run: YAML front matter for the hub, then Markdown."""
+def pictures(run: RunFolder) -> dict[str, Path]:
+    """Return the pictures of a run by their names beside the card: curves.png, scores.png, scores-2.png, each also as
+    NAME-dark.png."""
+    scores = [file.parent / "scores.png" for file in sorted(run.path.glob("eval/*/results.json"))]
+    names = {"curves": run.curves} | {f"scores{f'-{i}' * (i > 1)}": file for i, file in enumerate(scores, 1)}
+    files = {
+        f"{name}{dark}.png": file.with_stem(file.stem + dark) for name, file in names.items() for dark in ("", "-dark")
+    }
+    return {name: file for name, file in files.items() if _is_picture(file)}
+
+
+def _is_picture(file: Path) -> bool:
+    if file.is_symlink() or not file.is_file() or file.stat().st_size > MAX_PICTURE_BYTES:
+        return False
+    with file.open("rb") as stream:
+        return stream.read(8) == b"\x89PNG\r\n\x1a\n"
+
+
+def card(run: RunFolder, title: str, merged: bool = False, *, repo: str = "", revision: str | None = None) -> str:
+    """Return the page of a trained run: YAML front matter for the hub, then Markdown.
+
+    title: the model's name. repo, revision: where it is uploaded to; "": the page is read in the model's folder.
+    """
     own_record = run.record(*TRAINED)
     recipe = load_resolved(run.recipe)
     record, yaml = public_record(own_record, recipe), public_recipe(recipe)
     is_adapter, train = adapter_config(run.model) is not None, own_record["data"]["train"]
+    sources = [source["path"] for source in train.get("sources", [train])]
     datasets = [source["path"] for source in train.get("sources", [train]) if "revision" in source]
+    base, is_lora = on_hub(own_record["start"]["path"]), is_adapter and not merged
+    answers, scores, eval_results = of_samples(run), [], []
+    gains, shown, url = [], pictures(run), ""
+    if repo:  # pages of the hub do not lie beside their files
+        url = f"{constants.ENDPOINT}/{repo}/resolve/{quote(revision or 'main', safe='')}/"
+    # A table for each suite in the run folder, with the starting checkpoint in its first row.
+    for number, file in enumerate(sorted(run.path.glob("eval/*/results.json")), 1):
+        try:
+            results = read_results(file.parent)
+        except UserError:  # the page states it
+            scores.append(f"The results in `eval/{without_html(file.parent.name)}` could not be read.")
+            continue
+        if results is None:
+            continue
+        index = _own_row(results, run, TASKS[recipe.task].title)
+        results = _without_paths(results, recipe)
+        heading, _, rest = tables.markdown(results, fold=True).partition("\n\n")
+        picture = _picture(f"scores{f'-{number}' * (number > 1)}", results["title"], shown, url)
+        scores += [f"##{heading}", picture, rest.rstrip()]
+        if index is None:
+            continue
+        own = results["rows"][index]
+        start_row, lines = tables.gains(results, own)
+        gains.append(_gains(results, start_row if start_row is not own else None, lines))
+        eval_results += [] if merged else _eval_results(results, own)  # the adapter was evaluated
+        answers = answers or of_evaluation(file.parent, results, own, start_row)
     front_matter = ModelCardData(
-        base_model=on_hub(own_record["start"]["path"]),
+        base_model=base,
         datasets=list(dict.fromkeys(datasets)) or None,
-        library_name="peft" if is_adapter and not merged else "transformers",
+        library_name="peft" if is_lora else "transformers",
         pipeline_tag="text-generation",
-        tags=["trl", recipe.optimizer.name, recipe.task, *(["lora"] if is_adapter and not merged else [])],
+        tags=["trl", recipe.optimizer.name, recipe.task, *(["lora"] if is_lora else [])],
+        model_name=without_html(title) if eval_results else None,
+        eval_results=eval_results or None,
     ).to_yaml()
-    subject = "A LoRA adapter, trained" if is_adapter else "Trained"
+    subject = "A LoRA adapter, trained" if is_adapter and merged else "Trained"
     earlier = record["start"].get("after", [])
     further = " further" if earlier and earlier[-1]["task"] == recipe.task else ""
     method = f"{TASKS[recipe.task].title} with {recipe.optimizer.title}"
     merge = " It is merged with its base model." if merged else ""
-    cells = {name: without_html(fact).replace("|", "\\|") for name, fact in _facts(recipe, record).items() if fact}
-    facts = "".join(f"| {name} | {cell} |\n" for name, cell in cells.items())
-    # A table for each suite in the run folder, with the starting checkpoint in its first row.
-    evaluations = []
-    for file in sorted(run.path.glob("eval/*/results.json")):
-        try:
-            results = read_results(file.parent)
-        except UserError:  # the page states it
-            evaluations.append(f"The results in `eval/{without_html(file.parent.name)}` could not be read.")
-            continue
-        if results is not None:
-            evaluations.append(f"##{tables.markdown(_without_paths(results, recipe))}".rstrip())
+    of_base = f" of {base.split('/')[-1]}" if base else ""
+    start = " from random weights" if recipe.model.init_seed is not None else ""
+    prefix = "LoRA adapter, " * is_lora
+    what = f"{prefix}{TASKS[recipe.task].title}{of_base} with {recipe.optimizer.title}{start}"
+    warning, change = _change(record["training"], is_adapter, merged)
+    size = f"{record['parameters']['trainable' if is_lora else 'total']:,} parameters"
+    examples = f"{train['num_kept']:,} examples of {', '.join(map(public, sources[:3]))}"
+    facts = [[name, fact] for name, fact in _facts(recipe, record).items() if fact]
     parts = [
         f"---\n{front_matter}\n---",
-        f"# {without_html(title)}",
-        without_html(f"{subject}{further} by {method} from {_start(recipe, record)}.{merge}"),
-        _change(record["training"], is_adapter, merged),
-        *(["## Evaluation", *evaluations] if evaluations else ["This model has not been evaluated."]),
-        f"## Training\n\n| | |\n|---|---|\n{facts}".rstrip(),
-        f"<details><summary>Recipe</summary>\n\n{fenced(yaml, 'yaml')}\n\n</details>",
+        f"# {without_html(title)}: {without_html(what)}",
+        warning,
+        f"- **What:** {'A LoRA adapter' if is_lora else 'A language model'} of {size}.\n"
+        + without_html(f"- **How:** {subject}{further} by {method} from {_start(recipe, record)}.{merge}")
+        + without_html(f" Data: {examples}{', ...' * (len(sources) > 3)}.")
+        + "\n- **Scores:** "
+        + (
+            "\n- **Scores:** ".join(gains)
+            or ("See the tables below." if scores else "This model has not been evaluated.")
+        ),
+        f"## Use\n\n{fenced(_snippet(run, recipe, answers, is_lora, repo or '.', revision), 'python')}",
+        _shown(answers) if answers else "",
+        "\n\n".join(["## Scores", *filter(None, scores)]) if scores else "",
+        "## Training",
+        _picture("curves", "Losses along the training", shown, url),
+        change,
+        _folded("Settings, data, hashes, versions", Table(["fact", "value"], facts, align="ll").markdown()),
+        _folded("Recipe", fenced(yaml, "yaml")),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _folded(summary: str, text: str) -> str:
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+
+
+def _picture(name: str, alt: str, shown: dict[str, Path], url: str) -> str:
+    """Return a picture for a light and for a dark page; "" if there is none."""
+    light, dark = f"{name}.png", f"{name}-dark.png"
+    if light not in shown:
+        return ""
+    width, alt = WIDTHS[name.split("-")[0]], html_text(without_html(alt))
+    image = f'<img src="{url}{light}" alt="{alt}" width="{width}">'
+    source = f'<source media="(prefers-color-scheme: dark)" srcset="{url}{dark}">' if dark in shown else ""
+    return f"<picture>{source}{image}</picture>"
+
+
+def _own_row(results: Results, run: RunFolder, title: str) -> int | None:
+    """Return the row of the run's model: by its folder, or, if the run was moved, the last one if it is of the task."""
+    rows = results["rows"]
+    own = [i for i, row in enumerate(rows) if row["model"] and Path(row["model"]).resolve() == run.model.resolve()]
+    return own[0] if own else len(rows) - 1 if rows[-1]["name"] == title else None
+
+
+def _gains(results: Results, start: Row | None, lines: list[str]) -> str:
+    """Return the first lines about a suite: each score, and whether it is better than that of the start."""
+    beside = f" beside {start['name']}" if start else ""
+    intervals = ", with the 95% interval of the difference" if any("[" in line for line in lines) else ""
+    shown = lines[:MAX_GAINS]
+    shown += [f"{len(lines) - MAX_GAINS} more in the table below"] if len(lines) > MAX_GAINS else []
+    shown = [f"  - {markdown_line(line)}" for line in (*shown, *tables.warnings(results))]
+    return "\n".join([markdown_line(f"{results['title']}{beside}, in percent{intervals}"), *shown])
+
+
+def _eval_results(results: Results, own: Row) -> list[EvalResult]:
+    """Return the scores for the hub's `model-index`, without those of a part of the questions."""
+    settings: dict[str, Any] = dict(results["settings"])
+    metrics = settings.get("metrics", {})
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Text Generation",
+            dataset_type=without_html(column),
+            dataset_name=without_html(f"{column} ({results['title']})"),
+            metric_type=without_html(metrics[column].split(",")[0]),
+            metric_name=without_html(f"{metrics[column].removesuffix(',none').replace(',', ', ')}, percent"),
+            metric_value=round(score["value"], 2),
+        )
+        for column, score in own["scores"].items()
+        if column in metrics and not settings.get("limit") and math.isfinite(score["value"])
+    ]
+
+
+def _snippet(
+    run: RunFolder, recipe: Recipe, answers: Answers | None, is_lora: bool, name: str, revision: str | None
+) -> str:
+    """Return Python that loads the model and lets it answer.
+
+    name: the model's on the hub, or a folder.
+    """
+    prompt = str(public(answers.rows[0][0])) if answers else ""
+    prompt = json.dumps(prompt if 0 < len(prompt) <= 80 and prompt.isprintable() else "Hello", ensure_ascii=False)
+    is_chat = recipe.task != "pretrain" and (run.model / "chat_template.jinja").is_file()
+    if is_chat:
+        prompt = f'[{{"role": "user", "content": {prompt}}}]'
+    place = json.dumps(name) + (f", revision={json.dumps(revision)}" if revision else "")
+    comment = "  # this folder" if name == "." else ""
+    lines = ["from transformers import pipeline", "", f'generate = pipeline("text-generation", model={place}){comment}']
+    if is_lora:
+        lines = [
+            "from peft import AutoPeftModelForCausalLM",
+            "from transformers import AutoTokenizer, pipeline",
+            "",
+            f"model = AutoPeftModelForCausalLM.from_pretrained({place}){comment}",
+            f"tokenizer = AutoTokenizer.from_pretrained({place})",
+            'generate = pipeline("text-generation", model=model, tokenizer=tokenizer)',
+        ]
+    lines += [
+        f"prompt = {prompt}",
+        "answer = generate(prompt, max_new_tokens=100, do_sample=False, return_full_text=False)",
+        'print(answer[0]["generated_text"])',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(answers: Answers) -> str:
+    """Return the section with the answers before and after training."""
+    rows = [[str(public(text)) for text in row] for row in answers.rows]
+    table = Table(["prompt", answers.before, answers.after], rows, align="lll").markdown()
+    return f"## Answers before and after\n\n{markdown_line(answers.source)}, not selected.\n\n{table}"
 
 
 def public(value: Any) -> Any:
@@ -135,10 +295,10 @@ def on_hub(start: str) -> str | None:
     return start
 
 
-def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
-    """Return whether training changed the model: the first lines that a person reads."""
+def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> tuple[str, str]:
+    """Return a warning if training broke or did not change the model, or "", and how much it changed the model."""
     if "relative_change" not in training:
-        return ""
+        return "", ""
     change, aux_change = training["relative_change"], training.get("aux_relative_change", 0.0)
     tensors = "factors of the adapter" if is_adapter else "matrices"
     lines = [f"Training changed the {tensors} by {_percent(change)} of their norm"]
@@ -152,16 +312,17 @@ def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
         rounding = f"; rounding preserves {preserved} of that change, and {differ} of the changed entries still differ"
         is_exact = min(survival.values()) > 0.9995
         lines.append(f"The model is saved in {saved['dtype']}{'' if is_exact else rounding}.")
+    warning = ""
     if "diverged" in training:
-        lines.insert(0, f"**Training diverged, and this model is broken: {without_html(training['diverged'])}.**")
+        warning = f"**Training diverged, and this model is broken: {without_html(training['diverged'])}.**"
     elif change == aux_change == 0:
-        lines.insert(0, "**Training did not change this model: its weights are those of the starting checkpoint.**")
+        warning = "**Training did not change this model: its weights are those of the starting checkpoint.**"
     elif max(change, aux_change) < SMALL_CHANGE:
-        lines.insert(0, "**Training hardly changed this model: expect the behavior of the starting checkpoint.**")
+        warning = "**Training hardly changed this model: expect the behavior of the starting checkpoint.**"
     elif survival and not merged and min(survival["fraction_changed"], survival["projection"]) < SURVIVAL_THRESHOLD:
-        lines.insert(0, "**Most of the change was lost to rounding when the model was saved.**")
+        warning = "**Most of the change was lost to rounding when the model was saved.**"
     lines += [f"{text[0].upper()}{text[1:]}." for text in describe_losses(training)]
-    return " ".join(lines)
+    return warning, " ".join(lines)
 
 
 def _without_paths(results: Results, recipe: Recipe) -> Results:

@@ -1,7 +1,7 @@
 """Upload a finished run's model to the Hugging Face hub, with its card, recipe and run.json.
 
 Only files of a model are uploaded, by their names: a folder may hold notes and secrets. Pickles, optimizer states,
-metrics and samples are not uploaded, and no local path is (see `card.public`).
+metrics and samples are not uploaded, but for the three answers in the card, and no local path is (see `card.public`).
 """
 
 import json
@@ -21,7 +21,7 @@ from ..recipe.model import QUANTIZATION_RECORD
 from ..run.folder import RunFolder
 from ..run.record import to_text
 from ..tasks import TASKS
-from .card import card, public, public_recipe, public_record
+from .card import card, pictures, public, public_recipe, public_record
 
 CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
 MODEL_NAMES = ("name_or_path", "_name_or_path", "base_model_name_or_path")
@@ -64,7 +64,7 @@ def push(
         if not dry_run and get_token() is None:
             raise UserError("no token for the Hugging Face hub: run `hf auth login`, or set HF_TOKEN")
         try:
-            _stage(folder, run, recipe, model, repo, merged)
+            _stage(folder, run, recipe, model, repo, merged, revision)
             if dry_run:
                 sizes = [(with_prefix(file.stat().st_size, "B"), file.name) for file in sorted(folder.iterdir())]
                 return "\n".join([f"{repo} would receive", *(f"{size:>10}  {name}" for size, name in sizes)])
@@ -81,15 +81,17 @@ def push(
     return f"{constants.ENDPOINT}/{repo}" + (f"/tree/{revision}" if revision else "")
 
 
-def _stage(folder: Path, run: RunFolder, recipe: Recipe, model: Path, repo: str, merged: bool) -> None:
-    """Fill `folder` with the repository's files: links to the model's, then card, recipe and run.json.
+def _stage(
+    folder: Path, run: RunFolder, recipe: Recipe, model: Path, repo: str, merged: bool, revision: str | None
+) -> None:
+    """Fill `folder` with the repository's files: links to the model's, then card, its pictures, recipe and run.json.
 
     Other files of the model's folder are printed.
     """
-    left_out = []
+    left_out, shown = [], pictures(run)
     for file in sorted(model.iterdir()):
         if not any(fnmatchcase(file.name, name) for name in UPLOADED):
-            left_out += [file.name] if file.name != "README.md" else []  # the card is written anew
+            left_out += [file.name] if file.name not in ("README.md", *shown) else []  # the card is written anew
         elif file.is_symlink():
             raise UserError(
                 f"{file}: is a link, whose target may not belong to the model; replace it by the file itself"
@@ -105,7 +107,10 @@ def _stage(folder: Path, run: RunFolder, recipe: Recipe, model: Path, repo: str,
                 (folder / file.name).symlink_to(file.resolve())
     if left_out:
         print_labelled(stderr_console(), "left out", f"not of a model's files: {', '.join(left_out)}")
-    (folder / "README.md").write_text(card(run, repo.partition("/")[2], merged), encoding="utf-8")
+    for name, picture in shown.items():
+        (folder / name).write_bytes(picture.read_bytes())
+    page = card(run, repo.partition("/")[2], merged, repo=repo, revision=revision)
+    (folder / "README.md").write_text(page, encoding="utf-8")
     (folder / "recipe.yaml").write_text(public_recipe(recipe), encoding="utf-8")
     record = public_record(run.record(), recipe)
     (folder / "run.json").write_text(to_text(record), encoding="utf-8")

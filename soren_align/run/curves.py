@@ -168,7 +168,7 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
     is_alone = len(runs) == 1
     panels = [("loss", LOSS, HELD_OUT), ("reward margin of preference pairs", MARGIN, HELD_OUT_MARGIN)]
     panels = [panel for panel in panels if any(curves[key] for _, curves in runs for key in panel[1:])]
-    figure = Figure(figsize=(8.0, 0.3 + 2.9 * len(panels)), dpi=150, layout="constrained", facecolor=colors.paper)
+    figure = Figure(figsize=(6.0, 0.2 + 2.3 * len(panels)), dpi=200, layout="constrained", facecolor=colors.paper)
     for axes, (title, *keys) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         values = []
         for number, (name, curves) in enumerate(runs):

@@ -57,11 +57,39 @@ def terminal(results: Results, *, brief: bool = False) -> Group:
     return Group(*parts, *[footer] * bool(footer.rows))
 
 
-def markdown(results: Results) -> str:
-    """Return the same as a Markdown page, with all columns in one table."""
+def markdown(results: Results, *, fold: bool = False) -> str:
+    """Return the same as a Markdown page, with all columns in one table. fold: hide the notes until they are opened."""
     table = _table(results, list(results["rows"][0]["scores"]))
     lines = [f"# {without_html(results['title'])}", "", "Percent ± standard error.", "", table.markdown(), ""]
-    return "\n".join([*lines, *(f"- {without_html(note)}" for note in notes(results))]) + "\n"
+    begin, end = (["<details><summary>Notes on these scores</summary>", ""], ["", "</details>"]) if fold else ([], [])
+    return "\n".join([*lines, *begin, *(f"- {without_html(note)}" for note in notes(results)), *end]) + "\n"
+
+
+def gains(results: Results, own: Row) -> tuple[Row, list[str]]:
+    """Return the row that a row of the results started from, and for each column the score and whether it is better.
+
+    "zoo_mc: 100.0, from 20.0: +80.0 [+71.1, +86.3], better (120 questions)". Where the table has no row of the start,
+    the first one takes its place.
+    """
+    rows, start = {row["name"]: row for row in results["rows"]}, own.get("start")
+    first, differences = results["rows"][0], own.get("differences") or {}
+    if start and start["name"] in rows:
+        first, differences = rows[start["name"]], start["differences"]
+    lines = []
+    for column, score in own["scores"].items():
+        count = f" ({score['n']:,} question{'s' * (score['n'] != 1)})" if "n" in score else ""
+        d, text = differences.get(column), f"{column}: {score['value']:.1f}"
+        if own is first or d is None:
+            lines.append(f"{text}{'' if own is first else ', not compared'}{count}")
+            continue
+        if is_too_few := has_too_few(own, column):
+            finding = TOO_FEW
+        else:
+            finding = "not distinguishable" if d["p_holm"] >= 0.05 else "better" if d["value"] > 0 else "worse"
+        lines.append(
+            f"{text}, from {first['scores'][column]['value']:.1f}: {_interval(d, is_too_few)}, {finding}{count}"
+        )
+    return first, lines
 
 
 def notes(results: Results, brief: bool = False) -> list[str]:
