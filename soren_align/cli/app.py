@@ -352,7 +352,7 @@ def curves(
 def reshard(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an unfinished run.")]) -> None:
     """Convert a checkpoint for another number of processes.
 
-    Rewrites the run's last checkpoint; then rerun the training command. Not for FSDP2.
+    The command rewrites the run's last checkpoint. Then rerun the training command. FSDP2 is not supported.
     """
     from ..launch import commands
 
