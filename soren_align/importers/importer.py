@@ -20,12 +20,11 @@ from .keys import Conversion, Note
 _WIDTH = 80
 _KEYS = 24
 _SOREN = """\
-As in the source. For Soren write `name: soren`: its updates have RMS 0.2 lr, AdamW's after some
-hundred steps, so lr may stay; in runs of about 30 steps AdamW's are 2 to 4 times as large. A search
-for a better lr starts there."""
+As in the source. For Soren write `name: soren` and keep lr: Soren's updates are as large as AdamW's
+after some hundred steps. In runs of about 30 steps multiply lr by 2 to 4. Then search for a better lr."""
 _BATCH = """\
-Examples per step: per_device_train_batch_size x gradient_accumulation_steps x processes, as in the
-source; global_batch_size: N fixes their number. parallel: zero3, fsdp2, ... shard the model."""
+As in the source, a step has per_device_train_batch_size x gradient_accumulation_steps x processes
+examples; `global_batch_size: N` sets their number. `parallel: zero3`, `fsdp2`, ... shard the model."""
 _EVAL = "# eval: {suite: open-llm-leaderboard-v1}     # evaluates the model and its starting checkpoint\n"
 
 

@@ -223,9 +223,9 @@ def test_a_loss_of_another_task_is_refused(project, loss):
 CHANGES = {  # a documented key of LLaMA-Factory's with a value -> the words of its note
     "pref_ftx: 0.1": "write trainer.loss_type: [sigmoid, sft]",
     "pref_bco_weight: 0.1": "[sigmoid, bco_pair]",
-    "ref_model: lab/other": "the reference model is the one that training starts from",
+    "ref_model: lab/other": "the reference model is the model that training starts from",
     "pure_bf16: true": "trainer.bf16, model.dtype: float32",
-    "use_galore: true": "AdamW at the same rate",
+    "use_galore: true": "AdamW is used at the same learning rate",
     "finetuning_type: freeze": "all weights are trained",
     "use_llama_pro: true": "as its config.json describes it",
     "mix_strategy: interleave_over": "write weight",
