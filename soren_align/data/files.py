@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..core.errors import UserError
-from ..core.files import CHUNK_BYTES, chunk_digests, chunks_of
+from ..core.files import CHUNK_BYTES, chunk_digests, chunks_of, file_sha256
 from ..recipe import STDLIB, csv_columns, data_files, data_suffix, refuse_wide_characters
 
 MAX_RATIO, MAX_UNCHECKED = 200, 1 << 26
@@ -224,7 +224,7 @@ class LocalFiles:
 
     def origin(self) -> dict[str, Any]:
         """For run.json: `split`, `sha256`; of several files one of all hashes, and each file's under `files`."""
-        hashes = {name: _sha256(file) for name, file in self.files.items()}
+        hashes = {name: file_sha256(file) for name, file in self.files.items()}
         if len(hashes) == 1:
             return {"split": "all", "sha256": next(iter(hashes.values()))}
         files = [{"path": name, "sha256": sha256} for name, sha256 in hashes.items()]
@@ -279,11 +279,6 @@ class LocalReader:
                 self.position = [number, num_read]
                 yield numbered
             self.position = [number + 1, 0]
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 class Entry(NamedTuple):

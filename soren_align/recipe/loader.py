@@ -316,9 +316,9 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     return part
 
 
-def recipe_hash(recipe: Recipe) -> str:
-    """A hash of `training_part` without the optimizer: equal for runs that differ in the optimizer alone."""
-    part = {key: value for key, value in training_part(recipe).items() if key != "optimizer"}
+def recipe_hash(recipe: Recipe, *, with_optimizer: bool = False) -> str:
+    """A hash of `training_part`; without the optimizer it is equal for runs that differ in the optimizer alone."""
+    part = {key: value for key, value in training_part(recipe).items() if with_optimizer or key != "optimizer"}
     return hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -11,21 +11,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..core.files import write
-from ..core.version import __version__
+from ..core.document import dotted
+from ..core.files import file_sha256, write
 from ..evaluate.report.results import read_results
 from ..evaluate.suite.suites import suite_of
 from ..recipe import differences, load_resolved, recipe_hash
-from ..recipe.schema import is_derived
+from ..recipe.schema import is_derived, trains_adapter
 from ..run.folder import RunFolder
 from . import stats
-from .config import METRICS, VerdictSection
+from .config import METRICS, VerdictSection, load_resolved_study, study_problems
+from .declaration import declaration_problems
 from .report.page import write_report
 from .runs import RunFiles, flat, read_files, run_folders
-from .search import STUDY_RESULT, read_study
+from .search import STUDY_FILE, STUDY_RESULT, read_study
 from .study import Study, by_trial, metric_of_trial
 
-EQUAL_AT_A_SEED = {
+EQUAL = {
     "starting_weights": "other initial weights",
     "batches": "other batches, or the same in another order",
     "data": "other training or held-out examples",
@@ -35,10 +36,13 @@ EQUAL_AT_A_SEED = {
     "device": "another kind of device",
     "versions": "other versions of packages",
 }
-"""Parts of `identity` in run.json, and the finding if they differ."""
+"""Parts of `identity` in run.json that all runs share, and the finding if they differ."""
+AT_A_SEED = ("batches", "starting_weights")
+"""Those that only the runs with one seed share; the starting weights where they are drawn."""
 FOLLOWS = "not set"
 """In a difference of recipes, the value of a key that follows another one."""
 MATCHED = "remove this folder and rerun the study, so that all candidates are trained alike"
+RESTORE = "restore it, or remove this folder and rerun the study"
 MANY_SEEDS = 5
 """Of a verdict, from which on their number is no caution: with 3, a 95% interval over seeds alone is 4.3 standard
 errors wide to each side, with 5 it is 2.8 (Student's t)."""
@@ -61,7 +65,9 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
         results = read_results(RunFolder(folder / evaluated.folder).evaluation(options.name))
         contamination = results.get("contamination") if results else None
     runs, unreadable = read_files(folder)
-    problems = [*unreadable, *audit(study, folder, runs)]
+    file = load_resolved_study(folder / STUDY_FILE)
+    problems = [f"{STUDY_FILE}: {dotted(key)}: {message}" for key, message in study_problems(file)]
+    problems += [*declaration_problems(folder, file), *unreadable, *audit(study, folder, runs)]
     weaknesses = [*cautions(study, folder, runs, contamination)]
     answers = []
     if not problems:
@@ -93,20 +99,49 @@ def audit(study: Study, folder: Path, runs: list[RunFiles]) -> list[str]:
         name: {*(file["search"].get("space") or {}), *(section.get("space") or {})}
         for name, section in file["candidates"].items()
     }
-    problems = [*_folder_problems(study, folder, runs), *_recipe_problems(runs, file, searched)]
+    problems = [*_folder_problems(study, folder, runs), *_recipe_problems(runs, file, searched, folder)]
     trained = [run for run in runs if run.num_steps is not None]
     numbers = [run.num_steps for run in trained]
     steps = most_common(numbers)
     problems += _deviations(trained, numbers, "another number of steps than the other runs")
-    for seed in dict.fromkeys(run.seed for run in runs):
-        for part, finding in EQUAL_AT_A_SEED.items():
-            compared = [run for run in runs if run.seed == seed and run.record.get("identity")]
+    draws_weights = any(run.recipe.task == "pretrain" or trains_adapter(run.recipe.model) for run in runs)
+    for part, finding in EQUAL.items():
+        by_seed = part in AT_A_SEED if draws_weights else part == "batches"
+        for seed in dict.fromkeys(run.seed for run in runs) if by_seed else (None,):
+            compared = [run for run in runs if seed in (None, run.seed) and run.record.get("identity")]
             if part in ("batches", "precision"):  # known at the end; those of another number of steps differ anyway
                 compared = [run for run in compared if run.num_steps is not None and run.num_steps == steps]
             parts = [run.record["identity"].get(part) for run in compared]
-            problems += _deviations(compared, parts, f"{finding} than the other runs with seed {seed}")
-    problems += _selection_problems(study, runs, searched)
+            where = "" if seed is None else f" with seed {seed}"
+            problems += _deviations(compared, parts, f"{finding} than the other runs{where}")
+    problems += [*_selection_problems(study, runs, searched), *_file_problems(trained, folder)]
     return list(dict.fromkeys(problems))
+
+
+def _file_problems(runs: list[RunFiles], folder: Path) -> Iterator[str]:
+    """Files that are not those that a run has left, and answers by the weights of another run.
+
+    Whoever edits all files of a run alike, with their hashes, is not found by any of these.
+    """
+    by_weights: dict[str, RunFiles] = {}
+    for run in runs:
+        written = run.record.get("written")
+        if written is None:
+            yield f"{run.place}: run.json has no hashes of what the training has left; {MATCHED}"
+            continue
+        if file_sha256(RunFolder(folder / run.place).metrics) != written["metrics_sha256"]:
+            yield f"{run.place}: metrics.jsonl is not the one that the training wrote; {RESTORE}"
+        if recipe_hash(run.recipe, with_optimizer=True) != written["recipe_sha256"]:
+            yield f"{run.place}: recipe.yaml is not the recipe that it was trained by; {RESTORE}"
+        weights = written["weights_sha256"]
+        other = run if weights is None else by_weights.setdefault(weights, run)
+        if other.record.get("identity", {}).get("batches") != run.record.get("identity", {}).get("batches"):
+            yield f"{run.place}: has the weights of {other.place}, which trained on other batches; {MATCHED}"
+        options = run.recipe.eval if run.stage == "verdict" else None
+        results = read_results(RunFolder(folder / run.place).evaluation(options.name)) if options else None
+        if results and results["rows"][-1].get("weights_sha256") != weights:
+            remedy = f"evaluate the run again (soren-align eval {folder / run.place})"
+            yield f"{run.place}: the answers of its evaluation are not by the weights that it trained; {remedy}"
 
 
 def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterator[str]:
@@ -147,16 +182,13 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
             yield f"verdict/{name}: has no run with seed {', '.join(missing)}; rerun the study"
 
 
-def _recipe_problems(runs: list[RunFiles], file: dict[str, Any], searched: dict[str, set[str]]) -> Iterator[str]:
-    """Recipes that differ in more than the study declares, or are not those that were trained."""
+def _recipe_problems(
+    runs: list[RunFiles], file: dict[str, Any], searched: dict[str, set[str]], folder: Path
+) -> Iterator[str]:
+    """Recipes that differ in more than the study declares: from its keys, from each other, from their candidate's."""
     for run in runs:
-        trained_by = run.record.get("identity")
-        if not trained_by:
+        if not run.record.get("identity"):
             yield f"{run.place}: run.json has no identity, so that nothing is known of its batches; {MATCHED}"
-        elif trained_by["versions"].get("soren-align") == __version__ and trained_by["recipe"] != recipe_hash(
-            run.recipe
-        ):
-            yield f"{run.place}: recipe.yaml is not the recipe that it was trained by; {MATCHED}"
         for key, value in declared_settings(file, run.candidate).items():
             trained = run.settings.get(key, value)
             if value is not None and key not in searched.get(run.candidate, ()) and trained != value:
@@ -168,6 +200,18 @@ def _recipe_problems(runs: list[RunFiles], file: dict[str, Any], searched: dict[
     free = {key for name in searched for key in (*searched[name], *declared_settings(file, name, shared=False))}
     others = _unlike(runs, lambda key: key.startswith("optimizer.") or key in free, "other candidates")
     yield from (others | unlike).values()
+    # A key that all runs of a candidate have, and the study does not name: unlike no other run, but the candidate's.
+    for name in file["candidates"]:
+        place = f"candidates/{name}.yaml"
+        if not (folder / place).is_file():
+            yield f"{place}: is missing; rerun the study, which writes it again"
+            continue
+        declared = RunFiles("candidates", name, place, load_resolved(folder / place), {})
+        for run in (run for run in runs if run.candidate == name and run.place not in others | unlike):
+            for key in sorted({*run.settings, *declared.settings} - searched[name]):
+                theirs, own = declared.settings.get(key), run.settings.get(key)
+                if theirs != own and not (is_derived(declared.recipe, key) and is_derived(run.recipe, key)):
+                    yield f"{run.place}: {key} is {own!r}, and {theirs!r} in {place}; {MATCHED}"
 
 
 def declared_settings(file: dict[str, Any], candidate: str, *, shared: bool = True) -> dict[str, Any]:

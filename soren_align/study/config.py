@@ -192,7 +192,7 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
         source.problems.append((("search", "pruning"), NO_PRUNING))
     study = source.validate(StudyFile)
     if study is not None:
-        source.problems += dict.fromkeys(_problems(study))
+        source.problems += dict.fromkeys(study_problems(study))
     source.refuse_problems()
     assert study is not None
     beside = local_path(path.parent / study.recipe)
@@ -251,7 +251,7 @@ def _settings(values: dict[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def _problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
+def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
     """What a schema cannot express, without the recipe."""
     search, verdict = study.search, study.verdict
     for section, seeds in (("search", search.seeds), ("verdict", verdict.seeds)):

@@ -21,6 +21,7 @@ from ..evaluate.suite.suites import suite_of
 from ..launch.environment import set_environment
 from ..recipe import accumulation
 from .config import ALL_PAIRS, Range, StudyFile, first_run, recipe_of_run
+from .declaration import DIGITS, declare
 from .stats import Assumed, Design, minimum_detectable, minimum_detectable_loss, num_comparisons
 
 ASSUMPTIONS = {
@@ -92,6 +93,7 @@ def plan_study(
     spaces = {name: study.space(name).items() for name in plans}
     return {
         "title": study.title,
+        "declaration": declare(study)["sha256"],
         "recipe": study.recipe,
         "task": first["task"],
         "model": first["model"],
@@ -230,6 +232,7 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     search, verdict, runs, candidates = plan["search"], plan["verdict"], plan["runs"], plan["candidates"]
     if plan["title"]:
         write("study", plan["title"])
+    write("declares", f"{plan['declaration'][:DIGITS]}; whoever reads this before the runs can check them later")
     write("recipe", f"{plan['recipe']}: {plan['task']} of {plan['model']['name_or_path']}, {plan['steps']:,} steps")
     times = f" x {len(search['seeds'])} seeds" if len(search["seeds"]) > 1 else ""
     write("runs", f"{runs['total']:,}")

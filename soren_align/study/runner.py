@@ -31,6 +31,7 @@ from ..run import lock
 from ..run.folder import LOCK, RANKS_LOCK, RunFolder
 from .audit import conclude
 from .config import StudyFile, recipe_of_run
+from .declaration import DECLARATION, DIGITS, read_declaration
 from .report.page import REPORT, terminal_verdict
 from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
 from .runs import select
@@ -60,6 +61,7 @@ def compare(study: StudyFile, *, jobs: int | None = None, processes: int = 1, ex
     with _exclusive(folder):
         create(folder, study)
         progress = Progress(folder)
+        print_labelled(console, "declared", f"{read_declaration(folder)['sha256'][:DIGITS]}, in {folder / DECLARATION}")
         if extend:
             ends = progress.extend()
             for name, keys in ends.items():

@@ -10,6 +10,7 @@ import io
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, product
 from pathlib import Path
@@ -30,12 +31,11 @@ from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
 from ..run.folder import RunFolder
 from ..tasks import TASKS
 from .config import Range, StudyFile, first_run, load_resolved_study, recipe_of_run
+from .declaration import CHANGEABLE, read_declaration, write_declaration
 from .runs import STAGES, edges, read_run, read_scores, select
 from .study import ENDED, Candidate, Run, Study, by_trial, metric_of_trial
 
 STUDY_FILE, STUDY_RESULT, EXTENSIONS, JOURNAL = "study.yaml", "study.json", "extensions.json", "optuna.journal"
-CHANGEABLE: Any = dict.fromkeys(("title", "jobs", "budget_hours", "output_dir"), True) | {"search": {"keep_models"}}
-"""Keys of a study's file that may change while it runs: they change no run."""
 WIDER = 0.5
 """How much wider an interval becomes at an end, as a share of its width."""
 MOST_STARTING_TRIALS = 10
@@ -75,6 +75,7 @@ def create(folder: Path, study: StudyFile) -> None:
             "Restore these to continue, or choose another output_dir; --extend adds trials to a study",
         )
     write(folder / STUDY_FILE, dump(study.model_dump()))  # first: with it the folder is a study's
+    write_declaration(folder, study)
     (folder / "candidates").mkdir(exist_ok=True)
     for name in (name for name in recipes if not files[name].is_file()):  # of a command that was killed here
         write(files[name], to_yaml(recipes[name]))
@@ -270,6 +271,9 @@ def read_study(folder: Path, failures: Mapping[str, str] | None = None) -> Study
     candidates = [progress.candidate(name, search) for name in study.candidates]
     scored = next((run for candidate in candidates for run in candidate.verdict if run.scores), None)
     record = next((RunFolder(folder / r.folder).read() or {} for c in candidates for r in c.trials if r.curve), {})
+    declaration = ""
+    with suppress(UserError):  # the audit reports it
+        declaration = read_declaration(folder)["sha256"]
     return Study(
         name=study.title or folder.resolve().name,
         file=study.model_dump(),
@@ -279,6 +283,7 @@ def read_study(folder: Path, failures: Mapping[str, str] | None = None) -> Study
         command=f"soren-align compare {folder / STUDY_FILE}",
         versions=record.get("versions", {}),
         machine=", ".join(str(record[key]) for key in ("device", "platform") if key in record),
+        declaration=declaration,
     )
 
 

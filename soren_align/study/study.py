@@ -155,6 +155,8 @@ class Study:
     """Facts that weaken the conclusion: edges, overlaps, few seeds."""
     contamination: dict[str, Any] | None = None
     """By column: {"questions", "overlapping", "examples_read"}."""
+    declaration: str = ""
+    """The hash of declaration.json; empty if it is missing or was changed."""
     command: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     machine: str = ""

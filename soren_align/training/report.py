@@ -10,10 +10,12 @@ import torch
 from rich.console import Console
 
 from ..core.errors import UserError
+from ..core.files import file_sha256
 from ..core.text import print_labelled
 from ..optim import route, routing_table, share_notices, spectral_share
-from ..recipe import batch_unit, global_batch
+from ..recipe import Recipe, batch_unit, global_batch, recipe_hash
 from ..run.folder import RunFolder
+from ..run.provenance import fingerprint
 from ..run.quantized import quantization_of, weight_numel
 from ..run.record import (
     SURVIVAL_THRESHOLD,
@@ -126,7 +128,13 @@ def report_first_step(
 
 
 def report_result(
-    folder: RunFolder, console: Console, trainer: Any, result: dict[str, Any], seconds: float, resumed_from: int
+    folder: RunFolder,
+    console: Console,
+    recipe: Recipe,
+    trainer: Any,
+    result: dict[str, Any],
+    seconds: float,
+    resumed_from: int,
 ) -> None:
     """Write status "trained", losses, the peak of the memory and `result` into run.json, and print them.
 
@@ -158,10 +166,15 @@ def report_result(
         data = (folder.read() or {})["data"]
         folder.update(data={**data, "train": {**data["train"], **stream.counts()}})
     training = {"steps": steps, "seconds_since_start_or_resume": round(seconds, 1), **losses}
+    written = {
+        "recipe_sha256": recipe_hash(recipe, with_optimizer=True),
+        "metrics_sha256": file_sha256(folder.metrics),
+        "weights_sha256": fingerprint(str(folder.model)),
+    }
     used: dict[str, Any] = {"peak_memory_bytes": peak_memory()}
     if not torch.accelerator.is_available() and hasattr(os, "getloadavg"):
         used["cpu_load"] = round(os.getloadavg()[0], 2)
-    folder.update(status="trained", training={**training, **used, **result})
+    folder.update(status="trained", training={**training, **used, **result}, written=written)
 
     means = (log["train_loss"] for log in reversed(history) if "train_loss" in log)
     loss, mean = "", next(means, None)

@@ -126,7 +126,7 @@ def train(setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Rank
             folder.update(identity=identity)
             if "best_model" not in result and (reason := divergence(read_metrics(folder.metrics))):
                 result["diverged"] = reason
-            report_result(folder, console, trainer, result, seconds, resumed_from)
+            report_result(folder, console, recipe, trainer, result, seconds, resumed_from)
             remove(folder.start_logits)  # later than the status: until then a rerun resumes, and needs them
         if stop.stopped:
             saved = "model" if finished else "checkpoint"

@@ -18,7 +18,14 @@ SHORT += ("trainer.logging_steps=1", "trainer.per_device_train_batch_size=8", "t
 DDP_TIMEOUT_SECONDS = 20
 # Keys of run.json and results.json that differ between undisturbed runs in two folders, or that say what happened.
 VOLATILE = {"path", "model", "started", "finished", "resumed_from_steps", "last_error", "diverged", "num_requests"}
-VOLATILE |= {"seconds_since_start_or_resume", "peak_memory_bytes", "cpu_load", "commit", "record_sha256"}
+VOLATILE |= {
+    "seconds_since_start_or_resume",
+    "peak_memory_bytes",
+    "cpu_load",
+    "commit",
+    "record_sha256",
+    "metrics_sha256",
+}  # whose lines have times
 TIMED = ("_runtime", "_per_second", "train_loss", "total_flos")
 """Ends of the keys of metrics.jsonl that are of this start alone, not of the run."""
 

@@ -10,14 +10,15 @@ import pytest
 from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.core.version import __version__
-from soren_align.recipe import recipe_hash, to_yaml
+from soren_align.recipe import Eval, recipe_hash, to_yaml
 from soren_align.run.folder import RunFolder
 from soren_align.study.audit import audit, cautions, conclude
 from soren_align.study.config import load_study
 from soren_align.study.runs import STAGES, read_files, read_run, select
 from soren_align.study.study import Candidate, Run, Study
 from soren_align.tasks import TASKS
-from tests.support.study_runs import end_all
+from tests.support.run_folders import add_results
+from tests.support.study_runs import end_all, written
 
 RATES = {"adamw": (0.001, 0.002, 0.004), "soren": (0.003, 0.005, 0.009)}
 LOSSES = (1.4, 1.2, 1.3)  # the second trial is the best
@@ -79,8 +80,18 @@ class PlantedStudy:
         folder.replace(status="finished", task="sft", versions=VERSIONS, seeds={"trainer": seed, "init": 1},
                        identity=identity, training={"steps": 150, "first_loss": 4.0, "last_loss": 1.0})  # fmt: skip
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in curve(loss)))
+        self.seal(place)
+        declared = self.folder / f"candidates/{name}.yaml"
+        declared.parent.mkdir(exist_ok=True)
+        if not declared.is_file():
+            declared.write_text(to_yaml(made))
         number = int(last) if stage == "search" else FRESH.index(seed)
         return Run(name, stage, number, seed, place, {"optimizer.lr": rate}, "waiting")
+
+    def seal(self, place, weights=None):
+        """Record a run's files as they are."""
+        folder = RunFolder(self.folder / place)
+        folder.update(written=written(folder, recipe.load_resolved(folder.recipe), weights or str(place)))
 
     def change(self, place, **keys):
         """Change keys of a run's identity."""
@@ -134,7 +145,7 @@ def test_another_data_order_for_one_optimizer_is_caught(study):
 
 def test_other_initial_weights_are_caught(study):
     study.change("verdict/soren/102", starting_weights="0" * 16)
-    only(study.problems(), "verdict/soren/102: other initial weights than the other runs with seed 102")
+    only(study.problems(), "verdict/soren/102: other initial weights than the other runs (")
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
@@ -194,6 +205,7 @@ def test_selection_on_a_benchmark_is_caught(study):
 def test_a_setting_that_is_not_the_best_on_held_out_examples_is_caught(study):
     metrics = RunFolder(study.folder / "search/soren/02").metrics
     metrics.write_text("".join(json.dumps(line) + "\n" for line in curve(1.1)))
+    study.seal("search/soren/02")
     (problem,) = study.problems()
     setting = "the setting (optimizer.aux_lr 0.005, optimizer.lr 0.005) has eval_loss 1.2, and the best of the search"
     assert problem.startswith(
@@ -212,7 +224,7 @@ def test_other_parameters_in_the_verdict_are_caught(study):
 
 @pytest.mark.parametrize(("part", "value", "words"), [
     ("precision", {"weights": ["bfloat16"], "updated": ["float32"], "autocast": "no"}, "another precision"),
-    ("processes", 2, "another number of processes than the other runs with seed 0 (2 instead of 1)"),
+    ("processes", 2, "another number of processes than the other runs (2 instead of 1)"),
     ("versions", VERSIONS | {"torch": "2.12.0"}, "torch: '2.13.0' there, '2.12.0' here"),
     ("data", "c" * 16, "other training or held-out examples"),
     ("global_batch_size", 32, "another global batch size"),
@@ -255,12 +267,102 @@ def test_a_recipe_that_was_edited_after_training_and_a_run_without_an_identity_a
     assert any("search/soren/01: run.json has no identity" in p for p in problems)
 
 
+def test_metrics_that_were_edited_after_training_are_caught(study):
+    for place in study.folder.glob("verdict/soren/*"):
+        metrics = RunFolder(place).metrics
+        metrics.write_text(metrics.read_text().replace("1.25", "1.85"))
+    problems = study.problems()
+    assert len(problems) == 3
+    assert problems[0].startswith("verdict/soren/101: metrics.jsonl is not the one that the training wrote; restore it")
+
+
+def test_an_undeclared_key_that_all_runs_of_a_candidate_have_is_caught(study):
+    for place in study.folder.glob("*/soren/*"):
+        file = RunFolder(place).recipe
+        file.write_text(file.read_text().replace("weight_decay: 0.1", "weight_decay: 0.0", 1))
+    edited = [problem for problem in study.problems() if "recipe.yaml is not the recipe" in problem]
+    assert len(edited) == 6
+    for place in study.folder.glob("*/soren/*"):  # as if all runs had been trained with it
+        study.seal(place)
+    problems = study.problems()
+    assert len(problems) == 6
+    assert "search/soren/00: optimizer.weight_decay is 0.0, and 0.1 in candidates/soren.yaml" in problems[0]
+    (study.folder / "candidates/soren.yaml").unlink()
+    only(study.problems(), "candidates/soren.yaml: is missing; rerun the study")
+
+
+@pytest.mark.parametrize("places", ["*/*/102", "verdict/*/*"])
+@pytest.mark.parametrize(("part", "value", "words"), [
+    ("data", "c" * 16, "other training or held-out examples than the other runs"),
+    ("starting_weights", "c" * 16, "other initial weights than the other runs"),
+    ("versions", VERSIONS | {"torch": "2.12.0"}, "other versions of packages than the other runs"),
+    ("precision", {"weights": ["bfloat16"]}, "another precision than the other runs"),
+])  # fmt: skip
+def test_terms_that_differ_for_a_seed_of_all_candidates_or_for_the_whole_verdict_are_caught(
+    study, places, part, value, words
+):
+    for place in study.folder.glob(places):
+        study.change(place, **{part: value})
+    problems = study.problems()
+    assert problems
+    assert all(words in problem for problem in problems)
+
+
+def test_new_adapters_start_from_other_weights_at_each_seed(study):
+    for place in study.folder.glob("*/*/*"):
+        folder = RunFolder(place)
+        if folder.recipe.is_file():
+            values = recipe.load_resolved(folder.recipe).model_dump()
+            values["model"]["lora"] = {"r": 4}
+            folder.recipe.write_text(to_yaml(recipe.Recipe.model_validate(values)))
+            study.change(place, starting_weights=place.name if place.name.startswith("10") else "a" * 16)
+            study.seal(place)
+    for name in RATES:
+        shutil.copy(study.folder / f"verdict/{name}/101/recipe.yaml", study.folder / f"candidates/{name}.yaml")
+    assert study.problems() == []
+    study.change("verdict/soren/102", starting_weights="0" * 16)
+    only(study.problems(), "verdict/soren/102: other initial weights than the other runs with seed 102")
+
+
+def test_answers_of_another_run_are_caught(study):
+    for place in study.folder.glob("verdict/*/*"):
+        folder = RunFolder(place)
+        planted = recipe.load_resolved(folder.recipe)
+        folder.recipe.write_text(to_yaml(planted.model_copy(update={"eval": Eval(suite="quickstart")})))
+        add_results(folder)
+        file = folder.evaluation("quickstart") / "results.json"
+        results = json.loads(file.read_text())
+        results["rows"][-1]["weights_sha256"] = folder.read()["written"]["weights_sha256"]
+        file.write_text(json.dumps(results))
+    assert study.problems() == []
+    evaluations = {name: study.folder / f"verdict/{name}/eval" for name in ("adamw/101", "soren/101", "soren/103")}
+    shutil.rmtree(evaluations["soren/103"])
+    shutil.copytree(evaluations["soren/101"], evaluations["soren/103"])
+    only(study.problems(), "verdict/soren/103: the answers of its evaluation are not by the weights that it trained")
+    shutil.rmtree(evaluations["adamw/101"])
+    shutil.copytree(evaluations["soren/101"], evaluations["adamw/101"])
+    assert len(study.problems()) == 2
+
+
+def test_the_weights_of_one_seed_for_two_are_caught(study):
+    study.seal("verdict/soren/103", weights="verdict/soren/101")
+    only(study.problems(), "verdict/soren/103: has the weights of verdict/soren/101, which trained on other batches")
+
+
+def test_a_run_without_hashes_of_its_files_is_caught(study):
+    folder = RunFolder(study.folder / "search/soren/01")
+    folder.replace(**{key: value for key, value in folder.read().items() if key != "written"})
+    only(study.problems(), "search/soren/01: run.json has no hashes of what the training has left")
+
+
 def test_differences_of_the_schedule_that_a_study_declares_are_cautions(study):
     study.file["candidates"]["soren"]["set"]["trainer.max_grad_norm"] = 1.0
     for place in [p for p in study.folder.glob("*/soren/*")]:
         folder = RunFolder(place)
         folder.recipe.write_text(folder.recipe.read_text().replace("  seed:", "  max_grad_norm: 1.0\n  seed:"))
         study.change(place, recipe=recipe_hash(recipe.load_resolved(folder.recipe)))
+        study.seal(place)
+        shutil.copy(folder.recipe, study.folder / "candidates/soren.yaml")
     assert study.problems() == []
     found = study.cautions()
     assert any("soren: is trained with its own trainer.max_grad_norm" in caution for caution in found)

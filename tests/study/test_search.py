@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.run.folder import read_metrics
 from soren_align.study import search as study_search
-from soren_align.study.audit import cautions
+from soren_align.study.audit import cautions, conclude
+from soren_align.study.declaration import declare, read_declaration
 from soren_align.study.runner import _move_another_setting
 from soren_align.study.runs import read_curve, read_files, run_folders
 from soren_align.study.search import JOURNAL, read_study
@@ -91,6 +93,72 @@ def test_the_verdict_has_the_best_setting_and_starts_when_its_search_has_ended(t
             end(study, run, 2.0, error="refused")  # no trial of adamw has a result
     runs = progress.update()
     assert progress.num_runs(runs) == {"search": 6, "verdict": 3}
+
+
+def test_a_study_is_declared_before_its_first_run_and_holds_to_it(tmp_path):
+    study = study_of(tmp_path)
+    folder = Path(study.output_dir)
+    progress_of(study)
+    declared = read_declaration(folder)
+    assert declared["sha256"] == declare(study)["sha256"]  # what `plan` prints
+    assert {name.rpartition("/")[2] for name in declared["files"]} == {"chat_train.jsonl", "chat_test.jsonl"}
+    (folder / "declaration.json").unlink()
+    progress_of(study)  # no run was started
+    assert read_declaration(folder) == declared
+    end(study, progress_of(study).update()[0], 2.0)
+    text = (folder / "declaration.json").read_text()
+    (folder / "declaration.json").unlink()
+    with pytest.raises(UserError, match=r"declaration\.json: is missing; restore it"):
+        progress_of(study)
+    (folder / "declaration.json").write_text(text.replace('"power": 0.8', '"power": 0.9'))
+    with pytest.raises(UserError, match=r"declaration\.json: was changed after it was written"):
+        progress_of(study)
+    (folder / "declaration.json").write_text(text)
+    progress_of(study)
+
+
+def test_examples_that_changed_since_the_declaration_are_refused(tmp_path):
+    data = tmp_path / "chat.jsonl"
+    data.write_bytes((shipped.ROOT / "recipes/quickstart/data/chat_train.jsonl").read_bytes())
+    study = study_of(tmp_path, f"set.data.train.path={data}")
+    progress_of(study)
+    data.write_text(data.read_text().replace("?", "!", 1))
+    with pytest.raises(UserError, match=r"was declared otherwise[\s\S]*chat\.jsonl: .* there"):
+        progress_of(study)
+
+
+@pytest.mark.parametrize(("old", "new", "words"), [
+    ("- 103", "", r"verdict.seeds: found 2; a verdict over seeds needs at least 3"),
+    ("  - 102\n  - 103", "", r"verdict.seeds: found 1; a verdict over seeds needs at least 3"),
+    ("- 103", "- 104", r"is not as it was declared \(verdict.seeds: \[101, 102, 103\] there, \[101, 102, 104\] here"),
+    ("reference: adamw", "reference: soren", r"verdict.reference: 'adamw' there, 'soren' here"),
+    ("power: 0.8", "power: 0.5", r"verdict.power: 0.8 there, 0.5 here"),
+    ("high: 0.1", "high: 0.0011", r"search.space.optimizer.lr.high: 0.1 there, 0.0011 here"),
+    ("metric: eval_loss", "metric: eval_mean_token_accuracy", r"search.metric: 'eval_loss' there"),
+], ids=["a seed less", "one seed", "another seed", "reference", "power", "space", "metric"])  # fmt: skip
+def test_a_study_that_was_edited_after_its_runs_has_no_verdict(tmp_path, old, new, words):
+    study = study_of(tmp_path)
+    end_all(study, loss_of)
+    folder = Path(study.output_dir)
+    assert conclude(folder).problems == []
+    file = folder / "study.yaml"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    result = conclude(folder)
+    assert any(re.search(words, problem) for problem in result.problems), result.problems
+    assert result.differences == []
+
+
+def test_a_candidate_that_was_removed_after_its_runs_is_a_problem(tmp_path):
+    study = study_of(tmp_path)
+    end_all(study, loss_of)
+    folder = Path(study.output_dir)
+    file = folder / "study.yaml"
+    start, end_of_it = file.read_text().index("  soren:"), file.read_text().index("search:")
+    file.write_text(file.read_text()[:start] + file.read_text()[end_of_it:])
+    result = conclude(folder)
+    assert any("is not as it was declared (candidates.soren: " in problem for problem in result.problems)
 
 
 def test_a_seed_of_the_verdict_is_run_for_all_candidates_before_the_next(tmp_path):

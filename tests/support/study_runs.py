@@ -1,8 +1,10 @@
 """Studies of a few short runs, and run folders as their trainings leave them, made without training."""
 
+import hashlib
 import json
 from pathlib import Path
 
+from soren_align.core.files import file_sha256
 from soren_align.core.version import __version__
 from soren_align.recipe import recipe_hash, to_yaml
 from soren_align.run.folder import RunFolder
@@ -63,11 +65,21 @@ def end(study, run, loss, *, seconds=10.0, error=None, diverged=False):
     identity = {"starting_weights": "a" * 16, "batches": f"{run.seed:016}", "data": "b" * 16,
                 "recipe": recipe_hash(recipe), "precision": {"weights": ["float32"]}, "processes": 1,
                 "global_batch_size": 8, "versions": {"soren-align": __version__}, "device": "cpu"}  # fmt: skip
-    trained = {} if error else {"training": {"steps": 6, "first_loss": 5.0, "last_loss": loss}}
+    trained = {} if error else {"training": {"steps": 6, "first_loss": 5.0, "last_loss": loss},
+                                "written": written(folder, recipe, run.folder)}  # fmt: skip
     folder.replace(
         status=status, task=recipe.task, last_error=error, diverged=diverged, versions={"soren-align": __version__},
         seeds={"trainer": run.seed}, identity=identity, **trained,
     )  # fmt: skip
+
+
+def written(folder, recipe, weights):
+    """What run.json has of the files that a training has left. weights: any text, in the place of a model."""
+    return {
+        "recipe_sha256": recipe_hash(recipe, with_optimizer=True),
+        "metrics_sha256": file_sha256(folder.metrics),
+        "weights_sha256": hashlib.sha256(weights.encode()).hexdigest(),
+    }
 
 
 def end_all(study, loss_of, *, order=1):

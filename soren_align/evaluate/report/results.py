@@ -80,6 +80,8 @@ class Row(TypedDict):
     name: Annotated[str, AfterValidator(_component)]
     model: str | None
     """Its folder or name on the hub; model cards omit it."""
+    weights_sha256: NotRequired[str | None]
+    """Of the weights that answered; None for a name on the hub."""
     scores: Annotated[dict[str, Score], Field(min_length=1)]
     differences: NotRequired[dict[str, Difference] | None]
     """To the first row, which has none itself."""
@@ -129,6 +131,8 @@ class Results(TypedDict):
     """results.json. Keys that no table needs are not checked."""
 
     format: Literal[1]
+    points_sha256: NotRequired[str]
+    """Of points.json."""
     title: str
     suite: str
     rows: Annotated[list[Row], Field(min_length=1)]

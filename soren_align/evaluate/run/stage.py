@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import hashlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from ...core.files import default_cache_folder, is_component, write
 from ...core.text import loading, print_labelled
 from ...recipe import Eval, Model, trains_adapter
 from ...run.folder import RunFolder
-from ...run.provenance import commit
+from ...run.provenance import commit, fingerprint
 from ..report import tables
 from ..report.results import NAME, POINTS, Results, Row, read_results, refuse_foreign
 from ..stats.contamination import Overlaps
@@ -107,7 +108,9 @@ def evaluate(
         "settings": cast(Any, evaluated[0][1].settings | settings),
         "notes": [*suite.notes, *notes, *([f"contamination: {overlaps}"] if isinstance(overlaps, str) else [])],
     }
-    write_results(results, {name: each.samples for name, each in evaluated}, output, points_json(dict(evaluated)))
+    points = points_json(dict(evaluated))
+    results["points_sha256"] = hashlib.sha256(points.encode()).hexdigest()
+    write_results(results, {name: each.samples for name, each in evaluated}, output, points)
     return results
 
 
@@ -273,6 +276,7 @@ def _result_rows(rows: Sequence[PlannedRow], evaluated: list[tuple[str, ModelRes
         {
             "name": row.name,
             "model": str(row.model),
+            "weights_sha256": fingerprint(str(row.model)),
             "scores": results.scores,
             "truncated": results.truncated,
             "eos_token_id": results.eos_token_id,

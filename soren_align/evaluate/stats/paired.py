@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 
 from ...core.document import dotted
 from ...core.errors import UserError
-from ...core.files import read_json
+from ...core.files import file_sha256, read_json
 from ..report.results import NAME as RESULTS
 from ..report.results import POINTS, read_results
 
@@ -183,6 +183,8 @@ def read_points(folder: Path) -> dict[str, Points]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UserError(f"{file} {dotted(first['loc'])[:80]}: {first['msg'][:120]}; {remedy}") from None
+    if results.get("points_sha256", file_sha256(file)) != file_sha256(file):
+        raise UserError(f"{file}: is not the file that {RESULTS} was written with; {remedy}")
     rows: dict[str, Points] = {}
     for row in results["rows"]:
         name, columns = row["name"], {}

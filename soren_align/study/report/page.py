@@ -18,6 +18,7 @@ from ...core.errors import printable
 from ...core.files import write
 from ...core.text import Table, count, duration, gibibytes, join_words, mean_std, p_value
 from ...run.metrics import IN_STUDIES
+from ..declaration import DIGITS
 from ..study import BASE, Study, finished
 from . import charts, text
 from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, page_html, page_markdown
@@ -275,7 +276,10 @@ def _identity(value: Any) -> str:
 
 def terminal_verdict(study: Study) -> Group:
     """Return the verdict for a terminal of 80 columns: the scores, each comparison, and faults or cautions."""
-    parts: list[Any] = [Text(study.name, style="bold"), Text()]
+    name = Text(study.name, style="bold")
+    if study.declaration:
+        name.append(f"  declaration {study.declaration[:DIGITS]}", style="dim")
+    parts: list[Any] = [name, Text()]
     if study.problems:
         parts.append(Text("No verdict: the runs cannot be compared", style="bold red"))
         return Group(*parts, *(_point(Text(problem, style="red")) for problem in study.problems))
@@ -309,7 +313,7 @@ def trials_csv(study: Study) -> str:
     keys = [*dict.fromkeys(key for run in study.runs for key in run.parameters)]
     columns = [*dict.fromkeys(column for run in study.runs for column in run.scores or {})]
     head = ["candidate", "stage", "number", "seed", "folder", "status", "selected", *keys, "metric", "seconds"]
-    head += ["peak_memory_bytes", *LAST, *(f"score:{column}" for column in columns), "reason"]
+    head += ["peak_memory_bytes", *LAST, *(f"score:{column}" for column in columns), "reason", "declaration"]
     stream = StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(map(_safe, head))
@@ -319,7 +323,7 @@ def trials_csv(study: Study) -> str:
             row += ["yes" if candidate.is_selected(run) else "no", *(run.parameters.get(key) for key in keys)]
             row += [run.metric, run.seconds, run.peak_memory_bytes]
             row += [getattr(run.curve[-1], key) if run.curve else None for key in LAST]
-            row += [*((run.scores or {}).get(column) for column in columns), run.reason]
+            row += [*((run.scores or {}).get(column) for column in columns), run.reason, study.declaration[:DIGITS]]
             writer.writerow(map(_safe, row))
     return stream.getvalue()
 

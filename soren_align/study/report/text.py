@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...core.text import count, join_words, number, p_value, signed
+from ..declaration import DIGITS
 from ..study import AVERAGE, BASE, HELD_OUT, Difference, Study
 from .blocks import Item
 
@@ -145,6 +146,7 @@ def subtitle(study: Study) -> str:
     return (
         f"{count(len(study.candidates), 'optimizer')} on {study.file.get('recipe', 'one recipe')}: {each} trials each"
         f" ({len(ended)} of {len(trials)} ended{without}), selected by {metric_name(study)}, then compared on {fresh}."
+        f"{f' Declaration {study.declaration[:DIGITS]}.' if study.declaration else ''}"
     )
 
 

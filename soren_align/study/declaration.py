@@ -1,0 +1,111 @@
+"""The declaration of a study: what is fixed before its first run, and the hash by which others can check it.
+
+Seeds that are dropped, candidates that are left out, another metric or another margin after a look at the results are
+worth any number of significant answers. So `compare` writes declaration.json before the first run: the study's file,
+the recipe of each candidate, the files of data and suite by their hashes, and the commit. Its first DIGITS stand in the
+terminal, in the report and in trials.csv. `plan STUDY` prints them before anything was trained, so that they can be
+posted where others see them: whoever then changes both the study and the declaration has other digits.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import UserError
+from ..core.files import digest, file_sha256, read_json, write
+from ..evaluate.suite.suites import suite_of
+from ..recipe import Recipe, differences, training_part
+from ..recipe.data_files import data_files
+from ..run.provenance import commit
+from .config import StudyFile, first_run, recipe_of_run
+from .runs import run_folders
+
+DECLARATION = "declaration.json"
+DIGITS = 12
+CHANGEABLE: Any = dict.fromkeys(("title", "jobs", "budget_hours", "output_dir"), True) | {"search": {"keep_models"}}
+"""Keys of a study's file that may change while it runs: they change no run."""
+MAX_BYTES = 64 << 20
+"""Of declaration.json: a folder of 100,000 files has 10 MB of names and hashes."""
+
+
+def declare(study: StudyFile) -> dict[str, Any]:
+    """Return the declaration of a study as plain data; `sha256` is the hash of all other keys."""
+    recipes = {name: recipe_of_run(study, first_run(study, name)) for name in study.candidates}
+    files = {name: file_sha256(file) for recipe in recipes.values() for name, file in _files(recipe)}
+    content = {
+        "study": _fixed(study),
+        "recipes": {name: _part(recipe) for name, recipe in recipes.items()},
+        "files": dict(sorted(files.items())),
+        "commit": commit(),
+    }
+    content = json.loads(json.dumps(content, default=str))
+    return {"sha256": digest(content), **content}
+
+
+def _fixed(study: StudyFile) -> dict[str, Any]:
+    """Return the study's file without its changeable keys and without the recipe's path: its content is declared."""
+    return study.model_dump(exclude={**CHANGEABLE, "recipe": True})
+
+
+def _part(recipe: Recipe) -> dict[str, Any]:
+    return {**training_part(recipe), "eval": recipe.eval and recipe.eval.model_dump()}
+
+
+def _files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
+    """Yield the local files of the examples and of the suite, by their names; what a hub has is named by the recipe."""
+    sources = [*recipe.data.sources, *([recipe.data.eval] if recipe.data.eval else [])]
+    for path in dict.fromkeys(source.path for source in sources if getattr(source, "path", None)):
+        try:
+            yield from data_files(path).items()
+        except UserError:  # a name on the hub
+            continue
+    if recipe.eval:
+        suite = suite_of(recipe.eval)
+        folder = suite.path.parent
+        for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+            yield f"{suite.name}/{file.relative_to(folder).as_posix()}", file
+
+
+def write_declaration(folder: Path, study: StudyFile) -> None:
+    """Write the declaration of a study that has none, and no runs; compare that of a study which has one.
+
+    Raises UserError, with the differences, if the study was declared otherwise.
+    """
+    content, file = declare(study), folder / DECLARATION
+    if not file.is_file() and not run_folders(folder):
+        write(file, json.dumps(content, indent=1) + "\n")
+        return
+    own = ("sha256", "commit")
+    before, now = ({k: v for k, v in each.items() if k not in own} for each in (read_declaration(folder), content))
+    if changed := differences(before, now):
+        raise UserError(
+            f"{folder}: was declared otherwise ({file.name}):",
+            *(f"  {line}" for line in changed[:20]),
+            "Restore these to continue, or choose another output_dir",
+        )
+
+
+def read_declaration(folder: Path) -> dict[str, Any]:
+    """Return the declaration in a study's folder. Raises UserError if it is missing, or not as it was written."""
+    file = folder / DECLARATION
+    remedy = "restore it, or repeat the study in another folder"
+    if file.is_symlink() or not file.is_file():
+        raise UserError(f"{file}: is missing; {remedy}")
+    content = read_json(file, max_bytes=MAX_BYTES)
+    own = {key: value for key, value in content.items() if key != "sha256"} if isinstance(content, dict) else {}
+    if not own or content.get("sha256") != digest(own):
+        raise UserError(f"{file}: was changed after it was written; {remedy}")
+    return content
+
+
+def declaration_problems(folder: Path, study: StudyFile) -> Iterator[str]:
+    """Yield how the study in a folder differs from its declaration. Data are compared by the hashes of the runs."""
+    try:
+        declared = read_declaration(folder)
+    except UserError as error:
+        yield str(error)
+        return
+    now = json.loads(json.dumps(_fixed(study), default=str))
+    for line in differences(declared.get("study", {}), now)[:20]:
+        yield f"study.yaml: is not as it was declared ({line}); restore it"
