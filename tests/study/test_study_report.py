@@ -13,7 +13,10 @@ from matplotlib.figure import Figure as Drawing
 from PIL import Image
 from rich.console import Console
 
+from soren_align import recipe
 from soren_align.core.text import Table
+from soren_align.recipe import to_yaml
+from soren_align.run.folder import RunFolder
 from soren_align.study.report import charts
 from soren_align.study.report.blocks import Paragraph, page_markdown
 from soren_align.study.report.charts import (
@@ -36,6 +39,7 @@ from soren_align.study.report.page import identities, matched, terminal_verdict,
 from soren_align.study.report.text import comparisons, headline, signed_size, size
 from soren_align.study.study import Candidate, Point, Run, Study
 from tests.support.report_study import difference, make_study
+from tests.support.run_folders import add_results
 
 HOSTILE = (
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "=cmd|'/c calc'!A0", "$x_[$ \x1b[2J\x00 \ud800",
@@ -339,6 +343,26 @@ def test_spectra_of_run_folders_are_drawn(tmp_path):
     run = replace(second, folder=f"../{second.folder}")
     outside = [replace(each, verdict=[run]) for each in study.candidates]
     assert spectra_figure(replace(study, candidates=outside), tmp_path / "other") is None
+
+
+def test_the_first_answers_of_every_candidate_stand_beside_those_of_the_start(tmp_path):
+    study = make_study(names=("adamw", "soren"))
+    planned = recipe.load("quickstart/sft", [f"run.output_dir={tmp_path / 'run'}"])
+    for candidate in study.candidates:
+        folder = RunFolder(tmp_path / candidate.verdict[0].folder)
+        folder.path.mkdir(parents=True)
+        folder.recipe.write_text(to_yaml(planned))
+        add_results(folder)
+        for row, answer in (("base", "?"), ("SFT", f"<b>{candidate.name}</b>")):
+            file = folder.evaluation("quickstart") / f"samples/{row}/zoo_mc.jsonl"
+            file.parent.mkdir(parents=True)
+            doc = {"doc_id": 0, "doc": {"question": "Which color?"}, "resps": [[answer]], "filtered_resps": [answer]}
+            file.write_text(json.dumps(doc) + "\n")
+    page, _ = written(study, tmp_path)
+    assert ["Which color?", "?", "<b>adamw</b>", "<b>soren</b>"] in assert_self_contained(page).rows
+    (folder.evaluation("quickstart") / "results.json").write_text("{")
+    page, _ = written(study, tmp_path)
+    assert ["Which color?", "?", "<b>adamw</b>"] in Reader(page).rows
 
 
 def test_the_table_of_runs_has_every_run_and_no_formulas():

@@ -56,6 +56,10 @@ class LongTable(Table):
     """A table in a box that scrolls."""
 
 
+class TextTable(Table):
+    """A table of texts, which wrap."""
+
+
 @dataclass(frozen=True)
 class Picture:
     """A picture for a light and for a dark page, as `data:` addresses, and its content in one sentence."""

@@ -6,6 +6,7 @@ The sections of the page are in the order of a reader's questions: the verdict f
 import csv
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,18 @@ from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ...core.errors import printable
+from ...core.errors import UserError, printable
 from ...core.files import write
 from ...core.text import Table, count, duration, gibibytes, join_words, mean_std, p_value
+from ...evaluate.report.results import read_results
+from ...publish.answers import of_evaluation
+from ...recipe import load_resolved
+from ...run.folder import RunFolder
 from ...run.metrics import IN_STUDIES
 from ..declaration import DIGITS
 from ..study import BASE, Study, finished
 from . import charts, text
-from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, page_html, page_markdown
+from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, TextTable, page_html, page_markdown
 
 REPORT = "report.html"
 STYLES = {"better": "green", "worse": "red", "open": ""}
@@ -57,6 +62,7 @@ def write_report(study: Study, folder: Path) -> None:
         "Scores": score_blocks(study),
         "How this conclusion could be wrong": [*cautions, Paragraph(general)],
         "Along the runs": [charts.curves_figure(study)],
+        "Answers": answer_blocks(study, folder),
         "The search": [charts.search_figure(study)],
         "At equal displacement": [charts.front_figure(study), *matched(study)],
         "Spectra": [charts.spectra_figure(study, folder)],
@@ -144,6 +150,31 @@ def _scores(study: Study, columns: list[str]) -> list[list[str]]:
         metrics = [run.metric for run in runs if run.metric is not None]
         rows.append([mean_std(metrics, 3), *(mean_std(values, 1) for values in scores)])
     return rows
+
+
+def answer_blocks(study: Study, folder: Path) -> list[Block]:
+    """Return the answers to the first questions that are answered in words: the start's, then each candidate's."""
+    names: list[str] = []
+    rows: dict[str, list[str]] = {}
+    for candidate in study.candidates:
+        answers = None
+        for run in finished(candidate.verdict)[:1]:
+            with suppress(UserError):  # damaged files have no answers, and the audit reports them
+                own = RunFolder(folder / run.folder)
+                options = load_resolved(own.recipe).eval
+                results = read_results(own.evaluation(options.name)) if options else None
+                if options and results and len(results["rows"]) > 1:
+                    *_, start, row = results["rows"]
+                    answers = of_evaluation(own.evaluation(options.name), results, row, start)
+        if answers:
+            names.append(candidate.name)
+            for prompt, before, after in answers.rows:
+                rows.setdefault(prompt, [prompt, before]).append(after)
+    complete = [row for row in rows.values() if len(row) == 2 + len(names)]
+    if not complete:
+        return []
+    note = "The first questions that are answered in words, by the first run of the verdict of each candidate."
+    return [TextTable(["", "start", *names], complete, align="l" * (2 + len(names))), Paragraph(note, kind="muted")]
 
 
 def matched(study: Study) -> list[Block]:
