@@ -114,7 +114,7 @@ Edit the copy to make a suite of your own; see [evaluation.md](evaluation.md).
 """,
     "schema": "An editor uses the schema to complete and check keys; see [recipe.md](recipe.md).\n",
     "docs": """\
-The pages are those of the installed version, and need no network. In a pipe they are printed as Markdown.
+The pages are those of the installed version, and need no network. In a pipe the pages are printed as Markdown.
 
     soren-align docs
     soren-align docs recipe | grep -A2 warmup
