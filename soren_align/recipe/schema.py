@@ -377,8 +377,8 @@ class Run(Section):
     the model that `soren-align merge` makes."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """The number of CPU threads, unless OMP_NUM_THREADS is set. null: one thread per core, divided among the processes;
-    but 1 on a CPU for a model of up to a million parameters. One thread is as fast for such a model, also beside other
-    processes, and gives the same bits on any number of cores."""
+    but 1 on a CPU for a model of up to a million parameters. With one thread such a model trains as fast beside other
+    processes as alone, and gives the same bits on any number of cores."""
     log_spectra: LogSpectra = LogSpectra()
     """Measurements of the spectral map during training."""
     samples: Samples | None = None
