@@ -106,7 +106,7 @@ def test_padding_by_a_stop_token_without_an_embedding_is_refused_too(tiny_run):
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
-    (["model.tokenizer={vocab_size: 280}", "model.init_seed=null"], "model.tokenizer: is for random weights"),
+    (["model.tokenizer={vocab_size: 280}", "model.init_seed=null"], "model.tokenizer: applies to random weights only"),
     (["model.tokenizer=280"], r"model.tokenizer: found 280; write tokenizer: \{vocab_size: 280\}"),
     (["model.tokenizer={vocab_size: 10}"], "model.tokenizer.vocab_size: found 10; it must be at least 258"),
     (["model.tokenizer={vocabsize: 280}"], r"model.tokenizer.vocabsize: unknown key; did you mean 'vocab_size'"),
