@@ -226,7 +226,7 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_both_keys_leave(run, monkeypat
 @pytest.mark.parametrize(("arguments", "message"), [
     (["nowhere/model", "--prompt", "hi"], "nowhere/model: no folder here, and cannot be downloaded"),
     (["./nowhere", "--prompt", "hi"], "neither a run folder (run.json), nor a model's"),
-    (["MODEL", "--compare", "start", "--prompt", "hi"], "--compare start: no checkpoint that "),
+    (["MODEL", "--compare", "start", "--prompt", "hi"], "--compare start: this machine has no checkpoint that "),
     (["MODEL", "--dtype", "int8", "--prompt", "hi"], "--dtype: found 'int8'; write float32, bfloat16, float16"),
     (["MODEL", "--prompt", ""], "the question is empty"),
     (["./odd", "--prompt", "hi"], "odd: not a model that can be loaded: "),
