@@ -20,7 +20,7 @@ from ..recipe.schema import is_derived, trains_adapter
 from ..run.folder import RunFolder
 from . import stats
 from .config import METRICS, VerdictSection, load_resolved_study, study_problems
-from .declaration import declaration_problems
+from .declaration import declaration_problems, history_cautions, note_look
 from .report.page import write_report
 from .runs import RunFiles, flat, read_files, run_folders
 from .search import STUDY_FILE, STUDY_RESULT, read_study
@@ -83,7 +83,9 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
             average=options is not None and suite_of(options).average,
         )
         weaknesses += [*about_answers, *stats.cautions(study.candidates, points)]
-    study = replace(study, problems=problems, cautions=weaknesses, contamination=contamination, differences=answers)
+    study = replace(study, problems=problems, contamination=contamination, differences=answers)
+    note_look(folder, study)
+    study = replace(study, cautions=[*weaknesses, *history_cautions(folder, study)])
     write(folder / STUDY_RESULT, json.dumps(asdict(study), indent=1) + "\n")
     write_report(study, folder)
     return study

@@ -1,14 +1,20 @@
-"""The declaration of a study: what is fixed before its first run, and the hash by which others can check it.
+"""The declaration of a study, what is fixed before its first run, and its history, what happened since.
 
 Seeds that are dropped, candidates that are left out, another metric or another margin after a look at the results are
 worth any number of significant answers. So `compare` writes declaration.json before the first run: the study's file,
 the recipe of each candidate, the files of data and suite by their hashes, and the commit. Its first DIGITS stand in the
 terminal, in the report and in trials.csv. `plan STUDY` prints them before anything was trained, so that they can be
 posted where others see them: whoever then changes both the study and the declaration has other digits.
+
+history.jsonl is only appended to: the declaration, extensions, every run that ended, and every look at the answers. A
+run that ended twice was removed and repeated, and an answer after several looks is worth less than after the first.
 """
 
 import json
-from collections.abc import Iterator
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +23,13 @@ from ..core.files import digest, file_sha256, read_json, write
 from ..evaluate.suite.suites import suite_of
 from ..recipe import Recipe, differences, training_part
 from ..recipe.data_files import data_files
+from ..run.folder import RunFolder, now
 from ..run.provenance import commit
 from .config import StudyFile, first_run, recipe_of_run
 from .runs import run_folders
+from .study import ENDED, Run, Study
 
-DECLARATION = "declaration.json"
+DECLARATION, HISTORY = "declaration.json", "history.jsonl"
 DIGITS = 12
 CHANGEABLE: Any = dict.fromkeys(("title", "jobs", "budget_hours", "output_dir"), True) | {"search": {"keep_models"}}
 """Keys of a study's file that may change while it runs: they change no run."""
@@ -75,6 +83,7 @@ def write_declaration(folder: Path, study: StudyFile) -> None:
     content, file = declare(study), folder / DECLARATION
     if not file.is_file() and not run_folders(folder):
         write(file, json.dumps(content, indent=1) + "\n")
+        note(folder, "declared", sha256=content["sha256"])
         return
     own = ("sha256", "commit")
     before, now = ({k: v for k, v in each.items() if k not in own} for each in (read_declaration(folder), content))
@@ -109,3 +118,60 @@ def declaration_problems(folder: Path, study: StudyFile) -> Iterator[str]:
     now = json.loads(json.dumps(_fixed(study), default=str))
     for line in differences(declared.get("study", {}), now)[:20]:
         yield f"study.yaml: is not as it was declared ({line}); restore it"
+
+
+def note(folder: Path, event: str, **facts: Any) -> None:
+    """Append an event to a study's history."""
+    line = {"time": now(), "event": event, **facts}
+    with (folder / HISTORY).open("ab+") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - 1))
+        if stream.read(1) not in (b"", b"\n"):  # a line that a kill left incomplete
+            stream.write(b"\n")
+        stream.write(json.dumps(line).encode() + b"\n")
+
+
+def read_history(folder: Path, event: str) -> list[dict[str, Any]]:
+    """Return the events of one kind, in their order; a line that a kill left incomplete is none."""
+    file = folder / HISTORY
+    if file.is_symlink() or not file.is_file():
+        return []
+    events = []
+    for line in file.read_bytes()[:MAX_BYTES].splitlines():
+        with suppress(ValueError, RecursionError):
+            events.append(json.loads(line))
+    return [each for each in events if isinstance(each, dict) and each.get("event") == event]
+
+
+def note_ended(folder: Path, runs: Iterable[Run]) -> None:
+    """Append the runs that have ended since the last call, by the weights that they left."""
+    known = {(line.get("run"), line.get("weights")) for line in read_history(folder, "ended")}
+    for run in (run for run in runs if run.status in ENDED):
+        weights = ((RunFolder(folder / run.folder).read() or {}).get("written") or {}).get("weights_sha256")
+        if (run.folder, weights) not in known:
+            note(folder, "ended", run=run.folder, status=run.status, weights=weights)
+
+
+def note_look(folder: Path, study: Study) -> None:
+    """Append the answers of a study with a verdict, unless the last look had the same runs."""
+    runs = [[run.folder, run.metric, run.scores] for candidate in study.candidates for run in candidate.verdict]
+    looks = read_history(folder, "looked")
+    if study.differences and (not looks or looks[-1].get("runs") != digest(runs)):
+        answers = [f"{d.candidate} - {d.reference}, {d.measure}: {d.answer}" for d in study.differences]
+        note(folder, "looked", runs=digest(runs), answers=answers)
+
+
+def history_cautions(folder: Path, study: Study) -> Iterator[str]:
+    """Yield repeated runs and earlier looks, each a sentence."""
+    ended = Counter(line.get("run") for line in read_history(folder, "ended"))
+    for run in study.runs:
+        if ended[run.folder] > 1:
+            yield f"{run.folder}: ended {ended[run.folder]} times, with other weights each time; the last run counts"
+    looks = read_history(folder, "looked")
+    if len(looks) > 1:
+        first = [str(answer) for answer in looks[0].get("answers", [])]
+        changed = sum(answer not in first for answer in looks[-1].get("answers", []))
+        yield (
+            f"the answers were looked at {len(looks)} times, with other runs each time; {changed} of {len(first)} "
+            "answers changed since the first look. Each look is another chance of a wrong answer"
+        )

@@ -31,7 +31,7 @@ from ..run import lock
 from ..run.folder import LOCK, RANKS_LOCK, RunFolder
 from .audit import conclude
 from .config import StudyFile, recipe_of_run
-from .declaration import DECLARATION, DIGITS, read_declaration
+from .declaration import DECLARATION, DIGITS, note_ended, read_declaration
 from .report.page import REPORT, terminal_verdict
 from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
 from .runs import select
@@ -104,6 +104,8 @@ class _Runner:
     """The run and the number of its slot, by process."""
     reported: set[str] = field(default_factory=set)
     """Folders of runs whose end was printed."""
+    noted: set[str] = field(default_factory=set)
+    """Folders of runs whose end stands in the study's history."""
     is_stopping: bool = False
     killed: set[str] = field(default_factory=set)
     """Folders of runs that a signal, not ours, ended once. They are repeated once."""
@@ -194,6 +196,9 @@ class _Runner:
     def _update(self) -> list[Run]:
         with _exclusive(self.progress.folder):
             runs = self.progress.update()
+            if ended := [run for run in runs if run.status in ENDED and run.folder not in self.noted]:
+                note_ended(self.progress.folder, ended)
+                self.noted |= {run.folder for run in ended}
             if not self.progress.study.search.keep_models:
                 for run in (run for run in runs if run.stage == "search" and run.status in ("finished", "diverged")):
                     folder = RunFolder(self.progress.folder / run.folder)

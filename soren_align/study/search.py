@@ -31,7 +31,7 @@ from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
 from ..run.folder import RunFolder
 from ..tasks import TASKS
 from .config import Range, StudyFile, first_run, load_resolved_study, recipe_of_run
-from .declaration import CHANGEABLE, read_declaration, write_declaration
+from .declaration import CHANGEABLE, note, read_declaration, write_declaration
 from .runs import STAGES, edges, read_run, read_scores, select
 from .study import ENDED, Candidate, Run, Study, by_trial, metric_of_trial
 
@@ -209,6 +209,7 @@ class Progress:
         if ends:
             extensions = [*self._extensions(), Extension(max(2, self.study.search.trials // 2), spaces)]
             write(self.folder / EXTENSIONS, json.dumps([asdict(each) for each in extensions], indent=2) + "\n")
+            note(self.folder, "extended", ends=ends)
         return ends
 
     def _read(self, run: Run) -> Run:

@@ -12,10 +12,10 @@ import pytest
 
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
-from soren_align.run.folder import read_metrics
+from soren_align.run.folder import RunFolder, read_metrics
 from soren_align.study import search as study_search
 from soren_align.study.audit import cautions, conclude
-from soren_align.study.declaration import declare, read_declaration
+from soren_align.study.declaration import declare, note_ended, read_declaration
 from soren_align.study.runner import _move_another_setting
 from soren_align.study.runs import read_curve, read_files, run_folders
 from soren_align.study.search import JOURNAL, read_study
@@ -148,6 +148,29 @@ def test_a_study_that_was_edited_after_its_runs_has_no_verdict(tmp_path, old, ne
     result = conclude(folder)
     assert any(re.search(words, problem) for problem in result.problems), result.problems
     assert result.differences == []
+
+
+def test_a_repeated_run_and_an_earlier_look_are_cautions(tmp_path):
+    study = study_of(tmp_path)
+    end_all(study, loss_of)
+    folder = Path(study.output_dir)
+
+    def conclusion():
+        note_ended(folder, progress_of(study).update())
+        return [caution for caution in conclude(folder).cautions if "times" in caution]
+
+    assert conclusion() == conclusion() == []  # the same runs are one look
+    run = next(run for run in progress_of(study).update() if run.folder == "verdict/soren/103")
+    end(study, run, 1.0)
+    record = RunFolder(folder / run.folder)
+    record.update(written=record.read()["written"] | {"weights_sha256": "e" * 64})
+    repeated, looks = conclusion()
+    assert repeated == "verdict/soren/103: ended 2 times, with other weights each time; the last run counts"
+    assert looks.startswith("the answers were looked at 2 times, with other runs each time; ")
+    lines = (folder / "history.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["declared", *["ended"] * 12, "looked", "ended", "looked"]
+    (folder / "history.jsonl").write_text("\n".join(lines[:-1]) + '\n{"event": "loo')  # of a command that was killed
+    assert len(conclusion()) == 2
 
 
 def test_a_candidate_that_was_removed_after_its_runs_is_a_problem(tmp_path):
