@@ -226,7 +226,7 @@ def test_the_first_lines_say_what_from_what_and_whether_it_is_better():
     add_results(run)
     add_samples(run)
     page = card(run, "zoo")
-    assert "Quickstart zoo beside base, in percent, with the 95% interval of the difference\n" in page
+    assert "Quickstart zoo; percent, beside base, with the 95% interval of the difference\n" in page
     assert "\n  - zoo_mc: 100.0, from 20.0: +80.0 [+71.1, +86.3], better (120 questions)\n" in page
     assert "\n  - zoo_gen: 50.0, from 50.0: +60.0, too few questions (5 questions)\n" in page
     file = run.evaluation("quickstart") / "results.json"

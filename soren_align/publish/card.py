@@ -173,12 +173,12 @@ def _own_row(results: Results, run: RunFolder, title: str) -> int | None:
 
 def _gains(results: Results, start: Row | None, lines: list[str]) -> str:
     """Return the first lines about a suite: each score, and whether it is better than that of the start."""
-    beside = f" beside {start['name']}" if start else ""
+    beside = f", beside {start['name']}" if start else ""
     intervals = ", with the 95% interval of the difference" if any("[" in line for line in lines) else ""
     shown = lines[:MAX_GAINS]
     shown += [f"{len(lines) - MAX_GAINS} more in the table below"] if len(lines) > MAX_GAINS else []
     shown = [f"  - {markdown_line(line)}" for line in (*shown, *tables.warnings(results))]
-    return "\n".join([markdown_line(f"{results['title']}{beside}, in percent{intervals}"), *shown])
+    return "\n".join([markdown_line(f"{results['title']}; percent{beside}{intervals}"), *shown])
 
 
 def _eval_results(results: Results, own: Row) -> list[EvalResult]:

@@ -1,6 +1,7 @@
 """A few steps with LoRA adapters: what is trained, what is saved, what is the reference, what goes on."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from soren_align.core.errors import UserError
 from soren_align.evaluate.run.lineage import lineage
 from soren_align.optim import route, routing_table
+from soren_align.publish.card import card
 from soren_align.recipe import adapter_config
 from soren_align.training import adapters
 from soren_align.training import run as training
@@ -78,6 +80,17 @@ def test_the_adapter_remembers_a_base_that_stays(sft):
     there = adapter_config(moved / "model")
     assert there is not None
     assert there["base_model_name_or_path"] == str((moved / "start").resolve())
+
+
+def test_the_cards_python_runs_for_an_adapter_and_for_a_whole_model(sft, monkeypatch, capsys):
+    for folder, is_merged in ((sft.folder.model, False), (adapters.merge(sft.folder), True)):
+        snippet = re.search(r"```python\n(.*?)```", card(sft.folder, "zoo", is_merged), re.DOTALL)
+        assert snippet is not None
+        assert ("peft" in snippet[1]) is not is_merged
+        monkeypatch.chdir(folder)
+        values = {}
+        exec(snippet[1], values)
+        assert capsys.readouterr().out == f"{values['answer'][0]['generated_text']}\n"
 
 
 def test_merged_and_unmerged_logits_agree(sft):
