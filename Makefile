@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart
 
-.PHONY: setup demo test test-all test-rest test-cpus fuzz soak races parity check clean
+.PHONY: setup demo test test-all test-rest test-cpus fuzz soak races parity site check clean
 
 setup: .venv/installed
 
@@ -55,10 +55,15 @@ races: setup
 parity: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sharding.parity
 
+# The documentation as a site with search: open site/index.html. It needs no network when it is read.
+site: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/make_site.py
+
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
 
 clean:
-	rm -rf .venv runs dist
+	rm -rf .venv runs dist build site

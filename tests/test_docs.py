@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import math
 import re
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -235,3 +236,63 @@ def test_every_measurement_is_explained_and_taken(metric):
 def test_the_license_is_the_text_of_apache_2():
     digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
     assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"  # LICENSE-2.0.txt of apache.org
+
+
+def test_a_page_of_the_site_links_to_pages_of_the_site():
+    site = script("make_site")
+    text = (
+        "[a](own-data.md#x), [b](../recipes/quickstart/README.md), [c](studies/README.md), [d](../README.md), "
+        "[`e`](../soren_align/optim/step.py), [f](https://example.org/a.md), [g](../CONTRIBUTING.md) ![h](house.svg)\n"
+        "```\n[a](../README.md)\n```\n"
+    )
+    page, pictures = site.site_page("docs/data.md", text)
+    assert page == (
+        "[a](own-data.md#x), [b](recipes/quickstart/index.md), [c](studies/index.md), [d](index.md), "
+        "`e`, [f](https://example.org/a.md), [g](contributing.md) ![h](house.svg)\n"
+        "```\n[a](../README.md)\n```\n"
+    )
+    assert pictures == ["docs/house.svg"]
+    assert site.site_page("docs/studies/maps.md", "[a](../data.md)")[0] == "[a](../data.md)"
+    assert site.site_page("recipes/quickstart/README.md", "[a](../../docs/data.md)")[0] == "[a](../../data.md)"
+    home, pictures = site.site_page(site.HOME, (ROOT / site.HOME).read_text(encoding="utf-8"))
+    assert pictures == ["docs/idea.svg", "docs/idea-dark.svg"]
+    assert 'src="idea-dark.svg#only-dark"' in home
+
+
+def test_the_site_and_llms_txt_have_every_page_of_the_navigation(tmp_path):
+    """README.md excepted, whose place docs/index.md has."""
+    site = script("make_site")
+    files = [file for group in shipped.NAVIGATION.values() for file in group if file != "README.md"]
+    assert len({site.place(file) for file in files}) == len(files)
+    nav = tomllib.loads(site.CONFIG.format(description="", nav=site.nav()))["project"]["nav"]
+    assert [(*group,) for group in nav] == [(name,) for name in shipped.NAVIGATION]
+    pages = [
+        page for group in nav for (group_pages,) in [group.values()] for entry in group_pages for page in entry.values()
+    ]
+    assert pages == [site.place(file) for file in files]
+    lines = re.findall(r"^- \[.+\]\((.+)\.html\): (.+)$", site.llms(), re.MULTILINE)
+    assert [f"{page}.md" for page, _ in lines] == pages
+    assert all(len(sentence) > 15 for _, sentence in lines)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="zensical is not installed (make site)")
+def test_the_site_is_built_and_needs_nothing_from_elsewhere(monkeypatch, tmp_path, capfd):
+    site = script("make_site")
+    monkeypatch.setattr(site, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(site, "SITE", tmp_path / "site")
+    site.main()
+    for page in (tmp_path / "site").rglob("*.html"):
+        assert not re.search(r"<(script|link|img|iframe)[^>]*\b(src|href)=\"?https?:", page.read_text(encoding="utf-8"))
+    assert (tmp_path / "site/llms.txt").is_file()
+    monkeypatch.setattr(site, "site_page", lambda file, text: (text + "\n[a](nowhere.md)\n", []))
+    with pytest.raises(SystemExit):
+        site.main()
+
+
+def test_the_recipe_of_the_gpu_page_takes_its_settings():
+    text = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    settings = [["model.quantize=4bit"], ["model.lora=null", "optimizer.lr=2e-5"]]
+    settings.append(["optimizer.name=adamw", "run.output_dir=runs/adamw"])
+    for overrides in settings:
+        assert " ".join(overrides) in text
+        assert recipe.load("qwen2.5-0.5b/lora", overrides).task == "sft"

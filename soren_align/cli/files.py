@@ -150,6 +150,7 @@ def _write_questions(target: Path, pairs: list[tuple[str, str]]) -> int:
 FOLDERS = {
     "quickstart": "on a CPU, offline, in minutes",
     "smollm2-135m": "a small chat model with your data, on a CPU",
+    "qwen2.5-0.5b": "LoRA of Qwen2.5-0.5B on UltraChat, on one GPU of 24 GB",
     "qwen2.5-3b": "SFT of Qwen2.5-3B on UltraChat, on GPUs",
     "mistral-7b": "DPO of a Mistral-7B SFT on UltraFeedback, on GPUs",
     "llama-c4": "pre-training of LLaMA on C4, on GPUs",

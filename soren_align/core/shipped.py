@@ -15,7 +15,10 @@ MODELINE = "# yaml-language-server: $schema="
 """The first words of a recipe, by which editors find its JSON Schema."""
 
 NAVIGATION = {
-    "Start": ["README.md", "docs/own-data.md", "recipes/quickstart/README.md"],
+    "Start": [
+        *("README.md", "docs/index.md", "recipes/quickstart/README.md", "docs/own-data.md", "docs/gpu.md"),
+        "docs/faq.md",
+    ],
     "Guides": [
         *("docs/data.md", "docs/evaluation.md", "docs/comparison.md", "docs/distributed.md", "docs/runs.md"),
         *("recipes/qwen2.5-3b/README.md", "recipes/mistral-7b/README.md", "recipes/llama-c4/README.md"),
@@ -23,7 +26,7 @@ NAVIGATION = {
     ],
     "Reference": [
         *("docs/recipe.md", "docs/commands.md", "docs/plan.md", "docs/metrics.md", "docs/models.md", "docs/library.md"),
-        "docs/reliability.md",
+        *("docs/environment.md", "docs/support.md", "docs/reliability.md"),
     ],
     "Science": [
         *("docs/optimizers.md", "docs/studies/README.md", "docs/studies/optimizers.md", "docs/studies/spectra.md"),
