@@ -110,6 +110,15 @@ def names_in(node):
 
 
 @EVERY_PAGE
+def test_every_link_to_a_heading_finds_it(page):
+    for target, heading in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", prose_of(page)):
+        linked = page.parent / target if target else page
+        titles = re.findall(r"^#+ (.*)$", prose_of(linked), re.MULTILINE)
+        slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert heading in slugs, f"{page.name}: {target}#{heading}"
+
+
+@EVERY_PAGE
 def test_every_link_leads_somewhere(page):
     pictures = re.findall(r'src(?:set)?="([^"]+)"', prose_of(page))
     for target in (*re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose_of(page)), *pictures):
