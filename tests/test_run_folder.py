@@ -185,7 +185,7 @@ def test_a_holder_notices_that_its_lease_was_taken_over(folder, leases):
     folder.refuse_lost_lock()
     lease = folder.path / ".lock.lease"
     lease.write_text(json.dumps(json.loads(lease.read_text()) | {"token": "another's"}))
-    with pytest.raises(lock.LockedError, match="its lock was removed or taken over"):
+    with pytest.raises(lock.LockedError, match="the lock of this folder was removed or taken over"):
         folder.refuse_lost_lock()
     folder.release()
     assert lease.exists()  # the other's

@@ -137,7 +137,7 @@ def test_a_model_with_settings_of_sampling_alone_can_be_saved_after_training(
 ):
     made = with_generation(model, temperature=0.9, top_p=0.6, **settings)
     assert generation_notices(made, str(model)) == [
-        f"model {model}: generation_config.json has settings of sampling; {change}"
+        f"model {model}: generation_config.json has sampling settings; {change}"
     ]
     load_model(made, str(model)).save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
@@ -239,7 +239,7 @@ FILES = {
     "heads that divide nothing": ("config.json", {"num_attention_heads": 0}, "not a model that can be loaded: "),
     "a text as a size": ("config.json", {"hidden_size": "x"}, "not a model that can be loaded: "),
     "an unknown activation": ("config.json", {"hidden_act": "x"}, "not a model that can be loaded: "),
-    "a number as the dtype": ("config.json", {"dtype": 2}, "dtype: found 2; it is the name"),
+    "a number as the dtype": ("config.json", {"dtype": 2}, "dtype: found 2; write the name of a dtype"),
     "a list as the type": ("config.json", {"model_type": ["llama"]}, "not a model that can be loaded: "),
     "no tokenizer model": ("tokenizer.json", {"model": {"type": "x"}}, "has no tokenizer that can be loaded: "),
     "a number as added tokens": ("tokenizer.json", {"added_tokens": 3}, "has no tokenizer that can be loaded: "),

@@ -201,8 +201,9 @@ class RunFolder:
         """Raise LockedError if this process does not hold the folder any more, as after `rm .lock`."""
         if not self.is_locked():
             raise lock.LockedError(
-                f"{self}: its lock was removed or taken over, so that another command may train in it; this one stops "
-                f"and leaves the folder as it is. {LOCK} needs no removing: it is free when its process has ended"
+                f"{self}: the lock of this folder was removed or taken over, so another command may train in it; this "
+                f"command stops and leaves the folder as it is. Do not remove {LOCK}: the lock is free when its "
+                "process has ended"
             )
 
     @contextmanager

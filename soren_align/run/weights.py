@@ -64,7 +64,9 @@ def load_config(name: str, revision: str | None = None, place: str | None = None
         _refuse_impossible_numbers(PreTrainedConfig.get_config_dict(name, revision=revision)[0])
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         if not isinstance(config.dtype, torch.dtype | None):
-            raise UserError(f"{name}: config.json: dtype: found {config.dtype!r:.80}; it is the name of one of torch's")
+            raise UserError(
+                f"{name}: config.json: dtype: found {config.dtype!r:.80}; write the name of a dtype of torch"
+            )
         return config
 
 
@@ -161,7 +163,7 @@ def make_savable_(config: GenerationConfig, place: str) -> str | None:
         for key in SAMPLING:
             setattr(config, key, None)
     if _reason_not_to_save(config) is None:
-        return f"{place}: generation_config.json has settings of sampling; {change}"
+        return f"{place}: generation_config.json has sampling settings; {change}"
     raise UserError(
         f"{place}: generation_config.json: transformers would not save it with the trained model: {reason}. Correct it "
         "in a copy of the model"

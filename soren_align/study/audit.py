@@ -190,7 +190,7 @@ def _recipe_problems(
     """Recipes that differ in more than the study declares: from its keys, from each other, from their candidate's."""
     for run in runs:
         if not run.record.get("identity"):
-            yield f"{run.place}: run.json has no identity, so that nothing is known of its batches; {MATCHED}"
+            yield f"{run.place}: run.json has no identity, so its batches are unknown; {MATCHED}"
         for key, value in declared_settings(file, run.candidate).items():
             trained = run.settings.get(key, value)
             if value is not None and key not in searched.get(run.candidate, ()) and trained != value:
@@ -238,7 +238,9 @@ def _unlike(runs: list[RunFiles], is_free: Callable[[str], bool], others: str) -
     problems = {}
     for run, each in zip(runs, settings, strict=True):
         if lines := differences(most_common(settings), each):
-            problems[run.place] = f"{run.place}: is unlike {others}, undeclared ({'; '.join(lines[:3])}); {MATCHED}"
+            problems[run.place] = (
+                f"{run.place}: differs from {others} in undeclared keys ({'; '.join(lines[:3])}); {MATCHED}"
+            )
     return problems
 
 
@@ -312,16 +314,16 @@ def cautions(
     search, sections = file["search"], file["candidates"]
     for candidate in candidates:
         for key, end in candidate.at_edge.items():
-            word = "largest" if end == "high" else "least"
+            word = "largest" if end == "high" else "smallest"
             yield (
-                f"{candidate.name}: the selected {key} is the {word} that was tried, and a better one may lie beyond; "
-                "extend the search (--extend)"
+                f"{candidate.name}: the selected {key} is the {word} value that was tried, and a better value may lie "
+                "beyond; extend the search (--extend)"
             )
         for status in ("diverged", "failed"):
             if number := sum(run.status == status for run in candidate.trials):
                 yield f"{candidate.name}: {number} of {len(candidate.trials)} trials {status}"
         if candidate.selected is None:
-            yield f"{candidate.name}: no trial has finished, so that it has no verdict"
+            yield f"{candidate.name}: no trial has finished, so there is no verdict on this candidate"
     finished = {c.name: sum(run.status == "finished" for run in c.trials) for c in candidates}
     if len({*finished.values()}) > 1:
         counts = ", ".join(f"{name} {number}" for name, number in finished.items())
@@ -329,7 +331,7 @@ def cautions(
     declared = search["trials"] * len(search["seeds"])
     number = max((len(each.trials) for each in candidates), default=declared)
     if number < declared:
-        yield f"{number} of the declared {declared} trials of each candidate were made; the budget had ended"
+        yield f"{number} of the declared {declared} trials of each candidate were made, because the budget ended"
     elif number > declared:
         yield f"the search was extended from {declared} to {number} trials of each candidate"
 
@@ -345,7 +347,7 @@ def cautions(
     for name in sections:
         keys = sorted(key for key in own[name] if not key.startswith("optimizer."))
         if any(own[other].get(key) != own[name][key] for other in sections for key in keys):
-            yield f"{name}: is trained with its own {', '.join(keys)}, so that more than the optimizer differs"
+            yield f"{name}: is trained with its own {', '.join(keys)}, so more than the optimizer differs"
 
     evaluated = [run.place for run in runs if run.stage == "search" and (folder / run.place / "eval").is_dir()]
     if evaluated:
@@ -355,17 +357,17 @@ def cautions(
     sizes = [each.get("num_kept", each.get("num_examples")) for each in held_out]
     number = min((each for each in sizes if isinstance(each, int)), default=None)
     if number is not None and number < MANY_EXAMPLES:
-        yield f"the held-out metric is of {number} examples, whose spread is in no interval: those are over seeds alone"
+        yield f"the held-out metric is a mean over {number} examples; its intervals cover the spread over seeds alone"
     commits = sorted({str(run.record["commit"])[:12] for run in runs if run.record.get("commit")})
     if len(commits) > 1:
         yield f"the runs were made by {len(commits)} commits of soren-align ({', '.join(commits[:3])})"
     if any(str(run.record.get("commit")).endswith("-dirty") for run in runs):
         yield "runs were made by an edited checkout of soren-align (-dirty), which no commit repeats"
     if (number := len(file["verdict"]["seeds"])) < MANY_SEEDS:
-        yield f"the verdict has {number} seeds; from {MANY_SEEDS} on, the intervals over seeds are much narrower"
+        yield f"the verdict has {number} seeds; with {MANY_SEEDS} or more, the intervals are much narrower"
     yield (
-        "the held-out examples selected the settings and are compared in the verdict too: for every candidate their "
-        "loss is lower than that of new examples; the benchmarks selected nothing"
+        "the held-out examples that selected the settings are used in the verdict too: for every candidate, the loss "
+        "on new examples would be higher; the benchmarks were not used for the selection"
     )
     for column, counts in (contamination or {}).items():
         if counts.get("overlapping"):

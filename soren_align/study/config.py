@@ -170,8 +170,8 @@ class StudyFile(Section):
 OWN_KEYS = ("trainer.seed", "run.output_dir", "run.overwrite", "run.resume", "extends", "task")
 """Keys of the recipe that a study sets itself, or cannot change."""
 NO_PRUNING = (
-    "trials are not pruned. The first part of a schedule ranks settings otherwise than its end, and with median or "
-    "halving pruning the results would depend on the order in which runs end; lower search.trials instead"
+    "trials are not pruned: early in a schedule, settings rank differently than at its end, and with median or halving "
+    "pruning the results would depend on the order in which runs end; lower search.trials instead"
 )
 
 
@@ -261,10 +261,10 @@ def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
         message = f"found {len(set(verdict.seeds))}; a verdict over seeds needs at least {MIN_SEEDS}"
         yield ("verdict", "seeds"), message
     if common := sorted({*search.seeds} & {*verdict.seeds}):
-        message = f"the search has {', '.join(map(str, common))} too; a verdict needs seeds that selected nothing"
+        message = f"the search uses {', '.join(map(str, common))} too; the verdict needs other seeds"
         yield ("verdict", "seeds"), message
     for name in sorted({ALL_PAIRS, "base"} & {*study.candidates}):
-        yield ("candidates", name), "stands for every candidate, or for the starting checkpoint; choose another name"
+        yield ("candidates", name), "is a reserved name; choose another name"
     if verdict.reference not in (*study.candidates, ALL_PAIRS):
         hint = did_you_mean(verdict.reference, study.candidates, f"candidates are: {', '.join(study.candidates)}")
         yield ("verdict", "reference"), f"there is no candidate {verdict.reference!r}{hint}"
@@ -275,7 +275,7 @@ def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
         space, free = study.space(name), study.free(name)
         for key, each in space.items():
             if isinstance(each, str) and each[1:] not in free:
-                yield (*at, key), f"found {each!r}; searched are: {', '.join(free)}"
+                yield (*at, key), f"found {each!r}; searched keys are: {', '.join(free)}"
             if key in OWN_KEYS:
                 yield (*at, key), "is set by the study itself; leave it out"
         if not free and search.trials > 1:

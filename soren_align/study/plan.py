@@ -203,8 +203,8 @@ def plan(study: StudyFile, *, as_json: bool = False, processes: int = 1) -> None
                 tasks = None
                 clustered = [task.column for task in suite.tasks if task.cluster]
                 notices += [
-                    "the suite's data are not on this machine: numbers of questions are the published ones, and "
-                    "questions of one cluster are taken as independent, so that the effects of "
+                    "the suite's data are not on this machine: the plan uses published numbers of questions and "
+                    "takes questions of one cluster as independent, so the effects of "
                     f"{', '.join(clustered)} are too small"
                 ] * bool(clustered)
             for task in suite.tasks:
@@ -268,7 +268,7 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
         write("", "an upper bound, with all examples at max_length")
     if unknown := [name for name, each in candidates.items() if not each["maps_are_counted"]]:
         write("", f"without the maps of {', '.join(unknown)}, whose operations are not counted")
-    write("", "without the evaluations, and those of the held-out examples")
+    write("", "without evaluations, neither on benchmarks nor on held-out examples")
 
     section, keeps = plan["disk"], search["keep_models"]
     model, checkpoint = (with_prefix(section[key], "B") for key in ("model_bytes", "checkpoint_bytes"))
@@ -289,7 +289,7 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
                 counts = f"{each['overlapping']:,} of {each['questions']:,} questions"
                 write("", f"{column}: {counts} are in the training examples")
     else:
-        write("eval", "none: the verdict is on the held-out examples alone")
+        write("eval", "none: the verdict uses the held-out examples alone")
 
     section = plan["detectable"]
     title = f"minimum detectable effect: {section['power']:.0%} power, Holm over {section['comparisons']} comparisons"

@@ -156,8 +156,9 @@ class GradientCheck(TrainerCallback):
             reached = [name for name, parameter in trained if parameter.grad is not None]
             raise UserError(
                 f"step 1: {len(missing)} of {len(trained)} trained parameters got no gradient, such as "
-                f"{missing[0] if missing else 'on another process'}: the examples do not reach them, as text does not "
-                f"reach a model's image encoder. Write `freeze: {common_globs(missing, reached)}` under model"
+                f"{missing[0] if missing else 'on another process'}: the examples do not use these parameters, as "
+                f"text does not use a model's image encoder. Write `freeze: {common_globs(missing, reached)}` under "
+                "model"
             )
 
 
@@ -204,7 +205,10 @@ def export_weights(weights: Iterable[Weight], dtype: torch.dtype | None) -> dict
                 torch.equal(here.isfinite(), master_weights(part, rest).isfinite().cpu())
                 for here, part, rest in chunks(rounded, tensor, compensation)
             ):
-                raise UserError(f"run.save_dtype: float16 ends at 65504, {name} exceeds it; write bfloat16 or float32")
+                raise UserError(
+                    f"run.save_dtype: the largest float16 number is 65504, and {name} exceeds it; write bfloat16 or "
+                    "float32"
+                )
         return exported
     finally:
         collections.deque(weights, maxlen=0)

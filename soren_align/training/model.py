@@ -80,7 +80,7 @@ def _resolved(name: str) -> str:
 def _named(recipe: Recipe, source: str) -> str:
     """Return what to call a folder or hub name in messages: the recipe's name for it, or the folder that a run made."""
     names = [name for name in (recipe.model.name_or_path, recipe.model.tokenizer) if isinstance(name, str)]
-    own = f"{source} (made by soren-align; removed, it is made again)"
+    own = f"{source} (made by soren-align; after you remove it, soren-align makes it again)"
     return next((name for name in names if _resolved(name) == source), own)
 
 
@@ -99,7 +99,9 @@ def load_config(recipe: Recipe) -> Any:
     kind = "no causal language model"
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         kind = "a model of images and text that transformers does not load as a language model"
-    raise UserError(f"model {name}: {config.model_type} is {kind}; SFT and DPO need one that predicts the next token")
+    raise UserError(
+        f"model {name}: {config.model_type} is {kind}; SFT and DPO need a model that predicts the next token"
+    )
 
 
 def load_model(recipe: Recipe, start: str) -> PreTrainedModel:

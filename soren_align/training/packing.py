@@ -251,9 +251,9 @@ class IsolationCheck(TrainerCallback):
                 other = f"model.attn_implementation: {flash} (on a GPU; checked in the same way), "
             raise UserError(
                 f"{self.place}: examples in one sequence are not separate: other tokens in one example change the "
-                f"logits of the others, by {change:.1%} of the change of its own. {type(base).__name__} (attention "
-                f"{attention}) mixes them; write {other}packing: false, or packing_strategy: wrapped to let examples "
-                "attend to each other"
+                f"logits of the other examples, by {change:.1%} of the change of its own logits. {type(base).__name__} "
+                f"(attention {attention}) mixes the examples; write {other}packing: false, or packing_strategy: "
+                "wrapped to let examples attend to each other"
             )
 
 

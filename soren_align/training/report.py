@@ -193,9 +193,9 @@ def report_result(
         lines.append(f"early, of {early['max_steps']} steps: {describe_early_stop(early)}")
     if best := result.get("best_model"):
         evaluation = f"{best['metric']} {best['value']:.4g}"
-        lines.append(f"the model is that of step {best['step']}, the best evaluation: {evaluation}")
+        lines.append(f"the model is from step {best['step']}, the best evaluation: {evaluation}")
     if validation := result.get("validation"):
-        text = f"validation perplexity {validation['perplexity']:.2f}, of {validation['num_tokens']:,} tokens"
+        text = f"validation perplexity {validation['perplexity']:.2f}, on {validation['num_tokens']:,} tokens"
         lines.append(f"{text} (loss {validation['loss']:.4f})")
     if result["relative_change"] < SMALL_CHANGE:
         lines.append(f"the matrices changed by {100 * result['relative_change']:.3g}% of their norm")
@@ -209,7 +209,7 @@ def report_result(
         print_labelled(console, "saved", f"model/ in {dtype}, which preserves {projection:.3g}% of the change")
         line = f"{entries:.3g}% of the changed entries still differ from the starting checkpoint after rounding"
         print_labelled(console, "", line)
-        print_labelled(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all")
+        print_labelled(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 keeps it")
 
 
 def describe_source(source: dict[str, Any], num_examples: int) -> str:

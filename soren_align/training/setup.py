@@ -250,8 +250,8 @@ def _notices(
         notices.append(f"the stop token is never trained: trainer.max_length {max_length} truncates every answer")
     if "messages" in columns and "assistant_only_loss" not in recipe.trainer:
         notices.append(
-            "all tokens of conversations are in the loss, those of the user's messages too. For the answers alone "
-            "write trainer.assistant_only_loss: true; false hides this notice"
+            "all tokens of conversations are in the loss, also the user's messages. To train on the answers alone, "
+            "write trainer.assistant_only_loss: true; to hide this notice, write false"
         )
     if "prompt" in columns and not has_turns(dataset) and tokenizer.chat_template:
         # the `columns` by which prompts and answers in plain text become turns
@@ -259,8 +259,9 @@ def _notices(
         own: dict[str, str] = {**recipe.data.sources[0].columns}
         turns = {ours: own.get(column, column) for ours, column in ({"instruction": "prompt"} | answers).items()}
         notices.append(
-            "prompts and answers are plain texts, trained without the model's chat template, which chat and suites "
-            f"with apply_chat_template use. To train with it write data.train.columns: {columns_text(turns)}"
+            "prompts and answers are plain texts and are trained without the model's chat template, but chat and "
+            "suites with apply_chat_template use the template. To train with the template, write data.train.columns: "
+            f"{columns_text(turns)}"
         )
     notices += packing.notices() if packing else []
     if recipe.optimizer.states == "8bit" and recipe.optimizer.name != "adamw":  # whose update does not lift them
@@ -279,16 +280,16 @@ def _notices(
             "trainer.max_length"
         )
     notices += [
-        f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} examples, trained without them. "
-        "Another template may print them"
+        f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} examples, and training ignores "
+        "them. Another template may print them"
         for kind, number in counts.num_left_out.items()
     ]
     num_tokens = counts.num_tokens + counts.num_truncated_tokens
     share = counts.num_unknown_tokens / max(1, num_tokens)
     if share >= UNKNOWN_SHARE:
         notices.append(
-            f"{counts.num_unknown_tokens:,} of {num_tokens:,} tokens ({share:.2%}) are {tokenizer.unk_token}: text "
-            "that the tokenizer does not have, and the model never sees. Another model's tokenizer may have it"
+            f"{counts.num_unknown_tokens:,} of {num_tokens:,} tokens ({share:.2%}) are {tokenizer.unk_token}: the "
+            "tokenizer does not know this text, so the model does not see it. Another model's tokenizer may know it"
         )
     return notices
 
@@ -315,11 +316,13 @@ def load_splits(recipe: Recipe) -> dict[str, Any]:
         else:
             held_out = load_split(evaluation, recipe.data_task)
     if held_out and held_out.kind != train.kind:
-        raise UserError(f"data.eval: has {held_out.layout}, and data.train {train.layout}; evaluate on the same kind")
+        raise UserError(
+            f"data.eval: has {held_out.layout}, but data.train has {train.layout}; use the same kind for both"
+        )
     if recipe.task == "pretrain" and train.dataset.column_names != ["text"]:
         raise UserError(
             f"data.train: {train.source['path']} has {train.layout}; pretrain takes plain texts (a column `text`, or "
-            ".txt files), and `soren-align sft` the others"
+            ".txt files); for other examples use `soren-align sft`"
         )
     return {"train": train, "eval": held_out}
 

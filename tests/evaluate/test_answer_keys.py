@@ -70,7 +70,7 @@ def test_choices_of_the_same_tokens_are_reported():
     colors = task(0, 1, 2, 3)
     colors.doc_to_choice = lambda question: choices[question["key"]]
     sentence = equal_choices(colors, tokenizer)
-    assert sentence.startswith("2 of 4 questions have choices that are the same tokens")
+    assert sentence.startswith("2 of 4 questions have two choices with the same tokens")
     assert "(question 2: red, black, white)" in sentence
     assert equal_choices(colors, tokenizer, limit=1) == ""
     colors.OUTPUT_TYPE = "generate_until"

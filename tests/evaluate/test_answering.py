@@ -232,7 +232,7 @@ def test_truncated_prompts_are_counted_and_an_error_if_strict(models, tmp_path, 
     assert 0 < len(long) < 120
     rows = [("base", evaluate_model(models[0], only, Options(device="cpu"))), ("SFT", found)]
     assert compare(rows, average=False) == [None, {}]
-    reason = f"{len(long)} prompts truncated instead of 0, by another context length"
+    reason = f"{len(long)} prompts truncated instead of 0, because of another context length"
     assert unpaired(rows[0][1], found) == {"zoo_mc": reason}
     assert whole.truncated == {}
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 6}))

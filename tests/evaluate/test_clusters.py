@@ -152,7 +152,7 @@ def test_a_cluster_is_a_field_of_the_question_or_its_task():
         return cluster_labels(SuiteTask(task="mmlu", metric="acc", cluster=cluster), [question])
 
     assert (labels("task"), labels("source_id")) == (["mmlu_law"], ["7"])
-    with pytest.raises(UserError, match="cluster: source is no field of its questions; they have source_id, ctx"):
+    with pytest.raises(UserError, match="cluster: source is no field of its questions; write one of source_id, ctx"):
         labels("source")
 
 

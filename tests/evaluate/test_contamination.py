@@ -183,14 +183,15 @@ def test_the_table_notes_columns_with_and_without_overlaps(table):
     first, second, third = (note for note in notes(table[0]) if note.startswith("contamination"))
     assert first.startswith(
         "contamination, zoo_mc: 3 of 120 questions are in the training examples (1 as a whole, 2 by 13 words in a row);"
-        " without them: base "
+        " without these questions: base "
     )
     assert second == (
         "contamination, preference: 120 of 120 questions are in the training examples (120 by 13 words in a row);"
-        " no others"
+        " no other questions"
     )
     assert third == (
-        "contamination: no question of zoo_gen is in the 960 training examples, as a whole or by 13 words in a row"
+        "contamination: no question of zoo_gen is in the 960 training examples, neither as a whole nor by 13 words "
+        "in a row"
     )
 
 

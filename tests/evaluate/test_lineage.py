@@ -78,14 +78,16 @@ def test_without_its_start_a_run_is_one_row_and_the_reason_is_reported(runs, omi
     _, sft, dpo = runs
     shutil.rmtree(sft)
     assert lineage(dpo, omitted.__setitem__) == [("DPO", dpo / "model")]
-    assert omitted == {"no row for the checkpoint that dpo was trained from: it is missing": str(sft / "model")}
+    assert omitted == {
+        "no row for the checkpoint that dpo was trained from: the checkpoint is missing": str(sft / "model")
+    }
 
 
 def test_an_older_ancestor_that_is_gone_is_left_out_and_reported(runs, omitted):
     base, sft, dpo = runs
     shutil.rmtree(base)
     assert lineage(dpo, omitted.__setitem__) == [("SFT", sft / "model"), ("DPO", dpo / "model")]
-    assert omitted == {"no row for the checkpoint that sft was trained from: it is missing": str(base)}
+    assert omitted == {"no row for the checkpoint that sft was trained from: the checkpoint is missing": str(base)}
 
 
 def test_a_start_on_the_hub_that_was_never_downloaded_has_no_row(runs, omitted):
@@ -94,7 +96,9 @@ def test_a_start_on_the_hub_that_was_never_downloaded_has_no_row(runs, omitted):
     start = {"path": "lab/model", "sha256_or_revision": "c" * 40}
     (sft / "run.json").write_text(json.dumps(record | {"start": start}))
     assert lineage(sft, omitted.__setitem__) == [("SFT", sft / "model")]
-    assert omitted == {"no row for the checkpoint that sft was trained from: it is not on this machine": "lab/model"}
+    assert omitted == {
+        "no row for the checkpoint that sft was trained from: the checkpoint is not on this machine": "lab/model"
+    }
 
 
 @pytest.mark.parametrize("start", ["\0", "~no-such-user/model", "a" * 300, "./loop/model"])
@@ -119,7 +123,7 @@ def test_a_run_that_was_written_over_by_its_descendant_has_no_row(runs, omitted)
     rows = lineage(dpo, omitted.__setitem__)
     assert rows == [("SFT", sft / "model"), ("DPO", dpo / "model")]
     assert omitted == {
-        "no row for the checkpoint that sft was trained from: it was overwritten after that": str(dpo / "model")
+        "no row for the checkpoint that sft was trained from: the checkpoint was overwritten later": str(dpo / "model")
     }
 
 
@@ -143,7 +147,7 @@ def test_a_start_that_was_trained_anew_has_no_row(runs, omitted):
     (sft / "model" / "model.safetensors").write_text("other weights")
     assert lineage(dpo, omitted.__setitem__) == [("DPO", dpo / "model")]
     assert omitted == {
-        "no row for the checkpoint that dpo was trained from: it was overwritten after that": str(sft / "model")
+        "no row for the checkpoint that dpo was trained from: the checkpoint was overwritten later": str(sft / "model")
     }
 
 

@@ -195,8 +195,8 @@ def test_models_evaluated_with_different_prompts_are_not_compared():
     first, other = answers(points), answers(points, prompts=prompts)
     assert list(compare([("base", first), ("SFT", other)], average=True)[1]) == ["x"]
     assert unpaired(first, other) == {
-        "y": "other prompts, as by another chat template",
-        "z": "0 questions, not the same 1",
+        "y": "other prompts, for example by another chat template",
+        "z": "other questions (0 instead of 1)",
     }
 
 

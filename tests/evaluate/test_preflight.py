@@ -68,7 +68,7 @@ def test_rows_of_different_prompts_are_shown_uncompared_or_get_the_runs_template
     assert list(results["rows"][1]["unpaired"]) == COLUMNS
     assert "SFT will not be compared with base: other prompts" in screen
     assert page.count("<br>not compared") == 3
-    assert "- not compared with base: SFT (other prompts, as by another chat template)" in page
+    assert "- not compared with base: SFT (other prompts, for example by another chat template)" in page
     assert "Holm" not in page
     assert tables.markdown(read_results(tmp_path / "own")) == page
     results, _, page = table(rows, tmp_path / "run", CHAT.model_copy(update={"base_template": "run"}))
@@ -195,7 +195,7 @@ def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):
     assert AutoTokenizer.from_pretrained(run / "model").chat_template != rows[2].tokenizer.chat_template == CHATML
     config = "generation_config.json sets {}, for base {'repetition_penalty': 1.3}"
     _, notices = preflight(CHAT, rows)
-    other = "; other prompts, by another chat template; eval.base_template: run gives them the same"
+    other = "; other prompts, because of another chat template; eval.base_template: run gives both the same template"
     assert notices == [
         f"SFT will not be compared with base: {config}",
         f"this run will not be compared with base: {config}{other}",
@@ -237,7 +237,7 @@ def test_other_scores_of_a_column_are_compared_too(readers, data_root, tmp_path)
     shown = f"{d['value']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}], p {d['p_holm']:.3f}"
     assert f"- piqa, acc: base {base['value']:.1f} ± {base['stderr']:.1f}, SFT " in page
     assert f"({shown})" in page
-    assert "Holm-corrected for the 7 comparisons in this table, and apart from these for the 5 of other scores" in page
+    assert "Holm-corrected for the 7 comparisons in this table, and separately for the 5 of other scores" in page
 
 
 def test_of_a_start_on_the_hub_no_weights_are_downloaded(models, monkeypatch):
@@ -270,8 +270,8 @@ def test_rows_without_weights_and_templates_that_refuse_a_question_are_found_bef
     with pytest.raises(UserError) as error:
         table(rows, tmp_path / "out")
     problem = (
-        "no prompt can be made of a question: the chat template: a system message first; choose another chat template, "
-        "or leave the"
+        "a question cannot be rendered as a prompt: the chat template: a system message first; choose another chat "
+        "template, or leave the"
     )
     assert [line.partition(" column")[0] for line in str(error.value).splitlines()] == [
         f"SFT: {column}: {problem}" for column in COLUMNS
@@ -289,7 +289,7 @@ def test_a_run_is_evaluated_when_its_start_is_deleted_and_the_table_states_it(mo
     options = ("--suite", "quickstart", "--limit", 2, "--output", tmp_path / "out")
     done = command.run("eval", tmp_path / "mine", *options)
     assert done.returncode == 0, done.stderr
-    sentence = "no row for the checkpoint that mine was trained from: it is missing"
+    sentence = "no row for the checkpoint that mine was trained from: the checkpoint is missing"
     assert f"notice    {sentence} ({tmp_path}/deleted)" in " ".join(done.stderr.split()).replace(
         "notice ", "notice    "
     )

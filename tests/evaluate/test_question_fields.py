@@ -25,9 +25,9 @@ def found(tmp_path):
 
 @pytest.mark.parametrize(("questions", "message"), [
     ([{"question": "Where?", "anwser": "Here."}],
-     "test.jsonl:1: the question has no 'answer', which its task reads (doc_to_target), but"),
-    ([RIGHT, {"question": "Where?", "anwser": "Here."}], "but question, anwser; rename 'anwser' to 'answer'"),
-    ([RIGHT, RIGHT | {"answer": None}], "but question, answer; add it, or leave the question out"),
+     "test.jsonl:1: the question has no 'answer', which its task reads (doc_to_target), but has"),
+    ([RIGHT, {"question": "Where?", "anwser": "Here."}], "but has question, anwser; rename 'anwser' to 'answer'"),
+    ([RIGHT, RIGHT | {"answer": None}], "but has question, answer; add it, or leave the question out"),
     ([RIGHT, {"answer": "Here."}], "test.jsonl:2: the question has no 'question', which its task reads (doc_to_text)"),
 ])  # fmt: skip
 def test_the_first_question_without_a_field_is_named(found, questions, message):

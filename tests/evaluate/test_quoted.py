@@ -131,7 +131,7 @@ def test_a_file_of_ones_own_is_read_like_a_shipped_one(tmp_path):
     ("value: 55.97", "value: 5597", "rows.0.scores.arc_challenge.value: found 5597"),
     ("value: 55.97", "value: 55,97", "rows.0.scores.arc_challenge"),
     ("stderr: 1.45", "error: 1.45", "rows.0.scores.arc_challenge.error: unknown key"),
-    ("name: Muon", "name: AdamW", "'AdamW' is there twice"),
+    ("name: Muon", "name: AdamW", "'AdamW' occurs twice"),
     ("rows:", "rows: [", "not valid YAML"),
 ])  # fmt: skip
 def test_a_mistake_in_a_table_is_named(tmp_path, old, new, message):

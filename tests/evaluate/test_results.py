@@ -200,7 +200,7 @@ def test_results_stay_inside_of_a_runs_folder(tmp_path, monkeypatch):
     assert stage.output_of(run, Eval(suite="..")) == run.path / "eval" / "mine"
     assert stage.output_of(run, Eval(suite="../suite.yaml")) == run.path / "eval" / "mine"
     assert stage.output_of(run, Eval(suite="../../../suites/mine/")) == run.path / "eval" / "mine"
-    with pytest.raises(UserError, match="does not name a folder"):
+    with pytest.raises(UserError, match="cannot be the name of a folder of results"):
         stage.output_of(run, Eval(suite="/suite.yaml"))
     (run.path / "eval" / "quickstart").symlink_to(tmp_path / "suites")
     with pytest.raises(UserError, match="is a link"):

@@ -237,7 +237,8 @@ def test_repeated_questions_are_reported_and_count_as_one_cluster(models, tmp_pa
     rows = [("base", models[0]), ("SFT", models[1])]
     results = evaluate(rows, asked, tmp_path / "output", device="cpu", console=Console(file=screen, width=500))
     notice = (
-        "zoo_mc: 96 of 120 questions repeat another one, with the same prompt and choices (question 25 is question 1)"
+        "zoo_mc: 96 of 120 questions repeat another question, with the same prompt and choices (question 25 is "
+        "question 1)"
     )
     assert notice in screen.getvalue()
     difference = results["rows"][1]["differences"]["zoo_mc"]

@@ -53,7 +53,7 @@ def test_a_data_root_is_taken_from_the_suites_folder(folder):
     ("batch_size: 60", "batch_size: auto", "batch_size: found 'auto'"),
     ("batch_size: 60", "batch_size: 0", "batch_size: found 0"),
     ("apply_chat_template: true", "apply_chat_template: yes please", "apply_chat_template: found 'yes please'"),
-    ("column: zoo_gen", "column: zoo_mc", "column 'zoo_mc' is there twice"),
+    ("column: zoo_gen", "column: zoo_mc", "column 'zoo_mc' occurs twice"),
     ("column: zoo_gen", "column: zoo/gen", "tasks.1.column: found 'zoo/gen'"),
     ("tasks/zoo_mc.yaml", "tasks/zoo_mcc.yaml", "suite.yaml:8 tasks.0.file: there is no task file"),
     ("title: Quickstart zoo", "title: [", "not valid YAML"),

@@ -120,7 +120,7 @@ def test_the_legend_counts_the_comparisons_without_published_scores():
     legend = "\n".join(tables.notes(results))
     assert "Holm-corrected for the 21 comparisons" in legend
     assert "McNemar" in legend
-    assert "intervals are not corrected: one may exclude 0 beside a p above 0.05" in legend
+    assert "intervals are not corrected: an interval may exclude 0 although p is above 0.05" in legend
     alone = "\n".join(tables.notes(make_results(6, 1)))
     assert "McNemar" not in alone
 
@@ -208,5 +208,5 @@ def test_a_row_is_compared_with_its_start_in_a_note():
     difference = {"value": 0.94, "low": -0.5, "high": 2.38, "p": 0.01, "p_holm": 0.02}
     results["rows"][2]["start"] = {"name": results["rows"][1]["name"], "differences": {"arc_challenge": difference}}
     names = [row["name"] for row in results["rows"]]
-    note = f"{names[2]} minus {names[1]}, its start (p corrected for these alone): arc_challenge"
+    note = f"{names[2]} minus {names[1]}, its start (p corrected for these comparisons alone): arc_challenge"
     assert f"{note} +0.9 [-0.5, +2.4], * p 0.020" in tables.notes(results)

@@ -216,7 +216,7 @@ def test_a_setting_that_is_not_the_best_on_held_out_examples_is_caught(study):
 def test_other_parameters_in_the_verdict_are_caught(study):
     shutil.rmtree(study.folder / "verdict/soren/102")
     study.add("soren", "102", 102, 0.005, 1.25, stage="verdict", sets=["optimizer.momentum=0.9"])
-    only(study.problems(), "verdict/soren/102: is unlike other runs of soren", "optimizer.momentum: 0.95 there, 0.9")
+    only(study.problems(), "verdict/soren/102: differs from other runs of soren", "optimizer.momentum: 0.95 there, 0.9")
     shutil.rmtree(study.folder / "verdict/soren/102")
     study.add("soren", "102", 102, 0.006, 1.25, stage="verdict")
     only(study.problems(), "verdict/soren/102: the setting (", "is none of the search", "not selected on the held-out")
@@ -246,7 +246,9 @@ def test_another_number_of_steps_is_caught_once(study):
 def test_another_recipe_is_caught(study):
     shutil.rmtree(study.folder / "search/soren/00")
     study.add("soren", "00", 0, 0.003, 1.4, sets=["trainer.lr_scheduler_type=constant"])
-    only(study.problems(), "search/soren/00: is unlike", "trainer.lr_scheduler_type: 'cosine' there, 'constant' here")
+    only(
+        study.problems(), "search/soren/00: differs from", "trainer.lr_scheduler_type: 'cosine' there, 'constant' here"
+    )
 
 
 def test_an_optimizer_that_is_not_the_declared_one_is_caught(study):
@@ -393,7 +395,7 @@ def test_a_key_that_follows_a_searched_one_is_no_undeclared_difference(tmp_path,
     pattern, value, words = edited
     last = tmp_path / f"study/search/{name}/02/recipe.yaml"
     last.write_text(re.sub(pattern, value, last.read_text()))
-    assert any(problem.startswith(f"search/{name}/02: is unlike other runs of {name}") and words in problem
+    assert any(problem.startswith(f"search/{name}/02: differs from other runs of {name}") and words in problem
                for problem in conclude(tmp_path / "study").problems)  # fmt: skip
 
 
@@ -404,8 +406,8 @@ def test_a_diverged_trial_is_no_problem_but_a_caution(study):
     overlaps = {"zoo_mc": {"questions": 40, "overlapping": 3, "examples_read": 960}}
     found = study.cautions(overlaps)
     for words in ("soren: 1 of 3 trials diverged", "unequal numbers of finished trials (adamw 3, soren 2)",
-                  "soren: the selected optimizer.lr is the largest that was tried", "the verdict has 3 seeds",
-                  "zoo_mc: 3 of 40 questions overlap", "the held-out examples selected the settings"):  # fmt: skip
+                  "soren: the selected optimizer.lr is the largest value that was tried", "the verdict has 3 seeds",
+                  "zoo_mc: 3 of 40 questions overlap", "the held-out examples that selected the settings"):  # fmt: skip
         assert any(words in caution for caution in found), (words, found)
 
 

@@ -244,7 +244,7 @@ def test_a_budget_ends_the_search_after_a_round_of_all_candidates(tmp_path):
     result = read_study(Path(study.output_dir))
     assert [len(each.trials) for each in result.candidates] == [2, 2]
     found = cautions(result, Path(study.output_dir), read_files(Path(study.output_dir))[0])
-    assert "2 of the declared 6 trials of each candidate were made; the budget had ended" in found
+    assert "2 of the declared 6 trials of each candidate were made, because the budget ended" in found
 
 
 def test_a_winner_at_an_end_is_reported_and_extended_with_as_many_trials_for_all(tmp_path):

@@ -49,14 +49,14 @@ def test_the_recipe_of_a_run_has_its_keys_and_no_evaluation_in_the_search(tmp_pa
 
 @pytest.mark.parametrize(("change", "message"), [
     ("verdict.seeds=[101,102]", "verdict.seeds: found 2; a verdict over seeds needs at least 3"),
-    ("verdict.seeds=[0,101,102]", "the search has 0 too"),
+    ("verdict.seeds=[0,101,102]", "the search uses 0 too"),
     ("verdict.seeds=[1,1,2,3]", "write each seed once"),
     ("verdict.reference=lion", "there is no candidate 'lion'"),
     ("set.eval={suite: quickstart} | search.metric=eval_zoo_mc", "selection on a benchmark is refused"),
     ("search.metric=eval_rewards/margins", "no such metric: write eval_loss or eval_mean_token_accuracy"),
     ("search.method=grid", "a grid needs a list of values"),
-    ("search.pruning=median", "search.pruning: trials are not pruned. The first part of a schedule ranks"),
-    ("search.space.optimizer.aux_lr==optimizer.rate", "searched are: optimizer.lr"),
+    ("search.pruning=median", "search.pruning: trials are not pruned: early in a schedule, settings rank"),
+    ("search.space.optimizer.aux_lr==optimizer.rate", "searched keys are: optimizer.lr"),
     ("search.space.optimizer.lr.low=0", "low must be more than 0, or write log: false"),
     ("search.space.optimizer.lr.high=1e-4", "low must be less than high"),
     ("search.space.optimizer.lr=fast", "write {low: 1.0e-3, high: 1.0e-1}, a list of values"),
@@ -66,7 +66,7 @@ def test_the_recipe_of_a_run_has_its_keys_and_no_evaluation_in_the_search(tmp_pa
     ("candidates.soren.set.optimizer.momentun=0.9", "optimizer.momentun: unknown key; did you mean 'momentum'?"),
     ("candidates.soren.space.optimizer.momentum={low: 0.5, high: 1.5, log: false}", "optimizer.momentum: found 1.5"),
     ("candidates.so/ren={}", "candidates.so/ren"),
-    ("candidates.base={}", "candidates.base: stands for every candidate, or for the starting checkpoint"),
+    ("candidates.base={}", "candidates.base: is a reserved name"),
     ("verdict.retention={columns: [zoo_mc], margin: 1.0}", "the suite has no column 'zoo_mc'"),
     ("recipe=quickstart/sgd", "no such file, nor a shipped recipe"),
 ])  # fmt: skip

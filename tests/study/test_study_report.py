@@ -213,7 +213,7 @@ def test_the_verdict_comes_first_and_is_one_sentence_a_comparison(report):
     assert len(comparisons(study, "base")) == 4
     muon = comparisons(study, "adamw")[0]
     d = next(d for d in study.differences if (d.candidate, d.reference, d.measure) == ("muon", "adamw", "held-out"))
-    assert f"this study could have seen {d.detectable:.3f} with 80% power" in muon.text
+    assert f"detectable: {d.detectable:.3f}, with 80% power" in muon.text
 
 
 def test_a_loss_has_three_decimals_and_a_small_one_four():
@@ -280,7 +280,7 @@ def test_a_study_with_faults_has_no_verdict(tmp_path):
         assert "muon: another order of the data" in text
         assert "No verdict" in text
         assert "better" not in text.split("</style>")[-1]
-        assert "could have seen" not in text
+        assert "can detect" not in text
 
 
 def test_a_study_where_nothing_was_measured_is_a_report_without_figures(tmp_path):
@@ -462,7 +462,7 @@ def test_values_on_a_line_from_the_start_are_marked():
     table, note = matched(study)
     assert all(cell.endswith(" †") for cell in (table.rows[0][2], table.rows[0][3]))
     assert not any("†" in cell for cell in table.rows[1])
-    assert "too high for a loss" in note.text
+    assert "a loss is too high there" in note.text
 
 
 def test_the_mean_curve_has_the_steps_of_all_seeds():

@@ -102,7 +102,7 @@ def test_a_recipe_that_trains_the_users_messages_unawares_gets_a_notice(tiny_run
     trainer = {key: value for key, value in run.recipe.trainer.items() if key != "assistant_only_loss"}
     trainer |= {} if setting is None else {"assistant_only_loss": setting}
     run.recipe = run.recipe.model_copy(update={"trainer": trainer})
-    assert any("those of the user's messages too" in notice for notice in run.prepare().notices) == is_noticed
+    assert any("also the user's messages" in notice for notice in run.prepare().notices) == is_noticed
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_the_best_checkpoint_becomes_the_model(tiny_run, changes):
     assert run.train()
     record = run.folder.read()["training"]["best_model"]
     assert (record["metric"], record["step"]) == ("eval_loss", 1)
-    assert "the model is that of step 1, the best evaluation: eval_loss" in run.said.getvalue()
+    assert "the model is from step 1, the best evaluation: eval_loss" in run.said.getvalue()
     one = tiny_run("sft", *changes, "run.save_dtype=float32", "trainer.save_strategy=no", name="one")
     trainer = one.trainer()
     trainer.args.max_steps = 3

@@ -189,11 +189,11 @@ def test_the_run_says_how_much_of_the_change_survives_the_export(paper, qwen):
     )
     assert survived["matrices"]["projection"] == pytest.approx(float(kept @ way / (way @ way)), rel=1e-3)
     assert survived["matrices"]["fraction_changed"] < 0.1
-    assert "run.save_dtype: float32 saves all" in " ".join(run.said.getvalue().split())
+    assert "run.save_dtype: float32 keeps it" in " ".join(run.said.getvalue().split())
     assert wide.folder.read()["training"]["change_after_saving"]["matrices"] == pytest.approx(
         {"fraction_changed": 1, "projection": 1}
     )
-    assert "saves all" not in wide.said.getvalue()
+    assert "float32 keeps it" not in wide.said.getvalue()
 
 
 @pytest.mark.parametrize(("overrides", "message"), [

@@ -177,7 +177,7 @@ def test_a_checkpoint_is_refused_under_the_name_of_another_step(stopped):
     with pytest.raises(UserError, match="checkpoint-900: is the checkpoint of step 4; name its folder checkpoint-4 ag"):
         checkpoints.check(renamed, origin)
     reseal(renamed)
-    with pytest.raises(UserError, match=r"checkpoint-900/trainer_state\.json: is of step 4 of 6; remove this"):
+    with pytest.raises(UserError, match=r"checkpoint-900/trainer_state\.json: records step 4 of 6; remove this"):
         checkpoints.check(renamed, origin)
 
 
@@ -528,7 +528,11 @@ def test_a_run_whose_lock_was_removed_stops_before_it_writes_a_checkpoint(tiny_r
     run = tiny_run()
     with monkeypatch.context() as patch:
         patch.setattr(OptimizerCheck, "on_optimizer_step", removing)
-        with pytest.raises(LockedError, match=r"its lock was removed or taken over.*; this one stops"):
+        with pytest.raises(
+            LockedError,
+            match=r"the lock of this folder was removed or taken over.*; this command "
+            r"stops",
+        ):
             run.train()
     assert [checkpoint.name for checkpoint in run.folder.complete_checkpoints()] == ["checkpoint-2"]
     assert tiny_run().train()

@@ -125,7 +125,11 @@ def test_a_damaged_file_of_the_start_is_one_of_the_run_s_folder(tiny_run, name, 
     run = tiny_run()
     start = run.prepare().start
     (run.folder.start / name).write_text("{}" if name == "config.json" else "")
-    with pytest.raises(UserError, match=r"^/.*/run/start \(made by soren-align; removed, it is made again\): "):
+    with pytest.raises(
+        UserError,
+        match=r"^/.*/run/start \(made by soren-align; after you remove it, soren-align "
+        r"makes it again\): ",
+    ):
         load(run.recipe, start)
 
 

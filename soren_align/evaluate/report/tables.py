@@ -162,7 +162,7 @@ def _legend(results: Results, brief: bool) -> list[str]:
     shown = [d for row in later for c, d in (row.get("differences") or {}).items() if not has_too_few(row, c)]
     if shown:
         num_also = sum(len(each.get("also", ())) for each in differences)
-        also = f", and apart from these for the {num_also} of other scores below" if num_also else ""
+        also = f", and separately for the {num_also} of other scores below" if num_also else ""
         intervals = "" if brief else " (Bonett and Price's; for averages and fractional scores by bootstrap)"
         tests = "" if brief else " (McNemar's exact test, else bootstrap)"
         lines += [
@@ -171,7 +171,7 @@ def _legend(results: Results, brief: bool) -> list[str]:
             f" comparison{'s' * (len(differences) > 1)} in this table{also}; *: p < 0.05",
         ]
         if not brief or any(each["low"] * each["high"] > 0 and each["p_holm"] >= 0.05 for each in shown):
-            lines.append("intervals are not corrected: one may exclude 0 beside a p above 0.05")
+            lines.append("intervals are not corrected: an interval may exclude 0 although p is above 0.05")
     few = {c: score["n"] for c, score in first["scores"].items() if "n" in score and has_too_few(first, c)}
     if differences and few:
         lines.append(f"{TOO_FEW}: below {MIN_QUESTIONS} a difference has no interval and no p; here {_text(few)}")
@@ -183,7 +183,7 @@ def _legend(results: Results, brief: bool) -> list[str]:
     }
     if num_clusters:
         lines.append(
-            "questions of one cluster are not independent, so that interval and p of some columns are Student's t over"
+            "questions of one cluster are not independent, so interval and p of these columns are Student's t over"
             f" clusters: {_text(num_clusters)}"
         )
     for row in later:
@@ -196,7 +196,7 @@ def _legend(results: Results, brief: bool) -> list[str]:
         if (start := row.get("start")) and start["differences"]:
             each = {c: _difference(d, has_too_few(row, c)) for c, d in start["differences"].items()}
             texts = [f"{column} {', '.join(words)}" for column, words in each.items()]
-            to = f"{row['name']} minus {start['name']}, its start (p corrected for these alone)"
+            to = f"{row['name']} minus {start['name']}, its start (p corrected for these comparisons alone)"
             lines.append(f"{to}: {'; '.join(texts)}")
     intervals = [
         f"{row['name']} {column} [{score.get('low', 0):.1f}, {score.get('high', 0):.1f}]"
@@ -260,13 +260,13 @@ def _contamination(results: Results) -> list[str]:
         for row, score in each.get("scores", {}).items():
             d, is_too_few = score.get("difference"), each["questions"] - each["overlapping"] < MIN_QUESTIONS
             scores.append(f"{row} {score['value']:.1f}{f', difference {_interval(d, is_too_few)}' if d else ''}")
-        others = f"without them: {', '.join(scores)}" if scores else "no others"
+        others = f"without these questions: {', '.join(scores)}" if scores else "no other questions"
         lines.append(f"contamination, {column}: {counts} ({how}); {others}")
     if clean:
         number = next(iter(columns.values()))["examples_read"]
         lines.append(
-            f"contamination: no question of {', '.join(clean)} is in the {number:,} training examples, as a whole or by"
-            f" {NGRAM} words in a row"
+            f"contamination: no question of {', '.join(clean)} is in the {number:,} training examples, neither as a"
+            f" whole nor by {NGRAM} words in a row"
         )
     return lines
 

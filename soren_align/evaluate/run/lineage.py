@@ -15,7 +15,7 @@ from ...tasks import TASKS
 from .backends import base_folder, model_folder
 from .requests import model_digest
 
-OVERWRITTEN = "was overwritten after that"
+OVERWRITTEN = "was overwritten later"
 
 Row = tuple[str, Path]
 """(name in the table, model folder)."""
@@ -98,7 +98,9 @@ def _lineage(path: str | Path, on_omitted: OnOmitted | None) -> list[Row]:
             problem = OVERWRITTEN
         if problem:
             if on_omitted:
-                sentence = f"no row for the checkpoint that {run.resolve().name} was trained from: it {problem}"
+                sentence = (
+                    f"no row for the checkpoint that {run.resolve().name} was trained from: the checkpoint {problem}"
+                )
                 on_omitted(sentence, record["start"]["path"])
             break
         if parent is None:

@@ -122,8 +122,8 @@ def check(
     adapters = [row.name for row in rows if row.is_adapter]
     if options.backend == "vllm" and adapters:
         problems.append(
-            f"{' and '.join(adapters)}: is an adapter, and eval.backend is vllm, which loads whole models only: write "
-            "hf, or --no-eval and evaluate what `soren-align merge RUN` makes"
+            f"{' and '.join(adapters)}: is an adapter, and eval.backend is vllm, which loads only whole models: "
+            "write hf; or train with --no-eval, run `soren-align merge RUN` and evaluate RUN/merged"
         )
     try:
         tasks = load()
@@ -159,8 +159,8 @@ def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "_P
             reasons.append("prompts with and without a chat template")
         elif probes[row.name].prompts != probes[first.name].prompts:
             can_be_equal = row is rows[-1] and first.template_of != row.name
-            remedy = "; eval.base_template: run gives them the same" if can_be_equal else ""
-            reasons.append(f"other prompts, by another chat template{remedy}")
+            remedy = "; eval.base_template: run gives both the same template" if can_be_equal else ""
+            reasons.append(f"other prompts, because of another chat template{remedy}")
         if reasons:
             notices.append(f"{row.name} will not be compared with {first.name}: {'; '.join(reasons)}")
     alike: dict[tuple[int, str], list[str]] = {}
@@ -190,9 +190,10 @@ def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval
         first = {label: number for number, label in reversed([*enumerate(labels, 1)])}
         repeated, label = next((number, label) for number, label in enumerate(labels, 1) if first[label] < number)
         yield (
-            f"{task.column}: {len(labels) - len(first):,} of {len(labels):,} questions repeat another one, with the "
-            f"same prompt and choices (question {repeated} is question {first[label]}). Equal questions count as one "
-            "cluster in intervals and p-values of differences, and each of them in the score; remove the repetitions"
+            f"{task.column}: {len(labels) - len(first):,} of {len(labels):,} questions repeat another question, with "
+            f"the same prompt and choices (question {repeated} is question {first[label]}). In "
+            "intervals and p-values of differences, equal questions count as one cluster; in the score, each question "
+            "counts. Remove the repetitions"
         )
 
 
@@ -250,8 +251,8 @@ class _Probe:
         except Exception as error:  # a template may raise anything
             reason = in_one_line(error).removeprefix(f"{self.lm.label}: ")
             self.problems.append(
-                f"{self.lm.label}: no prompt can be made of a question: {reason}; choose another chat template, or "
-                f"leave the column out: eval.omit: [{task.column}] (--omit {task.column})"
+                f"{self.lm.label}: a question cannot be rendered as a prompt: {reason}; choose another chat "
+                f"template, or leave the column out: eval.omit: [{task.column}] (--omit {task.column})"
             )
             return
         self.prompts[task.column] = [request.args[0] for request in requests]

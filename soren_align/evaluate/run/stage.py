@@ -218,13 +218,13 @@ def preflight_of_training(
 def output_of(run: RunFolder, options: Eval) -> Path:
     """Return the folder of an evaluation's results in a run folder. Raises UserError if it would lie outside."""
     if not is_component(options.name):
-        raise UserError(
-            f"--suite: {options.suite!r} does not name a folder, after which the results are named; rename it"
-        )
+        raise UserError(f"--suite: {options.suite!r} cannot be the name of a folder of results; rename the suite")
     output = run.evaluation(options.name)
     for link in (output.parent, output):
         if link.is_symlink():
-            raise UserError(f"{link}: is a link, but results stay in their run's folder; use --output for another one")
+            raise UserError(
+                f"{link}: is a link, but results stay in their run's folder; use --output for another folder"
+            )
     return output
 
 

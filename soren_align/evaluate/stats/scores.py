@@ -84,8 +84,8 @@ def cluster_labels(task: SuiteTask, questions: list[tuple[Any, dict[str, Any]]])
             question = doc | {"task": each.task_name}
             if task.cluster not in question:
                 raise UserError(
-                    f"{each.task_name}: the suite's cluster: {task.cluster} is no field of its questions; they have "
-                    f"{', '.join(map(str, doc))}, and task"
+                    f"{each.task_name}: the suite's cluster: {task.cluster} is no field of its questions; write one of "
+                    f"{', '.join(map(str, doc))}, or task"
                 )
             labels.append(str(question[task.cluster]))
         return labels
@@ -123,11 +123,12 @@ def _points(output: dict[str, Any], name: str, key: str, model: str) -> list[flo
         if broken := sum(not isfinite(number) for number in numbers):
             raise UserError(
                 f"{model}: {broken} of {len(numbers)} {kind} of {name} are not numbers;"
-                " its weights are broken, as after training that diverged"
+                " the model's weights are broken, for example by a training that diverged"
             )
     if abs(statistics.fmean(points) - output["results"][name][key]) > 1e-9:
         raise UserError(
-            f"{name}: {metric} is not a mean over questions; choose a metric that is, others cannot be compared"
+            f"{name}: {metric} is not a mean over questions; choose a metric that is, because other metrics cannot "
+            "be compared"
         )
     return points
 

@@ -88,11 +88,13 @@ def unpaired(first: ModelResults, later: ModelResults) -> dict[str, str]:
         a, b = first.prompt_hashes.get(column, []), later.prompt_hashes.get(column, [])
         num_a, num_b = first.truncated.get(column, 0), later.truncated.get(column, 0)
         if [question for question, _ in a] != [question for question, _ in b]:
-            reasons[column] = f"{len(b)} questions, not the same {len(a)}"
+            reasons[column] = (
+                f"other questions ({len(b)} instead of {len(a)})" if len(a) != len(b) else "other questions"
+            )
         elif a != b:
-            reasons[column] = "other prompts, as by another chat template"
+            reasons[column] = "other prompts, for example by another chat template"
         elif num_a != num_b:
-            reasons[column] = f"{num_b} prompts truncated instead of {num_a}, by another context length"
+            reasons[column] = f"{num_b} prompts truncated instead of {num_a}, because of another context length"
     return reasons
 
 

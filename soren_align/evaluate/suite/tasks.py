@@ -209,7 +209,7 @@ def missing_field(settings: dict[str, Any], folder: Path | None) -> str:
                 similar = closest(field, [key for key in record if key not in fields])
                 remedy = f"rename {similar!r} to {field!r}" if similar else "add it, or leave the question out"
                 return (
-                    f"{file}:{number}: the question has no {field!r}, which its task reads ({setting}), but"
+                    f"{file}:{number}: the question has no {field!r}, which its task reads ({setting}), but has"
                     f" {', '.join(map(str, record))[:200]}; {remedy}"
                 )
     return ""
@@ -274,8 +274,8 @@ def equal_choices(task: Any, tokenizer: Any, limit: int | None = None) -> str:
     if not equal:
         return ""
     return (
-        f"{len(equal):,} of {len(questions):,} questions have choices that are the same tokens to this tokenizer, of "
-        f"which the first counts as answered ({equal[0]})"
+        f"{len(equal):,} of {len(questions):,} questions have two choices with the same tokens; the first of them "
+        f"counts as the answer ({equal[0]})"
     )
 
 

@@ -143,13 +143,13 @@ def differences_figure(study: Study, reference: str) -> Figure:
         panels.append(_panel(about, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences))))
     caption = (
         f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. Grey:"
-        " differences too small for this study to see. Filled dots: better or worse; hollow: not distinguishable."
+        " differences too small for this study to detect. Filled dots: better or worse; hollow: not distinguishable."
     )
     return Figure(panels, caption)
 
 
 def search_figure(study: Study) -> Figure | None:
-    """Return the metric of every trial against each searched key, and the expected best of so many trials."""
+    """Return the metric of every trial against each searched key, and the expected best of n trials."""
     trials = [run for candidate in study.candidates for run in candidate.trials]
     keys = _free_keys(trials)
     limits = focus([run.metric for run in finished(trials) if run.metric is not None], study.higher_is_better)
@@ -158,7 +158,7 @@ def search_figure(study: Study) -> Figure | None:
     panels: dict[str, Picture | None] = {key: _sensitivity_panel(study, key, limits) for key in keys[:MAX_KEYS]}
     best = [expected_best(trial_metrics(study, each), study.higher_is_better) for each in study.candidates]
     lines = {i: [[], [(float(k), value) for k, value in enumerate(values, 1)]] for i, values in enumerate(best)}
-    tuning = "the expected best of so many trials"
+    tuning = "the expected best of n trials"
     panels[tuning] = _lines_panel(study, f"expected best {metric_name(study)}", "trials", lines, cut=True)
     caption = (
         "Every trial of the search against its setting. Ring: the selected trial. At the edge: triangles are worse than"

@@ -46,8 +46,8 @@ def write_report(study: Study, folder: Path) -> None:
     if not study.cautions:
         cautions = [Paragraph("The audit has no cautions: no selected value at an edge, no overlap, enough seeds.")]
     general = (
-        "It holds for this model, these data, this schedule and these search spaces: a longer training, a larger model"
-        " or other spaces may order the optimizers differently."
+        "The conclusion holds for this model, these data, this schedule and these search spaces: a longer training, "
+        "a larger model or other spaces may order the optimizers differently."
     )
     if study.base_scores and not study.contamination:
         general = f"The overlap of the training examples with the questions was not counted. {general}"
@@ -95,9 +95,9 @@ def verdict_blocks(study: Study) -> list[Block]:
         blocks.append(charts.differences_figure(study, name))
     num = len(study.differences) + sum(d.retained is not None for d in study.differences)
     note = (
-        "Intervals are over seeds and questions (of the held-out metric: over seeds). The answers are by p-values"
-        f" corrected for {count(num, 'test')} by Holm's method; intervals are not corrected. Positive differences are"
-        " better, whatever the measure's direction."
+        "Intervals cover the spread over seeds and questions (for the held-out metric, over seeds). Each answer "
+        f"depends on a p-value, corrected for {count(num, 'test')} by Holm's method; intervals are not corrected. "
+        "Positive differences are better, whatever the measure's direction."
     )
     return [*blocks, Paragraph(note, kind="muted")]
 
@@ -135,7 +135,7 @@ def difference_blocks(study: Study) -> list[Block]:
                 row = [f"{d.candidate} - {'start' if d.reference == BASE else d.reference}", d.answer]
                 row += [value, f"[{low}, {high}]", p_value(d.p_holm).removeprefix("p ")]
                 rows.append([*row, text.seen_size(d).removesuffix(" points"), retained])
-    head = ["", "answer", "difference", "95% interval", "Holm's p", "could have seen", "retained"]
+    head = ["", "answer", "difference", "95% interval", "Holm's p", "detectable", "retained"]
     return [Table(head, rows, align="ll", groups=frozenset(groups))]
 
 
@@ -200,13 +200,13 @@ def matched(study: Study) -> list[Block]:
     if len(head) == 1:
         return []
     note = (
-        "Matched: the values where each run first reaches the largest displacement (or KL) that all runs reach. A run"
-        " that moves further is seen there before its schedule has ended, with a learning rate that is still high."
+        "Values where each run first reaches the largest displacement (or KL) that all runs reach. A run that moves"
+        " further is read before its schedule has ended, while its learning rate is still high."
     )
     if any("†" in cell for row in rows for cell in row):
         note += (
-            " †: reached before the first evaluation, so that the value is on a straight line from the start and too"
-            " high for a loss; trainer.eval_steps makes evaluations more frequent."
+            " †: reached before the first evaluation. The value lies on a straight line from the start, and a loss "
+            "is too high there; to avoid this, evaluate more often (trainer.eval_steps)."
         )
     return [Table(head, rows), Paragraph(note, kind="muted")]
 
@@ -289,7 +289,7 @@ def identities(study: Study) -> list[Block]:
                     names.setdefault(_identity(run.identity.get(key)), {})[run.candidate] = None
                 lines = [f"{join_words([*each])}: {value}" for value, each in names.items()]
                 rows[-1].append("\n".join(lines) if len(names) > 1 else next(iter(names)))
-        note = "Equal for all candidates with a seed, or each one's where they differ; study.json has the whole hashes."
+        note = "One value where all candidates are equal, else a value for each; study.json has the whole hashes."
         table = Table(["seed", *(key.replace("_", " ") for key in own)], rows, align="l" * (1 + len(own)))
         blocks += [table, Paragraph(note, kind="muted")]
     return blocks

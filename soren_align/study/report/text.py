@@ -84,8 +84,8 @@ def comparisons(study: Study, reference: str, *, most: int | None = None) -> lis
             interval = f"{signed_size(d.low, d.unit)} to {signed_size(d.high, d.unit)}"
             seen = ""
             if d.answer == "not distinguishable":
-                seen = f"could have seen {seen_size(d)}"
-                seen = f"; {seen}" if i else f"; this study {seen} with {power:.0%} power"
+                seen = f"detectable: {seen_size(d)}"
+                seen = f"; {seen}" if i else f"; {seen}, with {power:.0%} power"
             numbers.append(
                 f"{f'{name} ' if len(own) > 1 else ''}{signed_size(d.value, d.unit)}{points}"
                 f" ({'' if i else '95% interval '}{interval}, {p_value(d.p_holm)}{seen})"
@@ -113,8 +113,7 @@ def headline(study: Study) -> list[str]:
                 answers.append(f"{all_of_them or join_words(names)} {verb} {than} {reference_name(reference)}")
         seen, unit = "", differences[0].unit
         if unseen := [d.detectable for d in differences if d.answer == "not distinguishable"]:
-            sizes = dict.fromkeys(size(value, unit) for value in (min(unseen), max(unseen)))
-            seen = f", and this study could have seen a difference of {' to '.join(sizes)}{POINTS[unit]}"
+            seen = f" (this study can detect differences of {size(max(unseen), unit)}{POINTS[unit]} or more)"
         sentences.append(f"On {measure_name(study, differences[0].measure)}, {'; '.join(answers)}{seen}.")
     return sentences
 
@@ -161,7 +160,7 @@ def signed_size(value: float, unit: str) -> str:
 
 
 def seen_size(d: Difference) -> str:
-    """Return the difference that a study could have seen; of percent points there are 100."""
+    """Return the difference that a study can detect; of percent points there are 100."""
     return "none" if d.unit == "percent" and d.detectable > 100 else f"{size(d.detectable, d.unit)}{POINTS[d.unit]}"
 
 
