@@ -86,8 +86,8 @@ def write_declaration(folder: Path, study: StudyFile) -> None:
         note(folder, "declared", sha256=content["sha256"])
         return
     own = ("sha256", "commit")
-    before, now = ({k: v for k, v in each.items() if k not in own} for each in (read_declaration(folder), content))
-    if changed := differences(before, now):
+    before, after = ({k: v for k, v in each.items() if k not in own} for each in (read_declaration(folder), content))
+    if changed := differences(before, after):
         raise UserError(
             f"{folder}: was declared otherwise ({file.name}):",
             *(f"  {line}" for line in changed[:20]),

@@ -201,7 +201,7 @@ def test_the_run_says_how_much_of_the_change_survives_the_export(paper, qwen):
     (("optimizer.compensation=kahan",), "optimizer.compensation: applies to bfloat16 parameters only"),
     ((*KAHAN, "run.parallel=zero2"), "optimizer.compensation: zero2 updates float32 master weights"),
     ((*KAHAN, "run.parallel=zero3-offload"), "zero3-offload updates float32 master weights"),
-    ((NARROW, "run.parallel=zero2", "trainer.bf16=false"), "model.dtype: under zero2 only `trainer: {bf16: true}` gives"),
+    ((NARROW, "run.parallel=zero2", "trainer.bf16=false"), "under zero2 only `trainer: {bf16: true}` gives"),
 ])  # fmt: skip
 def test_a_recipe_that_would_lose_updates_unasked_is_refused_before_torch(tiny_run, overrides, message):
     with pytest.raises(UserError) as refused:

@@ -10,7 +10,6 @@ trials, which shows how much of a result is the search that found it.
 import json
 from base64 import b64encode
 from collections.abc import Callable, Sequence
-from io import BytesIO
 from itertools import pairwise
 from math import comb, isfinite, log10
 from pathlib import Path
@@ -18,12 +17,10 @@ from statistics import fmean, median
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from PIL import Image
 
-from ...core.figures import DARK, LIGHT, Colors, compact, line_style, short, style_axes
+from ...core.figures import DARK, LIGHT, Colors, compact, line_style, png, short, style_axes
 from ...core.text import count, join_words
 from ...run.metrics import IN_STUDIES, METRICS
 from ..study import ENDED, Candidate, Difference, Point, Run, Study, by_trial, finished, metric_of_trial
@@ -34,8 +31,6 @@ INCHES = (4.5, 3.0)
 """Of a panel: 324 units wide, so that its letters of 10 units have 11 pixels on a phone 390 pixels wide."""
 DPI = 144
 """Twice the units: a panel 324 units wide has 648 pixels."""
-NUM_COLORS = 256
-"""Of a picture."""
 MAX_WITH_RUNS = 6
 """Candidates whose runs are drawn beside their mean; of more, the thin lines would hide the others."""
 MAX_KEYS = 6
@@ -374,13 +369,8 @@ def _address(drawing: Drawing, background: str) -> str:
 
     A line drawing of few colours has a quarter of the bytes of an SVG picture, however many points its lines have.
     """
-    canvas = FigureCanvasAgg(drawing)
     drawing.set(dpi=DPI, facecolor=background)
-    canvas.draw()
-    image = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba()))
-    stream = BytesIO()
-    image.convert("RGB").quantize(NUM_COLORS).save(stream, format="PNG", optimize=True)
-    return f"data:image/png;base64,{b64encode(stream.getvalue()).decode()}"
+    return f"data:image/png;base64,{b64encode(png(drawing)).decode()}"
 
 
 def set_scale(axes: Axes, values: Sequence[Any]) -> Callable[[Any], float]:
