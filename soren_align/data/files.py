@@ -1,4 +1,4 @@
-"""The records of a split on this machine, one at a time, each with its place: local files, or the standard library.
+"""Read the records of a dataset from local files, one at a time, each with its place.
 
 JSONL is read with the plain json module, line by line: it names an invalid line, needs no memory, and takes about
 two seconds per gigabyte. Compressed files are read without a decompressed copy.

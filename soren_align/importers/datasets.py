@@ -1,4 +1,4 @@
-"""Convert datasets to `data.train` and `data.eval`, with the columns and roles that a recipe needs.
+"""Convert the datasets of other tools to `data.train` and `data.eval`.
 
 Each training split of a mixture becomes a source with its weight. A split whose name is a test split's is never trained
 on; it becomes data.eval if the source evaluates during training. Settings without a counterpart are noted. The names of

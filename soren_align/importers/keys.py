@@ -1,4 +1,4 @@
-"""The tables of keys.toml, and what becomes of a key."""
+"""Convert the keys of other tools by the tables of keys.toml."""
 
 import tomllib
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Run a command in this process: check without torch, set the environment, then import torch and work.
+"""Run a command in this process: check its recipe without torch, then import torch and work.
 
 Whatever can be refused without torch is refused first. Only training on several ranks starts other processes.
 """

@@ -1,4 +1,4 @@
-"""Environment variables: those that launchers set for their ranks, and those that torch and its libraries read.
+"""Environment variables that launchers set for their ranks, and that torch and its libraries read.
 
 torchrun, accelerate and deepspeed set RANK and WORLD_SIZE; srun has its own names. The libraries read theirs when they
 are imported, so that `set_environment` comes before torch.

@@ -1,4 +1,4 @@
-"""The commands on models, eval and chat: check the options without torch, then load the libraries and answer."""
+"""Run `eval` and `chat`: check the options without torch, then load the libraries and answer."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""What runs came to, from their files alone: one run (`show`), all runs below a folder (`runs`), and their curves.
+"""Show runs from their files alone: one run (`show`), all runs of a folder (`runs`), their curves.
 
 No torch here, and no model is loaded: half a second.
 """

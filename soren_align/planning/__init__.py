@@ -1,4 +1,4 @@
-"""What training by a recipe would do and cost, computed without training: no GPU, no weights, no network.
+"""Compute what training by a recipe would do and cost, without training, GPU or weights.
 
 `plan` collects everything, with the schedule, the size of the updates and the disk space; `show` prints it. `inputs`
 are config and examples, `offline` the numbers that the package ships about the models and datasets of its recipes.

@@ -1,4 +1,4 @@
-"""What a plan is computed from: the model's config always, tokenizer and examples where they are available."""
+"""Read the inputs of a plan: the model's config, and tokenizer and examples if they are available."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Checks that a schema cannot express: files that must exist, and keys that depend on each other.
+"""Check what a schema cannot express: files that must exist, keys that depend on other keys.
 
 The checks read the raw data, so that their mistakes are reported together with wrong types.
 """

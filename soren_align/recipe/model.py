@@ -1,4 +1,4 @@
-"""The model section without torch: adapters and the quantization of their base, names of models and of attentions.
+"""The model section without torch: adapters, quantization, names of models and of attentions.
 
 An adapter belongs to the quantized weights that it was trained on. So its folder records them, and whatever loads the
 adapter later (DPO, evaluation, merge) quantizes the base in the same way.

@@ -1,4 +1,4 @@
-"""The optimizer section: a union of sections on `name`, and Soren's `map`, a union of its own.
+"""The optimizer section of a recipe: one class per optimizer, and one class per map of Soren.
 
 A new optimizer is one class here, with its name and the keys that only it has, and one member of `Optimizer`. A new map
 is a record in `spectral.maps`, of which its section here is made. Choices, checks, schema and documentation follow from

@@ -1,4 +1,4 @@
-"""The sections of a recipe but the optimizer's, as pydantic models: every key, its meaning and its default."""
+"""All sections of a recipe except the optimizer's, as pydantic models with meanings and defaults."""
 
 import os
 from pathlib import Path

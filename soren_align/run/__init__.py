@@ -1,1 +1,1 @@
-"""A run folder and what stands in it: its lock, its record, its weights, and where they come from."""
+"""A run folder and its content: lock, record, weights, and the origin of the weights."""

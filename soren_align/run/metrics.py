@@ -1,4 +1,4 @@
-"""The measurements that this package adds to metrics.jsonl: each key, its meaning, and its name in a study's report.
+"""The keys that this package adds to metrics.jsonl, their meanings, and their names in a report.
 
 `docs/make_metrics.py` writes the tables of docs/metrics.md from here. A new measurement is a function in
 `training/measure/` that returns it and an entry here; with a title, a study reads it at every evaluation of its runs,

@@ -1,4 +1,4 @@
-"""Identify code and weights: the versions, the commit and the sha256 that run.json and results.json record."""
+"""Identify code and weights by versions, commit and sha256, for run.json and results.json."""
 
 import hashlib
 import platform

@@ -1,4 +1,4 @@
-"""Models whose linear layers bitsandbytes has quantized: how they are loaded, and what they hold."""
+"""Load models whose linear layers bitsandbytes has quantized, and describe their weights."""
 
 import logging
 from collections.abc import Iterator

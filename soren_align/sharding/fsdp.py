@@ -1,4 +1,7 @@
-"""FSDP2: every parameter is a DTensor whose rows `fully_shard` has divided among the ranks of a mesh of one axis."""
+"""FSDP2: gather the rows of each DTensor on the owner rank of its matrix.
+
+`fully_shard` has divided the rows of every parameter among the ranks of a mesh of one axis.
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The plan of a step: the owner rank of each weight, and the buckets in which weights are gathered.
+"""Plan a step: choose the owner rank of each weight, and the buckets in which weights are gathered.
 
 Matrices are mapped whole. Given the layout, the maps' FLOPs are balanced over the ranks. The bytes of a bucket are
 bounded, so that the memory of the exchange does not grow with the model. No communication happens here: every rank

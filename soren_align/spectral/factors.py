@@ -1,4 +1,4 @@
-"""Matrix products with narrower factors: those of tensor cores, which multiply 8 to 11 bits and sum in float32.
+"""Matrix products with the narrow factors of tensor cores: 8 to 11 bits, summed in float32.
 
 Where the hardware has such products they are used; elsewhere the factors are rounded and multiplied in float32. Both
 are as close to float32 factors, so that a CPU certifies what a GPU computes. They differ from each other, since tensor

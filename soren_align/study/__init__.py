@@ -1,1 +1,1 @@
-"""Studies: which optimizer is better on these data, is the difference real, and could this study have seen it?"""
+"""Studies: search, train and compare several optimizers on the same data and seeds."""

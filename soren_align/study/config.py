@@ -1,4 +1,4 @@
-"""A study's file, read as a recipe is, and the recipes of its runs.
+"""Read a study's file, and make the recipes of its runs.
 
 All mistakes are reported together, each with its file, line and key, the finding and the remedy. The recipes of every
 candidate at both ends of its space are checked before anything runs.

@@ -1,4 +1,4 @@
-"""The runs of a study in its folder: trials that are drawn, runs that can start, and those that have ended.
+"""Draw the trials of a study, and list its runs that can start and that have ended.
 
 A trial's parameters, and its result, are recorded by Optuna's journal in the folder. Trial i of a candidate depends on
 the study, on i and, for TPE, on the candidate's trials before it: not on the order in which runs end, nor on kills. A

@@ -1,4 +1,4 @@
-"""The requests of one model: responses come from the cache or, chunk by chunk, from the worker processes.
+"""Answer the requests to one model from the cache, or by the worker processes in chunks.
 
 lm-eval sees a single model on a single rank, so that its few-shot examples do not depend on the number of processes
 (with lm-eval's own data parallelism on two ranks, most prompts change). Workers get finished prompts.

@@ -1,4 +1,4 @@
-"""The processes that hold the model: this one, or a pool of workers with a copy of the model on one GPU each."""
+"""Processes that hold the model: this process, or a pool of workers with one GPU each."""
 
 import gc
 import multiprocessing

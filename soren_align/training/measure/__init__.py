@@ -1,1 +1,1 @@
-"""What a training measures: updates and curves, samples, retention."""
+"""Measurements during training: updates and curves, samples, retention."""

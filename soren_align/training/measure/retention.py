@@ -1,4 +1,4 @@
-"""Retention along a training: KL(start || model) of held-out answers, and the loss on examples not to be forgotten.
+"""Measure retention during training: KL(start || model), and the loss on examples to be retained.
 
 Optimizers are compared at equal displacement, since one that hardly moves retains everything. At the start and at every
 evaluation a few fixed tokens are scored; no random number is drawn and no weight changes. The start's logits stay in
