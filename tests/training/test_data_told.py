@@ -73,13 +73,15 @@ def test_chats_alpaca_and_unknown_text_are_trained_together_and_told(tiny_run, r
     said, train = " ".join(run.said.getvalue().split()), run.folder.read()["data"]["train"]
     assert "chat messages (like ultrachat_200k); Alpaca instructions and outputs, as turns" in said
     assert train["num_unknown_tokens"] > 0
-    assert re.search(rf"{train['num_unknown_tokens']} of [\d,]+ tokens \([\d.]+%\) are <\|unknown\|>: text that", said)
+    assert re.search(rf"{train['num_unknown_tokens']} of [\d,]+ tokens \([\d.]+%\) are <\|unknown\|>: the ", said)
 
 
 def test_held_out_rows_are_of_the_same_kind(tiny_run, rows):
     texts, chats = rows("t.jsonl", [{"text": "A lynx."}]), rows("c.jsonl", [chat_row(1)])
     how = ("trainer.assistant_only_loss=false", f"data.train.path={texts}", f"data.eval={{path: {chats}}}")
-    with pytest.raises(UserError, match=r"data.eval: has chat messages .*, and data.train plain text.*the same kind"):
+    with pytest.raises(
+        UserError, match=r"data.eval: has chat messages .*, but data.train has plain text.*the same kind"
+    ):
         tiny_run("sft", *how).prepare()
 
 

@@ -57,7 +57,7 @@ def test_the_end_is_evaluated_and_shown(pretrained):
     losses = {log["step"]: log["eval_perplexity"] for log in logs if "eval_loss" in log}
     assert sorted(losses) == [4, 6]
     assert losses[6] < losses[4]
-    assert f"validation perplexity {losses[6]:.2f}, of" in " ".join(pretrained.said.getvalue().split())
+    assert f"validation perplexity {losses[6]:.2f}, on" in " ".join(pretrained.said.getvalue().split())
     assert f"validation perplexity | {losses[6]:.2f}, of" in card(pretrained.folder, "run")
 
 
