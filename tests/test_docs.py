@@ -284,7 +284,8 @@ def test_the_site_and_llms_txt_have_every_page_of_the_navigation(tmp_path):
     assert all(len(sentence) > 15 for _, sentence in lines)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="zensical is not installed (make site)")
+@pytest.mark.process
+@pytest.mark.sample
 def test_the_site_is_built_and_needs_nothing_from_elsewhere(monkeypatch, tmp_path, capfd):
     site = script("make_site")
     monkeypatch.setattr(site, "BUILD", tmp_path / "build")
