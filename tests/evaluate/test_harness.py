@@ -161,5 +161,5 @@ def test_a_score_that_is_no_number_is_broken_weights():
     """mc2 is exp(ll) over a sum of them: 0/0 where all are below -745, and its log-likelihoods are finite."""
     found = {"samples": {"mc2": [{"filter": "none", "filtered_resps": [(-800.0, False)], "acc": float("nan")}] * 3},
              "results": {"mc2": {"acc,none": float("nan")}}}  # fmt: skip
-    with pytest.raises(UserError, match=r"3 of 3 scores \(acc\) of mc2 are not numbers; its weights are broken"):
+    with pytest.raises(UserError, match=r"3 of 3 scores \(acc\) of mc2 are not numbers; the model.s weights"):
         _points(found, "mc2", "acc,none", "model")

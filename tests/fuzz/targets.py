@@ -331,9 +331,10 @@ def a_model(box: Box, arguments: dict[str, Any]) -> None:
 
 def a_journal(box: Box, arguments: dict[str, Any]) -> None:
     """Open the study and draw what is left to draw."""
-    from soren_align.study import search
+    from soren_align.study import declaration, search
 
-    search.create(Path("study"), search.Progress(Path("study")).study)
+    with mock.patch.object(declaration, "commit", return_value=None):
+        search.create(Path("study"), search.Progress(Path("study")).study)
     search.Progress(Path("study")).update()
 
 
