@@ -163,7 +163,7 @@ def test_new_makes_recipe_and_questions_of_a_file(run, tmp_path):
     files = {name: [json.loads(line) for line in (tmp_path / "mine" / name).read_text().splitlines()]
              for name in ("chat.jsonl", "questions/choice/test.jsonl", "questions/exact/test.jsonl")}  # fmt: skip
     train, choice, exact = files.values()
-    assert [len(train), len(choice), len(exact)] == [48, 12, 12]
+    assert [len(train), len(choice), len(exact)] == [40, 20, 20]  # enough for intervals
     assert not {each["instruction"] for each in train} & {each["question"] for each in exact}
     for one, other in zip(choice, exact, strict=True):
         assert one["answer"] == other["answer"]
@@ -186,11 +186,48 @@ def test_new_refuses_a_file_before_it_writes(run, tmp_path, rows, options, messa
     assert not (tmp_path / "mine").exists()
 
 
-def test_new_refuses_an_empty_answer_with_its_record(run, tmp_path):
-    faq(tmp_path / "faq.csv")
+def test_new_names_what_it_leaves_out_and_what_a_small_file_cannot_show(run, tmp_path):
+    faq(tmp_path / "faq.csv", 30)
+    first = (tmp_path / "faq.csv").read_text(encoding="utf-8-sig").splitlines()[1]
     with open("faq.csv", "a", encoding="utf-8") as stream:
-        stream.write("Et alors ?;\n")
-    assert "record 61 has no answer" in run("new", "mine", "--data", "faq.csv").err
+        stream.write(f"Et alors ?;\n{first}\n")
+    done = run("new", "mine", "--data", "faq.csv")
+    notices = " ".join(done.err.split())
+    assert done.code == 0
+    assert "left out, without a question or an answer: record 31" in notices
+    assert "left out, because they repeat a question: 1 record" in notices
+    assert "10 held-out questions are too few for an interval; 20 are enough" in notices
+    assert "it can learn your answers by heart, and fails on held-out questions" in notices
+
+
+def test_variants_of_a_question_stay_on_one_side_of_the_split(run, tmp_path):
+    lines = [f"Was kostet Eintritt Nummer {i};Der Eintritt {i} kostet {i} Euro." for i in range(40)]
+    lines += [f"Bitte: was kostet Eintritt Nummer {i}  ?;Der Eintritt {i} kostet {i} Euro!" for i in range(40)]
+    (tmp_path / "faq.csv").write_text("\n".join(["Frage;Auskunft", *lines]))
+    assert run("new", "mine", "--data", "faq.csv").code == 0
+    answers = []
+    for name, key in (("chat.jsonl", "output"), ("questions/exact/test.jsonl", "answer")):
+        records = map(json.loads, (tmp_path / "mine" / name).read_text().splitlines())
+        answers.append({record[key].rstrip(".!") for record in records})
+    assert [len(each) for each in answers] == [30, 10]
+    assert not answers[0] & answers[1]
+    (tmp_path / "labels.csv").write_text(
+        "\n".join(["Frage;Auskunft", *(f"Frage {i};{'ja' if i % 2 else 'nein'}" for i in range(60))])
+    )
+    assert run("new", "labels", "--data", "labels.csv").code == 0  # answers that are labels make no groups
+    assert len((tmp_path / "labels/questions/exact/test.jsonl").read_text().splitlines()) == 20
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ("Frage;Auskunft\n" + "Ist geöffnet?;Ja, täglich.\n" * 30, "record 1 is not UTF-8; save the file as UTF-8"),
+    ("Frage;Auskunft\n" + "a;b\n" * 3 + "Ja; oder?;nein\n", "record 4 has 3 columns, the header 2; put a text"),
+], ids=["not UTF-8", "a column more"])  # fmt: skip
+def test_new_refuses_a_damaged_file_before_it_writes(run, tmp_path, content, message):
+    (tmp_path / "faq.csv").write_bytes(content.encode("latin-1"))
+    refused = run("new", "mine", "--data", "faq.csv")
+    assert refused.code == 2
+    assert message in " ".join(refused.err.split())
+    assert not (tmp_path / "mine").exists()
 
 
 @pytest.mark.parametrize("name", [name for name in shipped.recipes() if "/stdlib" not in name])

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -58,9 +59,12 @@ def new(
     unchanged. With --data the examples are yours. Some of them become questions and are not trained on.
     """
     from ..core.document import with_modeline
+    from ..core.text import print_labelled, stderr_console
 
+    pairs, notices = _questions(data, question, answer) if data else ([], [])
+    if model and Path(model).is_dir():
+        model = str(Path(model).resolve())  # the recipes are used in the new folder
     target = _new_folder(folder)
-    pairs = _questions(data, question, answer) if data else None
     _copy_folder(shipped.ROOT / "configs/new", target)
     schema = _write_schema(target, "recipe")
     for file in target.glob("*.yaml"):
@@ -80,7 +84,16 @@ def new(
         num_held_out = _write_questions(target, pairs)
         examples = f"chat.jsonl: {len(pairs) - num_held_out} examples of {data}; pairs.jsonl: replace it by yours"
         questions = f"questions/: the other {num_held_out}, held out; the wrong choices are answers to others"
+        if num_held_out < ENOUGH:
+            notices.append(f"{num_held_out} held-out questions are too few for an interval; {ENOUGH} are enough")
+    if data and not model:
+        notices.append(
+            "the tiny model starts from random weights: it can learn your answers by heart, and fails on held-out "
+            "questions. --model MODEL names a real one; soren-align docs own-data has one for a CPU"
+        )
     texts = {"folder": target, "schema": schema, "examples": examples, "questions": questions}
+    for notice in notices:
+        print_labelled(stderr_console(), "notice", notice)
     typer.echo(printable(NEW_FILES.format(**texts)))
 
 
@@ -96,13 +109,22 @@ def _values_for(model: str, task: str) -> dict[str, str]:
 
 HELD_OUT_SHARE, MAX_HELD_OUT, NUM_CHOICES = 0.2, 100, 4
 """Of the examples of `new --data`: the share that becomes questions, at most, and the choices of each."""
+ENOUGH, MOST_SHARE = 20, 0.35
+"""Questions from which a table has intervals; a small file holds out so many, but at most this share."""
 KNOWN_PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"))
 MIN_PAIRS = 20
 """Examples of which some can be held out."""
+MAX_ALIKE = 5
+"""Questions with one answer that are taken for variants of one question. The answer of more of them is a label."""
+Pairs = list[tuple[str, str]]
 
 
-def _questions(data: str, question: str | None, answer: str | None) -> list[tuple[str, str]]:
-    """Return the distinct questions of a file with their answers. Raises UserError if they cannot be read."""
+def _questions(data: str, question: str | None, answer: str | None) -> tuple[Pairs, list[str]]:
+    """Return the distinct questions of a file with their answers, and what was left out.
+
+    Raises UserError if they cannot be read.
+    """
+    from ..core.text import count
     from ..recipe.data_files import data_files, read_rows, two_columns
 
     rows = read_rows(*next(iter(data_files(data).items())))
@@ -113,38 +135,77 @@ def _questions(data: str, question: str | None, answer: str | None) -> list[tupl
         hint = did_you_mean(missing[0], columns)
         finding = f"no column '{missing[0]}' in {', '.join(columns)}{hint}"
         raise UserError(f"--data: {data}: {finding}; write --question COLUMN --answer COLUMN")
-    pairs = {}
+    pairs, incomplete = {}, []
     for number, row in enumerate(rows, 1):
         prompt, reply = (str(row.get(column) or "").strip() for column in names)
-        if not prompt or not reply:
-            raise UserError(f"--data: {data}: record {number} has no {'answer' if prompt else 'question'}; remove it")
-        pairs.setdefault(prompt, reply)
+        if not (prompt + reply).isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt + reply):
+            remedy = "save the file as UTF-8, or convert it: iconv -f WINDOWS-1252 -t UTF-8"
+            raise UserError(f"--data: {data}: record {number} is not UTF-8; {remedy}")
+        if prompt and reply:
+            pairs.setdefault(prompt, reply)
+        else:
+            incomplete.append(str(number))
+    notices = []
+    if incomplete:
+        more = f" and {len(incomplete) - 5} more" if len(incomplete) > 5 else ""
+        notices.append(f"left out, without a question or an answer: record {', '.join(incomplete[:5])}{more}")
+    if repeated := len(rows) - len(incomplete) - len(pairs):
+        notices.append(f"left out, because they repeat a question: {count(repeated, 'record')}")
     if len(pairs) < MIN_PAIRS:
         raise UserError(f"--data: {data}: has {len(pairs)} questions; {MIN_PAIRS} are needed to hold some out")
-    return [*pairs.items()]
+    return [*pairs.items()], notices
 
 
-def _write_questions(target: Path, pairs: list[tuple[str, str]]) -> int:
+def _variants(pairs: Pairs) -> list[Pairs]:
+    """Return the pairs in groups that stay on one side of the split: equal words in a question, or one answer.
+
+    A model that was trained on a variant of a held-out question knows its answer.
+    """
+    numbers = Counter(_words(answer) for _, answer in pairs)
+    groups: dict[tuple[str, ...], Pairs] = {}
+    for prompt, reply in pairs:
+        keys = [("question", *_words(prompt))]
+        keys += [("answer", *_words(reply))] if numbers[_words(reply)] <= MAX_ALIKE else []
+        merged = [(prompt, reply)]
+        for group in {id(groups[key]): groups[key] for key in keys if key in groups}.values():
+            merged += group
+        for each, answer in merged:
+            groups[("question", *_words(each))] = merged
+            if numbers[_words(answer)] <= MAX_ALIKE:
+                groups[("answer", *_words(answer))] = merged
+    return [*{id(group): group for group in groups.values()}.values()]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\w+", text.casefold()))
+
+
+def _write_questions(target: Path, pairs: Pairs) -> int:
     """Write the examples to train on, and those held out as questions of both kinds; return the number of the latter.
 
     The choices of a question are its answer and answers to others.
     """
-    draw, pairs = random.Random(0), [*pairs]
-    draw.shuffle(pairs)
-    num = min(MAX_HELD_OUT, round(HELD_OUT_SHARE * len(pairs)))
+    draw, groups = random.Random(0), _variants(pairs)
+    draw.shuffle(groups)
+    num = max(round(HELD_OUT_SHARE * len(pairs)), min(ENOUGH, round(MOST_SHARE * len(pairs))))
+    held_out: Pairs = []
+    train: Pairs = []
+    for group in groups:
+        side = held_out if len(held_out) + len(group) <= min(MAX_HELD_OUT, num) else train
+        side += group
     answers = [*dict.fromkeys(answer for _, answer in pairs)]
     choices, exact = [], []
-    for prompt, reply in pairs[:num]:
+    for prompt, reply in held_out:
         others = draw.sample([other for other in answers if other != reply], min(NUM_CHOICES, len(answers)) - 1)
         mixed = draw.sample([reply, *others], len(others) + 1)
         choices.append({"question": prompt, "choices": mixed, "answer": reply})
         exact.append({"question": prompt, "answer": reply})
-    train = [{"instruction": prompt, "output": reply} for prompt, reply in pairs[num:]]
-    files = {"chat.jsonl": train, "questions/choice/test.jsonl": choices, "questions/exact/test.jsonl": exact}
+    examples = [{"instruction": prompt, "output": reply} for prompt, reply in train]
+    files = {"chat.jsonl": examples, "questions/choice/test.jsonl": choices, "questions/exact/test.jsonl": exact}
     for name, records in files.items():
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
         (target / name).write_text("".join(lines), encoding="utf-8")
-    return num
+    return len(held_out)
 
 
 FOLDERS = {

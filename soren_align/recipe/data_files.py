@@ -171,7 +171,7 @@ def _first_records(name: str, file: Path, split: dict[str, Any], most: int = NUM
             start = stream.read(4)
         refuse_wide_characters(name, start)
         if file.suffix == ".csv":
-            return _first_rows(name, file, num_lines)
+            return _first_rows(name, file, num_lines, most == MAX_ROWS)
         lines = _lines(file, num_lines)
     except OSError as error:
         raise UserError(f"{name}: cannot be read: {error.strerror}") from None
@@ -190,7 +190,7 @@ def _first_records(name: str, file: Path, split: dict[str, Any], most: int = NUM
     return records
 
 
-def _first_rows(name: str, file: Path, num_lines: int) -> list[dict[str, Any]]:
+def _first_rows(name: str, file: Path, num_lines: int, is_whole: bool) -> list[dict[str, Any]]:
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         names, delimiter = csv_columns(name, stream.readline(MAX_LINE))
         lines = takewhile(lambda line: 0 < len(line) < MAX_LINE, iter(lambda: stream.readline(MAX_LINE), ""))
@@ -198,6 +198,10 @@ def _first_rows(name: str, file: Path, num_lines: int) -> list[dict[str, Any]]:
         with suppress(csv.Error):  # reported later, with its line
             for row in islice(csv.reader(lines, delimiter=delimiter), num_lines):
                 rows.append(row)
+    for number, row in enumerate(rows, 1):
+        if is_whole and row and len(row) != len(names):
+            remedy = f"put a text that contains {delimiter!r} in quotes"
+            raise UserError(f"{name}: record {number} has {len(row)} columns, the header {len(names)}; {remedy}")
     records = [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
     return records or [dict.fromkeys(names, "")]
 
