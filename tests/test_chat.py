@@ -223,6 +223,19 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_both_keys_leave(run, monkeypat
     assert "Traceback" not in done.stderr
 
 
+def test_slash_new_forgets_the_earlier_questions(run, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr("builtins.input", Keys("first", "/new", "hi", EOFError))
+    done = command.run("chat", run, "--max-new-tokens", 8)
+    answers = [
+        printable(greedy(run / "model", f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", 8))
+        for text in ("first", "hi")
+    ]
+    assert done.stdout == "".join(f"{answer}\n" for answer in answers) + "\n"
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["nowhere/model", "--prompt", "hi"], "nowhere/model: no folder here, and cannot be downloaded"),
     (["./nowhere", "--prompt", "hi"], "neither a run folder (run.json), nor a model's"),

@@ -24,6 +24,8 @@ from ..run.quantized import quantization_of
 from ..run.weights import load_config
 
 EMPTY = "(empty answer)"
+NEW = "/new"
+"""In the place of a question: the next question begins a new conversation."""
 MIN_COLUMNS_WIDTH = 100
 """Of a terminal on which two answers stand side by side."""
 START = "start"
@@ -191,7 +193,8 @@ def converse(conversations: Sequence[Conversation], prompts: Sequence[str], cons
         return
     with suppress(ImportError):
         import readline  # noqa: F401 (input() then has a history, and the arrow keys work)
-    print_labelled(console, "keys", "Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the prompt, ends")
+    keys = f"Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the prompt, ends; {NEW} forgets the earlier questions"
+    print_labelled(console, "keys", keys)
     while True:
         try:
             question = input("\n> ").strip()
@@ -199,7 +202,10 @@ def converse(conversations: Sequence[Conversation], prompts: Sequence[str], cons
             _write("\n")
             return
         try:
-            if question:
+            if question == NEW:
+                for conversation in conversations:
+                    conversation.turns = []
+            elif question:
                 _answer(conversations, question, console)
         except UserError as error:
             print_labelled(console, "error", str(error))
