@@ -30,15 +30,16 @@ _ALL = (
     Metric("learning_rate", "learning rate of this step", "aux_learning_rate"),
     Metric(
         "update_rms",
-        "root mean square of the change of the weights in this step, after weight decay and rounding. For the matrices "
-        "with `adjust_lr_fn: match_rms_measured` it is 0.2 x `learning_rate` (before weight decay)",
+        "root mean square of the change of the weights in this step, after weight decay and rounding. With "
+        "`adjust_lr_fn: match_rms_measured`, the root mean square of the matrices' updates is 0.2 x `learning_rate` "
+        "before weight decay",
         "aux_update_rms",
     ),
     Metric(
         "relative_change",
-        r"\|\|W - W_0\|\| / \|\|W_0\|\| over all matrices together, where W_0 is the starting checkpoint. A process "
-        "with more than 2 million weights compares only evenly spaced rows of each tensor; after training it compares "
-        "all rows",
+        r"\|\|W - W_0\|\| / \|\|W_0\|\| over all matrices together, where W_0 is the starting checkpoint. During "
+        "training, a process with more than 2 million weights compares only evenly spaced rows of each tensor. At the "
+        "end of training, the process compares all rows",
         "aux_relative_change",
         title="displacement",
         label="displacement ||W - W0|| / ||W0||",
@@ -46,39 +47,43 @@ _ALL = (
     ),
     Metric(
         "map_max_singular_value",
-        "largest and smallest singular value of the map's output. It is the mean over one matrix of each shape, up to "
-        "eight shapes per process. The sigmoid maps small singular values to 1/2. If the minimum is far below the "
-        "maximum, the iteration did not converge for small singular values, or the gradient does not have full rank",
+        "largest and smallest singular value of the map's output. Each of the two values is a mean over one matrix of "
+        "each shape, for at most eight shapes per process. The sigmoid maps small singular values to 1/2. If the "
+        "minimum is far below the maximum, there are two possible reasons: the map's iteration did not converge for "
+        "small singular values, or the gradient does not have full rank",
         "map_min_singular_value",
     ),
     Metric(
         "map_error",
-        "relative distance (Frobenius norm) between the map's output and the exact sigmoid's output, for one matrix, "
-        "and the number of this matrix in the model's order, from 0. Each log takes the next matrix; which one depends "
-        "on the step alone, so resumed runs and several ranks agree. Not measured with the map `exact`, with "
-        "`run.log_spectra.map_error: false`, and for a matrix with more than 1024 rows and more than 1024 columns",
+        "relative distance (Frobenius norm) between the map's output and the exact sigmoid's output for one matrix, "
+        "and the number of this matrix. The model's matrices are numbered from 0, and each log measures the next "
+        "matrix. The number of the matrix depends only on the step, so it is the same in resumed runs and on all "
+        "ranks. The distance is not measured for the map `exact`, with `run.log_spectra.map_error: false`, or for a "
+        "matrix with more than 1024 rows and more than 1024 columns",
         "map_error_matrix",
     ),
     Metric(
         "num_out_of_range",
-        "how often, since the process started, a matrix had a singular value above 4. `minimax` then scales the matrix "
-        "down to 4.3, the end of its polynomial's range; `sns` clamps the argument of tanh (`soren_align/spectral/`)",
+        "how often a matrix has had a singular value above 4, counted from the start of the process. `minimax` scales "
+        "such a matrix down to 4.3, the end of its polynomial's range. `sns` clamps the argument of tanh "
+        "(`soren_align/spectral/`)",
     ),
     Metric(
         "num_skipped_steps",
-        "with float16 only: steps since the process started that were skipped, because a gradient was infinite at the "
-        "current loss scale. A skipped step halves the scale and changes neither weights nor optimizer state. A scale "
-        "below 1 ends the run",
+        "only with float16: the number of skipped steps, counted from the start of the process. A step is skipped if a "
+        "gradient is infinite at the current loss scale. A skipped step halves the loss scale and changes neither "
+        "weights nor optimizer state. A loss scale below 1 ends the run",
     ),
     Metric(
         "tokens_per_second",
-        "tokens (without padding) trained on since the last log, divided by the time since then, evaluations included",
+        "number of trained tokens (without padding) between the last log and this log, divided by the time between "
+        "the two logs, which includes evaluations",
     ),
     Metric(
         "kl_to_start",
-        r"KL(start \|\| model) of the next token, in nats: the mean over that many tokens, evenly spaced over the "
-        "answers of up to 64 evenly spaced held-out examples. The answers are the tokens in the loss; for a preference "
-        "pair, the tokens of the chosen answer",
+        r"KL(start \|\| model) of the next token, in nats. It is the mean over 256 tokens (the value of the key) "
+        "that are evenly spaced over the answers of up to 64 held-out examples. The held-out examples are evenly "
+        "spaced too. The answers are the tokens in the loss; of a preference pair, the tokens of the chosen answer",
         recipe="run.kl_to_start: 256",
         title="KL to the start",
         label="KL to the start, nats per token",
@@ -86,9 +91,9 @@ _ALL = (
     ),
     Metric(
         "retention_loss",
-        "mean loss per token of the answers, in nats, on examples that the model must not forget: up to 64 evenly "
-        "spaced examples, up to 256 tokens each. The file has any form that SFT reads, for DPO too. In plain texts all "
-        "tokens count",
+        "mean loss per answer token, in nats, on examples that the model must not forget. Up to 64 evenly spaced "
+        "examples of the file are used, and up to 256 tokens of each example. The file has one of the forms that SFT "
+        "reads, also if the run is DPO. In plain texts, all tokens count as answer tokens",
         recipe="data.retention: {path: ...}",
         title="retention loss",
         label="retention loss, nats per token",
