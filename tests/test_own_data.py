@@ -32,7 +32,7 @@ def words(text):
 def outputs(tmp_path_factory):
     """The outputs of the page's commands, in its order, and the folder."""
     folder = tmp_path_factory.mktemp("own")
-    rows = [f"What is in room {number}?,Books about subject {number}." for number in range(50)]
+    rows = [f"What is in room {number}?,Books about subject {number}." for number in range(60)]
     (folder / "faq").mkdir()
     (folder / "faq/faq.csv").write_text("\n".join(["question,answer", *rows]), encoding="utf-8")
     texts = []
