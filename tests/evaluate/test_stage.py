@@ -41,7 +41,8 @@ def stage(models, tmp_path_factory):
 def test_results_json_is_what_was_returned_and_says_how_to_repeat_it(stage, models):
     results, output, _ = stage
     assert json.loads((output / "results.json").read_text()) == results
-    assert list(results) == ["format", "title", "suite", "rows", "published", "contamination", "settings", "notes"]
+    keys = ["format", "title", "suite", "rows", "published", "contamination", "settings", "notes", "points_sha256"]
+    assert list(results) == keys
     assert [(row["name"], row["model"]) for row in results["rows"]] == [
         ("base", str(models[0])),
         ("SFT", str(models[1])),
