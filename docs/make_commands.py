@@ -19,9 +19,9 @@ HEAD = """\
 
 `docs/make_commands.py` generates this page from the commands' help, which `soren-align COMMAND --help` prints.
 
-- RECIPE is a file, or the name of a shipped recipe (`soren-align recipes` lists them). [recipe.md](recipe.md) has all
+- RECIPE is a file, or the name of a shipped recipe (`soren-align recipes` lists them). [recipe.md](recipe.md) lists all
   keys.
-- `--set section.key=value` changes one key of the recipe. It may be repeated. Values are YAML: `--set
+- `--set section.key=value` changes one key of the recipe. You can repeat `--set`. Values are YAML: `--set
   optimizer.name=muon`, `--set trainer.bf16=true`, `--set run.num_threads=null`. You can also write
   `optimizer.name=muon`, `--optimizer.name muon`, or TRL's name of a key (`--learning_rate 1e-5`). `--model`, `--data`,
   `--output` and `--overwrite` set model.name_or_path, data.train.path, run.output_dir and run.overwrite.
@@ -35,58 +35,62 @@ HEAD = """\
 
 NOTES = {
     "sft": """\
-To resume an unfinished run, bit for bit, rerun the same command. A finished run is not overwritten without
-`--overwrite`. `dpo` works in the same way on preference pairs.
+To resume an unfinished run, rerun the same command; the result is the same, bit for bit. A finished run is overwritten
+only with `--overwrite`. `dpo` works in the same way on preference pairs.
 
     soren-align sft quickstart/sft --output runs/muon optimizer.name=muon optimizer.lr=1e-3
     soren-align sft --model MODEL --data faq.csv --output runs/faq
 
-The second line needs no recipe. Such a run uses the settings of `configs/start/sft.yaml`, and writes all of them into
-RUN/recipe.yaml. A tenth of the examples is held out. If a file has two columns with unknown names, the first column is
-read as the instruction and the second column as the answer.
+The second command needs no recipe. A run without a recipe uses the settings of `configs/start/sft.yaml`, and writes all
+of these settings into RUN/recipe.yaml. It holds out a tenth of the examples. If a file has two columns with unknown
+names, the first column is read as the instruction and the second column as the answer.
 """,
     "compare": """\
-Every run has an ordinary run folder. Rerun the same command to continue a study that was stopped; finished runs are not
-repeated. Several commands can work on one study at the same time. [comparison.md](comparison.md) describes the study's
-file and folder.
+Every run of a study has an ordinary run folder. To continue a study that was stopped, rerun the same command; finished
+runs are not repeated. Several commands can work on one study at the same time. [comparison.md](comparison.md) describes
+the study's file and folder.
 
     soren-align compare quickstart/compare
     soren-align compare my-study.yaml --jobs 4
 """,
     "eval": """\
-A run is evaluated together with the checkpoints that it was trained from. Runs with the same base model share its row
-in the table. [evaluation.md](evaluation.md) explains the options, the statistics and the suites.
+`eval` evaluates the trained model of a run and the checkpoints that the run was trained from (the base model; for DPO
+also the SFT model). If several runs have the same base model, the table has one row for this base model.
+[evaluation.md](evaluation.md) explains the options, the statistics and the suites.
 
     soren-align eval runs/mine
     soren-align eval runs/soren runs/muon --suite open-llm-leaderboard-v1 --output runs/compared
 """,
     "pretrain": """\
-Examples are plain texts (a column `text`, or .txt files). `model.init_seed` initializes the weights. The result is the
-validation perplexity: exp of the mean loss of all tokens of `data.eval`, or of its first `data.eval_tokens` tokens. The
-run folder, resuming, ZeRO and FSDP2, packing and streaming work as for `sft`.
+The examples of `pretrain` are plain texts (a column `text`, or .txt files). The weights are initialized at random with
+the seed `model.init_seed`. The result is the validation perplexity: exp of the mean loss over all tokens of
+`data.eval`, or over its first `data.eval_tokens` tokens. The run folder, resuming, ZeRO and FSDP2, packing and
+streaming work as for `sft`.
 
     soren-align pretrain quickstart/stdlib
     soren-align pretrain llama-c4/60m-soren --processes 8 --set run.parallel=zero2
 """,
     "chat": """\
-An adapter answers on its base model. On a terminal answers are streamed, and the model sees the earlier turns of the
-conversation. When the context is full, the oldest turns are dropped, with a notice. Every `--prompt` starts a new
-conversation. Without a terminal, all of standard input is one question. Standard output contains the answers only. A
-model without a chat template continues the text. Control characters in answers are escaped. With `--compare`, a
-terminal of at least 100 columns shows both answers side by side.
+An adapter is loaded together with its base model. On a terminal, answers are streamed, and the model sees the earlier
+turns of the conversation. If the model's context is full, the oldest turns are dropped, with a notice. Every `--prompt`
+starts a new conversation. If standard input is not a terminal, all of its text is one question. Standard output
+contains only the answers. A model without a chat template continues the text. Control characters in answers are
+escaped. With `--compare`, a terminal of at least 100 columns shows both answers side by side.
 
     soren-align chat runs/mine --compare start
     soren-align chat runs/mine --prompt "Name a bird." --max-new-tokens 30 > answer.txt
 """,
     "plan": """\
-[plan.md](plan.md) explains what `plan` prints. For the models and datasets of the shipped recipes it needs no network.
+[plan.md](plan.md) explains the output of `plan`. For the models and datasets of the shipped recipes, `plan` needs no
+network.
 
     soren-align plan mistral-7b/soren --processes 8 --set run.parallel=zero3
 """,
     "reshard": "See [distributed.md](distributed.md), Checkpoints.\n",
     "spectrum": """\
-It prints how far the output of every map is from the exact sigmoid, as a mean over all matrices and steps. With
-`--full` it prints this for each matrix, and the share of small singular values. See [runs.md](runs.md), Spectra.
+`spectrum` prints how far the output of every map is from the exact sigmoid, as a mean over all matrices and steps. With
+`--full`, `spectrum` also prints this distance for each matrix, and the share of its small singular values. See
+[runs.md](runs.md), Spectra.
 
     soren-align sft quickstart/sft --set run.log_spectra.steps=[1,100,600] --no-eval
     soren-align spectrum runs/quickstart/sft --matrices '*q_proj*' --output pictures
@@ -94,15 +98,15 @@ It prints how far the output of every map is from the exact sigmoid, as a mean o
     "merge": "Use this command on runs with `model.lora`; see [optimizers.md](optimizers.md), LoRA.\n",
     "push": "No other command uploads anything.\n",
     "import": """\
-Every key of the file is reported as kept, renamed, dropped (with the reason) or unknown. Keys that are lost and change
-the training come first. The recipe is written even if its model and data are not on this machine.
+The report lists every key of the file as kept, renamed, dropped (with the reason) or unknown. It begins with the lost
+keys that change the training. The recipe is written even if its model and data are not on this machine.
 
     soren-align import zephyr-7b-sft.yaml my.yaml
 """,
     "new": """\
-The recipes run unchanged, on a tiny random model; then edit them for your own data. With `--data`, a fifth of your
-questions (100 at most) is held out. The suite asks each held-out question twice: with four choices, and as a question
-whose answer the model has to write. See [own-data.md](own-data.md).
+The new recipes run unchanged, on a tiny random model; try them, then edit them for your own data. With `--data`, a
+fifth of your questions (at most 100) is held out. The suite asks each held-out question twice: with four choices, and
+as a question whose answer the model has to write. See [own-data.md](own-data.md).
 
     soren-align new mine
     soren-align new mine --data faq.csv --question Question --answer Answer
@@ -114,7 +118,7 @@ Edit the copy to make a suite of your own; see [evaluation.md](evaluation.md).
 """,
     "schema": "An editor uses the schema to complete and check keys; see [recipe.md](recipe.md).\n",
     "docs": """\
-The pages are those of the installed version, and need no network. In a pipe the pages are printed as Markdown.
+`docs` shows the pages of the installed version, and needs no network. In a pipe, the page is printed as Markdown.
 
     soren-align docs
     soren-align docs recipe | grep -A2 warmup

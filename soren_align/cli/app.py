@@ -189,7 +189,7 @@ def compare(
     ] = None,
     processes: Annotated[int, typer.Option(min=1, metavar="N", help="Start N processes per run, one per GPU.")] = 1,
     extend: Annotated[
-        bool, typer.Option("--extend", help="Add trials beyond the edges where the best values lie.")
+        bool, typer.Option("--extend", help="If a best value lies at an edge, add trials beyond it.")
     ] = False,
     report: Annotated[bool, typer.Option("--report", help="Start no run; report on the runs that have ended.")] = False,
 ) -> None:
@@ -226,15 +226,17 @@ Dtype = Annotated[
     str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the suite's, float32.")
 ]
 Backend = Annotated[str | None, typer.Option(metavar="BACKEND", help="hf, or vllm if it is installed. Default: hf.")]
-Strict = Annotated[bool | None, typer.Option("--strict/--no-strict", help="Fail if a prompt does not fit the model.")]
+Strict = Annotated[
+    bool | None, typer.Option("--strict/--no-strict", help="Fail if a prompt is longer than the model's context.")
+]
 BaseTemplate = Annotated[
     str | None, typer.Option(metavar="WHICH", help="Chat template of the base model: own, run or none.")
 ]
 Omit = Annotated[
-    list[str] | None, typer.Option(metavar="COLUMN", help="Leave out this column of the suite. Repeatable.")
+    list[str] | None, typer.Option(metavar="COLUMN", help="Do not run the benchmark of this column. Repeatable.")
 ]
 TrustSuite = Annotated[
-    bool, typer.Option("--trust-suite", help="Allow the files of a suite that is not shipped to run code.")
+    bool, typer.Option("--trust-suite", help="Run the code in the files of a suite that is not shipped.")
 ]
 Published = Annotated[
     list[str] | None,
@@ -352,7 +354,7 @@ def curves(
 def reshard(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an unfinished run.")]) -> None:
     """Convert a checkpoint for another number of processes.
 
-    The command rewrites the run's last checkpoint. Then rerun the training command. FSDP2 is not supported.
+    The command rewrites the run's last checkpoint. Rerun the training command afterwards. FSDP2 is not supported.
     """
     from ..launch import commands
 
@@ -401,7 +403,8 @@ def push(
 ) -> None:
     """Upload a run's model to the Hugging Face hub.
 
-    The command uploads the model, its card with pictures, recipe and run.json: no local paths, and no other files.
+    The command uploads the model, its card with pictures, the recipe and run.json. It uploads no local paths and no
+    other files.
     """
     from ..publish.push import push as upload
 

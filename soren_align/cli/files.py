@@ -53,10 +53,11 @@ def new(
     question: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of the questions.")] = None,
     answer: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of the answers.")] = None,
 ) -> None:
-    """Write a folder to start with for your own data and questions.
+    """Write a starting folder for your own data and questions.
 
-    It has two recipes (SFT, then DPO), examples for both, and a suite with two kinds of questions. The recipes run
-    unchanged. With --data the examples are yours. Some of them become questions and are not trained on.
+    The folder has two recipes (SFT, then DPO), examples for both, and a suite with two kinds of questions. The recipes
+    run unchanged. With --data the examples come from your file; some of them become questions, which are not trained
+    on.
     """
     from ..core.document import with_modeline
     from ..core.text import print_labelled, stderr_console

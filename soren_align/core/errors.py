@@ -102,7 +102,7 @@ def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None 
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
         first = (str(error).strip().splitlines() or [""])[0]
         return ResumableError(
-            f"out of memory{f' ({first})' if first else ''}; free some, or train with a smaller "
+            f"out of memory{f' ({first})' if first else ''}; free some memory, or train with a smaller "
             "trainer.per_device_train_batch_size or max_length, then rerun the command"
         )
     # A collective or the store failed because another rank has ended or does not answer. By name: this module does not

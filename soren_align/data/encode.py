@@ -122,7 +122,10 @@ def _encode_chats(
     how: dict[str, Any] = {"return_assistant_tokens_mask": True} if marks else {}
     if derives or any("weight" in turn for chat in chats for turn in chat):
         if not tokenizer.is_fast:
-            raise UserError("assistant_only_loss and weights need a tokenizer with tokenizer.json, and this has none")
+            raise UserError(
+                "this model's tokenizer has no tokenizer.json, which trainer.assistant_only_loss and weights of turns "
+                "need; train all tokens, or name a model with tokenizer.json"
+            )
         how["tokenizer_kwargs"] = {"return_offsets_mapping": True}
     for i, tokens in enumerate(_tokens(chats, options, tokenizer, **how)):
         chat, ids, rendering = chats[i], tokens["input_ids"], Rendering(tokenizer, chats[i], options[i])

@@ -224,8 +224,8 @@ class Rendering:
 
     def _unstable(self) -> UserError:
         return UserError(
-            "the chat template renders earlier turns differently once others follow, so that the assistant's tokens of "
-            f"{str(self.turns[-1]['content'])[:60]!r} cannot be identified: name a model.chat_template with "
+            "the chat template renders earlier turns differently when later turns are added, so the assistant's tokens "
+            f"of {str(self.turns[-1]['content'])[:60]!r} cannot be identified: name a model.chat_template with "
             "{% generation %}...{% endgeneration %} around the assistant's turns, or train all tokens: no "
             "assistant_only_loss and no weights"
         )

@@ -61,9 +61,7 @@ def convert(
     sections: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "optimizer": {}, "trainer": {}, "run": {}}
     conversion = Conversion(task, sections, flat, tool, template_path=template_path)
     if known is None:
-        assumed = (
-            "SFT is assumed, since neither the keys nor the file's name determine the task; --task dpo converts to DPO"
-        )
+        assumed = "SFT is assumed, because neither keys nor the file's name show the task; --task dpo converts to DPO"
         conversion.notes.append(Note("(the task)", "renamed", assumed, changes_training=True))
     read_data(conversion, evaluates=any(flat.get(key) not in (None, False, "no", 0) for key in when))
     noted = {note.key for note in conversion.notes}

@@ -21,7 +21,7 @@ _WIDTH = 80
 _KEYS = 24
 _SOREN = """\
 As in the source. For Soren write `name: soren` and keep lr: Soren's updates are as large as AdamW's
-after some hundred steps. In runs of about 30 steps multiply lr by 2 to 4. Then search for a better lr."""
+after a few hundred steps. In runs of about 30 steps multiply lr by 2 to 4. Search for a better lr near it."""
 _BATCH = """\
 As in the source, a step has per_device_train_batch_size x gradient_accumulation_steps x processes
 examples; `global_batch_size: N` sets their number. `parallel: zero3`, `fsdp2`, ... shard the model."""

@@ -114,8 +114,8 @@ class Conversation:
                 )
             if prompt.shape[1] >= model.context:
                 raise UserError(
-                    f"{model.name}: the question has {prompt.shape[1]:,} tokens with its template, and the context "
-                    f"{model.context:,}: there is no room for an answer; shorten the question"
+                    f"{model.name}: the question has {prompt.shape[1]:,} tokens with its template, and the model's "
+                    f"context has {model.context:,}, so there is no room for an answer; shorten the question"
                 )
         except UserError:
             self.turns = before

@@ -34,7 +34,9 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
     """
     rank = rank_from_environment()
     if rank and processes not in (None, rank.num_ranks):
-        raise UserError(f"--processes {processes}: a launcher has already started {rank.num_ranks}; leave it out")
+        raise UserError(
+            f"--processes {processes}: a launcher has already started {rank.num_ranks} processes; leave out --processes"
+        )
     num_ranks = rank.num_ranks if rank else processes or 1
     accumulation(recipe, num_ranks)  # raises before anything is written
     refuse_unquantizable(recipe.model.quantize)
@@ -245,8 +247,8 @@ def reshard(run: str) -> None:
         recipe = load_resolved(folder.recipe)
         if recipe.run.global_batch_size is None:
             raise UserError(
-                f"{folder}: has no run.global_batch_size, so that another number of processes would train on another "
-                "number of examples per step; resume with the same number"
+                f"{folder}: has no run.global_batch_size, so another number of processes would train on another "
+                "number of examples per step; resume with the same number of processes"
             )
         if parallel(recipe.run.parallel).kind == "fsdp2":
             raise UserError(f"{folder}: FSDP2 runs cannot be converted; resume with the same number of processes")

@@ -106,8 +106,8 @@ def evaluation_settings(recipe: Recipe | None, options: dict[str, Any]) -> Eval:
         problems = error.errors(include_url=False)
         if any(problem["loc"] == ("suite",) for problem in problems):
             raise UserError(
-                "--suite: is required, since the first model is not a run with an evaluation section. Shipped suites: "
-                f"{', '.join(shipped.suites())}"
+                "--suite: is required, because the first model is not a run with an evaluation section. Shipped "
+                f"suites: {', '.join(shipped.suites())}"
             ) from None
         raise UserError(
             *(f"--{str(p['loc'][0]).replace('_', '-')}: found {p['input']!r}; {p['msg']}" for p in problems)
@@ -190,7 +190,9 @@ def overlaps_of_runs(
             try:
                 record, recipe = run.record("data"), load_resolved(run.recipe)
                 if recipe.data.streaming:
-                    raise UserError("they were streamed (data.streaming), and are not read a second time")
+                    raise UserError(
+                        "the training examples were streamed (data.streaming), and are not read a second time"
+                    )
                 with hub_offline():
                     split = load_splits(recipe)["train"]
                 now, then = (

@@ -107,9 +107,10 @@ def _refuse_more_steps(folder: RunFolder, recipe: Recipe, run: dict[str, Any], s
     }
     command = [f"soren-align {recipe.task} {shlex.quote(str(folder.recipe))}"]
     command += [f"--set {shlex.quote(f'{name}={value}')}" for name, value in changes.items()]
-    reference = ", with that model as its reference," if TASKS[recipe.task].has_reference else ""
+    reference = ", which is also its reference model" if TASKS[recipe.task].has_reference else ""
     raise UserError(
-        f"{folder}: holds a trained run of {num_steps} steps, whose schedule has ended. More steps are a new run that "
-        f"starts from its model{reference} with a new schedule, a new optimizer state and another order of examples:",
+        f"{folder}: this run is complete ({num_steps} steps) and its schedule has ended, so it cannot be extended. To "
+        f"train further, start a new run from the model of this run{reference}. The schedule, the optimizer state and "
+        "the order of the examples are then new:",
         "  " + " \\\n    ".join(command),  # lines that a shell joins
     )

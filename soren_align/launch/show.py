@@ -172,7 +172,9 @@ def curves(names: Sequence[str], *, output: str = "curves.png") -> None:
     named = [(str(folder), read_curves(folder.metrics)) for folder in folders]
     drawn = [(name, curves) for name, curves in named if curves.by_key]
     if not drawn:
-        raise UserError(f"{', '.join(map(str, folders))}: nothing was logged; trainer.logging_steps sets how often")
+        raise UserError(
+            f"{', '.join(map(str, folders))}: nothing was logged; trainer.logging_steps sets how often a run logs"
+        )
     rows = []
     for name, run in named:
         ends = [f"{points[-1][1]:.4g}" if (points := run[key]) else "-" for key in (LOSS, HELD_OUT, MARGIN)]

@@ -60,7 +60,9 @@ def checked_numbers(
                     "A shard has no singular values: set the optimizer's strategy (soren_align.sharding)."
                 )
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                raise ValueError(f"{optimizer} needs dense gradients; that of {name} is {parameter.grad.layout}")
+                raise ValueError(
+                    f"{optimizer} needs dense gradients; the gradient of {name} is {parameter.grad.layout}"
+                )
         if known_norm is None:
             numbers = _squared_norms(with_rules, state)
         else:

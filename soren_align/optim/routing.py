@@ -211,9 +211,9 @@ def param_groups(
         for last in [r for r in routes if r.rule == "spectral" and r.reason == "linear layer"][-1:]:
             shape = " x ".join(map(str, last.shape))
             warnings.warn(
-                f"{type(model).__name__} has no blocks (a ModuleList, or modules of one class in sequence), so that "
-                f"all linear layers are matrices, the last linear layer, {last.name} ({shape}), too. If it is the "
-                f"output layer, which AdamW updates in other models, write aux=[{last.name!r}]",
+                f"{type(model).__name__} has no blocks (a ModuleList, or modules of one class in sequence), so all "
+                f"its linear layers are matrices. If the last linear layer, {last.name} ({shape}), is the output "
+                f"layer, write aux=[{last.name!r}]: then AdamW updates it, as the output layer of other models",
                 stacklevel=2,
             )
     if not any(r.rule == "spectral" for r in routes):

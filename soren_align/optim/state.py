@@ -83,10 +83,10 @@ def loaded_state(
         state, form = saved["state"].get(number, {}), form_of(name, parameter, group)
         missing = [key for key in ("step", *form.dtypes) if key not in state]
         if missing:
-            raise ValueError(f"the checkpoint lacks {', '.join(missing)} of {name}; it cannot be resumed from")
+            raise ValueError(f"the checkpoint lacks {', '.join(missing)} of {name}; training cannot be resumed from it")
         step = torch.as_tensor(s, dtype=torch.float32) if isinstance(s := state["step"], int | float | Tensor) else None
         if step is None or step.numel() != 1:
-            raise ValueError(f"the checkpoint has no number for the step of {name}; it cannot be resumed from")
+            raise ValueError(f"the checkpoint has no number for the step of {name}; training cannot be resumed from it")
         loaded[parameter] = {"step": step.detach().reshape(()).to("cpu", copy=True)}
         for key, dtype in form.dtypes.items():
             value = state[key]
@@ -107,7 +107,9 @@ def loaded_state(
         saved_blocks = torch.as_tensor(state.get("blocks", -1)).cpu()
         has_scales = not any(key.endswith("_scale") for key in wrong)
         if form.blocks is not None and not (has_scales and torch.equal(saved_blocks, form.blocks)):
-            raise ValueError(f"the checkpoint has 8-bit states of {name} in other blocks; it cannot be resumed from")
+            raise ValueError(
+                f"the checkpoint has 8-bit states of {name} in other blocks; training cannot be resumed from it"
+            )
         if wrong:
             raise ValueError(f"the checkpoint lacks {wrong[0]} of {name}, or another share of it than this rank needs")
         dtype = momentum_dtype(parameter)

@@ -37,7 +37,7 @@ from .layout import Exchange, Named, Shard, local, matrix_shape
 from .rounding import chunks, master_weights, store_master_weights_
 
 ADAMW_RMS = 0.2
-"""RMS of AdamW's update over its learning rate, as observed after some hundred steps (docs/studies/optimizers.md has
+"""RMS of AdamW's update over its learning rate, as observed after a few hundred steps (docs/studies/optimizers.md has
 the first ones): the aim of both `match_rms_` scales."""
 
 

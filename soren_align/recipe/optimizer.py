@@ -97,16 +97,17 @@ class OptimizerSection(Section):
     lr: Positive
     """Peak learning rate of the matrices."""
     aux_lr: Positive | None = None
-    """Peak learning rate of the other parameters. null: equal to `lr`, also where --set or a study changes `lr`. Set it
-    where `adjust_lr_fn` is `none` or `original`, because `lr` is then not comparable with AdamW's learning rate."""
+    """Peak learning rate of the other parameters. null: equal to `lr`, also if --set or a study changes `lr`. If
+    `adjust_lr_fn` is `none` or `original`, set `aux_lr`, because `lr` is then not comparable with AdamW's learning
+    rate."""
     weight_decay: NonNegative = settings.WEIGHT_DECAY
     """Decoupled weight decay of the matrices; each step multiplies it by `lr`, without the scale of `adjust_lr_fn`."""
     aux_weight_decay: NonNegative = settings.AUX_WEIGHT_DECAY
     """Decoupled weight decay of the other parameters."""
     compensation: Compensation | None = None
     """For bfloat16 parameters. `kahan`: store the rounding error of each parameter in 16 more bits, so that updates add
-    up as in float32. `none`: train without compensation. null: only for float32 parameters and float32 master weights,
-    which need no compensation."""
+    up as in float32. `none`: train without compensation. null: no compensation; allowed only with float32 parameters or
+    float32 master weights, which need none."""
     states: States | None = None
     """`8bit`: store the momentum and AdamW's moments in 8 bits per number, with one scale per 256 numbers. null:
     `float32`."""
@@ -154,10 +155,10 @@ class MatrixOptimizer(OptimizerSection):
     nesterov: bool = settings.NESTEROV
     """Apply the map to the Nesterov average of gradient and momentum, instead of to the momentum."""
     adjust_lr_fn: Annotated[AdjustLrFn, BeforeValidator(_scale)] = settings.ADJUST_LR_FN
-    """The scale of the update of an m x n matrix. `match_rms_measured`: 0.2 / RMS of the map's output. Every update
-    then has RMS 0.2 `lr`, so that learning rates are comparable with AdamW's. `match_rms_adamw`: 0.2 sqrt(max(m, n)),
-    for Soren twice that; the update's RMS is then 0.2 `lr` only if the momentum has no small singular values.
-    `original`: sqrt(max(1, m/n)). `none`: 1, as in the paper's text."""
+    """The scale of the update of an m x n matrix. `match_rms_measured`: 0.2 / RMS of the map's output. With this scale
+    every update has RMS 0.2 `lr`, so that learning rates are comparable with AdamW's. `match_rms_adamw`: 0.2
+    sqrt(max(m, n)), and 0.4 sqrt(max(m, n)) for Soren; the update has RMS 0.2 `lr` only if the momentum has no small
+    singular values. `original`: sqrt(max(1, m/n)). `none`: 1, as in the paper's text."""
 
     @property
     def spectral_map(self) -> SpectralMap:
@@ -188,9 +189,9 @@ class SorenSettings(MatrixOptimizer):
     mapped alone. null: 16 on a CPU, 2048 elsewhere."""
     precision: Precision = settings.PRECISION
     """Precision of the factors of the map's matrix products; the sums are float32. `auto`: float16 for minimax on a GPU
-    if the matrix has at least 64 rows (within 1% of float32's update on recorded momenta, emulated), otherwise float32.
-    minimax accepts every value, sns accepts auto, float32 and bfloat16, released accepts auto and float32, exact
-    accepts only auto."""
+    if the matrix has at least 64 rows, otherwise float32. In an emulation, float16's updates were within 1% of
+    float32's on recorded momenta. minimax accepts every value, sns accepts auto, float32 and bfloat16, released accepts
+    auto and float32, exact accepts only auto."""
 
     @property
     def spectral_map(self) -> SpectralMap:

@@ -64,30 +64,30 @@ class TrainSplit(DataSplit):
 
 
 class HeldOut(Section):
-    """A fraction of the training examples, on which the model is then not trained."""
+    """A fraction of the training examples is held out: the model is not trained on it."""
 
     main_keys: ClassVar[dict[type, str]] = {float: "fraction"}
 
     fraction: Annotated[float, Field(gt=0, lt=1)]
     """The fraction of every training split that is held out. A hash of an example decides whether it is held out; its
-    position, the other examples and the seed have no effect. So an example stays on its side when the data grow, and
-    equal examples are on the same side."""
+    position, the other examples and the seed have no effect. So a held-out example stays held out, and a training
+    example stays one, when the data grow. Equal examples are either all held out or all trained on."""
 
 
 class HeldOutNumber(Section):
-    """A number of training examples, on which the model is then not trained."""
+    """A number of training examples are held out: the model is not trained on them."""
 
     main_keys: ClassVar[dict[type, str]] = {int: "examples"}
 
     examples: Annotated[int, Field(ge=1)]
-    """The number of held-out examples of all training splits together: those with the smallest hashes. When the data
-    grow, new examples can replace held-out ones, which are then trained on. An example that was trained on is never
-    held out later."""
+    """The number of held-out examples of all training splits together. The examples with the smallest hashes are held
+    out. When the data grow, a new example can replace a held-out example, which is then trained on. An example that was
+    trained on is never held out later."""
 
 
 class Streaming(Section):
-    """Read the training examples during training, for data larger than memory or disk. The number of examples is then
-    unknown, so `trainer.max_steps` must set the end of the training."""
+    """Read the training examples during training, for data larger than memory or disk. With streaming the number of
+    examples is unknown, so `trainer.max_steps` must set the end of the training."""
 
     shuffle_buffer: Annotated[int, Field(ge=1)] = 10_000
     """The number of examples that are in memory and shuffled together (by `trainer.seed`) before the next ones are
@@ -126,20 +126,20 @@ class Data(Section):
     ) = None
     """Held-out examples on which the loss is measured during training: a split, a fraction of the training examples
     (`{fraction: 0.05}`) or a number of them (`{examples: 500}`). `trainer.eval_strategy` sets when the loss is
-    measured; without that key, after every epoch."""
+    measured. Without `trainer.eval_strategy`, the loss is measured after every epoch."""
 
     eval_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Compute the evaluation loss on only the first held-out examples that together have this many tokens. null: on all
-    held-out examples."""
+    """Measure the held-out loss on a part of the held-out examples: on the first examples that together have this many
+    tokens. null: on all held-out examples."""
     retention: DataSplit | None = None
-    """Examples of abilities that the model must not forget, in one of the forms of SFT, for DPO too. Every evaluation
-    writes `retention_loss`, the loss on the answers of up to 64 of these examples, into metrics.jsonl. The model is not
-    trained on these examples."""
+    """Examples of abilities that the model must not forget. They have one of the forms of SFT, also in a DPO recipe.
+    Every evaluation writes `retention_loss`, the loss on the answers of up to 64 of these examples, into metrics.jsonl.
+    The model is not trained on these examples."""
     streaming: Annotated[
         Streaming | None, BeforeValidator(lambda value: ({} if value else None) if isinstance(value, bool) else value)
     ] = None
-    """`true`: read the training examples during training, and start again when they end. Requires `trainer.max_steps`.
-    docs/data.md has the differences from data that are read before training."""
+    """`true`: read the training examples during training; after the last example, start again with the first one.
+    Requires `trainer.max_steps`. docs/data.md has the differences from data that are read before training."""
 
     cache: bool = True
     """Cache the tokens in the user's cache folder ($SOREN_ALIGN_CACHE) for the next plan, run or resume. false: use a
@@ -155,14 +155,14 @@ class LogSpectra(Section):
     """Measurements of the spectral map during training; see `soren-align spectrum`."""
 
     steps: list[Annotated[int, Field(ge=1)]] = []
-    """Optimizer steps at which the singular values of the momenta (the map's inputs) are written into spectra.jsonl:
-    `[1, 100]`. Each of these steps takes one decomposition per matrix."""
+    """The optimizer steps at which the run writes the singular values of the momenta (the map's inputs) into
+    spectra.jsonl, such as `[1, 100]`. Each of these steps takes one decomposition per matrix."""
     matrices: Annotated[list[str], Field(min_length=1)] = ["*"]
     """Names of the matrices whose singular values are written. `*` matches anything: `["*.0.*q_proj*"]`. A name that
     matches no matrix is an error."""
     map_error: bool = True
     """At every logging step, measure how far the map's output for one matrix is from the exact sigmoid; metrics.jsonl
-    has it as `map_error`. This key applies to Soren with any map except `exact`."""
+    has this error as `map_error`. It is measured only for Soren, with any map except `exact`."""
 
 
 def _worded(remedy: LiteralString) -> WrapValidator:
@@ -179,8 +179,8 @@ def _worded(remedy: LiteralString) -> WrapValidator:
 
 class Samples(Section):
     """Prompts that the model answers during training, with the run's chat template and greedy decoding. The answers are
-    written into samples.jsonl and have no effect on the training. Not available under ZeRO 3 and FSDP2, which shard the
-    weights."""
+    written into samples.jsonl and have no effect on the training. Samples are not available under ZeRO 3 and FSDP2,
+    which shard the weights."""
 
     main_keys: ClassVar[dict[type, str]] = {str: "prompts", list: "prompts"}
 
@@ -192,7 +192,8 @@ class Samples(Section):
     key `prompt` in every object (a text or a list of messages). If the training data are plain texts, a prompt is the
     beginning of a text."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
-    """The maximum length of an answer, in tokens. If the model has fewer positions, answers are shorter."""
+    """The maximum length of an answer, in tokens. If an answer reaches the last position of the model, it ends
+    there."""
 
     @classmethod
     def meant_by(cls, value: Any) -> dict[str, Any] | None:
@@ -211,7 +212,7 @@ class EarlyStopping(Section):
     patience: Annotated[int, Field(ge=1)] = 3
     """The number of evaluations in a row without an improvement after which training ends."""
     threshold: NonNegative = 0.0
-    """A change counts as an improvement only if it is larger than this."""
+    """A change counts as an improvement only if it is larger than this threshold."""
 
 
 ADAPTER = "adapter_config.json"
@@ -224,8 +225,8 @@ class Recipe(Section):
     task: TaskName
     """The command that runs the recipe: sft, dpo or pretrain."""
     extends: list[str] = []
-    """Another recipe, by file or shipped name. The keys of that recipe apply wherever this file does not set them. In a
-    run folder's recipe it is a list: the recipes that were merged, nearest first."""
+    """Another recipe: a file or a shipped name. This recipe inherits all keys that it does not set from that recipe. In
+    a run folder's recipe.yaml, `extends` lists the recipes that were merged, nearest first."""
     model: "Model"
     data: Data
     optimizer: Optimizer
@@ -249,7 +250,7 @@ class Recipe(Section):
 
 
 class Lora(Section):
-    """Train a LoRA adapter, two small factors beside each linear layer, instead of the layers' weights."""
+    """Train a LoRA adapter (two small factors beside each linear layer) instead of the layers' weights."""
 
     main_keys: ClassVar[dict[type, str]] = {int: "r"}
     other_names: ClassVar[dict[str, str]] = {
@@ -278,8 +279,8 @@ Quantize = Literal["4bit", "8bit"]
 
 
 class TrainedTokenizer(Section):
-    """Train a byte-level BPE tokenizer on the training examples (with streaming, on the first 1,000). The model
-    config's `vocab_size` becomes its size."""
+    """Train a byte-level BPE tokenizer on the training examples (with streaming, on the first 1,000). Its number of
+    tokens becomes the model config's `vocab_size`."""
 
     main_keys: ClassVar[dict[type, str]] = {int: "vocab_size"}
 
@@ -303,15 +304,15 @@ class Model(Section):
     }
 
     name_or_path: Annotated[str, Field(min_length=1)]
-    """A folder (`shipped:...` for a shipped one), or a model on the Hugging Face hub. If it is a LoRA adapter, training
-    continues with that adapter."""
+    """A model's folder (`shipped:...` for a shipped folder), or a model on the Hugging Face hub. If the folder contains
+    a LoRA adapter, training continues with that adapter."""
     revision: str | None = None
     """The branch, tag or commit on the hub. run.json records the commit that was loaded."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the parameters. Most small updates are lost when they are rounded to bfloat16, unless `run.parallel`
-    keeps float32 master weights (ZeRO, FSDP2) or `optimizer.compensation` is kahan. For bfloat16 arithmetic with
-    float32 parameters write `trainer: {bf16: true}`. With an adapter, this is the dtype of the frozen weights; trained
-    parameters are float32."""
+    """The dtype of the parameters. Rounding to bfloat16 loses most small updates, unless `run.parallel` keeps float32
+    master weights (ZeRO, FSDP2) or `optimizer.compensation` is `kahan`. For bfloat16 arithmetic with float32 parameters
+    write `trainer: {bf16: true}`. With an adapter, `dtype` is the dtype of the frozen weights; the trained parameters
+    are float32."""
     init_seed: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
     """Initialize random weights with this seed, from the folder's config.json, instead of loading weights."""
     tokenizer: (
@@ -321,10 +322,10 @@ class Model(Section):
         ]
         | None
     ) = None
-    """Only for random weights: the tokenizer of another model (a folder or a hub name), or `{vocab_size: 4096}` to
-    train a tokenizer on the training examples. The tokenizer may have at most as many tokens as the config's
-    `vocab_size`; added tokens beyond this number, such as T5's sentinels, are left out. The config gets the tokenizer's
-    end and padding tokens. null: the folder's own tokenizer."""
+    """The tokenizer of another model (a folder or a hub name), or `{vocab_size: 4096}` to train a tokenizer on the
+    training examples. This key is allowed only with `init_seed`. The tokenizer may have at most as many tokens as the
+    config's `vocab_size`; added tokens beyond this number, such as T5's sentinels, are left out. The config gets the
+    tokenizer's end and padding tokens. null: the folder's own tokenizer."""
     chat_template: str | None = None
     """The chat template: `qwen2.5` (of the Qwen2.5 base models), `zephyr`, or the path of a .jinja file. The template
     is saved with the model. null: the tokenizer's own template."""
@@ -333,7 +334,7 @@ class Model(Section):
     the token that ends a chat answer. null: the tokenizer's EOS token."""
     freeze: list[Annotated[str, Field(min_length=1)]] = []
     """Names of parameters that are not trained. `*` matches anything: `["model.vision_tower.*"]` freezes the image
-    encoder of a model that is trained on text. With `lora`, names of layers that get no factors."""
+    encoder of a model that is trained on text. With `lora`, `freeze` names the layers that get no factors."""
     lora: Lora | None = None
     """Train a new LoRA adapter instead of the weights."""
     attn_implementation: Annotated[str, Field(min_length=1)] | None = None
@@ -344,8 +345,8 @@ class Model(Section):
     quantize: Quantize | None = None
     """Quantize the frozen weights under an adapter with bitsandbytes. `4bit`: NF4 with double quantization (QLoRA);
     matrix products are in the precision of `trainer` (bf16, fp16, or float32). `8bit`: int8 (LLM.int8). The factors
-    stay float32. null: no quantization; but for an adapter that was trained on quantized weights, null means the same
-    quantization."""
+    stay float32. null: no quantization. If the starting checkpoint is an adapter that was trained on quantized weights,
+    null means the same quantization."""
 
 
 class Run(Section):
@@ -361,31 +362,33 @@ class Run(Section):
     overwrite: bool = False
     """Delete the contents of the run folder and start afresh."""
     parallel: Annotated[str, Field(min_length=1)] = "ddp"
-    """How several processes share the model. `ddp`: each process has a full copy. `zero1`, `zero2` and `zero3`
-    (DeepSpeed) shard the optimizer states; `zero2` shards the gradients too, and `zero3` the gradients and the weights.
-    `fsdp2` shards all three. `zero2-offload` and `zero3-offload` keep the states in CPU memory. A path names a
-    DeepSpeed config (.json) or an accelerate config for FSDP2 (.yaml)."""
+    """How several processes share the model. `ddp`: each process has a full copy. `zero1` (DeepSpeed) shards the
+    optimizer states among the processes. `zero2` also shards the gradients. `zero3` also shards the gradients and the
+    weights. `fsdp2` (torch) shards optimizer states, gradients and weights. `zero2-offload` and `zero3-offload` keep
+    the optimizer states in CPU memory. A path names a DeepSpeed config (.json) or an accelerate config for FSDP2
+    (.yaml)."""
     global_batch_size: Annotated[int, Field(ge=1, le=10**9)] | None = None
-    """Examples per optimizer step, for any number of processes; gradient_accumulation_steps is computed from it. null:
-    per_device_train_batch_size x gradient_accumulation_steps x number of processes."""
+    """Examples per optimizer step, for any number of processes. gradient_accumulation_steps is computed from this
+    number. null: per_device_train_batch_size x gradient_accumulation_steps x number of processes."""
     lost_updates: Literal["stop", "warn"] = "stop"
     """What to do if the first update, at the peak learning rate, would change fewer than half of the stored weights.
     `stop`: stop the run. `warn`: print a warning."""
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The dtype of the saved model. null: the starting checkpoint's dtype. The run reports at its end how much of the
-    training's change remains in this dtype. An adapter is always saved in float32; for an adapter this is the dtype of
-    the model that `soren-align merge` makes."""
+    """The dtype of the saved model. null: the starting checkpoint's dtype. At its end the run reports how much of the
+    training's change to the weights remains in this dtype. An adapter is always saved in float32; for an adapter,
+    `save_dtype` is the dtype of the model that `soren-align merge` makes."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """The number of CPU threads, unless OMP_NUM_THREADS is set. null: one thread per core, divided among the processes;
-    but 1 on a CPU for a model of up to a million parameters. With one thread such a model trains as fast beside other
-    processes as alone, and gives the same bits on any number of cores."""
+    """The number of CPU threads, unless OMP_NUM_THREADS is set. null: one thread per core, divided among the processes.
+    For a model of up to a million parameters on a CPU, null means 1 thread: such a model then trains as fast beside
+    other processes as alone, and gets the same weights, bit for bit, on any number of cores."""
     log_spectra: LogSpectra = LogSpectra()
     """Measurements of the spectral map during training."""
     samples: Samples | None = None
     """Prompts that the model answers at the start, at every evaluation and at the end."""
     kl_to_start: Annotated[int, Field(ge=0, le=4096)] = 0
     """The number of answer tokens of held-out examples, such as 256, on which every evaluation measures the KL
-    divergence from the starting checkpoint; metrics.jsonl has it as `kl_to_start`. 0: not measured."""
+    divergence from the starting checkpoint; metrics.jsonl has this divergence as `kl_to_start`. 0: the divergence is
+    not measured."""
     early_stopping: EarlyStopping | None = None
     """End training when evaluations no longer improve."""
     offline: bool = False
@@ -401,8 +404,8 @@ class Eval(Section):
     suite: Annotated[str, Field(min_length=1)]
     """The name of a shipped suite, or the path of a suite.yaml."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Prompts per forward pass. If memory runs out, it is halved for all models of a table. null: the suite's own batch
-    size."""
+    """Prompts per forward pass. If memory runs out, the batch size is halved for all models of a table. null: the
+    suite's own batch size."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The dtype of the weights during evaluation. null: the suite's own dtype."""
     backend: Literal["hf", "vllm"] = "hf"
@@ -415,22 +418,24 @@ class Eval(Section):
     limit: Annotated[int, Field(ge=1)] | None = None
     """Evaluate only the first `limit` questions of each task, for a rehearsal."""
     strict: bool = False
-    """Stop with an error when a prompt is longer than the model's context. false: such prompts are only counted."""
+    """true: stop with an error if a prompt is longer than the model's context. false: count such prompts."""
     base_template: Literal["run", "own", "none"] = "own"
     """The chat template for the base model (the first row of the table), if the suite applies one. `own`: its own
     template, or the run's if it has none. `run`: the run's template, so that both models get equal prompts and can be
-    compared. `none`: no template, also for every other model that has none."""
+    compared. `none`: no template for the base model, and none for any other model of the table that has no template of
+    its own."""
     omit: list[Annotated[str, Field(pattern=r"^\w[\w.-]*$")]] = []
-    """Columns of the suite to leave out, such as `piqa` for a model whose context is too short for its answers."""
+    """Benchmarks of the suite that are not run, by their column in the table. For example, omit `piqa` if its answers
+    are too long for the model's context."""
     trust_suite: bool = False
-    """Allow a suite that is not shipped to run code from its files (`!function`, metrics that are scripts). Read these
-    files first."""
+    """true: run the code in the files of a suite that is not shipped (`!function`, metrics that are scripts). Read
+    these files first. false: refuse a suite with such code."""
     contamination: bool = True
     """Count the questions that occur in the training examples, and report the scores without these questions too. The
     count reads all training examples once per suite (3,000 a second at UltraChat's length); the result is cached."""
     published: list[str] = []
-    """Published scores to show under the table: a shipped table, such as `paper/sft`, or a YAML file of the same
-    form."""
+    """Published scores to show under the table: the name of a shipped table of scores, such as `paper/sft`, or a YAML
+    file of the same form."""
 
     @property
     def name(self) -> str:

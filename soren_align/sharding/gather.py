@@ -97,7 +97,7 @@ class RankStrategy(ABC):
         uneven = [name for (name, _), num in zip(named, nums, strict=True) if num not in (0, num_ranks)]
         if uneven:
             raise ValueError(
-                f"{', '.join(uneven[:5])}: a gradient on some ranks and none on others; nothing was changed"
+                f"{', '.join(uneven[:5])}: a gradient on some ranks and none on other ranks; nothing was changed"
             )
         return tuple(numbers[len(named) :])
 

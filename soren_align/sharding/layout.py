@@ -72,7 +72,11 @@ def split_experts(layout: Layout, weight_layouts: WeightLayouts) -> Layout:
             weights.append(parameter._replace(layout=weight_layouts.get(parameter.name, "linear")))
             continue
         if parameter.name not in weight_layouts:
-            raise ValueError(f"{parameter.name} has shape {parameter.shape}, and its group names no layout for it")
+            raise ValueError(
+                f"{parameter.name} has shape {parameter.shape}; expected a matrix [m, n], or experts [experts, m, n] "
+                "whose layout is in weight_layouts of the parameter group. Build the groups with "
+                "soren_align.param_groups, or give this parameter to AdamW"
+            )
         names, numel = expert_names(parameter.name, parameter.shape), rows * columns
         shards: list[list[RankShard]] = [[] for _ in names]
         for rank, offset, start, size in parameter.shards:

@@ -331,7 +331,9 @@ def _exclusive(folder: Path) -> Iterator[None]:
             break
         except lock.LockedError:
             if time.monotonic() > end:
-                raise UserError(f"{folder}: another command has held {LOCK} for {LOCK_SECONDS:.0f} s") from None
+                raise UserError(
+                    f"{folder}: another command has held {LOCK} for {LOCK_SECONDS:.0f} s; rerun when it has ended"
+                ) from None
             time.sleep(0.05)
     try:
         yield

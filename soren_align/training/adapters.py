@@ -156,9 +156,9 @@ class GradientCheck(TrainerCallback):
             reached = [name for name, parameter in trained if parameter.grad is not None]
             raise UserError(
                 f"step 1: {len(missing)} of {len(trained)} trained parameters got no gradient, such as "
-                f"{missing[0] if missing else 'on another process'}: the examples do not use these parameters, as "
-                f"text does not use a model's image encoder. Write `freeze: {common_globs(missing, reached)}` under "
-                "model"
+                f"{missing[0] if missing else 'on another process'}. The training examples do not use these "
+                "parameters; for example, text does not use a model's image encoder. To leave these parameters "
+                f"untrained, write `freeze: {common_globs(missing, reached)}` under model"
             )
 
 

@@ -244,7 +244,7 @@ def _notices(
         else:
             raise UserError(
                 f"trainer.max_length: {max_length} cuts every example before its answer; the shortest prompt has "
-                f"{min(lengths)} tokens"
+                f"{min(lengths)} tokens; write a larger max_length"
             )
     if not counts.stop_token_trained and not of_template:
         notices.append(f"the stop token is never trained: trainer.max_length {max_length} truncates every answer")

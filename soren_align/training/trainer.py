@@ -343,7 +343,7 @@ def optimizer_keywords(settings: OptimizerSettings, args: TrainingArguments) -> 
     """Return the keywords of `build_optimizer`; those that `settings` leaves out are taken from args.
 
     args has learning_rate (lr), weight_decay, betas and epsilon. The scale is the recipes': every update has RMS
-    0.2 lr, AdamW's after some hundred steps. Raises UserError if args.optim names another optimizer.
+    0.2 lr, AdamW's after a few hundred steps. Raises UserError if args.optim names another optimizer.
     """
     if isinstance(settings, OptimizerSection):
         return settings.model_dump(exclude_none=True)

@@ -35,7 +35,7 @@ def test_without_markers_the_answers_are_derived_or_the_template_is_refused(make
     hidden = PLAIN.replace(
         "{{ m['content'] + '<|im_end|>' }}", "{{ m['content'] + '<|im_end|>' if loop.last else '' }}"
     )
-    assert "renders earlier turns differently once others follow" in refused(make_tokenizer(hidden), rows=TWO)
+    assert "renders earlier turns differently when later turns are added" in refused(make_tokenizer(hidden), rows=TWO)
 
 
 def test_a_tokenizer_without_a_template_is_refused(make_tokenizer):

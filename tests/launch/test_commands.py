@@ -292,9 +292,7 @@ def test_another_number_of_processes_goes_on_only_from_a_checkpoint_for_any(make
 
 def test_a_run_whose_batch_depends_on_its_number_keeps_it(make):
     folder = begin(make(), checkpoint=True)
-    with pytest.raises(
-        UserError, match=r"has no run.global_batch_size, so that another number of processes would train"
-    ):
+    with pytest.raises(UserError, match=r"has no run.global_batch_size, so another number of processes would train"):
         commands.reshard(str(folder))
 
 

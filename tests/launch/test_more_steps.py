@@ -40,7 +40,10 @@ def test_the_refusal_names_the_command_for_the_remaining_steps(tmp_path, before,
     folder.update(status=status)
     (tmp_path / "run-2").mkdir()
     message = refusal(folder, *after)
-    assert f"{folder}: holds a trained run of 600 steps, whose schedule has ended. More steps are a new run" in message
+    assert (
+        f"{folder}: this run is complete (600 steps) and its schedule has ended, so it cannot be extended. To"
+        in message
+    )
     lines = message.splitlines()[1:]
     assert max(len(line) for line in lines) < 80 + len(str(tmp_path))
     assert len(lines) == 6

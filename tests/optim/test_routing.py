@@ -102,7 +102,9 @@ def test_in_a_class_of_ones_own_the_layers_around_its_blocks_go_to_adamw(contain
 
 def test_without_blocks_a_warning_names_the_last_linear_layer():
     conv = nn.Sequential(nn.Conv2d(1, 1, 2), nn.Flatten(), nn.Linear(9, 10))
-    said = r"Sequential has no blocks .* last linear layer, 2\.weight \(10 x 9\), too.*aux=\['2\.weight'\]"
+    said = (
+        r"Sequential has no blocks .* last linear layer, 2\.weight \(10 x 9\), is the output layer.*aux=\['2\.weight'\]"
+    )
     with pytest.warns(UserWarning, match=said):
         param_groups(conv, aux_lr=0.1)
     with warnings.catch_warnings():

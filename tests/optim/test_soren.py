@@ -223,7 +223,7 @@ def test_a_flat_shard_swapped_in_later_is_refused_at_the_step():
 
 def test_sparse_complex_and_whole_number_parameters_are_refused():
     p = parameter(4, 6, grad=torch.eye(4, 6).to_sparse())
-    with pytest.raises(ValueError, match="needs dense gradients; that of parameter 0"):
+    with pytest.raises(ValueError, match="needs dense gradients; the gradient of parameter 0"):
         Soren([p], lr=0.1).step()
     with pytest.raises(ValueError, match="updates real numbers"):
         Soren([torch.nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))], lr=0.1)

@@ -155,7 +155,7 @@ def broken(key, value):
     (broken("step", torch.ones(2)), "no number for the step of 0.bias"),
     (broken("step", "two"), "no number for the step of 0.bias"),
     (lambda c: c["state"].pop(3), "lacks step, exp_avg, exp_avg_sq of 2.bias"),
-    (lambda c: c["state"][1].pop("exp_avg"), "lacks exp_avg of 2.weight; it cannot be resumed from"),
+    (lambda c: c["state"][1].pop("exp_avg"), "lacks exp_avg of 2.weight; training cannot be resumed from it"),
     (lambda c: c["state"][0].update(exp_avg=torch.zeros(6, 8)), r"a momentum of shape \(6, 8\) for 0.weight of shape"),
     (lambda c: c["param_groups"][1].update(eps=1e-3), "group 1 eps: 0.001 in the checkpoint"),
     (lambda c: c["param_groups"].pop(), "has 1 parameter groups"),

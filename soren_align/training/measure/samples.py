@@ -69,7 +69,9 @@ def read_prompts(samples: Samples, tokenizer: Any, has_turns: bool, num_position
             raise UserError(f"{place}: prompt {number} has messages, but the training data are plain texts")
         room = samples.max_new_tokens if num_positions is None else num_positions - len(ids)
         if room < 1:
-            raise UserError(f"{place}: prompt {number} has {len(ids)} tokens; the model has {num_positions} positions")
+            raise UserError(
+                f"{place}: prompt {number} has {len(ids)} tokens, too many for a model of {num_positions} positions"
+            )
         prompts.append(Prompt(content, list(ids), min(samples.max_new_tokens, room)))
     return tuple(prompts)
 
