@@ -106,8 +106,8 @@ keys that change the training. The recipe is written even if its model and data 
     "new": """\
 The new recipes run unchanged, on a tiny random model; try them, then edit them for your own data. With `--data`, a
 fifth of your questions is held out (at least 20, or 35% of a small file, and at most 100). The suite asks each
-out question twice: with four choices, and as a question whose answer the model has to write. See [own-data.md](own-
-data.md).
+held-out question twice: with four choices, and as a question whose answer the model has to write. See
+[own-data.md](own-data.md).
 
     soren-align new mine
     soren-align new mine --data faq.csv --question Question --answer Answer
