@@ -96,7 +96,7 @@ def test_a_run_needs_no_recipe(run, model, tmp_path, monkeypatch, has_gpu):
     done = run("sft", "--model", model, "--data", "faq.csv", "--output", "out", "optimizer.lr=1e-4")
     assert done.code == 0, done.err
     assert done.recipe.data.train.columns == {"instruction": "Question", "output": "Réponse"}
-    assert "'Question' is read as the instruction, 'Réponse' as the answer" in " ".join(done.err.split())
+    assert "column 'Question' is read as the instruction, column 'Réponse' as the answer" in " ".join(done.err.split())
     assert done.recipe.optimizer.lr == 1e-4
     assert (done.recipe.trainer["bf16"], done.recipe.trainer.get("use_cpu", False)) == (has_gpu, not has_gpu)
     Path("again.yaml").write_text(recipe.to_yaml(done.recipe))

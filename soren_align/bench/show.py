@@ -60,7 +60,9 @@ def _notes(results: dict[str, Any]) -> list[str]:
         ]
     else:
         lines = ["ms: median of interleaved rounds; ±: half the interquartile range"]
-        lines += ["/torch, /Muon, /AdamW: time over torch.optim.Muon (bfloat16), our Muon in float32, fused AdamW"]
+        lines += [
+            "/torch, /Muon, /AdamW: time divided by the time of torch.optim.Muon (bfloat16), our Muon, fused AdamW"
+        ]
         lines += ["state: optimizer state; peak: state and temporary tensors, without parameters and gradients"]
         if results["training_seconds"] is not None:
             rate = results["matmul_flops_per_second"]["bfloat16"]

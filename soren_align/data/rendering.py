@@ -270,7 +270,7 @@ def _refuse_wide_format(text: str) -> None:
 
 def _refuse_width(spec: str) -> None:
     if "*" in spec or re.search(rf"\d{{{MAX_WIDTH_DIGITS + 1}}}", spec):
-        raise SecurityError(f"a width in a format has at most {MAX_WIDTH_DIGITS} digits")
+        raise SecurityError(f"a width in a format string, such as 10 in %10d, has at most {MAX_WIDTH_DIGITS} digits")
 
 
 def _length(value: Any) -> int:

@@ -27,7 +27,9 @@ def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
     name = choice(tuple(SOREN_MAPS))(settings.pop("name", None))
     defaults = SOREN_MAPS[name].defaults
     for key in settings.keys() - defaults.keys():
-        raise ValueError(f"found {key!r}; map {name!r} has {', '.join(map(repr, defaults)) or 'no settings'}")
+        raise ValueError(
+            f"map {name!r} has no setting {key!r}; its settings: {', '.join(map(repr, defaults)) or 'none'}"
+        )
     return {"name": name, **checked_settings({**defaults, **settings}, setting_checks(SOREN_MAPS[name]), name)}
 
 

@@ -115,7 +115,8 @@ def route(model: nn.Module, aux: Sequence[str] = (), matrices: Matrices = MATRIC
     for parameter, (first, *_) in parameters.items():
         if ".lora_" in first.name and parameter not in factors and parameter not in of_adapters:
             raise ValueError(
-                f"{first.name} is named like a LoRA factor, but not one of PEFT's; other adapters are not supported"
+                f"{first.name} is named like a LoRA factor, but PEFT did not make it; only PEFT's LoRA adapters are "
+                "supported"
             )
     for glob in aux:
         if not any(fnmatchcase(o.name, glob) for occurrences in parameters.values() for o in occurrences):

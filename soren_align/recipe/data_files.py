@@ -52,7 +52,7 @@ def data_files(path: str) -> dict[str, Path]:
         if not place.is_file():
             raise UserError(f"{path} is no regular file; name a file: {FILE_KINDS}")
         if data_suffix(place) not in SUFFIXES:
-            raise UserError(f"{path}: cannot read '{place.suffix}' files; write one of {FILE_KINDS}")
+            raise UserError(f"{path}: cannot read '{place.suffix}' files; convert the file to one of {FILE_KINDS}")
         return {path: place}
     if not has_wildcards and place.resolve() in (Path("~").expanduser().resolve(), Path("/")):
         raise UserError(f"{path}: is a whole home folder or disk; name a folder of data")

@@ -102,7 +102,7 @@ def _add_columns(source: Document, notify: Notify) -> None:
     if columns := two_columns(path):
         split["columns"] = columns
         prompt, answer = columns.values()
-        notify(f"--data {path}: '{prompt}' is read as the instruction, '{answer}' as the answer")
+        notify(f"--data {path}: column '{prompt}' is read as the instruction, column '{answer}' as the answer")
 
 
 def _without_file(task: str | None, options: Mapping[str, Any]) -> Document:

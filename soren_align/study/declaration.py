@@ -172,6 +172,6 @@ def history_cautions(folder: Path, study: Study) -> Iterator[str]:
         first = [str(answer) for answer in looks[0].get("answers", [])]
         changed = sum(answer not in first for answer in looks[-1].get("answers", []))
         yield (
-            f"the answers were looked at {len(looks)} times, with other runs each time; {changed} of {len(first)} "
-            "answers changed since the first look. Each look is another chance of a wrong answer"
+            f"`compare` has computed {len(looks)} verdicts, each from a different set of runs; {changed} of "
+            f"{len(first)} answers changed since the first verdict. Each verdict is another chance of a wrong answer"
         )

@@ -131,7 +131,9 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
     state = read_form(state_file, _TRAINER_STATE)
     step, max_steps = state["global_step"], state["max_steps"]
     if step != step_of(checkpoint) or step > max_steps:
-        raise UserError(f"{state_file}: records step {step} of {max_steps}; {PREVIOUS}")
+        raise UserError(
+            f"{state_file}: records step {step} of {max_steps}, and its folder is {checkpoint.name}; {PREVIOUS}"
+        )
     check_parts(checkpoint)
     if "processes" in actual_origin and actual_origin["processes"] is None:  # by `make_universal`
         sides = (actual_origin, origin)

@@ -145,7 +145,9 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, write):
     assert "no file shipped:no/such.jsonl" in refused(split("shipped:no/such.jsonl"))
     assert "has no data file (.jsonl, .json, " in refused(split(tmp_path / "none"))
     assert "has no data file (.jsonl, .json, " in refused(split(tmp_path / "*.arrow"))
-    assert "cannot read '.arrow' files; write one of .jsonl, .json, .csv" in refused(split(tmp_path / "rows.arrow"))
+    assert "cannot read '.arrow' files; convert the file to one of .jsonl, .json, .csv" in refused(
+        split(tmp_path / "rows.arrow")
+    )
     assert "not a Parquet file" in refused(split(tmp_path / "rows.parquet"))
     for empty in ("zero.jsonl", "blank.jsonl", "none.json"):
         assert refused(split(tmp_path / empty)) == f"{tmp_path / empty}: has no examples"

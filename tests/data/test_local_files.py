@@ -234,4 +234,4 @@ def test_a_path_without_data_files_is_refused_before_training(tmp_path):
     assert "has no data file (.jsonl, .json, .csv, .txt" in problems(tmp_path / "none")
     assert "has no data file" in problems(tmp_path / "none" / "*.jsonl")
     (tmp_path / "rows.arrow").write_text("x")
-    assert "cannot read '.arrow' files; write one of" in problems(tmp_path / "rows.arrow")
+    assert "cannot read '.arrow' files; convert the file to one of" in problems(tmp_path / "rows.arrow")

@@ -238,8 +238,8 @@ def test_sparse_complex_and_whole_number_parameters_are_refused():
     ({"map": {"name": "sns", "steps": 0}}, "map: sns steps: found 0; write a whole number, at least 1 and at most 99"),
     ({"map": "snss"}, "map: found 'snss'; write one of 'minimax', 'sns', 'released', 'exact'"),
     ({"map": {"steps": 15}}, "map: found None; write one of 'minimax', 'sns', 'released', 'exact'"),
-    ({"map": {"name": "minimax", "steps": 15}}, "map: found 'steps'; map 'minimax' has 'resolution'"),
-    ({"map": {"name": "exact", "steps": 15}}, "map: found 'steps'; map 'exact' has no settings"),
+    ({"map": {"name": "minimax", "steps": 15}}, "map 'minimax' has no setting 'steps'; its settings: 'resolution'"),
+    ({"map": {"name": "exact", "steps": 15}}, "map: map 'exact' has no setting 'steps'; its settings: none"),
     ({"map": {"name": "minimax", "resolution": 0.02}}, "map: minimax resolution: found 0.02; write one of 0.0004"),
     ({"adjust_lr_fn": "orignal"}, "adjust_lr_fn: found 'orignal'; write one of 'none', 'original'"),
 ])  # fmt: skip

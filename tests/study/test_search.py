@@ -157,7 +157,7 @@ def test_a_repeated_run_and_an_earlier_look_are_cautions(tmp_path):
 
     def conclusion():
         note_ended(folder, progress_of(study).update())
-        return [caution for caution in conclude(folder).cautions if "times" in caution]
+        return [caution for caution in conclude(folder).cautions if " times," in caution or "verdicts" in caution]
 
     assert conclusion() == conclusion() == []  # the same runs are one look
     run = next(run for run in progress_of(study).update() if run.folder == "verdict/soren/103")
@@ -166,7 +166,7 @@ def test_a_repeated_run_and_an_earlier_look_are_cautions(tmp_path):
     record.update(written=record.read()["written"] | {"weights_sha256": "e" * 64})
     repeated, looks = conclusion()
     assert repeated == "verdict/soren/103: ended 2 times, with other weights each time; the last run counts"
-    assert looks.startswith("the answers were looked at 2 times, with other runs each time; ")
+    assert looks.startswith("`compare` has computed 2 verdicts, each from a different set of runs; ")
     lines = (folder / "history.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["declared", *["ended"] * 12, "looked", "ended", "looked"]
     (folder / "history.jsonl").write_text("\n".join(lines[:-1]) + '\n{"event": "loo')  # of a command that was killed

@@ -177,7 +177,10 @@ def test_a_checkpoint_is_refused_under_the_name_of_another_step(stopped):
     with pytest.raises(UserError, match="checkpoint-900: is the checkpoint of step 4; name its folder checkpoint-4 ag"):
         checkpoints.check(renamed, origin)
     reseal(renamed)
-    with pytest.raises(UserError, match=r"checkpoint-900/trainer_state\.json: records step 4 of 6; remove this"):
+    with pytest.raises(
+        UserError,
+        match=r"checkpoint-900/trainer_state\.json: records step 4 of 6, and its folder is checkpoint-900; remove this",
+    ):
         checkpoints.check(renamed, origin)
 
 
