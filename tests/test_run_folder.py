@@ -541,6 +541,7 @@ def lines_of(held_out, training):
 @pytest.mark.parametrize(("held_out", "training", "reason"), [
     ({0: 5.0, 6: 9.0}, [6.0, 9.0], "the held-out loss was 5 at the start and 9 at the end, after 9"),
     ({0: 5.0, 6: 4.8}, [60.0, 4.9], "the held-out loss was 5 at the start and 4.8 at the end, after 60"),
+    ({0: 5.0, 3: 80.0, 6: 70.0}, [90.0, 75.0], "the held-out loss was 5 at the start and 70 at the end, after 80"),
     ({0: 5.0, 6: math.nan}, [6.0, 5.0], "the loss at the end is not a number"),
     ({0: 5.0, 6: 8.0}, [4.0, 0.1], None),  # learned by heart
     ({0: 5.0, 6: 4.0}, [60.0, 4.0], None),  # recovered

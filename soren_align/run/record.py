@@ -163,6 +163,9 @@ def divergence(lines: Sequence[Mapping[str, Any]]) -> str | None:
     if held_out and next(line["step"] for line in lines if "eval_loss" in line) == 0:
         start, end, peak = held_out[0], held_out[-1], max(filter(math.isfinite, held_out + training))
         if peak > PEAK * start and min(ends) > RECOVERED * start:
+            # If possible by the held-out losses: a training loss that is logged after a resume is of fewer steps.
+            highest = max(filter(math.isfinite, held_out))
+            peak = highest if highest > PEAK * start else peak
             return f"the held-out loss was {start:.4g} at the start and {end:.4g} at the end, after {peak:.3g}"
     elif len(training) > 1 and min(training[(len(training) + 1) // 2 :]) > PEAK * training[0]:
         return f"the training loss was {training[0]:.4g} in the first log and {training[-1]:.4g} in the last one"
