@@ -198,6 +198,14 @@ def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def drop_incomplete_line(file: Path) -> None:
+    """Remove the line that a process was appending when it was killed: no line after it could be read."""
+    content = file.read_bytes() if file.is_file() else b""
+    if content and not content.endswith(b"\n"):
+        with file.open("r+b") as stream:
+            stream.truncate(content.rfind(b"\n") + 1)
+
+
 def file_sha256(file: Path) -> str:
     """Return the sha256 of a file."""
     with file.open("rb") as stream:

@@ -11,21 +11,20 @@ run that ended twice was removed and repeated, and an answer after several looks
 """
 
 import json
-import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import UserError
-from ..core.files import digest, file_sha256, read_json, write
+from ..core.files import digest, drop_incomplete_line, file_sha256, read_json, write
 from ..evaluate.suite.suites import suite_of
 from ..recipe import Recipe, differences, training_part
 from ..recipe.data_files import data_files
 from ..run.folder import RunFolder, now
 from ..run.provenance import commit
-from .config import StudyFile, first_run, recipe_of_run
+from .config import StudyFile
 from .runs import run_folders
 from .study import ENDED, Run, Study
 
@@ -37,27 +36,33 @@ MAX_BYTES = 64 << 20
 """Of declaration.json: a folder of 100,000 files has 10 MB of names and hashes."""
 
 
-def declare(study: StudyFile) -> dict[str, Any]:
-    """Return the declaration of a study as plain data; `sha256` is the hash of all other keys."""
-    recipes = {name: recipe_of_run(study, first_run(study, name)) for name in study.candidates}
-    files = {name: file_sha256(file) for recipe in recipes.values() for name, file in _files(recipe)}
+def declare(study: StudyFile, recipes: Mapping[str, Recipe]) -> dict[str, Any]:
+    """Return the declaration of a study as plain data; `sha256` is the hash of all other keys.
+
+    recipes: of each candidate's first run.
+    """
+    files = {name: file for recipe in recipes.values() for name, file in _files(recipe)}  # most have the same ones
     content = {
         "study": _fixed(study),
         "recipes": {name: _part(recipe) for name, recipe in recipes.items()},
-        "files": dict(sorted(files.items())),
+        "files": {name: file_sha256(files[name]) for name in sorted(files)},
         "commit": commit(),
     }
-    content = json.loads(json.dumps(content, default=str))
     return {"sha256": digest(content), **content}
 
 
 def _fixed(study: StudyFile) -> dict[str, Any]:
     """Return the study's file without its changeable keys and without the recipe's path: its content is declared."""
-    return study.model_dump(exclude={**CHANGEABLE, "recipe": True})
+    return _plain(study.model_dump(exclude={**CHANGEABLE, "recipe": True}))
 
 
 def _part(recipe: Recipe) -> dict[str, Any]:
-    return {**training_part(recipe), "eval": recipe.eval and recipe.eval.model_dump()}
+    return _plain({**training_part(recipe), "eval": recipe.eval and recipe.eval.model_dump()})
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values as they are read again from a file: tuples are lists."""
+    return json.loads(json.dumps(values, default=str))
 
 
 def _files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
@@ -75,12 +80,12 @@ def _files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
             yield f"{suite.name}/{file.relative_to(folder).as_posix()}", file
 
 
-def write_declaration(folder: Path, study: StudyFile) -> None:
+def write_declaration(folder: Path, study: StudyFile, recipes: Mapping[str, Recipe]) -> None:
     """Write the declaration of a study that has none, and no runs; compare that of a study which has one.
 
-    Raises UserError, with the differences, if the study was declared otherwise.
+    recipes: see `declare`. Raises UserError, with the differences, if the study was declared otherwise.
     """
-    content, file = declare(study), folder / DECLARATION
+    content, file = declare(study, recipes), folder / DECLARATION
     if not file.is_file() and not run_folders(folder):
         write(file, json.dumps(content, indent=1) + "\n")
         note(folder, "declared", sha256=content["sha256"])
@@ -115,20 +120,15 @@ def declaration_problems(folder: Path, study: StudyFile) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
-    now = json.loads(json.dumps(_fixed(study), default=str))
-    for line in differences(declared.get("study", {}), now)[:20]:
+    for line in differences(declared.get("study", {}), _fixed(study))[:20]:
         yield f"study.yaml: is not as it was declared ({line}); restore it"
 
 
 def note(folder: Path, event: str, **facts: Any) -> None:
     """Append an event to a study's history."""
-    line = {"time": now(), "event": event, **facts}
-    with (folder / HISTORY).open("ab+") as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, size - 1))
-        if stream.read(1) not in (b"", b"\n"):  # a line that a kill left incomplete
-            stream.write(b"\n")
-        stream.write(json.dumps(line).encode() + b"\n")
+    drop_incomplete_line(folder / HISTORY)
+    with (folder / HISTORY).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps({"time": now(), "event": event, **facts}) + "\n")
 
 
 def read_history(folder: Path, event: str) -> list[dict[str, Any]]:

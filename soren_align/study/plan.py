@@ -42,12 +42,12 @@ class ColumnSize:
 
 
 def plan_study(
-    study: StudyFile, plans: Mapping[str, dict[str, Any]], sizes: Mapping[str, ColumnSize]
+    study: StudyFile, plans: Mapping[str, dict[str, Any]], sizes: Mapping[str, ColumnSize], declaration: str
 ) -> dict[str, Any]:
     """Return the plan of a study as plain data.
 
     plans: of a run of the verdict, by candidate, see planning.plan. sizes: of the suite's columns whose number of
-    questions is known. Raises UserError for an unknown key of verdict.assume.
+    questions is known. declaration: its hash. Raises UserError for an unknown key of verdict.assume.
     """
     first = next(iter(plans.values()))
     num_search, num_verdict = study.search.trials * len(study.search.seeds), len(study.verdict.seeds)
@@ -93,7 +93,7 @@ def plan_study(
     spaces = {name: study.space(name).items() for name in plans}
     return {
         "title": study.title,
-        "declaration": declare(study)["sha256"],
+        "declaration": declaration,
         "recipe": study.recipe,
         "task": first["task"],
         "model": first["model"],
@@ -215,7 +215,7 @@ def plan(study: StudyFile, *, as_json: bool = False, processes: int = 1) -> None
                     sizes[task.column] = ColumnSize(len(docs), clusters)
                 elif task.questions:
                     sizes[task.column] = ColumnSize(task.questions)
-    result = plan_study(study, plans, sizes)
+    result = plan_study(study, plans, sizes, declare(study, recipes)["sha256"])
     result["notices"] += notices
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")

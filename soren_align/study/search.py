@@ -26,7 +26,7 @@ from scipy.stats import qmc
 
 from ..core.document import dump
 from ..core.errors import UserError
-from ..core.files import read_json, write
+from ..core.files import drop_incomplete_line, read_json, write
 from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
 from ..run.folder import RunFolder
 from ..tasks import TASKS
@@ -57,7 +57,7 @@ def create(folder: Path, study: StudyFile) -> None:
 
     Raises UserError, with the differences, if the folder is another study's.
     """
-    drop_incomplete_line(folder)
+    drop_incomplete_line(folder / JOURNAL)
     recipes = {name: recipe_of_run(study, first_run(study, name)) for name in study.candidates}
     files = {name: folder / "candidates" / f"{name}.yaml" for name in recipes}
     changed = []
@@ -75,7 +75,7 @@ def create(folder: Path, study: StudyFile) -> None:
             "Restore these to continue, or choose another output_dir; --extend adds trials to a study",
         )
     write(folder / STUDY_FILE, dump(study.model_dump()))  # first: with it the folder is a study's
-    write_declaration(folder, study)
+    write_declaration(folder, study, recipes)
     (folder / "candidates").mkdir(exist_ok=True)
     for name in (name for name in recipes if not files[name].is_file()):  # of a command that was killed here
         write(files[name], to_yaml(recipes[name]))
@@ -104,7 +104,7 @@ class Progress:
 
         The caller holds the study's lock.
         """
-        drop_incomplete_line(self.folder)  # of another command, killed since `create`
+        drop_incomplete_line(self.folder / JOURNAL)  # of another command, killed since `create`
         while True:
             runs = self.search()
             for name in self.study.candidates:
@@ -431,12 +431,3 @@ def _refuse_damaged(journal: Path) -> None:
                 f"{journal}:{number} is damaged ({type(error).__name__}). Remove this file and rerun the same "
                 "command: it draws the same trials again, reads their results from their run folders, and repeats none"
             ) from None
-
-
-def drop_incomplete_line(folder: Path) -> None:
-    """Remove the line that a process was writing when it was killed: Optuna could read no line after it."""
-    journal = folder / JOURNAL
-    content = journal.read_bytes() if journal.is_file() else b""
-    if content and not content.endswith(b"\n"):
-        with journal.open("r+b") as stream:
-            stream.truncate(content.rfind(b"\n") + 1)

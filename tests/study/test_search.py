@@ -15,6 +15,7 @@ from soren_align.core.errors import UserError
 from soren_align.run.folder import RunFolder, read_metrics
 from soren_align.study import search as study_search
 from soren_align.study.audit import cautions, conclude
+from soren_align.study.config import first_run, recipe_of_run
 from soren_align.study.declaration import declare, note_ended, read_declaration
 from soren_align.study.runner import _move_another_setting
 from soren_align.study.runs import read_curve, read_files, run_folders
@@ -100,7 +101,8 @@ def test_a_study_is_declared_before_its_first_run_and_holds_to_it(tmp_path):
     folder = Path(study.output_dir)
     progress_of(study)
     declared = read_declaration(folder)
-    assert declared["sha256"] == declare(study)["sha256"]  # what `plan` prints
+    recipes = {name: recipe_of_run(study, first_run(study, name)) for name in study.candidates}
+    assert declared["sha256"] == declare(study, recipes)["sha256"]  # what `plan` prints
     assert {name.rpartition("/")[2] for name in declared["files"]} == {"chat_train.jsonl", "chat_test.jsonl"}
     (folder / "declaration.json").unlink()
     progress_of(study)  # no run was started

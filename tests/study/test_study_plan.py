@@ -53,7 +53,7 @@ SIZES = {"few": ColumnSize(120), "many": ColumnSize(12_000), "clustered": Column
 def planned(*overrides, **flops):
     study = load_study("quickstart/compare", list(overrides))
     plans = {name: run_plan(name, **flops) for name in study.candidates}
-    return plan_study(study, plans, SIZES)
+    return plan_study(study, plans, SIZES, "c" * 64)
 
 
 def test_runs_and_cost_are_those_of_all_candidates():
