@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from soren_align.study.report.charts import expected_best
+from soren_align.study.report.curves import expected_best
 
 
 @pytest.mark.parametrize(("higher", "best"), [(True, max), (False, min)])

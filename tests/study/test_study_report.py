@@ -22,16 +22,18 @@ from soren_align.study.report.blocks import Paragraph, page_markdown
 from soren_align.study.report.charts import (
     DARK,
     LIGHT,
-    common_level,
     curves_figure,
-    focus,
-    interpolate,
     line_style,
-    mean_curve,
     search_figure,
     set_scale,
-    shown_runs,
     spectra_figure,
+)
+from soren_align.study.report.curves import (
+    common_level,
+    focus,
+    interpolate,
+    mean_curve,
+    shown_runs,
     thin,
     trial_metrics,
 )

@@ -19,13 +19,13 @@ from ...core.errors import UserError, printable
 from ...core.files import write
 from ...core.text import Table, count, duration, gibibytes, join_words, mean_std, p_value
 from ...evaluate.report.results import read_results
-from ...publish.answers import of_evaluation
+from ...publish.answers import Answers, of_evaluation
 from ...recipe import load_resolved
 from ...run.folder import RunFolder
 from ...run.metrics import IN_STUDIES
 from ..declaration import DIGITS
 from ..study import BASE, Study, finished
-from . import charts, text
+from . import charts, curves, text
 from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, TextTable, page_html, page_markdown
 
 REPORT = "report.html"
@@ -142,7 +142,7 @@ def difference_blocks(study: Study) -> list[Block]:
 def _scores(study: Study, columns: list[str]) -> list[list[str]]:
     """Return the selection metric and scores of the suite: of the starting checkpoint, then of each candidate."""
     base = study.base_scores or {}
-    metric = text.metric_text(charts.start(study, "metric"))
+    metric = text.metric_text(curves.start(study, "metric"))
     rows = [[metric, *(f"{base[c]:.1f}" if c in base else "-" for c in columns)]]
     for candidate in study.candidates:
         runs = finished(candidate.verdict)
@@ -157,16 +157,8 @@ def answer_blocks(study: Study, folder: Path) -> list[Block]:
     names: list[str] = []
     rows: dict[str, list[str]] = {}
     for candidate in study.candidates:
-        answers = None
-        for run in finished(candidate.verdict)[:1]:
-            with suppress(UserError):  # damaged files have no answers, and the audit reports them
-                own = RunFolder(folder / run.folder)
-                options = load_resolved(own.recipe).eval
-                results = read_results(own.evaluation(options.name)) if options else None
-                if options and results and len(results["rows"]) > 1:
-                    *_, start, row = results["rows"]
-                    answers = of_evaluation(own.evaluation(options.name), results, row, start)
-        if answers:
+        shown = [answers for run in finished(candidate.verdict)[:1] if (answers := _answers(folder / run.folder))]
+        for answers in shown:
             names.append(candidate.name)
             for prompt, before, after in answers.rows:
                 rows.setdefault(prompt, [prompt, before]).append(after)
@@ -177,25 +169,38 @@ def answer_blocks(study: Study, folder: Path) -> list[Block]:
     return [TextTable(["", "start", *names], complete, align="l" * (2 + len(names))), Paragraph(note, kind="muted")]
 
 
+def _answers(folder: Path) -> Answers | None:
+    """Return the answers of a run beside those of its start; None of damaged files, which the audit reports."""
+    run = RunFolder(folder)
+    with suppress(UserError):
+        options = load_resolved(run.recipe).eval
+        output = run.evaluation(options.name) if options else None
+        results = read_results(output) if output else None
+        if output and results and len(results["rows"]) > 1:
+            *_, start, own = results["rows"]
+            return of_evaluation(output, results, own, start)
+    return None
+
+
 def matched(study: Study) -> list[Block]:
     """Return the candidates at equal displacement and at equal KL: interpolated along their runs."""
-    begin, name = charts.start(study, "retention_loss"), text.metric_name(study)
+    begin, name = curves.start(study, "retention_loss"), text.metric_name(study)
     head, rows = [""], [[candidate.name] for candidate in study.candidates]
     for along, label in (("relative_change", "displacement"), ("kl_to_start", "KL")):
-        level = charts.common_level(study, along)
+        level = curves.common_level(study, along)
         if level is None:
             continue
         head += [f"{label} at the end", f"{name} at {label} {level:.3g}"]
         head += [f"rise of the retention loss at {label} {level:.3g}"] if begin is not None else []
-        for row, runs in zip(rows, map(charts.shown_runs, study.candidates), strict=True):
-            curves = [charts.curve(run, along, "metric") for run in runs]
-            ends = [points[-1][0] for points in curves if points]
+        for row, runs in zip(rows, map(curves.shown_runs, study.candidates), strict=True):
+            paths = [curves.curve(run, along, "metric") for run in runs]
+            ends = [points[-1][0] for points in paths if points]
             row.append(text.metric_text(sum(ends) / len(ends)) if ends else "-")
             # Passed before the first evaluation: a line from the start is far from the curve.
-            coarse = " †" if any(len(points) > 1 and level < points[1][0] for points in curves) else ""
+            coarse = " †" if any(len(points) > 1 and level < points[1][0] for points in paths) else ""
             for key, zero in (("metric", 0.0), ("retention_loss", begin)):
                 if zero is not None:
-                    values = [charts.interpolate(run, along, level, key) for run in runs]
+                    values = [curves.interpolate(run, along, level, key) for run in runs]
                     row.append(mean_std([value - zero for value in values if value is not None], 3) + coarse)
     if len(head) == 1:
         return []
@@ -213,11 +218,11 @@ def matched(study: Study) -> list[Block]:
 
 def _costs(study: Study) -> list[Block]:
     """Return times and memory. Times of a CPU are compared only between runs that found it about equally loaded."""
-    loads = [run.load for candidate in study.candidates for run in charts.shown_runs(candidate) if run.load is not None]
+    loads = [run.load for candidate in study.candidates for run in curves.shown_runs(candidate) if run.load is not None]
     is_comparable = not loads or max(loads) <= max(1.25 * min(loads), min(loads) + 0.5)
     rows = []
     for candidate in study.candidates:
-        runs = charts.shown_runs(candidate)
+        runs = curves.shown_runs(candidate)
         seconds = [run.seconds for run in runs if run.seconds is not None]
         steps = [(run.seconds, run.curve[-1].step) for run in runs if run.seconds and run.curve and run.curve[-1].step]
         peak = max((run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None), default=None)
