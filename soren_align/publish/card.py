@@ -7,6 +7,7 @@ changes. It contains no local path: see `public`.
 import json
 import math
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -78,31 +79,12 @@ def card(run: RunFolder, title: str, merged: bool = False, *, repo: str = "", re
     sources = [source["path"] for source in train.get("sources", [train])]
     datasets = [source["path"] for source in train.get("sources", [train]) if "revision" in source]
     base, is_lora = on_hub(own_record["start"]["path"]), is_adapter and not merged
-    answers, scores, eval_results = of_samples(run), [], []
-    gains, shown, url = [], pictures(run), ""
+    shown, url = pictures(run), ""
     if repo:  # pages of the hub do not lie beside their files
         url = f"{constants.ENDPOINT}/{repo}/resolve/{quote(revision or 'main', safe='')}/"
-    # A table for each suite in the run folder, with the starting checkpoint in its first row.
-    for number, file in enumerate(sorted(run.path.glob("eval/*/results.json")), 1):
-        try:
-            results = read_results(file.parent)
-        except UserError:  # the page states it
-            scores.append(f"The results in `eval/{without_html(file.parent.name)}` could not be read.")
-            continue
-        if results is None:
-            continue
-        index = _own_row(results, run, TASKS[recipe.task].title)
-        results = _without_paths(results, recipe)
-        heading, _, rest = tables.markdown(results, fold=True).partition("\n\n")
-        picture = _picture(f"scores{f'-{number}' * (number > 1)}", results["title"], shown, url)
-        scores += [f"##{heading}", picture, rest.rstrip()]
-        if index is None:
-            continue
-        own = results["rows"][index]
-        start_row, lines = tables.gains(results, own)
-        gains.append(_gains(results, start_row if start_row is not own else None, lines))
-        eval_results += [] if merged else _eval_results(results, own)  # the adapter was evaluated
-        answers = answers or of_evaluation(file.parent, results, own, start_row)
+    evaluations = _evaluations(run, recipe, shown, url)
+    scores, gains, answers = evaluations.scores, evaluations.gains, evaluations.answers
+    eval_results = [] if merged else evaluations.eval_results  # the adapter was evaluated
     front_matter = ModelCardData(
         base_model=base,
         datasets=list(dict.fromkeys(datasets)) or None,
@@ -147,6 +129,44 @@ def card(run: RunFolder, title: str, merged: bool = False, *, repo: str = "", re
         _folded("Recipe", fenced(yaml, "yaml")),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+@dataclass
+class _Evaluations:
+    """What the evaluations of a run have for its page."""
+
+    scores: list[str] = field(default_factory=list)
+    """A table for each suite in the run folder, with the starting checkpoint in its first row."""
+    gains: list[str] = field(default_factory=list)
+    eval_results: list[EvalResult] = field(default_factory=list)
+    answers: Answers | None = None
+    """Of the run's samples, or else of the first suite that has answers in words."""
+
+
+def _evaluations(run: RunFolder, recipe: Recipe, shown: dict[str, Path], url: str) -> _Evaluations:
+    """Return the tables of a run's evaluations, and what its own rows in them show."""
+    page = _Evaluations(answers=of_samples(run))
+    for number, file in enumerate(sorted(run.path.glob("eval/*/results.json")), 1):
+        try:
+            results = read_results(file.parent)
+        except UserError:  # the page states it
+            page.scores.append(f"The results in `eval/{without_html(file.parent.name)}` could not be read.")
+            continue
+        if results is None:
+            continue
+        index = _own_row(results, run, TASKS[recipe.task].title)
+        results = _without_paths(results, recipe)
+        heading, _, rest = tables.markdown(results, fold=True).partition("\n\n")
+        picture = _picture(f"scores{f'-{number}' * (number > 1)}", results["title"], shown, url)
+        page.scores += [f"##{heading}", picture, rest.rstrip()]
+        if index is None:
+            continue
+        own = results["rows"][index]
+        start, lines = tables.gains(results, own)
+        page.gains.append(_gains(results, start if start is not own else None, lines))
+        page.eval_results += _eval_results(results, own)
+        page.answers = page.answers or of_evaluation(file.parent, results, own, start)
+    return page
 
 
 def _folded(summary: str, text: str) -> str:
