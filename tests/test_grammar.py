@@ -211,6 +211,8 @@ def test_variants_of_a_question_stay_on_one_side_of_the_split(run, tmp_path):
         answers.append({record[key].rstrip(".!") for record in records})
     assert [len(each) for each in answers] == [30, 10]
     assert not answers[0] & answers[1]
+    for record in map(json.loads, (tmp_path / "mine/questions/choice/test.jsonl").read_text().splitlines()):
+        assert len({choice.rstrip(".!") for choice in record["choices"]}) == 4  # a variant is no wrong choice
     (tmp_path / "labels.csv").write_text(
         "\n".join(["Frage;Auskunft", *(f"Frage {i};{'ja' if i % 2 else 'nein'}" for i in range(60))])
     )

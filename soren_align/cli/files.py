@@ -2,12 +2,10 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +16,7 @@ from ..core import shipped
 from ..core.errors import UserError, did_you_mean, printable
 from ..core.files import local_path
 from ..core.shipped import MODELINE
+from .questions import ENOUGH, read_pairs, write_questions
 
 recipes_app = typer.Typer(help="List or copy the shipped recipes.", invoke_without_command=True, rich_markup_mode=None)
 suites_app = typer.Typer(help="List or copy the shipped suites.", invoke_without_command=True, rich_markup_mode=None)
@@ -62,7 +61,7 @@ def new(
     from ..core.document import with_modeline
     from ..core.text import print_labelled, stderr_console
 
-    pairs, notices = _questions(data, question, answer) if data else ([], [])
+    pairs, notices = read_pairs(data, question, answer) if data else ([], [])
     if model and Path(model).is_dir():
         model = str(Path(model).resolve())  # the recipes are used in the new folder
     target = _new_folder(folder)
@@ -82,7 +81,7 @@ def new(
     examples = "chat.jsonl, pairs.jsonl: examples; replace them by your own"
     questions = "questions/choice/test.jsonl, questions/exact/test.jsonl: these too"
     if pairs:
-        num_held_out = _write_questions(target, pairs)
+        num_held_out = write_questions(target, pairs)
         examples = f"chat.jsonl: {len(pairs) - num_held_out} examples of {data}; pairs.jsonl: replace it by yours"
         questions = f"questions/: the other {num_held_out}, held out; the wrong choices are answers to others"
         if num_held_out < ENOUGH:
@@ -106,107 +105,6 @@ def _values_for(model: str, task: str) -> dict[str, str]:
     rate = f"{start['optimizer']['lr']:.1e}".replace("e-0", "e-")
     values = {"lr": rate, "num_train_epochs": str(start["trainer"]["num_train_epochs"]), "bf16": "true"}
     return values | ({"name_or_path": json.dumps(model)} if task == "sft" else {})
-
-
-HELD_OUT_SHARE, MAX_HELD_OUT, NUM_CHOICES = 0.2, 100, 4
-"""Of the examples of `new --data`: the share that becomes questions, at most, and the choices of each."""
-ENOUGH, MOST_SHARE = 20, 0.35
-"""Questions from which a table has intervals; a small file holds out so many, but at most this share."""
-KNOWN_PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"))
-MIN_PAIRS = 20
-"""Examples of which some can be held out."""
-MAX_ALIKE = 5
-"""Questions with one answer that are taken for variants of one question. The answer of more of them is a label."""
-Pairs = list[tuple[str, str]]
-
-
-def _questions(data: str, question: str | None, answer: str | None) -> tuple[Pairs, list[str]]:
-    """Return the distinct questions of a file with their answers, and what was left out.
-
-    Raises UserError if they cannot be read.
-    """
-    from ..core.text import count
-    from ..recipe.data_files import data_files, read_rows, two_columns
-
-    rows = read_rows(*next(iter(data_files(data).items())))
-    columns = [*rows[0]]
-    known = next((pair for pair in KNOWN_PAIRS if {*pair} <= {*columns}), KNOWN_PAIRS[0])
-    names = (question, answer) if question and answer else (*two_columns(data).values(),) or known
-    if missing := [column for column in names if column not in columns]:
-        hint = did_you_mean(missing[0], columns)
-        finding = f"no column '{missing[0]}' in {', '.join(columns)}{hint}"
-        raise UserError(f"--data: {data}: {finding}; write --question COLUMN --answer COLUMN")
-    pairs, incomplete = {}, []
-    for number, row in enumerate(rows, 1):
-        prompt, reply = (str(row.get(column) or "").strip() for column in names)
-        if not (prompt + reply).isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt + reply):
-            remedy = "save the file as UTF-8, or convert it: iconv -f WINDOWS-1252 -t UTF-8"
-            raise UserError(f"--data: {data}: record {number} is not UTF-8; {remedy}")
-        if prompt and reply:
-            pairs.setdefault(prompt, reply)
-        else:
-            incomplete.append(str(number))
-    notices = []
-    if incomplete:
-        more = f" and {len(incomplete) - 5} more" if len(incomplete) > 5 else ""
-        notices.append(f"left out, without a question or an answer: record {', '.join(incomplete[:5])}{more}")
-    if repeated := len(rows) - len(incomplete) - len(pairs):
-        notices.append(f"left out, because they repeat a question: {count(repeated, 'record')}")
-    if len(pairs) < MIN_PAIRS:
-        raise UserError(f"--data: {data}: has {len(pairs)} questions; {MIN_PAIRS} are needed to hold some out")
-    return [*pairs.items()], notices
-
-
-def _variants(pairs: Pairs) -> list[Pairs]:
-    """Return the pairs in groups that stay on one side of the split: equal words in a question, or one answer.
-
-    A model that was trained on a variant of a held-out question knows its answer.
-    """
-    numbers = Counter(_words(answer) for _, answer in pairs)
-    groups: dict[tuple[str, ...], Pairs] = {}
-    for prompt, reply in pairs:
-        keys = [("question", *_words(prompt))]
-        keys += [("answer", *_words(reply))] if numbers[_words(reply)] <= MAX_ALIKE else []
-        merged = [(prompt, reply)]
-        for group in {id(groups[key]): groups[key] for key in keys if key in groups}.values():
-            merged += group
-        for each, answer in merged:
-            groups[("question", *_words(each))] = merged
-            if numbers[_words(answer)] <= MAX_ALIKE:
-                groups[("answer", *_words(answer))] = merged
-    return [*{id(group): group for group in groups.values()}.values()]
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"\w+", text.casefold()))
-
-
-def _write_questions(target: Path, pairs: Pairs) -> int:
-    """Write the examples to train on, and those held out as questions of both kinds; return the number of the latter.
-
-    The choices of a question are its answer and answers to others.
-    """
-    draw, groups = random.Random(0), _variants(pairs)
-    draw.shuffle(groups)
-    num = max(round(HELD_OUT_SHARE * len(pairs)), min(ENOUGH, round(MOST_SHARE * len(pairs))))
-    held_out: Pairs = []
-    train: Pairs = []
-    for group in groups:
-        side = held_out if len(held_out) + len(group) <= min(MAX_HELD_OUT, num) else train
-        side += group
-    answers = [*dict.fromkeys(answer for _, answer in pairs)]
-    choices, exact = [], []
-    for prompt, reply in held_out:
-        others = draw.sample([other for other in answers if other != reply], min(NUM_CHOICES, len(answers)) - 1)
-        mixed = draw.sample([reply, *others], len(others) + 1)
-        choices.append({"question": prompt, "choices": mixed, "answer": reply})
-        exact.append({"question": prompt, "answer": reply})
-    examples = [{"instruction": prompt, "output": reply} for prompt, reply in train]
-    files = {"chat.jsonl": examples, "questions/choice/test.jsonl": choices, "questions/exact/test.jsonl": exact}
-    for name, records in files.items():
-        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-        (target / name).write_text("".join(lines), encoding="utf-8")
-    return len(held_out)
 
 
 FOLDERS = {

@@ -157,13 +157,18 @@ def read_rows(name: str, file: Path) -> list[dict[str, Any]]:
     """The records of a .csv or .jsonl file, MAX_ROWS at most. name: for messages. Raises UserError if it has none."""
     if file.suffix not in (".csv", ".jsonl"):
         raise UserError(f"{name}: write a .csv or .jsonl file, with a question and its answer in each record")
-    if not (rows := _first_records(name, file, {"limit": MAX_ROWS}, MAX_ROWS)):
+    if not (rows := _first_records(name, file, {}, MAX_ROWS, is_whole=True)):
         raise UserError(f"{name}: has no records")
     return rows
 
 
-def _first_records(name: str, file: Path, split: dict[str, Any], most: int = NUM_LINES) -> list[dict[str, Any]]:
-    """The first records that are objects. Raises UserError for a file or a line that cannot be read."""
+def _first_records(
+    name: str, file: Path, split: dict[str, Any], most: int = NUM_LINES, *, is_whole: bool = False
+) -> list[dict[str, Any]]:
+    """The first records that are objects. Raises UserError for a file or a line that cannot be read.
+
+    is_whole: no other reader of the file follows, so that rows with another number of columns are refused here.
+    """
     limit = split.get("limit")
     num_lines = min(limit, most) if isinstance(limit, int) else most
     try:
@@ -171,7 +176,7 @@ def _first_records(name: str, file: Path, split: dict[str, Any], most: int = NUM
             start = stream.read(4)
         refuse_wide_characters(name, start)
         if file.suffix == ".csv":
-            return _first_rows(name, file, num_lines, most == MAX_ROWS)
+            return _first_rows(name, file, num_lines, is_whole)
         lines = _lines(file, num_lines)
     except OSError as error:
         raise UserError(f"{name}: cannot be read: {error.strerror}") from None
