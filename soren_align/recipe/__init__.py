@@ -15,8 +15,9 @@ from .data_files import (
     example_of_names,
     refuse_wide_characters,
 )
+from .data_section import Data, DataSplit, HeldOut, HeldOutNumber, TrainSplit
 from .loader import OPTIONS, differences, find, load, load_resolved, load_text, recipe_hash, to_yaml, training_part
 from .model import Quantization, adapter_config, compute_dtype, is_local, quantization, recorded_quantization
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, OptimizerSection, as_adamw
 from .parallel import Parallel, accumulation, batch_unit, few_steps, global_batch, parallel, trainer_value
-from .schema import Data, DataSplit, Eval, HeldOut, HeldOutNumber, Model, Recipe, Samples, TrainSplit, trains_adapter
+from .schema import Eval, Model, Recipe, Samples, trains_adapter

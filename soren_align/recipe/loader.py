@@ -24,9 +24,10 @@ from ..tasks import TASKS
 from . import trl
 from .checks import problems_beyond_schema
 from .data_files import two_columns
+from .data_section import kind_of_eval
 from .model import recorded_quantization
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
-from .schema import Recipe, kind_of_eval, resolve
+from .schema import Recipe, resolve
 
 MISSING = ("no file ", "no folder ", "no suite ", "there is no ")
 """The first words of problems of files and folders that another machine may have."""

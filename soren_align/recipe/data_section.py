@@ -1,0 +1,144 @@
+"""The data section of a recipe: what is trained on, and what is held out."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from ..core.document import Section
+from ..tasks import Column
+from .optimizer import Positive
+
+
+class DataSplit(Section):
+    """A set of examples."""
+
+    main_keys: ClassVar[dict[type, str]] = {str: "path"}
+    other_names: ClassVar[dict[str, str]] = {"dataset": "path"}
+
+    path: Annotated[str, Field(min_length=1)]
+    """The dataset: a file (.jsonl, .json, .csv or .txt, each also compressed as .gz, or .parquet); a folder of such
+    files; a pattern, such as `data/*.jsonl`; a dataset on the Hugging Face hub; or `python:stdlib`, the text of
+    Python's standard library, with the splits `train` and `validation`. `shipped:PATH` names a shipped file."""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """The configuration of a hub dataset, such as `SFT`. null: the dataset's default configuration."""
+    split: str = "train"
+    """The split of a hub dataset, or a part of a split: `train_sft[:10%]`. Files have no splits and are always read
+    whole."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Use only the first `limit` examples."""
+    revision: str | None = None
+    """The branch, tag or commit of a hub dataset."""
+    bad_examples: Literal["refuse", "drop"] = "refuse"
+    """What to do with examples that cannot be trained on (an empty answer, two equal answers, ...). `refuse`: stop with
+    an error. `drop`: drop these examples and count them, for data that you cannot fix, such as a hub dataset."""
+    columns: dict[Column, str] = {}
+    """The dataset's column names, if they are not the usual ones: `{instruction: question, output: answer}`. Columns
+    that are not listed are then not read. `role`, `content` and `weight` name the keys of a turn."""
+    roles: dict[str, Literal["system", "user", "assistant", "tool", "tool_call"]] = {}
+    """The dataset's role names: `{student: user, teacher: assistant}`. Common names, such as ShareGPT's `human` and
+    `gpt`, are known. `tool_call` is an assistant's turn whose content is the tool calls as JSON text."""
+    mask_history: bool = False
+    """Train only the last answer of each conversation; earlier answers get weight 0. SFT only."""
+
+
+class TrainSplit(DataSplit):
+    """Examples to train on."""
+
+    hints: ClassVar[dict[str, str]] = {
+        "streaming": "applies to all of data.train together; write `data: {streaming: true}`"
+    }
+
+    weight: Positive = 1.0
+    """Sampling weight. 2 uses each example twice; 0.25 uses a random quarter, which `trainer.seed` chooses. With
+    `data.streaming` it is a relative frequency: with weights 3 and 1, three of four examples come from the first
+    split."""
+    train_on_test: bool = False
+    """Allow training on a split that is named like a test split. Scores on that test are then meaningless."""
+
+
+class HeldOut(Section):
+    """A fraction of the training examples is held out: the model is not trained on it."""
+
+    main_keys: ClassVar[dict[type, str]] = {float: "fraction"}
+
+    fraction: Annotated[float, Field(gt=0, lt=1)]
+    """The fraction of every training split that is held out. A hash of an example decides whether it is held out; its
+    position, the other examples and the seed have no effect. So a held-out example stays held out, and a training
+    example stays one, when the data grow. Equal examples are either all held out or all trained on."""
+
+
+class HeldOutNumber(Section):
+    """A number of training examples are held out: the model is not trained on them."""
+
+    main_keys: ClassVar[dict[type, str]] = {int: "examples"}
+
+    examples: Annotated[int, Field(ge=1)]
+    """The number of held-out examples of all training splits together. The examples with the smallest hashes are held
+    out. When the data grow, a new example can replace a held-out example, which is then trained on. An example that was
+    trained on is never held out later."""
+
+
+class Streaming(Section):
+    """Read the training examples during training, for data larger than memory or disk. With streaming the number of
+    examples is unknown, so `trainer.max_steps` must set the end of the training."""
+
+    shuffle_buffer: Annotated[int, Field(ge=1)] = 10_000
+    """The number of examples that are in memory and shuffled together (by `trainer.seed`) before the next ones are
+    read. 1: the order of the data."""
+
+
+ONE, SEVERAL, SPLIT, PART, NUMBER = "<one>", "<several>", "a split", "a fraction", "a number"
+"""Tags of the unions in `data.train` and `data.eval`; messages name the latter three."""
+
+
+def kind_of_eval(evaluation: Any) -> str:
+    """The tag of a value of `data.eval`."""
+    keys = evaluation if isinstance(evaluation, dict) else getattr(evaluation, "model_fields_set", ())
+    return PART if "fraction" in keys else NUMBER if "examples" in keys else SPLIT
+
+
+class Data(Section):
+    """The training data. The form of a dataset is recognised by its columns: conversations (`messages`, or ShareGPT's
+    `conversations`), Alpaca's instructions and outputs, prompts with completions, prompts with two answers, or plain
+    text. If the columns have other names, set `columns`."""
+
+    main_keys: ClassVar[dict[type, str]] = {str: "train.path"}
+    hints: ClassVar[dict[str, str]] = {"eval": "held-out examples must be one split (only data.train may be a list)"}
+
+    train: Annotated[
+        Annotated[TrainSplit, Tag(ONE)] | Annotated[Annotated[list[TrainSplit], Field(min_length=1)], Tag(SEVERAL)],
+        Discriminator(lambda train: SEVERAL if isinstance(train, list | tuple) else ONE),
+    ]
+    """One split, or a list of splits that are shuffled together (by `trainer.seed`)."""
+    eval: (
+        Annotated[
+            Annotated[DataSplit, Tag(SPLIT)] | Annotated[HeldOut, Tag(PART)] | Annotated[HeldOutNumber, Tag(NUMBER)],
+            Discriminator(kind_of_eval),
+        ]
+        | None
+    ) = None
+    """Held-out examples on which the loss is measured during training: a split, a fraction of the training examples
+    (`{fraction: 0.05}`) or a number of them (`{examples: 500}`). `trainer.eval_strategy` sets when the loss is
+    measured. Without `trainer.eval_strategy`, the loss is measured after every epoch."""
+
+    eval_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Measure the held-out loss on a part of the held-out examples: on the first examples that together have this many
+    tokens. null: on all held-out examples."""
+    retention: DataSplit | None = None
+    """Examples of abilities that the model must not forget. They have one of the forms of SFT, also in a DPO recipe.
+    Every evaluation writes `retention_loss`, the loss on the answers of up to 64 of these examples, into metrics.jsonl.
+    The model is not trained on these examples."""
+    streaming: Annotated[
+        Streaming | None, BeforeValidator(lambda value: ({} if value else None) if isinstance(value, bool) else value)
+    ] = None
+    """`true`: read the training examples during training; after the last example, start again with the first one.
+    Requires `trainer.max_steps`. docs/data.md has the differences from data that are read before training."""
+
+    cache: bool = True
+    """Cache the tokens in the user's cache folder ($SOREN_ALIGN_CACHE) for the next plan, run or resume. false: use a
+    temporary folder."""
+
+    @property
+    def sources(self) -> list[TrainSplit]:
+        """The training splits, as a list."""
+        return self.train if isinstance(self.train, list) else [self.train]
