@@ -171,8 +171,8 @@ def answer_blocks(study: Study, folder: Path) -> list[Block]:
 
 def _answers(folder: Path) -> Answers | None:
     """Return the answers of a run beside those of its start; None of damaged files, which the audit reports."""
-    run = RunFolder(folder)
     with suppress(UserError):
+        run = RunFolder(folder)
         options = load_resolved(run.recipe).eval
         output = run.evaluation(options.name) if options else None
         results = read_results(output) if output else None
