@@ -17,7 +17,7 @@ PEAK = PEAKS["H100"]
 SHARE = 0.6
 NARROW = partial(MAPS["minimax"].num_flops, precision="float16")
 ROWS = {
-    "Muon, as it is run": ("bfloat16", MAPS["muon"].num_flops),
+    "Muon, as usual": ("bfloat16", MAPS["muon"].num_flops),
     "Muon in float32": ("float32", MAPS["muon"].num_flops),
     **{
         f"minimax {resolution}, `precision: auto`": ("float16", partial(NARROW, resolution=resolution))
@@ -33,7 +33,7 @@ ROWS = {
 def main() -> None:
     """Print the table."""
     models = ("qwen2.5-3b", "mistral-7b")
-    print("| map | factors | " + " | ".join(f"{name}: TFLOP | seconds" for name in models) + " |")
+    print("| map | precision | " + " | ".join(f"{name}: TFLOP | {name}: seconds" for name in models) + " |")
     print("|---|---|" + "---:|---:|" * len(models))
     for row, (precision, flops) in ROWS.items():
         cells = []

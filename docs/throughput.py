@@ -32,12 +32,13 @@ from soren_align.training.setup import set_up_training, trl_arguments
 ROUNDS, STEPS, WARM_UP = 7, 65, 5
 BASE = "shipped:recipes/quickstart/base"
 SIZES = {  # name: (changes of the model's config, examples per step)
-    "quickstart, 0.1M": ({}, 64),
-    "10M": ({"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 8}, 8),
+    "quickstart, 0.1M parameters": ({}, 64),
+    "10M parameters": ({"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 8}, 8),
 }
 PLAIN = "plain TRL, AdamW"
 SUBJECTS = {PLAIN: "adamw", "adamw": "adamw", "muon": "muon", "soren": "soren"}
-PAIRS = {"adamw over plain TRL": ("adamw", PLAIN), "soren over muon": ("soren", "muon")}
+PAIRS = {"AdamW, plain TRL": ("adamw", PLAIN), "Soren, Muon": ("soren", "muon")}
+TITLE = "| model | first and second training | ratio of tokens per second | ms per step, first and second training |"
 
 
 class Clock(TrainerCallback):
@@ -94,7 +95,7 @@ def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
     console = Console(width=120)
-    console.print("| model | pair | ratio of tokens/s: median (lowest to highest) | ms per step |\n|---|---|---|---|")
+    console.print(TITLE + "\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         for size in SIZES:
             times = {subject: [] for subject in SUBJECTS}

@@ -66,7 +66,7 @@ def run(matrices: Matrices, device: torch.device, report: Callable[[str], None] 
         "command": "maps",
         "shapes_name": matrices.name,
         "machine": machine(device),
-        "input": "independent normal numbers, |x|_F = 1 as after clipping, drawn anew for every call",
+        "input": "new matrices of independent normal numbers for every call, with |x|_F = 1 as after clipping",
         "shapes": shapes,
         "over_all_shapes": over_all,
         "notes": list(dict.fromkeys(notes)),
@@ -92,7 +92,7 @@ def _measure(
             reason = too_slow(f"{name}: {entry.name}", flops, entry.dtype, rates)
         decomposes = entry.counted_as is not None and entry.counted_as.flops is None
         if decomposes and min(shape) > DECOMPOSITION_ROWS[device.type]:
-            reason = f"{entry.name} is skipped above {DECOMPOSITION_ROWS[device.type]} rows"
+            reason = f"{entry.name} is not measured above {DECOMPOSITION_ROWS[device.type]} rows"
         if entry.dtype == PEERS_OWN:
             try:
                 entry.function(make_input())
@@ -215,7 +215,7 @@ def peers(device: torch.device) -> tuple[dict[str, Map], list[str]]:
         if hasattr(deepspeed, "zeropower_via_gram_newtonschulz"):
             maps["DeepSpeed gram"] = lambda x: deepspeed.zeropower_via_gram_newtonschulz(x, STEPS)
     if device.type != "cuda":
-        notes.append("gram-newton-schulz is left out: its kernels are for a GPU")
+        notes.append("gram-newton-schulz is left out, because its kernels need a GPU")
     elif (gram := _load("gram-newton-schulz", "gram_newton_schulz", notes)) is not None:
         # Its kernels are loaded at the first call, so that a failure counts as the map's.
         build = functools.cache(gram.GramNewtonSchulz)

@@ -53,17 +53,18 @@ def _notes(results: dict[str, Any]) -> list[str]:
     if results["command"] == "maps":
         lines = [
             f"input: {results['input']}",
-            "ms: median of interleaved rounds; ±: half the interquartile range",
-            "util.: FLOP/s relative to a large matrix product in the same dtype, measured just before",
-            "/Muon: time relative to Muon's iteration in bfloat16 (as in torch.optim.Muon) and in float32",
-            "errors: max / mean relative error over all modes, to the sigmoid in float64 (Muon and peers: to 1)",
+            "ms: median of rounds in which the maps take turns; ±: half the interquartile range",
+            "util.: FLOP/s divided by the FLOP/s of a large matrix product in the same dtype, measured just before",
+            "/Muon: time divided by the time of Muon's iteration, in bfloat16 (as in torch.optim.Muon) and in float32",
+            "errors: max / mean relative error of the mapped singular values, to the sigmoid in float64 (for Muon and "
+            "peers: to 1)",
         ]
     else:
-        lines = ["ms: median of interleaved rounds; ±: half the interquartile range"]
+        lines = ["ms: median of rounds in which the optimizers take turns; ±: half the interquartile range"]
         lines += [
-            "/torch, /Muon, /AdamW: time divided by the time of torch.optim.Muon (bfloat16), our Muon, fused AdamW"
+            "/torch, /Muon, /AdamW: time divided by the time of torch.optim.Muon (bfloat16), our Muon or fused AdamW"
         ]
-        lines += ["state: optimizer state; peak: state and temporary tensors, without parameters and gradients"]
+        lines += ["state: memory of the optimizer state; peak: memory of the state and of temporary tensors"]
         if results["training_seconds"] is not None:
             rate = results["matmul_flops_per_second"]["bfloat16"]
             lines.append(
@@ -71,7 +72,9 @@ def _notes(results: dict[str, Any]) -> list[str]:
                 f"6 x parameters x tokens / {rate / 1e12:.0f} TFLOP/s (bfloat16 products, measured here)"
             )
     if results["machine"]["load"] > results["machine"]["num_processors"]:
-        lines.append("other processes were running at the start: times are too long, ratios uncertain")
+        lines.append(
+            "other processes were running at the start, so the times are too long and the ratios are uncertain"
+        )
     return [*lines, *results["notes"]]
 
 

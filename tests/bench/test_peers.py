@@ -38,7 +38,7 @@ def test_only_the_maps_of_an_older_deepspeed_are_measured(packages):
     maps, notes = peers.peers(torch.device("cpu"))
     assert [*maps] == ["DeepSpeed"]
     assert maps["DeepSpeed"](torch.ones(2)).tolist() == [2, 2]
-    assert notes == [f"{GRAM} is left out: its kernels are for a GPU"]
+    assert notes == [f"{GRAM} is left out, because its kernels need a GPU"]
 
 
 def test_kernels_for_a_gpu_are_loaded_at_the_first_call(packages):
