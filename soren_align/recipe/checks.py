@@ -121,6 +121,7 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
     raw.problems += streaming_problems(raw.section("data"), raw.section("trainer"))
     _check_optimizer(raw)
     _check_precision(raw)
+    _check_perturbation(raw)
     _check_training(raw)
     names = raw.get("eval", "published")
     paths = [raw.as_path(("eval", "published", i), n) for i, n in enumerate(names if isinstance(names, list) else [])]
@@ -286,6 +287,25 @@ def _check_precision(raw: _Raw) -> None:
     elif has_masters and trainer.get("bf16") is False and not trainer.get("fp16"):
         message = f"under {name} only `trainer: {{bf16: true}}` gives bfloat16 weights float32 master weights"
         raw.report(("model", "dtype"), f"{message}; write float32")
+
+
+def _check_perturbation(raw: _Raw) -> None:
+    """Check that the starting weights are float32, in memory and as the optimizer gets them."""
+    if raw.get("run", "perturb") is None:
+        return
+    key, model, trainer = ("run", "perturb"), raw.path("model", "name_or_path"), raw.section("trainer")
+    recorded = None
+    with suppress(UserError):  # reported at model.name_or_path
+        recorded = model and recorded_quantization(model)
+    if raw.text("model", "quantize") or recorded:
+        raw.report(key, "quantized weights have too few values to change by rounding; leave one of the two out")
+    elif raw.text("model", "dtype") == "bfloat16":
+        message = "bfloat16 weights would round the change away; write model.dtype: float32 (with `trainer: {bf16: "
+        raw.report(key, f"{message}true}}` the arithmetic is bfloat16 all the same)")
+    is_reduced = trainer.get("bf16") is not False or trainer.get("fp16")
+    if raw.parallel is not None and raw.parallel.kind == "zero" and is_reduced:
+        message = "DeepSpeed rounds the weights before it makes the float32 master weights, and the change is lost; "
+        raw.report(key, f"{message}write run.parallel: ddp or fsdp2, or trainer.bf16: false")
 
 
 def _check_training(raw: _Raw) -> None:

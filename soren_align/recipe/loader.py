@@ -304,6 +304,8 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     """The part of the recipe that determines the trained weights: a run resumes only with an equal one."""
     part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
     part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size", "early_stopping"})
+    if recipe.run.perturb is not None:  # without it, the hash is that of recipes before this key
+        part["run"]["perturb"] = recipe.run.perturb.model_dump()
     del part["data"]["cache"], part["data"]["retention"]
     evaluation = part["data"].pop("eval") or {}
     if "path" not in evaluation and evaluation:  # the other examples are trained on

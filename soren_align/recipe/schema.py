@@ -81,6 +81,19 @@ class EarlyStopping(Section):
     """A change counts as an improvement only if it is larger than this threshold."""
 
 
+class Perturb(Section):
+    """Multiply every starting weight by 1 + `size` u, with u uniform in [-1, 1]. Training is chaotic: another CPU,
+    another number of threads or another version of a library gives another draw of the same training, and so does a
+    change as small as rounding. A DPO's policy and reference change alike, and the base row of the evaluation is the
+    unchanged checkpoint. The weights must be float32 when they are loaded: bfloat16 would round the change away."""
+
+    size: Annotated[float, Field(gt=0, lt=1)] = 1.0e-7
+    """The largest relative change. 1e-7 is the rounding of float32."""
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """The seed of u. A weight's u depends on this seed, on the parameter's name and on the weight's position, and not
+    on the number of processes."""
+
+
 ADAPTER = "adapter_config.json"
 """The file that makes a folder an adapter's."""
 
@@ -257,6 +270,9 @@ class Run(Section):
     not measured."""
     early_stopping: EarlyStopping | None = None
     """End training when evaluations no longer improve."""
+    perturb: Perturb | None = None
+    """Change the starting weights by as much as rounding does, to draw another result of the same training. null: train
+    from the checkpoint as it is."""
     offline: bool = False
     """Never contact the Hugging Face hub."""
 

@@ -82,8 +82,13 @@ _KEYS = {
     "resumable?": bool,
     "defect?": str | None,
     "optimizer?": {"class?": str, "num_matrices?": Count},
-    # The checkpoint that training started from, and the runs that trained it, the first one first.
-    "start?": {"path": str, "sha256_or_revision": str | None, "after?": [{"task": TaskName, "steps": Count}]},
+    # The checkpoint that training started from, the runs that trained it, the first one first, and run.perturb.
+    "start?": {
+        "path": str,
+        "sha256_or_revision": str | None,
+        "after?": [{"task": TaskName, "steps": Count}],
+        "perturb?": {"size": float, "seed": Count},
+    },
     # The numbers of examples trained on and, by reason, dropped; num_read: of a stream.
     "data?": {"train": {"num_kept": Count, "dropped": dict[str, Count], "num_read?": Count}},
     "parallel?": str,

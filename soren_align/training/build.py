@@ -52,6 +52,12 @@ def build_trainer(
             # TRL loads the reference by this name, without a revision.
             config_file: Any = cached_file(setup.start, "config.json", revision=recipe.model.revision)
             model.config._name_or_path = str(Path(config_file).parent)
+    kind = parallel(recipe.run.parallel).kind if ranks.launched else None
+    reference: dict[str, Any] = {}
+    is_whole = new_adapter is None and not isinstance(model, PeftModel)
+    is_policy = not task.has_reference or (args.precompute_ref_log_probs and kind != "fsdp2")
+    if recipe.run.perturb and is_whole and not is_policy:
+        reference["ref_model"] = load_model(recipe, setup.start)  # TRL would load it without the perturbation
     origin = {
         "training": training_part(recipe),
         "processes": ranks.num_ranks,
@@ -79,9 +85,10 @@ def build_trainer(
             origin=origin,
             measurement_log=log,
             save_dtype=save_dtype(recipe, setup.start),
-            parallel=parallel(recipe.run.parallel).kind if ranks.launched else None,
+            parallel=kind,
             lost_updates=lost_updates,
             stream=setup.stream,
+            **reference,
         )
 
 

@@ -21,6 +21,7 @@ from ..run.folder import COMPLETE_MARKER, RunFolder
 from . import adapters
 from .adapters import freeze, refuse_unmatched
 from .checkpoints import write_errors
+from .perturbation import perturb_
 
 
 def starting_checkpoint(
@@ -105,7 +106,8 @@ def load_config(recipe: Recipe) -> Any:
 
 
 def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
-    """Load the model with parameters of model.dtype, and the adapter that `start` holds, if it holds one.
+    """Load the model with parameters of model.dtype, and the adapter that `start` holds, if it holds one; run.perturb
+    is applied.
 
     The adapter is trainable. Where a DeepSpeed config for ZeRO 3 is alive, the model is sharded while it loads.
     """
@@ -121,11 +123,13 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
         refuse_unmatched(model, recipe.model.freeze)
         if recipe.model.lora is None:  # an adapter freezes all; its factors are added later
             freeze(model, recipe.model.freeze)
-        if adapter_config(start) is None:
-            return model
-        adapted: Any = weights.load_adapter(model, start, is_trainable=True)
-        adapted.peft_config["default"].base_model_name_or_path = name
-        return adapted
+        if adapter_config(start) is not None:
+            adapted: Any = weights.load_adapter(model, start, is_trainable=True)
+            adapted.peft_config["default"].base_model_name_or_path = name
+            model = adapted
+    if recipe.run.perturb is not None:
+        perturb_(model, recipe.run.perturb.size, recipe.run.perturb.seed)
+    return model
 
 
 def generation_notices(recipe: Recipe, start: str) -> list[str]:

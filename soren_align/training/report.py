@@ -63,6 +63,7 @@ def report_setup(
             "path": str(start.resolve()) if start.is_dir() else setup.start,
             "sha256_or_revision": trainer.origin["start"],
             **({"after": earlier} if earlier else {}),
+            **({"perturb": recipe.run.perturb.model_dump()} if recipe.run.perturb else {}),
         },
         data={
             "train": train.source | {"layout": train.layout} | examples,
@@ -103,6 +104,8 @@ def report_setup(
         print_labelled(console, "", line)
     checkpoint = ", ".join(filter(None, ("starting checkpoint", describe_earlier_runs({"after": earlier}))))
     print_labelled(console, "model", f"{setup.start} ({checkpoint})")
+    if perturb := recipe.run.perturb:
+        print_labelled(console, "", f"every weight changed by at most {perturb.size:g} of itself, seed {perturb.seed}")
     if quantization:
         weights = f"{quantization['num_weights']:,} weights in {quantization['quantize']} ({quantization['type']})"
         print_labelled(console, "", f"{weights}, computed in {quantization['compute_dtype']}")

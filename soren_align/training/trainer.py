@@ -382,7 +382,8 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
         changes_nothing = getattr(new_adapter, "init_lora_weights", None) in (True, "gaussian")
         is_copied = not isinstance(trained, PeftModel) or "ref" in trained.peft_config
         self.reference_check = ReferenceCheck(self, self._ranks)
-        if ref_model is None and (changes_nothing if new_adapter is not None else is_copied):
+        is_start = ref_model is None or bool(self.origin)  # a recipe's reference is its start
+        if is_start and (changes_nothing if new_adapter is not None else is_copied):
             self.add_callback(self.reference_check)
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:

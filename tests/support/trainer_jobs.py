@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 from trl import DPOTrainer, SFTTrainer
 
 from soren_align.core import files
@@ -265,6 +266,33 @@ def same_steps(make, mode, *runs):
     return maps
 
 
+PERTURBED = ("run.perturb={size: 1e-3, seed: 5}", "trainer.max_steps=1", "data.eval=null", "data.train.limit=32")
+
+
+def perturbed(make):
+    """The weights of a DPO's policy and of its reference before the first step, under every mode, as one rank sees
+    them."""
+    with mock.patch.object(checks, "_check_parallel"), fsdp2_on_cpus(), mock.patch.dict(os.environ):
+        starts = {"fsdp2": started(make, "fsdp2")}
+    return starts | {mode: started(make, mode) for mode in ("ddp", "zero2", "zero3")}
+
+
+def started(make, mode):
+    trainer = make(f"perturbed-{mode}", "dpo", *PERTURBED, f"run.parallel={mode}").trainer()
+    return [whole_weights(model) for model in (trainer.model, trainer.ref_model)]
+
+
+def whole_weights(model):
+    from deepspeed import zero as deepspeed_zero
+
+    weights = {}
+    for name, parameter in model.named_parameters():
+        with deepspeed_zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            weights[name.removeprefix("module.")] = whole.detach().clone()
+    return weights
+
+
 def references(make, mode):
     """Rewards at the first step of two DPOs with precomputed reference log-probabilities, and the refusal of a third.
 
@@ -443,7 +471,7 @@ def run(group, job, folder):
     make.ranks, make.folder = current_ranks(), folder
     jobs = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision, "adapters": adapters}
     jobs |= {"watched": watched, "c4": c4}
-    jobs |= {"small_memory": small_memory}
+    jobs |= {"small_memory": small_memory, "perturbed": perturbed}
     with mock.patch.object(quintic, "newton_schulz", quintic.newton_schulz):  # without_bfloat16() replaces it
         try:
             return jobs[job](make)

@@ -1,0 +1,200 @@
+"""A start that is perturbed by as much as rounding: how far, how reproducibly, and what training makes of it."""
+
+import hashlib
+import itertools
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from soren_align import recipe
+from soren_align.core.errors import UserError
+from soren_align.recipe import recipe_hash
+from soren_align.training.perturbation import perturb_, uniform
+from tests.support.tiny_run import TinyRun
+from tests.support.trainer_jobs import PERTURBED
+from tests.support.trainer_parity import ranks_do
+from tests.training.test_resume import stop_after
+
+STEP, MIXES = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+ROUNDING = 2.0**-24
+"""Of a float32, relative."""
+SHORT = ("trainer.max_steps=2", "data.train.limit=32", "trainer.save_strategy=no")
+
+
+def reference(seed, name, position):
+    """SplitMix64 in Python's integers."""
+    z = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
+    z = (z + (position + 1) * STEP) % 2**64
+    for shift, mix in zip((30, 27), MIXES, strict=True):
+        z = (z ^ z >> shift) * mix % 2**64
+    z ^= z >> 31
+    return (z - 2**64 * (z >> 63)) / 2**63
+
+
+def relative_changes(start, perturbed):
+    return {name: (perturbed[name].double() - w.double()).abs() / w.double().abs() for name, w in start.items()}
+
+
+def weights_of(trainer):
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def test_the_random_numbers_are_those_of_pythons_integers_wherever_a_shard_begins():
+    numbers = uniform(7, "a.weight", 0, 1000)
+    assert numbers.tolist() == [reference(7, "a.weight", i) for i in range(1000)]
+    assert torch.equal(uniform(7, "a.weight", 400, 600), numbers[400:])
+    assert not torch.equal(uniform(8, "a.weight", 0, 1000), numbers)
+    assert not torch.equal(uniform(7, "b.weight", 0, 1000), numbers)
+
+
+def test_they_are_uniform():
+    numbers = uniform(0, "weight", 0, 100_000)
+    counts = torch.histc(numbers, 10, -1.0, 1.0)
+    assert float(((counts - 10_000) ** 2 / 10_000).sum()) < 27.9  # chi-square of 9 degrees, p = 0.001; fixed numbers
+    assert abs(float((numbers[1:] * numbers[:-1]).mean())) < 0.004  # 1/3 of 4 standard errors of a correlation
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-3])
+def test_every_weight_changes_by_at_most_its_size_whatever_its_strides(size):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(40, 30)
+    model.weight = torch.nn.Parameter(model.weight.detach().T.contiguous().T)
+    before = {name: w.detach().clone() for name, w in model.named_parameters()}
+    perturb_(model, size, 3)
+    for name, changes in relative_changes(before, dict(model.named_parameters())).items():
+        assert changes.max() <= size + ROUNDING
+        assert changes.max() > size / 2
+        u = uniform(3, name, 0, changes.numel()).view(changes.shape)
+        assert torch.equal(dict(model.named_parameters())[name], (before[name].double() * (1 + size * u)).float())
+
+
+@pytest.mark.model
+def test_policy_and_reference_of_a_dpo_have_the_same_perturbed_start(tiny_run):
+    short = ("trainer.max_steps=1", "data.train.limit=32")
+    plain = weights_of(tiny_run("dpo", *short, name="plain").trainer())
+    trainer = tiny_run("dpo", *short, "run.perturb={size: 1e-3, seed: 1}").trainer()
+    start = weights_of(trainer)
+    for name, changes in relative_changes(plain, start).items():
+        assert changes[plain[name] != 0].max() <= 1e-3 + ROUNDING
+        assert (changes > 0).float().mean() > 0.99, name
+    for name, parameter in trainer.ref_model.named_parameters():
+        assert torch.equal(parameter, start[name]), name
+    trainer.train()  # step 1 compares the reference with the start
+
+
+@pytest.mark.model
+def test_a_perturbed_reference_that_is_another_model_stops_the_run(tiny_run):
+    trainer = tiny_run("dpo", "trainer.max_steps=1", "data.train.limit=32", "run.perturb={}").trainer()
+    with torch.no_grad():
+        trainer.ref_model.lm_head.weight.mul_(1.01)
+    with pytest.raises(UserError, match="step 1: the reference is not the starting model"):
+        trainer.train()
+
+
+@pytest.mark.model
+def test_log_probabilities_of_another_perturbation_are_computed_anew(tiny_run):
+    def cached(seed, name):
+        settings = (f"run.perturb={{size: 1e-3, seed: {seed}}}", "trainer.precompute_ref_log_probs=true")
+        dataset = tiny_run("dpo", *settings, "trainer.max_steps=1", "data.train.limit=32", name=name).trainer()
+        return dataset.train_dataset["ref_chosen_logps"]
+
+    assert cached(1, "first") == cached(1, "second")
+    assert cached(1, "first") != cached(2, "third")
+
+
+def test_every_mode_of_two_ranks_starts_from_the_bits_of_one_process(rank_pools, tmp_path):
+    alone = TinyRun(tmp_path / "alone", "dpo", *PERTURBED).trainer()
+    expected = weights_of(alone)
+    for starts in ranks_do(rank_pools(2), "perturbed", tmp_path):
+        for mode, models in starts.items():
+            for weights in models:
+                assert weights.keys() == expected.keys(), mode
+                assert all(torch.equal(weights[name], expected[name]) for name in expected), mode
+
+
+@pytest.mark.model
+def test_a_hundred_steps_amplify_rounding_and_without_it_nothing_changes(tiny_run):
+    """Measured: 6.5e-8 of the weights before the first step, 7e-6 after a hundred, 5e-2 after four hundred."""
+    losses, ends = {}, {}
+    for name, settings in {
+        "plain": (), "null": ("run.perturb=null",), "first": ("run.perturb={}",), "again": ("run.perturb={}",),
+        "second": ("run.perturb.seed=2",),
+    }.items():  # fmt: skip
+        run = tiny_run("sft", "trainer.max_steps=100", "trainer.save_strategy=no", *settings, name=name)
+        run.train()
+        losses[name] = [line["loss"] for line in run.metrics() if "loss" in line]
+        weights = load_file(run.folder.model / "model.safetensors")
+        ends[name] = torch.cat([weights[key].reshape(-1).double() for key in sorted(weights)])
+    for one, other in (("plain", "null"), ("first", "again")):
+        assert losses[one] == losses[other]
+        assert torch.equal(ends[one], ends[other])
+    for one, other in (("plain", "first"), ("plain", "second"), ("first", "second")):
+        assert losses[one] != losses[other]
+        assert (ends[one] - ends[other]).norm() > 1e-6 * ends[one].norm()
+        assert losses[one] == pytest.approx(losses[other], rel=0.01)  # the same training all the same
+
+
+@pytest.mark.model
+def test_it_is_part_of_the_run_and_of_its_identity(tiny_run, monkeypatch):
+    plain, first, second = (
+        tiny_run("sft", *SHORT, *settings, name=name)
+        for name, settings in {"plain": (), "first": ("run.perturb.seed=1",), "second": ("run.perturb.seed=2",)}.items()
+    )
+    for run in (plain, first, second):
+        run.train()
+    identities = [run.folder.read()["identity"] for run in (plain, first, second)]
+    for one, other in itertools.pairwise(identities):
+        assert {key for key in one if one[key] != other[key]} == {"starting_weights", "recipe"}
+    assert "perturb" not in plain.folder.read()["start"]
+    assert first.folder.read()["start"]["perturb"] == {"size": 1e-7, "seed": 1}
+    assert "every weight changed by at most 1e-07 of itself, seed 1" in first.said.getvalue()
+
+
+@pytest.mark.model
+def test_a_run_resumes_with_its_own_perturbation_only(tiny_run, monkeypatch):
+    def run(seed):
+        return tiny_run("sft", f"run.perturb.seed={seed}", name="stopped")
+
+    whole = tiny_run("sft", "run.perturb.seed=1", name="whole")
+    whole.train()
+    stop_after(lambda: run(1), 3, monkeypatch)
+    with pytest.raises(UserError, match=r"run\.perturb\.seed: 1 there, 2 here"):
+        run(2).train()
+    assert run(1).train()
+    ends = [load_file(each.folder.model / "model.safetensors") for each in (run(1), whole)]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
+
+
+@pytest.mark.model
+def test_of_an_adapter_the_base_is_perturbed_and_another_training_of_it_all_that_is_loaded(tiny_run):
+    lora = ("model.lora={r: 4}", "optimizer.aux_lr=null", *SHORT)
+    plain, run = (tiny_run("sft", *lora, *more, name=name) for name, more in [("a", ()), ("b", ("run.perturb={}",))])
+    before, after = (weights_of(each.trainer()) for each in (plain, run))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "lora_" not in name}
+    run.train()
+    again = ("model.init_seed=null", f"model.name_or_path={run.folder.model}", "optimizer.aux_lr=null", *SHORT)
+    before = weights_of(tiny_run("sft", *again, name="c").trainer())
+    after = weights_of(tiny_run("sft", *again, "run.perturb={}", name="d").trainer())
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["model.dtype=bfloat16"], "bfloat16 weights would round the change away; write model.dtype: float32"),
+        (["model.quantize=4bit", "model.lora.r=4", "optimizer.aux_lr=null"], "quantized weights have too few values"),
+        (["run.parallel=zero2", "trainer.bf16=true"], "the change is lost; write run.parallel: ddp or fsdp2"),
+        (["run.perturb.size=0"], r"run\.perturb\.size"),
+    ],
+)
+def test_weights_that_cannot_have_it_are_refused(settings, words):
+    with pytest.raises(UserError, match=words):
+        recipe.load("quickstart/sft", ["run.perturb.seed=1", *settings])
+
+
+def test_a_recipe_without_it_has_the_hash_that_it_had_before_this_key():
+    plain, perturbed = (recipe.load("quickstart/sft", settings) for settings in ([], ["run.perturb={}"]))
+    assert "perturb" not in recipe.training_part(plain)["run"]
+    assert recipe_hash(plain) != recipe_hash(perturbed)
