@@ -80,7 +80,7 @@ def test_recipes_lists_what_is_shipped(run):
     assert {f"{folder}/" for folder, _, _ in names} | {rest for folder, _, rest in names if folder != "llama-c4"} <= {
         *lines
     }
-    assert "{60m,135m,350m,1b}-{adamw,htmuon,muon,released-soren,soren}" in lines
+    assert "{60m,135m,350m,1b}-{adamw,htmuon,muon,released-exact,released-soren,soren}" in lines
     assert {*shipped.studies()} <= {*lines}
     assert max(map(len, listed.splitlines())) <= 80
 
@@ -210,7 +210,7 @@ def test_on_a_terminal_a_page_is_rendered_into_a_pager(run, monkeypatch):
 
 @pytest.mark.parametrize(("words", "expected"), [
     ("sft quickstart/sft", ["quickstart/sft", "quickstart/sft-lora"]),
-    ("recipes copy mistral-7b/rel", ["mistral-7b/released-soren"]),
+    ("recipes copy mistral-7b/rel", ["mistral-7b/released-exact", "mistral-7b/released-soren"]),
     ("eval runs/mine --suite open", ["open-llm-leaderboard-v1"]), ("docs opt", ["optimizers"]), ("sp", ["spectrum"]),
     ("plan my.yaml --proc", ["--processes"]),
 ])  # fmt: skip

@@ -47,7 +47,9 @@ def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Op
     small = max(min(p.shape) for p in parameters) <= DECOMPOSED_ROWS
     return {
         **{
-            f"Soren {name}": Soren(parameters, LR, map=name, adjust_lr_fn="none")
+            f"Soren {spectral_map.label.format(**spectral_map.defaults)}": Soren(
+                parameters, LR, map=name, adjust_lr_fn="none"
+            )
             for name, spectral_map in SOREN_MAPS.items()
             if small or spectral_map.flops
         },

@@ -7,7 +7,6 @@ import torch
 
 from soren_align.bench import shapes, steps, timing
 from soren_align.core.errors import UserError
-from soren_align.spectral import SOREN_MAPS
 
 CPU = torch.device("cpu")
 
@@ -24,8 +23,8 @@ def parameters(*found):
 def test_every_map_of_soren_is_stepped_beside_the_others():
     names = set(steps.optimizers(parameters((16, 16))))
     muons = {"Muon", "Muon float32", "torch.optim.Muon", "HTMuon", steps.DION}
-    assert names == {*(f"Soren {name}" for name in SOREN_MAPS), *muons, "fused AdamW"}
-    assert {"sns", "released", "exact"} <= set(SOREN_MAPS)
+    sorens = {f"Soren {label}" for label in ("minimax 0.0004", "SNS K=15", "released K=5", "exact")}  # of the defaults
+    assert names == {*sorens, *muons, "fused AdamW"}
     assert len(names) + 3 <= steps.NUM_COPIES  # the parameters, the gradients, AdamW's second moment
 
 
@@ -52,7 +51,7 @@ def test_the_results_are_json_with_these_keys(few_rounds):
         # Only a GPU tells its peak, and only there a share of training means something.
         assert (row["peak_bytes"], row["share_of_training_step"]) == (None, None)
     one_moment = 4 * found["num_parameters"]
-    assert one_moment <= rows["Soren sns"]["state_bytes"] < one_moment + 100
+    assert one_moment <= rows["Soren SNS K=15"]["state_bytes"] < one_moment + 100
     assert 2 * one_moment <= rows["fused AdamW"]["state_bytes"] < 2 * one_moment + 100
 
 

@@ -60,7 +60,7 @@ def test_transposed_weights_are_mapped_as_before():
 
 
 def released(n: torch.Tensor) -> torch.Tensor:
-    """The map of the released code, float64, by its definition."""
+    """The map of the released code at commit 3cfc0c6, float64, by its definition."""
     q, t = n / n.norm(), n / (4 * n.norm())
     for _ in range(5):
         q = (3 * q - q @ q.T @ q) / 2
@@ -69,28 +69,35 @@ def released(n: torch.Tensor) -> torch.Tensor:
     return (q + t) / 2
 
 
-def reference_step(weight, gradient, state, step):
+def released_exact(n: torch.Tensor) -> torch.Tensor:
+    """The map of the released code at commit 8f89e16, float64, by its definition."""
+    u, sigma, vh = torch.linalg.svd(n, full_matrices=False)
+    return (u / (1 + torch.exp(-sigma))) @ vh
+
+
+def reference_step(weight, gradient, state, step, spectral_map):
     """One step of the released code's rule for a parameter, in float64; `state` is modified."""
     if weight.ndim == 2:
         state["m"] = 0.95 * state.get("m", 0) + 0.05 * gradient
         scale = max(1, weight.shape[0] / weight.shape[1]) ** 0.5
-        return weight * (1 - 0.03 * 0.1) - 0.03 * scale * released(0.95 * state["m"] + 0.05 * gradient)
+        return weight * (1 - 0.03 * 0.1) - 0.03 * scale * spectral_map(0.95 * state["m"] + 0.05 * gradient)
     state["m"] = 0.9 * state.get("m", 0) + 0.1 * gradient
     state["v"] = 0.95 * state.get("v", 0) + 0.05 * gradient**2
     return weight - 1e-3 * state["m"] / (1 - 0.9**step) / ((state["v"] / (1 - 0.95**step)).sqrt() + 1e-10)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_steps_are_those_of_a_plain_reference(tied):
+@pytest.mark.parametrize(("map_name", "spectral_map"), [("released", released), ("exact", released_exact)])
+def test_steps_of_both_states_of_the_released_code_are_those_of_a_plain_reference(tied, map_name, spectral_map):
     model = llama(tied)
     expected = {name: p.detach().double() for name, p in model.named_parameters()}
-    settings = {"map": {"name": "released", "steps": 5}, "adjust_lr_fn": "original", "matrices": "all-2d"}
+    settings = {"map": map_name, "adjust_lr_fn": "original", "matrices": "all-2d"}
     optimizer = build_optimizer(model, name="soren", **RATES, **settings)
     states, generator = {name: {} for name in expected}, torch.Generator().manual_seed(1)
     for step in (1, 2, 3):
         for name, parameter in model.named_parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
-            expected[name] = reference_step(expected[name], parameter.grad.double(), states[name], step)
+            expected[name] = reference_step(expected[name], parameter.grad.double(), states[name], step, spectral_map)
         optimizer.step()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.double(), expected[name], rtol=0, atol=1e-6)  # float32's rounding

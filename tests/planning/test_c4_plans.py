@@ -21,7 +21,8 @@ SIZES = {  # parameters, steps; rates of soren, muon, htmuon, adamw
     "1b": (1_339_082_752, 60_000, (0.01, 0.005, 0.005, 6e-4)),
 }
 OPTIMIZERS = ("soren", "muon", "htmuon", "adamw")
-NAMES = [f"llama-c4/{size}-{name}" for size in SIZES for name in (*OPTIMIZERS, "released-soren")]
+RELEASED = {"released-soren": {"name": "released", "steps": 5}, "released-exact": {"name": "exact"}}  # their maps
+NAMES = [f"llama-c4/{size}-{name}" for size in SIZES for name in (*OPTIMIZERS, *RELEASED)]
 QUICK = {"llama-c4/60m-soren", "llama-c4/135m-muon", "llama-c4/350m-released-soren", "llama-c4/1b-released-soren"}
 """The schedule of 60,000 steps alone takes two seconds."""
 FLOPS_PER_STEP = 10**14
@@ -40,7 +41,7 @@ def plan_of():
     return plan
 
 
-def test_there_are_twenty():
+def test_there_are_twenty_four():
     assert sorted(NAMES) == [name for name in shipped.recipes() if name.startswith("llama-c4/")]
 
 
@@ -53,9 +54,11 @@ def test_the_rates_and_steps_are_the_papers(size):
         assert loaded.optimizer.matrices == "all-2d"
         assert loaded.optimizer.weight_decay == loaded.optimizer.aux_weight_decay == 0.1
         assert loaded.trainer["max_steps"] == steps
-    released = recipe.load(f"llama-c4/{size}-released-soren")
-    assert released.optimizer.map.model_dump() == {"name": "released", "steps": 5}
-    assert released.trainer["max_steps"] == {"350m": 10_000, "1b": 15_000}.get(size, steps)
+    for name, spectral_map in RELEASED.items():
+        released = recipe.load(f"llama-c4/{size}-{name}")
+        assert released.optimizer.map.model_dump() == spectral_map
+        assert released.optimizer.adjust_lr_fn == "original"
+        assert released.trainer["max_steps"] == {"350m": 10_000, "1b": 15_000}.get(size, steps)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -66,7 +69,7 @@ def test_recipes_of_a_size_differ_in_optimizer_and_steps_alone(size):
         values["trainer"].pop("max_steps")
         return values
 
-    for name in ("muon", "htmuon", "adamw", "released-soren"):
+    for name in ("muon", "htmuon", "adamw", *RELEASED):
         assert rest(name) == rest("soren")
 
 

@@ -22,7 +22,7 @@ OPTIMIZERS = ("adamw", "muon", "htmuon", "soren")
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 1024}
 FAMILIES = {"qwen2.5-3b": "sft", "mistral-7b": "dpo"}
-OURS = ("soren", "released-soren")
+OURS = ("soren", "released-soren", "released-exact")
 NAMES = [f"{family}/{name}" for family in FAMILIES for name in (*(f"paper-{o}" for o in OPTIMIZERS), *OURS)]
 SHRUNK = ["trainer.use_cpu=true", "trainer.bf16=false", "trainer.max_length=96", "trainer.max_steps=2"]
 SHRUNK += ["trainer.per_device_train_batch_size=2", "run.global_batch_size=4", "run.num_threads=1"]

@@ -1,6 +1,9 @@
 """A study's file is checked before anything runs, and every mistake has its place."""
 
+import re
+
 import pytest
+import yaml
 
 from soren_align.core import shipped
 from soren_align.core.document import dump
@@ -27,6 +30,21 @@ def test_the_shipped_studies_are_studies_and_no_recipes():
             assert len(caught.value.problems) == 1
         else:
             load_study(name)
+
+
+def test_the_page_of_the_studies_has_their_runs_and_names_those_with_unequal_search_spaces():
+    page = (shipped.ROOT / "recipes/studies/README.md").read_text(encoding="utf-8")
+    unequal = set()
+    for name, file in shipped.studies().items():
+        study = yaml.safe_load(file.read_text(encoding="utf-8"))
+        candidates, search, verdict = study["candidates"], study["search"], study["verdict"]
+        num_runs = len(candidates) * (search["trials"] * len(search.get("seeds", [0])) + len(verdict["seeds"]))
+        assert re.search(rf"^\| `{name.removeprefix('studies/')}` \| .* \| {num_runs}\b", page, re.MULTILINE), name
+        unequal |= {name.removeprefix("studies/")} if any("space" in each for each in candidates.values()) else set()
+    (sentence,) = re.findall(r"same search\nspace, except in two studies\..*?\n\n", page, re.DOTALL)
+    assert {*re.findall(r"`([\w/.-]+)`", sentence)} & {
+        each.removeprefix("studies/") for each in shipped.studies()
+    } == unequal
 
 
 def test_the_resolved_file_reads_back_equal(tmp_path):
