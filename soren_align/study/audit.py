@@ -13,6 +13,7 @@ from typing import Any
 
 from ..core.document import dotted
 from ..core.files import file_sha256, write
+from ..core.text import count
 from ..evaluate.report.results import read_results
 from ..evaluate.suite.suites import suite_of
 from ..recipe import differences, load_resolved, recipe_hash
@@ -25,6 +26,7 @@ from .report.page import write_report
 from .runs import RunFiles, flat, read_files, run_folders
 from .search import STUDY_FILE, STUDY_RESULT, read_study
 from .study import Study, by_trial, metric_of_trial
+from .tuning import MIN_SEARCH_SEEDS
 
 EQUAL = {
     "starting_weights": "other initial weights",
@@ -334,6 +336,12 @@ def cautions(
         yield f"{number} of the declared {declared} trials of each candidate were made, because the budget ended"
     elif number > declared:
         yield f"the search was extended from {declared} to {number} trials of each candidate"
+
+    if search["trials"] > 1 and (seeds := len(search["seeds"])) < MIN_SEARCH_SEEDS:
+        yield (
+            f"the search has {count(seeds, 'seed')}: the verdict compares the selected settings, and whether another "
+            f"search would select them is unknown; {MIN_SEARCH_SEEDS} or more search.seeds show it"
+        )
 
     # Unequal terms that the study declares.
     numbers = {}

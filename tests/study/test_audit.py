@@ -407,8 +407,11 @@ def test_a_diverged_trial_is_no_problem_but_a_caution(study):
     found = study.cautions(overlaps)
     for words in ("soren: 1 of 3 trials diverged", "unequal numbers of finished trials (adamw 3, soren 2)",
                   "soren: the selected optimizer.lr is the largest value that was tried", "the verdict has 3 seeds",
+                  "the search has 1 seed: the verdict compares the selected settings",
                   "zoo_mc: 3 of 40 questions overlap", "the held-out examples that selected the settings"):  # fmt: skip
         assert any(words in caution for caution in found), (words, found)
+    study.file["search"]["seeds"] = [0, 1, 2]
+    assert not any("the search has" in caution for caution in study.cautions(overlaps))
 
 
 def test_the_metrics_of_a_selection_are_those_that_training_measures():

@@ -39,6 +39,16 @@ def shown_runs(candidate: Candidate) -> list[Run]:
     return finished(candidate.verdict) or finished([trial] if trial else [])
 
 
+def cpu_loads(study: Study) -> list[float]:
+    """Return the loads of the machine's CPUs that the shown runs were trained under; none of runs on GPUs."""
+    return [run.load for candidate in study.candidates for run in shown_runs(candidate) if run.load is not None]
+
+
+def are_times_comparable(loads: Sequence[float]) -> bool:
+    """Return whether loads of CPUs were about equal."""
+    return not loads or max(loads) <= max(1.25 * min(loads), min(loads) + 0.5)
+
+
 def curve(run: Run, x: str, y: str) -> Curve:
     """Return the points of a run where both quantities were measured."""
     pairs = [(value_of(point, x), value_of(point, y)) for point in run.curve]
@@ -71,6 +81,31 @@ def interpolate(run: Run, along: str, level: float, key: str) -> float | None:
     for (x0, y0), (x1, y1) in pairwise(curve(run, along, key)):
         if x0 <= level <= x1:
             return y1 if x1 == x0 else y0 + (y1 - y0) * (level - x0) / (x1 - x0)
+    return None
+
+
+def first_reach(run: Run, target: float, higher_is_better: bool) -> tuple[float, float | None] | None:
+    """Return the step and the seconds at which a run's metric first is as good as `target`; None if it never is.
+
+    Linear between the first such evaluation and the one before it.
+    """
+    sign = -1.0 if higher_is_better else 1.0
+    before: tuple[Point, float] | None = None
+    for point in run.curve:
+        metric = value_of(point, "metric")
+        if metric is None:
+            continue
+        excess = sign * (metric - target)
+        if excess <= 0:
+            if before is None:
+                return float(point.step), point.seconds
+            earlier, above = before
+            share = above / (above - excess)
+            seconds = None
+            if earlier.seconds is not None and point.seconds is not None:
+                seconds = earlier.seconds + share * (point.seconds - earlier.seconds)
+            return earlier.step + share * (point.step - earlier.step), seconds
+        before = point, excess
     return None
 
 

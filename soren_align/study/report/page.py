@@ -27,6 +27,7 @@ from ..declaration import DIGITS
 from ..study import BASE, Study, finished
 from . import charts, curves, text
 from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, TextTable, page_html, page_markdown
+from .effort import target_blocks, tuning_blocks
 
 REPORT = "report.html"
 STYLES = {"better": "green", "worse": "red", "open": ""}
@@ -64,6 +65,8 @@ def write_report(study: Study, folder: Path) -> None:
         "Along the runs": [charts.curves_figure(study)],
         "Answers": answer_blocks(study, folder),
         "The search": [charts.search_figure(study)],
+        "Tuning": tuning_blocks(study),
+        f"To the reference's final {text.metric_name(study)}": target_blocks(study),
         "At equal displacement": [charts.front_figure(study), *matched(study)],
         "Spectra": [charts.spectra_figure(study, folder)],
         "Time and memory": _costs(study),
@@ -218,8 +221,8 @@ def matched(study: Study) -> list[Block]:
 
 def _costs(study: Study) -> list[Block]:
     """Return times and memory. Times of a CPU are compared only between runs that found it about equally loaded."""
-    loads = [run.load for candidate in study.candidates for run in curves.shown_runs(candidate) if run.load is not None]
-    is_comparable = not loads or max(loads) <= max(1.25 * min(loads), min(loads) + 0.5)
+    loads = curves.cpu_loads(study)
+    is_comparable = curves.are_times_comparable(loads)
     rows = []
     for candidate in study.candidates:
         runs = curves.shown_runs(candidate)
