@@ -115,7 +115,7 @@ def print_row(*cells: object, is_head: bool = False) -> None:
 
 def main(*arguments: str) -> None:
     """Print the tables."""
-    print_row("minutes above AdamW", "Muon", "Soren", "ratio", "K, paper's formula", "K, all products", is_head=True)
+    print_row("extra minutes", "Muon", "Soren", "ratio", "K, paper's formula", "K, all products", is_head=True)
     for name, minutes in MINUTES.items():
         muon, soren = (minutes[other] - minutes["AdamW"] for other in ("Muon", "Soren"))
         # Each time is rounded to a minute, so that each difference is up to a minute off.
@@ -128,7 +128,9 @@ def main(*arguments: str) -> None:
     print(
         f"{training / seconds / 1e12:.0f} TFLOP/s, {training / seconds / PEAKS['H100']['bfloat16']:.0%} of the peak\n"
     )
-    print_row("maps", "TFLOP: blocks", "all 2-D", "step over AdamW's: blocks", "all 2-D", is_head=True)
+    choices = "blocks", "all 2-D"
+    heads = [f"{quantity}, {choice}" for quantity in ("TFLOP", "time / AdamW's time") for choice in choices]
+    print_row("map", *heads, is_head=True)
     blocks, everything = shapes("llama-60m")[:-2], shapes("llama-60m")
     for name, count in COUNTED.items():
         tera = [sum(count(*shape) for shape in matrices) / 1e12 for matrices in (blocks, everything)]
@@ -142,8 +144,8 @@ def print_times(measured: dict[str, tuple[float, int]], num_micro_batches: int) 
     """Print the table of measured times; a training step has so many micro-batches."""
     passes = [measured.pop(name)[0] for name in ("float32", "bfloat16")]
     print(f"\na micro-batch: float32 {passes[0] * 1e3:.0f} ms, bfloat16 {passes[1] * 1e3:.0f} ms\n")
-    head = "step over AdamW's, passes in float32", "in bfloat16", "state, MB"
-    print_row("optimizer", "update, ms", *head, is_head=True)
+    heads = [f"training step / AdamW's, passes in {dtype}" for dtype in ("float32", "bfloat16")]
+    print_row("optimizer", "update, ms", *heads, "optimizer state, MB", is_head=True)
     for name, (seconds, num_bytes) in measured.items():
         adamw = measured["AdamW"][0]
         ratios = [(num_micro_batches * x + seconds) / (num_micro_batches * x + adamw) for x in passes]
