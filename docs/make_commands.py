@@ -26,56 +26,58 @@ HEAD = """\
   `optimizer.name=muon`, `--optimizer.name muon`, or TRL's name of a key (`--learning_rate 1e-5`). `--model`, `--data`,
   `--output` and `--overwrite` set model.name_or_path, data.train.path, run.output_dir and run.overwrite.
 - RUN is a run folder: the `run.output_dir` of a recipe.
-- Results go to standard output; progress, notices and errors go to standard error.
-- Exit codes are 0 (done), 1 (failed), 2 (an error that you can fix; its message names the place and the remedy) and 130
-  (stopped by Ctrl-C, SIGTERM or SIGHUP). After 1 and 130, rerun the same command to resume.
+- Commands print results to standard output, and progress, notices and errors to standard error.
+- The exit code is 0 if a command succeeds, 1 if it fails, and 130 if Ctrl-C, SIGTERM or SIGHUP stops it. After the exit
+  codes 1 and 130, rerun the same command to resume. The exit code 2 means an error that you can fix; the error message
+  has the remedy.
 - `soren-align --install-completion` completes commands, options, shipped recipes, suites and pages in bash, zsh, fish
   and PowerShell.
 """
 
 NOTES = {
     "sft": """\
-To resume an unfinished run, rerun the same command; the result is the same, bit for bit. A finished run is overwritten
-only with `--overwrite`. `dpo` works in the same way on preference pairs.
+To resume an unfinished run, rerun the same command. A resumed run has the same result as an uninterrupted run, bit for
+bit. A finished run is overwritten only with `--overwrite`. The command `dpo` has the same options, and trains on
+preference pairs.
 
     soren-align sft quickstart/sft --output runs/muon optimizer.name=muon optimizer.lr=1e-3
     soren-align sft --model MODEL --data faq.csv --output runs/faq
 
-The second command needs no recipe. A run without a recipe uses the settings of `configs/start/sft.yaml`, and writes all
-of these settings into RUN/recipe.yaml. It holds out a tenth of the examples. If a file has two columns with unknown
-names, the first column is read as the instruction and the second column as the answer.
+The second command needs no recipe. Without a recipe, `sft` uses the settings of `configs/start/sft.yaml`, and writes
+these settings into RUN/recipe.yaml. A tenth of the examples is held out. If a file has two columns with unknown names,
+the first column has the instructions, and the second column has the answers.
 """,
     "compare": """\
-Every run of a study has an ordinary run folder. To continue a study that was stopped, rerun the same command; finished
-runs are not repeated. Several commands can work on one study at the same time. [comparison.md](comparison.md) describes
-the study's file and folder.
+Each run of a study has its own run folder. To continue a study that was stopped, rerun the same command. Finished runs
+are not repeated. Several `compare` commands can work on one study at the same time. [comparison.md](comparison.md)
+describes the file and the folder of a study.
 
     soren-align compare quickstart/compare
     soren-align compare my-study.yaml --jobs 4
 """,
     "eval": """\
-`eval` evaluates the trained model of a run and the checkpoints that the run was trained from (the base model; for DPO
-also the SFT model). If several runs have the same base model, the table has one row for this base model.
+If you name a run, `eval` evaluates the trained model and the checkpoints from which the run was trained: the base model,
+and for DPO also the SFT model. If several runs have the same base model, the base model has only one row in the table.
 [evaluation.md](evaluation.md) explains the options, the statistics and the suites.
 
     soren-align eval runs/mine
     soren-align eval runs/soren runs/muon --suite open-llm-leaderboard-v1 --output runs/compared
 """,
     "pretrain": """\
-The examples of `pretrain` are plain texts (a column `text`, or .txt files). The weights are initialized at random with
-the seed `model.init_seed`. The result is the validation perplexity: exp of the mean loss over all tokens of
-`data.eval`, or over its first `data.eval_tokens` tokens. The run folder, resuming, ZeRO and FSDP2, packing and
-streaming work as for `sft`.
+The training examples are plain texts: a column `text`, or .txt files. The weights are random, with the seed
+`model.init_seed`. The result is the validation perplexity, which is the exponential of the mean loss of all tokens of
+`data.eval` (or of its first `data.eval_tokens` tokens). Run folder, resuming, ZeRO, FSDP2, packing and streaming are the
+same as for `sft`.
 
     soren-align pretrain quickstart/stdlib
     soren-align pretrain llama-c4/60m-soren --processes 8 --set run.parallel=zero2
 """,
     "chat": """\
-An adapter is loaded together with its base model. On a terminal, answers are streamed, and the model sees the earlier
-turns of the conversation. If the model's context is full, the oldest turns are dropped, with a notice. Every `--prompt`
-starts a new conversation. If standard input is not a terminal, all of its text is one question. Standard output
-contains only the answers. A model without a chat template continues the text. Control characters in answers are
-escaped. With `--compare`, a terminal of at least 100 columns shows both answers side by side.
+If you name an adapter, its base model is loaded too. In a terminal, you can ask several questions in one conversation.
+If the conversation becomes longer than the model's context, the oldest turns are dropped, and a notice is printed. Each
+`--prompt` starts a new conversation. If standard input is not a terminal, the whole input is one question. Standard output
+has only the answers. A model without a chat template continues your text. With `--compare`, a terminal of at least 100
+columns shows the two answers side by side.
 
     soren-align chat runs/mine --compare start
     soren-align chat runs/mine --prompt "Name a bird." --max-new-tokens 30 > answer.txt
@@ -88,9 +90,9 @@ network.
 """,
     "reshard": "See [distributed.md](distributed.md), Checkpoints.\n",
     "spectrum": """\
-`spectrum` prints how far the output of every map is from the exact sigmoid, as a mean over all matrices and steps. With
-`--full`, `spectrum` also prints this distance for each matrix, and the share of its small singular values. See
-[runs.md](runs.md), Spectra.
+`spectrum` prints the distance between the output of every map and the output of the exact sigmoid, as a mean over all
+matrices and steps. With `--full`, `spectrum` also prints this distance for each matrix, and the share of small singular
+values of the matrix. See [runs.md](runs.md), Spectra.
 
     soren-align sft quickstart/sft --set run.log_spectra.steps=[1,100,600] --no-eval
     soren-align spectrum runs/quickstart/sft --matrices '*q_proj*' --output pictures
@@ -98,16 +100,17 @@ network.
     "merge": "Use this command on runs with `model.lora`; see [optimizers.md](optimizers.md), LoRA.\n",
     "push": "No other command uploads anything.\n",
     "import": """\
-The report lists every key of the file as kept, renamed, dropped (with the reason) or unknown. It begins with the lost
-keys that change the training. The recipe is written even if its model and data are not on this machine.
+The command prints a report on every key of the file: the key is kept, renamed, dropped (with the reason) or unknown. The
+report begins with dropped keys that change the training. The command writes the recipe even if the model and the data are
+not on this machine.
 
     soren-align import zephyr-7b-sft.yaml my.yaml
 """,
     "new": """\
-The new recipes run unchanged, on a tiny random model; try them, then edit them for your own data. With `--data`, a
-fifth of your questions is held out (at least 20, or 35% of a small file, and at most 100). The suite asks each
-held-out question twice: with four choices, and as a question whose answer the model has to write. See
-[own-data.md](own-data.md).
+The new recipes train a tiny model with random weights. Try them first, and edit them afterwards. With `--data`, some of
+your questions are held out: 20 questions of a file with 57 to 100 questions, 35% of a smaller file, and 20% of a larger
+file (at most 100 questions). The suite has each held-out question twice: as a multiple-choice question with four choices,
+and as a question whose answer the model must write. See [own-data.md](own-data.md).
 
     soren-align new mine
     soren-align new mine --data faq.csv --question Question --answer Answer
