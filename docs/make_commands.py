@@ -56,9 +56,9 @@ describes the file and the folder of a study.
     soren-align compare my-study.yaml --jobs 4
 """,
     "eval": """\
-If you name a run, `eval` evaluates the trained model and the checkpoints from which the run was trained: the base model,
-and for DPO also the SFT model. If several runs have the same base model, the base model has only one row in the table.
-[evaluation.md](evaluation.md) explains the options, the statistics and the suites.
+If you name a run, `eval` evaluates the trained model and the checkpoints from which the run was trained: the base
+model, and for DPO also the SFT model. If several runs have the same base model, the base model has only one row in the
+table. [evaluation.md](evaluation.md) explains the options, the statistics and the suites.
 
     soren-align eval runs/mine
     soren-align eval runs/soren runs/muon --suite open-llm-leaderboard-v1 --output runs/compared
@@ -66,8 +66,8 @@ and for DPO also the SFT model. If several runs have the same base model, the ba
     "pretrain": """\
 The training examples are plain texts: a column `text`, or .txt files. The weights are random, with the seed
 `model.init_seed`. The result is the validation perplexity, which is the exponential of the mean loss of all tokens of
-`data.eval` (or of its first `data.eval_tokens` tokens). Run folder, resuming, ZeRO, FSDP2, packing and streaming are the
-same as for `sft`.
+`data.eval` (or of its first `data.eval_tokens` tokens). Run folder, resuming, ZeRO, FSDP2, packing and streaming are
+the same as for `sft`.
 
     soren-align pretrain quickstart/stdlib
     soren-align pretrain llama-c4/60m-soren --processes 8 --set run.parallel=zero2
@@ -75,9 +75,9 @@ same as for `sft`.
     "chat": """\
 If you name an adapter, its base model is loaded too. In a terminal, you can ask several questions in one conversation.
 If the conversation becomes longer than the model's context, the oldest turns are dropped, and a notice is printed. Each
-`--prompt` starts a new conversation. If standard input is not a terminal, the whole input is one question. Standard output
-has only the answers. A model without a chat template continues your text. With `--compare`, a terminal of at least 100
-columns shows the two answers side by side.
+`--prompt` starts a new conversation. If standard input is not a terminal, the whole input is one question. Standard
+output has only the answers. A model without a chat template continues your text. With `--compare`, a terminal of at
+least 100 columns shows the two answers side by side.
 
     soren-align chat runs/mine --compare start
     soren-align chat runs/mine --prompt "Name a bird." --max-new-tokens 30 > answer.txt
@@ -100,17 +100,17 @@ values of the matrix. See [runs.md](runs.md), Spectra.
     "merge": "Use this command on runs with `model.lora`; see [optimizers.md](optimizers.md), LoRA.\n",
     "push": "No other command uploads anything.\n",
     "import": """\
-The command prints a report on every key of the file: the key is kept, renamed, dropped (with the reason) or unknown. The
-report begins with dropped keys that change the training. The command writes the recipe even if the model and the data are
-not on this machine.
+The command prints a report on every key of the file: the key is kept, renamed, dropped (with the reason) or unknown.
+The report begins with dropped keys that change the training. The command writes the recipe even if the model and the
+data are not on this machine.
 
     soren-align import zephyr-7b-sft.yaml my.yaml
 """,
     "new": """\
 The new recipes train a tiny model with random weights. Try them first, and edit them afterwards. With `--data`, some of
 your questions are held out: 20 questions of a file with 57 to 100 questions, 35% of a smaller file, and 20% of a larger
-file (at most 100 questions). The suite has each held-out question twice: as a multiple-choice question with four choices,
-and as a question whose answer the model must write. See [own-data.md](own-data.md).
+file (at most 100 questions). The suite has each held-out question twice: as a multiple-choice question with four
+choices, and as a question whose answer the model must write. See [own-data.md](own-data.md).
 
     soren-align new mine
     soren-align new mine --data faq.csv --question Question --answer Answer

@@ -22,14 +22,15 @@ SCHEMAS = {CONFIGS / SCHEMA_FILE: json_schema, CONFIGS / STUDY_SCHEMA_FILE: stud
 INTRODUCTION = """\
 # The recipe
 
-A recipe is one YAML file (YAML 1.2: `1e-6` is a number, `no` is a text). All keys are checked before torch is loaded.
-All mistakes are reported together, each with file, line and remedy. `soren-align recipes` lists the shipped recipes.
-`python docs/make_reference.py` generates this page.
+A recipe is one YAML file that defines a training and its evaluation. soren-align checks all keys before it loads torch,
+and reports all mistakes together, each with its file, its line and a remedy. `soren-align recipes` lists the shipped
+recipes. (The file format is YAML 1.2: `1e-6` is a number, and `no` is a text.)
 
-**In an editor** with a YAML language server (such as VS Code's YAML extension), keys are completed, explained and
-checked while you type. `recipes copy` and `import` write `recipe.schema.json` beside the recipe, and name it in the
-recipe's first line. For a recipe of your own, `soren-align schema --output .` writes this file (`soren-align schema
-study` for a study). Write it again after an upgrade.
+**In an editor.** An editor with a YAML language server, such as VS Code with its YAML extension, can complete, explain
+and check keys while you type. It needs the file `recipe.schema.json` and the first line of the recipe below. `recipes
+copy` and `import` write this file and this line. If you have written the recipe yourself, `soren-align schema --output
+.` writes the file (for a study, `soren-align schema study --output .`). Repeat this command after an upgrade of
+soren-align.
 
     # yaml-language-server: $schema=recipe.schema.json
 
@@ -37,12 +38,13 @@ study` for a study). Write it again after an upgrade.
     optimizer: {name: muon, lr: 1.0e-2}
     run: {output_dir: runs/mine}
 
-`--set section.key=value` changes a key of any recipe; the value is YAML. The run folder's `recipe.yaml` is the resolved
-recipe, in which every default is written out.
+On the command line, `--set section.key=value` changes a key of the recipe; the value is YAML. The file `recipe.yaml` in
+the run folder has all keys of the run, including the default values.
 
-**Changing the optimizer.** `--set`, or a file with `extends`, can change `optimizer.name` or `optimizer.map.name`.
-Inherited keys that the new optimizer does not have are then ignored, and a notice lists them. If you write such a key
-yourself, it is an error. Learning rates are inherited: set good ones for the new optimizer.
+**Changing the optimizer.** You can change `optimizer.name` or `optimizer.map.name` by `--set`, or in a recipe that
+extends another recipe. The new optimizer may lack some inherited keys. These keys are ignored, and a notice lists them.
+But if you write such a key yourself, it is an error. The learning rates are inherited, so set learning rates that suit
+the new optimizer.
 """
 TYPES = {
     "string": "text",

@@ -32,11 +32,11 @@ class DataSplit(Section):
     """What to do with examples that cannot be trained on (an empty answer, two equal answers, ...). `refuse`: stop with
     an error. `drop`: drop these examples and count them, for data that you cannot fix, such as a hub dataset."""
     columns: dict[Column, str] = {}
-    """The dataset's column names, if they are not the usual ones: `{instruction: question, output: answer}`. Columns
-    that are not listed are then not read. `role`, `content` and `weight` name the keys of a turn."""
+    """The dataset's column names, if they are not the usual ones: `{instruction: question, output: answer}`. Only
+    the listed columns are then read. `role`, `content` and `weight` name the keys of a turn."""
     roles: dict[str, Literal["system", "user", "assistant", "tool", "tool_call"]] = {}
     """The dataset's role names: `{student: user, teacher: assistant}`. Common names, such as ShareGPT's `human` and
-    `gpt`, are known. `tool_call` is an assistant's turn whose content is the tool calls as JSON text."""
+    `gpt`, need not be listed. `tool_call` is an assistant's turn whose content is the tool calls as JSON text."""
     mask_history: bool = False
     """Train only the last answer of each conversation; earlier answers get weight 0. SFT only."""
 
@@ -49,9 +49,9 @@ class TrainSplit(DataSplit):
     }
 
     weight: Positive = 1.0
-    """Sampling weight. 2 uses each example twice; 0.25 uses a random quarter, which `trainer.seed` chooses. With
-    `data.streaming` it is a relative frequency: with weights 3 and 1, three of four examples come from the first
-    split."""
+    """The weight of this split in a mixture. 2: use each example twice. 0.25: use a random quarter of the examples,
+    which `trainer.seed` selects. With `data.streaming`, the weight is a relative frequency: with weights 3 and 1,
+    three of four examples come from the first split."""
     train_on_test: bool = False
     """Allow training on a split that is named like a test split. Scores on that test are then meaningless."""
 
@@ -62,9 +62,10 @@ class HeldOut(Section):
     main_keys: ClassVar[dict[type, str]] = {float: "fraction"}
 
     fraction: Annotated[float, Field(gt=0, lt=1)]
-    """The fraction of every training split that is held out. A hash of an example decides whether it is held out; its
-    position, the other examples and the seed have no effect. So a held-out example stays held out, and a training
-    example stays one, when the data grow. Equal examples are either all held out or all trained on."""
+    """The fraction of every training split that is held out. A hash of the example decides whether the example is
+    held out. The position of the example, the other examples and the seed have no effect. If you add examples to the
+    data, the old held-out examples are still held out, and the old training examples are still trained on. Equal
+    examples are either all held out or all trained on."""
 
 
 class HeldOutNumber(Section):
@@ -73,18 +74,18 @@ class HeldOutNumber(Section):
     main_keys: ClassVar[dict[type, str]] = {int: "examples"}
 
     examples: Annotated[int, Field(ge=1)]
-    """The number of held-out examples of all training splits together. The examples with the smallest hashes are held
-    out. When the data grow, a new example can replace a held-out example, which is then trained on. An example that was
-    trained on is never held out later."""
+    """The number of held-out examples of all training splits together. The examples with the smallest hashes are
+    held out. If you add examples to the data, a new example can replace a held-out example. The replaced example is
+    then trained on. A training example never becomes a held-out example."""
 
 
 class Streaming(Section):
-    """Read the training examples during training, for data larger than memory or disk. With streaming the number of
-    examples is unknown, so `trainer.max_steps` must set the end of the training."""
+    """Read the training examples during training, for data that are larger than the memory or the disk. With
+    streaming, the number of examples is unknown, so `trainer.max_steps` must set the end of the training."""
 
     shuffle_buffer: Annotated[int, Field(ge=1)] = 10_000
-    """The number of examples that are in memory and shuffled together (by `trainer.seed`) before the next ones are
-    read. 1: the order of the data."""
+    """The number of examples in the shuffle buffer: they are read into memory and shuffled together, by
+    `trainer.seed`. 1: no shuffling."""
 
 
 ONE, SEVERAL, SPLIT, PART, NUMBER = "<one>", "<several>", "a split", "a fraction", "a number"
@@ -98,9 +99,9 @@ def kind_of_eval(evaluation: Any) -> str:
 
 
 class Data(Section):
-    """The training data. The form of a dataset is recognised by its columns: conversations (`messages`, or ShareGPT's
-    `conversations`), Alpaca's instructions and outputs, prompts with completions, prompts with two answers, or plain
-    text. If the columns have other names, set `columns`."""
+    """The training data. soren-align recognizes the form of a dataset by its columns: conversations (`messages`, or
+    ShareGPT's `conversations`), Alpaca's instructions and outputs, prompts with completions, preference pairs, or
+    plain texts. If the columns have other names, set `columns`."""
 
     main_keys: ClassVar[dict[type, str]] = {str: "train.path"}
     hints: ClassVar[dict[str, str]] = {"eval": "held-out examples must be one split (only data.train may be a list)"}

@@ -22,13 +22,14 @@ class LogSpectra(Section):
 
     steps: list[Annotated[int, Field(ge=1)]] = []
     """The optimizer steps at which the run writes the singular values of the momenta (the map's inputs) into
-    spectra.jsonl, such as `[1, 100]`. Each of these steps takes one decomposition per matrix."""
+    spectra.jsonl, such as `[1, 100]`. Each of these steps needs one eigenvalue decomposition per matrix."""
     matrices: Annotated[list[str], Field(min_length=1)] = ["*"]
     """Names of the matrices whose singular values are written. `*` matches anything: `["*.0.*q_proj*"]`. A name that
     matches no matrix is an error."""
     map_error: bool = True
-    """At every logging step, measure how far the map's output for one matrix is from the exact sigmoid; metrics.jsonl
-    has this error as `map_error`. It is measured only for Soren, with any map except `exact`."""
+    """At every logging step, measure the difference between the map's output and the exact sigmoid's output for one
+    matrix. metrics.jsonl has this difference as `map_error`. It is measured only for Soren, with any map except
+    `exact`."""
 
 
 def _worded(remedy: LiteralString) -> WrapValidator:
@@ -70,8 +71,8 @@ class Samples(Section):
 
 class EarlyStopping(Section):
     """End training when evaluations no longer improve (transformers' EarlyStoppingCallback).
-    `trainer.metric_for_best_model` is the measure, by default the loss. `trainer.load_best_model_at_end` saves the
-    model of the best checkpoint instead of the last model."""
+    `trainer.metric_for_best_model` selects the metric (default: the loss). `trainer.load_best_model_at_end` saves
+    the model of the best checkpoint instead of the last model."""
 
     main_keys: ClassVar[dict[type, str]] = {int: "patience"}
 
@@ -82,10 +83,11 @@ class EarlyStopping(Section):
 
 
 class Perturb(Section):
-    """Multiply every starting weight by 1 + `size` u, with u uniform in [-1, 1]. Training is chaotic: another CPU,
-    another number of threads or another version of a library gives another draw of the same training, and so does a
-    change as small as rounding. A DPO's policy and reference change alike, and the base row of the evaluation is the
-    unchanged checkpoint. The weights must be float32 when they are loaded: bfloat16 would round the change away."""
+    """Multiply every starting weight by 1 + `size` u, with u uniform in [-1, 1]. Training amplifies small
+    differences: another CPU, another number of threads or another version of a library gives another result of the
+    same training. A change of the starting weights that is as small as rounding has the same effect. In DPO, the
+    reference model has the same change as the trained model. The evaluation's starting checkpoint is unchanged. The
+    weights must be float32 when they are loaded, because bfloat16 would round the change away."""
 
     size: Annotated[float, Field(gt=0, lt=1)] = 1.0e-7
     """The largest relative change. 1e-7 is the rounding of float32."""
@@ -104,8 +106,9 @@ class Recipe(Section):
     task: TaskName
     """The command that runs the recipe: sft, dpo or pretrain."""
     extends: list[str] = []
-    """Another recipe: a file or a shipped name. This recipe inherits all keys that it does not set from that recipe. In
-    a run folder's recipe.yaml, `extends` lists the recipes that were merged, nearest first."""
+    """Another recipe: a file or a shipped name. This recipe inherits all keys that it does not set from that recipe.
+    In a run folder's recipe.yaml, `extends` lists all recipes that were merged: first the extended recipe, then the
+    recipe that it extends, and so on."""
     model: "Model"
     data: Data
     optimizer: Optimizer
@@ -242,24 +245,25 @@ class Run(Section):
     """Delete the contents of the run folder and start afresh."""
     parallel: Annotated[str, Field(min_length=1)] = "ddp"
     """How several processes share the model. `ddp`: each process has a full copy. `zero1` (DeepSpeed) shards the
-    optimizer states among the processes. `zero2` also shards the gradients. `zero3` also shards the gradients and the
-    weights. `fsdp2` (torch) shards optimizer states, gradients and weights. `zero2-offload` and `zero3-offload` keep
-    the optimizer states in CPU memory. A path names a DeepSpeed config (.json) or an accelerate config for FSDP2
-    (.yaml)."""
+    optimizer states among the processes. `zero2` also shards the gradients. `zero3` also shards the gradients and
+    the weights. `fsdp2` (torch) shards optimizer states, gradients and weights. `zero2-offload` and `zero3-offload`
+    keep the optimizer states in CPU memory. You can also write the path of a DeepSpeed config (.json) or of an
+    accelerate config for FSDP2 (.yaml)."""
     global_batch_size: Annotated[int, Field(ge=1, le=10**9)] | None = None
     """Examples per optimizer step, for any number of processes. gradient_accumulation_steps is computed from this
     number. null: per_device_train_batch_size x gradient_accumulation_steps x number of processes."""
     lost_updates: Literal["stop", "warn"] = "stop"
-    """What to do if the first update, at the peak learning rate, would change fewer than half of the stored weights.
-    `stop`: stop the run. `warn`: print a warning."""
+    """What to do if rounding removes most of an update. The run measures at the peak learning rate whether the first
+    update changes at least half of the stored weights. If it changes fewer weights: `stop`: stop the run. `warn`:
+    print a warning."""
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The dtype of the saved model. null: the starting checkpoint's dtype. At its end the run reports how much of the
-    training's change to the weights remains in this dtype. An adapter is always saved in float32; for an adapter,
+    """The dtype of the saved model. null: the starting checkpoint's dtype. At its end, the run reports how much of
+    the change by training is lost by rounding to this dtype. An adapter is always saved in float32; for an adapter,
     `save_dtype` is the dtype of the model that `soren-align merge` makes."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """The number of CPU threads, unless OMP_NUM_THREADS is set. null: one thread per core, divided among the processes.
-    For a model of up to a million parameters on a CPU, null means 1 thread: such a model then trains as fast beside
-    other processes as alone, and gets the same weights, bit for bit, on any number of cores."""
+    """The number of CPU threads, unless OMP_NUM_THREADS is set. null: one thread per core, divided among the
+    processes. For a model of up to a million parameters on a CPU, null means 1 thread. Other processes then do not
+    slow down the training, and the weights are the same on any number of cores, bit for bit."""
     log_spectra: LogSpectra = LogSpectra()
     """Measurements of the spectral map during training."""
     samples: Samples | None = None
@@ -271,8 +275,8 @@ class Run(Section):
     early_stopping: EarlyStopping | None = None
     """End training when evaluations no longer improve."""
     perturb: Perturb | None = None
-    """Change the starting weights by as much as rounding does, to draw another result of the same training. null: train
-    from the checkpoint as it is."""
+    """Change the starting weights by as much as rounding does, to get another result of the same training. null: do
+    not change the starting weights."""
     offline: bool = False
     """Never contact the Hugging Face hub."""
 
@@ -293,12 +297,13 @@ class Eval(Section):
     backend: Literal["hf", "vllm"] = "hf"
     """The backend for all models of a table: `hf` is transformers, `vllm` is vLLM (pip install 'soren-align[vllm]')."""
     processes: Annotated[int, Field(ge=1)] | None = None
-    """The number of processes on this machine that share the requests, one per GPU. null: as many as in training."""
+    """The number of processes on this machine that share the requests, one per GPU. null: the number of processes of
+    the training."""
     data_root: str | None = None
     """A folder with downloaded hub datasets, laid out as on the hub (ROOT/allenai/ai2_arc, ...). null: the suite's own
     folder if it names one, otherwise the hub."""
     limit: Annotated[int, Field(ge=1)] | None = None
-    """Evaluate only the first `limit` questions of each task, for a rehearsal."""
+    """Evaluate only the first `limit` questions of each task, as a quick check."""
     strict: bool = False
     """true: stop with an error if a prompt is longer than the model's context. false: count such prompts."""
     base_template: Literal["run", "own", "none"] = "own"
@@ -313,8 +318,9 @@ class Eval(Section):
     """true: run the code in the files of a suite that is not shipped (`!function`, metrics that are scripts). Read
     these files first. false: refuse a suite with such code."""
     contamination: bool = True
-    """Count the questions that occur in the training examples, and report the scores without these questions too. The
-    count reads all training examples once per suite (3,000 a second at UltraChat's length); the result is cached."""
+    """Count the questions that occur in the training examples, and report the scores without these questions too.
+    The count reads all training examples once per suite: with examples as long as UltraChat's, 3,000 examples per
+    second. The result is cached."""
     published: list[str] = []
     """Published scores to show under the table: the name of a shipped table of scores, such as `paper/sft`, or a YAML
     file of the same form."""
