@@ -38,7 +38,7 @@ class DataSplit(Section):
     """The dataset's role names: `{student: user, teacher: assistant}`. Common names, such as ShareGPT's `human` and
     `gpt`, need not be listed. `tool_call` is an assistant's turn whose content is the tool calls as JSON text."""
     mask_history: bool = False
-    """Train only the last answer of each conversation; earlier answers get weight 0. SFT only."""
+    """Train only the last answer of each conversation, and give weight 0 to earlier answers. Only for SFT."""
 
 
 class TrainSplit(DataSplit):
@@ -132,8 +132,8 @@ class Data(Section):
     streaming: Annotated[
         Streaming | None, BeforeValidator(lambda value: ({} if value else None) if isinstance(value, bool) else value)
     ] = None
-    """`true`: read the training examples during training; after the last example, start again with the first one.
-    Requires `trainer.max_steps`. docs/data.md has the differences from data that are read before training."""
+    """`true`: read the training examples during training. After the last example, the data are read again. Streaming
+    requires `trainer.max_steps`. docs/data.md lists the differences between streamed data and other data."""
 
     cache: bool = True
     """Cache the tokens in the user's cache folder ($SOREN_ALIGN_CACHE) for the next plan, run or resume. false: use a

@@ -101,13 +101,14 @@ class OptimizerSection(Section):
     `adjust_lr_fn` is `none` or `original`, set `aux_lr`, because `lr` is then not comparable with AdamW's learning
     rate."""
     weight_decay: NonNegative = settings.WEIGHT_DECAY
-    """Decoupled weight decay of the matrices; each step multiplies it by `lr`, without the scale of `adjust_lr_fn`."""
+    """Decoupled weight decay of the matrices. Each step multiplies the weight decay by `lr`, but not by the scale of
+    `adjust_lr_fn`."""
     aux_weight_decay: NonNegative = settings.AUX_WEIGHT_DECAY
     """Decoupled weight decay of the other parameters."""
     compensation: Compensation | None = None
-    """For bfloat16 parameters. `kahan`: store the rounding error of each parameter in 16 more bits, so that updates add
-    up as in float32. `none`: train without compensation. null: no compensation; allowed only with float32 parameters or
-    float32 master weights, which need none."""
+    """For bfloat16 parameters. `kahan`: store the rounding error of each parameter in 16 more bits, so that updates
+    add up as in float32. `none`: train without compensation. null: no compensation. With bfloat16 parameters, null
+    is allowed only if there are float32 master weights."""
     states: States | None = None
     """`8bit`: store the momentum and AdamW's moments in 8 bits per number, with one scale per 256 numbers. null:
     `float32`."""
@@ -155,10 +156,11 @@ class MatrixOptimizer(OptimizerSection):
     nesterov: bool = settings.NESTEROV
     """Apply the map to the Nesterov average of gradient and momentum, instead of to the momentum."""
     adjust_lr_fn: Annotated[AdjustLrFn, BeforeValidator(_scale)] = settings.ADJUST_LR_FN
-    """The scale of the update of an m x n matrix. `match_rms_measured`: 0.2 / RMS of the map's output. With this scale
-    every update has RMS 0.2 `lr`, so that learning rates are comparable with AdamW's. `match_rms_adamw`: 0.2
-    sqrt(max(m, n)), and 0.4 sqrt(max(m, n)) for Soren; the update has RMS 0.2 `lr` only if the momentum has no small
-    singular values. `original`: sqrt(max(1, m/n)). `none`: 1, as in the paper's text."""
+    """The scale of the update of an m x n matrix. `match_rms_measured`: 0.2 / RMS of the map's output. With this
+    scale, every update has an RMS of 0.2 `lr`, so that learning rates are comparable with AdamW's learning rates.
+    `match_rms_adamw`: 0.2 sqrt(max(m, n)), and 0.4 sqrt(max(m, n)) for Soren. With this scale, the update has an RMS
+    of 0.2 `lr` only if the momentum has no small singular values. `original`: sqrt(max(1, m/n)). `none`: 1, as in
+    the paper's text."""
 
     @property
     def spectral_map(self) -> SpectralMap:
@@ -183,15 +185,15 @@ class SorenSettings(MatrixOptimizer):
 
     name: Literal["soren"]
     map: Map = next(iter(MAP_SECTIONS.values()))()
-    """How the sigmoid is computed. The name of a map alone means this map with its defaults."""
+    """The map that computes the sigmoid. If you write only the name of a map, the map has its default settings."""
     workspace_mb: NonNegative | None = None
     """Memory in MB (2^20 bytes) for mapping several matrices of one shape in a batch. A matrix that needs more is
     mapped alone. null: 16 on a CPU, 2048 elsewhere."""
     precision: Precision = settings.PRECISION
-    """Precision of the factors of the map's matrix products; the sums are float32. `auto`: float16 for minimax on a GPU
-    if the matrix has at least 64 rows, otherwise float32. In an emulation, float16's updates were within 1% of
-    float32's on recorded momenta. minimax accepts every value, sns accepts auto, float32 and bfloat16, released accepts
-    auto and float32, exact accepts only auto."""
+    """The precision of the numbers that the map's matrix products multiply. The sums are float32. `auto`: float16
+    for minimax on a GPU if the matrix has at least 64 rows, otherwise float32. In an emulation on recorded momenta,
+    the float16 update differs from the float32 update by less than 1%. `minimax` accepts all values. `sns` accepts
+    auto, float32 and bfloat16. `released` accepts auto and float32. `exact` accepts only auto."""
 
     @property
     def spectral_map(self) -> SpectralMap:

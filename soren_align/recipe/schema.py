@@ -28,8 +28,8 @@ class LogSpectra(Section):
     matches no matrix is an error."""
     map_error: bool = True
     """At every logging step, measure the difference between the map's output and the exact sigmoid's output for one
-    matrix. metrics.jsonl has this difference as `map_error`. It is measured only for Soren, with any map except
-    `exact`."""
+    matrix. metrics.jsonl has this difference as `map_error`. `map_error` is measured only for Soren, with any map
+    except `exact`."""
 
 
 def _worded(remedy: LiteralString) -> WrapValidator:
@@ -59,8 +59,7 @@ class Samples(Section):
     key `prompt` in every object (a text or a list of messages). If the training data are plain texts, a prompt is the
     beginning of a text."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
-    """The maximum length of an answer, in tokens. If an answer reaches the last position of the model, it ends
-    there."""
+    """The maximum length of an answer, in tokens. An answer also ends at the last position of the model."""
 
     @classmethod
     def meant_by(cls, value: Any) -> dict[str, Any] | None:
@@ -205,9 +204,9 @@ class Model(Section):
         | None
     ) = None
     """The tokenizer of another model (a folder or a hub name), or `{vocab_size: 4096}` to train a tokenizer on the
-    training examples. This key is allowed only with `init_seed`. The tokenizer may have at most as many tokens as the
-    config's `vocab_size`; added tokens beyond this number, such as T5's sentinels, are left out. The config gets the
-    tokenizer's end and padding tokens. null: the folder's own tokenizer."""
+    training examples. This key is allowed only with `init_seed`. The tokenizer may have at most as many tokens as
+    the config's `vocab_size`. Added tokens beyond this number, such as T5's sentinels, are left out. The config gets
+    the tokenizer's end and padding tokens. null: the folder's own tokenizer."""
     chat_template: str | None = None
     """The chat template: `qwen2.5` (of the Qwen2.5 base models), `zephyr`, or the path of a .jinja file. The template
     is saved with the model. null: the tokenizer's own template."""
@@ -225,10 +224,10 @@ class Model(Section):
     an architecture without sdpa. Evaluation always uses the default, so that all models of a table run with the same
     attention."""
     quantize: Quantize | None = None
-    """Quantize the frozen weights under an adapter with bitsandbytes. `4bit`: NF4 with double quantization (QLoRA);
-    matrix products are in the precision of `trainer` (bf16, fp16, or float32). `8bit`: int8 (LLM.int8). The factors
-    stay float32. null: no quantization. If the starting checkpoint is an adapter that was trained on quantized weights,
-    null means the same quantization."""
+    """Quantize the frozen weights under an adapter with bitsandbytes. `4bit`: NF4 with double quantization (QLoRA).
+    `8bit`: int8 (LLM.int8). With 4bit, matrix products have the precision of `trainer` (bf16, fp16, or float32). The
+    adapter's factors are float32. null: no quantization. If the starting checkpoint is an adapter that was trained
+    on quantized weights, null means the same quantization."""
 
 
 class Run(Section):
@@ -258,8 +257,8 @@ class Run(Section):
     print a warning."""
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The dtype of the saved model. null: the starting checkpoint's dtype. At its end, the run reports how much of
-    the change by training is lost by rounding to this dtype. An adapter is always saved in float32; for an adapter,
-    `save_dtype` is the dtype of the model that `soren-align merge` makes."""
+    the change by training is lost by rounding to this dtype. An adapter is always saved in float32. For an adapter,
+    `save_dtype` is the dtype of the model that `soren-align merge` writes."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """The number of CPU threads, unless OMP_NUM_THREADS is set. null: one thread per core, divided among the
     processes. For a model of up to a million parameters on a CPU, null means 1 thread. Other processes then do not
@@ -269,9 +268,9 @@ class Run(Section):
     samples: Samples | None = None
     """Prompts that the model answers at the start, at every evaluation and at the end."""
     kl_to_start: Annotated[int, Field(ge=0, le=4096)] = 0
-    """The number of answer tokens of held-out examples, such as 256, on which every evaluation measures the KL
-    divergence from the starting checkpoint; metrics.jsonl has this divergence as `kl_to_start`. 0: the divergence is
-    not measured."""
+    """Measure the KL divergence from the starting checkpoint at every evaluation, on this number of answer tokens of
+    held-out examples, such as 256. metrics.jsonl has this divergence as `kl_to_start`. 0: do not measure the
+    divergence."""
     early_stopping: EarlyStopping | None = None
     """End training when evaluations no longer improve."""
     perturb: Perturb | None = None
@@ -300,20 +299,20 @@ class Eval(Section):
     """The number of processes on this machine that share the requests, one per GPU. null: the number of processes of
     the training."""
     data_root: str | None = None
-    """A folder with downloaded hub datasets, laid out as on the hub (ROOT/allenai/ai2_arc, ...). null: the suite's own
-    folder if it names one, otherwise the hub."""
+    """A folder with downloaded hub datasets, laid out as on the hub (ROOT/allenai/ai2_arc, ...). null: the
+    `data_root` of the suite. If the suite has no `data_root`, null means the hub."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Evaluate only the first `limit` questions of each task, as a quick check."""
     strict: bool = False
     """true: stop with an error if a prompt is longer than the model's context. false: count such prompts."""
     base_template: Literal["run", "own", "none"] = "own"
-    """The chat template for the base model (the first row of the table), if the suite applies one. `own`: its own
-    template, or the run's if it has none. `run`: the run's template, so that both models get equal prompts and can be
-    compared. `none`: no template for the base model, and none for any other model of the table that has no template of
-    its own."""
+    """The chat template for the base model (the first row of the table), if the suite applies one. `own`: the base
+    model's own template, or the run's template if the base model has no template. `run`: the run's template, so that
+    the two models get equal prompts and can be compared. `none`: no template for the base model and for other models
+    without a template."""
     omit: list[Annotated[str, Field(pattern=r"^\w[\w.-]*$")]] = []
-    """Benchmarks of the suite that are not run, by their column in the table. For example, omit `piqa` if its answers
-    are too long for the model's context."""
+    """The benchmarks of the suite that are not evaluated, by the names of their columns in the table. For example,
+    omit `piqa` if the answers of PIQA are too long for the model's context."""
     trust_suite: bool = False
     """true: run the code in the files of a suite that is not shipped (`!function`, metrics that are scripts). Read
     these files first. false: refuse a suite with such code."""
