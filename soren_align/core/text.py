@@ -12,9 +12,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from statistics import fmean, stdev
 from typing import Any
@@ -45,6 +45,8 @@ class Table:
     """Rows that begin a group: in HTML, with a line above."""
     marked: str = ""
     """The first characters of lines that a terminal prints in green."""
+    signs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Ends of cells -> the colour in a terminal, and the class in HTML: {" ▲": ("green", "better")}."""
 
     @property
     def sides(self) -> str:
@@ -68,6 +70,8 @@ class Table:
             texts = [Text(printable(cell)) for cell in row]
             for text in texts if self.marked else ():
                 text.highlight_regex(rf"(?m)^{re.escape(self.marked)}.*$", "green")
+            for text in texts:
+                text.stylize(next((color for end, (color, _) in self.signs.items() if text.plain.endswith(end)), ""))
             table.add_row(*texts, style="dim" if i in self.dim else "")
         return Group(Text(f"\n{printable(self.title)}", style="bold"), table) if self.title else table
 
@@ -85,13 +89,19 @@ class Table:
         return "\n".join([*title, lines[0], f"|{rule}", *lines[1:]])
 
     def html(self) -> str:
-        """Return a <table> with the classes number (a cell of a right-aligned column) and first (a row of `groups`)."""
+        """Return a <table> with the classes number (a cell of a right-aligned column), first (a row of `groups`) and
+        those of `signs`.
+        """
         sides = [" class=number" if side == "r" else "" for side in self.sides]
         title = f"<caption>{html_text(self.title)}</caption>" if self.title else ""
         head = "".join(f'<th scope="col"{side}>{html_text(c)}</th>' for side, c in zip(sides, self.head, strict=True))
         rows = []
         for i, row in enumerate(self.rows):
-            cells = "".join(f"<td{side}>{html_text(cell)}</td>" for side, cell in zip(sides, row, strict=False))
+            cells = ""
+            for side, cell in zip(sides, row, strict=False):
+                classes = [name for end, (_, name) in self.signs.items() if cell.endswith(end)]
+                attribute = f' class="{" ".join(["number"] * bool(side) + classes)}"' if classes else side
+                cells += f"<td{attribute}>{html_text(cell)}</td>"
             rows.append(f"<tr{' class=first' if i in self.groups else ''}>{cells}</tr>")
         return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 

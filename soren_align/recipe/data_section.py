@@ -125,6 +125,9 @@ class Data(Section):
     eval_tokens: Annotated[int, Field(ge=1)] | None = None
     """Measure the held-out loss on a part of the held-out examples: on the first examples that together have this many
     tokens. null: on all held-out examples."""
+    eval_part: Literal["search", "verdict"] | None = None
+    """Set by a study. `search`: use every second held-out example, from the first one on; these select the settings.
+    `verdict`: use the other examples, and write the metrics of each example into held_out.json. null: use all."""
     retention: DataSplit | None = None
     """Examples of abilities that the model must not forget. They have one of the forms of SFT, also in a DPO recipe.
     Every evaluation writes `retention_loss`, the loss on the answers of up to 64 of these examples, into metrics.jsonl.

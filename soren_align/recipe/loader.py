@@ -306,7 +306,7 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size", "early_stopping"})
     if recipe.run.perturb is not None:  # without it, the hash is that of recipes before this key
         part["run"]["perturb"] = recipe.run.perturb.model_dump()
-    del part["data"]["cache"], part["data"]["retention"]
+    del part["data"]["cache"], part["data"]["retention"], part["data"]["eval_part"]
     evaluation = part["data"].pop("eval") or {}
     if "path" not in evaluation and evaluation:  # the other examples are trained on
         part["data"]["eval"] = evaluation

@@ -5,6 +5,7 @@
     metrics.jsonl  one line per log
     spectra.jsonl  singular values of momenta, if run.log_spectra names steps
     samples.jsonl  answers to prompts during training, if run.samples names some
+    held_out.json  metrics of each held-out example at the start and at the end, of the final runs of a study
     curves.png     losses and margins along the steps; curves-dark.png: for a dark page
     start_logits.safetensors   until training ends, if run.kl_to_start measures the divergence from the start
     checkpoints/   to resume from       model/   the trained model       eval/<suite>/   its scores
@@ -41,7 +42,17 @@ PREVIOUS = "remove this checkpoint's folder to resume from the previous one"
 MERGED_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that was merged
 CONTENTS = (
     *("recipe.yaml", "metrics.jsonl", "spectra.jsonl", "samples.jsonl", "start", "start_logits.safetensors"),
-    *("curves.png", "curves-dark.png", "checkpoints", "model", "merged", "eval", "tensorboard", "run.json"),
+    *(
+        "held_out.json",
+        "curves.png",
+        "curves-dark.png",
+        "checkpoints",
+        "model",
+        "merged",
+        "eval",
+        "tensorboard",
+        "run.json",
+    ),
 )
 AFTER_DIVERGENCE = "train it anew with a smaller optimizer.lr, such as a tenth, and --overwrite"
 STOPPED = "stopped by a signal"
@@ -59,6 +70,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.spectra = self.path / "spectra.jsonl"
         self.samples = self.path / "samples.jsonl"
+        self.held_out = self.path / "held_out.json"
         self.curves = self.path / "curves.png"
         self.start = self.path / "start"
         self.start_logits = self.path / "start_logits.safetensors"

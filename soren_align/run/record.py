@@ -100,7 +100,12 @@ _KEYS = {
     "training?": _TRAINING,
     # What a training has left: hashes of recipe.yaml's part that determines the weights, of metrics.jsonl, and of the
     # model's weights. A study's audit compares them with the files, and the last one with the model that was evaluated.
-    "written?": {"recipe_sha256": str, "metrics_sha256": str, "weights_sha256": str | None},
+    "written?": {
+        "recipe_sha256": str,
+        "metrics_sha256": str,
+        "held_out_sha256?": str | None,
+        "weights_sha256": str | None,
+    },
     # What must be equal for runs that are compared at one seed; see training/reference.py.
     "identity?": {
         **dict.fromkeys(("starting_weights", "data", "recipe", "device"), str),

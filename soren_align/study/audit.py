@@ -21,7 +21,7 @@ from ..recipe.schema import is_derived, trains_adapter
 from ..run.folder import RunFolder
 from . import stats
 from .config import METRICS, VerdictSection, load_resolved_study, study_problems
-from .declaration import declaration_problems, history_cautions, note_look
+from .declaration import declaration_problems, history_cautions, look_number, note_look
 from .report.page import write_report
 from .runs import RunFiles, flat, read_files, run_folders
 from .search import STUDY_FILE, STUDY_RESULT, read_study
@@ -73,18 +73,18 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
     weaknesses = [*cautions(study, folder, runs, contamination)]
     answers = []
     if not problems:
-        points, base, about_answers = {}, None, []
-        if options:
-            points, base, about_answers = stats.read_answers(folder, study.candidates, options.name)
+        metric, suite = study.file["search"]["metric"], options.name if options else None
+        read, about_answers = stats.read_answers(
+            folder, study.candidates, metric, suite, higher_is_better=study.higher_is_better
+        )
         answers = stats.verdict(
             VerdictSection.model_validate(study.file["verdict"]),
             study.candidates,
-            points,
-            base,
-            higher_is_better=study.higher_is_better,
+            read,
             average=options is not None and suite_of(options).average,
+            look=look_number(folder, study),
         )
-        weaknesses += [*about_answers, *stats.cautions(study.candidates, points)]
+        weaknesses += [*about_answers, *stats.cautions(study.candidates, read)]
     study = replace(study, problems=problems, contamination=contamination, differences=answers)
     note_look(folder, study)
     study = replace(study, cautions=[*weaknesses, *history_cautions(folder, study)])
@@ -135,6 +135,9 @@ def _file_problems(runs: list[RunFiles], folder: Path) -> Iterator[str]:
             continue
         if file_sha256(RunFolder(folder / run.place).metrics) != written["metrics_sha256"]:
             yield f"{run.place}: metrics.jsonl is not the one that the training wrote; {RESTORE}"
+        held_out = RunFolder(folder / run.place).held_out
+        if run.stage == "verdict" and held_out.is_file() and file_sha256(held_out) != written.get("held_out_sha256"):
+            yield f"{run.place}: held_out.json is not the one that the training wrote; {RESTORE}"
         if recipe_hash(run.recipe, with_optimizer=True) != written["recipe_sha256"]:
             yield f"{run.place}: recipe.yaml is not the recipe that it was trained by; {RESTORE}"
         weights = written["weights_sha256"]
@@ -197,6 +200,8 @@ def _recipe_problems(
             trained = run.settings.get(key, value)
             if value is not None and key not in searched.get(run.candidate, ()) and trained != value:
                 yield f"{run.place}: {key} is {trained!r}, and the study declares {value!r}; {MATCHED}"
+        if (part := run.recipe.data.eval_part) != run.stage:
+            yield f"{run.place}: data.eval_part is {part}, and a study sets {run.stage}; {MATCHED}"
     unlike = {}
     for name in file["candidates"]:
         of_candidate = [run for run in runs if run.candidate == name]
@@ -365,7 +370,13 @@ def cautions(
     sizes = [each.get("num_kept", each.get("num_examples")) for each in held_out]
     number = min((each for each in sizes if isinstance(each, int)), default=None)
     if number is not None and number < MANY_EXAMPLES:
-        yield f"the held-out metric is a mean over {number} examples; its intervals cover the spread over seeds alone"
+        yield f"the held-out metric is a mean over {number} examples; hold out more for narrower intervals"
+    chosen = [run for run in runs if run.recipe.run.early_stopping or run.recipe.trainer.get("load_best_model_at_end")]
+    if chosen:
+        yield (
+            "early stopping or trainer.load_best_model_at_end chose the step of each model by the same held-out "
+            "examples that judge it, so every held-out loss is too low"
+        )
     commits = sorted({str(run.record["commit"])[:12] for run in runs if run.record.get("commit")})
     if len(commits) > 1:
         yield f"the runs were made by {len(commits)} commits of soren-align ({', '.join(commits[:3])})"
@@ -373,10 +384,6 @@ def cautions(
         yield "runs were made by an edited checkout of soren-align (-dirty), which no commit repeats"
     if (number := len(file["verdict"]["seeds"])) < MANY_SEEDS:
         yield f"the verdict has {number} seeds; with {MANY_SEEDS} or more, the intervals are much narrower"
-    yield (
-        "the held-out examples that selected the settings are used in the verdict too: for every candidate, the loss "
-        "on new examples would be higher; the benchmarks were not used for the selection"
-    )
     for column, counts in (contamination or {}).items():
         if counts.get("overlapping"):
             yield (

@@ -22,7 +22,7 @@ from ..evaluate.suite.suites import suite_of
 from ..recipe import Recipe, trainer_value
 from ..recipe.optimizer import NonNegative, Positive
 from ..tasks import TASKS
-from .study import Run
+from .study import HELD_OUT, Run
 
 METRICS = {metric: higher for task in TASKS.values() for metric, higher in task.higher_is_better.items()}
 """The held-out metrics that trials may be selected by, of all tasks, and their direction."""
@@ -116,6 +116,19 @@ class Retention(Section):
     """The largest loss that counts as none, in percentage points."""
 
 
+class Equivalence(Section):
+    """Margins within which two optimizers count as equivalent: a fourth answer beside better, worse and open."""
+
+    held_out: Positive | None = None
+    """Of the held-out metric, in its unit. null: not tested."""
+    benchmarks: Positive | None = None
+    """Of every column and their average, in percentage points. null: not tested."""
+
+    def margin(self, measure: str) -> float | None:
+        """The margin of a measure."""
+        return self.held_out if measure == HELD_OUT else self.benchmarks
+
+
 class VerdictSection(Section):
     """The runs of each candidate's selected setting, and the questions that they answer."""
 
@@ -126,6 +139,8 @@ class VerdictSection(Section):
     with Holm's correction for more comparisons."""
     retention: Retention | None = None
     """Benchmarks on which a candidate must not lose more than a margin."""
+    equivalence: Equivalence | None = None
+    """Margins of equivalence to the reference. Declare them before the runs; `plan` shows which can be reached."""
     power: Annotated[float, Field(gt=0, lt=1)] = 0.8
     """Of the minimum detectable effects."""
     assume: dict[str, NonNegative] = {}
@@ -167,7 +182,7 @@ class StudyFile(Section):
         return {key: drawn[each[1:]] if isinstance(each, str) else drawn[key] for key, each in space.items()}
 
 
-OWN_KEYS = ("trainer.seed", "run.output_dir", "run.overwrite", "run.resume", "extends", "task")
+OWN_KEYS = ("trainer.seed", "data.eval_part", "run.output_dir", "run.overwrite", "run.resume", "extends", "task")
 """Keys of the recipe that a study sets itself, or cannot change."""
 NO_PRUNING = (
     "trials are not pruned: early in a schedule, settings rank differently than at its end, and with median or halving "
@@ -222,6 +237,7 @@ def recipe_of_run(study: StudyFile, run: Run, notify: Callable[[str], object] = 
     texts = _settings(study.set) + _settings(study.candidates[run.candidate].set) + _settings(run.parameters)
     own: dict[str, Any] = {"trainer.seed": run.seed, "run.output_dir": f"{study.output_dir}/{run.folder}"}
     own |= {"run.resume": "auto", "run.overwrite": False, "trainer.eval_on_start": True}
+    own["data.eval_part"] = run.stage
     if run.stage == "search":
         own["eval"] = None
     recipe = recipes.load(study.recipe, texts + _settings(own), notify=notify)

@@ -25,7 +25,9 @@ from ..recipe.data_files import data_files
 from ..run.folder import RunFolder, now
 from ..run.provenance import commit
 from .config import StudyFile
+from .estimates import FAMILY_ERROR
 from .runs import run_folders
+from .stats import look_error
 from .study import ENDED, Run, Study
 
 DECLARATION, HISTORY = "declaration.json", "history.jsonl"
@@ -120,6 +122,8 @@ def declaration_problems(folder: Path, study: StudyFile) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
+    if [line.get("sha256") for line in read_history(folder, "declared")] != [declared["sha256"]]:
+        yield f"{HISTORY}: does not begin with this declaration; restore it, or repeat the study in another folder"
     for line in differences(declared.get("study", {}), _fixed(study))[:20]:
         yield f"study.yaml: is not as it was declared ({line}); restore it"
 
@@ -152,13 +156,22 @@ def note_ended(folder: Path, runs: Iterable[Run]) -> None:
             note(folder, "ended", run=run.folder, status=run.status, weights=weights)
 
 
+def look_number(folder: Path, study: Study) -> int:
+    """Return the number of a study's verdict, from 1: one for each set of final runs whose answers were computed."""
+    looks = read_history(folder, "looked")
+    return len(looks) + (not looks or looks[-1].get("runs") != _final_runs(study))
+
+
 def note_look(folder: Path, study: Study) -> None:
     """Append the answers of a study with a verdict, unless the last look had the same runs."""
-    runs = [[run.folder, run.metric, run.scores] for candidate in study.candidates for run in candidate.verdict]
     looks = read_history(folder, "looked")
-    if study.differences and (not looks or looks[-1].get("runs") != digest(runs)):
+    if study.differences and look_number(folder, study) > len(looks):
         answers = [f"{d.candidate} - {d.reference}, {d.measure}: {d.answer}" for d in study.differences]
-        note(folder, "looked", runs=digest(runs), answers=answers)
+        note(folder, "looked", runs=_final_runs(study), answers=answers)
+
+
+def _final_runs(study: Study) -> str:
+    return digest([[run.folder, run.metric, run.scores] for each in study.candidates for run in each.verdict])
 
 
 def history_cautions(folder: Path, study: Study) -> Iterator[str]:
@@ -173,5 +186,6 @@ def history_cautions(folder: Path, study: Study) -> Iterator[str]:
         changed = sum(answer not in first for answer in looks[-1].get("answers", []))
         yield (
             f"`compare` has computed {len(looks)} verdicts, each from a different set of runs; {changed} of "
-            f"{len(first)} answers changed since the first verdict. Each verdict is another chance of a wrong answer"
+            f"{len(first)} answers changed since the first verdict. Each verdict is another chance of a wrong answer, "
+            f"so that p-values of this one are multiplied by {FAMILY_ERROR / look_error(len(looks)):.4g}"
         )

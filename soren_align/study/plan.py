@@ -22,7 +22,9 @@ from ..launch.environment import set_environment
 from ..recipe import accumulation
 from .config import ALL_PAIRS, Range, StudyFile, first_run, recipe_of_run
 from .declaration import DIGITS, declare
-from .stats import Assumed, Design, minimum_detectable, minimum_detectable_loss, num_comparisons
+from .estimates import FAMILY_ERROR, Assumed, Design, detectable_loss, detectable_score, family_size
+from .stats import look_error
+from .study import AVERAGE, HELD_OUT
 
 ASSUMPTIONS = {
     "changed_by_training": "answers that differ from the base's",
@@ -122,7 +124,7 @@ def plan_study(
             **largest_disk,
         },
         "evaluation": evaluation,
-        "detectable": _detectable(study, sizes, first["evaluation"]),
+        "detectable": _detectable(study, sizes, first["evaluation"], (first["data"].get("eval") or {}).get("num_kept")),
         "notices": list(dict.fromkeys(each for plan in plans.values() for each in plan["notices"] + plan["problems"])),
     }
 
@@ -136,38 +138,51 @@ def assumed(study: StudyFile) -> Assumed:
     return Assumed(**study.verdict.assume)
 
 
-def _detectable(study: StudyFile, sizes: Mapping[str, ColumnSize], evaluation: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the minimum detectable effects of each column, in percentage points, and of the held-out metric."""
+def _detectable(
+    study: StudyFile, sizes: Mapping[str, ColumnSize], evaluation: dict[str, Any] | None, examples: int | None
+) -> dict[str, Any]:
+    """Return the minimum detectable effects of each column, in percentage points, and of the held-out metric.
+
+    examples: held-out ones that judge. With declared margins of equivalence, also the smallest that can be shown.
+    """
     verdict = study.verdict
     columns = evaluation["columns"] if evaluation else []
-    num_measures = len(columns) + 1 + bool(evaluation and evaluation["has_average"])
-    retention = len(verdict.retention.columns) if verdict.retention else 0
-    all_pairs = verdict.reference == ALL_PAIRS
-    comparisons = num_comparisons(len(study.candidates), num_measures, retention, all_pairs=all_pairs)
-    design = Design(
-        candidates=len(study.candidates), seeds=len(verdict.seeds), comparisons=comparisons, power=verdict.power
+    measures = [HELD_OUT, *columns, *([AVERAGE] if evaluation and evaluation["has_average"] else [])]
+    margins = {each: verdict.equivalence.margin(each) for each in measures} if verdict.equivalence else {}
+    num_tests = family_size(
+        len(study.candidates),
+        len(measures),
+        retention=len(verdict.retention.columns) if verdict.retention else 0,
+        all_pairs=verdict.reference == ALL_PAIRS,
+        equivalence=sum(margin is not None for margin in margins.values()),
     )
+    num_first = round(num_tests * FAMILY_ERROR / look_error(1))
+    design = Design(seeds=len(verdict.seeds), num_tests=num_first, power=verdict.power)
     assumptions = assumed(study)
-    kinds = {"to_base": True, "to_reference": False}
+    kinds: dict[str, dict[str, bool]] = {"to_base": {"to_base": True}, "to_reference": {"to_base": False}}
+    if verdict.equivalence:
+        kinds["equivalence"] = {"to_base": False, "equivalence": True}
     return {
         "power": verdict.power,
-        "comparisons": comparisons,
+        "comparisons": num_tests,
         "reference": verdict.reference,
         "assumed": asdict(assumptions),
+        "margins": verdict.equivalence and verdict.equivalence.model_dump(),
         "columns": {
             column: {
                 "questions": size.questions,
                 "num_clusters": len(size.clusters) or None,
                 **{
-                    kind: minimum_detectable(design, assumptions, size.questions, size.clusters, to_base=to_base)
-                    for kind, to_base in kinds.items()
+                    kind: detectable_score(design, assumptions, size.questions, size.clusters, **options)
+                    for kind, options in kinds.items()
                 },
             }
             for column, size in sizes.items()
         },
         "held_out": {
             "metric": study.search.metric,
-            **{kind: minimum_detectable_loss(design, assumptions, to_base=to_base) for kind, to_base in kinds.items()},
+            "examples": examples,
+            **{kind: detectable_loss(design, assumptions, examples, **options) for kind, options in kinds.items()},
         },
     }
 
@@ -292,17 +307,27 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
         write("eval", "none: the verdict uses the held-out examples alone")
 
     section = plan["detectable"]
-    title = f"minimum detectable effect: {section['power']:.0%} power, Holm over {section['comparisons']} comparisons"
+    title = f"minimum detectable effect: {section['power']:.0%} power, Holm over {section['comparisons']} tests"
     reference = "to each other" if section["reference"] == ALL_PAIRS else f"to {section['reference']}"
-    held_out, kinds, rows = section["held_out"], ("to_base", "to_reference"), []
+    kinds = {"to_base": "to the base", "to_reference": reference}
+    kinds |= {"equivalence": "equivalent within"} if section["margins"] else {}
+    held_out, rows = section["held_out"], []
     for column, each in section["columns"].items():
         clusters = f"{each['num_clusters']:,}" if each["num_clusters"] else ""
         rows.append((column, f"{each['questions']:,}", clusters, *(f"{each[kind]:.1f} points" for kind in kinds)))
-    rows.append((held_out["metric"], "", "", *(f"{held_out[kind]:.3f}" for kind in kinds)))
-    table = Table(["measure", "questions", "clusters", "to the base", reference], rows, title=title)
+    examples = f"{held_out['examples']:,}" if held_out["examples"] else ""
+    rows.append((held_out["metric"], examples, "", *(f"{held_out[kind]:.3f}" for kind in kinds)))
+    table = Table(["measure", "questions", "clusters", *kinds.values()], rows, title=title)
     console.print(table.rich(pad_edge=True))
+    for name, margin in (section["margins"] or {}).items():
+        sizes = [held_out] if name == "held_out" else section["columns"].values()
+        reached = [each["equivalence"] for each in sizes]
+        if margin is not None and reached and max(reached) > margin:
+            text = f"verdict.equivalence.{name}: the margin {margin:g} is too small for this study"
+            write("notice", f"{text}; use more seeds, more examples or questions, or a larger margin")
     values = section["assumed"]
     deviation = f"standard deviation over seeds: {values['loss_sd']:g} of {held_out['metric']}"
+    deviation += f", over examples: {values['example_sd']:g}" if held_out["examples"] else ""
     assumptions = [deviation]
     if section["columns"]:
         shares = ", ".join(f"{100 * values[key]:g}% {label}" for key, label in ASSUMPTIONS.items())

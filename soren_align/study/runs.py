@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from ..core.errors import UserError
 from ..evaluate.report.results import read_results
 from ..recipe import Recipe, load_resolved, training_part
 from ..run.folder import STOPPED, RunFolder, read_metrics
+from ..run.held_out import read_held_out
 from ..run.metrics import IN_STUDIES
 from ..run.provenance import software
 from ..run.record import divergence
@@ -89,11 +91,17 @@ def read_run(run: Run, folder: RunFolder, metric: str) -> Run:
             status, reason = "failed", "metrics.jsonl has no evaluation of the start and of the end"
         elif reason:
             status = "diverged"
+    ends = (curve[0].metric, curve[-1].metric) if curve and status in ("finished", "diverged") else (None, None)
+    if run.stage == "verdict" and status == "finished":
+        with suppress(UserError):  # missing or damaged: the verdict, which needs it, reports it
+            values = read_held_out(folder.held_out, metric)
+            ends = float(values.start.mean()), float(values.end.mean())
     return replace(
         run,
         status=status,
         reason=reason,
-        metric=curve[-1].metric if curve and status in ("finished", "diverged") else None,
+        start=ends[0],
+        metric=ends[1],
         curve=curve,
         seconds=curve[-1].seconds if curve else None,
         peak_memory_bytes=record.get("training", {}).get("peak_memory_bytes"),

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ..run.metrics import IN_STUDIES
 
+Answer = Literal["better", "worse", "equivalent", "not distinguishable"]
 Status = Literal["waiting", "running", "finished", "diverged", "failed"]
 ENDED = ("finished", "diverged", "failed")
 """diverged: the loss was not a number, or above the start's. failed: any other error. All of them are results."""
@@ -51,7 +52,9 @@ class Run:
     reason: str | None = None
     """Of a run that is not finished, one sentence."""
     metric: float | None = None
-    """The selection metric at the end of the run."""
+    """The selection metric at the end of the run; of a final run, the mean by weight over the examples that judge."""
+    start: float | None = None
+    """The same at the start of the run."""
     curve: list[Point] = field(default_factory=list)
     seconds: float | None = None
     peak_memory_bytes: int | None = None
@@ -128,13 +131,23 @@ class Difference:
     high: float
     p: float
     p_holm: float
-    answer: Literal["better", "worse", "not distinguishable"]
-    detectable: float
-    """The difference that this study would have found with the declared power, from its own variances."""
+    answer: Answer
+    detectable: float | None
+    """The difference that this study would have found with the declared power, from its own variances; None: all runs
+    gave the same, which shows no spread."""
     margin: float | None = None
     """Of the equivalence test, for columns that are to be retained; None: not tested."""
     retained: bool | None = None
     """Whether the candidate is shown to lose less than the margin."""
+    equivalence: float | None = None
+    """The declared margin of equivalence; None: not tested."""
+    is_equivalent: bool | None = None
+    """Whether the true difference is shown to be smaller than this margin, also of a candidate that is better."""
+    noisiest: str = ""
+    """The one of both whose results differ most between seeds, and `seed_range`, by how much."""
+    seed_range: float = 0.0
+    seed_share: float = 0.0
+    """The share of the variance that the seeds cause; questions or examples cause the other part."""
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,7 @@ def report_result(
     written = {
         "recipe_sha256": recipe_hash(recipe, with_optimizer=True),
         "metrics_sha256": file_sha256(folder.metrics),
+        "held_out_sha256": file_sha256(folder.held_out) if folder.held_out.is_file() else None,
         "weights_sha256": fingerprint(str(folder.model)),
     }
     used: dict[str, Any] = {"peak_memory_bytes": peak_memory()}

@@ -28,9 +28,11 @@ from ..run.record import divergence
 from ..run.weights import trl_config_names
 from ..sharding import CheckpointException, is_universal
 from ..sharding.ranks import Ranks
+from ..tasks import TASKS
 from . import build, checkpoints
 from .checkpoints import PICKLE_REFUSED, model_bytes, refuse_full_disk, write_errors
 from .lost_updates import LostUpdatesPolicy, change_after_saving
+from .measure.held_out import HeldOutRecorder
 from .measure.progress import LogsOfShortRuns, TrainingProgress
 from .measure.retention import Retention, read_probes
 from .measure.samples import SampleWriter
@@ -79,9 +81,20 @@ def train(setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Rank
     early = EarlyStopping(stopping.patience, stopping.threshold) if stopping else None
     progress = TrainingProgress(console, recipe.task, partial(few_steps, recipe, num_ranks=ranks.num_ranks))
     samples = SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console, ranks) if run.samples else None
+    metrics, judges = tuple(TASKS[recipe.task].higher_is_better), recipe.data.eval_part == "verdict"
+    held_out = HeldOutRecorder(trainer, metrics, folder, ranks) if judges and trainer.eval_dataset else None
     trainer.remove_callback(PrinterCallback)
     shown = progress if ranks.is_first else None
-    for callback in (stop, early, LogsOfShortRuns(), shown, samples, trainer.retention, LockCheck(folder, ranks)):
+    for callback in (
+        stop,
+        early,
+        LogsOfShortRuns(),
+        shown,
+        samples,
+        trainer.retention,
+        held_out,
+        LockCheck(folder, ranks),
+    ):
         if callback is not None:
             trainer.add_callback(callback)
 
@@ -112,6 +125,8 @@ def train(setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Rank
         with trl_config_names(trainer.model):
             if validation := trainer.validation():
                 result["validation"] = validation
+            if held_out:
+                held_out.record("end")
             if samples and ("best_model" in result or samples.last_step != state.global_step):
                 # The mark: a run that is killed later repeats the end, and these lines.
                 samples.sample(trainer.model, state.global_step, at="end")

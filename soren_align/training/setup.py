@@ -351,6 +351,10 @@ def tokenize_splits(
         ends = (number for number, total in enumerate(accumulate(numbers), 1) if total >= recipe.data.eval_tokens)
         if (num_examples := next(ends, len(evaluation))) < len(evaluation):
             tokens["eval"] = evaluation.select(range(num_examples))
+    if recipe.data.eval_part and (evaluation := tokens["eval"]):
+        if len(evaluation) < 2:
+            raise UserError("data.eval: has 1 example, and a study splits the held-out examples; hold out 100 or more")
+        tokens["eval"] = evaluation.select(range(recipe.data.eval_part == "verdict", len(evaluation), 2))
     return remaining, tokens
 
 

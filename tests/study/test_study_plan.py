@@ -14,8 +14,8 @@ from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.recipe import OPTIMIZER_SECTIONS
 from soren_align.study.config import first_run, load_study, recipe_of_run
+from soren_align.study.estimates import Assumed, Design, detectable_loss, detectable_score, family_size
 from soren_align.study.plan import ColumnSize, plan_study, print_study_plan
-from soren_align.study.stats import Assumed, Design, minimum_detectable, num_comparisons
 from tests.support import command
 
 STUDIES = [name for name in shipped.studies() if name.startswith("studies/")]
@@ -42,6 +42,7 @@ def run_plan(name, training=3.0e15, maps=1.0e12):
                        "contamination": {"few": {"questions": 120, "overlapping": 2, "exact": 1}}},
         "disk": {"model_bytes": 10, "checkpoint_bytes": 40 if name == "adamw" else 30, "num_checkpoints": 2}
             | {"start_bytes": 5},
+        "data": {"eval": {"num_kept": 120}},
         "notices": ["the same for all"],
         "problems": [],
     }  # fmt: skip
@@ -75,12 +76,16 @@ def test_detectable_effects_are_those_of_the_power_analysis():
     retention = "verdict.retention={columns: [zoo_mc], margin: 5.0}"
     plan = planned("verdict.seeds=[7, 8, 9]", "verdict.assume={seed_sd: 0.25}", "verdict.power=0.9", retention)
     section = plan["detectable"]
-    assert section["comparisons"] == num_comparisons(4, 5, 1)  # three columns, their average, the loss; one retained
-    design = Design(candidates=4, seeds=3, comparisons=section["comparisons"], power=0.9)
+    assert section["comparisons"] == family_size(
+        4, 5, retention=1
+    )  # three columns, their average, the loss; one retained
+    design = Design(seeds=3, num_tests=round(section["comparisons"] / 0.8), power=0.9)  # 0.04 of 0.05 at the first look
     for column, size in SIZES.items():
         for kind, to_base in (("to_base", True), ("to_reference", False)):
-            expected = minimum_detectable(design, Assumed(seed_sd=0.25), size.questions, size.clusters, to_base=to_base)
+            expected = detectable_score(design, Assumed(seed_sd=0.25), size.questions, size.clusters, to_base=to_base)
             assert section["columns"][column][kind] == expected
+    expected = detectable_loss(design, Assumed(), 120, to_base=True)
+    assert section["held_out"]["to_base"] == expected > detectable_loss(design, Assumed(), 1000, to_base=True)
     effects = {column: section["columns"][column]["to_base"] for column in SIZES}
     assert effects["many"] < effects["clustered"] < effects["few"]
     more = planned("verdict.seeds=[7, 8, 9, 10, 11, 12]", "verdict.assume={seed_sd: 0.25}", "verdict.power=0.9")

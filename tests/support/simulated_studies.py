@@ -6,7 +6,9 @@ The answer of candidate k with seed s to question q is right if
 
 with normal effects. A part of the last three is shared by the questions of a cluster. The starting checkpoint is a
 candidate with one run and without an effect of the seed. Graded points, as of TruthfulQA's mc2, are a smooth function
-of the same sum.
+of the same sum. The loss of held-out example i is
+
+    1 - gain[k] + seed[k, s] + taste[k, i] + luck[k, s, i]
 """
 
 from dataclasses import dataclass, field, replace
@@ -15,8 +17,9 @@ import numpy as np
 from scipy.special import ndtr, ndtri
 
 from soren_align.evaluate.stats.paired import ColumnPoints
-from soren_align.study.stats import Assumed
-from soren_align.study.study import Candidate, Point, Run
+from soren_align.study.estimates import Assumed
+from soren_align.study.stats import Answers
+from soren_align.study.study import HELD_OUT, Candidate, Run
 
 QUICKSTART = {"zoo_mc": np.ones(120, int), "zoo_gen": np.ones(120, int), "preference": np.ones(120, int)}
 # fmt: off
@@ -60,6 +63,16 @@ class World:
     spreads: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
     """The candidates' standard deviations over seeds, relative to `seed_sd`. All have the same true scores."""
     loss_sd: float = 0.01
+    """Of the loss over seeds."""
+    examples: int = 240
+    """Held out."""
+    example_sd: float = 0.1
+    """Over examples, of the difference of two candidates' losses."""
+    start_loss: float = 1.0
+    """Of the starting checkpoint. 1: the training changes no loss."""
+    seed_kind: str = "normal"
+    """The distribution of the effects of seeds: normal, t3, lognormal, bad (one run in ten is 10 standard deviations of
+    the others worse); all with mean 0 and standard deviation 1."""
 
     def true_score(self, column, skill=None, spread=None):
         """The expected points of a run with this skill."""
@@ -75,7 +88,7 @@ class World:
         """In the unit of the verdict's differences."""
         gains = [self.gains.get((name, measure), 0.0) for name in (candidate, reference)]
         if measure == "held-out":
-            return self.loss_sd * (gains[0] - gains[1])
+            return self.loss_sd * (gains[0] - gains[1]) + (self.start_loss - 1.0 if reference == "base" else 0.0)
         learned = self.true_score(measure, spread=0.0) - self.true_score(measure, self.start, 0.0)
         return 100 * (gains[0] + (learned if reference == "base" else -gains[1]))
 
@@ -86,7 +99,7 @@ def _width(column, spread):
 
 
 def draw(world, rng):
-    """One study: its candidates, their points, and those of the starting checkpoint."""
+    """One study: its candidates and their answers."""
     answers, base = {name: [{} for _ in range(world.seeds)] for name in world.names}, {}
     easy_sd = np.sqrt(1 - world.taste**2 - world.luck**2)
     for column, sizes in world.columns.items():
@@ -105,41 +118,63 @@ def draw(world, rng):
 
         easiness = effect(easy_sd)
         base[column] = answered(world.start + easiness + effect(world.taste) + effect(world.luck))
-        seeds = seed_effects(world, rng)
+        seeds = world.seed_sd * seed_effects(world, rng)
         for k, name in enumerate(world.names):
             known = world.skill_of(k, column) + easiness + effect(world.taste)
             for s in range(world.seeds):
                 answers[name][s][column] = answered(known + seeds[k, s] + effect(world.luck))
-    return candidates(world, rng), answers, base
+
+    def losses(mean, taste):
+        luck = rng.normal(size=world.examples) * world.example_sd / 4
+        return ColumnPoints(-(mean + taste + luck), None, "0" * 64)
+
+    def taste():
+        return rng.normal(size=world.examples) * world.example_sd / np.sqrt(2)
+
+    base[HELD_OUT] = losses(world.start_loss, taste())
+    seeds = world.loss_sd * seed_effects(world, rng)
+    for k, name in enumerate(world.names):
+        mean, own = 1.0 - world.loss_sd * world.gains.get((name, HELD_OUT), 0.0), taste()
+        for s in range(world.seeds):
+            answers[name][s][HELD_OUT] = losses(mean + seeds[k, s], own)
+    starts = {name: [base] * world.seeds for name in world.names}
+    return candidates(world.names, world.seeds), Answers(answers, starts)
 
 
 def seed_effects(world, rng):
-    shared, own = rng.normal(size=world.seeds), rng.normal(size=(len(world.names), world.seeds))
-    effects = np.sqrt(world.seeds_shared) * shared + np.sqrt(1 - world.seeds_shared) * own
-    return world.seed_sd * np.array(world.spreads)[: len(world.names), None] * effects
+    """[candidates, seeds]: of mean 0; the standard deviations are those of `spreads`."""
+
+    def effects(*size):
+        if world.seed_kind == "t3":
+            return rng.standard_t(3, size) / np.sqrt(3)
+        if world.seed_kind == "lognormal":
+            return (rng.lognormal(size=size) - np.exp(0.5)) / np.sqrt((np.e - 1) * np.e)
+        if world.seed_kind == "bad":
+            return (rng.normal(size=size) + 10 * (rng.random(size) < 0.1) - 1) / np.sqrt(1 + 9)
+        return rng.normal(size=size)
+
+    own = np.sqrt(1 - world.seeds_shared) * effects(len(world.names), world.seeds)
+    return np.array(world.spreads)[: len(world.names), None] * (
+        np.sqrt(world.seeds_shared) * effects(world.seeds) + own
+    )
 
 
-def candidates(world, rng):
-    """The candidates with the losses of their verdict's runs; the start's is 1, as are the candidates' of no gain."""
-    losses = 1.0 + world.loss_sd / world.seed_sd * seed_effects(world, rng) if world.seed_sd else None
-    runs = {}
-    for k, name in enumerate(world.names):
-        gain = world.gains.get((name, "held-out"), 0.0) * world.loss_sd
-        runs[name] = [
-            Run(name, "verdict", s, 101 + s, "", {}, "finished", metric=metric, curve=[Point(0, metric=1.0)])
-            for s in range(world.seeds)
-            for metric in [None if losses is None else float(losses[k, s]) - gain]
-        ]
-    return [Candidate(name, {}, {}, [], 0, {}, verdict) for name, verdict in runs.items()]
+def candidates(names, seeds):
+    """Candidates whose final runs are all finished."""
+    return [
+        Candidate(name, {}, {}, [], 0, {}, [Run(name, "verdict", s, 101 + s, "", {}, "finished") for s in range(seeds)])
+        for name in names
+    ]
 
 
 def measured(world, column, rng, num_studies=20):
-    """The assumptions of power.py as they are in this world, from many studies without gains."""
+    """The assumptions of a plan as they are in this world, from many studies without gains."""
     world = replace(world, gains={}, columns={column: world.columns[column]})
     shares, scores, correlations = [], [], []
     for _ in range(num_studies):
-        _, answers, base = draw(world, rng)
-        runs = np.array([[points[column].each for points in answers[name]] for name in world.names])
+        _, answers = draw(world, rng)
+        runs = np.array([[points[column].each for points in answers.runs[name]] for name in world.names])
+        base = answers.starts[world.names[0]][0]
         differ = lambda a, b: np.abs(a - b).mean()  # noqa: E731
         shares.append([differ(runs, base[column].each), differ(runs[1:], runs[:1]), differ(runs[:, 1:], runs[:, :1])])
         scores.append(runs.mean(axis=2).var(axis=1, ddof=1).mean())
@@ -151,6 +186,7 @@ def measured(world, column, rng, num_studies=20):
         changed_by_seed=by_seed,
         seed_sd=100 * np.sqrt(np.mean(scores)),
         loss_sd=world.loss_sd,
+        example_sd=world.example_sd,
         cluster_correlation=max(float(np.mean(correlations)), 0.0),
     )
 

@@ -8,6 +8,7 @@ from soren_align.core.files import file_sha256
 from soren_align.core.version import __version__
 from soren_align.recipe import recipe_hash, to_yaml
 from soren_align.run.folder import RunFolder
+from soren_align.run.held_out import add_values
 from soren_align.study import search as study_search
 from soren_align.study.config import load_study, recipe_of_run
 from soren_align.study.study import ENDED
@@ -61,6 +62,8 @@ def end(study, run, loss, *, seconds=10.0, error=None, diverged=False):
     lines += [{"step": 6, "loss": loss, "relative_change": 0.1, **speed}]
     lines += [{"step": 6, "eval_loss": loss, "eval_num_tokens": 600.0}]
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if run.stage == "verdict":
+        put_held_out(folder, 5.0, loss)
     status = "training" if error else "finished"
     identity = {"starting_weights": "a" * 16, "batches": f"{run.seed:016}", "data": "b" * 16,
                 "recipe": recipe_hash(recipe), "precision": {"weights": ["float32"]}, "processes": 1,
@@ -73,11 +76,19 @@ def end(study, run, loss, *, seconds=10.0, error=None, diverged=False):
     )  # fmt: skip
 
 
+def put_held_out(folder, start, end, examples=40):
+    """Write held_out.json: examples around the mean losses at the start and at the end."""
+    for at, mean in (("start", start), ("end", end)):
+        values = [mean + 0.1 * ((i % 5) - 2) * (at == "end") for i in range(examples)]
+        add_values(folder.held_out, at, "e" * 64, [1.0] * examples, None, {"eval_loss": values})
+
+
 def written(folder, recipe, weights):
     """What run.json has of the files that a training has left. weights: any text, in the place of a model."""
     return {
         "recipe_sha256": recipe_hash(recipe, with_optimizer=True),
         "metrics_sha256": file_sha256(folder.metrics),
+        "held_out_sha256": file_sha256(folder.held_out) if folder.held_out.is_file() else None,
         "weights_sha256": hashlib.sha256(weights.encode()).hexdigest(),
     }
 

@@ -106,7 +106,7 @@ def differences_figure(study: Study, reference: str) -> Figure:
         ) -> None:
             for y, d in enumerate(differences):
                 grey = {"color": colors.grid, "linewidth": 12, "solid_capstyle": "butt", "zorder": 1}
-                seen, low, high = min(d.detectable, most), max(d.low, -most), min(d.high, most)
+                seen, low, high = min(d.detectable or 0.0, most), max(d.low, -most), min(d.high, most)
                 axes.plot([-seen, seen], [y, y], **grey)
                 style: dict[str, Any] = line_style(numbers[d.candidate], colors) | {"linestyle": "-"}
                 axes.plot([low, high], [y, y], color=style["color"], linewidth=1.6, zorder=3)
@@ -130,7 +130,8 @@ def differences_figure(study: Study, reference: str) -> Figure:
         panels.append(_panel(about, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences))))
     caption = (
         f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. Grey:"
-        " differences too small for this study to detect. Filled dots: better or worse; hollow: not distinguishable."
+        " differences too small for this study to detect. Filled dots: better, worse or equivalent; hollow: not"
+        " distinguishable."
     )
     return Figure(panels, caption)
 

@@ -24,13 +24,14 @@ from ...recipe import load_resolved
 from ...run.folder import RunFolder
 from ...run.metrics import IN_STUDIES
 from ..declaration import DIGITS
-from ..study import BASE, Study, finished
+from ..study import BASE, HELD_OUT, Study, finished
 from . import charts, curves, text
 from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, TextTable, page_html, page_markdown
 from .effort import target_blocks, tuning_blocks
 
 REPORT = "report.html"
-STYLES = {"better": "green", "worse": "red", "open": ""}
+STYLES = {"better": "green", "worse": "red", "equivalent": "cyan", "open": ""}
+SIGNS = {sign: (STYLES[answer], answer) for answer, sign in text.SIGNS.items()}
 LAST = ("step", "tokens", "train_loss", *(metric.key for metric in IN_STUDIES))
 """Quantities of a run's last evaluation, in trials.csv."""
 OWN = ("recipe", "num_batches", "versions")
@@ -60,7 +61,6 @@ def write_report(study: Study, folder: Path) -> None:
     resolved = json.dumps(study.file, indent=1, ensure_ascii=False, default=str)
     parts: Mapping[str, Sequence[Block | None]] = {
         "Verdict": verdict_blocks(study),
-        "Scores": score_blocks(study),
         "How this conclusion could be wrong": [*cautions, Paragraph(general)],
         "Along the runs": [charts.curves_figure(study)],
         "Answers": answer_blocks(study, folder),
@@ -89,24 +89,28 @@ def verdict_blocks(study: Study) -> list[Block]:
         return [
             Alert("No verdict: the runs cannot be compared", study.problems),
             Paragraph("The figures and tables below show the runs as they are; they do not support a conclusion."),
+            *score_blocks(study),
         ]
     if not study.differences:
-        return [Paragraph(text.no_verdict(study), kind="lead")]
+        return [Paragraph(text.no_verdict(study), kind="lead"), *score_blocks(study)]
     blocks: list[Block] = [Paragraph(sentence, kind="lead") for sentence in text.headline(study)]
+    blocks += score_blocks(study)
     for name in text.references_of(study):
         blocks.append(Items(text.comparisons(study, name, most=1), f"Against {text.reference_name(name)}"))
         blocks.append(charts.differences_figure(study, name))
-    num = len(study.differences) + sum(d.retained is not None for d in study.differences)
+    num = len(study.differences) + sum(
+        (d.retained is not None) + (d.is_equivalent is not None) for d in study.differences
+    )
     note = (
-        "Intervals cover the spread over seeds and questions (for the held-out metric, over seeds). Each answer "
-        f"depends on a p-value, corrected for {count(num, 'test')} by Holm's method; intervals are not corrected. "
+        "Intervals cover the spread over seeds, and over questions or held-out examples. Each answer depends on a "
+        f"p-value, corrected for {count(num, 'test')} by Holm's method; intervals are not corrected. "
         "Positive differences are better, whatever the measure's direction."
     )
     return [*blocks, Paragraph(note, kind="muted")]
 
 
 def score_blocks(study: Study) -> list[Block]:
-    """Return the scores, the starting checkpoint's in the first row."""
+    """Return the scores, the starting checkpoint's in the first row, marked by the answers against the reference."""
     columns = text.columns_of_suite(study)
     rows = [["starting checkpoint", *_scores(study, columns)[0], "-", ""]]
     for candidate, scores in zip(study.candidates, _scores(study, columns)[1:], strict=True):
@@ -117,8 +121,10 @@ def score_blocks(study: Study) -> list[Block]:
         rows.append([candidate.name, *scores, str(len(finished(candidate.verdict))), "\n".join(settings)])
     head = ["", text.metric_name(study), *columns, "runs", "selected setting"]
     note = "Mean ± standard deviation over the seeds of the verdict; scores in percent."
+    if legend := text.legend(study):
+        note = f"{note} {legend}"
     align = "l" + "r" * (len(head) - 2) + "l"
-    return [Table(head, rows, align=align), Paragraph(note, kind="muted")]
+    return [Table(head, rows, align=align, signs=SIGNS), Paragraph(note, kind="muted")]
 
 
 def difference_blocks(study: Study) -> list[Block]:
@@ -128,7 +134,7 @@ def difference_blocks(study: Study) -> list[Block]:
     rows, groups = [], set()
     for measure in text.measures_of(study):
         groups.add(len(rows))
-        rows.append([text.measure_name(study, measure), *[""] * 6])
+        rows.append([text.measure_name(study, measure), *[""] * 7])
         for d in text.in_order(study, text.references_of(study)):
             if d.measure == measure:
                 value, low, high = (text.signed_size(value, d.unit) for value in (d.value, d.low, d.high))
@@ -137,21 +143,29 @@ def difference_blocks(study: Study) -> list[Block]:
                     retained = f"{'yes' if d.retained else 'not shown'}, margin {text.size(d.margin, d.unit)}"
                 row = [f"{d.candidate} - {'start' if d.reference == BASE else d.reference}", d.answer]
                 row += [value, f"[{low}, {high}]", p_value(d.p_holm).removeprefix("p ")]
-                rows.append([*row, text.seen_size(d).removesuffix(" points"), retained])
-    head = ["", "answer", "difference", "95% interval", "Holm's p", "detectable", "retained"]
-    return [Table(head, rows, align="ll", groups=frozenset(groups))]
+                row += [text.seen_size(d).removesuffix(" points"), f"{d.seed_share:.0%}", retained]
+                rows.append(row)
+    head = ["", "answer", "difference", "95% interval", "Holm's p", "detectable", "by seeds", "retained"]
+    note = (
+        "Detectable: with the declared power, at Holm's first threshold. By seeds: the share of the variance that the "
+    )
+    note += "seeds cause; more seeds lower this part, more questions or examples the other one."
+    return [Table(head, rows, align="ll", groups=frozenset(groups)), Paragraph(note, kind="muted")]
 
 
 def _scores(study: Study, columns: list[str]) -> list[list[str]]:
     """Return the selection metric and scores of the suite: of the starting checkpoint, then of each candidate."""
     base = study.base_scores or {}
-    metric = text.metric_text(curves.start(study, "metric"))
+    starts = [run.start for candidate in study.candidates for run in candidate.verdict if run.start is not None]
+    metric = text.metric_text(starts[0] if starts else curves.start(study, "metric"))
+    measures = [HELD_OUT, *columns]
     rows = [[metric, *(f"{base[c]:.1f}" if c in base else "-" for c in columns)]]
     for candidate in study.candidates:
         runs = finished(candidate.verdict)
         scores = [[run.scores[c] for run in runs if run.scores and c in run.scores] for c in columns]
         metrics = [run.metric for run in runs if run.metric is not None]
-        rows.append([mean_std(metrics, 3), *(mean_std(values, 1) for values in scores)])
+        cells = [mean_std(metrics, 3), *(mean_std(values, 1) for values in scores)]
+        rows.append([cell + text.sign(study, candidate.name, m) for cell, m in zip(cells, measures, strict=True)])
     return rows
 
 
@@ -328,7 +342,9 @@ def terminal_verdict(study: Study) -> Group:
     columns = text.columns_of_suite(study)[:3]
     names = ["start", *(candidate.name for candidate in study.candidates)]
     rows = [[name, *scores] for name, scores in zip(names, _scores(study, columns), strict=True)]
-    parts += [Table(["", text.metric_name(study), *columns], rows).rich(), Text()]
+    parts += [Table(["", text.metric_name(study), *columns], rows, signs=SIGNS).rich(), Text()]
+    if legend := text.legend(study):
+        parts.append(Text(f"{legend}\n", style="dim"))
     for item in (item for name in text.references_of(study) for item in text.comparisons(study, name, most=1)):
         parts.append(_point(Text.assemble((item.lead, STYLES[item.kind]), item.text)))
     if study.differences:

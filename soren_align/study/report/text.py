@@ -16,7 +16,15 @@ _METRICS = {
 }
 POINTS = {"loss": "", "percent": " points"}
 """By the unit of a difference."""
-THAN = {"better": "better than", "worse": "worse than", "not distinguishable": "not distinguishable from"}
+THAN = {
+    "better": "better than",
+    "worse": "worse than",
+    "equivalent": "equivalent to",
+    "not distinguishable": "not distinguishable from",
+}
+
+SIGNS = {"better": " ▲", "worse": " ▼", "equivalent": " ="}
+"""By answer, after a score."""
 
 
 def metric_name(study: Study) -> str:
@@ -66,9 +74,8 @@ def in_order(study: Study, references: Iterable[str]) -> list[Difference]:
 def comparisons(study: Study, reference: str, *, most: int | None = None) -> list[Item]:
     """Return a sentence for each candidate compared with a reference: the answers by measure, then the numbers.
 
-    most: so many measures have numbers. Of a difference that is open, they end with the one that could be seen.
+    most: so many measures have numbers. Of a difference that is open, they end with the one that could be detected.
     """
-    power = float((study.file.get("verdict") or {}).get("power", 0.8))
     differences, items = in_order(study, [reference]), []
     for candidate in dict.fromkeys(d.candidate for d in differences):
         own = [d for d in differences if d.candidate == candidate]
@@ -82,10 +89,9 @@ def comparisons(study: Study, reference: str, *, most: int | None = None) -> lis
         for i, d in enumerate(own):
             name, points = measure_name(study, d.measure), POINTS[d.unit]
             interval = f"{signed_size(d.low, d.unit)} to {signed_size(d.high, d.unit)}"
-            seen = ""
-            if d.answer == "not distinguishable":
-                seen = f"detectable: {seen_size(d)}"
-                seen = f"; {seen}" if i else f"; {seen}, with {power:.0%} power"
+            seen = f"; {resolution(study, d)}" if d.answer == "not distinguishable" else ""
+            if d.is_equivalent and d.equivalence is not None:
+                seen = f"; equivalent within {size(d.equivalence, d.unit)}{points}"
             numbers.append(
                 f"{f'{name} ' if len(own) > 1 else ''}{signed_size(d.value, d.unit)}{points}"
                 f" ({'' if i else '95% interval '}{interval}, {p_value(d.p_holm)}{seen})"
@@ -111,11 +117,27 @@ def headline(study: Study) -> list[str]:
                 all_of_them = f"all {len(names)} candidates" if len(names) == len(differences) > 4 else None
                 verb = "is" if len(names) == 1 else "are"
                 answers.append(f"{all_of_them or join_words(names)} {verb} {than} {reference_name(reference)}")
-        seen, unit = "", differences[0].unit
-        if unseen := [d.detectable for d in differences if d.answer == "not distinguishable"]:
-            seen = f" (this study can detect differences of {size(max(unseen), unit)}{POINTS[unit]} or more)"
+        open_ones = [d for d in differences if d.answer == "not distinguishable"]
+        seen = f" ({join_words([*dict.fromkeys(resolution(study, d) for d in open_ones)])})" if open_ones else ""
         sentences.append(f"On {measure_name(study, differences[0].measure)}, {'; '.join(answers)}{seen}.")
     return sentences
+
+
+def sign(study: Study, candidate: str, measure: str) -> str:
+    """Return the sign of a candidate's answer against the reference on one measure; none against several references."""
+    of_measure = [d for d in study.differences if d.measure == measure and d.reference != BASE]
+    if study.problems or len({d.reference for d in of_measure}) != 1:
+        return ""
+    return next((SIGNS.get(d.answer, "") for d in of_measure if d.candidate == candidate), "")
+
+
+def legend(study: Study) -> str:
+    """Return what the signs mean; empty without a verdict, or with several references."""
+    references = {d.reference for d in study.differences if d.reference != BASE}
+    if study.problems or len(references) != 1:
+        return ""
+    reference = references.pop()
+    return f"▲ better than {reference}, ▼ worse, = equivalent; without a sign: not distinguishable from {reference}."
 
 
 def no_verdict(study: Study) -> str:
@@ -161,7 +183,27 @@ def signed_size(value: float, unit: str) -> str:
 
 def seen_size(d: Difference) -> str:
     """Return the difference that a study can detect; of percent points there are 100."""
-    return "none" if d.unit == "percent" and d.detectable > 100 else f"{size(d.detectable, d.unit)}{POINTS[d.unit]}"
+    if d.detectable is None or (d.unit == "percent" and d.detectable > 100):
+        return "none"
+    return f"{size(d.detectable, d.unit)}{POINTS[d.unit]}"
+
+
+def resolution(study: Study, d: Difference) -> str:
+    """Return why a difference is open: what the study can detect, or that the seeds differ too much.
+
+    The seeds differ too much where they cause most of the variance, and the study cannot detect a difference as large
+    as what the training changed.
+    """
+    if d.detectable is None:
+        return "the seeds gave identical results, which shows no spread"
+    changes = [
+        abs(e.value)
+        for e in study.differences
+        if e.reference == BASE and e.measure == d.measure and e.candidate in (d.candidate, d.reference)
+    ]
+    if d.seed_share > 0.5 and d.detectable > max(changes, default=float("inf")):
+        return f"too noisy to tell: {d.noisiest}'s seeds differ by {size(d.seed_range, d.unit)}{POINTS[d.unit]}"
+    return f"detectable: {seen_size(d)}"
 
 
 def metric_text(value: float | None) -> str:

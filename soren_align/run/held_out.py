@@ -1,0 +1,102 @@
+"""The metrics of each held-out example, at the start of a run and at its end: what a study compares.
+
+    held_out.json  {"format": 1, "examples": hash of all examples, "weights": [12, 7, ...], "clusters": [0, 1, 0, ...],
+                   "start": {"eval_loss": [2.31, ...], ...}, "end": {...}}
+
+A mean over examples has an error because these examples are a sample; without the value of each example this error is
+unknown. The score of a run is the mean over examples by `weights`: numbers of trained tokens, or 1 for preference
+pairs. `clusters` is null where all examples differ; equal examples have one number. A run folder may come from anyone:
+only a file of this form is read.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired
+
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from ..core.document import dotted
+from ..core.errors import UserError
+from ..core.files import read_json, write
+
+MAX_BYTES = 256 << 20
+"""Of the file. 10,000 preference pairs with three metrics are 1.3 MB."""
+Values = Mapping[str, Sequence[float]]
+"""By metric ("eval_loss"), a value for each example."""
+
+
+@with_config(ConfigDict(extra="forbid"))
+class _File(TypedDict):
+    format: Literal[1]
+    examples: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    weights: Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
+    clusters: list[Annotated[int, Field(ge=0)]] | None
+    start: dict[str, list[Annotated[float, Field(allow_inf_nan=False)]]]
+    end: NotRequired[dict[str, list[Annotated[float, Field(allow_inf_nan=False)]]]]
+
+
+_FILE = TypeAdapter(_File)
+
+
+@dataclass(frozen=True)
+class HeldOutValues:
+    """One metric of a run's held-out examples, scaled so that plain means are the means by weight."""
+
+    start: np.ndarray
+    end: np.ndarray
+    clusters: np.ndarray | None
+    examples: str
+    """Hash of the examples and their order: runs are compared only if it is equal."""
+
+
+def add_values(
+    file: Path,
+    at: Literal["start", "end"],
+    examples: str,
+    weights: Sequence[float],
+    clusters: Sequence[int] | None,
+    values: Values,
+) -> None:
+    """Write the values of a run's start or end; those of the end beside the start's."""
+    content: dict[str, Any] = {}
+    if at == "end":
+        with suppress(UserError):  # a missing start is reported by whoever reads the file
+            content["start"] = read_json(file, max_bytes=MAX_BYTES)["start"]
+    content |= {"format": 1, "examples": examples, "weights": weights, "clusters": clusters, at: values}
+    write(file, json.dumps(content) + "\n")
+
+
+def read_held_out(file: Path, metric: str) -> HeldOutValues:
+    """Return the values of one metric. Raises UserError if the file is missing, damaged or without the run's end.
+
+    With weights w of mean m(w), the value x of an example becomes m + (x - m) w / m(w), where m is the mean by weight:
+    the plain mean is m, and the plain standard error is that of a ratio (Cochran 1977, section 6.3). The map is linear,
+    so that differences of runs may be taken before or after it.
+    """
+    remedy = "remove the run's folder and rerun the study"
+    if file.is_symlink() or not file.is_file():
+        raise UserError(f"{file}: is missing, so the metric of each held-out example is unknown; {remedy}")
+    try:
+        content = _FILE.validate_python(read_json(file, max_bytes=MAX_BYTES), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(f"{file} {dotted(first['loc'])[:80]}: {first['msg'][:120]}; {remedy}") from None
+    weights = np.array(content["weights"], float)
+    clusters = None if content["clusters"] is None else np.array(content["clusters"])
+    parts = []
+    for at in ("start", "end"):
+        values = np.array(content.get(at, {}).get(metric, ()), float)
+        if len(values) != len(weights) or (clusters is not None and len(clusters) != len(weights)):
+            raise UserError(
+                f"{file} {at}.{metric}: has {len(values)} values for {len(weights)} held-out examples; {remedy}"
+            )
+        mean = np.average(values, weights=weights)
+        parts.append(mean + (values - mean) * weights / weights.mean())
+    if clusters is not None:
+        _, clusters = np.unique(clusters, return_inverse=True)
+    return HeldOutValues(parts[0], parts[1], clusters, content["examples"])

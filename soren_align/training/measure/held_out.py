@@ -1,0 +1,57 @@
+"""Measure each held-out example alone, at the start and at the end of a run of a study; see run/held_out.py.
+
+transformers averages batches, whose means hide how much examples differ. So each example is a batch of one here, and
+its metrics are those that TRL's trainer computes for it: any loss of any task. Every rank measures every example,
+because TRL averages its metrics over ranks: one forward pass per example, twice a run.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from transformers import TrainerCallback
+
+from ...core.files import digest
+from ...run.folder import RunFolder
+from ...run.held_out import add_values
+from ...sharding.ranks import Ranks
+from .samples import evaluating
+
+
+class HeldOutRecorder(TrainerCallback):
+    """Measures the held-out examples at the start of training; `record("end")` at its end. Collective.
+
+    trainer: an instance of SorenTrainerMixin with held-out examples. metrics: "eval_loss", and others that TRL logs,
+    such as "eval_rewards/margins".
+    """
+
+    def __init__(self, trainer: Any, metrics: Sequence[str], folder: RunFolder, ranks: Ranks):
+        self.trainer, self.metrics, self.folder, self.ranks = trainer, metrics, folder, ranks
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Measure the start; a resumed run has measured it before."""
+        if not state.global_step:
+            self.record("start")
+
+    def record(self, at: Literal["start", "end"]) -> None:
+        """Measure all examples and write their metrics."""
+        trainer, values, weights, hashes = self.trainer, [], [], []
+        model: Any = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
+        logged = trainer._metrics["eval"]  # TRL's: values of each metric, which its next log averages
+        with evaluating(model):
+            for example in trainer.eval_dataset:
+                batch = trainer.data_collator([example])
+                ids = {k: v.tolist() for k, v in batch.items() if torch.is_tensor(v) and not v.is_floating_point()}
+                labels = batch.get("labels")
+                loss, _, _ = trainer.prediction_step(model, batch, prediction_loss_only=True)
+                own = {"eval_loss": [float(loss)], **{f"eval_{key}": of_key for key, of_key in logged.items()}}
+                values.append([own[metric][-1] for metric in self.metrics])
+                weights.append(1.0 if labels is None else float((labels[:, 1:] != -100).sum()))
+                hashes.append(digest(ids))
+                logged.clear()
+        if self.ranks.is_first:
+            kept = [i for i, weight in enumerate(weights) if weight]  # the others have no token in the loss
+            numbers = {text: number for number, text in enumerate(dict.fromkeys(hashes[i] for i in kept))}
+            clusters = [numbers[hashes[i]] for i in kept] if len(numbers) < len(kept) else None
+            by_metric = {metric: [values[i][k] for i in kept] for k, metric in enumerate(self.metrics)}
+            add_values(self.folder.held_out, at, digest(hashes), [weights[i] for i in kept], clusters, by_metric)
