@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from soren_align.core.errors import UserError, printable
 from soren_align.core.text import Terminal
 from soren_align.launch import chat
-from soren_align.launch.chat import ChatModel, Conversation, _answer, _without_blank_lines, answer_side_by_side
+from soren_align.launch.chat import ChatModel, Conversation, _answer, without_blank_lines, answer_side_by_side
 from tests.support import command
 from tests.support.tiny_models import make_reader, nudge
 
@@ -128,12 +128,35 @@ def test_prompts_are_answered_on_standard_output_each_in_its_own_conversation(ru
     assert alone.stdout == printable(greedy(run / "model", text, 8)) + "\n"
 
 
-def test_hundreds_of_empty_lines_are_one():
+@pytest.mark.parametrize(
+    ("texts", "shown"),
+    [
+        (["one\n", "\n\n" * 200, "\ntwo\n", "three"], "one\n\n\ntwo\nthree"),
+        (["def a():\n    pass\n", "\n\ndef b"], "def a():\n    pass\n\n\ndef b"),
+        (["\n", " \n\n", "  one ", "two\n", "\n \n"], "  one two"),
+        (["\n"] * 500, ""),
+    ],
+)
+def test_blank_lines_around_an_answer_and_more_than_two_inside_are_left_out(texts, shown):
     written = []
-    write = _without_blank_lines(written.append)
-    for text in ("one\n", "\n\n" * 200, "\ntwo\n", "three"):
+    write = without_blank_lines(written.append)
+    for text in texts:
         write(text)
-    assert "".join(written) == "one\n\ntwo\nthree"
+    assert "".join(written) == shown
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_answer_of_empty_lines_alone_is_shown_as_empty(run, monkeypatch, is_terminal):
+    def blank(self, prompt, stream, *settings):
+        stream.put(prompt)
+        for _ in range(100):
+            stream.on_finalized_text("\n\n\n\n\n")
+        stream.end()
+
+    monkeypatch.setattr(ChatModel, "generate", blank)
+    done = command.run("chat", run, "--prompt", "hi", is_terminal=is_terminal)
+    assert done.stdout == "\n"
+    assert "(empty answer)\n" in done.stderr
 
 
 def test_two_answers_stand_side_by_side_on_a_wide_terminal(run, reader, monkeypatch):
@@ -220,7 +243,7 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_both_keys_leave(run, monkeypat
     turns = "<|im_start|>user\nstopped<|im_end|>\n<|im_start|>assistant\n\x1b[31mred wo<|im_end|>\n"
     turns += "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     answer = printable(greedy(run / "model", turns, 8))
-    assert (done.returncode, done.stdout) == (0, f"\\x1b[31mred \n{answer}\n\n")
+    assert (done.returncode, done.stdout) == (0, f"\\x1b[31mred\n{answer}\n\n")
     assert "Traceback" not in done.stderr
 
 

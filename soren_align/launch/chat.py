@@ -3,9 +3,11 @@
 The models are loaded as for an evaluation: an adapter merged with its base, every weight from a file.
 """
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ START = "start"
 """`--compare start`: the checkpoint that the run was trained from."""
 
 _IN_USE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_FIRST_BLANK_LINES = re.compile(r"\A\s*\n")
+_MANY_BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n){3,}")
 OnText = Callable[[str], object]
 
 
@@ -222,11 +226,11 @@ def _answer(conversations: Sequence[Conversation], question: str, console: Conso
     for conversation in conversations:
         if len(conversations) > 1:
             _write(f"\n{conversation.model.name}:\n")
-        on_text = _without_blank_lines(_write) if sys.stdout.isatty() else _write
-        answer = conversation.ask(question, on_text, lambda text: print_labelled(console, "notice", printable(text)))
+        on_notice = partial(print_labelled, console, "notice")
+        answer = conversation.ask(question, without_blank_lines(_write), on_notice)
         _write("\n")
         if not answer.strip():
-            console.print(EMPTY)
+            console.print(EMPTY, highlight=False)
 
 
 def answer_side_by_side(conversations: Sequence[Conversation], question: str, terminal: Terminal) -> None:
@@ -247,26 +251,30 @@ def answer_side_by_side(conversations: Sequence[Conversation], question: str, te
                     texts[i] += text
                     live.update(table())
 
-                if not conversation.ask(question, _without_blank_lines(add), notices.append).strip():
+                if not conversation.ask(question, without_blank_lines(add), notices.append).strip():
                     add(EMPTY)
     finally:
         for notice in notices:
             print_labelled(terminal, "notice", printable(notice))
 
 
-def _without_blank_lines(write: Callable[[str], object]) -> Callable[[str], None]:
-    """Return `write` for an answer, with one empty line in place of several: untrained models make hundreds."""
-    num_breaks = 0
+def without_blank_lines(write: OnText) -> OnText:
+    """Return `write` for an answer without the blank lines around it; of those inside two at most, as in code.
 
-    def write_few(text: str) -> None:
-        nonlocal num_breaks
-        few = []
-        for character in text:
-            num_breaks = num_breaks + 1 if character == "\n" else 0
-            few += [character] if num_breaks <= 2 else []
-        write("".join(few))
+    Untrained models make hundreds of them.
+    """
+    held, has_begun = "", False
 
-    return write_few
+    def write_text(text: str) -> None:
+        nonlocal held, has_begun
+        held += text
+        if not (body := held.rstrip()):  # blank up to now: whether text follows is unknown
+            return
+        held = held[len(body) :]
+        write(_MANY_BLANK_LINES.sub("\n\n\n", body if has_begun else _FIRST_BLANK_LINES.sub("", body)))
+        has_begun = True
+
+    return write_text
 
 
 def _write(text: str) -> None:
