@@ -316,7 +316,9 @@ def chat(
 
 @app.command()
 def show(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="A run folder. Default: the newest run below runs/.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Also show the notes under the scores.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -339,7 +341,9 @@ def runs(
 
 @app.command()
 def curves(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders.")],
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN...", help="Run folders. Default: the newest run below runs/.")
+    ] = None,
     output: Annotated[str, typer.Option(metavar="FILE.png", help="The file; a dark version is written too.")] = (
         "curves.png"
     ),
@@ -347,7 +351,7 @@ def curves(
     """Draw the losses and margins of runs in one picture."""
     from ..launch import show as showing
 
-    showing.curves(runs, output=output)
+    showing.curves(runs or (), output=output)
 
 
 @app.command()

@@ -4,6 +4,7 @@ No torch here, and no model is loaded: half a second.
 """
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import UserError, in_one_line
-from ..core.text import Table, Terminal, can_print, count, print_labelled
+from ..core.text import Table, Terminal, can_print, count, number, print_labelled, stderr_console
 from ..evaluate.report.results import Results, read_results
+from ..evaluate.report.tables import MIN_QUESTIONS, TOO_FEW, has_too_few
 from ..evaluate.report.tables import terminal as results_table
 from ..run.curves import HELD_OUT, LOSS, MARGIN, Curves, braille, describe, draw_curves, read_curves
 from ..run.folder import RunFolder, read_metrics
@@ -23,21 +25,26 @@ MAX_SAMPLES = 3
 """Samples that are shown: the last ones."""
 MAX_SAMPLE_BYTES = 1 << 20
 """At the end of samples.jsonl, in which they are looked for."""
+RUNS = "runs"
+"""The folder below which the shipped recipes and `new` put their runs."""
+NO_RUNS = "{}: holds no runs; train one, as with `soren-align sft quickstart/sft`, or name its folder"
+MAX_COLUMNS = 4
+"""Scores of a suite that stand beside a run's name in 80 columns; the others follow in a table below."""
 MAX_DEPTH = 4
 """Folders below the one that `runs` looks into: runs/studies/mine/trials/a is the deepest that we make."""
 
 
-def show(run: str, *, full: bool = False, as_json: bool = False) -> None:
+def show(run: str | None, *, full: bool = False, as_json: bool = False) -> None:
     """Print a run's status, curve, scores, samples and next commands. full: with all notes of the scores.
 
-    Raises UserError if the folder is not a run's.
+    run: None: the newest one below RUNS. Raises UserError if the folder is not a run's.
     """
-    folder, console = RunFolder(run), Terminal()
+    folder, console = RunFolder(run) if run else newest_run(), Terminal()
     record, curves, evaluations = folder.record(), read_curves(folder.metrics), evaluations_of(folder)
     if as_json:
         values = {"run": record, "curves": {key: curve.points for key, curve in curves.by_key.items()}}
         values |= {"lowest_held_out_loss": curves.best, "evaluations": evaluations, "samples": last_samples(folder)}
-        sys.stdout.write(json.dumps(values | {"next": next_commands(folder, record)}, indent=2) + "\n")
+        sys.stdout.write(json.dumps(values | {"next": next_commands(folder, record)[1]}, indent=2) + "\n")
         return
     print_labelled(console, "run", f"{folder}: {record['task'].upper()}, {status_of(record)}")
     start = record.get("start", {})
@@ -70,8 +77,11 @@ def print_chart(console: Terminal, curves: Curves) -> None:
 
 
 def print_next(console: Terminal, folder: RunFolder, record: dict[str, Any]) -> None:
-    """Print the commands that come next, a line each, to be copied."""
-    _print_lines(console, "next", next_commands(folder, record))
+    """Print the commands that come next, a line each, to be copied, below the reason of the last one if it has one."""
+    reason, commands = next_commands(folder, record)
+    if reason:
+        print_labelled(console, "notice", reason)
+    _print_lines(console, "next", commands)
 
 
 def _print_lines(console: Terminal, label: str, lines: Sequence[str]) -> None:
@@ -80,18 +90,42 @@ def _print_lines(console: Terminal, label: str, lines: Sequence[str]) -> None:
         print_labelled(console, "" if i else label, line, wrap=False)
 
 
-def next_commands(folder: RunFolder, record: dict[str, Any]) -> list[str]:
-    """Return the commands that a user may want next, by the run's status."""
+def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return the commands that a user may want next, by the run's status and scores, and a sentence why; "" for none."""
     run, status = shlex.quote(str(folder)), record["status"]
     again = f"soren-align {record['task']} {shlex.quote(str(folder.recipe))}"
     if status == "training":
-        return [again]
+        return "", [again]
     if status == "diverged":
-        return [f"soren-align curves {run}", f"{again} --overwrite optimizer.lr=..."]
+        return "", [f"soren-align curves {run}", f"{again} --overwrite optimizer.lr=..."]
     chat = [] if record["task"] == "pretrain" else [f"soren-align chat {run} --compare start"]
     if status == "trained":
-        return [again, *chat]
-    return [*chat, f"soren-align push {run} YOU/NAME --dry-run"]
+        return "", [again, *chat]
+    evaluations = evaluations_of(folder)
+    if chat and not evaluations:
+        reason, command = _way_to_scores(run, record)
+        return reason, [*chat, command]
+    for results in evaluations:
+        own = results["rows"][-1]
+        if few := [column for column in own["scores"] if has_too_few(own, column)]:
+            remedy = f"add some to the suite {results['suite']}, until it has {MIN_QUESTIONS}, and evaluate again"
+            return f"{', '.join(few)}: {TOO_FEW} to compare; {remedy}", [*chat, f"soren-align eval {run}"]
+    return "", [*chat, f"soren-align push {run} YOU/NAME --dry-run"]
+
+
+def _way_to_scores(run: str, record: dict[str, Any]) -> tuple[str, str]:
+    """Return why a run has no scores, and the command that leads to some: `new --data` for a file of questions."""
+    data, start = record.get("data", {}).get("train", {}), record.get("start", {}).get("path")
+    path, columns = data.get("path", ""), data.get("columns") or {}
+    is_pairs = {*columns} == {"instruction", "output"} or (not columns and "Alpaca" in data.get("layout", ""))
+    if start is None or not is_pairs or Path(path).suffix not in (".csv", ".jsonl"):
+        return "no scores without questions: name a suite of some", f"soren-align eval {run} --suite SUITE"
+    if Path(start).is_relative_to(Path.cwd()):
+        start = os.path.relpath(start)
+    words = ["soren-align", "new", "NAME", "--model", start, "--data", path]
+    if columns and [*columns.values()] != ["question", "answer"]:
+        words += ["--question", columns["instruction"], "--answer", columns["output"]]
+    return f"no scores without questions: `new` holds some of {path} out, for scores", shlex.join(words)
 
 
 def status_of(record: dict[str, Any]) -> str:
@@ -120,35 +154,52 @@ def last_samples(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def runs(folder: str, *, as_json: bool = False) -> None:
-    """Print a line for every run below a folder: status, task, steps, losses, scores. Raises UserError without any."""
+    """Print a line for every run below a folder: status, task, steps, losses; and for every suite a table of scores.
+
+    Raises UserError if there is no run.
+    """
     path = Path(folder)
     if not path.is_dir():
         raise UserError(f"{folder}: no such folder; name one that holds runs")
-    rows, values = [], []
+    rows: list[list[str]] = []
+    values: list[dict[str, Any]] = []
+    suites: dict[str, dict[str, dict[str, float]]] = {}  # by suite, run and column
     for run in find_runs(path):
         try:
             record = run.record()
-            scores = [results["rows"][-1] for results in evaluations_of(run)]
+            scores = {
+                results["suite"]: {name: score["value"] for name, score in results["rows"][-1]["scores"].items()}
+                for results in evaluations_of(run)
+            }
         except UserError as error:
             reason = in_one_line(error, 200).removeprefix(f"{run}/")
-            rows.append([str(run), "damaged", "", "", "", reason])
+            rows.append([str(run), "damaged", "", "", "", ""])
             values.append({"run": str(run), "status": "damaged", "error": reason})
             continue
         training = record.get("training", {})
-        held_out = training.get("held_out", {}).get("evaluations", [])
-        loss = held_out[-1]["loss"] if held_out else training.get("last_loss")
         values.append({"run": str(run), "status": record["status"], "task": record["task"], "training": training})
-        values[-1]["scores"] = {name: score["value"] for row in scores for name, score in row["scores"].items()}
-        names = ", ".join(f"{name} {value:.1f}" for name, value in list(values[-1]["scores"].items())[:3])
-        steps = f"{training['steps']:,}" if "steps" in training else ""
-        texts = [record["status"], record["task"], steps, "" if loss is None else f"{loss:.4g}"]
-        rows.append([str(run), *texts, names])
+        values[-1]["scores"] = scores
+        for suite, by_column in scores.items():
+            suites.setdefault(suite, {})[str(run)] = by_column
+        held_out = training.get("held_out", {}).get("evaluations") or [{}]
+        losses = (number(loss, ".4g") for loss in (training.get("last_loss"), held_out[-1].get("loss")))
+        steps = f"{training['steps']:,}" if "steps" in training else "-"
+        rows.append([str(run), record["status"], record["task"], steps, *losses])
     if not rows:
-        raise UserError(f"{folder}: holds no runs; train one, as with `soren-align sft quickstart/sft`")
+        raise UserError(NO_RUNS.format(folder))
     if as_json:
         sys.stdout.write(json.dumps(values, indent=2) + "\n")
         return
-    Terminal().print(Table(["run", "status", "task", "steps", "loss", "scores"], rows, align="lllrrl").rich())
+    console = Terminal()
+    head = ["run", "status", "task", "steps", "training\nloss", "held-out\nloss"]
+    console.print(Table(head, rows, align="lll").rich())
+    for run in (run for run in values if "error" in run):
+        print_labelled(console, "damaged", f"{run['run']}: {run['error']}")
+    for suite, scores_by_run in suites.items():
+        columns = list(dict.fromkeys(column for scores in scores_by_run.values() for column in scores))
+        for some in (columns[i : i + MAX_COLUMNS] for i in range(0, len(columns), MAX_COLUMNS)):
+            rows = [[run, *(number(scores.get(c), ".1f") for c in some)] for run, scores in scores_by_run.items()]
+            console.print("", Table([f"{suite}, %", *some], rows).rich(), sep="\n")
 
 
 def find_runs(folder: Path, depth: int = 0) -> list[RunFolder]:
@@ -161,12 +212,27 @@ def find_runs(folder: Path, depth: int = 0) -> list[RunFolder]:
     return [run for path in below if not path.name.startswith(".") for run in find_runs(path, depth + 1)]
 
 
+def newest_run() -> RunFolder:
+    """Return the run below RUNS that a command changed last, and print which one. Raises UserError without any."""
+    folders = find_runs(Path(RUNS)) if Path(RUNS).is_dir() else []
+    if not folders:
+        raise UserError(NO_RUNS.format(RUNS))
+    newest = max(folders, key=lambda folder: (folder.path / "run.json").stat().st_mtime_ns)
+    if len(folders) > 1:
+        text = f"{newest} is the newest of {len(folders):,} runs; soren-align runs lists them"
+        print_labelled(stderr_console(), "notice", text)
+    return newest
+
+
 def curves(names: Sequence[str], *, output: str = "curves.png") -> None:
-    """Draw the curves of runs into one picture, and print each one's ends. Raises UserError if none has any."""
+    """Draw the curves of runs into one picture, and print each one's ends. Raises UserError if none has any.
+
+    names: empty: the newest run below RUNS.
+    """
     path = Path(output)
     if path.suffix != ".png" or not path.absolute().parent.is_dir():
         raise UserError(f"--output: {output}: write a file NAME.png in a folder that exists")
-    folders, console = [RunFolder(name) for name in names], Terminal()
+    folders, console = [RunFolder(name) for name in names] or [newest_run()], Terminal()
     for folder in folders:
         folder.record()
     named = [(str(folder), read_curves(folder.metrics)) for folder in folders]

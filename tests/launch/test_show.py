@@ -138,18 +138,113 @@ def test_without_unicode_there_is_no_chart(run, capsys, monkeypatch):
     assert "curve" not in capsys.readouterr().out
 
 
-def test_runs_are_listed_with_steps_loss_and_scores(run, capsys):
-    finished_run(run.path.parent / "study" / "trials" / "b")
+def test_runs_are_listed_with_both_losses_and_a_table_of_scores_for_each_suite(run, capsys, monkeypatch):
+    held_out = {"num_examples": 9, "evaluations": [{"step": 0, "loss": 4.5}, {"step": 600, "loss": 0.25}]}
+    other = finished_run(run.path.parent / "study" / "trials" / "b", training={"held_out": held_out})
+    add_results(other, suite="own")
+    add_results(other)
     (run.path.parent / "loop").symlink_to(run.path.parent)
     (run.path.parent / "c").mkdir()
     (run.path.parent / "c" / "run.json").write_text("{")
-    show.runs(str(run.path.parent), as_json=True)
-    names = [os.path.relpath(value["run"], run.path.parent) for value in json.loads(capsys.readouterr().out)]
-    assert names == ["a", "c", "study/trials/b"]
+    monkeypatch.chdir(run.path.parent.parent)
+    show.runs("runs", as_json=True)
+    values = json.loads(capsys.readouterr().out)
+    assert [value["run"] for value in values] == ["runs/a", "runs/c", "runs/study/trials/b"]
+    assert values[2]["scores"] == {"own": {"zoo_mc": 100.0}, "quickstart": {"zoo_mc": 100.0}}
+    show.runs("runs")
+    text = capsys.readouterr().out
+    assert [line.split() for line in text.splitlines() if line] == [
+        ["training", "held-out"],
+        ["run", "status", "task", "steps", "loss", "loss"],
+        ["runs/a", "finished", "sft", "600", "0.0023", "-"],
+        ["runs/c", "damaged"],
+        ["runs/study/trials/b", "finished", "sft", "600", "0.0023", "0.25"],
+        [*"damaged runs/c: run.json:1 cannot be read as JSON: Expecting property name".split()],
+        [*"enclosed in double quotes".split()],
+        ["quickstart,", "%", "zoo_mc"],
+        ["runs/a", "100.0"],
+        ["runs/study/trials/b", "100.0"],
+        ["own,", "%", "zoo_mc"],
+        ["runs/study/trials/b", "100.0"],
+    ]
+
+
+def test_many_scores_of_a_suite_stand_in_several_tables_of_80_columns(run, capsys):
+    names = [f"benchmark_{number}" for number in range(6)]
+    file = run.evaluation("quickstart") / "results.json"
+    results = json.loads(file.read_text())
+    for row in results["rows"]:
+        row["scores"] = dict.fromkeys(names, row["scores"]["zoo_mc"])
+        row.pop("differences", None)
+    file.write_text(json.dumps(results))
     show.runs(str(run.path.parent))
-    lines = capsys.readouterr().out
-    assert "zoo_mc 100.0" in lines
-    assert "damaged" in lines
+    text = capsys.readouterr().out
+    assert all(name in text for name in names)
+    assert text.count("quickstart, %") == 2
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_without_a_name_the_newest_run_below_runs_is_shown_and_drawn(run, capsys, monkeypatch):
+    other = finished_run(run.path.parent / "b")
+    write_metrics(other.metrics, {"step": 1, "loss": 3}, {"step": 2, "loss": 1})
+    monkeypatch.chdir(run.path.parent.parent)
+    for newest, older in (("a", "b"), ("b", "a")):
+        os.utime(f"runs/{older}/run.json", ns=(0, 0))
+        os.utime(f"runs/{newest}/run.json", ns=(1, 1))
+        assert main(["show"]) == main(["curves"]) == 0
+        out, err = capsys.readouterr()
+        assert out.startswith(f"run       runs/{newest}: SFT, finished")
+        assert f"\nruns/{newest} " in out
+        assert err == f"notice    runs/{newest} is the newest of 2 runs; soren-align runs lists them\n" * 2
+
+
+@pytest.mark.parametrize("command", ["show", "curves"])
+def test_without_any_run_a_sentence_names_a_command_that_makes_one(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert main([command]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: runs: holds no runs; train one, as with `soren-align sft quickstart/sft`")
+        (tmp_path / "runs").mkdir(exist_ok=True)
+
+
+def test_after_too_few_questions_more_questions_come_next_and_no_upload(run, capsys):
+    file = run.evaluation("quickstart") / "results.json"
+    results = json.loads(file.read_text())
+    for num_questions, is_enough in ((19, False), (20, True)):
+        for row in results["rows"]:
+            row["scores"]["zoo_mc"]["n"] = num_questions
+        file.write_text(json.dumps(results))
+        show.show(str(run))
+        text = " ".join(capsys.readouterr().out.split())
+        reason = "notice zoo_mc: too few questions to compare; add some to the suite quickstart, until it has 20, and"
+        assert (reason in text, "push" in text) == (not is_enough, is_enough)
+        assert text.endswith(f"soren-align eval {run}") == (not is_enough)
+
+
+@pytest.mark.parametrize(
+    ("changes", "command"),
+    [
+        ({"path": "faq.csv", "columns": {"instruction": "question", "output": "answer"}}, " --data faq.csv"),
+        ({"path": "my faq.jsonl", "columns": {}, "layout": "Alpaca instructions and outputs, as turns"},
+         " --data 'my faq.jsonl'"),
+        ({"path": "a.csv", "columns": {"instruction": "ask", "output": "reply"}},
+         " --data a.csv --question ask --answer reply"),
+        ({"path": "chat.jsonl", "layout": "chat messages"}, None),
+        ({"path": "owner/name", "columns": {"instruction": "question", "output": "answer"}}, None),
+    ],
+)  # fmt: skip
+def test_after_a_training_without_scores_the_way_to_scores_comes_next(tmp_path, capsys, monkeypatch, changes, command):
+    monkeypatch.chdir(tmp_path)
+    run = finished_run("runs/a")
+    data = run.record()["data"]
+    run.update(data={**data, "train": {**data["train"], **changes}})
+    show.show("runs/a")
+    text = capsys.readouterr().out
+    assert "notice    no scores without questions: " in text
+    expected = f"new NAME --model runs/a/start{command}" if command else "eval runs/a --suite SUITE"
+    assert text.endswith(f"          soren-align {expected}\n")
+    assert "push" not in text
 
 
 @pytest.mark.parametrize("name", ["missing", "."])
