@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from soren_align.core.errors import UserError, printable
 from soren_align.core.text import Terminal
 from soren_align.launch import chat
-from soren_align.launch.chat import ChatModel, Conversation, _answer, without_blank_lines, answer_side_by_side
+from soren_align.launch.chat import ChatModel, Conversation, _answer, answer_side_by_side, without_blank_lines
 from tests.support import command
 from tests.support.tiny_models import make_reader, nudge
 

@@ -12,6 +12,7 @@ import pytest
 from soren_align import __version__
 from soren_align.cli import app
 from soren_align.core import shipped
+from soren_align.core.errors import UserError
 from soren_align.study.config import load_study
 
 
@@ -49,6 +50,7 @@ def test_help_and_refusals_do_not_import_torch(bad, tmp_path):
     (tmp_path / "suite.yaml").write_text("title: Mine\ntasks: [{task: mine}]\n")
     suite, model = str(tmp_path / "suite.yaml"), str(shipped.ROOT / "recipes/quickstart/base")
     others = [["plan", "quickstart/sft", "--set", f"eval.suite={suite}"]]
+    others.append(["plan", "quickstart/sft", "--set", "model.name_or_path=owner/nowhere", "model.init_seed=null"])
     others.append(["eval", model, "--suite", suite, "--output", str(tmp_path / "out")])
     for arguments in (
         ["--help"], ["sft", bad], ["schema"], ["recipes"], ["docs", "data"], ["chat", "nowhere/"], *others,
@@ -137,6 +139,28 @@ def test_a_full_plan_shows_rows_an_example_the_rates_and_the_routing(run, tmp_pa
     for expected in ("kept", "[[", "learning rate", "linear layer", "1-dimensional", "memory per rank", "run.json"):
         assert expected in shown
     assert max(len(line) for line in shown.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("problems", [[], ["training would not start"]])
+def test_a_plan_ends_with_the_command_that_trains_unless_it_would_not_start(run, tmp_path, monkeypatch, problems):
+    monkeypatch.setattr("soren_align.planning.plan.plan_training", lambda *_: ({"problems": problems}, None))
+    monkeypatch.setattr("soren_align.planning.show.print_plan", lambda *_: None)
+    words = ["quickstart/sft", "optimizer.lr=1e-3", "run.log_spectra.steps=[1, 2]", "--processes", "2"]
+    planned = run("plan", *words, cwd=tmp_path)
+    command = "soren-align sft quickstart/sft optimizer.lr=1e-3 'run.log_spectra.steps=[1, 2]' --processes 2"
+    assert planned.stdout == ("" if problems else f"next      {command}\n")
+
+
+def test_a_studys_plan_ends_with_the_command_that_compares(run, tmp_path, monkeypatch):
+    def unavailable(*_, **__):
+        raise UserError("no data")
+
+    monkeypatch.setattr("soren_align.planning.plan.plan_training", lambda *_, **__: ({}, None))
+    monkeypatch.setattr("soren_align.evaluate.suite.tasks.load_tasks", unavailable)
+    monkeypatch.setattr("soren_align.study.plan.plan_study", lambda *_: {"notices": []})
+    monkeypatch.setattr("soren_align.study.plan.print_study_plan", lambda *_: None)
+    planned = run("plan", "quickstart/compare", "search.trials=2", cwd=tmp_path)
+    assert planned.stdout == "next      soren-align compare quickstart/compare search.trials=2\n"
 
 
 def test_plan_refuses_a_batch_that_the_processes_cannot_share(run, tmp_path):

@@ -107,7 +107,7 @@ def test_a_run_needs_no_recipe(run, model, tmp_path, monkeypatch, has_gpu):
     ({"--data": "faw.csv"}, "error: --data: no file faw.csv; did you mean 'faq.csv'?"),
     ({"--data": "empty.csv"}, "error: --data: empty.csv is empty"),
     ({"--data": "wide.csv"}, "error: --data: wide.csv: not UTF-8 but UTF-16"),
-    ({"--data": "three.csv"}, "error: --data: three.csv: found the columns a, b, c; sft needs"),
+    ({"--data": "three.csv"}, "error: --data: three.csv: found the columns a, b, c; add --question"),
     ({"--model": "./none"}, "error: --model: no folder ./none"),
     ({"data.train.columns": "{instruction: Frage}"}, "faq.csv: columns.instruction is 'Frage', and the columns are"),
     ({"--output": None}, "error: without a recipe --model, --data and --output are needed; add --output"),
@@ -131,6 +131,53 @@ def test_without_a_recipe_a_mistake_is_one_sentence(run, model, tmp_path, change
     assert message in [text for text in refused.err.splitlines() if "notice" not in text][-1]
     assert refused.recipe is None
     assert sorted(tmp_path.iterdir()) == before
+
+
+def write_three_columns(path, names):
+    rows = [f"{i},What is number {i}?,It is on shelf {i}." for i in range(60)]
+    path.write_text("\n".join([names, *rows]) + "\n")
+
+
+@pytest.mark.parametrize(("names", "options", "columns"), [
+    ("id,ask,reply", ["--question", "ask", "--answer", "reply"], ("ask", "reply")),
+    ("id,ask,reply", ["--question", "reply", "--answer", "ask"], ("reply", "ask")),
+    ("id,question,answer", [], ("question", "answer")),
+])  # fmt: skip
+def test_sft_and_new_read_the_same_columns_of_a_file(run, model, tmp_path, names, options, columns):
+    write_three_columns(tmp_path / "a.csv", names)
+    done = run("sft", "--model", model, "--data", "a.csv", "--output", "out", *options)
+    assert done.code == 0, done.err
+    assert done.recipe.data.train.columns == dict(zip(("instruction", "output"), columns, strict=True))
+    assert run("new", "mine", "--data", "a.csv", *options).code == 0
+    first = json.loads((tmp_path / "mine/chat.jsonl").read_text().splitlines()[0])
+    assert first["instruction"].startswith("What" if columns[0] != "reply" else "It is")
+
+
+@pytest.mark.parametrize("command", [["sft", "--model", "./model", "--output", "out"], ["new", "mine"]])
+@pytest.mark.parametrize(("options", "message"), [
+    ([], "--data: a.csv: found the columns id, ask, reply; add --question COLUMN --answer COLUMN, such as --question "
+     "ask --answer reply"),
+    (["--question", "ask"], "--answer: is missing; name both columns"),
+    (["--answer", "ask"], "--question: is missing; name both columns"),
+    (["--question", "aks", "--answer", "reply"],
+     "--data: a.csv: no column 'aks' in id, ask, reply; did you mean 'ask'?"),
+])  # fmt: skip
+def test_sft_and_new_refuse_columns_in_the_same_words(run, model, tmp_path, command, options, message):
+    write_three_columns(tmp_path / "a.csv", "id,ask,reply")
+    refused = run(*command, "--data", "a.csv", *options)
+    assert (refused.code, refused.err) == (2, f"error: {message}\n")
+
+
+def test_columns_of_questions_change_a_recipes_file_too_and_are_for_sft_alone(run, model, tmp_path):
+    write_three_columns(tmp_path / "a.csv", "id,ask,reply")
+    columns = ["--data", "a.csv", "--question", "ask", "--answer", "reply"]
+    assert run("sft", "quickstart/sft", *columns).recipe.data.train.columns == {"instruction": "ask", "output": "reply"}
+    refused = run("dpo", "--model", model, "--output", "out", *columns)
+    assert (refused.code, refused.err) == (
+        2,
+        "error: --question, --answer: are for sft on one file; write `columns` into the recipe's data section\n",
+    )
+    assert "--question" not in run("dpo", "--help").out
 
 
 @pytest.mark.parametrize(("setting", "message"), [

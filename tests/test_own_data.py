@@ -15,7 +15,9 @@ from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.data import load_split
 from soren_align.evaluate.suite.suites import load_suite
+from soren_align.run.record import describe_result
 from tests.support import command
+from tests.support.tiny_models import make_reader
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/own-data.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -72,6 +74,34 @@ def test_a_runs_own_suite_is_found_from_another_folder(outputs, tmp_path):
     done = command.run("eval", outputs.folder / "runs/sft", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "My questions, percent" in done.stdout
+
+
+@pytest.mark.model
+def test_a_training_without_a_recipe_ends_with_the_loss_before_and_after_and_the_way_to_scores(tmp_path):
+    make_reader(tmp_path / "base", chat_template=True)
+    rows = [f"{i},What is in room {i}?,Books about subject {i}." for i in range(40)]
+    (tmp_path / "faq.csv").write_text("\n".join(["id,ask,reply", *rows]))
+    columns = ("--question", "ask", "--answer", "reply")
+    options = ("--model", "base", "--data", "faq.csv", *columns, "--output", "runs/faq", "trainer.max_steps=2")
+    done = command.run("sft", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "runs/faq/run.json").read_text())["training"]["held_out"]
+    before, after = record["evaluations"]
+    assert (before["step"], after["step"]) == (0, 2)
+    losses = f"{before['loss']:.3f} before training, {after['loss']:.3f} after it"
+    num = record["num_examples"]
+    ending = f"result held-out loss {losses}, on {num} examples that were not trained on done"
+    assert ending in " ".join(done.stderr.split())
+    path = f"soren-align new NAME --model base --data faq.csv {' '.join(columns)}\n"
+    assert done.stderr.endswith(f"next      soren-align chat runs/faq --compare start\n          {path}")
+
+
+@pytest.mark.parametrize("steps", [(), (8,), (8, 24), (0,), (0, 24)])
+def test_a_result_needs_the_held_out_loss_before_and_after(steps):
+    evaluations = [{"step": step, "loss": 9.0 - step / 8} for step in steps]
+    training = {"held_out": {"num_examples": 5, "evaluations": evaluations}} if steps else {}
+    expected = "held-out loss 9.000 before training, 6.000 after it, on 5 examples that were not trained on"
+    assert describe_result(training) == (expected if steps == (0, 24) else "")
 
 
 def test_the_recipe_of_the_page_is_that_of_new():
@@ -139,8 +169,11 @@ def test_new_recipes_are_for_their_own_folder():
     assert {recipe["eval"]["suite"] for recipe in recipes.values()} == {"questions"}
 
 
-def test_recipes_for_a_model_of_ones_own_load_and_train_it_on_a_gpu(tmp_path, monkeypatch):
-    assert command.run("new", "mine", "--model", "some/model: 0.5B", cwd=tmp_path).returncode == 0
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_recipes_for_a_model_of_ones_own_load_and_train_it_on_a_gpu_if_there_is_one(tmp_path, monkeypatch, has_gpu):
+    monkeypatch.setattr("soren_align.launch.environment.has_gpu", lambda: has_gpu)
+    done = command.run("new", "mine", "--model", "some/model: 0.5B", cwd=tmp_path)
+    assert (done.returncode, "no GPU here: the recipes train on the CPU" in done.stderr) == (0, not has_gpu)
     monkeypatch.chdir(tmp_path / "mine")
     sft = recipe.load("sft.yaml")
     assert (sft.model.name_or_path, sft.model.init_seed) == ("some/model: 0.5B", None)
@@ -149,5 +182,4 @@ def test_recipes_for_a_model_of_ones_own_load_and_train_it_on_a_gpu(tmp_path, mo
     assert dpo["model"] == {"name_or_path": "runs/sft/model"}
     assert (dpo["optimizer"]["lr"], dpo["trainer"]["num_train_epochs"]) == (5e-7, 1)
     for trainer in (sft.trainer, dpo["trainer"]):
-        assert trainer["bf16"] is True
-        assert "use_cpu" not in trainer
+        assert (trainer["bf16"], trainer.get("use_cpu", False)) == (has_gpu, not has_gpu)

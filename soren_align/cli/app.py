@@ -4,6 +4,7 @@ Nothing here imports torch: help and a wrong recipe take less than a second.
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -115,10 +116,16 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier
 def _add_training(task: str, help_text: str, *, needs_recipe: bool) -> None:
     """Add the command that trains a recipe of this task, or, unless it needs one, the options in its place."""
 
+    def column(texts: str) -> Any:
+        help_text = f"The column of the {texts} in DATA, if it has another name."
+        return typer.Option(metavar="COLUMN", help=help_text, hidden=task != "sft")
+
     def train(
         recipe: RecipeArgument = ... if needs_recipe else None,  # pyright: ignore[reportArgumentType]
         model: ModelOption = None,
         data: DataOption = None,
+        question: Annotated[str | None, column("questions")] = None,
+        answer: Annotated[str | None, column("answers")] = None,
         output: OutputOption = None,
         overwrite: Overwrite = False,
         set_: Overrides = None,
@@ -133,7 +140,8 @@ def _add_training(task: str, help_text: str, *, needs_recipe: bool) -> None:
         if recipe is None and not has_gpu():
             settings = ["trainer.use_cpu=true", "trainer.bf16=false", *settings]
         options = dict(zip(OPTIONS, (model, data, output, overwrite or None), strict=True))
-        raise typer.Exit(commands.train(load(recipe, settings, task, _print_notice, options), processes))
+        loaded = load(recipe, settings, task, _print_notice, options, (question, answer))
+        raise typer.Exit(commands.train(loaded, processes))
 
     app.command(task, cls=KeyCommand, help=help_text)(train)
 
@@ -161,19 +169,22 @@ def plan(
     full: Annotated[bool, typer.Option("--full", help="Show all details (recipes only).")] = False,
 ) -> None:
     """Show what a recipe or a study would do and cost, without training."""
+    words = [*(set_ or ()), *(["--processes", str(processes)] if processes > 1 else [])]
     path = local_path(recipe)
     is_file = path.is_file() and path.suffix in (".yaml", ".yml")
     if shipped.is_study(path) if is_file else not path.is_file() and recipe in shipped.studies():
         from ..study import plan as study_planning
         from ..study.config import load_study
 
-        study_planning.plan(load_study(recipe, set_), as_json=as_json, processes=processes)
+        next_command = shlex.join(["soren-align", "compare", recipe, *words])
+        study_planning.plan(load_study(recipe, set_), next_command, as_json=as_json, processes=processes)
         return
     from ..launch import commands
     from ..recipe import load
 
     resolved = load(recipe, set_, notify=_print_notice)
-    raise typer.Exit(commands.plan(resolved, full=full, as_json=as_json, processes=processes))
+    next_command = shlex.join(["soren-align", resolved.task, recipe, *words])
+    raise typer.Exit(commands.plan(resolved, next_command, full=full, as_json=as_json, processes=processes))
 
 
 @app.command(cls=KeyCommand)

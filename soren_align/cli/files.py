@@ -43,7 +43,7 @@ def new(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="The model to fine-tune on a GPU. Default: a tiny model, on the CPU."),
+        typer.Option(metavar="MODEL", help="The model to fine-tune: a folder, or a hub name. Default: a tiny model."),
     ] = None,
     data: Annotated[
         str | None,
@@ -67,15 +67,17 @@ def new(
     target = _new_folder(folder)
     _copy_folder(shipped.ROOT / "configs/new", target)
     schema = _write_schema(target, "recipe")
+    from ..launch.environment import has_gpu
+
     for file in target.glob("*.yaml"):
         lines = file.read_text(encoding="utf-8").splitlines()
-        if model:  # on a GPU, at the rates of a run without a recipe
+        if model:  # at the rates of a run without a recipe
             values = _values_for(model, next(task for task in ("sft", "dpo") if f"task: {task}" in lines))
             keys = [line.partition(":")[0].strip() for line in lines]
             lines = [
                 f"  {key}: {values[key]}" if key in values else line
                 for key, line in zip(keys, lines, strict=True)
-                if key not in ("init_seed", "use_cpu")
+                if key != "init_seed" and not (key == "use_cpu" and has_gpu())
             ]
         file.write_text(with_modeline("\n".join(lines) + "\n", schema), encoding="utf-8")
     examples = "chat.jsonl, pairs.jsonl: examples; replace them by your own"
@@ -86,6 +88,8 @@ def new(
         questions = f"questions/: the other {num_held_out}, held out; the wrong choices are answers to others"
         if num_held_out < ENOUGH:
             notices.append(f"{num_held_out} held-out questions are too few for an interval; {ENOUGH} are enough")
+    if model and not has_gpu():
+        notices.append("no GPU here: the recipes train on the CPU; comments in them name the keys for a GPU")
     if data and not model:
         notices.append(
             "the tiny model starts from random weights: it can learn your answers by heart, and fails on held-out "
@@ -98,12 +102,14 @@ def new(
 
 
 def _values_for(model: str, task: str) -> dict[str, str]:
-    """Return the values of keys for training a real model on a GPU, as text."""
+    """Return the values of keys for training a real model on this machine, as text."""
     from ..core.document import parse
+    from ..launch.environment import has_gpu
 
     start = parse((shipped.ROOT / f"configs/start/{task}.yaml").read_text(encoding="utf-8"), task, "").content
     rate = f"{start['optimizer']['lr']:.1e}".replace("e-0", "e-")
-    values = {"lr": rate, "num_train_epochs": str(start["trainer"]["num_train_epochs"]), "bf16": "true"}
+    values = {"lr": rate, "num_train_epochs": str(start["trainer"]["num_train_epochs"])}
+    values |= {"bf16": "true"} if has_gpu() else {}
     return values | ({"name_or_path": json.dumps(model)} if task == "sft" else {})
 
 

@@ -26,12 +26,12 @@ def read_pairs(data: str, question: str | None, answer: str | None) -> tuple[Pai
     Raises UserError if they cannot be read.
     """
     from ..core.text import count
-    from ..recipe.data_files import data_files, read_rows, two_columns
+    from ..recipe.data_files import data_files, question_columns, read_rows
 
     rows = read_rows(*next(iter(data_files(data).items())))
-    columns = [*rows[0]]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     known = next((pair for pair in KNOWN_PAIRS if {*pair} <= {*columns}), KNOWN_PAIRS[0])
-    names = (question, answer) if question and answer else (*two_columns(data).values(),) or known
+    names = (*question_columns(data, question, answer).values(),) or known
     if missing := [column for column in names if column not in columns]:
         hint = did_you_mean(missing[0], columns)
         finding = f"no column '{missing[0]}' in {', '.join(columns)}{hint}"

@@ -18,9 +18,10 @@ from ..core.silence import quiet_libraries
 from ..core.text import Terminal, counting, join_words, loading, print_labelled, stderr_console, working
 from ..evaluate.suite.suites import check_suite
 from ..recipe import Recipe, accumulation, adapter_config, load_resolved, parallel, recorded_quantization, trainer_value
-from ..recipe.model import refuse_unloadable, refuse_unquantizable
+from ..recipe.model import refuse_unloadable, refuse_unquantizable, refuse_unreachable
 from ..run import lock
 from ..run.folder import AFTER_DIVERGENCE, STOPPED, RunFolder, now
+from ..run.record import describe_result
 from .environment import rank_from_environment, refuse_ranks, set_environment, without_ranks
 from .preparation import prepare
 
@@ -48,6 +49,8 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
     try:
         try:
             if rank is None or rank.rank == 0:
+                if recipe.run.overwrite or (folder.read() or {}).get("status") in (None, "training"):
+                    refuse_unreachable(recipe)
                 prepare(folder, recipe, num_ranks)
                 _print_head(recipe)
         except UserError as error:
@@ -159,6 +162,8 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
         from .evaluation import evaluate_trained
 
         evaluate_trained(folder, recipe.eval, console)
+    elif result := describe_result(folder.record("training")["training"]):
+        print_labelled(console, "result", result)
     folder.update(status="finished", finished=now(), last_error=None)
     print_labelled(console, "done", f"{folder} (recipe.yaml, model/, model/README.md, curves.png)", wrap=False)
     print_next(console, folder, folder.record())
@@ -216,16 +221,22 @@ def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> i
     return failure.code
 
 
-def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes: int = 1) -> int:
-    """Print what `train` would do with this number of processes: a summary, or all of it. Returns the exit code."""
+def plan(recipe: Recipe, next_command: str, *, full: bool = False, as_json: bool = False, processes: int = 1) -> int:
+    """Print what `train` would do with this number of processes: a summary, or all of it. Returns the exit code.
+
+    next_command: the one that trains the recipe; printed last, unless training would not start.
+    """
     accumulation(recipe, processes)  # raises before torch is imported
     if recipe.eval:
         check_suite(recipe.eval)
+    from ..planning.offline import model_config, num_examples, offline_without_hub
+
+    if model_config(recipe.model.name_or_path) is None or num_examples(recipe.data) is None:
+        refuse_unreachable(recipe)  # a plan of published numbers needs no hub
     set_environment(recipe)
     console = stderr_console()
     with deferred(), console.status("Loading torch, transformers and TRL"):
         from ..planning import plan as planning
-        from ..planning.offline import offline_without_hub
         from ..planning.show import print_plan
     with quiet_libraries(), working(console, "Checking data") as show, offline_without_hub():
         on_compared = counting(show, "Comparing with the questions")
@@ -233,7 +244,9 @@ def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
-        print_plan(result, account, Terminal(), full)
+        print_plan(result, account, terminal := Terminal(), full)
+        if not result["problems"]:
+            print_labelled(terminal, "next", next_command, wrap=False)
     return 2 if result["problems"] else 0
 
 

@@ -91,7 +91,7 @@ def _print_lines(console: Terminal, label: str, lines: Sequence[str]) -> None:
 
 
 def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the commands that a user may want next, by the run's status and scores, and a sentence why; "" for none."""
+    """Return the commands that a user may want next, by its status and scores, and a sentence why; "" for none."""
     run, status = shlex.quote(str(folder)), record["status"]
     again = f"soren-align {record['task']} {shlex.quote(str(folder.recipe))}"
     if status == "training":
@@ -119,13 +119,16 @@ def _way_to_scores(run: str, record: dict[str, Any]) -> tuple[str, str]:
     path, columns = data.get("path", ""), data.get("columns") or {}
     is_pairs = {*columns} == {"instruction", "output"} or (not columns and "Alpaca" in data.get("layout", ""))
     if start is None or not is_pairs or Path(path).suffix not in (".csv", ".jsonl"):
-        return "no scores without questions: name a suite of some", f"soren-align eval {run} --suite SUITE"
+        return (
+            "no scores yet: name a suite of questions (soren-align suites lists some)",
+            f"soren-align eval {run} --suite SUITE",
+        )
     if Path(start).is_relative_to(Path.cwd()):
         start = os.path.relpath(start)
     words = ["soren-align", "new", "NAME", "--model", start, "--data", path]
     if columns and [*columns.values()] != ["question", "answer"]:
         words += ["--question", columns["instruction"], "--answer", columns["output"]]
-    return f"no scores without questions: `new` holds some of {path} out, for scores", shlex.join(words)
+    return f"no scores yet: `new` holds some questions of {path} out, and trains on the others", shlex.join(words)
 
 
 def status_of(record: dict[str, Any]) -> str:

@@ -9,14 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, get_session
-
 from ..core import shipped
+from ..core.hub import hub_answers
 from ..core.patches import hub_offline
 from ..recipe import Data, DataSplit, HeldOut, HeldOutNumber, is_local
-
-TIMEOUT_SECONDS = 3.0
-"""For the hub's answer; its own client would retry for half a minute."""
 
 
 def model_config(name: str) -> Path | None:
@@ -67,11 +63,5 @@ def _card(split: DataSplit) -> dict[str, Any]:
 @contextlib.contextmanager
 def offline_without_hub() -> Iterator[None]:
     """Within this context, offline mode is on if the hub does not answer now."""
-    mode = contextlib.nullcontext()
-    if not constants.HF_HUB_OFFLINE:
-        try:
-            get_session().head(constants.ENDPOINT, timeout=TIMEOUT_SECONDS)
-        except Exception:  # whatever its client raises, the hub is unreachable
-            mode = hub_offline()
-    with mode:
+    with contextlib.nullcontext() if hub_answers() else hub_offline():
         yield

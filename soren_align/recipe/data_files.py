@@ -5,6 +5,7 @@ import glob
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice, takewhile
@@ -135,18 +136,33 @@ def first_line_problems(path: str, split: dict[str, Any], task: str | None) -> l
     return []
 
 
-def two_columns(path: str) -> dict[str, str]:
-    """`columns` for a file of questions and answers under other names: its only two columns, in their order.
+def question_columns(path: str, question: str | None = None, answer: str | None = None) -> dict[str, str]:
+    """`columns` for a file of questions and answers: these two, else `question` and `answer`, else its only two.
 
-    Empty if the names are known, there are not two columns, or the file cannot be read.
+    Empty if they are known without, or if the file cannot be read. Raises UserError if a column does not exist, or if
+    the file has several that may be the questions.
     """
+    if (question is None) != (answer is None):
+        raise UserError(f"--{'question' if question is None else 'answer'}: is missing; name both columns")
+    columns = {"instruction": question, "output": answer} if question and answer else {}
     try:
         name, file = next(iter(data_files(path).items()))
-        record = next(iter(_first_records(name, file, {})), {})
+        records = _first_records(name, file, {})
     except (UserError, OSError):
-        return {}
-    is_unknown = len(record) == 2 and not record.keys() & set(get_args(Column))
-    return dict(zip(("instruction", "output"), record, strict=True)) if is_unknown else {}
+        return columns
+    names = list(dict.fromkeys(column for record in records for column in record))
+    if missing := next((column for column in columns.values() if column not in names), None):
+        raise UserError(f"--data: {path}: no column '{missing}' in {', '.join(names)}{did_you_mean(missing, names)}")
+    if columns or not records or {*names} & {*get_args(Column)} or len(pair := longest_texts(records[0])) < 2:
+        return columns
+    if {"question", "answer"} <= {*names}:
+        pair = ["question", "answer"]
+    elif len(names) > 2:
+        remedy = (
+            f"add --question COLUMN --answer COLUMN, such as {shlex.join(('--question', pair[0], '--answer', pair[1]))}"
+        )
+        raise UserError(f"--data: {path}: found the columns {', '.join(names)}; {remedy}")
+    return dict(zip(("instruction", "output"), pair, strict=True))
 
 
 MAX_ROWS = 100_000
@@ -257,10 +273,17 @@ def example_of_names(example: dict[str, Any], task: str) -> str:
     turns = [column for column, value in lists.items() if value and isinstance(value[0], dict)]
     if turns:
         return f", such as {columns_text({'messages': turns[0]})}"
-    texts = {column: len(value) for column, value in example.items() if isinstance(value, str)}
-    longest = sorted(texts, key=lambda column: -texts[column])[:2]  # an id is shorter
-    pair = [column for column in texts if column in longest]
+    pair = longest_texts(example)
     return f", such as {columns_text({'instruction': pair[0], 'output': pair[1]})}" if len(pair) == 2 else ""
+
+
+def longest_texts(example: dict[str, Any]) -> list[str]:
+    """The two columns with the longest texts, in the example's order: an id is shorter. None beside turns."""
+    if any(isinstance(value, list) and value and isinstance(value[0], dict) for value in example.values()):
+        return []
+    texts = {column: len(value) for column, value in example.items() if isinstance(value, str)}
+    longest = sorted(texts, key=lambda column: -texts[column])[:2]
+    return [column for column in texts if column in longest]
 
 
 def _lines(file: Path, num_lines: int) -> list[tuple[int, bytes]]:

@@ -23,7 +23,7 @@ from ..core.text import join_words
 from ..tasks import TASKS
 from . import trl
 from .checks import problems_beyond_schema
-from .data_files import two_columns
+from .data_files import question_columns
 from .data_section import kind_of_eval
 from .model import recorded_quantization
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
@@ -50,12 +50,14 @@ def load(
     task: str | None = None,
     notify: Notify = lambda _: None,
     options: Mapping[str, Any] | None = None,
+    columns: tuple[str | None, str | None] = (None, None),
 ) -> Recipe:
     """The checked recipe of a file, or of a shipped name such as 'quickstart/sft'; None: of `options` alone.
 
     overrides: 'section.key=value' texts, as after --set; values are YAML. task: the command's; a recipe of the other
     task is an error. notify: receives one line for each inherited key that a new optimizer or map does not have.
-    options: the values of OPTIONS by name; they come before the overrides. Raises UserError with every mistake.
+    options: the values of OPTIONS by name; they come before the overrides. columns: of the questions and answers.
+    Raises UserError with every mistake.
     """
     values = {name: value for name, value in (options or {}).items() if value is not None}
     source = _without_file(task, values) if name_or_path is None else _read(find(name_or_path), notify)
@@ -89,21 +91,24 @@ def load(
             source.bad_settings.append(f"{setting.text}: a file extends another; write it into a recipe's file")
         else:
             source.apply(setting)
-    if name_or_path is None and task == "sft":
-        _add_columns(source, notify)
+    if any(columns) or (name_or_path is None and task == "sft"):
+        _add_columns(source, notify, *columns)
     return _checked(source, task)
 
 
-def _add_columns(source: Document, notify: Notify) -> None:
-    """Write the columns of a file with two of unknown names into `data.train`; values of a wrong type are left."""
-    data = source.content.get("data")
+def _add_columns(source: Document, notify: Notify, question: str | None, answer: str | None) -> None:
+    """Write the columns of a file of questions and answers into `data.train`; values of a wrong type are left."""
+    data, is_named = source.content.get("data"), question or answer
     split = data.get("train") if isinstance(data, dict) else None
-    if not isinstance(split, dict) or "columns" in split or not isinstance(path := split.get("path"), str):
+    if is_named and (source.content.get("task") != "sft" or isinstance(split, list)):
+        raise UserError("--question, --answer: are for sft on one file; write `columns` into the recipe's data section")
+    if not isinstance(split, dict) or not isinstance(path := split.get("path"), str):
         return
-    if columns := two_columns(path):
+    if (is_named or "columns" not in split) and (columns := question_columns(path, question, answer)):
         split["columns"] = columns
-        prompt, answer = columns.values()
-        notify(f"--data {path}: column '{prompt}' is read as the instruction, column '{answer}' as the answer")
+        if not is_named:
+            text = "column '{instruction}' is read as the instruction, column '{output}' as the answer"
+            notify(f"--data {path}: {text.format(**columns)}")
 
 
 def _without_file(task: str | None, options: Mapping[str, Any]) -> Document:

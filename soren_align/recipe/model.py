@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core import shipped
 from ..core.document import dotted, from_pydantic
-from ..core.errors import UserError, did_you_mean
+from ..core.errors import OutOfReach, UserError, did_you_mean
 from ..core.files import local_path, read_json
+from ..core.hub import hub_answers
 from .data_files import PYTHON, SUFFIXES, data_suffix, is_pattern
 from .schema import ADAPTER, Quantize, Recipe
 
@@ -191,3 +192,21 @@ def refuse_unquantizable(quantize: str | None, place: str = "model.quantize") ->
     """
     if quantize and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"{place}: needs bitsandbytes, which is not installed: pip install 'soren-align[quantize]'")
+
+
+def refuse_unreachable(recipe: Recipe) -> None:
+    """Raise OutOfReach if the model is on the hub alone, and the hub does not answer. Imports no torch."""
+    name = recipe.model.name_or_path
+    if is_local(name):
+        return
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "config.json", revision=recipe.model.revision), str):
+        return
+    is_offline = recipe.run.offline or constants.HF_HUB_OFFLINE
+    if is_offline or not hub_answers():
+        reason = "HF_HUB_OFFLINE or run.offline is set" if is_offline else f"{constants.ENDPOINT} does not answer"
+        raise OutOfReach(
+            f"model {name}: is no folder here and not in the cache, and {reason}; where there is a network, run "
+            f"`hf download {name} --local-dir FOLDER`, and here set model.name_or_path=FOLDER"
+        )

@@ -241,6 +241,16 @@ def describe_losses(training: dict[str, Any]) -> list[str]:
     return texts
 
 
+def describe_result(training: dict[str, Any]) -> str:
+    """Describe what a training has changed, by the held-out loss before and after it; "" if it was not measured."""
+    held_out = training.get("held_out", {"evaluations": []})
+    if [evaluation["step"] for evaluation in held_out["evaluations"][:1]] != [0] or len(held_out["evaluations"]) < 2:
+        return ""
+    before, after = (f"{evaluation['loss']:.3f}" for evaluation in held_out["evaluations"])
+    examples = f"{held_out['num_examples']:,} examples that were not trained on"
+    return f"held-out loss {before} before training, {after} after it, on {examples}"
+
+
 def describe_earlier_runs(start: dict[str, Any]) -> str:
     """Describe the runs that trained a starting checkpoint: "after 600 steps of SFT, 100 steps of DPO"; "" for none."""
     runs = [f"{run['steps']:,} steps of {run['task'].upper()}" for run in start.get("after", [])]

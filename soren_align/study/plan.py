@@ -187,8 +187,8 @@ def _detectable(
     }
 
 
-def plan(study: StudyFile, *, as_json: bool = False, processes: int = 1) -> None:
-    """Print what `compare` would do, its cost, and the differences that it could find. Starts no run."""
+def plan(study: StudyFile, next_command: str, *, as_json: bool = False, processes: int = 1) -> None:
+    """Print what `compare` would do, its cost, the differences that it could find, and its command. Starts no run."""
     assumed(study)
     recipes = {name: recipe_of_run(study, first_run(study, name)) for name in study.candidates}
     first = next(iter(recipes.values()))
@@ -235,7 +235,8 @@ def plan(study: StudyFile, *, as_json: bool = False, processes: int = 1) -> None
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
-        print_study_plan(result, Terminal())
+        print_study_plan(result, terminal := Terminal())
+        print_labelled(terminal, "next", next_command, wrap=False)
 
 
 def print_study_plan(plan: dict[str, Any], console: Console) -> None:

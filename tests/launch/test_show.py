@@ -152,15 +152,15 @@ def test_runs_are_listed_with_both_losses_and_a_table_of_scores_for_each_suite(r
     assert [value["run"] for value in values] == ["runs/a", "runs/c", "runs/study/trials/b"]
     assert values[2]["scores"] == {"own": {"zoo_mc": 100.0}, "quickstart": {"zoo_mc": 100.0}}
     show.runs("runs")
-    text = capsys.readouterr().out
+    text, line = capsys.readouterr().out, "run.json:1 cannot be read as JSON: Expecting property name"
     assert [line.split() for line in text.splitlines() if line] == [
         ["training", "held-out"],
         ["run", "status", "task", "steps", "loss", "loss"],
         ["runs/a", "finished", "sft", "600", "0.0023", "-"],
         ["runs/c", "damaged"],
         ["runs/study/trials/b", "finished", "sft", "600", "0.0023", "0.25"],
-        [*"damaged runs/c: run.json:1 cannot be read as JSON: Expecting property name".split()],
-        [*"enclosed in double quotes".split()],
+        ["damaged", "runs/c:", *line.split()],
+        ["enclosed", "in", "double", "quotes"],
         ["quickstart,", "%", "zoo_mc"],
         ["runs/a", "100.0"],
         ["runs/study/trials/b", "100.0"],
@@ -241,7 +241,7 @@ def test_after_a_training_without_scores_the_way_to_scores_comes_next(tmp_path, 
     run.update(data={**data, "train": {**data["train"], **changes}})
     show.show("runs/a")
     text = capsys.readouterr().out
-    assert "notice    no scores without questions: " in text
+    assert "notice    no scores yet: " in text
     expected = f"new NAME --model runs/a/start{command}" if command else "eval runs/a --suite SUITE"
     assert text.endswith(f"          soren-align {expected}\n")
     assert "push" not in text

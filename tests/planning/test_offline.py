@@ -1,11 +1,18 @@
 """A plan asks the hub once whether it answers, and then does without it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets.config
+import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
+from soren_align import recipe
+from soren_align.core import shipped
 from soren_align.planning import offline
+from soren_align.recipe.model import refuse_unreachable
+from tests.support import command
 
 
 @pytest.fixture
@@ -13,9 +20,9 @@ def hub(monkeypatch):
     """hub(head) replaces the request by `head`, in online mode."""
 
     def replace(head, is_offline=False):
-        monkeypatch.setattr(offline.constants, "HF_HUB_OFFLINE", is_offline)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", is_offline)
-        monkeypatch.setattr(offline, "get_session", lambda: SimpleNamespace(head=head))
+        monkeypatch.setattr(huggingface_hub, "get_session", lambda: SimpleNamespace(head=head))
 
     return replace
 
@@ -27,18 +34,72 @@ def test_a_hub_that_does_not_answer_sets_offline_mode(hub):
 
     hub(head)
     with offline.offline_without_hub():
-        assert offline.constants.HF_HUB_OFFLINE is True
+        assert constants.HF_HUB_OFFLINE is True
         assert datasets.config.HF_HUB_OFFLINE is True
-    assert offline.constants.HF_HUB_OFFLINE is False
+    assert constants.HF_HUB_OFFLINE is False
+
+
+def test_a_proxy_that_answers_for_the_hub_is_not_the_hub(hub):
+    hub(lambda url, timeout: SimpleNamespace(status_code=503))
+    with offline.offline_without_hub():
+        assert constants.HF_HUB_OFFLINE is True
 
 
 def test_a_hub_that_answers_is_used(hub):
-    hub(lambda url, timeout: None)
+    hub(lambda url, timeout: SimpleNamespace(status_code=200))
     with offline.offline_without_hub():
-        assert offline.constants.HF_HUB_OFFLINE is False
+        assert constants.HF_HUB_OFFLINE is False
 
 
 def test_in_offline_mode_nothing_is_requested(hub):
     hub(lambda url, timeout: pytest.fail("a request"), is_offline=True)
     with offline.offline_without_hub():
-        assert offline.constants.HF_HUB_OFFLINE is True
+        assert constants.HF_HUB_OFFLINE is True
+
+
+def refused(*_, **__):
+    raise OSError("no route to host")
+
+
+@pytest.fixture
+def new_recipe(tmp_path, monkeypatch):
+    """new_recipe(model): in the folder of the recipe that `new` writes for a model."""
+
+    def write(model):
+        assert command.run("new", "mine", "--model", model, cwd=tmp_path).returncode == 0
+        monkeypatch.chdir(tmp_path / "mine")
+
+    return write
+
+
+@pytest.mark.parametrize("words", [["plan", "sft.yaml"], ["sft", "sft.yaml"], ["plan", "sft.yaml", "--json"]])
+@pytest.mark.parametrize("is_offline", [True, False])
+def test_a_model_of_the_hub_alone_is_refused_at_once_with_the_command_that_downloads_it(
+    hub, new_recipe, monkeypatch, words, is_offline
+):
+    new_recipe("owner/model")
+    hub(refused, is_offline)
+    for name in ("planning.plan.plan_training", "launch.commands.train_here"):
+        monkeypatch.setattr(f"soren_align.{name}", lambda *_, **__: pytest.fail("work"))
+    done = command.run(*words)
+    reason = "HF_HUB_OFFLINE or run.offline is set" if is_offline else f"{constants.ENDPOINT} does not answer"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"owner/model: is no folder here and not in the cache, and {reason}; where there is" in done.stderr
+    assert "run `hf download owner/model --local-dir FOLDER`, and here set model.name_or_path=FOLDER" in done.stderr
+    assert not Path("runs").exists()
+
+
+def test_a_cached_model_is_not_asked_for(hub, new_recipe, monkeypatch):
+    new_recipe("owner/model")
+    hub(lambda url, timeout: pytest.fail("a request"))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: "config.json")
+    refuse_unreachable(recipe.load("sft.yaml"))
+
+
+@pytest.mark.model
+def test_a_model_in_a_folder_is_planned_without_the_hub(hub, new_recipe):
+    new_recipe(str(shipped.ROOT / "configs/models/tiny"))
+    hub(refused)
+    done = command.run("plan", "sft.yaml", "--set", "model.init_seed=1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("next      soren-align sft sft.yaml model.init_seed=1\n")
