@@ -84,8 +84,8 @@ least 100 columns shows the two answers side by side.
     soren-align chat runs/mine --prompt "Name a bird." --max-new-tokens 30 > answer.txt
 """,
     "plan": """\
-[plan.md](plan.md) explains the output of `plan`, which ends with the command that trains. For the models and datasets of
-the shipped recipes, and for files and folders, `plan` needs no network.
+[plan.md](plan.md) explains the output of `plan`, which ends with the command that trains. For files and folders, and
+for the models and datasets of the shipped recipes, `plan` needs no network.
 
     soren-align plan mistral-7b/soren --processes 8 --set run.parallel=zero3
 """,

@@ -263,14 +263,14 @@ def without_blank_lines(write: OnText) -> OnText:
 
     Untrained models make hundreds of them.
     """
-    held, has_begun = "", False
+    blank, has_begun = "", False
 
     def write_text(text: str) -> None:
-        nonlocal held, has_begun
-        held += text
-        if not (body := held.rstrip()):  # blank up to now: whether text follows is unknown
+        nonlocal blank, has_begun
+        blank += text
+        if not (body := blank.rstrip()):  # blank up to now: whether text follows is unknown
             return
-        held = held[len(body) :]
+        blank = blank[len(body) :]
         write(_MANY_BLANK_LINES.sub("\n\n\n", body if has_begun else _FIRST_BLANK_LINES.sub("", body)))
         has_begun = True
 
