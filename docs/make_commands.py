@@ -45,8 +45,8 @@ preference pairs.
 
 The second command needs no recipe. Without a recipe, `sft` uses the settings of `configs/start/sft.yaml`, and writes
 these settings into RUN/recipe.yaml. A tenth of the examples is held out, and their loss before and after training is
-printed at the end. For scores, use `new --data`. `--question` and `--answer` name the columns of the file. Without these
-options, the columns are `question` and `answer`, or the only two columns of the file.
+printed at the end. For scores, use `new --data`. `--question` and `--answer` name the columns of the file. Without
+these options, the columns are `question` and `answer`, or the only two columns of the file.
 """,
     "compare": """\
 Each run of a study has its own run folder. To continue a study that was stopped, rerun the same command. Finished runs
@@ -77,8 +77,8 @@ the same as for `sft`.
 If you name an adapter, its base model is loaded too. In a terminal, you can ask several questions in one conversation.
 If the conversation becomes longer than the model's context, the oldest turns are dropped, and a notice is printed. Each
 `--prompt` starts a new conversation. If standard input is not a terminal, the whole input is one question. Standard
-output has only the answers, without blank lines around them. A model without a chat template continues your text. With `--compare`, a terminal of at
-least 100 columns shows the two answers side by side.
+output has only the answers, without blank lines around them. A model without a chat template continues your text. With
+`--compare`, a terminal of at least 100 columns shows the two answers side by side.
 
     soren-align chat runs/mine --compare start
     soren-align chat runs/mine --prompt "Name a bird." --max-new-tokens 30 > answer.txt
