@@ -1,4 +1,4 @@
-"""The tasks: one record for each, in which all that distinguishes it from the others can be read.
+"""The tasks SFT, DPO and pre-training, with one record for each.
 
 A recipe's `task` is the name of a record. Nothing here imports torch or TRL: their classes stand here by name, and are
 loaded where they are used. A trainer of TRL is added by a record, a class in training/trainer.py, the reading of its

@@ -1,4 +1,4 @@
-"""Comparable times: after a warm-up, in interleaved rounds (A B C A B C ...), so that drift affects all equally."""
+"""Measure times in interleaved rounds (A B C A B C ...) after a warm-up."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""The command line: commands on recipes, studies, models and runs; those that write files are in files.py.
+"""The commands of the command line, except those in files.py.
 
 Nothing here imports torch: help and a wrong recipe take less than a second.
 """

@@ -1,4 +1,4 @@
-"""The commands on files that are shipped, or that a person starts with: new, recipes, suites, import, schema, docs."""
+"""Commands for files: `new`, `recipes`, `suites`, `import`, `schema` and `docs`."""
 
 import json
 import os

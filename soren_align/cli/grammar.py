@@ -1,4 +1,4 @@
-"""What a person may type: commands in groups, and keys of a recipe as words.
+"""Options that a person can type: commands in groups, and keys of a recipe as words.
 
 `optimizer.lr=1e-3`, `--optimizer.lr 1e-3` and TRL's `--learning_rate 1e-3` mean `--set optimizer.lr=1e-3`. A word that
 is none of a command's options, but a key, is rewritten before typer parses the words.

@@ -1,4 +1,4 @@
-"""Questions and answers of a person's own file: read, and split into examples and held-out questions."""
+"""Read a file of questions and answers, and split it into examples and held-out questions."""
 
 import json
 import random

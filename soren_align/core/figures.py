@@ -1,4 +1,4 @@
-"""The look of all figures: colours for a light and for a dark page, lines that also differ in black and white, axes."""
+"""Colours, line styles and axes of all figures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Every change to another library at run time: its reason, its upstream thread, and the version that ends it.
+"""All changes of other libraries at run time, each with its reason and its end.
 
 A change lasts as long as a `with` block, and takes effect in the whole process: the block is around the one call that
 needs it. What a library offers as a setting (an environment variable, a subclass, torch's `add_safe_globals`) is no

@@ -1,4 +1,4 @@
-"""Signals that stop a command: Ctrl-C, SIGTERM, and SIGHUP, which a terminal sends when it is closed."""
+"""Signals that stop a command: Ctrl-C, SIGTERM and SIGHUP."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""Text that a person reads: one table for the terminal, Markdown and HTML; numbers in words; rich's console.
+"""Tables and numbers for a terminal, Markdown and HTML.
 
 Texts of unknown origin (names, paths, reasons) are printed as they are: they make no markup, no HTML, no links, and
 control no terminal.

@@ -1,4 +1,4 @@
-"""The tokens of an example, which of them are trained, their truncation, and their columns in a dataset."""
+"""The tokens of an example: loss mask and truncation."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property

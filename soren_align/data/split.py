@@ -1,4 +1,4 @@
-"""Splits, from local files or from the hub, converted to TRL's columns and validated example by example.
+"""Load splits from files or from the hub, convert them to TRL's columns, and check each example.
 
 Nothing that cannot be trained on passes: all invalid examples are counted and the first few are reported. Examples of
 loaded splits are then held out (`hold_out`), and several splits made one (`mix`). Both depend only on examples, weights

@@ -1,4 +1,4 @@
-"""Statistics of a dataset: examples kept and dropped, tokens in total and trained, and one example as text."""
+"""Statistics of a dataset: numbers of examples and tokens, and one example as text."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

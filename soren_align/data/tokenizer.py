@@ -1,4 +1,4 @@
-"""A model's tokenizer as a recipe changes it: its chat template and stop token, its vocabulary, or one trained anew."""
+"""The tokenizer with the recipe's chat template, stop token and vocabulary."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Exit codes: 0 done, 1 a failure or a lost rank, 2 an error that the user can fix, 130 stopped by a signal."""
+"""Exit codes: 0 success, 1 failure, 2 an error that the user can fix, 130 stopped by a signal."""
 
 import os
 import traceback

@@ -1,4 +1,4 @@
-"""Show runs from their files alone: one run (`show`), all runs of a folder (`runs`), their curves.
+"""Print runs from their files: one run (`show`), a list of runs (`runs`), curves (`curves`).
 
 No torch here, and no model is loaded: half a second.
 """

@@ -1,4 +1,4 @@
-"""The settings of parameter groups: the keys of each rule, their checks, and whether a checkpoint has the same ones.
+"""Check the settings of parameter groups, and compare them with a checkpoint's settings.
 
 A group holds the settings of its own rule and no others, so that a checkpoint records the settings that were used.
 """

@@ -1,4 +1,4 @@
-"""The state of a parameter: tensors of zeros before the first step, or copies of a checkpoint's.
+"""The optimizer state of a parameter: zeros before the first step, or a checkpoint's tensors.
 
 step: a float32 on the CPU. exp_avg: the momentum, and exp_avg_sq AdamW's second moment, of the parameter's shape.
 compensation: see `rounding`. With 8-bit states the moments are codes, with a float32 scale for each of their blocks in

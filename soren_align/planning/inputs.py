@@ -1,4 +1,4 @@
-"""Read the inputs of a plan: the model's config, and tokenizer and examples if they are available."""
+"""Read the inputs of a plan: config, tokenizer and examples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

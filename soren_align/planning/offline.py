@@ -1,4 +1,4 @@
-"""What the package ships about the models and datasets of its recipes, for a plan without the hub.
+"""Facts about the models and datasets of the shipped recipes, for a plan without the hub.
 
 The numbers are the published ones; a plan that uses them has a notice about it.
 """

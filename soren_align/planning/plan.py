@@ -1,4 +1,4 @@
-"""The plan of a recipe as plain data: examples, steps, learning rates, parameter groups, memory, FLOPs, requests.
+"""The plan of a recipe as plain data: examples, steps, memory, FLOPs and requests.
 
 The model is built from its config alone, without weights; examples are tokenized where they are available. Neither a
 GPU nor, for the shipped recipes, the hub is needed: what is unknown without them is left out, with a notice.

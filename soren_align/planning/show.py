@@ -1,4 +1,4 @@
-"""A plan in text, 80 columns wide: what to look at before training, or all of it."""
+"""Print a plan as text, 80 columns wide."""
 
 from functools import partial
 from typing import Any

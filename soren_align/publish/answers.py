@@ -1,4 +1,4 @@
-"""Three answers of a trained model beside those of its start, from the files of its run.
+"""Compare three answers of a trained model with the answers of its starting checkpoint.
 
 They are not selected: the first prompts of the run's samples (`run.samples`), at step 0 and at the end; without samples
 the first questions of an evaluation that the models answered in words. A run folder may come from anyone: files are

@@ -1,4 +1,4 @@
-"""The model card: what a model is and from what, by how much it is better, how to use it, and how it was made.
+"""Write the model card.
 
 The whole page is written again from run.json, recipe.yaml, samples and the evaluations' results whenever one of them
 changes. It contains no local path: see `public`.

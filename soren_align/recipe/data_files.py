@@ -1,4 +1,4 @@
-"""The files that a path of the data section names: a file, the files of a folder, or those that a pattern matches."""
+"""The files of a `path` in the data section: one file, a folder or a pattern."""
 
 import csv
 import glob

@@ -1,4 +1,4 @@
-"""Load a recipe: read its file, merge the recipe that it extends and `--set`, and check every key.
+"""Load a recipe: merge the recipes that it extends and `--set`, and check every key.
 
 All mistakes are reported together, each with its file, line and key, the finding and the remedy. Sections are merged
 key by key; everything else is replaced, lists too. Where a section is a member of a union and its `name` changes,

@@ -91,9 +91,9 @@ class OptimizerSection(Section):
     name: Any
     """The optimizer of the matrices. AdamW updates norms, biases and, by default, embeddings and output head."""
     matrices: Matrices = settings.MATRICES
-    """Which parameters are matrices. `inside-blocks`: the weights of linear layers inside the blocks, and of experts.
-    `all-2d`: every parameter of two dimensions, so also embeddings, output head and routers, as in the authors'
-    released code."""
+    """Which parameters are matrices. `inside-blocks`: the weights of linear layers inside the blocks, and of
+    experts. `all-2d`: all parameters of two dimensions, as in the authors' released code. These include embeddings,
+    output head and routers."""
     lr: Positive
     """Peak learning rate of the matrices."""
     aux_lr: Positive | None = None

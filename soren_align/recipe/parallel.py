@@ -1,4 +1,4 @@
-"""`run.parallel`: how several processes share a model, and the configurations that are not supported.
+"""`run.parallel`: how several processes share a model, and which configs are refused.
 
 A DeepSpeed or FSDP config determines how tensors are sharded. Optimizer, clipping, accumulation and schedule belong to
 the recipe; a config that sets them too is refused, because DeepSpeed would silently use its own values.

@@ -76,7 +76,7 @@ class EarlyStopping(Section):
     main_keys: ClassVar[dict[type, str]] = {int: "patience"}
 
     patience: Annotated[int, Field(ge=1)] = 3
-    """The number of evaluations in a row without an improvement after which training ends."""
+    """Training ends after this number of evaluations in a row without an improvement."""
     threshold: NonNegative = 0.0
     """A change counts as an improvement only if it is larger than this threshold."""
 

@@ -1,4 +1,4 @@
-"""DDP: every rank has every weight; the owner rank updates it and broadcasts the new one.
+"""DDP: every rank has all weights; the owner rank updates a matrix and broadcasts it.
 
 Why not every map on every rank, without any communication? For Mistral-7B the default map takes 750 TFLOP a step
 in float16, 1.3 s at 60% of an H100's peak, and 0.2 s divided over 8 ranks; the weights are 28 GB in float32, 0.1 s over

@@ -1,4 +1,4 @@
-"""Runs under DDP, DeepSpeed or FSDP2: their start, the strategy of their optimizer, and the full weights at the end."""
+"""Start runs under DDP, DeepSpeed or FSDP2, and gather the full weights at the end."""
 
 import contextlib
 import os

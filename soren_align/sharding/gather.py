@@ -1,4 +1,4 @@
-"""Gather sharded weights on their owner ranks, and scatter the outputs of their maps: the strategy of ZeRO and FSDP2.
+"""Gather sharded matrices on their owner ranks, and scatter the outputs (ZeRO, FSDP2).
 
     gather(i + 1)  |  map(i)  |  scatter(i - 1)
 

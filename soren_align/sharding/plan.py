@@ -1,4 +1,4 @@
-"""Plan a step: choose the owner rank of each weight, and the buckets in which weights are gathered.
+"""Choose the owner rank of each matrix, and the buckets of the exchange.
 
 Matrices are mapped whole. Given the layout, the maps' FLOPs are balanced over the ranks. The bytes of a bucket are
 bounded, so that the memory of the exchange does not grow with the model. No communication happens here: every rank

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: the layouts of its flat tensors, read from its attributes and verified by the tensors' contents.
+"""Read the layouts of DeepSpeed's flat tensors, and verify them by the contents.
 
 The attributes exist in every release from 0.7.0 (2022) to 0.19.8, for which this was tested; if one changes, the
 verification fails before the first step.

@@ -185,7 +185,9 @@ RELEASED = SpectralMap(
     function=lambda x, *, steps, precision, max_norm: (_file("sns").released_sigmoid(x, steps), 0),
     target=sigmoid,  # its authors' aim; it is another function, and `bench maps` shows its distance
     settings={
-        "steps": Setting(default.RELEASED_STEPS, NUM_STEPS, doc="The number of iterations. The released code has 5 iterations.")
+        "steps": Setting(
+            default.RELEASED_STEPS, NUM_STEPS, doc="The number of iterations. The released code has 5 iterations."
+        )
     },
     precisions=("auto", "float32"),
     flops=_sns_flops,

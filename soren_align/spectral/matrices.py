@@ -1,4 +1,4 @@
-"""Helpers of all maps: check the input, transpose it to wide, return the result in the input's shape and dtype.
+"""Helpers of all maps: check the input, transpose it, and restore its shape and dtype.
 
 A map works on [m, n] or [batch, m, n] with m <= n, so that products and decompositions have the smaller dimension.
 """

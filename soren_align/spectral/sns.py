@@ -1,4 +1,4 @@
-"""Soft Newton-Schulz, the paper's Algorithm 1: the sigmoid of the singular values by matrix products alone.
+"""Soft Newton-Schulz, the paper's Algorithm 1, approximates the sigmoid by matrix products.
 
     s(sigma) = (1 + tanh(sigma / 2)) / 2  ~  (Q_K + T_2) / 2,    Q_0 = x / (|x|_F + eps),  T_0 = x / 4
 

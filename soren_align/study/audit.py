@@ -1,4 +1,4 @@
-"""Audit the runs of a study, and then conclude.
+"""Check the runs of a study before its verdict.
 
 The audit is whether its candidates were compared on equal terms, read from the run folders alone. With any problem
 there is no verdict; cautions weaken the conclusion (docs/comparison.md).

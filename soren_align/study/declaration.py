@@ -1,4 +1,4 @@
-"""The declaration of a study, what is fixed before its first run, and its history, what happened since.
+"""The declaration of a study: its settings before its first run, and all later changes.
 
 Seeds that are dropped, candidates that are left out, another metric or another margin after a look at the results are
 worth any number of significant answers. So `compare` writes declaration.json before the first run: the study's file,

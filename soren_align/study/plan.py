@@ -1,4 +1,4 @@
-"""`soren-align plan STUDY`: the runs of a study, their cost, and the smallest detectable differences.
+"""`soren-align plan STUDY`: runs, cost and smallest detectable differences of a study.
 
 Computed from the plan of one run of each candidate, which differs by its optimizer; learning rates change neither
 FLOPs nor memory. The text is 80 columns wide.

@@ -1,7 +1,8 @@
-"""Runs in processes of their own: without a GPU forked from a server that has loaded the libraries once.
+"""Start each run of a study in its own process.
 
-A fork of a process that has used a GPU cannot use it: with GPUs, every run is a new interpreter. The libraries take 20
-seconds of a CPU to load, which is most of a tiny run's time.
+Without a GPU, the process is a fork of a server that has loaded the libraries once: loading them takes 20 seconds of a
+CPU, which is most of a tiny run's time. A fork of a process that has used a GPU cannot use this GPU, so with GPUs every
+run is a new interpreter.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The run folders of a study: one reader of their recipe.yaml, run.json and metrics.jsonl, for verdict and audit."""
+"""Read the run folders of a study: recipe.yaml, run.json and metrics.jsonl."""
 
 import json
 import math

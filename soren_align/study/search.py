@@ -1,4 +1,4 @@
-"""Draw the trials of a study, and list its runs that can start and that have ended.
+"""Choose the trials of a study, and list the runs that can start and the runs that have ended.
 
 A trial's parameters, and its result, are recorded by Optuna's journal in the folder. Trial i of a candidate depends on
 the study, on i and, for TPE, on the candidate's trials before it: not on the order in which runs end, nor on kills. A

@@ -1,4 +1,4 @@
-"""The verdict: each candidate against the starting checkpoint and against the reference, with four answers only.
+"""The verdict: compare each candidate with the starting checkpoint and with the reference.
 
 Better, worse, equivalent within a margin that was declared, or not distinguishable, and then the difference that this
 study could have found. All statements of a study are one family: at most 5% of studies state anything wrong.

@@ -1,4 +1,4 @@
-"""The runs of a study as plain data, read from their run folders: all that the verdict and the report are made of."""
+"""The runs of a study as plain data, read from the run folders."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, make_dataclass

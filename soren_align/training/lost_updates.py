@@ -1,4 +1,4 @@
-"""Measure the share of updates that rounding loses, at the first step and when the model is saved.
+"""Measure the share of updates that rounding removes.
 
 An update far below one ulp of a weight does not change the weight, and no loss curve shows why. So the first step's
 updates are applied to a copy, at the peak learning rate (the warm-up may start at 0), and the changed entries are

@@ -1,4 +1,4 @@
-"""The checkpoint that training starts from: its folder, its tokenizer, its model, and the dtype of the saved model."""
+"""Load the starting checkpoint: folder, tokenizer, model and dtype."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The token sequences of a training: packed examples, counted and checked to be separate, and those of a stream.
+"""The token sequences of a training: pack the examples, and check that they are separate.
 
 TRL 1.16 packs a thousand examples at a time, by `trainer.packing_strategy`: `bfd` cuts examples to max_length,
 `bfd_split` divides longer ones, `wrapped` divides their concatenation. Here the same function packs the examples' loss

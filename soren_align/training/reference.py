@@ -1,4 +1,4 @@
-"""The identity of a run, which runs compared at one seed share, and the reference model of a DPO.
+"""The identity of a run, and the reference model of DPO.
 
 `identity` in run.json has, as hashes and plain data, all that must be equal for such runs: starting weights, the
 batches in their order, precision, data, recipe, processes and versions; `soren-align compare` checks it

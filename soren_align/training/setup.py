@@ -1,4 +1,4 @@
-"""Set up a training: load all that a recipe names but the model, and check it.
+"""Load and check everything that a recipe names, except the model.
 
 Starting checkpoint, tokenizer, examples (loaded, held out, mixed, as tokens), TRL's config, learning-rate schedule.
 """

@@ -1,4 +1,4 @@
-"""The optimizer that steps: found inside accelerate's wrappers, compared with the recipe's, checked at every step."""
+"""Find the optimizer inside accelerate's wrappers, and compare it with the recipe."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""One model evaluated on one suite by lm-eval, with its progress: a bar on a terminal, and a line per score.
+"""Evaluate one model on one suite with lm-eval, and show the progress.
 
 All that makes scores comparable is fixed here: the suite's dtype, batch size, seeds and chat template. The hash of
 every prompt is recorded.

@@ -1,4 +1,4 @@
-"""The checks of every row of a table before its first model is loaded, and before training.
+"""Check every model of a table before the first model is loaded, and before training.
 
 Tokenizer and config are read, no weights. A problem would make the evaluation fail; a notice is about a row that will
 not be compared, or about prompts that lose their beginning.

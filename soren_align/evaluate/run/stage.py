@@ -1,4 +1,4 @@
-"""The evaluation of several models: each answers the same questions, and is compared with the first row's model."""
+"""Evaluate several models on the same questions."""
 
 import fcntl
 import gc

@@ -1,4 +1,4 @@
-"""Find a suite's questions in the training examples: 13 equal words in a row, or the whole text.
+"""Find the questions of a suite that occur in the training examples.
 
 As in GPT-3's check (Brown et al. 2020, appendix C) and lm-eval's `decontamination/janitor.py`, a word is lower-case,
 between whitespace, and without punctuation. (lm-eval 0.4.13 still has that file, but nothing calls it; it reads n-grams

@@ -1,4 +1,4 @@
-"""A suite: lm-eval tasks, each with the column of its score, and the settings that must be equal for all models.
+"""A suite: tasks of lm-eval, the column of each score, and the settings for all models.
 
 The tasks are YAML files of lm-eval, or of the same form beside the suite. The suite adds few-shot examples, chat
 template, batch size, seeds, and the folder of the data. The keys are listed in docs/evaluation.md. A suite is read

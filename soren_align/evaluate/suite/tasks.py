@@ -1,4 +1,4 @@
-"""The tasks of a suite, loaded by lm-eval with their data, which are checked question by question.
+"""Load the tasks of a suite with lm-eval, and check each question.
 
 Of what lm-eval scores silently: a field that some questions do not have is the text "None" in its templates, a question
 whose key is none of its choices counts as answered wrong, and of equally likely choices the first counts as answered.

@@ -1,4 +1,4 @@
-"""The figures of a report: small panels beside each other, drawn by matplotlib for a light and for a dark page.
+"""Draw the figures of a report: small panels, for a light and for a dark page.
 
 Each candidate has one colour, dash and marker in all figures, so that they can be read in black and white. A figure
 without data is None, and the page leaves it out. The same data give the same bytes.

@@ -1,4 +1,4 @@
-"""The numbers of a report's figures and tables: curves of runs, values at equal displacement, axis limits.
+"""Compute the numbers for the figures and tables of a report.
 
 Curves are means over seeds. The expected best metric of so many trials shows how much of a result is the search that
 found it.

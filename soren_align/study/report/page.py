@@ -1,4 +1,4 @@
-"""The report of a study: a page, its Markdown twin and a table of all runs; and the verdict for a terminal.
+"""Write the report of a study: a page, the same in Markdown, and a table of all runs.
 
 The sections of the page are in the order of a reader's questions: the verdict first, then all that it is made of.
 """

@@ -1,4 +1,4 @@
-"""Sentences of a report, the same in the page, in Markdown and in the terminal."""
+"""Write the sentences of a report for the page, for Markdown and for the terminal."""
 
 from collections.abc import Iterable
 from typing import Any

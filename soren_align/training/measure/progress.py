@@ -1,4 +1,4 @@
-"""The progress of training: on a terminal a bar with the last measurements under it, plain lines elsewhere."""
+"""Show the progress of training: a bar in a terminal, lines of text elsewhere."""
 
 import resource
 import sys

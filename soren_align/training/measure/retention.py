@@ -1,4 +1,4 @@
-"""Measure retention during training: KL(start || model), and the loss on examples to be retained.
+"""Measure retention: the KL divergence from the start, and the loss on retained examples.
 
 Optimizers are compared at equal displacement, since one that hardly moves retains everything. At the start and at every
 evaluation a few fixed tokens are scored; no random number is drawn and no weight changes. The start's logits stay in

@@ -1,4 +1,4 @@
-"""Samples during training: the model's greedy answers to a few prompts, in samples.jsonl and on the console.
+"""Samples during training: the answers of the model to a few prompts.
 
 They do not change the training: no random number is drawn, and the modules' modes are restored.
 tests/training/test_samples.py compares the weights bit for bit with those of a training without samples.
