@@ -86,7 +86,7 @@ def _section(name: str, section: type[Section]) -> str:
             text += f"\n### {title}\n\n{_one_line(inner.__doc__)}"
             if shared := next((other for other in documented.items() if issubclass(other[1], inner)), None):
                 further = [f"`{key}`" for key in shared[1].model_fields if key not in inner.model_fields]
-                text += f" The keys are those of `{shared[0]}`, except {' and '.join(further)}.\n"
+                text += f" The keys are the same as in `{shared[0]}`, except {' and '.join(further)}.\n"
             else:
                 text += f"\n\n{_keys(inner, list(inner.model_fields))}"
                 documented[title] = inner
@@ -119,11 +119,9 @@ def _trainer(description: str) -> str:
     keys: dict[str, list[str]] = {}
     for key, reason in trl.ELSEWHERE.items():
         keys.setdefault(reason, []).append(f"`{key}`")
-    text = (
-        f"## trainer\n\n{description} Meanings and defaults are those of the installed TRL: see its documentation of\n"
-    )
+    text = f"## trainer\n\n{description} TRL's documentation explains these keys and their default values:\n"
     text += "[SFTConfig](https://huggingface.co/docs/trl/sft_trainer) and\n"
-    text += "[DPOConfig](https://huggingface.co/docs/trl/dpo_trainer). These keys of TRL are errors in a recipe:\n\n"
+    text += "[DPOConfig](https://huggingface.co/docs/trl/dpo_trainer). Some keys of TRL are errors in a recipe. For each\nkey, this list has the section of the recipe that replaces the key, or the reason:\n\n"
     for reason, names in keys.items():
         reason = reason.replace("belongs", "belong", 1) if len(names) > 1 else reason
         text += f"- {', '.join(names)}: {reason}.\n"

@@ -105,9 +105,9 @@ class Recipe(Section):
     task: TaskName
     """The command that runs the recipe: sft, dpo or pretrain."""
     extends: list[str] = []
-    """Another recipe: a file or a shipped name. This recipe inherits all keys that it does not set from that recipe.
-    In a run folder's recipe.yaml, `extends` lists all recipes that were merged: first the extended recipe, then the
-    recipe that it extends, and so on."""
+    """Another recipe: a file or a shipped name. If a key is missing in your recipe, its value comes from the other
+    recipe. In a run folder's recipe.yaml, `extends` lists all recipes that were merged: first the extended recipe,
+    then the recipe that it extends, and so on."""
     model: "Model"
     data: Data
     optimizer: Optimizer
@@ -253,10 +253,10 @@ class Run(Section):
     number. null: per_device_train_batch_size x gradient_accumulation_steps x number of processes."""
     lost_updates: Literal["stop", "warn"] = "stop"
     """What to do if rounding removes most of an update. The run measures at the peak learning rate whether the first
-    update changes at least half of the stored weights. If it changes fewer weights: `stop`: stop the run. `warn`:
-    print a warning."""
+    update changes at least half of the stored weights. If fewer weights change, `stop` stops the run, and `warn`
+    prints a warning."""
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The dtype of the saved model. null: the starting checkpoint's dtype. At its end, the run reports how much of
+    """The dtype of the saved model. null: the starting checkpoint's dtype. At the end, the run reports how much of
     the change by training is lost by rounding to this dtype. An adapter is always saved in float32. For an adapter,
     `save_dtype` is the dtype of the model that `soren-align merge` writes."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None

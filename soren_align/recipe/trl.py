@@ -49,7 +49,7 @@ ELSEWHERE = {
     ),
     "save_only_model": "a checkpoint without its optimizer cannot be resumed; leave it out",
     "ignore_data_skip": "a resumed run must see the same examples as an uninterrupted one; leave it out",
-    "auto_find_batch_size": "it changes the batch size silently; set per_device_train_batch_size",
+    "auto_find_batch_size": "changes the batch size silently; set per_device_train_batch_size",
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"), _PUSH),
     "hub_token": "recipes are written into run folders; put the token into the environment as HF_TOKEN",
 }
