@@ -121,7 +121,10 @@ def _trainer(description: str) -> str:
         keys.setdefault(reason, []).append(f"`{key}`")
     text = f"## trainer\n\n{description} TRL's documentation explains these keys and their default values:\n"
     text += "[SFTConfig](https://huggingface.co/docs/trl/sft_trainer) and\n"
-    text += "[DPOConfig](https://huggingface.co/docs/trl/dpo_trainer). Some keys of TRL are errors in a recipe. For each\nkey, this list has the section of the recipe that replaces the key, or the reason:\n\n"
+    text += (
+        "[DPOConfig](https://huggingface.co/docs/trl/dpo_trainer). Some keys of TRL are errors in a recipe. For each\n"
+    )
+    text += "of these keys, this list has the section of the recipe that replaces it, or the reason:\n\n"
     for reason, names in keys.items():
         reason = reason.replace("belongs", "belong", 1) if len(names) > 1 else reason
         text += f"- {', '.join(names)}: {reason}.\n"

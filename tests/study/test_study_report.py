@@ -288,7 +288,7 @@ def test_a_difference_that_noisy_seeds_hide_names_them():
     study = make_study(names=("adamw", "muon"))
     noisy = {"detectable": 90.0, "seed_share": 0.9, "noisiest": "muon", "seed_range": 29.04}
     of_questions = {"detectable": 90.0, "seed_share": 0.1}
-    for changes, words in ((noisy, "too noisy to tell: muon's seeds differ by 29.0 points"),
+    for changes, words in ((noisy, "too noisy to decide: muon's seeds differ by 29.0 points"),
                            (of_questions, "detectable: 90.0 points"),
                            ({"detectable": None}, "the seeds gave identical results")):  # fmt: skip
         differences = [

@@ -202,7 +202,7 @@ def resolution(study: Study, d: Difference) -> str:
         if e.reference == BASE and e.measure == d.measure and e.candidate in (d.candidate, d.reference)
     ]
     if d.seed_share > 0.5 and d.detectable > max(changes, default=float("inf")):
-        return f"too noisy to tell: {d.noisiest}'s seeds differ by {size(d.seed_range, d.unit)}{POINTS[d.unit]}"
+        return f"too noisy to decide: {d.noisiest}'s seeds differ by {size(d.seed_range, d.unit)}{POINTS[d.unit]}"
     return f"detectable: {seen_size(d)}"
 
 
