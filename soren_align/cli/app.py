@@ -196,7 +196,9 @@ def compare(
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Runs at a time. Default: the study's number, or one per GPU."),
+        typer.Option(
+            min=1, metavar="N", help="Number of runs at the same time. Default: as in the study, or one per GPU."
+        ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, metavar="N", help="Start N processes per run, one per GPU.")] = 1,
     extend: Annotated[
@@ -216,7 +218,7 @@ def compare(
 
 
 Models = Annotated[
-    list[str], typer.Argument(metavar="MODEL_OR_RUN...", help="Folders of models, adapters or runs, or hub names.")
+    list[str], typer.Argument(metavar="MODEL_OR_RUN...", help="Folders (of models, adapters or runs), or hub names.")
 ]
 SuiteOption = Annotated[
     str | None,

@@ -164,7 +164,7 @@ class StudyFile(Section):
     """No candidate starts another trial after so many hours of training in all; those started by one are started by
     all. null: no limit."""
     jobs: Annotated[int, Field(ge=1)] | None = None
-    """Runs at a time. null: one per GPU, or 1 without any. `--jobs` takes precedence."""
+    """The number of runs at the same time. null: one per GPU, or 1 without any. `--jobs` takes precedence."""
     output_dir: Annotated[str, Field(min_length=1)]
     """The study's folder."""
 
