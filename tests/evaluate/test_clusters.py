@@ -1,15 +1,17 @@
 """Questions of one cluster change together: intervals and p-values that count clusters instead of questions."""
 
 from dataclasses import replace
+from statistics import NormalDist
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import statsmodels.api as sm
+from scipy.stats import binomtest
 
 from soren_align.core.errors import UserError
 from soren_align.evaluate.run.harness import ModelResults
-from soren_align.evaluate.stats.scores import cluster_labels
+from soren_align.evaluate.stats.scores import _score, cluster_labels
 from soren_align.evaluate.stats.significance import Paired, _difference, compare
 from soren_align.evaluate.suite.suites import SuiteTask
 
@@ -53,6 +55,73 @@ def coverage(sizes, correlation, num_tables, seed=0):
     found = [(_difference([Paired(each, labels)]), _difference([Paired(each)])) for each, labels in pairs]
     covers = [[d["low"] <= 0 <= d["high"] for d in pair] for pair in found]
     return *np.mean(covers, axis=0), np.mean([pair[0]["p"] < 0.05 for pair in found])
+
+
+def score_coverage(sizes, correlation, share, num_tables, seed=0):
+    """Shares of the scores' intervals, with and without clusters, that cover the true score."""
+    rng, labels = np.random.default_rng(seed), np.repeat(np.arange(len(sizes)), sizes)
+    limit, covers = NormalDist().inv_cdf(share), []
+    for _ in range(num_tables):
+        shared = rng.normal(size=len(sizes))[labels] * np.sqrt(correlation)
+        z = shared + rng.normal(size=len(labels)) * np.sqrt(1 - correlation)
+        points = (z < limit).astype(float).tolist()
+        scores = [_score([points], labels), _score([points])]
+        covers.append([score["low"] <= 100 * share <= score["high"] for score in scores])
+    return np.mean(covers, axis=0)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(("share", "least"), [(0.5, 0.92), (0.9, 0.90)])
+def test_intervals_of_scores_cover_the_truth_at_a_correlation_of_one_half(name, share, least):
+    """See docs/evaluation.md (`python -m tests.evaluate.test_clusters`): at 90% the clusters' sums are skewed."""
+    clustered, independent = score_coverage(SIZES[name], 0.5, share, 400)
+    assert least <= clustered <= 0.98
+    assert independent < 0.85
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_intervals_of_scores_know_clusters_as_intervals_of_differences_do(name):
+    """Half the width of the interval is Student's quantile times the standard error, up to Wilson's correction."""
+    labels = np.repeat(np.arange(len(SIZES[name])), SIZES[name])
+    points, _ = changes(np.random.default_rng(3), SIZES[name], 0.5, mean=0.5)
+    points = (points > 0).astype(float)
+    score, d = _score([points.tolist()], labels), difference(points, labels)
+    sums = np.bincount(labels, points - points.mean())
+    error = np.sqrt((sums**2 / (1 - SIZES[name] / len(labels))).sum()) / len(labels)  # CR2, written anew
+    assert score["stderr"] == pytest.approx(100 * error, rel=1e-9)
+    assert score["high"] - score["low"] == pytest.approx(d["high"] - d["low"], rel=0.12)
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_a_score_of_none_or_all_counts_each_cluster_once(right):
+    score = _score([[right] * 40], np.repeat(np.arange(10), 4))
+    low, high = binomtest(int(10 * right), 10).proportion_ci(method="wilson")
+    width = 100 * (high - low)
+    z, t = 1.959963984540054, 2.2621571627409915  # of 9 degrees of freedom
+    assert score["high"] - score["low"] == pytest.approx(100 * t**2 / (10 + t**2))
+    assert width == pytest.approx(100 * z**2 / (10 + z**2))
+    assert score["stderr"] == 0
+
+
+def test_clusters_that_are_all_half_right_count_once_each():
+    score = _score([[0.0, 1.0] * 8], np.repeat(np.arange(8), 2))
+    assert score["stderr"] == pytest.approx(100 * np.sqrt(0.25 / 8))
+    assert score["high"] - score["low"] > 2 * score["stderr"]
+
+
+def test_repeated_questions_do_not_narrow_a_score():
+    points = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+    once, repeated = _score([points], range(10)), _score([points * 6], [*range(10)] * 6)
+    for key in ("value", "stderr", "low", "high"):
+        assert repeated[key] == pytest.approx(once[key], rel=0.03)
+    assert _score([points * 6])["stderr"] < once["stderr"] / 2
+
+
+def test_without_clusters_the_interval_is_scipy_s():
+    for right in (0, 1, 7, 30):
+        score = _score([[1.0] * right + [0.0] * (30 - right)])
+        low, high = binomtest(right, 30).proportion_ci(method="wilson")
+        assert (score["low"], score["high"]) == pytest.approx((100 * low, 100 * high), abs=1e-10)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -157,6 +226,12 @@ def test_a_cluster_is_a_field_of_the_question_or_its_task():
 
 
 if __name__ == "__main__":
+    for name, sizes in SIZES.items():
+        for share in (0.5, 0.9, 0.98):
+            clustered, independent = score_coverage(sizes, 0.5, share, 500)
+            print(
+                f"{name}, scores of {share:.0%}: {clustered:.1%} with clusters, {independent:.1%} without", flush=True
+            )
     for name, sizes in SIZES.items():
         for correlation in (0.0, 0.5):
             clustered, independent, _ = coverage(sizes, correlation, 2000)

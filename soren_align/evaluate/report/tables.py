@@ -183,8 +183,8 @@ def _legend(results: Results, brief: bool) -> list[str]:
     }
     if num_clusters:
         lines.append(
-            "questions of one cluster are not independent, so interval and p of these columns are Student's t over"
-            f" clusters: {_text(num_clusters)}"
+            "questions of one cluster are not independent, so standard error, interval and p of these columns count"
+            f" clusters (Student's t): {_text(num_clusters)}"
         )
     for row in later:
         unpaired = row.get("unpaired", {})

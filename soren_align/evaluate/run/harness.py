@@ -115,13 +115,17 @@ class ModelResults:
 
     def add(self, task: SuiteTask, loaded: Any, output: dict[str, Any], model: str) -> None:
         """Add one column. loaded: lm-eval's task or group. output: of lm-eval's simple_evaluate. model: its name."""
-        score, points, also_points, samples = score_column(task, loaded, output, model)
+        by_name = {subtask.task_name: subtask for subtask in subtasks(loaded)}
+        docs = [
+            (by_name[name], q["doc"]) for name in by_name for q in output["samples"][name] if q["filter"] == task.filter
+        ]
+        labels = cluster_labels(task, docs)
+        score, points, also_points, samples = score_column(task, loaded, output, model, labels)
         questions = [sample for sample in samples if sample["filter"] == task.filter]
         self.scores[task.column], self.points[task.column], self.samples[task.column] = score, points, samples
         self.also_points[task.column] = also_points
         self.prompt_hashes[task.column] = [(q["doc_hash"], q["prompt_hash"]) for q in questions]
-        by_name = {subtask.task_name: subtask for subtask in subtasks(loaded)}
-        if labels := cluster_labels(task, [(by_name[q["task"]], q["doc"]) for q in questions]):
+        if labels:
             self.clusters[task.column] = labels
             self.settings["clusters"][task.column] = task.cluster or EQUAL_QUESTIONS
         if (version := output["versions"][task.task]) != "Yaml":  # lm-eval's word for a file without metadata.version

@@ -21,7 +21,7 @@ from ...run.weights import load_config
 from ..stats.scores import cluster_labels
 from ..suite.sandbox import rendering
 from ..suite.suites import Suite, SuiteTask
-from ..suite.tasks import Tasks, equal_choices, long_answers, subtasks
+from ..suite.tasks import Tasks, equal_choices, long_answers, shared_texts, subtasks
 from .backends import MAX_GEN_TOKS, BackendSettings, base_folder, generation_settings, load_tokenizer, model_folder
 from .lineage import OnOmitted, lineage, run_of
 from .requests import RequestDispatcher, ResponseCache
@@ -175,7 +175,7 @@ def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "_P
 
 
 def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval) -> Iterator[str]:
-    """Yield notices about choices that are equal to the row's model, answers that it cannot finish, and repetitions."""
+    """Yield notices about choices that are equal to the row's model, answers that it cannot finish, and clusters."""
     for task in suite.tasks:
         loaded = subtasks(tasks[task.column])
         for subtask in loaded:
@@ -185,7 +185,18 @@ def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval
     for task in suite.tasks:
         loaded = subtasks(tasks[task.column])
         docs = [(subtask, doc) for subtask in loaded for doc in list(subtask.eval_docs)[: options.limit]]
-        if task.cluster or (labels := cluster_labels(task, docs)) is None:
+        if task.cluster:
+            continue
+        if len(loaded) > 1:
+            yield (
+                f"{task.column}: a group of {len(loaded)} tasks for which the suite names no cluster: questions of one "
+                "task count as independent, and intervals are too narrow. Write cluster: task into the suite"
+            )
+        labels = cluster_labels(task, docs)
+        different = docs if labels is None else dict(zip(labels, docs, strict=True)).values()
+        if finding := shared_texts([doc for _, doc in different]):
+            yield f"{task.column}: {finding}"
+        if labels is None:
             continue
         first = {label: number for number, label in reversed([*enumerate(labels, 1)])}
         repeated, label = next((number, label) for number, label in enumerate(labels, 1) if first[label] < number)

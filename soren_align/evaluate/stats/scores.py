@@ -1,13 +1,14 @@
 """The scores of a column and their standard errors, from lm-eval's samples."""
 
 import statistics
+from collections.abc import Sequence
 from itertools import chain
 from math import isfinite, sqrt
 from typing import Any
 
+import numpy as np
 from lm_eval.api.group import Group
 from lm_eval.api.metrics import pooled_sample_stderr
-from scipy.stats import binomtest
 
 from ...core.errors import UserError
 from ...core.files import digest
@@ -15,11 +16,11 @@ from ...core.silence import silence
 from ..suite.sandbox import rendering
 from ..suite.suites import SuiteTask
 from ..suite.tasks import score_keys, subtasks
-from .paired import Z95, t95
+from .paired import EQUAL, Z95, Paired, t95
 
 
 def score_column(
-    task: SuiteTask, loaded: Any, output: dict[str, Any], model: str
+    task: SuiteTask, loaded: Any, output: dict[str, Any], model: str, labels: Sequence[str] | None = None
 ) -> tuple[dict[str, Any], list[float], dict[str, list[list[float]]], list[dict[str, Any]]]:
     """Return (score, points, points of the other scores, samples) of a column.
 
@@ -27,13 +28,13 @@ def score_column(
     see `_chance`; "also": other scores, {"value", "stderr"} each; "subjects": those of a group. points: of each
     question, in [0, 1]; of the other scores by label, in one list, or in one per subject if all subjects have equal
     weight.
-    output: of lm-eval's simple_evaluate.
+    output: of lm-eval's simple_evaluate. labels: the cluster of each question; None: they are independent.
     Raises UserError if log-likelihoods or points are not numbers, or if the metric is not a mean over questions.
     """
     names = [subtask.task_name for subtask in subtasks(loaded)]
     main, *others = score_keys(task)
     points = [_points(output, name, main, model) for name in names]
-    score = _score(points)
+    score = _score(points, labels)
     if (chance := _chance(task, loaded, output)) is not None:
         score["chance"] = chance
     also: dict[str, Any] = {}
@@ -45,7 +46,7 @@ def score_column(
         score["subjects"] = subjects
     for other in others:
         label, each = other.removesuffix(",none"), [_points(output, name, other, model) for name in names]
-        also[label], also_points[label] = _score(each), [[*chain(*each)]]
+        also[label], also_points[label] = _score(each, labels), [[*chain(*each)]]
     if also:
         score["also"] = {label: {key: each[key] for key in ("value", "stderr")} for label, each in also.items()}
     samples = [{"task": name} | sample for name in names for sample in output["samples"][name]]
@@ -133,22 +134,41 @@ def _points(output: dict[str, Any], name: str, key: str, model: str) -> list[flo
     return points
 
 
-def _score(points: list[list[float]]) -> dict[str, Any]:
-    """Return the score over all questions of a column's tasks, in percent, with lm-eval's standard error.
+def _score(points: list[list[float]], labels: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the score over all questions of a column's tasks, in percent. labels: as in `score_column`.
 
-    The 95% interval is Wilson's if answers are right or wrong: four wrong answers of four do not prove 0.0 ± 0.0.
-    Otherwise it is Student's t, which is wider than the normal interval for few questions.
+    The standard error is lm-eval's. The 95% interval is Wilson's if answers are right or wrong: four wrong answers of
+    four do not prove 0.0 ± 0.0. Otherwise it is Student's t, which is wider than the normal interval for few questions.
+
+    With clusters, error and interval are those of `effective` independent questions: as many as would have the clustered
+    error (CR2) of `Paired`, but never more than there are. If the clusters show no spread, as at 0% and 100%, they are
+    Kish's effective number of clusters: as if all questions of a cluster were answered alike.
     """
-    errors = [statistics.stdev(p) / sqrt(len(p)) if len(p) > 1 else 0.0 for p in points]
     sizes = [len(p) for p in points]
-    every = [*chain(*points)]
+    every = np.array([*chain(*points)])
     value, n = statistics.fmean(every), len(every)
-    stderr = errors[0]
-    if len(points) > 1:
-        stderr = float(pooled_sample_stderr(errors, sizes)) if n > len(points) else 0.0  # --limit 1
-    if {0.0, 1.0}.issuperset(every):
-        low, high = binomtest(int(sum(every)), n).proportion_ci(method="wilson")
+    numbers = None if labels is None else np.unique(labels, return_inverse=True)[1]
+    if clustered := Paired(every, numbers).clustered_error():
+        error, degrees = clustered
+        variance = float(every.var())
+        effective = min(variance / error**2, n) if error > EQUAL else degrees + 1
+        stderr, quantile = sqrt(variance / effective), t95(degrees)
     else:
-        margin = t95(n - len(points)) * stderr
-        low, high = max(value - margin, 0.0), min(value + margin, 1.0)
+        errors = [statistics.stdev(p) / sqrt(len(p)) if len(p) > 1 else 0.0 for p in points]
+        stderr = errors[0]
+        if len(points) > 1:
+            stderr = float(pooled_sample_stderr(errors, sizes)) if n > len(points) else 0.0  # --limit 1
+        effective, quantile = n, t95(n - len(points))
+    if np.isin(every, (0.0, 1.0)).all():
+        low, high = _wilson(value, effective, quantile if clustered else Z95)
+    else:
+        low, high = max(value - quantile * stderr, 0.0), min(value + quantile * stderr, 1.0)
     return {"value": 100 * value, "stderr": 100 * stderr, "low": 100 * low, "high": 100 * high, "n": n}
+
+
+def _wilson(share: float, n: float, quantile: float) -> tuple[float, float]:
+    """Return Wilson's interval of a share of n answers (1927). Also for n that is no whole number."""
+    weight = n / (n + quantile**2)
+    middle = weight * share + (1 - weight) / 2
+    half = sqrt(weight * (1 - weight) * share * (1 - share) + ((1 - weight) / 2) ** 2)
+    return max(middle - half, 0.0), min(middle + half, 1.0)

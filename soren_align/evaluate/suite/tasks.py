@@ -6,7 +6,8 @@ whose key is none of its choices counts as answered wrong, and of equally likely
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ SETTINGS = ("doc_to_text", "doc_to_choice", "doc_to_target")
 SPLITS = ("test_split", "validation_split")
 LETTERS = "ABCDEFGHIJ"
 """Keys of the right choice in many datasets."""
+MIN_PASSAGE = 100
+"""Characters of a text that several questions share, from which they are taken to be about this text."""
 _FIELD = re.compile(r"\{\{-?\s*([A-Za-z_]\w*)\s*-?\}\}")
 
 
@@ -301,3 +304,22 @@ def long_answers(task: Any, tokenizer: Any, max_tokens: int, limit: int | None =
         f"{len(long):,} of {len(texts):,} right answers are longer than max_gen_toks, {max_tokens} tokens, so that no "
         f"model can give them ({first}); write a larger max_gen_toks into the task's generation_kwargs"
     )
+
+
+def shared_texts(questions: Sequence[Mapping[str, Any]]) -> str:
+    """Return a sentence about different questions that share a long text, such as a passage; "" if there are none.
+
+    Their answers change together, so that they count for less than as many independent ones. A text that all questions
+    have, such as an instruction, is no passage.
+    """
+    for field in questions[0] if questions else ():
+        texts = [question.get(field) for question in questions]
+        counts = Counter(text for text in texts if isinstance(text, str) and len(text) >= MIN_PASSAGE)
+        sharing = [count for count in counts.values() if 1 < count < len(questions)]
+        if sharing:
+            return (
+                f"{sum(sharing):,} of {len(questions):,} questions share {len(sharing):,} texts of their field {field}, "
+                "but the suite names no cluster: questions about one text count as independent, and intervals are too "
+                f"narrow. Write cluster: {field} into the suite"
+            )
+    return ""
