@@ -201,9 +201,7 @@ def test_a_group_without_clusters_and_questions_about_one_passage_are_notices(sh
         return [each for each in preflight(Eval(suite=str(folder)), rows)[1] if "cluster" in each]
 
     (notice,) = notices(suite % "")
-    assert notice.startswith(
-        "own: 7 of 8 questions share 3 texts of their field passage, but the suite names no cluster"
-    )
+    assert notice.startswith("own: 7 of 8 questions share 3 texts of the field passage, and the suite names no cluster")
     assert notice.endswith("Write cluster: passage into the suite")
     assert notices(suite % ", cluster: passage") == []
     group = (

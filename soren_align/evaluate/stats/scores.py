@@ -140,9 +140,9 @@ def _score(points: list[list[float]], labels: Sequence[str] | None = None) -> di
     The standard error is lm-eval's. The 95% interval is Wilson's if answers are right or wrong: four wrong answers of
     four do not prove 0.0 ± 0.0. Otherwise it is Student's t, which is wider than the normal interval for few questions.
 
-    With clusters, error and interval are those of `effective` independent questions: as many as would have the clustered
-    error (CR2) of `Paired`, but never more than there are. If the clusters show no spread, as at 0% and 100%, they are
-    Kish's effective number of clusters: as if all questions of a cluster were answered alike.
+    With clusters, error and interval are those of an effective number of independent questions: as many as would have
+    the clustered error (CR2) of `Paired`, but never more than there are. If the clusters show no spread, as at 0% and
+    100%, it is Kish's effective number of clusters: as if all questions of a cluster were answered alike.
     """
     sizes = [len(p) for p in points]
     every = np.array([*chain(*points)])

@@ -318,8 +318,8 @@ def shared_texts(questions: Sequence[Mapping[str, Any]]) -> str:
         sharing = [count for count in counts.values() if 1 < count < len(questions)]
         if sharing:
             return (
-                f"{sum(sharing):,} of {len(questions):,} questions share {len(sharing):,} texts of their field {field}, "
-                "but the suite names no cluster: questions about one text count as independent, and intervals are too "
+                f"{sum(sharing):,} of {len(questions):,} questions share {len(sharing):,} texts of the field {field}, "
+                "and the suite names no cluster: questions with one text count as independent, and intervals are too "
                 f"narrow. Write cluster: {field} into the suite"
             )
     return ""
