@@ -3,23 +3,26 @@
     python docs/studies/maps.py docs/studies/maps.jsonl            the missing runs, one JSON line each
     python docs/studies/maps.py docs/studies/maps.jsonl --tasks source --columns muon
     python docs/studies/maps.py docs/studies/maps.jsonl --table    the tables of maps.md, of the runs in the file
+    python docs/studies/maps.py docs/studies/maps.jsonl --half --tasks source --columns exact "sns 15"
 
 Two tasks: "quickstart", its SFT cut to 150 of 600 steps, and "source", a Llama of 1.25 million parameters on the bytes
 of the standard library. All columns but the last have match_rms_measured, so that at one learning rate they have one
 update RMS; embeddings, head and norms have AdamW at a fixed rate. First five seeds (weights and order of the data) at
 the rate that all share. Then each column's own rate: powers of two, by the mean loss of other seeds, extended until
-the best is inside, and the five seeds at the best. The loss is that of the same held-out data for all. An hour on two
-cores, one task on each, with OMP_NUM_THREADS=1.
+the best is inside, and the five seeds at the best. With --half the rates half a power of two below and above the best
+are tried too. The loss is that of the same held-out data for all. An hour on two cores, one task on each, with
+OMP_NUM_THREADS=1; without --half.
 """
 
 import argparse
 import io
 import json
+import math
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -111,6 +114,11 @@ def windows(part: str, seed: int) -> torch.Tensor:
     return text[starts.unsqueeze(1) + torch.arange(LENGTH)]
 
 
+def half_powers(lr: float, number: int) -> float:
+    """Return a power of two times a number of factors of the square root of 2."""
+    return 2.0 ** (math.log2(lr) + number / 2)
+
+
 class Study:
     """The runs in a file of JSON lines; missing ones are made."""
 
@@ -133,24 +141,31 @@ class Study:
             self.runs[key] = run
         return self.runs[key]["held_out"]
 
-    def best_rate(self, task: str, column: str) -> float:
-        """The rate with the lowest held-out loss on the grid's seeds; the grid is extended until it is inside."""
-        rates = [factor * SHARED_RATES[task] for factor in GRID]
-        while True:
-            losses = {lr: fmean(self.loss(task, column, lr, seed) for seed in GRID_SEEDS[task]) for lr in rates}
-            best = min(rates, key=losses.__getitem__)
-            if best not in (rates[0], rates[-1]):
-                return best
-            rates = [rates[0] / 2, *rates] if best == rates[0] else [*rates, 2 * rates[-1]]
+    def best_rate(self, task: str, column: str, half: bool) -> float:
+        """The rate with the lowest held-out loss on the grid's seeds; the grid is extended until it is inside.
 
-    def best_measured(self, task: str, column: str) -> float | None:
+        half: try half a power of two to both sides too.
+        """
+
+        def mean_loss(lr: float) -> float:
+            return fmean(self.loss(task, column, lr, seed) for seed in GRID_SEEDS[task])
+
+        rates = [factor * SHARED_RATES[task] for factor in GRID]
+        while (best := min(rates, key=mean_loss)) in (rates[0], rates[-1]):
+            rates = [rates[0] / 2, *rates] if best == rates[0] else [*rates, 2 * rates[-1]]
+        return min((half_powers(best, number) for number in (-1, 0, 1)), key=mean_loss) if half else best
+
+    def best_measured(self, task: str, column: str, half: bool) -> float | None:
         """As `best_rate`, of the runs in the file; None if the best is not inside of the grid yet."""
         rates = {key[2] for key in self.runs if key[:2] == (task, column) and key[3] in GRID_SEEDS[task]}
         runs_of = {lr: [self.runs.get((task, column, lr, seed)) for seed in GRID_SEEDS[task]] for lr in sorted(rates)}
         losses = {lr: fmean(run["held_out"] for run in runs) for lr, runs in runs_of.items() if all(runs)}
-        rates_inside = [*losses][1:-1]
-        best = min(losses, key=losses.__getitem__, default=None)
-        return best if best in rates_inside else None
+        powers = [lr for lr in losses if math.log2(lr).is_integer()]
+        best = min(powers, key=losses.__getitem__, default=None)
+        if best not in powers[1:-1]:
+            return None
+        rates = [half_powers(best, number) for number in ((-1, 0, 1) if half else (0,))]
+        return min(rates, key=losses.__getitem__) if losses.keys() >= {*rates} else None
 
     def fresh(self, task: str, column: str, lr: float | None) -> dict[int, float]:
         """The losses of the fresh seeds that the file has, by seed."""
@@ -169,9 +184,9 @@ def interval(values: Sequence[float]) -> str:
 
 def table(study: Study, task: str, columns: list[str]) -> None:
     """Print the task's table. Differences to the first column are paired by seed, p is Holm's over each half."""
-    best = {column: study.best_measured(task, column) for column in columns}
+    best = {column: study.best_measured(task, column, half=False) for column in columns}
     shared = dict.fromkeys(columns, SHARED_RATES[task])
-    cells = [_half(study, task, columns, rates) for rates in (shared, best)]
+    cells = [_cells(study, task, columns, rates) for rates in (shared, best)]
     print(f"| {task} | at lr {SHARED_RATES[task]:g} | difference | own lr | at its own lr | difference |")
     print("|---|---|---|---|---|---|")
     for column, left, right in zip(columns, *cells, strict=True):
@@ -179,7 +194,17 @@ def table(study: Study, task: str, columns: list[str]) -> None:
     print()
 
 
-def _half(study: Study, task: str, columns: list[str], rates: dict[str, float | None]) -> list[tuple[str, str]]:
+def half_table(study: Study, task: str, columns: list[str]) -> None:
+    """Print the columns whose rate is known to half a power of two and has the fresh seeds, each at this rate."""
+    best = {column: study.best_measured(task, column, half=True) for column in columns}
+    best = {column: rate for column, rate in best.items() if len(study.fresh(task, column, rate)) == len(SEEDS)}
+    print(f"| {task}, half powers of 2 | own lr | at its own lr | difference |\n|---|---|---|---|")
+    for (column, rate), cells in zip(best.items(), _cells(study, task, [*best], best), strict=True):
+        print(f"| {column} | {rate:.4g} | {' | '.join(cells)} |")
+    print()
+
+
+def _cells(study: Study, task: str, columns: list[str], rates: Mapping[str, float | None]) -> list[tuple[str, str]]:
     """(held-out loss, difference to the first column) of every column at its rate."""
     losses = [study.fresh(task, column, rates[column]) for column in columns]
     differences = [[each[seed] - losses[0][seed] for seed in each if seed in losses[0]] for each in losses[1:]]
@@ -200,14 +225,17 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--half", action="store_true")
     arguments = parser.parse_args()
     study = Study(arguments.file)
     if arguments.table:
         for task in arguments.tasks:
-            table(study, task, arguments.columns)
+            (half_table if arguments.half else table)(study, task, arguments.columns)
         return
     pairs = [(task, column) for task in arguments.tasks for column in arguments.columns]
-    rates: list[Callable[[str, str], float]] = [lambda task, _: SHARED_RATES[task], study.best_rate]
+    rates: list[Callable[[str, str], float]] = [lambda task, column: study.best_rate(task, column, arguments.half)]
+    if not arguments.half:
+        rates.insert(0, lambda task, column: SHARED_RATES[task])
     for rate in rates:
         for task, column in pairs:
             lr = rate(task, column)

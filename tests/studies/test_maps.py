@@ -17,6 +17,13 @@ def test_the_table_of_the_runs_is_that_of_the_page(task, capsys):
     assert table in (FOLDER / "maps.md").read_text(encoding="utf-8")
 
 
+def test_the_table_of_half_powers_is_that_of_the_page(capsys):
+    maps.half_table(maps.Study(FOLDER / "maps.jsonl"), "source", list(maps.COLUMNS))
+    table = capsys.readouterr().out.strip()
+    assert table.count("\n") > 2
+    assert table in (FOLDER / "maps.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("best", [2**-9, 2**-6, 2**-3])
 def test_the_grid_is_extended_until_the_best_rate_is_inside(best, tmp_path, monkeypatch):
     def task(settings, lr, seed):
@@ -24,8 +31,24 @@ def test_the_grid_is_extended_until_the_best_rate_is_inside(best, tmp_path, monk
 
     monkeypatch.setattr(maps, "TASKS", {"source": task})
     study = maps.Study(tmp_path / "runs.jsonl")
-    assert study.best_rate("source", "exact") == best
-    assert maps.Study(tmp_path / "runs.jsonl").best_measured("source", "exact") == best
+    assert study.best_rate("source", "exact", half=False) == best
+    assert maps.Study(tmp_path / "runs.jsonl").best_measured("source", "exact", half=False) == best
+    assert study.best_measured("source", "exact", half=True) is None
+
+
+@pytest.mark.parametrize("best", [2**-8.5, 2**-6, 2**-3.5])
+def test_half_powers_around_the_best_power_of_two_are_tried(best, tmp_path, monkeypatch):
+    def task(settings, lr, seed):
+        return abs(math.log2(lr / best) + 0.1) + seed / 1e6, 0.0
+
+    monkeypatch.setattr(maps, "TASKS", {"source": task})
+    study = maps.Study(tmp_path / "runs.jsonl")
+    powers = study.best_rate("source", "exact", half=False)
+    assert math.log2(powers).is_integer()
+    assert study.best_rate("source", "exact", half=True) == pytest.approx(best, rel=1e-12)
+    study = maps.Study(tmp_path / "runs.jsonl")
+    assert study.best_measured("source", "exact", half=False) == powers
+    assert study.best_measured("source", "exact", half=True) == pytest.approx(best, rel=1e-12)
 
 
 @pytest.mark.rest
