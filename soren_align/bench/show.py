@@ -56,7 +56,7 @@ def _notes(results: dict[str, Any]) -> list[str]:
             "ms: median of rounds in which the maps take turns; ±: half the interquartile range",
             "util.: FLOP/s divided by the FLOP/s of a large matrix product in the same dtype, measured just before",
             "/Muon: time divided by the time of Muon's iteration, in bfloat16 (as in torch.optim.Muon) and in float32",
-            "errors: largest / mean relative error of a mapped singular value (exact: the sigmoid; for Muon and peers: 1)",
+            "errors: largest / mean relative error of a mapped singular value (exact: sigmoid; for Muon and peers: 1)",
         ]
     else:
         lines = ["ms: median of rounds in which the optimizers take turns; ±: half the interquartile range"]
