@@ -126,7 +126,6 @@ def _trainer(description: str) -> str:
     )
     text += "of these keys, this list has the section of the recipe that replaces it, or the reason:\n\n"
     for reason, names in keys.items():
-        reason = reason.replace("belongs", "belong", 1) if len(names) > 1 else reason
         text += f"- {', '.join(names)}: {reason}.\n"
     return text
 

@@ -60,14 +60,14 @@ RECIPES = {
     "no model": ("model:\n  name_or_path: shipped:recipes/quickstart/base\n  init_seed: 0\n", "",
                  r"model: is required"),
     "no output folder": ("  output_dir: out", "  resume: auto", r"run.output_dir: is required"),
-    "negative rate": ("lr: 1e-3\n  aux", "lr: -1\n  aux", r"my.yaml:9 optimizer.lr: found -1; it must be more than 0"),
-    "rate of zero": ("lr: 1e-3\n  aux", "lr: 0\n  aux", r"optimizer.lr: found 0; it must be more than 0"),
-    "infinite rate": ("lr: 1e-3\n  aux", "lr: .inf\n  aux", r"optimizer.lr: found inf; it must be finite"),
+    "negative rate": ("lr: 1e-3\n  aux", "lr: -1\n  aux", r"my.yaml:9 optimizer.lr: found -1; write a number above 0"),
+    "rate of zero": ("lr: 1e-3\n  aux", "lr: 0\n  aux", r"optimizer.lr: found 0; write a number above 0"),
+    "infinite rate": ("lr: 1e-3\n  aux", "lr: .inf\n  aux", r"optimizer.lr: found inf; write a finite number"),
     "rate in quotes": ("lr: 1e-3\n  aux", "lr: '1e-3'\n  aux", r"optimizer.lr: found '1e-3'; write a number"),
-    "a rate beyond float32": ("lr: 1e-3\n", "lr: 1.0e+300\n", r"optimizer.lr: .*it must be at most 1e\+30"),
-    "momentum of one": ("name: soren", "name: soren\n  momentum: 1.0", r"optimizer.momentum: found 1.0; .*less than 1"),
+    "a rate beyond float32": ("lr: 1e-3\n", "lr: 1.0e+300\n", r"optimizer.lr: .*write a number of at most 1e\+30"),
+    "momentum of one": ("name: soren", "name: soren\n  momentum: 1.0", r"optimizer.momentum: found 1.0; .*below 1"),
     "negative decay": ("name: soren", "name: soren\n  weight_decay: -1", r"optimizer.weight_decay: .*at least 0"),
-    "three betas": ("name: soren", "name: soren\n  betas: [0.9, 0.9, 0.9]", r"optimizer.betas: .*write 2 values"),
+    "three betas": ("name: soren", "name: soren\n  betas: [0.9, 0.9, 0.9]", r"optimizer.betas: .*list of 2 values"),
     "a list as the map": ("name: soren", "name: soren\n  map: [a]", r"optimizer.map"),
     "no steps in the map": (
         "name: soren", "name: soren\n  map: {name: sns, steps: 0}", r"optimizer.map.steps: .*at least 1"),
@@ -79,7 +79,7 @@ RECIPES = {
     "None for null": ("output_dir: out", "output_dir: out\n  num_threads: None", r"run.num_threads: .*null"),
     "a list for a section": ("run:\n  output_dir: out", "run: [out]", r"my.yaml:16 run: .*write a section"),
     "bfloat16 parameters": (
-        "  init_seed: 0", "  init_seed: 0\n  dtype: bfloat16", r"model.dtype: bfloat16 .* Write float32"),
+        "  init_seed: 0", "  init_seed: 0\n  dtype: bfloat16", r"model.dtype: .*bfloat16 .* Write float32"),
     "a key of a section at the top": ("task: sft", "task: sft\nlr: 1e-3", r"my.yaml:2 lr: .*mean 'optimizer.lr'\?"),
     "a key of TRL at the top": ("task: sft", "task: sft\nmax_steps: 1", r"max_steps: .*'trainer.max_steps'\?"),
     "a name of TRL at the top": ("task: sft", "task: sft\noutput_dir: a", r"output_dir: .*mean 'run.output_dir'\?"),
@@ -89,18 +89,18 @@ RECIPES = {
     "PEFT's dropout": ("  init_seed: 0", "  init_seed: 0\n  lora: {lora_dropout: 0.1}", r"lora_dropout: .*'dropout'\?"),
     "bitsandbytes' flag": (
         "  init_seed: 0", "  init_seed: 0\n  load_in_4bit: true", r"model.load_in_4bit: .*mean `quantize: 4bit`\?"),
-    "folder in TRL's words": ("max_steps: 2", "output_dir: x", r"trainer.output_dir: belongs to run.output_dir"),
-    "optimizer in TRL's words": ("max_steps: 2", "optim: adamw_torch", r"trainer.optim: belongs to optimizer.name"),
+    "folder in TRL's words": ("max_steps: 2", "output_dir: x", r"trainer.output_dir: .*; write run.output_dir"),
+    "optimizer in TRL's words": ("max_steps: 2", "optim: adamw_torch", r"trainer.optim: .*; write optimizer.name"),
     "an older name": ("max_steps: 2", "evaluation_strategy: steps", r"trainer.evaluation_strategy: .*eval_strategy"),
     "unknown schedule": ("max_steps: 2", "lr_scheduler_type: cosin", r"trainer.lr_scheduler_type: .*'cosine'"),
-    "length of nothing": ("max_length: 64", "max_length: 1", r"trainer.max_length: found 1; it must be at least 2"),
+    "length of nothing": ("max_length: 64", "max_length: 1", r"trainer.max_length: found 1; write .* at least 2"),
     "a secret": ("max_steps: 2", "hub_token: hf_x", r"trainer.hub_token: .*HF_TOKEN"),
-    "deepspeed": ("max_steps: 2", "deepspeed: ds.json", r"trainer.deepspeed: belongs to run.parallel"),
+    "deepspeed": ("max_steps: 2", "deepspeed: ds.json", r"trainer.deepspeed: .*; write run.parallel"),
     "evaluation without rows": ("max_steps: 2", "eval_strategy: steps", r"trainer.eval_strategy: .*add data.eval"),
-    "a number out of TRL's range": ("max_steps: 2", "max_steps: 0\n  num_train_epochs: 0", r"num_train_epochs: .*more"),
-    "a number as a trainer key": ("max_steps: 2", "1: 0", r"trainer.1: unknown to TRL's SFTConfig"),
-    "null as a trainer key": ("max_steps: 2", "~: 0", r"trainer.~: unknown to TRL's SFTConfig"),
-    "an escape sequence": ("max_steps: 2", '"\\e[2J": 1', r"trainer.\\x1b\[2J: unknown"),
+    "a number out of TRL's range": ("max_steps: 2", "max_steps: 0\n  num_train_epochs: 0", r"epochs: .*above"),
+    "a number as a trainer key": ("max_steps: 2", "1: 0", r"trainer.1: is no key of TRL's SFTConfig"),
+    "null as a trainer key": ("max_steps: 2", "~: 0", r"trainer.~: is no key of TRL's SFTConfig"),
+    "an escape sequence": ("max_steps: 2", '"\\e[2J": 1', r"trainer.\\x1b\[2J: is no key"),
     "a list in a list of trackers": ("max_steps: 2", "report_to: [[wandb]]", r"trainer.report_to: found \['wandb'\]"),
     "a mapping among trackers": ("max_steps: 2", "report_to: [{a: 1}]", r"trainer.report_to: found {'a': 1}"),
     "a seed that numpy refuses": ("max_steps: 2", "seed: 4294967296", r"trainer.seed: .*at most 4294967295"),
@@ -114,24 +114,24 @@ RECIPES = {
     "processes without end": ("max_steps: 2", "dataset_num_proc: 100000", r"dataset_num_proc: .*at most 256"),
     "a kernel that is not there": ("max_steps: 2", "use_liger_kernel: true", r"use_liger_kernel: .*pip install liger"),
     "not YAML": ("task: sft", "task: [sft", r"my.yaml:\d+ not valid YAML"),
-    "a tab": ("  lr: 1e-3\n", "\tlr: 1e-3\n", r"my.yaml:9 not valid YAML: .*; indent with spaces, not tabs"),
+    "a tab": ("  lr: 1e-3\n", "\tlr: 1e-3\n", r"my.yaml:9 not valid YAML: .*; indent with spaces instead of tabs"),
     "a key too far to the left": (
-        "  name: soren", " name: soren", r"my.yaml:9 not .*; is the indentation right\?"
+        "  name: soren", " name: soren", r"my.yaml:9 not .*; correct the indentation"
         r"   8 \|  name: soren   9 \|   lr: 1e-3     \|     \^"),
     "a key too far to the right": (
         "  max_steps: 2", "   max_steps: 2\n  seed: 1", r"yaml:13 not .*  12 \|    max_steps: 2   13 \|   seed: 1"),
     "a key twice": ("  lr: 1e-3\n", "  lr: 1e-3\n  lr: 2e-3\n", r"my.yaml:\d+ not valid YAML: .*duplicate key"),
-    "a merge of a list of texts": ("max_steps: 2", "<<: [a]", r"my.yaml:12 not valid YAML: << merges mappings"),
+    "a merge of a list of texts": ("max_steps: 2", "<<: [a]", r"my.yaml:12 not valid YAML: '<<' merges a"),
     "a tag on a number": ("max_steps: 2", "max_steps: !!int zero", r"my.yaml:12 not valid YAML: the tag !!int"),
     "a tag on a list": ("run:", "eval: !x [1]\nrun:", r"the tag !x"),
-    "5,000 digits": ("max_steps: 2", "max_steps: " + "9" * 5000, r"my.yaml:12 not valid YAML: a number of 5000 digits"),
+    "5,000 digits": ("max_steps: 2", "max_steps: " + "9" * 5000, r"my.yaml:12 not .*: a number has 5000 digits"),
     "missing data": ("rows.jsonl", "row.jsonl", r"data.train.path: no file row.jsonl; did you mean 'rows.jsonl'"),
     "data pattern of no file": (
-        "rows.jsonl", "./*.csv", r"data.train.path: ./\*.csv: has no data file \(.jsonl, .json, "),
-    "data of an unknown kind": ("rows.jsonl", "my.yaml", r"data.train.path: my.yaml: cannot read '.yaml'"),
+        "rows.jsonl", "./*.csv", r"data.train.path: ./\*.csv: has no data file; name a folder with files"),
+    "data of an unknown kind": ("rows.jsonl", "my.yaml", r"data.train.path: my.yaml: '.yaml' files cannot be read"),
     "missing model": ("shipped:recipes/quickstart/base", "./nothing", r"model.name_or_path: no folder ./nothing"),
-    "model yet to be trained": ("shipped:recipes/quickstart/base", "runs/a/b/model", r"run that recipe first"),
-    "not a model folder": ("shipped:recipes/quickstart/base", "./", r"./ has no config.json"),
+    "model yet to be trained": ("shipped:recipes/quickstart/base", "runs/a/b/model", r"first run the recipe"),
+    "name a model's folder": ("shipped:recipes/quickstart/base", "./", r"./ has no config.json"),
     "no weights": ("  init_seed: 0\n", "", r"has no weights .*set model.init_seed"),
     "a checkpoint that is not there": ("output_dir: out", "output_dir: out\n  resume: c-5", r"run.resume: found 'c-5'"),
     "output folder is a file": ("output_dir: out", "output_dir: rows.jsonl", r"run.output_dir: rows.jsonl is a file"),
@@ -139,7 +139,7 @@ RECIPES = {
     "the kernel's folder": ("output_dir: out", "output_dir: /proc/foo", r"run.output_dir: /proc/foo cannot be written"),
     "a NUL in a path": ("output_dir: out", 'output_dir: "a\\0b"', r"run.output_dir: .*null byte"),
     "a file as the base": (
-        "task: sft", "extends: /etc/passwd\ntask: sft", r"my.yaml:1 extends: /etc/passwd: a recipe is"),
+        "task: sft", "extends: /etc/passwd\ntask: sft", r"my.yaml:1 extends: /etc/passwd: is not a"),
     "unknown suite": ("run:", "eval: {suite: quickstrat}\nrun:", r"eval.suite: .*did you mean 'quickstart'"),
     "a suite beside it": ("run:", "eval: {suite: question}\nrun:", r"eval.suite: .*did you mean 'questions'\?"),
     "a number as a suite": ("run:", "eval: {suite: 3}\nrun:", r"eval.suite: found 3; write a text"),
@@ -172,7 +172,7 @@ RECIPES = {
 TRAININGS = {
     "half precision twice": ("bf16: false", "bf16: true\n  fp16: true", r"trainer: .*fp16.*bf16"),
     "no GPU and no word of it": (
-        "use_cpu: true", "seed: 1", r"trainer.use_cpu: this machine has no GPU; write `use_cpu"),
+        "use_cpu: true", "seed: 1", r"trainer.use_cpu: this machine has no GPU; write trainer.use_cpu"),
     "unknown hub data": ("rows.jsonl", "nobody/nothing", r"nobody/nothing"),
     "a schedule without its settings": (
         "max_steps: 2", "lr_scheduler_type: warmup_stable_decay",
@@ -182,38 +182,38 @@ TRAININGS = {
         r"trainer.lr_scheduler_type and lr_scheduler_kwargs: .*unexpected keyword argument 'cycles'"),
     "fewer rows than a batch": (
         "max_steps: 2", "dataloader_drop_last: true\n  per_device_train_batch_size: 4",
-        r"trainer.dataloader_drop_last: 1 examples are less than one batch of 4"),
+        r"trainer.dataloader_drop_last: would drop all data, as 1 examples are less than one batch of 4"),
     "aux that matches nothing": ("name: soren", "name: soren\n  aux: ['*.experts.*']", r"optimizer: aux: .*matches no"),
     "everything is aux": ("name: soren", "name: soren\n  aux: ['*']", r"optimizer: .*no matrix"),
     "nothing fits": (
         "max_length: 64", "max_length: 2\n  assistant_only_loss: true", r"none of 1 examples can be trained on"),
     "no answer fits": (
         "max_length: 64", "max_length: 4",
-        r"trainer.max_length: 4 cuts every example before its answer; the shortest prompt has \d+ tokens"),
+        r"trainer.max_length: 4 cuts every example before its answer, as the shortest prompt has \d+ tokens"),
 }  # fmt: skip
 
 OVERRIDES = {
-    "digits": ("trainer.max_steps=" + "9" * 5000, "a number of 5000 digits"),
-    "brackets": ("trainer.max_steps=" + "[" * 2000, "nested more than 50 deep"),
+    "digits": ("trainer.max_steps=" + "9" * 5000, "a number has 5000 digits"),
+    "brackets": ("trainer.max_steps=" + "[" * 2000, "nested more than 50 levels deep"),
     "a tag": ("trainer.max_steps=!!python/object:os.system [x]", "the tag !!python/object"),
     "a list as the task": ("task=[sft]", "task: found"),
     "5,000 sections": (".".join(["a"] * 5000) + "=1", r"write --set section.key=value"),
-    "an escape sequence": ("trainer.\x1b[2J=1", r"unknown to TRL"),
+    "an escape sequence": ("trainer.\x1b[2J=1", r"is no key of TRL"),
     "an index of 5,000 digits": ("data.train." + "9" * 5000 + ".path=x", "--set"),
     "a line number of 5,000 digits": ("x:" + "9" * 5000 + " =1", "unknown key"),
     "nobody's home": ("run.output_dir=~nosuchuser/x", r"run.output_dir: .*cannot be used as a path"),
 }
 
 PARALLEL = {
-    "brackets.json": ("[" * 100_000, "nested more than 50 deep"),
-    "digits.json": ('{"zero_optimization": {"stage": ' + "9" * 5000 + "}}", "a number of 5000 digits"),
+    "brackets.json": ("[" * 100_000, "nested more than 50 levels deep"),
+    "digits.json": ('{"zero_optimization": {"stage": ' + "9" * 5000 + "}}", "a number has 5000 digits"),
     "list.json": ('{"zero_optimization": [1]}', r"zero_optimization.stage: found None"),
     "true.json": ('{"bf16": true, "zero_optimization": {"stage": 2}}', r"bf16: found True; write a mapping"),
     "text.json": ('{"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}', r"offload_optimizer: found 'cpu'"),
     "stage.json": ('{"zero_optimization": {"stage": true}}', r"stage: found True; write 1, 2 or 3"),
     "bytes.json": ("\x00", "cannot be read as JSON"),
-    "brackets.yaml": ("[" * 2000, "nested more than 50 deep"),
-    "list.yaml": ("[1]", "a config must be a mapping"),
+    "brackets.yaml": ("[" * 2000, "nested more than 50 levels deep"),
+    "list.yaml": ("[1]", "is not a mapping of keys to values"),
 }
 
 FOREIGN = "model_name_or_path: org/model\ndataset_name: org/data\nmax_seq_length: 512\nuse_peft: true\n"
@@ -233,8 +233,8 @@ IMPORTS = {
     "a mixture of numbers": (FOREIGN.replace("dataset_name: org/data", "datasets: [1]"), r"datasets: found \[1\]"),
     "nobody's home as model": (FOREIGN.replace("org/model", "~nosuchuser/x"), r"cannot be used as a path"),
     "nobody's home as data": (FOREIGN.replace("org/data", "~nosuchuser/x"), r"cannot be used as a path"),
-    "5,000 digits": (FOREIGN + "seed: " + "9" * 5000, r"a number of 5000 digits"),
-    "brackets": (FOREIGN + "seed: " + "[" * 2000, r"nested more than 50 deep"),
+    "5,000 digits": (FOREIGN + "seed: " + "9" * 5000, r"a number has 5000 digits"),
+    "brackets": (FOREIGN + "seed: " + "[" * 2000, r"nested more than 50 levels deep"),
     "a tag": (FOREIGN + "seed: !!int zero", r"the tag !!int"),
     "a mapping as the strategy of evaluation": (
         FOREIGN + "test_datasets: [{path: org/test}]\neval_strategy: {a: b}\nearly_stopping_patience: 2\n", None),
@@ -244,10 +244,10 @@ IMPORTS = {
 
 # A file of the model's folder, its content, None if it is missing, and the message.
 MODELS = {
-    "config is not JSON": ("config.json", "{", r"base: not a model that can be loaded: .*config.json"),
+    "config is not JSON": ("config.json", "{", r"base: the model cannot be loaded: .*config.json"),
     "config of an unknown kind": (
-        "config.json", '{"model_type": "perceptron"}', r"not a model .* loaded: .*perceptron"),
-    "tokenizer is not JSON": ("tokenizer.json", "{", r"base: has no tokenizer that can be loaded: "),
+        "config.json", '{"model_type": "perceptron"}', r"the model cannot be loaded: .*perceptron"),
+    "tokenizer is not JSON": ("tokenizer.json", "{", r"base: the tokenizer cannot be loaded: "),
     "no tokenizer": ("tokenizer_config.json", None, r"./base has no tokenizer_config.json"),
     "no template": ("chat_template.jinja", None, r"has no chat template; set model.chat_template"),
 }  # fmt: skip
@@ -255,7 +255,7 @@ MODELS = {
 # A training example, and the message.
 ROWS = {
     "columns of dpo": ({"chosen": ROW["messages"], "rejected": chat("Hello", "blue")},
-                       r"these columns are for dpo: `soren-align dpo`"),
+                       r"for these columns run `soren-align dpo`"),
     "other columns": (
         {"question": "x", "answer": "y"}, r"sft needs 'messages'.* such as {instruction: question, output: answer}"),
     "content is a number": ({"messages": chat("x", 3)}, r"messages\[1\] has a number as content; write text"),
@@ -279,7 +279,7 @@ HEAVY = {
     **{f"model: {case}": ({f"base/{name}": text}, (*SFT, "--set", "model.name_or_path=./base"), message)
        for case, (name, text, message) in MODELS.items()},
     **{f"data: {case}": ({"rows.jsonl": json.dumps(row)}, SFT, message) for case, (row, message) in ROWS.items()},
-    "data: columns of sft": ({}, ("dpo", "my.yaml", "--set", "task=dpo"), r"columns are for sft: `soren-align sft`"),
+    "data: columns of sft": ({}, ("dpo", "my.yaml", "--set", "task=dpo"), r"for these columns run `soren-align sft`"),
     "data: no rejected answers": (
         {"rows.jsonl": json.dumps({"chosen": ROW["messages"], "prompt": "Hello"})},
         ("dpo", "my.yaml", "--set", "task=dpo"), r"dpo needs 'chosen' and 'rejected'"),
@@ -395,5 +395,5 @@ def test_parquet_texts_that_are_not_utf_8_are_refused(folder, datasets_cache):
     offsets, texts = pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")
     broken = pa.StringArray.from_buffers(1, offsets, texts)
     pq.write_table(pa.table({"text": broken}), folder / "rows.parquet")
-    with pytest.raises(UserError, match=r"not a Parquet file that can be read: .*utf"):
+    with pytest.raises(UserError, match=r"is no valid Parquet file: .*utf"):
         load_split(DataSplit(path="rows.parquet"), "sft")

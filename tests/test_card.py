@@ -97,7 +97,7 @@ def test_the_card_quotes_the_held_out_loss_before_the_training_loss():
     }
     assert (
         "Held-out loss 3.970 -> 3.342 (24 examples). Training loss 4.716 -> 0.002 (first and last log, of up to 640 "
-        "and 320 examples). The chosen answer preferred in 75% of 24 held-out pairs, margin 0.5."
+        "and 320 examples). The model prefers the chosen answer in 75% of 24 held-out pairs, margin 0.5."
     ) in card(finished_run("run", training=measured), "zoo")
     best = {"metric": "eval_loss", "value": 3.1, "step": 400}
     measured["held_out"]["evaluations"][1] = {"step": 400, "loss": 3.1}

@@ -107,10 +107,10 @@ def test_the_oldest_turns_are_dropped_with_a_notice_when_the_context_is_full(rea
     assert all("Be brief." in prompt for prompt in prompts)
     assert "question 4" in prompts[5]
     assert "question 0" not in prompts[5]
-    assert notices[0].startswith("SFT: the context of 96 tokens is full; the oldest 1 of ")
+    assert notices[0].startswith("SFT: the context of 96 tokens is full, so the oldest 1 of ")
     with pytest.raises(
         UserError,
-        match=r"SFT: the question has \d+ tokens with its template, and the model.s context has 96",
+        match=r"SFT: the question has \d+ tokens in the chat template, which leaves no room for an answer",
     ):
         talk.ask("word " * 200, lambda word: None, notices.append)
     assert talk.turns[-2]["content"] == "question 5"
@@ -261,12 +261,12 @@ def test_slash_new_forgets_the_earlier_questions(run, monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["nowhere/model", "--prompt", "hi"], "nowhere/model: no folder here, and cannot be downloaded"),
-    (["./nowhere", "--prompt", "hi"], "neither a run folder (run.json), nor a model's"),
-    (["MODEL", "--compare", "start", "--prompt", "hi"], "--compare start: this machine has no checkpoint that "),
+    (["nowhere/model", "--prompt", "hi"], "nowhere/model: is no folder, and cannot be downloaded"),
+    (["./nowhere", "--prompt", "hi"], "has neither run.json nor config.json"),
+    (["MODEL", "--compare", "start", "--prompt", "hi"], "--compare start: the checkpoint that "),
     (["MODEL", "--dtype", "int8", "--prompt", "hi"], "--dtype: found 'int8'; write float32, bfloat16, float16"),
     (["MODEL", "--prompt", ""], "the question is empty"),
-    (["./odd", "--prompt", "hi"], "odd: not a model that can be loaded: "),
+    (["./odd", "--prompt", "hi"], "odd: the model cannot be loaded: "),
 ])  # fmt: skip
 def test_a_mistake_is_one_sentence(reader, arguments, message, tmp_path, monkeypatch):
     (tmp_path / "odd").mkdir()

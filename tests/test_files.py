@@ -19,34 +19,34 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 YAML = {
     "an alias bomb of 9^9 values": (BOMB, "more than 10,000 keys and values"),
-    "2,000 brackets": ("[" * 2000, "nested more than 50 deep"),
-    "2,000 braces": ("{a: " * 2000, "nested more than 50 deep"),
-    "a nest of indentation": ("".join("  " * i + "a:\n" for i in range(600)), "nested more than 50 deep"),
+    "2,000 brackets": ("[" * 2000, "nested more than 50 levels deep"),
+    "2,000 braces": ("{a: " * 2000, "nested more than 50 levels deep"),
+    "a nest of indentation": ("".join("  " * i + "a:\n" for i in range(600)), "nested more than 50 levels deep"),
     "a nest of aliases": (f"a: &a {'[' * 30}{']' * 30}\nb: {'[' * 30}*a{']' * 30}", ":2 .*nested more than 50"),
     "500,000 numbers": ("[" + "1," * 500_000 + "]", "more than 10,000 keys and values"),
-    "10,000 keys": ("".join(f"k{i}: 1\n" for i in range(10_000)), ":1001 .*more than 1,000 keys in one mapping"),
+    "10,000 keys": ("".join(f"k{i}: 1\n" for i in range(10_000)), ":1001 .*a mapping has more than 1,000 keys"),
     "two megabytes": ("a" * (2 << 20), "larger than 1,048,576 bytes"),
-    "an alias of what is around it": ("a: &a [*a]", "the alias 'a' stands inside"),
+    "an alias of what is around it": ("a: &a [*a]", "the alias 'a' stands for a value"),
     "an alias of nothing": ("a: *b", "undefined alias 'b'"),
-    "5,000 digits": ("a: " + "9" * 5000, "a number of 5000 digits"),
+    "5,000 digits": ("a: " + "9" * 5000, "a number has 5000 digits"),
     "a tag on a text": ("b: 1\na: !!int zero", ":2 .*the tag !!int"),
     "a tag on a list": ("a: !mine [1]", "the tag !mine"),
     "a tag that makes objects": ("a: !!python/object:os.system [x]", "the tag !!python/object:os.system"),
     "a tag that calls": ("a: !function tasks.run", "the tag !function"),
     "a key twice": ("a: 1\na: 2", ":2 .*duplicate key 'a'"),
-    "a list as a key": ("? [1]\n: 2", "a key that is a list"),
+    "a list as a key": ("? [1]\n: 2", "a key is a list"),
     "two documents": ("a: 1\n---\nb: 2", ":2 .*more than one document"),
     "another YAML": ("%YAML 1.1\n---\na: yes", "YAML 1.2"),
-    "a merge of a number": ("a: {<<: 3}", "<< merges mappings"),
+    "a merge of a number": ("a: {<<: 3}", "'<<' merges a"),
     "an escape beyond Unicode": ('a: "\\UFFFFFFFF"', "not valid YAML"),
     "half of a surrogate pair": ('a: "\\uD800"', "surrogate"),
     "a NUL": ("a: \0", "not valid YAML"),
 }
 JSON = {
-    "100,000 brackets": ("[" * 100_000, "nested more than 50 deep"),
-    "100 brackets, closed": ("[" * 100 + "]" * 100, "nested more than 50 deep"),
+    "100,000 brackets": ("[" * 100_000, "nested more than 50 levels deep"),
+    "100 brackets, closed": ("[" * 100 + "]" * 100, "nested more than 50 levels deep"),
     "cut short": ('{"a": [1,\n', "mine:2 cannot be read as JSON"),
-    "5,000 digits": ("9" * 5000, "a number of 5000 digits"),
+    "5,000 digits": ("9" * 5000, "a number has 5000 digits"),
     "half of a surrogate pair": ('{"a": ["\\ud800"]}', "surrogate"),
 }
 
@@ -77,8 +77,8 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     for name, content in {"big": b"x" * (1 << 21), "latin": b"\xff"}.items():
         (tmp_path / name).write_bytes(content)
     for path, message in {
-        tmp_path: "not a file", "/dev/zero": "not a file", tmp_path / "nothing": "No such file",
-        tmp_path / "big": "larger than", tmp_path / "latin": f"{tmp_path}/latin:1 not a text file in UTF-8",
+        tmp_path: "is not a regular file", "/dev/zero": "is not a regular file", tmp_path / "nothing": "No such file",
+        tmp_path / "big": "larger than", tmp_path / "latin": f"{tmp_path}/latin:1 is not a text file in UTF-8",
     }.items():  # fmt: skip
         refused(lambda path=path: read_text(path), message)
         refused(lambda path=path: parse_yaml(read_text(path), str(path)), message)
@@ -90,7 +90,7 @@ def test_a_reader_of_json_sets_its_own_limits(tmp_path):
     file.write_text('{"a": [[1]]}')
     assert read_json(file, max_bytes=12, max_depth=4) == {"a": [[1]]}
     refused(lambda: read_json(file, max_bytes=11), "larger than 11 bytes")
-    refused(lambda: read_json(file, max_depth=3), "nested more than 3 deep")
+    refused(lambda: read_json(file, max_depth=3), "nested more than 3 levels deep")
 
 
 @pytest.mark.parametrize("text", ["~nosuchuser/x", "a" * 256, "/".join(["a" * 200] * 30), "a\0b", "\ud800"])
@@ -132,7 +132,7 @@ def test_a_message_is_bounded():
     assert lines[0].endswith("xend")
     assert len(lines[0]) <= 1000
     assert len(lines) == MAX_PROBLEMS + 1
-    assert lines[-2:] == ["... and 482 more", "remedy"]
+    assert lines[-2:] == ["... and 482 more lines", "remedy"]
     assert len(error.problems) == 502
 
 

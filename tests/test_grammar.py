@@ -106,11 +106,11 @@ def test_a_run_needs_no_recipe(run, model, tmp_path, monkeypatch, has_gpu):
 @pytest.mark.parametrize(("change", "message"), [
     ({"--data": "faw.csv"}, "error: --data: no file faw.csv; did you mean 'faq.csv'?"),
     ({"--data": "empty.csv"}, "error: --data: empty.csv is empty"),
-    ({"--data": "wide.csv"}, "error: --data: wide.csv: not UTF-8 but UTF-16"),
+    ({"--data": "wide.csv"}, "error: --data: wide.csv: is in UTF-16"),
     ({"--data": "three.csv"}, "error: --data: three.csv: found the columns a, b, c; add --question"),
     ({"--model": "./none"}, "error: --model: no folder ./none"),
-    ({"data.train.columns": "{instruction: Frage}"}, "faq.csv: columns.instruction is 'Frage', and the columns are"),
-    ({"--output": None}, "error: without a recipe --model, --data and --output are needed; add --output"),
+    ({"data.train.columns": "{instruction: Frage}"}, "faq.csv: columns.instruction is 'Frage', but the"),
+    ({"--output": None}, "error: a command without a recipe needs --model, --data and --output; add --output"),
     ({"--output": None, "--data": None, "--model": None}, "error: name a recipe, or no recipe and --model"),
 ])  # fmt: skip
 def test_without_a_recipe_a_mistake_is_one_sentence(run, model, tmp_path, change, message):
@@ -201,7 +201,7 @@ def test_another_tools_file_names_the_import(run, content, kind):
     Path("theirs.yaml").write_text(content)
     refused = run("sft", "theirs.yaml")
     assert refused.code == 2
-    assert f"this is {kind}, not a recipe; convert it: soren-align import theirs.yaml recipe.yaml" in refused.err
+    assert f"is {kind}, not a recipe; run `soren-align import theirs.yaml recipe.yaml`" in refused.err
 
 
 def test_new_makes_recipe_and_questions_of_a_file(run, tmp_path):
@@ -222,8 +222,8 @@ def test_new_makes_recipe_and_questions_of_a_file(run, tmp_path):
 
 
 @pytest.mark.parametrize(("rows", "options", "message"), [
-    (60, ["--question", "Qestion", "--answer", "Réponse"], "no column 'Qestion' in Question, Réponse; did you mean"),
-    (19, [], "has 19 questions; 20 are needed to hold some out"),
+    (60, ["--question", "Qestion", "--answer", "Réponse"], "but no column 'Qestion'; did you mean"),
+    (19, [], "has only 19 questions; write at least 20 questions"),
 ])  # fmt: skip
 def test_new_refuses_a_file_before_it_writes(run, tmp_path, rows, options, message):
     faq(tmp_path / "faq.csv", rows)
@@ -241,10 +241,10 @@ def test_new_names_what_it_leaves_out_and_what_a_small_file_cannot_show(run, tmp
     done = run("new", "mine", "--data", "faq.csv")
     notices = " ".join(done.err.split())
     assert done.code == 0
-    assert "left out, without a question or an answer: record 31" in notices
-    assert "left out, because they repeat a question: 1 record" in notices
-    assert "10 held-out questions are too few for an interval; 20 are enough" in notices
-    assert "it can learn your answers by heart, and fails on held-out questions" in notices
+    assert "left out, because question or answer is empty: record 31" in notices
+    assert "left out, because the question occurs before: 1 record" in notices
+    assert "10 held-out questions are too few for confidence intervals, which need 20" in notices
+    assert "it can learn your answers by heart, but fails on held-out questions" in notices
 
 
 def test_variants_of_a_question_stay_on_one_side_of_the_split(run, tmp_path):
@@ -269,7 +269,7 @@ def test_variants_of_a_question_stay_on_one_side_of_the_split(run, tmp_path):
 
 @pytest.mark.parametrize(("content", "message"), [
     ("Frage;Auskunft\n" + "Ist geöffnet?;Ja, täglich.\n" * 30, "record 1 is not UTF-8; save the file as UTF-8"),
-    ("Frage;Auskunft\n" + "a;b\n" * 3 + "Ja; oder?;nein\n", "record 4 has 3 columns, the header 2; put a text"),
+    ("Frage;Auskunft\n" + "a;b\n" * 3 + "Ja; oder?;nein\n", "record 4 has 3 columns, but the header has 2; put a text"),
 ], ids=["not UTF-8", "a column more"])  # fmt: skip
 def test_new_refuses_a_damaged_file_before_it_writes(run, tmp_path, content, message):
     (tmp_path / "faq.csv").write_bytes(content.encode("latin-1"))

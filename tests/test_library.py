@@ -119,7 +119,7 @@ def test_lora_factors_have_the_scale_of_a_recipe_with_lora(model):
 
 
 def test_a_wrong_setting_is_refused_before_training(model):
-    with pytest.raises(ValueError, match=r"momentun: not a setting of soren; it has .*momentum"):
+    with pytest.raises(ValueError, match=r"momentun: is no setting of soren; write one of .*momentum"):
         trainer(model, optimizer_settings={"momentun": 0.9})
     with pytest.raises(ValueError, match="name: found 'sorn'; write one of 'adamw', 'htmuon', 'muon', 'soren'"):
         trainer(model, optimizer_settings="sorn")
@@ -133,7 +133,7 @@ def test_a_wrong_setting_is_refused_before_training(model):
 def test_updates_lost_to_rounding_are_a_warning(model):
     args = trl.SFTConfig("out", learning_rate=1e-9, model_init_kwargs={"dtype": "bfloat16"})
     quiet = SorenSFTTrainer(str(model), args, train_dataset=_examples("chat_train.jsonl"))
-    with pytest.warns(UserWarning, match="most updates of the matrices are lost to rounding"):
+    with pytest.warns(UserWarning, match="rounding loses most updates of the matrices"):
         quiet.train()
 
 

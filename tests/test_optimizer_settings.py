@@ -86,9 +86,9 @@ def test_a_built_optimizer_has_the_recipes_settings(name):
 
 
 @pytest.mark.parametrize(("name", "shape", "finding"), [
-    ("soren", (2048, 2048), "2048 x 2048 has an RMS of about 0.011 lr, 18 times smaller"),
-    ("soren", (11008, 2048), "11008 x 2048 has an RMS of about 0.0048 lr, 42 times smaller"),
-    ("htmuon", (2048, 2048), "'original': an update of 2048 x 2048 has an RMS of about 0.022 lr, 9 times smaller"),
+    ("soren", (2048, 2048), "2048 x 2048 matrix has an RMS of about 0.011 lr, 18 times smaller"),
+    ("soren", (11008, 2048), "11008 x 2048 matrix has an RMS of about 0.0048 lr, 42 times smaller"),
+    ("htmuon", (2048, 2048), "'original': the update of a 2048 x 2048 matrix has an RMS of about 0.022 lr"),
 ])  # fmt: skip
 def test_a_class_warns_of_its_own_scale_where_updates_are_much_smaller_than_adamws(name, shape, finding):
     large, small = (torch.nn.Parameter(torch.zeros(shape, device="meta")) for shape in (shape, (64, 64)))

@@ -132,7 +132,7 @@ def test_new_writes_into_new_or_empty_folders_only(tmp_path):
     assert (again.returncode, again.stdout) == (2, "")
     assert "empty: exists already; name a new folder, or an empty one" in again.stderr
     nowhere = command.run("new", "no/where", cwd=tmp_path)
-    assert (nowhere.returncode, "no: no such folder" in nowhere.stderr) == (2, True)
+    assert (nowhere.returncode, "no: there is no such folder" in nowhere.stderr) == (2, True)
 
 
 def test_a_copied_suite_works_from_any_folder(tmp_path):
@@ -173,7 +173,7 @@ def test_new_recipes_are_for_their_own_folder():
 def test_recipes_for_a_model_of_ones_own_load_and_train_it_on_a_gpu_if_there_is_one(tmp_path, monkeypatch, has_gpu):
     monkeypatch.setattr("soren_align.launch.environment.has_gpu", lambda: has_gpu)
     done = command.run("new", "mine", "--model", "some/model: 0.5B", cwd=tmp_path)
-    assert (done.returncode, "no GPU here: the recipes train on the CPU" in done.stderr) == (0, not has_gpu)
+    assert (done.returncode, "no GPU, so the recipes train on the CPU" in done.stderr) == (0, not has_gpu)
     monkeypatch.chdir(tmp_path / "mine")
     sft = recipe.load("sft.yaml")
     assert (sft.model.name_or_path, sft.model.init_seed) == ("some/model: 0.5B", None)

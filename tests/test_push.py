@@ -99,7 +99,7 @@ def test_the_pictures_of_the_card_arrive_with_it(hub, capsys):
     assert there.sent["curves.png"] == run.curves.read_bytes()
     assert b'/me/zoo/resolve/main/curves.png"' in there.sent["README.md"]
     assert "scores.png" not in there.sent
-    assert "model's files: optimizer.pt, scores.png, training_args.bin" in capsys.readouterr().err
+    assert "part of a model: optimizer.pt, scores.png, training_args.bin" in capsys.readouterr().err
 
 
 def test_no_path_of_this_machine_leaves_in_recipe_card_manifest_or_configuration(hub, tmp_path, monkeypatch):
@@ -177,7 +177,7 @@ def test_what_was_merged_is_sent_only_if_it_is_of_this_adapter(hub, tmp_path):
     run.merged.mkdir()
     (run.merged / "model.safetensors").write_text("whole")
     (run.merged / MERGED_FROM).write_text(json.dumps({"adapter_sha256": fingerprint(str(run.model))}))
-    with pytest.raises(UserError, match=r"run/merged has the whole model already: push it with --merged"):
+    with pytest.raises(UserError, match=r"Push the merged model \S*run/merged with --merged"):
         push("run", "me/zoo")
     push("run", "me/zoo", merged=True)
     assert there.sent["model.safetensors"] == b"whole"
@@ -186,13 +186,13 @@ def test_what_was_merged_is_sent_only_if_it_is_of_this_adapter(hub, tmp_path):
 
 
 @pytest.mark.parametrize(("spoil", "how", "message"), [
-    (lambda run: run.update(status="training"), {}, r"run: is not finished \(status: training\)"),
+    (lambda run: run.update(status="training"), {}, r"run: the run is not finished \(status: training\)"),
     (lambda run: run.update(status="trained"), {}, "with --no-eval to skip the evaluation"),
     (lambda run: (run.model / "model.safetensors").unlink(), {}, "run: has no model"),
-    (lambda run: (run.path / "run.json").unlink(), {}, "run: not a run folder"),
-    (lambda run: None, {"merged": True}, "trained no adapter"),
-    (lambda run: None, {"repo": "zoo"}, "zoo: write OWNER/NAME"),
-    (lambda run: None, {"repo": "me/a/b"}, "me/a/b: write OWNER/NAME"),
+    (lambda run: (run.path / "run.json").unlink(), {}, "run: has no run.json"),
+    (lambda run: None, {"merged": True}, "has no adapter"),
+    (lambda run: None, {"repo": "zoo"}, "zoo: is no OWNER/NAME"),
+    (lambda run: None, {"repo": "me/a/b"}, "me/a/b: is no OWNER/NAME"),
     (lambda run: None, {"repo": "me/ä"}, "Repo id must use alphanumeric"),
 ])  # fmt: skip
 def test_what_cannot_be_sent_is_refused_before_the_hub_is_asked(hub, spoil, how, message):
@@ -217,7 +217,7 @@ def test_without_the_hub_or_a_token_nothing_is_tried(hub, monkeypatch):
 
 def test_a_run_that_is_running_is_not_sent(hub):
     there, run = hub(), finished_run("run")
-    held = pytest.raises(UserError, match="another process is running or evaluating this run")
+    held = pytest.raises(UserError, match="another process is training or evaluating this run")
     with lock_of_another_process(run), held:
         push("run", "me/zoo")
     assert there.calls == []
@@ -226,7 +226,7 @@ def test_a_run_that_is_running_is_not_sent(hub):
 def test_what_the_hub_answers_is_one_line(hub):
     hub(refuses=OSError("403 Forbidden:\n you don't have the rights"))
     finished_run("run")
-    with pytest.raises(UserError, match="me/zoo: not uploaded: 403 Forbidden: you don't have the rights"):
+    with pytest.raises(UserError, match="me/zoo: the upload failed: 403 Forbidden: you don't have the rights"):
         push("run", "me/zoo")
 
 

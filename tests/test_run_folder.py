@@ -26,7 +26,7 @@ from soren_align.run.folder import RunFolder
 from soren_align.run.record import divergence
 from tests.support.run_folders import finished_run, lock_of_another_process
 
-LOCKED = "another process is running or evaluating this run"
+LOCKED = "another process is training or evaluating this run"
 
 
 @pytest.fixture
@@ -121,13 +121,13 @@ def test_without_flock_the_refusal_names_leases(folder, monkeypatch):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(lock.fcntl, "flock", flock)
-    with pytest.raises(UserError, match=r"its file system has no locks .*; set SOREN_ALIGN_LOCKS=lease"):
+    with pytest.raises(UserError, match=r"the file system has no locks .*; set SOREN_ALIGN_LOCKS=lease"):
         folder.lock(create=True)
     monkeypatch.setenv("SOREN_ALIGN_LOCKS", "lease")
     folder.lock(create=True)
     assert folder.is_locked()
     monkeypatch.setenv("SOREN_ALIGN_LOCKS", "leases")
-    with pytest.raises(UserError, match="SOREN_ALIGN_LOCKS is 'leases'; set it to lease"):
+    with pytest.raises(UserError, match="SOREN_ALIGN_LOCKS is 'leases'; set this variable to lease"):
         RunFolder(folder.path.with_name("other")).lock(create=True)
 
 
@@ -138,7 +138,9 @@ def test_a_lease_is_held_by_one_process_and_free_when_it_is_released(folder, lea
     lock._leases.clear()  # as another process, which has not ended
     for environment in ("lease", "flock"):
         monkeypatch.setenv("SOREN_ALIGN_LOCKS", environment)
-        with pytest.raises(lock.LockedError, match=rf"\(process {os.getpid()} on .*\); if it has ended already, wait"):
+        with pytest.raises(
+            lock.LockedError, match=rf"\(process {os.getpid()} on .*\); if that process has ended already, wait"
+        ):
             folder.lock(create=True)
     lock._leases[str(file)] = own
     folder.release()
@@ -235,7 +237,7 @@ def test_a_folder_on_a_file_system_without_locks_is_refused_in_words(folder, mon
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(UserError, match="its file system has no locks"):
+    with pytest.raises(UserError, match="the file system has no locks"):
         folder.lock(create=True)
 
 
@@ -406,8 +408,8 @@ def test_a_run_of_another_format_is_refused_with_one_sentence(folder, started, c
     with pytest.raises(UserError) as raised:
         command(str(folder))
     assert re.fullmatch(
-        r"\S+run\.json: format_version: Input should be 2; it was edited, or written by another version of "
-        "soren-align",
+        r"\S+run\.json: format_version: Input should be 2; restore this file, which was edited or written "
+        "by another version of soren-align",
         str(raised.value),
     )
     assert not started
@@ -450,7 +452,7 @@ def test_an_edited_run_json_is_refused_until_its_hash_is_removed(folder):
     file, record = folder.path / "run.json", folder.read()
     edited = json.loads(file.read_text()) | {"device": "an abacus"}
     file.write_text(json.dumps(edited))
-    with pytest.raises(UserError, match=r"run\.json: the content is not the one that was saved .* line record_sha256"):
+    with pytest.raises(UserError, match=r"run\.json: the content differs from what was saved .* line record_sha256"):
         folder.read()
     del edited["record_sha256"]
     file.write_text(json.dumps(edited))
@@ -466,7 +468,7 @@ def test_a_recipe_yaml_of_another_version_is_one_sentence(folder):
 
 @pytest.mark.parametrize("suite", ["..", "a/b", "/tmp", "\x1b[2J", ""])
 def test_a_suites_name_leads_nowhere_else(folder, suite):
-    with pytest.raises(UserError, match="cannot name a folder of results"):
+    with pytest.raises(UserError, match="cannot be the name of a folder of results"):
         folder.evaluation(suite)
 
 
@@ -490,7 +492,7 @@ def test_a_changed_parallel_config_of_the_same_name_is_another_recipe(make, fold
     (folder.checkpoints / "checkpoint-5" / "soren_align.json").write_text("{}")
     prepare(folder, made)
     config.write_text('{"zero_optimization": {"stage": 1}}')
-    with pytest.raises(UserError, match=r"run\.parallel\.zero_optimization\.stage: 2 there, 1 here"):
+    with pytest.raises(UserError, match=r"run\.parallel\.zero_optimization\.stage: 1 instead of 2"):
         prepare(folder, made)
 
 
@@ -524,7 +526,7 @@ def test_an_evaluation_that_fails_leaves_a_trained_model_and_a_way_to_evaluate_i
         raise error
 
     monkeypatch.setattr(evaluation, "run_evaluation", fail)
-    with pytest.raises(UserError, match=r"(loading failed|No space left)(.|\n)*only its evaluation failed") as raised:
+    with pytest.raises(UserError, match=r"(loading failed|No space left)(.|\n)*Only the evaluation failed") as raised:
         evaluation.evaluate_trained(folder, recipe.Eval(suite="quickstart"), stderr_console())
     assert f"soren-align eval {folder}" in str(raised.value)
 
@@ -539,15 +541,16 @@ def lines_of(held_out, training):
 
 
 @pytest.mark.parametrize(("held_out", "training", "reason"), [
-    ({0: 5.0, 6: 9.0}, [6.0, 9.0], "the held-out loss was 5 at the start and 9 at the end, after 9"),
-    ({0: 5.0, 6: 4.8}, [60.0, 4.9], "the held-out loss was 5 at the start and 4.8 at the end, after 60"),
-    ({0: 5.0, 3: 80.0, 6: 70.0}, [90.0, 75.0], "the held-out loss was 5 at the start and 70 at the end, after 80"),
-    ({0: 5.0, 6: math.nan}, [6.0, 5.0], "the loss at the end is not a number"),
+    ({0: 5.0, 6: 9.0}, [6.0, 9.0], "the held-out loss was 5 at the start, rose to 9, and was 9 at the end"),
+    ({0: 5.0, 6: 4.8}, [60.0, 4.9], "the held-out loss was 5 at the start, rose to 60, and was 4.8 at the end"),
+    ({0: 5.0, 3: 80.0, 6: 70.0}, [90.0, 75.0],
+     "the held-out loss was 5 at the start, rose to 80, and was 70 at the end"),
+    ({0: 5.0, 6: math.nan}, [6.0, 5.0], "the loss at the end is NaN or infinite"),
     ({0: 5.0, 6: 8.0}, [4.0, 0.1], None),  # learned by heart
     ({0: 5.0, 6: 4.0}, [60.0, 4.0], None),  # recovered
     ({}, [5.128, 20.0, 45.0, 38.25], "the training loss was 5.128 in the first log and 38.25 in the last one"),
     ({6: 9.0}, [5.0, 9.0], "the training loss was 5 in the first log and 9 in the last one"),
-    ({}, [5.0, math.inf], "the loss at the end is not a number"),
+    ({}, [5.0, math.inf], "the loss at the end is NaN or infinite"),
     ({}, [1.0, 2.5, 2.0, 3.5, 2.4, 1.4], None),  # of single examples
     ({}, [5.0], None),
     ({}, [], None),
@@ -578,7 +581,7 @@ def test_a_training_that_diverged_is_no_success(make, folder, capfd, held_out):
     assert "done" not in printed
     assert f"**Training diverged, and this model is broken: {reason}" in (folder.model / "README.md").read_text()
     assert not (folder.path / "eval").exists()
-    with pytest.raises(UserError, match=r"diverged: .*; train it anew with a smaller optimizer.lr"):
+    with pytest.raises(UserError, match=r"diverged: .*; train again with a smaller optimizer.lr"):
         commands.train(make(*short))
-    with pytest.raises(UserError, match=r"diverged: .*; train it anew with a smaller optimizer.lr"):
+    with pytest.raises(UserError, match=r"diverged: .*; train again with a smaller optimizer.lr"):
         push(str(folder.path), "me/mine")

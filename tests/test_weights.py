@@ -72,9 +72,9 @@ def change(folder, how, file="model.safetensors"):
 DAMAGE = {
     "missing": (lambda w: w.pop(f"{Q}.weight"), rf"weights are missing: {Q}\.weight \(1 in total\)"),
     "unexpected": (lambda w: w.update({f"{Q}.bias": torch.zeros(3)}),
-                   rf"weights that the model does not have: {Q}\.bias \(1 in total\)"),
-    "of another shape": (lambda w: w.update({f"{Q}.weight": torch.zeros(3, 3)}),
-                         rf"weights of another shape: {Q}\.weight \(1 in total\)"),
+                   rf"the model does not have these weights: {Q}\.bias \(1 in total\)"),
+    "another shape": (lambda w: w.update({f"{Q}.weight": torch.zeros(3, 3)}),
+                         rf"these weights have another shape than in the model: {Q}\.weight \(1 in total\)"),
     "renamed": (lambda w: w.update({f"other.{k}": w.pop(k) for k in sorted(w)}), "weights are missing: .* in total"),
 }  # fmt: skip
 
@@ -102,7 +102,9 @@ def test_under_zero_3_too_before_anything_is_sharded(model, damage):
 def test_a_model_larger_than_its_files_is_refused_before_it_is_allocated(model, use):
     config = json.loads((model / "config.json").read_text()) | {"intermediate_size": 10**13}
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"config\.json describes [\d,]+ weights, more than its files of [\d,]+ bytes"):
+    with pytest.raises(
+        UserError, match=r"config\.json describes [\d,]+ weights, but its weight files have only [\d,]+ bytes"
+    ):
         use(model)
 
 
@@ -110,7 +112,9 @@ def test_a_model_larger_than_its_files_is_refused_before_it_is_allocated(model, 
 def test_a_dropout_that_is_no_probability_is_refused_before_the_first_forward_pass(model, value):
     config = json.loads((model / "config.json").read_text()) | {"attention_dropout": value}
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"config\.json: attention_dropout: found .*; a probability is a number from 0"):
+    with pytest.raises(
+        UserError, match=r"config\.json: attention_dropout: found .*; write a probability, a number from 0"
+    ):
         train(model)
 
 
@@ -119,7 +123,7 @@ def test_text_that_could_not_be_saved_with_the_trained_model_is_refused(model, f
     path = model / file
     path.write_text(json.dumps((json.loads(path.read_text()) if path.is_file() else {}) | {"note": "\ud800"}))
     use = weights.load_tokenizer if file == "tokenizer_config.json" else weights.load_config
-    with pytest.raises(UserError, match=f"{file}: has half of a surrogate pair"):
+    with pytest.raises(UserError, match=f"{file}: contains half of a surrogate pair"):
         use(str(model))
 
 
@@ -148,7 +152,7 @@ def test_a_model_with_settings_of_sampling_alone_can_be_saved_after_training(
 def test_a_generation_config_that_cannot_be_saved_is_refused_before_training(model, settings):
     made = with_generation(model, **settings)
     for use in (generation_notices, load_model):
-        with pytest.raises(UserError, match=r"Correct it in a copy of the model|must be greater than 0"):
+        with pytest.raises(UserError, match=r"correct the file in a copy of the model|must be greater than 0"):
             use(made, str(model))
 
 
@@ -171,7 +175,7 @@ def test_a_tokenizer_with_an_id_beyond_any_vocabulary_is_refused(model):
     words = json.loads((model / "tokenizer.json").read_text())
     words["model"]["vocab"]["far"] = 2**32 - 2
     (model / "tokenizer.json").write_text(json.dumps(words))
-    with pytest.raises(UserError, match="a token of the tokenizer has the id 4294967294; at most 16,777,216"):
+    with pytest.raises(UserError, match="a token has the id 4294967294, but the limit is 16,777,216"):
         weights.load_tokenizer(str(model))
 
 
@@ -188,8 +192,8 @@ ADAPTER_DAMAGE = {
     "renamed": (lambda w: w.update({k.replace("model.layers", "layers"): w.pop(k) for k in sorted(w)}), "are missing"),
     "missing": (lambda w: w.pop(FACTOR), r"weights are missing: .*lora_A.* \(1 in total\)"),
     "unexpected": (lambda w: w.update({FACTOR.replace("q_proj", "k_proj"): w[FACTOR].clone()}),
-                   r"weights that the model does not have: .*k_proj\.lora_A.* \(1 in total\)"),
-    "of another shape": (lambda w: w.update({FACTOR: torch.zeros(5, 3)}), "not an adapter that can be loaded"),
+                   r"the model does not have these weights: .*k_proj\.lora_A.* \(1 in total\)"),
+    "another shape": (lambda w: w.update({FACTOR: torch.zeros(5, 3)}), "the adapter cannot be loaded"),
     "empty": (lambda w: w.clear(), "are missing"),
 }  # fmt: skip
 
@@ -235,15 +239,15 @@ def test_a_pattern_that_adapters_are_published_with_is_matched(adapter):
 
 FILES = {
     "blocks without end": (
-        "config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers: found 1000000000; at most"),
-    "heads that divide nothing": ("config.json", {"num_attention_heads": 0}, "not a model that can be loaded: "),
-    "a text as a size": ("config.json", {"hidden_size": "x"}, "not a model that can be loaded: "),
-    "an unknown activation": ("config.json", {"hidden_act": "x"}, "not a model that can be loaded: "),
+        "config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers: found 1000000000; write at most"),
+    "heads that divide nothing": ("config.json", {"num_attention_heads": 0}, "the model cannot be loaded: "),
+    "a text as a size": ("config.json", {"hidden_size": "x"}, "the model cannot be loaded: "),
+    "an unknown activation": ("config.json", {"hidden_act": "x"}, "the model cannot be loaded: "),
     "a number as the dtype": ("config.json", {"dtype": 2}, "dtype: found 2; write the name of a dtype"),
-    "a list as the type": ("config.json", {"model_type": ["llama"]}, "not a model that can be loaded: "),
-    "no tokenizer model": ("tokenizer.json", {"model": {"type": "x"}}, "has no tokenizer that can be loaded: "),
-    "a number as added tokens": ("tokenizer.json", {"added_tokens": 3}, "has no tokenizer that can be loaded: "),
-    "a number as a token": ("tokenizer_config.json", {"eos_token": 3}, "has no tokenizer that can be loaded: "),
+    "a list as the type": ("config.json", {"model_type": ["llama"]}, "the model cannot be loaded: "),
+    "no tokenizer model": ("tokenizer.json", {"model": {"type": "x"}}, "the tokenizer cannot be loaded: "),
+    "a number as added tokens": ("tokenizer.json", {"added_tokens": 3}, "the tokenizer cannot be loaded: "),
+    "a number as a token": ("tokenizer_config.json", {"eos_token": 3}, "the tokenizer cannot be loaded: "),
 }  # fmt: skip
 
 

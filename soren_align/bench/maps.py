@@ -43,7 +43,7 @@ def run(matrices: Matrices, device: torch.device, report: Callable[[str], None] 
     available = available_bytes(device)
     for m, n in matrices.per_layer:
         if (needed := 4 * NUM_COPIES * m * n) > available:
-            sizes = f"needs about {needed / 1e9:.1f} GB; {available / 1e9:.1f} GB may be used"
+            sizes = f"needs about {needed / 1e9:.1f} GB of memory, but only {available / 1e9:.1f} GB are free"
             raise UserError(f"--shapes: {m}x{n} {sizes}; write smaller shapes")
     peer_maps, notes = peers(device)
     peer_entries = [BenchmarkedMap(name, function, PEERS_OWN, None, polar) for name, function in peer_maps.items()]
@@ -244,7 +244,7 @@ def _load(package: str, module: str, notes: list[str]) -> Any:
         with silence():
             return importlib.import_module(module)
     except Exception as error:  # whatever another package raises on import, the benchmark continues without it
-        notes.append(f"{package} is installed and cannot be imported: {type(error).__name__}: {error}")
+        notes.append(f"{package} is installed, but cannot be imported: {type(error).__name__}: {error}")
         return None
 
 

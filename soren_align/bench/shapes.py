@@ -46,13 +46,13 @@ def parse(text: str) -> Matrices:
         name = part.strip()
         match = re.fullmatch(r"(\d+)x(\d+)", name.lower())
         if match is None and name in MODELS:
-            problem = "in a list; a model stands alone, a list has shapes such as 512x1376"
+            problem = "in a list; write the model alone, or a list of shapes such as 512x1376"
             problems.append(f"--shapes: found '{name}' {problem}")
         elif match is None:
             hint = _hint(name.lower(), tuple(MODELS))
             problems.append(f"--shapes: found '{name}'{hint}, or shapes such as 512x1376,512x512")
         elif 0 in (shape := (int(match[1]), int(match[2]))):
-            problems.append(f"--shapes: found '{name}'; both sides of a matrix are at least 1")
+            problems.append(f"--shapes: found '{name}'; write sides of at least 1")
         else:
             per_layer[shape] = per_layer.get(shape, 0) + 1
     if problems:

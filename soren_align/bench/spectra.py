@@ -44,8 +44,8 @@ WIDTH = 80
 """Of the tables."""
 NOTE = """\
 nu: the norm (sum of sigma^8)^(1/8), by which minimax divides
--: the momentum is zero; left out of mean and extremes
-Muon's output counts half, as match_rms_adamw scales it"""
+-: the momentum is zero, and is left out of mean and extremes
+Muon's output is halved, as match_rms_adamw halves Muon's output"""
 MAX_LAYERS, MAX_STEPS = 3, 3
 # Line styles and markers differ without colour too. Okabe and Ito's colours, the lightest excepted.
 EXACT_STYLE = {"color": "#767676", "linestyle": "-", "marker": "o", "markerfacecolor": "white"}
@@ -108,7 +108,7 @@ def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[st
                 damaged = True
             if damaged:
                 fields = "name, step, shape [m, n] and min(m, n) singular_values"
-                raise UserError(f"{file}:{line_number} is no spectrum: {fields}")
+                raise UserError(f"{file}:{line_number} is no spectrum; restore the fields {fields}, or remove the line")
     else:
         checkpoint = next(reversed(folder.complete_checkpoints()), None)
         if checkpoint is None or not (file := checkpoint / "optimizer.pt").is_file():
@@ -128,7 +128,7 @@ def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[st
                         layout = group.get("weight_layouts", {}).get(name, "linear")
                         momenta += matrices_of(name, momentum_of(saved["state"][index]), layout)
         except (AttributeError, pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
-            raise UserError(f"{file}: not the state of an optimizer with matrices") from None
+            raise UserError(f"{file}: is not the state of an optimizer with matrices; name another run") from None
         for name, momentum in momenta:
             if any(fnmatchcase(name, glob) for glob in globs):
                 values = tuple(singular_values(momentum).tolist())
@@ -137,7 +137,7 @@ def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[st
     chosen = [spectrum for spectrum in spectra if any(fnmatchcase(spectrum.name, glob) for glob in globs)]
     if not chosen:
         names = ", ".join(sorted({spectrum.name for spectrum in spectra})[:3]) or "none"
-        raise UserError(f"{folder}: no spectrum of a matrix {' or '.join(globs)}; it has {names}")
+        raise UserError(f"{folder}: has no spectrum of a matrix {' or '.join(globs)}; write one of {names}")
     return source, chosen
 
 
@@ -218,8 +218,8 @@ def summary(source: str, records: Sequence[dict[str, Any]]) -> Group:
             rows.append([f"{key}, {name}", *cells])
     header = ["", *(label.replace(" ", "\n") for label in labels)]
     about = (
-        "distance and cosine: to the output of the exact sigmoid; size: of the update, 1 if every mode is at the map's"
-        " level; Muon's output counts half, as match_rms_adamw scales it. Every matrix: --full"
+        "distance and cosine: to the output of the exact sigmoid. size: size of the update, 1 if every mode is at the"
+        " map's level. Muon's output is halved, as match_rms_adamw halves Muon's output. --full shows every matrix"
     )
     title = f"{count(len(records), 'spectrum', 'spectra')} of {source}"
     notes = Text("\n" + textwrap.fill(about, WIDTH), style="dim")

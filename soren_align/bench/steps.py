@@ -141,7 +141,7 @@ def _layers_that_fit(matrices: Matrices, device: torch.device) -> tuple[int, lis
     available = available_bytes(device)
     bytes_per_layer = 4 * NUM_COPIES * matrices.layer_size
     if bytes_per_layer > available:
-        sizes = f"needs {bytes_per_layer / 1e9:.1f} GB; {available / 1e9:.1f} GB may be used"
+        sizes = f"needs {bytes_per_layer / 1e9:.1f} GB of memory, but only {available / 1e9:.1f} GB are free"
         raise UserError(f"--shapes: one layer of {matrices.name} {sizes}; write a smaller model or shapes")
     num_layers, reason = available // bytes_per_layer, "memory is short"
     quick = max(1, CPU_PARAMETERS // matrices.layer_size)

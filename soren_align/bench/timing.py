@@ -114,7 +114,7 @@ def find_device(name: str | None) -> torch.device:
     """The device `name`; for None the GPU if there is one, else the CPU. Raises UserError without such a device."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise UserError("--device: found 'cuda'; torch finds no GPU here, write cpu")
+        raise UserError("--device: found 'cuda', but torch finds no GPU on this machine; write cpu")
     return torch.device(name or ("cuda" if available else "cpu"))
 
 

@@ -59,31 +59,32 @@ bench_app = typer.Typer(
 )
 
 
-RecipeArgument = Annotated[str | None, files.named("RECIPE", "A recipe file or a shipped name.", shipped.recipes)]
+RecipeArgument = Annotated[str | None, files.named("RECIPE", "A recipe's file, or a shipped name.", shipped.recipes)]
 RecipeOrStudy = Annotated[
     str,
     files.named(
-        "RECIPE_OR_STUDY", "A recipe's or a study's file, or a shipped name.", shipped.recipes, shipped.studies
+        "RECIPE_OR_STUDY", "The file of a recipe or study, or a shipped name.", shipped.recipes, shipped.studies
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key: optimizer.lr=1e-3. You may leave out `--set`."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key: optimizer.lr=1e-3. `--set` may be omitted."),
 ]
-NoEval = Annotated[bool, typer.Option("--no-eval", help="Do not evaluate.")]
+NoEval = Annotated[bool, typer.Option("--no-eval", help="Do not evaluate after training.")]
 Processes = Annotated[
     int | None,
     typer.Option("--processes", min=1, metavar="N", help="Start N processes on this machine, one per GPU. Default: 1."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Shapes = Annotated[
-    str, typer.Option(metavar="SHAPES", help="llama-60m, qwen2.5-3b, mistral-7b, or a list: 512x1376,512x512.")
+    str,
+    typer.Option(metavar="SHAPES", help="Shapes of llama-60m, qwen2.5-3b or mistral-7b, or a list: 512x1376,512x512."),
 ]
 Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu or cuda. Default: the GPU, if there is one.")]
 Page = Annotated[
     str | None,
     typer.Option(
-        "--output", metavar="FILE.md", help="Also write the tables to this Markdown file, replacing earlier ones."
+        "--output", metavar="FILE.md", help="Also write the tables to this Markdown file, in place of earlier tables."
     ),
 ]
 
@@ -110,7 +111,7 @@ DataOption = Annotated[
     str | None, typer.Option("--data", metavar="DATA", help="The training examples: a file, a folder, or a hub name.")
 ]
 OutputOption = Annotated[str | None, typer.Option("--output", metavar="RUN", help="The folder of the run.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in this folder.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run in this folder.")]
 
 
 def _add_training(task: str, help_text: str, *, needs_recipe: bool) -> None:
@@ -164,7 +165,8 @@ def plan(
     set_: Overrides = None,
     as_json: AsJson = False,
     processes: Annotated[
-        int, typer.Option("--processes", min=1, metavar="N", help="Plan for N processes; no process is started.")
+        int,
+        typer.Option("--processes", min=1, metavar="N", help="Plan a run of N processes; this starts no processes."),
     ] = 1,
     full: Annotated[bool, typer.Option("--full", help="Show all details (recipes only).")] = False,
 ) -> None:
@@ -192,19 +194,19 @@ def compare(
     study: Annotated[str, files.named("STUDY", "A study's file or a shipped name.", shipped.studies)],
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the study: search.trials=8. Repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the study: search.trials=8. Repeatable."),
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="N", help="Number of runs at the same time. Default: as in the study, or one per GPU."
-        ),
+        typer.Option(min=1, metavar="N", help="Number of runs at a time. Default: the study's jobs, or one per GPU."),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, metavar="N", help="Start N processes per run, one per GPU.")] = 1,
     extend: Annotated[
-        bool, typer.Option("--extend", help="If a best value lies at an edge, add trials beyond it.")
+        bool, typer.Option("--extend", help="If a best value is the largest or smallest, add trials beyond.")
     ] = False,
-    report: Annotated[bool, typer.Option("--report", help="Start no run; report on the runs that have ended.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Start no runs; report on the runs that have ended.")
+    ] = False,
 ) -> None:
     """Compare optimizers: tune each, then train it on fresh seeds."""
     from ..study import runner
@@ -222,7 +224,9 @@ Models = Annotated[
 ]
 SuiteOption = Annotated[
     str | None,
-    files.named("SUITE", "A shipped suite or a suite.yaml. Default: the run's own.", shipped.suites, of=typer.Option),
+    files.named(
+        "SUITE", "A shipped suite or a suite.yaml. Default: the recipe's suite.", shipped.suites, of=typer.Option
+    ),
 ]
 Output = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: RUN/eval/SUITE.")]
 EvalProcesses = Annotated[int | None, typer.Option(min=1, metavar="N", help="Evaluate with N processes, one per GPU.")]
@@ -233,20 +237,20 @@ Limit = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Evaluate only the first N questions of each task.")
 ]
 BatchSize = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Prompts per forward pass. Default: the suite's number.")
+    int | None, typer.Option(min=1, metavar="N", help="Prompts per forward pass. Default: the suite's batch size.")
 ]
 Dtype = Annotated[
-    str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the suite's, float32.")
+    str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the suite's dtype.")
 ]
 Backend = Annotated[str | None, typer.Option(metavar="BACKEND", help="hf, or vllm if it is installed. Default: hf.")]
 Strict = Annotated[
     bool | None, typer.Option("--strict/--no-strict", help="Fail if a prompt is longer than the model's context.")
 ]
 BaseTemplate = Annotated[
-    str | None, typer.Option(metavar="WHICH", help="Chat template of the base model: own, run or none.")
+    str | None, typer.Option(metavar="WHICH", help="Chat template for the base model: own, run (the run's) or none.")
 ]
 Omit = Annotated[
-    list[str] | None, typer.Option(metavar="COLUMN", help="Do not run the benchmark of this column. Repeatable.")
+    list[str] | None, typer.Option(metavar="COLUMN", help="Leave out the benchmark of this column. Repeatable.")
 ]
 TrustSuite = Annotated[
     bool, typer.Option("--trust-suite", help="Run the code in the files of a suite that is not shipped.")
@@ -255,7 +259,7 @@ Published = Annotated[
     list[str] | None,
     files.named(
         "SCORES",
-        "Published scores to print below: paper/sft, or a file. Repeatable.",
+        "Published scores to print under the table: paper/sft, or a file. Repeatable.",
         shipped.published,
         of=typer.Option,
     ),
@@ -357,9 +361,9 @@ def curves(
     runs: Annotated[
         list[str] | None, typer.Argument(metavar="RUN...", help="Run folders. Default: the newest run below runs/.")
     ] = None,
-    output: Annotated[str, typer.Option(metavar="FILE.png", help="The file; a dark version is written too.")] = (
-        "curves.png"
-    ),
+    output: Annotated[
+        str, typer.Option(metavar="FILE.png", help="The file of the picture; another file gets a dark version.")
+    ] = ("curves.png"),
 ) -> None:
     """Draw the losses and margins of runs in one picture."""
     from ..launch import show as showing
@@ -383,7 +387,7 @@ def spectrum(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder with spectra.jsonl or a checkpoint.")],
     matrices: Annotated[
         list[str] | None,
-        typer.Option("--matrices", metavar="GLOB", help="Only matrices of this name: '*q_proj*'. Repeatable."),
+        typer.Option("--matrices", metavar="GLOB", help="Show only matrices of this name: '*q_proj*'. Repeatable."),
     ] = None,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Also draw the spectra into this folder.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Show every matrix, not only the means.")] = False,
@@ -408,13 +412,15 @@ def merge(
 @app.command()
 def push(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
-    repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository; created if missing.")],
+    repo: Annotated[
+        str, typer.Argument(metavar="OWNER/NAME", help="The repository, which is created if it is missing.")
+    ],
     merged: Annotated[bool, typer.Option("--merged", help="Upload RUN/merged instead of the adapter.")] = False,
     private: Annotated[
-        bool, typer.Option("--private", help="Create a private repository; a public one is refused.")
+        bool, typer.Option("--private", help="Upload only to a private repository; create a missing one.")
     ] = False,
     revision: Annotated[
-        str | None, typer.Option(metavar="BRANCH", help="The branch; created if missing. Default: main.")
+        str | None, typer.Option(metavar="BRANCH", help="The branch, which is created if it is missing. Default: main.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and their sizes; upload nothing.")] = False,
 ) -> None:
@@ -441,7 +447,8 @@ def step(
     shapes: Shapes = "llama-60m",
     device: Device = None,
     tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens per step, for the optimizer's share of a step.")
+        int,
+        typer.Option(min=1, metavar="N", help="Tokens per step, to compute the optimizer's share of a step's time."),
     ] = 32768,
     as_json: AsJson = False,
     output: Page = None,
@@ -472,7 +479,7 @@ def _report_words(error: Any) -> int:
         return error.exit_code
     from ..launch.exit_codes import report
 
-    remedy = f"; `{context.command_path} --help` lists what it takes" if context else ""
+    remedy = f"; run `{context.command_path} --help` for its arguments" if context else ""
     return report(UserError(message.rstrip(".") + remedy))
 
 
@@ -489,7 +496,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 os.getcwd()
             except FileNotFoundError:
                 raise UserError(
-                    "the working directory has been removed; change to another one (cd), then rerun"
+                    "the working directory was removed; change to another directory (cd) and rerun the command"
                 ) from None
             # `deepspeed` passes --local_rank to every script; the environment has it too.
             words = [word for word in words if not word.startswith("--local_rank=")]

@@ -81,19 +81,23 @@ def new(
             ]
         file.write_text(with_modeline("\n".join(lines) + "\n", schema), encoding="utf-8")
     examples = "chat.jsonl, pairs.jsonl: examples; replace them by your own"
-    questions = "questions/choice/test.jsonl, questions/exact/test.jsonl: these too"
+    questions = "questions/*/test.jsonl: questions; replace them by your own"
     if pairs:
         num_held_out = write_questions(target, pairs)
-        examples = f"chat.jsonl: {len(pairs) - num_held_out} examples of {data}; pairs.jsonl: replace it by yours"
-        questions = f"questions/: the other {num_held_out}, held out; the wrong choices are answers to others"
+        examples = f"chat.jsonl: {len(pairs) - num_held_out} examples of {data}; pairs.jsonl: write your pairs"
+        questions = f"questions/: {num_held_out} held-out examples; the wrong choices are other answers"
         if num_held_out < ENOUGH:
-            notices.append(f"{num_held_out} held-out questions are too few for an interval; {ENOUGH} are enough")
+            notices.append(
+                f"{num_held_out} held-out questions are too few for confidence intervals, which need {ENOUGH}"
+            )
     if model and not has_gpu():
-        notices.append("no GPU here: the recipes train on the CPU; comments in them name the keys for a GPU")
+        notices.append(
+            "this machine has no GPU, so the recipes train on the CPU; comments in the recipes name the keys for a GPU"
+        )
     if data and not model:
         notices.append(
-            "the tiny model starts from random weights: it can learn your answers by heart, and fails on held-out "
-            "questions. --model MODEL names a real one; soren-align docs own-data has one for a CPU"
+            "the tiny model starts from random weights: it can learn your answers by heart, but fails on held-out "
+            "questions. For a pretrained model add --model MODEL; `soren-align docs own-data` names one for a CPU"
         )
     texts = {"folder": target, "schema": schema, "examples": examples, "questions": questions}
     for notice in notices:
@@ -171,8 +175,8 @@ def copy(
 
     known, studies = shipped.recipes(), shipped.studies()
     if (source := (known | studies).get(name)) is None:
-        hint = did_you_mean(name, known | studies, "`soren-align recipes` lists them")
-        raise UserError(f"{name}: no shipped recipe{hint}")
+        hint = did_you_mean(name, known | studies, "run `soren-align recipes` for a list")
+        raise UserError(f"{name}: is no shipped recipe or study{hint}")
     target = _new_file(dest or ".", f"{name.replace('/', '-')}.yaml")
     schema_file = _write_schema(target.parent, "study" if name in studies else "recipe")
     text = source.read_text(encoding="utf-8") if name in studies else merged_text(source)
@@ -204,7 +208,7 @@ def copy_suite(
     known = shipped.suites()
     if (source := known.get(name)) is None:
         hint = did_you_mean(name, known, f"write one of {', '.join(known)}")
-        raise UserError(f"{name}: no shipped suite{hint}")
+        raise UserError(f"{name}: is no shipped suite{hint}")
     if folder in known:
         raise UserError(f"{folder}: is the name of a shipped suite; name another folder")
     target = _new_folder(folder)
@@ -231,7 +235,7 @@ def import_(
         raise UserError(f"--task: found {task!r}; write sft or dpo")
     source = local_path(file)
     if not source.is_file():
-        raise UserError(f"{file}: no such file")
+        raise UserError(f"{file}: there is no such file; correct the path")
     if dest is None:
         text, table = import_file(source, task)
         typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
@@ -260,10 +264,10 @@ def schema(
     target = local_path(output)
     target = target / file_name if target.is_dir() else target
     if not target.parent.is_dir():
-        raise UserError(f"--output: {target.parent}: no such folder")
+        raise UserError(f"--output: there is no folder {target.parent}; create this folder, or name another one")
     if not write_schema(target, text):
-        raise UserError(f"--output: {target}: exists already, and is not a schema of this command; name another file")
-    typer.echo(printable(f"{target}: name it in a {kind}'s first line: {MODELINE}{target.name}"))
+        raise UserError(f"--output: {target} exists already and was not written by this command; name another file")
+    typer.echo(printable(f"{target}: write as the first line of a {kind}: {MODELINE}{target.name}"))
 
 
 def _schema(kind: str) -> tuple[str, str]:
@@ -309,9 +313,9 @@ def _new_folder(dest: str) -> Path:
 
 def _refuse_unwritable(folder: Path) -> None:
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
+        raise UserError(f"{folder}: there is no such folder; create this folder, or name another one")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{folder}: no permission to write there; name another folder")
+        raise UserError(f"{folder}: you have no permission to write into this folder; name another folder")
 
 
 def _copy_folder(source: Path, target: Path) -> None:
@@ -350,7 +354,7 @@ def docs(
     name = name if name in pages else next((page for page in pages if page.endswith(f"/{name}")), name)
     if name not in pages:
         known = f"write one of {', '.join(pages)}"
-        raise UserError(f"{topic}: no page of this name{did_you_mean(name, pages, known)}")
+        raise UserError(f"{topic}: is no page of the documentation{did_you_mean(name, pages, known)}")
     text = pages[name].read_text(encoding="utf-8")
     if not sys.stdout.isatty():
         typer.echo(text, nl=False)

@@ -34,13 +34,13 @@ def read_pairs(data: str, question: str | None, answer: str | None) -> tuple[Pai
     names = (*question_columns(data, question, answer).values(),) or known
     if missing := [column for column in names if column not in columns]:
         hint = did_you_mean(missing[0], columns)
-        finding = f"no column '{missing[0]}' in {', '.join(columns)}{hint}"
-        raise UserError(f"--data: {data}: {finding}; write --question COLUMN --answer COLUMN")
+        finding = f"has the columns {', '.join(columns)}, but no column '{missing[0]}'{hint}"
+        raise UserError(f"--data: {data}: {finding}; add --question COLUMN and --answer COLUMN")
     pairs, incomplete = {}, []
     for number, row in enumerate(rows, 1):
         prompt, reply = (str(row.get(column) or "").strip() for column in names)
         if any("\ud800" <= letter <= "\udfff" for letter in prompt + reply):  # bytes that are no UTF-8
-            remedy = "save the file as UTF-8, or convert it: iconv -f WINDOWS-1252 -t UTF-8"
+            remedy = "save the file as UTF-8, or convert the file: iconv -f WINDOWS-1252 -t UTF-8"
             raise UserError(f"--data: {data}: record {number} is not UTF-8; {remedy}")
         if prompt and reply:
             pairs.setdefault(prompt, reply)
@@ -49,11 +49,11 @@ def read_pairs(data: str, question: str | None, answer: str | None) -> tuple[Pai
     notices = []
     if incomplete:
         more = f" and {len(incomplete) - 5} more" if len(incomplete) > 5 else ""
-        notices.append(f"left out, without a question or an answer: record {', '.join(incomplete[:5])}{more}")
+        notices.append(f"left out, because question or answer is empty: record {', '.join(incomplete[:5])}{more}")
     if repeated := len(rows) - len(incomplete) - len(pairs):
-        notices.append(f"left out, because they repeat a question: {count(repeated, 'record')}")
+        notices.append(f"left out, because the question occurs before: {count(repeated, 'record')}")
     if len(pairs) < MIN_PAIRS:
-        raise UserError(f"--data: {data}: has {len(pairs)} questions; {MIN_PAIRS} are needed to hold some out")
+        raise UserError(f"--data: {data}: has only {len(pairs)} questions; write at least {MIN_PAIRS} questions")
     return [*pairs.items()], notices
 
 

@@ -113,12 +113,12 @@ class Document:
             name, equals, value = text.partition("=")
             key = tuple(part.strip() for part in name.split("."))
             if not equals or not all(key) or len(key) > MAX_PARTS:
-                self.bad_settings.append(f"--set {text}: write --set section.key=value")
+                self.bad_settings.append(f"--set {text}: this is no setting; write --set section.key=value")
                 continue
             try:
                 settings.append(Setting(f"--set {text}", key, parse_yaml(value, "")[0]))
             except UserError as error:
-                reason = str(error).partition("not valid YAML: ")[2] or "too long"
+                reason = str(error).partition("not valid YAML: ")[2] or "the value is too long; write a shorter value"
                 self.bad_settings.append(f"--set {text}: the value is not valid YAML: {reason}")
         return settings
 
@@ -134,7 +134,7 @@ class Document:
             part: Any = names[0]
             if isinstance(node, list):  # data.train.0.limit: the first of a list
                 if not (part.isdecimal() and len(part) < 9 and int(part) < len(node)):
-                    wanted = f"{dotted(key)} is a list of {len(node)}; write {dotted(key)}.0 for the first"
+                    wanted = f"{dotted(key)} is a list of {len(node)}; write {dotted(key)}.0 for its first value"
                     self.bad_settings.append(f"{setting.text}: {wanted}")
                     return
                 part, names = int(part), names[1:]
@@ -150,7 +150,8 @@ class Document:
                 node[part] = {}
             node = node[part]
             if not isinstance(node, dict | list):
-                self.bad_settings.append(f"{setting.text}: '{dotted(key)}' is not a section")
+                problem = f"'{dotted(key)}' is not a section, so it has no keys; set '{dotted(key)}' itself"
+                self.bad_settings.append(f"{setting.text}: {problem}")
                 return
         for depth in range(1, len(key)):
             self.lines.setdefault(tuple(key[:depth]), setting.text)
@@ -193,7 +194,7 @@ def find(name_or_path: str, known: dict[str, Path], kind: str) -> Path:
     path = local_path(name_or_path)
     if path.is_file():
         if path.suffix not in (".yaml", ".yml"):  # errors would quote any other file, such as /etc/shadow
-            raise UserError(f"{name_or_path}: a {kind} is a .yaml file")
+            raise UserError(f"{name_or_path}: is not a .yaml file; name the .yaml file of a {kind}")
         return path
     if name_or_path in known:
         return known[name_or_path]
@@ -303,13 +304,13 @@ _REMEDIES = {
     "string_type": "write a text",
     "bool_type": "write true or false",
     "list_type": "write a list",
-    "greater_than": "it must be more than {gt:g}",
-    "greater_than_equal": "it must be at least {ge:g}",
-    "less_than": "it must be less than {lt:g}",
-    "less_than_equal": "it must be at most {le:g}",
-    "finite_number": "it must be finite",
-    "string_too_short": "it is empty",
-    "too_long": "write {max_length} values",
+    "greater_than": "write a number above {gt:g}",
+    "greater_than_equal": "write a number of at least {ge:g}",
+    "less_than": "write a number below {lt:g}",
+    "less_than_equal": "write a number of at most {le:g}",
+    "finite_number": "write a finite number",
+    "string_too_short": "write a text that is not empty",
+    "too_long": "write a list of {max_length} values",
 }
 """The remedy by the type of pydantic's error."""
 
@@ -394,8 +395,9 @@ class _Mistake:
             case "extra_forbidden" if hint:
                 return hint
             case "extra_forbidden" if owners := self.owners():
-                verb = "has" if len(owners) == 1 else "have"
-                return f"unknown key for {self.tag}; {join_words(owners, 'and')} {verb} it"
+                # The tag is the value of `name`, or describes a section without one, such as "a split".
+                member = "" if " " in self.tag else "name: "
+                return f"unknown key for {self.tag}; remove this key, or write {member}{join_words(owners, 'or')}"
             case "extra_forbidden":
                 # A key of another section under its own name is more likely than a misspelt one of this section.
                 meant, similar = self.form.key_elsewhere(str(key[-1])), self.similar()
@@ -403,9 +405,9 @@ class _Mistake:
                     meant = [similar] if similar else []
                 if meant:
                     return f"unknown key; did you mean {join_words([*map(repr, meant)], 'or')}?"
-                return f"unknown key; keys here: {', '.join(self.section.model_fields)}"
+                return f"unknown key; write one of these keys: {', '.join(self.section.model_fields)}"
             case "missing":
-                return "is required"
+                return "is required; add this key"
             case "value_error":
                 return str(self.error["ctx"]["error"])
             case "literal_error":
@@ -420,23 +422,23 @@ class _Mistake:
                 return f"found {value!r}; {self._section_remedy(value) if is_section else 'write a mapping'}"
             case "too_short":
                 least = self.error["ctx"]["min_length"]
-                remedy = "it is empty" if least == 1 else f"write {least} values"
+                remedy = f"write a list of {'at least one value' if least == 1 else f'{least} values'}"
             case kind if kind in _REMEDIES:
                 remedy = _REMEDIES[kind].format(**self.error.get("ctx", {}))
             case _:
                 remedy = self.error["msg"][:1].lower() + self.error["msg"][1:]
-        nothing = " (YAML's word for nothing is null)" if value == "None" else ""
+        nothing = " (for no value, write null)" if value == "None" else ""
         return f"found {value!r}; {remedy}{nothing}"
 
     def _section_remedy(self, value: Any) -> str:
         """The section with the value at its main key, as it is written in a document."""
         last = self.key[-1]
         if value is False and type(None) in get_args(self.annotation):
-            return f"leave it out, or write {last}: null"
+            return f"remove this key, or write {last}: null"
         sections = members(self.annotation).values() or [section_in(self.annotation) or self.section]
         content = next((meant for section in sections if (meant := section.meant_by(value))), None)
         if content is None:
-            return "write a section (indented keys below it)"
+            return "write a section: indented keys below this one"
         # In one line of YAML, without the outer braces of a key: `train: {path: chat.jsonl}`.
         yaml, stream = YAML(typ="safe", pure=True), io.StringIO()
         yaml.default_flow_style, yaml.width = True, 1000

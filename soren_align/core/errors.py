@@ -46,7 +46,7 @@ class UserError(ValueError):
         self.problems = problems
         lines = [printable(line, MAX_CHARACTERS) for problem in problems for line in problem.split("\n")]
         if len(lines) > MAX_PROBLEMS + 1:  # the last line stays: it is the remedy
-            lines[MAX_PROBLEMS - 1 : -1] = [f"... and {len(lines) - MAX_PROBLEMS} more"]
+            lines[MAX_PROBLEMS - 1 : -1] = [f"... and {len(lines) - MAX_PROBLEMS} more lines"]
         super().__init__("\n".join(lines))
 
 
@@ -81,12 +81,14 @@ _FILE_OF_TORCH = re.compile(r"unable to open file <(.+)> in .+ mode: .+ \((\d+)\
 """A RuntimeError of torch (2.13) that maps a file, with the errno."""
 _TIMEOUT = re.compile(r"(?:waiting|imeout after|imed out after) ([\d.]+) ?(ms|s)", re.IGNORECASE)
 REMEDIES = {
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name another folder, or change its permissions"),
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is in the way: remove it, or name another folder"),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS), "name another folder, or change the permissions of this one"
+    ),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "remove the file that is in the way, or name another folder"),
     **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk, or the network file system"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
-    errno.EFBIG: "raise the limit of a file's size (ulimit -f, or the file system's)",
-    **dict.fromkeys(_FULL, "make room there"),
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f, or the quota of the file system)",
+    **dict.fromkeys(_FULL, "free space on this disk"),
 }
 
 
@@ -102,8 +104,8 @@ def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None 
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
         first = (str(error).strip().splitlines() or [""])[0]
         return ResumableError(
-            f"out of memory{f' ({first})' if first else ''}; free some memory, or train with a smaller "
-            "trainer.per_device_train_batch_size or max_length, then rerun the command"
+            f"out of memory{f' ({first})' if first else ''}; free some memory, or lower "
+            "trainer.per_device_train_batch_size or trainer.max_length. Then rerun the command"
         )
     # A collective or the store failed because another rank has ended or does not answer. By name: this module does not
     # import torch. DistError has subclasses for the store, the network and the backend.
@@ -112,7 +114,8 @@ def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None 
         if match := _TIMEOUT.search(str(error)):
             return silent_rank("another rank", float(match[1]) / (1000 if match[2] == "ms" else 1))
         return LostRankError(
-            f"lost another rank ({first_sentence(error)}); see its output. Rerun the same command to resume"
+            f"another rank failed ({first_sentence(error)}); read that rank's output for the cause. Rerun the same "
+            "command to resume"
         )
     return None
 
@@ -154,7 +157,7 @@ def from_os_error(error: OSError, folder: str | os.PathLike[str] | None = None) 
     remedy, space = REMEDIES.get(error.errno or 0), ""
     if error.errno in _FULL:
         space = f" ({free_bytes(place):,} bytes free)"
-        remedy = f"{remedy}, or name a folder on another disk, then rerun the command"
+        remedy = f"{remedy}, or name a folder on another disk. Then rerun the command"
     return ResumableError(f"{os.fsdecode(place)}: {error.strerror or error}{space}{f'; {remedy}' if remedy else ''}")
 
 

@@ -18,14 +18,16 @@ from typing import Any, TypeVar
 
 from typing_extensions import TypedDict
 
-from .errors import UserError
+from .errors import REMEDIES, UserError
 from .yaml import MAX_DEPTH, MAX_YAML_BYTES, is_text
 
 T = TypeVar("T")
 
 MAX_JSON_BYTES = 1 << 26
 MAX_JSON_DIGITS = 40
-CHANGED = "the content is not the one that was saved (a defect of the disk, a bad copy, an edit)"
+CORRECT = "correct the file, or restore a copy"
+"""The remedy for a file that is no valid JSON: the user's own file, or one that this tool wrote."""
+CHANGED = "the content differs from what was saved (because of an edit, a bad copy or a defect of the disk)"
 CHUNK_BYTES = 1 << 24
 """Of a file's content that is hashed at once: part of the definition of `Content`."""
 _BLOCK_BYTES = 1 << 18
@@ -45,9 +47,9 @@ def local_path(text: str | Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         return path
     except OSError as error:
-        raise UserError(f"{text}: cannot be used as a path: {error.strerror}") from None
+        raise UserError(f"{text}: cannot be used as a path: {error.strerror}; name another path") from None
     except (ValueError, RuntimeError) as error:  # a NUL, half of a surrogate pair; no home
-        raise UserError(f"{text}: cannot be used as a path: {error}") from None
+        raise UserError(f"{text}: cannot be used as a path: {error}; name another path") from None
     return path
 
 
@@ -68,7 +70,7 @@ def refuse_special_files(folder: Path) -> None:
     """Raise UserError if a folder holds a pipe, a socket or a device: reading one may never end."""
     for entry in folder.iterdir():
         if entry.exists() and not (entry.is_file() or entry.is_dir()):
-            raise UserError(f"{entry}: not a regular file; remove it")
+            raise UserError(f"{entry}: is a pipe, a socket or a device; remove it from the folder")
 
 
 def read_text(path: str | Path, max_bytes: int = MAX_YAML_BYTES) -> str:
@@ -76,17 +78,23 @@ def read_text(path: str | Path, max_bytes: int = MAX_YAML_BYTES) -> str:
     file = local_path(path)
     try:
         if file.exists() and not file.is_file():
-            raise UserError(f"{path}: not a file")
+            raise UserError(f"{path}: is not a regular file; name a file")
         with file.open("rb") as stream:
             content = stream.read(max_bytes + 1)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        of_machine = error.errno in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
+        remedy = REMEDIES[error.errno or 0] if of_machine else "check the path and its permissions"
+        raise UserError(f"{path}: cannot be read: {error.strerror}; {remedy}") from None
     if len(content) > max_bytes:
-        raise UserError(f"{path}: larger than {max_bytes:,} bytes, the limit for such a file")
+        raise UserError(
+            f"{path}: is larger than {max_bytes:,} bytes, the limit for this kind of file; shorten this file"
+        )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(f"{path}:1 not a text file in UTF-8") from None
+        raise UserError(
+            f"{path}:1 is not a text file in UTF-8; convert the file to UTF-8, or name another file"
+        ) from None
 
 
 def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_DEPTH) -> Any:
@@ -99,15 +107,17 @@ def parse_json(text: str, name: str, max_depth: int = MAX_DEPTH) -> Any:
     try:
         data = json.loads(text, parse_int=_json_int)
     except json.JSONDecodeError as error:
-        raise UserError(f"{name}:{error.lineno} cannot be read as JSON: {error.msg}") from None
+        raise UserError(f"{name}:{error.lineno} cannot be read as JSON: {error.msg}; {CORRECT}") from None
     except RecursionError:
-        raise UserError(f"{name}: cannot be read as JSON: nested more than {max_depth} deep") from None
+        raise UserError(
+            f"{name}: cannot be read as JSON: nested more than {max_depth} levels deep; {CORRECT}"
+        ) from None
     except ValueError as error:
-        raise UserError(f"{name}: cannot be read as JSON: {error}") from None
+        raise UserError(f"{name}: cannot be read as JSON: {error}; {CORRECT}") from None
     level = [data]
     for _ in range(max_depth):
         if any(isinstance(value, str) and not is_text(value) for value in level):
-            raise UserError(f"{name}: has half of a surrogate pair, which is not text")
+            raise UserError(f"{name}: contains half of a surrogate pair, which is not text; {CORRECT}")
         children: list[Any] = []
         for value in level:
             if isinstance(value, dict):
@@ -117,12 +127,12 @@ def parse_json(text: str, name: str, max_depth: int = MAX_DEPTH) -> Any:
         level = children
         if not level:
             return data
-    raise UserError(f"{name}: cannot be read as JSON: nested more than {max_depth} deep")
+    raise UserError(f"{name}: cannot be read as JSON: nested more than {max_depth} levels deep; {CORRECT}")
 
 
 def _json_int(digits: str) -> int:
     if len(digits) > MAX_JSON_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits; the limit is {MAX_JSON_DIGITS}")
+        raise ValueError(f"a number has {len(digits)} digits, but the limit is {MAX_JSON_DIGITS} digits")
     return int(digits)
 
 
@@ -285,7 +295,9 @@ def refuse_unwritable(folder: Path, key: str) -> None:
     if not existing.is_dir():
         raise UserError(f"{key}: {folder} cannot be created: {existing} is a file; name another folder")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"{key}: {existing}: read-only, or no permission to write there; name another folder")
+        raise UserError(
+            f"{key}: {existing} is read-only, or you have no permission to write into it; name another folder"
+        )
 
 
 def append(path: Path, text: str) -> None:

@@ -36,7 +36,9 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, str]]:
     Raises UserError, with the line, for tags, invalid YAML and text beyond the limits above.
     """
     if len(text) > MAX_YAML_BYTES:
-        raise UserError(f"{name}: larger than {MAX_YAML_BYTES:,} bytes, the limit for such a file")
+        raise UserError(
+            f"{name}: is larger than {MAX_YAML_BYTES:,} bytes, the limit for a YAML file; shorten this file"
+        )
     reader = _Reader(name, YAML(typ="safe", pure=True).parse(text))
     mark = None
     try:
@@ -49,9 +51,11 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, str]]:
         problem = str(error) or type(error).__name__
     line, problem = mark.line + 1 if mark else 1, problem.splitlines()[0]
     if "\\t" in problem:
-        problem += "; indent with spaces, not tabs"
+        problem += "; indent with spaces instead of tabs"
     elif any(words in problem for words in ("block", "mapping values", "expected ':'")):
-        problem += "; is the indentation right?"
+        problem += "; correct the indentation"
+    else:
+        problem += "; correct the syntax"
     raise UserError(f"{name}:{line} not valid YAML: {problem}", *(_pointed_at(text, mark) if mark and name else ()))
 
 
@@ -86,9 +90,9 @@ class _Reader:
             if isinstance(event, events.DocumentStartEvent):
                 num_documents += 1
                 if num_documents > 1:
-                    raise self._invalid(event, "more than one document")
+                    raise self._invalid(event, "the file has more than one document; remove the second '---'")
                 if event.version not in (None, (1, 2)):
-                    raise self._invalid(event, "files are read as YAML 1.2; remove the %YAML line")
+                    raise self._invalid(event, "only YAML 1.2 is supported; remove the %YAML line")
                 data = self._node(self._next(), (), 1)
         self.lines[()] = f"{self.name}:1"
         return data
@@ -106,9 +110,11 @@ class _Reader:
     def _node(self, event: Any, at: Key, depth: int) -> Any:
         if isinstance(event, events.AliasEvent):
             if event.anchor not in self.anchors:
-                raise self._invalid(event, f"found undefined alias '{event.anchor}'")
+                problem = f"found undefined alias '{event.anchor}'; write the value instead of the alias"
+                raise self._invalid(event, problem)
             if (anchored := self.anchors[event.anchor]) is None:
-                raise self._invalid(event, f"the alias '{event.anchor}' stands inside its own anchor")
+                problem = f"the alias '{event.anchor}' stands for a value that contains this alias; remove the alias"
+                raise self._invalid(event, problem)
             self.history.pop()
             for original in reversed(anchored):
                 self.expanded.append(expanded := copy(original))
@@ -118,12 +124,13 @@ class _Reader:
             event = self._next()
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            raise self._invalid(event, f"the tag {tag} is not supported; remove it (quotes make a string)")
+            raise self._invalid(event, f"the tag {tag} is not supported; remove the tag (for a text, write quotes)")
         self.num_nodes += 1
         if self.num_nodes > MAX_NODES:
-            raise self._invalid(event, f"more than {MAX_NODES:,} keys and values, each alias expanded")
+            problem = f"the file has more than {MAX_NODES:,} keys and values, with aliases expanded; shorten this file"
+            raise self._invalid(event, problem)
         if depth > MAX_DEPTH:
-            raise self._invalid(event, f"nested more than {MAX_DEPTH} deep")
+            raise self._invalid(event, f"a value is nested more than {MAX_DEPTH} levels deep; remove levels")
         start = len(self.history) - 1
         if event.anchor is not None:
             self.anchors[event.anchor] = None
@@ -145,20 +152,20 @@ class _Reader:
         merged: dict[str, Any] = {}
         while not isinstance(event := self._next(), events.MappingEndEvent):
             if not isinstance(event, events.ScalarEvent):
-                raise self._invalid(event, "a key that is a list, a mapping or an alias; write a string")
+                raise self._invalid(event, "a key is a list, a mapping or an alias; write a text as the key")
             self._node(event, at, depth)  # counted like a value; as a key it stays a string
             if event.value == "<<" and event.implicit[0]:
                 # The keys of one mapping, or of a list of mappings, where the first one wins. Own keys win over both.
                 node = self._node(self._next(), (*at, "<<"), depth + 1)
                 for mapping in node if isinstance(node, list) else [node]:
                     if not isinstance(mapping, dict):
-                        raise self._invalid(event, f"<< merges mappings; found {type(mapping).__name__}")
+                        raise self._invalid(event, f"'<<' merges a {type(mapping).__name__}; write a mapping")
                     merged = mapping | merged
                 continue
             if event.value in own:
-                raise self._invalid(event, f"found duplicate key '{event.value}'")
+                raise self._invalid(event, f"found duplicate key '{event.value}'; remove one of the two")
             if len(own) == MAX_KEYS:
-                raise self._invalid(event, f"more than {MAX_KEYS:,} keys in one mapping")
+                raise self._invalid(event, f"a mapping has more than {MAX_KEYS:,} keys; remove keys")
             self.lines[(*at, event.value)] = self._place(event)
             own[event.value] = self._node(self._next(), (*at, event.value), depth + 1)
         return merged | own
@@ -166,13 +173,13 @@ class _Reader:
     def _scalar(self, event: Any) -> Any:
         text = event.value
         if not is_text(text):
-            raise self._invalid(event, "half of a surrogate pair, which is not text")
+            raise self._invalid(event, "a text contains half of a surrogate pair; remove this character")
         # A quoted scalar is a string; another one has the kind of YAML 1.2's first pattern that matches.
         kinds = (kind for kind, pattern, first in _PATTERNS if text[:1] in first and pattern.match(text))
         kind = next(kinds, "str") if event.implicit[0] else "str"
         plain = text.replace("_", "").lower()
         if kind == "int" and len(plain) > MAX_DIGITS + 2:
-            raise self._invalid(event, f"a number of {len(plain)} digits; the limit is {MAX_DIGITS}")
+            raise self._invalid(event, f"a number has {len(plain)} digits; write at most {MAX_DIGITS}")
         try:
             if kind == "int":
                 return int(plain, {"0b": 2, "0o": 8, "0x": 16}.get(plain.lstrip("+-")[:2], 10))

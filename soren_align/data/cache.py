@@ -98,8 +98,8 @@ def tokenize(
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
-            f"{root}: tokens cannot be cached there (SOREN_ALIGN_CACHE): {reason}; free space, name another folder, or "
-            "write `cache: false` under data for a temporary one"
+            f"{root}: tokens cannot be cached in this folder: {reason}; free space, set SOREN_ALIGN_CACHE to another "
+            "folder, or write `cache: false` under data to use a temporary folder"
         ) from None
     assert tokens is not None, "the tokens just written can be read"
     if cache is None:

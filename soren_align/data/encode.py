@@ -24,7 +24,7 @@ BATCH_SIZE = 64
 """Examples that are tokenized together."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers and TRL
 _SUBJECT = "the chat template renders the first example, but fails on a later one"
-_REASON = "an answer is tool calls alone, which the chat template does not print"
+_REASON = "an answer has only tool calls, which the chat template does not print"
 """Training on such an example would teach silence. It is dropped, and not only its answer: what follows would be
 trained as an answer without the call and its result."""
 Columns = dict[str, list[Any]]
@@ -123,8 +123,8 @@ def _encode_chats(
     if derives or any("weight" in turn for chat in chats for turn in chat):
         if not tokenizer.is_fast:
             raise UserError(
-                "this model's tokenizer has no tokenizer.json, which trainer.assistant_only_loss and weights of turns "
-                "need; train all tokens, or name a model with tokenizer.json"
+                "trainer.assistant_only_loss and weights of turns need a tokenizer.json, which this model does not "
+                "have; train all tokens, or use a model that has a tokenizer.json"
             )
         how["tokenizer_kwargs"] = {"return_offsets_mapping": True}
     for i, tokens in enumerate(_tokens(chats, options, tokenizer, **how)):
@@ -184,7 +184,10 @@ def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSp
     if not indices or set(sources) != set(split.source_indices):
         lost = set(split.source_indices) - set(sources)
         name = split.source["sources"][min(lost)]["path"] if lost else split.name
-        raise UserError(f"{name}: of each example {_REASON}; name a model.chat_template that does, or leave it out")
+        raise UserError(
+            f"{name}: in each example {_REASON}; write a model.chat_template that prints tool calls, or leave this "
+            "split out"
+        )
     dropped = {**split.dropped, _REASON: len(rows) - len(indices)}
     rest = replace(split, dataset=split.dataset.select(indices), dropped=dropped, source_indices=sources)
     return rest, tokens.select(indices)

@@ -34,7 +34,7 @@ MAX_LINE = 1 << 28
 """Characters of a line, and of a field of a .csv file."""
 MAX_HASHED = 1 << 30
 """Bytes of streamed files that are hashed at each start: a second of one core."""
-_TO_UTF_8 = " (a file in Latin-1? convert it: iconv -f LATIN1 -t UTF-8)"
+_TO_UTF_8 = "; if the file is in Latin-1, convert the file: iconv -f LATIN1 -t UTF-8"
 VALIDATION_SHARE = 0.05
 """Of the standard library."""
 _LIBRARY_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -67,7 +67,7 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | InvalidReco
                 excerpt = json.dumps(record, default=str)[:40]
             except RecursionError:
                 excerpt = "lists within lists"
-            record = InvalidRecord(f"not an object but {excerpt}")
+            record = InvalidRecord(f"is not an object but {excerpt}")
         yield number, record
 
 
@@ -104,10 +104,10 @@ class _Decompressed(io.RawIOBase):
         try:
             num_bytes = self.stream.readinto(buffer)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(f"{self.file}: cannot be decompressed: {error}") from None
+            raise UserError(f"{self.file}: cannot be decompressed: {error}; compress the data again") from None
         self.num_left -= num_bytes
         if self.num_left < 0:
-            raise UserError(f"{self.file}: holds more than {MAX_RATIO} times its size; decompress it")
+            raise UserError(f"{self.file}: is larger than {MAX_RATIO} times its compressed size; decompress the file")
         return num_bytes
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ def _bounded_lines(file: Path, stream: Any, first: int = 1) -> Iterator[Any]:
     for number in count(first):
         line = stream.readline(MAX_LINE + 1)
         if len(line) > MAX_LINE:
-            raise UserError(f"{file}:{number}: a line of more than {MAX_LINE:,} characters; a line is one record")
+            raise UserError(f"{file}:{number}: has more than {MAX_LINE:,} characters; write one record per line")
         if not line:
             return
         yield line
@@ -135,11 +135,11 @@ def _lines(file: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line)
             except json.JSONDecodeError as error:
-                yield number, InvalidRecord(f"not JSON: {error.msg} at column {error.colno}")
+                yield number, InvalidRecord(f"is not JSON: {error.msg} at column {error.colno}")
             except UnicodeDecodeError as error:
-                yield number, InvalidRecord(f"not UTF-8: byte {error.start + 1} of the line{_TO_UTF_8}")
+                yield number, InvalidRecord(f"is not UTF-8 at byte {error.start + 1} of the line{_TO_UTF_8}")
             except (ValueError, RecursionError) as error:  # a number of 5000 digits, brackets nested too deeply
-                yield number, InvalidRecord(f"not JSON that can be read: {error}")
+                yield number, InvalidRecord(f"is JSON that cannot be read: {error}")
 
 
 def _texts(file: Path) -> Iterator[tuple[int, Any]]:
@@ -148,7 +148,7 @@ def _texts(file: Path) -> Iterator[tuple[int, Any]]:
             try:
                 text = line.decode("utf-8-sig").rstrip("\r\n")
             except UnicodeDecodeError as error:
-                yield number, InvalidRecord(f"not UTF-8: byte {error.start + 1} of the line{_TO_UTF_8}")
+                yield number, InvalidRecord(f"is not UTF-8 at byte {error.start + 1} of the line{_TO_UTF_8}")
                 continue
             if text.strip():
                 yield number, {"text": text}
@@ -163,17 +163,17 @@ def _csv(file: Path) -> Iterator[tuple[int, Any]]:
         try:
             for row in rows:
                 if row and len(row) != len(names):
-                    yield number, InvalidRecord(f"{len(row)} fields, but {len(names)} columns")
+                    yield number, InvalidRecord(f"has {len(row)} fields, but the file has {len(names)} columns")
                 elif row:
                     try:
                         "".join(row).encode()
                     except UnicodeEncodeError:
-                        yield number, InvalidRecord(f"not UTF-8{_TO_UTF_8}")
+                        yield number, InvalidRecord(f"is not UTF-8{_TO_UTF_8}")
                     else:
                         yield number, dict(zip(names, row, strict=True))
                 number = rows.line_num + 2
         except csv.Error as error:
-            raise UserError(f"{file}:{number}: not CSV that can be read: {error}") from None
+            raise UserError(f"{file}:{number}: is no valid CSV: {error}; correct this line") from None
 
 
 def _array(file: Path) -> Iterator[tuple[int, Any]]:
@@ -181,9 +181,11 @@ def _array(file: Path) -> Iterator[tuple[int, Any]]:
         with _open(file) as stream:
             yield from enumerate(json.load(stream), start=1)
     except json.JSONDecodeError as error:
-        raise UserError(f"{file}:{error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
+        raise UserError(
+            f"{file}:{error.lineno}: is not JSON: {error.msg} at column {error.colno}; correct this line"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not JSON that can be read: {error}") from None
+        raise UserError(f"{file}: is JSON that cannot be read: {error}; correct the file") from None
 
 
 def _parquet(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -193,7 +195,7 @@ def _parquet(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield from enumerate(chain.from_iterable(batches), start=1)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # ValueError: text that is not UTF-8
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"{file}: not a Parquet file that can be read: {reason}") from None
+        raise UserError(f"{file}: is no valid Parquet file: {reason}; write the file again") from None
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ class LocalFiles:
         files = data_files(path)
         for name, file in files.items():
             if not os.access(file, os.R_OK):
-                raise UserError(f"{name}: no permission to read it; change its permissions")
+                raise UserError(f"{name}: you have no permission to read this file; change its permissions")
         return cls(files)
 
     def numbered(self, limit: int | None) -> Iterator[tuple[str, dict[str, Any] | InvalidRecord]]:
@@ -311,7 +313,9 @@ class StandardLibrary(LocalFiles):
         root = Path(sysconfig.get_path("stdlib"))
         chosen = entries(root, "train" if split == "train" else "validation")
         if not chosen:
-            raise UserError(f"{STDLIB}: this Python has no source of its standard library in {root}")
+            raise UserError(
+                f"{STDLIB}: this Python has no source files of its standard library in {root}; use another Python"
+            )
         return cls({f"{STDLIB}/{entry.name}": entry.file for entry in chosen}, split, chosen)
 
     def origin(self) -> dict[str, Any]:

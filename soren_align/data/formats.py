@@ -99,17 +99,17 @@ def recognize(example: Example, task: TaskName, place: str, mapping: ColumnMappi
     if form is None:
         # The columns that there are and the needed ones, with a proposal for `columns` where there is one.
         other = next((name for name in TASKS if TASKS[name].data == name != task and _format(known, name)), None)
-        hint = f"; these columns are for {other}: `soren-align {other}`" if other else example_of_names(known, task)
-        text = f"found the columns {', '.join(known)}"
+        hint = f"; for these columns run `soren-align {other}`" if other else example_of_names(known, task)
+        text = f"has the columns {', '.join(known)}"
         if mapping.columns:
             unread = [column for column in example if column not in mapping.columns.values()]
             texts = f" ({', '.join(unread)})" * bool(unread)
-            text = f"`columns` names {', '.join(known)}, and no others are then read{texts}"
+            text = f"`columns` lists {', '.join(known)}, so that no other columns{texts} are read"
             complete: dict[str, str] = {**mapping.columns}
             complete |= {column: column for column in unread if column in get_args(Column)}
             if _format({ours: example.get(theirs) for ours, theirs in complete.items()}, task):
                 hint = f". Write {columns_text(complete)}"
-        raise UserError(f"{place}: {text}; {task} needs {TASKS[task].required_columns}{hint}")
+        raise UserError(f"{place}: {text}, but {task} needs {TASKS[task].required_columns}{hint}")
     name, additional = _NATIVE.get(task, ("", set()))
     if name and form.inputs == form.outputs == TASKS[task].columns and additional <= known.keys():
         form = form._replace(description=f"{form.description} (like {name})")
@@ -179,7 +179,7 @@ def read_example(example: Example, form: Format) -> Example | str:
     beside = [column for column in OPTIONS if column in form.outputs]
     unread = [column for column in OPTIONS if known.get(column) and column not in beside]
     if unread and form.has_turns:
-        return f"has {unread[0]}, which none of the first examples has; move an example that has it to the beginning"
+        return f"has {unread[0]}, which none of the first examples has; move this example to the beginning of the data"
     if isinstance(result, str) or not beside:
         return result
     texts = options({column: known.get(column) for column in beside})
@@ -245,7 +245,7 @@ def _pair(example: Example, _: tuple[str, ...] = (), prefix: str = "") -> Exampl
             return problem
         weighted = next((i for i, turn in enumerate(turns) if "weight" in turn), None)
         if weighted is not None:
-            return f"{name}[{weighted}] has a weight, but a pair trains its last turns only: leave the weight out"
+            return f"{name}[{weighted}] has a weight, but a pair trains only its last turns"
     return pair_problem(chosen, rejected) or {"chosen": plain_turns(chosen), "rejected": plain_turns(rejected)}
 
 

@@ -29,7 +29,9 @@ def fetch(path: str, split: str, revision: str | None, name: str | None = None) 
     try:
         dataset = builder.as_dataset(split=split)
     except (ValueError, AssertionError) as error:  # train[:10], train[50%:] and the like
-        raise UserError(f"{path}: '{split}' is no part of a split: {error}; write train[:10%], or limit: 100") from None
+        raise UserError(
+            f"{path}: '{split}' is no valid part of a split: {error}; write a part such as train[:10%], or a limit"
+        ) from None
     assert isinstance(dataset, Dataset)
     return dataset, str(builder.hash)
 
@@ -67,7 +69,7 @@ class StreamReader:
             except Exception as error:  # whatever is raised here comes from the hub or its data
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise UserError(
-                    f"{self.place}: cannot be read from the hub after {self.num_read} records: {reason}; rerun the "
+                    f"{self.place}: after {self.num_read} records the hub could no longer be read: {reason}; rerun the "
                     "same command to resume"
                 ) from None
             if record is None:
@@ -86,7 +88,7 @@ def _builder(path: str, revision: str | None, name: str | None) -> Iterator[Data
         if from_cache and revision is not None and builder.hash != revision:
             raise UserError(
                 f"{path}: the hub cannot be reached, and the cached copy is revision {builder.hash}, "
-                f"not '{revision}'. Write the cached revision, or connect to the hub"
+                f"not '{revision}'; write the cached revision, or connect to the hub"
             )
         yield builder
     except UserError:
@@ -96,15 +98,15 @@ def _builder(path: str, revision: str | None, name: str | None) -> Iterator[Data
         reason, *others = (str(error).strip() or type(error).__name__).splitlines()
         configurations = " ".join([reason, *others[:1]])
         if "configurations in the cache" in reason:
-            message = f"{reason}; write one as `name` beside the path"
+            message = f"{reason}; add the key `name` with one of these configurations"
         elif re.search("[Aa]vailable", configurations):
-            message = f"{configurations}; write one as `name` beside the path"
+            message = f"{configurations}; add the key `name` with one of these configurations"
         elif kind is OutOfReach:
             message = (
-                "no such file, and as a dataset of the Hugging Face hub it is neither cached nor reachable "
-                f"({reason}). Write the path of a file ({FILE_KINDS}), or connect for the first run (without "
-                "HF_HUB_OFFLINE)"
+                "is neither a file nor a cached dataset, and the Hugging Face hub cannot be reached "
+                f"({reason}). Write the path of a file ({FILE_KINDS}), or connect to the hub for the first run "
+                "(without HF_HUB_OFFLINE)"
             )
         else:
-            message = f"cannot be loaded from the Hugging Face hub: {reason}"
+            message = f"cannot be loaded from the Hugging Face hub: {reason}; check the dataset's name"
         raise kind(f"{path}: {message}") from None

@@ -83,7 +83,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.left -= amount
         if self.left < 0:
             raise SecurityError(
-                f"more than {self.budget:,} characters and steps for one example; it may have nested loops"
+                f"the template takes more than {self.budget:,} characters and steps for one example; remove nested "
+                "loops"
             )
         return True
 
@@ -111,7 +112,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(left, int) and isinstance(right, int):
             power = max(0, right) if operator == "**" else 1
             if left.bit_length() * power + right.bit_length() > MAX_BITS:
-                raise SecurityError(f"an integer of more than {MAX_BITS:,} bits")
+                raise SecurityError(
+                    f"the template computes an integer of more than {MAX_BITS:,} bits; use smaller numbers"
+                )
         elif operator == "%" and isinstance(left, str):
             _refuse_wide_format(left)
             self.charge_repeated(right, ["%" * left.count("%")])
@@ -176,7 +179,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for part in root(context):
             length += len(part)
             if length > limit:
-                raise SecurityError(f"more than {limit:,} characters of one example")
+                raise SecurityError(f"the template prints more than {limit:,} characters for one example")
             yield part
 
     def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:
@@ -270,7 +273,9 @@ def _refuse_wide_format(text: str) -> None:
 
 def _refuse_width(spec: str) -> None:
     if "*" in spec or re.search(rf"\d{{{MAX_WIDTH_DIGITS + 1}}}", spec):
-        raise SecurityError(f"a width in a format string, such as 10 in %10d, has at most {MAX_WIDTH_DIGITS} digits")
+        raise SecurityError(
+            f"the width in a format string, such as 10 in %10d, may have at most {MAX_WIDTH_DIGITS} digits"
+        )
 
 
 def _length(value: Any) -> int:
@@ -297,7 +302,7 @@ def _size(value: Any, limit: float, depth: int = 0) -> int:
     if not isinstance(value, list | tuple | set | frozenset | MappingView):
         return _length(value)
     if depth == MAX_DEPTH:
-        raise SecurityError(f"a value nested more than {MAX_DEPTH} deep")
+        raise SecurityError(f"a value is nested more than {MAX_DEPTH} levels deep")
     total = 0
     elements: Any = value
     for element in elements:

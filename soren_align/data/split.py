@@ -73,14 +73,14 @@ def load_split(spec: DataSplit, task: TaskName) -> LoadedSplit:
     memory-mapped from there, so that several ranks share it and a changed file is read again.
     """
     if spec.limit is not None and spec.limit < 1:
-        raise UserError(f"{spec.path}: limit is {spec.limit}; write 1 or more, or leave it out to use all examples")
+        raise UserError(f"{spec.path}: limit is {spec.limit}; write 1 or more, or remove limit to use all examples")
     with quiet_libraries():
         load = _from_file if is_local(spec.path) else _from_hub
         dataset, form, dropped, origin = load(spec, task)
     num_examples = len(dataset) + sum(dropped.values())
     notices = ()
     if spec.limit is not None and num_examples < spec.limit:
-        notices = (f"{spec.path}: limit is {spec.limit}, but there are only {num_examples} examples; all are used",)
+        notices = (f"{spec.path}: limit is {spec.limit}, but all examples are only {num_examples}; all are used",)
     source = source_record(spec, origin, form) | {"num_examples": num_examples}
     return LoadedSplit(dataset, form.description, num_examples, dropped, source, notices)
 
@@ -115,7 +115,10 @@ def _from_file(spec: DataSplit, task: TaskName) -> tuple[Dataset, Format, dict[s
         if not isinstance(cause, OSError):
             raise
         folder = config.HF_DATASETS_CACHE
-        raise UserError(f"{spec.path}: cannot be cached in {folder} (HF_DATASETS_CACHE): {cause}") from None
+        raise UserError(
+            f"{spec.path}: cannot be cached in {folder}: {cause}; free space, or set HF_DATASETS_CACHE to another "
+            "folder"
+        ) from None
     assert isinstance(dataset, Dataset)
     reasons = dataset[_REASON][:]
     dataset = dataset.remove_columns(_REASON)
@@ -128,14 +131,14 @@ def local_files(spec: DataSplit, task: TaskName) -> tuple[LocalFiles, Format]:
     """The files of a split, and their format. Raises UserError if there are none, or of different formats."""
     for key in ("revision", "name"):
         if value := getattr(spec, key):
-            raise UserError(f"{spec.path}: is no dataset of the hub and has no {key} '{value}'; leave {key} out")
+            raise UserError(f"{spec.path}: {key} is '{value}', but only datasets of the hub have a {key}; remove {key}")
     local = StandardLibrary.of_split(spec.split) if spec.path == STDLIB else LocalFiles.at(spec.path)
     (name, first), *others = [(n, format_of(s, spec, task, n)) for n, s in local.samples(SAMPLE_SIZE)]
     for other, form in others:
         if (form.read, form.outputs) != (first.read, first.outputs):
             raise UserError(
-                f"{name} has {first.description}, {other} {form.description}: name the files of one kind, such as "
-                "train*.jsonl, or write several splits"
+                f"{name} has {first.description}, but {other} has {form.description}; write a pattern for files of one "
+                "kind, such as train*.jsonl, or write several splits"
             )
     unused = dict.fromkeys(column for form in (first, *(form for _, form in others)) for column in form.unused)
     return local, first._replace(unused=tuple(unused))
@@ -181,8 +184,10 @@ def format_of(examples: Iterable[Any], spec: DataSplit, task: TaskName, place: s
     columns = {column: None for example in objects for column in example}
     for ours, theirs in mapping.columns.items():
         if theirs not in columns:
-            hint = did_you_mean(theirs, columns)
-            raise UserError(f"{place}: columns.{ours} is '{theirs}', and the columns are {', '.join(columns)}{hint}")
+            hint = did_you_mean(theirs, columns, "write one of these columns")
+            raise UserError(
+                f"{place}: columns.{ours} is '{theirs}', but the data have the columns {', '.join(columns)}{hint}"
+            )
     example = next((example for example in objects if None not in example.values()), objects[0])
     for column in (spec.columns.get(name, name) for name in OPTIONS):  # often only some examples have tools
         value = next((other[column] for other in objects if other.get(column)), None)
@@ -209,15 +214,15 @@ def checked(
                 names = ""
                 if example.startswith("no ") and isinstance(record, dict):  # a column, which may have another name
                     columns = ", ".join(str(key) for key, value in record.items() if value is not None)
-                    names = f"; found {columns[:200]}" * bool(columns)
+                    names = f", but the columns {columns[:200]}" * bool(columns)
                 reported.append(f"  {record_place}: {example}{names}")
         yield record, example
     if num_examples == 0:
-        raise UserError(f"{place}: has no examples")
+        raise UserError(f"{place}: has no examples; name other data")
     if num_invalid == num_examples or (num_invalid > 0 and spec.bad_examples == "refuse"):
-        more = [f"  and {num_invalid - MAX_REPORTED} more"] if num_invalid > MAX_REPORTED else []
-        remedy = " (fix them, or write bad_examples: drop beside the path)" if num_invalid < num_examples else ""
-        head = f"{place}: {num_invalid} of {num_examples} examples cannot be used for {task}{remedy}:"
+        more = [f"  ... and {num_invalid - MAX_REPORTED} more examples"] if num_invalid > MAX_REPORTED else []
+        remedy = "fix these examples" + ", or add bad_examples: drop to this split" * (num_invalid < num_examples)
+        head = f"{place}: {num_invalid} of {num_examples} examples cannot be used for {task}; {remedy}:"
         raise UserError(head, *reported, *more)
 
 
@@ -259,22 +264,26 @@ def hold_out(
     positions = [np.array([position(example) for example in examples_of(split.dataset)]) for split in splits]
     total = sum(map(len, positions))
     if examples is not None and examples >= total:
-        raise UserError(f"data.eval.examples: {examples} are all of {total} examples; write a smaller number")
+        raise UserError(f"data.eval.examples: {examples} is not below the number of examples, {total}; write fewer")
     end = fraction if examples is None else np.sort(np.concatenate(positions))[examples]
     remaining, chosen = [], []
     for split, own in zip(splits, positions, strict=True):
         is_held_out = own < end
         num_held_out = int(is_held_out.sum())
         if is_held_out.all():
-            raise UserError(f"data.eval.{key}: {number:g} holds out all examples of {split.name}; write a smaller one")
+            raise UserError(
+                f"data.eval.{key}: {number:g} holds out all examples of {split.name}; write a smaller number"
+            )
         chosen.append(split.dataset.select(np.flatnonzero(is_held_out)))
         dataset = split.dataset.select(np.flatnonzero(~is_held_out))
         source = {**split.source, "num_held_out": num_held_out}
         remaining.append(replace(split, dataset=dataset, num_examples=split.num_examples - num_held_out, source=source))
     dataset = concatenated(chosen)
     if len(dataset) == 0:
-        reason = "" if examples is None else ": more than that are equal, and equal examples stay on one side"
-        raise UserError(f"data.eval.{key}: {number:g} holds out none of {total} examples{reason}; write a larger one")
+        reason = "" if examples is None else ", because equal examples are held out together or not at all"
+        raise UserError(
+            f"data.eval.{key}: {number:g} holds out none of {total} examples{reason}; write a larger number"
+        )
     names, layouts = (" + ".join(split.name for split in splits), dict.fromkeys(split.layout for split in splits))
     source = {"path": names, "split": "held out", key: number, "num_examples": len(dataset)}
     return remaining, LoadedSplit(dataset, "; ".join(layouts), len(dataset), {}, source)
@@ -307,8 +316,8 @@ def mix(splits: Sequence[LoadedSplit], configs: Sequence[TrainSplit], seed: int)
     for name, source, sample in zip(names, configs, samples, strict=True):
         if len(sample) == 0:
             raise UserError(
-                f"data.train: a weight of {source.weight:g} leaves no example of {name}; write a larger one, or leave "
-                "the source out"
+                f"data.train: a weight of {source.weight:g} leaves no example of {name}; write a larger weight, or "
+                "remove this split"
             )
     starts = np.cumsum([0, *(len(split.dataset) for split in splits[:-1])])
     order = generator.permutation(sum(map(len, samples)))
@@ -334,6 +343,6 @@ def refuse_other_kinds(splits: Sequence[LoadedSplit]) -> None:
     columns = [", ".join(split.dataset.column_names) for split in splits]
     if other := next((i for i, split in enumerate(splits) if split.kind != splits[0].kind), None):
         raise UserError(
-            f"data.train: {splits[0].name} has {splits[0].layout} ({columns[0]}) and {splits[other].name} "
-            f"{splits[other].layout} ({columns[other]}): texts cannot be mixed with other forms; train on one form"
+            f"data.train: {splits[0].name} has {splits[0].layout} ({columns[0]}), but {splits[other].name} has "
+            f"{splits[other].layout} ({columns[other]}), and these two forms cannot be mixed; use splits of one form"
         )

@@ -44,7 +44,7 @@ NUM_SEARCHED = 10_000
 """First records of each split among which the held-out examples of the evaluation loss are found."""
 MAX_REASONS = 50
 """Different reasons of dropped examples that are counted one by one."""
-_OTHER_REASONS = "for other reasons"
+_OTHER_REASONS = "other reasons"
 State = dict[str, Any]
 """Plain data, for JSON."""
 
@@ -174,8 +174,8 @@ class _Cursor:
                 continue
             if self.split.config.bad_examples == "refuse":
                 raise UserError(
-                    f"{place}: cannot be used for {self.split.task}: {example} (write bad_examples: drop beside the "
-                    "path, and rerun the same command to resume)"
+                    f"{place}: cannot be used for {self.split.task}: {example}; fix this example, or add bad_examples: "
+                    "drop to this split. Rerun the same command to resume"
                 )
             dropped, reason = self.counts["dropped"], without_indices(example)
             dropped[reason if reason in dropped or len(dropped) < MAX_REASONS else _OTHER_REASONS] += 1

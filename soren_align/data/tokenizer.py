@@ -41,8 +41,8 @@ def set_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, 
         if eos_token not in tokenizer.get_vocab():
             name = tokenizer.name_or_path or "the tokenizer"
             added: Any = tokenizer.added_tokens_encoder
-            hint = did_you_mean(eos_token, added, f"it stops at {tokenizer.eos_token!r} if left out")
-            raise UserError(f"model.eos_token: {eos_token!r} is no single token of {name}{hint}")
+            hint = did_you_mean(eos_token, added, f"remove this key to stop at {tokenizer.eos_token!r}")
+            raise UserError(f"model.eos_token: {eos_token!r} is not one token of {name}{hint}")
         tokenizer.eos_token = eos_token
 
 
@@ -64,19 +64,19 @@ def check_template(
     only_assistant = assistant_only_loss and is_sft
     if completion_only_loss and is_sft and "completion" not in columns:
         raise UserError(
-            "trainer.completion_only_loss needs examples of prompts and completions, and these have "
+            "trainer.completion_only_loss needs examples with prompt and completion, but these examples have "
             f"{', '.join(columns)}; for conversations write trainer.assistant_only_loss"
         )
     if not has_turns(dataset):
         if only_assistant:
             raise UserError(
-                f"trainer.assistant_only_loss needs conversations, and these examples are plain texts "
-                f"({', '.join(columns)}): set it to false (with prompts and completions, only the completions "
-                "are trained anyway), or turn them into conversations by data.train.columns: {instruction: prompt, "
-                "output: completion}"
+                f"trainer.assistant_only_loss needs conversations, but these examples are plain texts "
+                f"({', '.join(columns)}). Write trainer.assistant_only_loss: false, with which only the completions "
+                "of prompts are trained; or write data.train.columns: {instruction: prompt, output: completion} to "
+                "make conversations of these texts"
             )
         if not tokenizer.eos_token:
-            raise UserError(f"{name}: has no eos_token to end plain texts with; write model.eos_token")
+            raise UserError(f"{name}: has no eos_token, which ends plain texts; write model.eos_token")
         return []
     if not tokenizer.chat_template:
         raise UserError(f"{name}: has no chat template; {_REMEDY}")
@@ -84,7 +84,7 @@ def check_template(
         tokenizer.get_chat_template()
     except ValueError:  # several named templates, none of them "default"
         names = ", ".join(tokenizer.chat_template)
-        raise UserError(f"{name}: has the chat templates {names}, and no default; {_REMEDY}") from None
+        raise UserError(f"{name}: has the chat templates {names}, but none named default; {_REMEDY}") from None
     example: Any = dataset[0]
     chats = [example[column] for column in TASKS[task].columns if column in example]
     if example.get("completion"):
@@ -96,13 +96,13 @@ def check_template(
         answers = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
         if answers[-1] not in text:
             raise UserError(
-                f"{name}: the chat template leaves out the assistant's turns: {answers[-1][:60]!r} of the first "
-                f"example is not in its rendering, {text[:120]!r}; {_REMEDY} that prints message['content']"
+                f"{name}: the chat template leaves out the assistant's turns: it renders the first example as "
+                f"{text[:120]!r}, without the answer {answers[-1][:60]!r}; {_REMEDY} that prints message['content']"
             )
         if only_assistant and not any(marked):
             raise UserError(
-                f"{name}: the chat template has {{% generation %}} but marks no token of the first example; "
-                "put the markers around message['content'] of the assistant's turns"
+                f"{name}: the chat template has {{% generation %}}, but marks no token of the first example; put "
+                "{% generation %} and {% endgeneration %} around message['content'] of the assistant's turns"
             )
         last = next((i for i in reversed(range(len(ids))) if str(tokenizer.decode([ids[i]])).strip()), 0)
         end, eos = str(tokenizer.convert_ids_to_tokens(ids[last])), tokenizer.eos_token
@@ -110,15 +110,15 @@ def check_template(
         notices = []
         if ids[last] != tokenizer.eos_token_id and end not in added:
             notices = [
-                f"the chat template ends answers without a stop token: the model will not learn to stop at {eos}"
+                f"the chat template ends answers without a stop token, so the model will not learn to stop at {eos}"
             ]
         elif only_assistant and not marked[last]:
             raise UserError(
                 f"{name}: the chat template leaves {end} out of {{% generation %}}, so that the model would never "
-                "learn to stop; put it before {% endgeneration %}"
+                f"learn to stop; put {end} before {{% endgeneration %}}"
             )
         elif ids[last] != tokenizer.eos_token_id:
-            notices = [f"answers end with {end}, but the model stops at {eos}: write `eos_token: '{end}'` under model"]
+            notices = [f"answers end with {end}, but the model stops at {eos}: add model.eos_token: '{end}'"]
     return notices
 
 
@@ -162,8 +162,8 @@ def within_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Pr
     backend = getattr(whole, "backend_tokenizer", None)
     if backend is None or beyond - set(whole.get_added_vocab()):
         raise UserError(
-            f"model.tokenizer: it has {len(tokenizer):,} tokens, and the config's vocab_size is {vocab_size:,}; write "
-            "a larger vocab_size into config.json"
+            f"model.tokenizer: this tokenizer has {len(tokenizer):,} tokens, but vocab_size in config.json is only "
+            f"{vocab_size:,}; write a larger vocab_size into config.json"
         )
     described = json.loads(backend.to_str())
     described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < vocab_size]
@@ -196,7 +196,8 @@ def train_tokenizer(texts: Iterator[list[str]], vocab_size: int) -> PreTrainedTo
     tokenizer.train_from_iterator(texts, trainer)
     if (size := tokenizer.get_vocab_size()) < vocab_size:
         raise UserError(
-            f"model.tokenizer.vocab_size: the training texts give {size} tokens, not {vocab_size}; write {size} or less"
+            f"model.tokenizer.vocab_size: the training texts give only {size} tokens, not {vocab_size}; write {size} "
+            "or less"
         )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
 
@@ -220,7 +221,10 @@ def trained_tokenizer(dataset: Dataset, vocab_size: int, cache: Path) -> Path:
         prune(root)
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"{root}: the tokenizer cannot be cached there (SOREN_ALIGN_CACHE): {reason}") from None
+        raise UserError(
+            f"{root}: the tokenizer cannot be cached in this folder: {reason}; free space, or set SOREN_ALIGN_CACHE to "
+            "another folder"
+        ) from None
     return folder
 
 

@@ -41,19 +41,21 @@ def conversation_problem(turns: Any, name: str) -> str | None:
     roles = [turn["role"] for turn in turns]
     start = 1 if roles[0] == "system" else 0
     if "assistant" not in roles:
-        return f"{name} has no assistant turn: nothing to learn"
+        return f"{name} has no assistant turn to learn from"
     if roles[start] != "user" and roles[start] != "system":
-        role = {"assistant": "the assistant"}.get(roles[start], f"a {roles[start]}")
-        return f"{name} starts with {role}; it must be the whole conversation, with the user's turn first"
+        role = {"assistant": "an assistant"}.get(roles[start], f"a {roles[start]}")
+        return f"{name} starts with {role} turn, not with a user or system turn"
     for i in range(start, len(roles)):
         if roles[i] == "system":
-            return f"{name}[{i}] is a system turn; only the first turn may be"
+            return f"{name}[{i}] is a system turn, but only the first turn may be one"
         if i > start and roles[i] == roles[i - 1] != "tool":
-            return f"{name}[{i - 1}] and {name}[{i}] are both {roles[i]} turns; user and assistant must alternate"
+            return f"{name}[{i - 1}] and {name}[{i}] are both {roles[i]} turns; user and assistant turns must alternate"
         if i > start and {roles[i - 1], roles[i]} == {"user", "tool"}:
-            return f"{name}[{i}] is a {roles[i]} turn after a {roles[i - 1]} turn; the assistant's must stand between"
+            return (
+                f"{name}[{i}] is a {roles[i]} turn after a {roles[i - 1]} turn, without an assistant turn between them"
+            )
     if roles[-1] != "assistant":
-        return f"{name} ends with a {roles[-1]} turn, not the assistant's"
+        return f"{name} ends with a {roles[-1]} turn, not with an assistant turn"
     if problem := weight_problem(turns, name):
         return problem
     ids: set[Any] = set()  # of the calls that a tool's turn may answer
@@ -61,7 +63,7 @@ def conversation_problem(turns: Any, name: str) -> str | None:
         if turn["role"] == "assistant":
             ids = {call.get("id") for call in turn.get("tool_calls", [])} - {None}
         elif turn["role"] == "tool" and ids and (answered := turn.get("tool_call_id")) and answered not in ids:
-            return f"{name}[{i}] has the tool_call_id {answered[:60]!r}, which the assistant's turn before it lacks"
+            return f"{name}[{i}] has the tool_call_id {answered[:60]!r}, which the assistant turn before does not have"
     return None
 
 
@@ -71,19 +73,19 @@ def _turn_problem(turn: Any) -> str | None:
     role, content = turn.get("role"), turn.get("content")
     if role not in ROLES:
         finding = "has no role (or from)" if role is None else f"has the role {repr(role)[:60]}"
-        return f"{finding}; write system, user, assistant or tool, or name it under `roles`"
+        return f"{finding}; write system, user, assistant or tool, or list this role in `roles`"
     of_role = {"assistant": ("tool_calls", *REASONING), "tool": ("name", "tool_call_id")}
     known = (*of_role.get(role, ()), "role", "content", "weight")
     if others := [key for key in turn if key not in known]:
         # They may change what is learned: ignoring them silently would be wrong.
-        return f"has {', '.join(map(str, others))[:60]} beside role and content (role {role}); leave them out"
+        return f"has {', '.join(map(str, others))[:60]} beside role and content (role {role}); remove these keys"
     texts = (*REASONING, "name", "tool_call_id")
     if other := next((key for key in texts if not isinstance(turn.get(key, ""), str)), None):
         return f"has a {other} that is not text"
     if (weight := turn.get("weight", 0)) not in (0, 1):
         return f"has the weight {repr(weight)[:60]}; write 0 (not trained) or 1"
     if weight == 1 and role != "assistant":
-        return f"has weight 1, or train: true, with the role {role}; only the assistant's turns may"
+        return f"has weight 1, or train: true, with the role {role}, but only assistant turns are trained"
     calls = turn.get("tool_calls", [])
     if not isinstance(calls, list):
         return "has tool_calls that are not a list"
@@ -97,7 +99,7 @@ def _turn_problem(turn: Any) -> str | None:
             return f"has a call of {name[:60]!r} whose arguments are no JSON object"
     kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     if other := next((kind for kind in kinds if kind not in (None, "text")), None):
-        return f"has a part of type {repr(other)[:60]} in its content; only text is trained"
+        return f"has a part of type {repr(other)[:60]} in its content, but only text is trained"
     if not isinstance(content, str):
         return "has no content" if content is None else f"has {_kind(content)} as content; write text"
     if not content.strip() and role != "tool" and "tool_calls" not in turn:
@@ -112,7 +114,7 @@ def _turn_problem(turn: Any) -> str | None:
 def weight_problem(turns: list[Turn], name: str) -> str | None:
     """Why no turn is trained; None if one is."""
     is_trained = (turn.get("weight", 1) for turn in turns if turn["role"] == "assistant")
-    return None if any(is_trained) else f"{name} has weight 0 for every assistant turn: nothing to learn"
+    return None if any(is_trained) else f"{name} has weight 0 for every assistant turn, so nothing is trained"
 
 
 def list_problem(turns: Any, name: str, keys: str) -> str | None:
@@ -136,12 +138,12 @@ def text_problem(text: Any, name: str) -> str | None:
 def pair_problem(chosen: Any, rejected: Any) -> str | None:
     """Why two valid conversations, or two texts after one prompt, are no preference pair; None if they are one."""
     if chosen == rejected:
-        return "chosen and rejected are identical"
+        return "chosen and rejected are equal"
     if isinstance(chosen, str) or chosen[:-1] == rejected[:-1]:
         return None
     first = next((i for i, (c, r) in enumerate(zip(chosen, rejected, strict=False)) if c != r), None)
-    where = f"they differ at turn [{first}]" if first is not None else "one is longer"
-    return f"chosen and rejected do not share a prompt: {where}; only their last turns may differ"
+    where = f"they differ at turn [{first}]" if first is not None else "one of them has more turns"
+    return f"chosen and rejected do not share a prompt: {where}, but only their last turns may differ"
 
 
 def _is_broken(text: str) -> bool:
@@ -260,7 +262,7 @@ def options(example: Mapping[str, Any]) -> dict[str, str] | str:
         elif not isinstance(value, dict):
             return f"{column} is no object of the template's variables"
         elif reserved := _RESERVED & value.keys():
-            return f"{column} has {', '.join(sorted(reserved))}, which is no variable of a template"
+            return f"{column} has {', '.join(sorted(reserved))}, which the template must not get from the data"
         texts[column] = json.dumps(value, ensure_ascii=False)
     return texts
 

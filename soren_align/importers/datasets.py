@@ -29,7 +29,7 @@ FILE_FORMATS = ("json", "parquet", "csv", "text")
 """Formats that `path` names where `data_files` names the files."""
 _ENTRY = ("path", "split", "at", "revision", "config", "data_files", "weight", "fraction", "names", "not_read")
 _FIRST = re.compile(r"([^\[]+)\[:(\d+)\]")
-_READ = "the recipe's columns are recognised"
+_READ = "soren-align recognises the columns"
 COLUMNS = ("messages", "conversations", "instruction", "input", "output", "system", "prompt", "completion", "text")
 COLUMNS += ("chosen", "rejected")
 
@@ -43,7 +43,7 @@ def read_data(c: Conversion, evaluates: bool) -> None:
     source, section = c.flat, c.recipe["data"]
     root = next((key for key in ROOTS if source.get(key)), None)
     if root is None:
-        raise UserError("no dataset is named: write dataset_name (or datasets, dataset_mixture)")
+        raise UserError("the file names no dataset; add dataset_name, datasets or dataset_mixture")
     entries = _entries(source, root)
     kinds = [entry.get("type") for entry in entries]
     is_pair = (isinstance(kind, dict) or str(kind).startswith("alpaca") for kind in kinds)
@@ -51,10 +51,10 @@ def read_data(c: Conversion, evaluates: bool) -> None:
     held_out = [e for e in entries if is_test_split(e["split"])]
     train = [e for e in entries if e not in held_out]
     if not train:
-        raise UserError(f"{root}: only test splits are named; name one to train on")
+        raise UserError(f"{root}: all splits are test splits; add a split to train on")
     if held_out:
         names = ", ".join(f"{e['path']} {e['split']}" for e in held_out)
-        c.drop(f"{root}[test]", f"the official test split would be trained on; left out: {names}", True)
+        c.drop(f"{root}[test]", f"the source trains on test splits, which the recipe leaves out: {names}", True)
     splits = [_split(entry, root, c) for entry in train]
     for split in splits:
         if (limit := number(source.get("max_samples"))) and "limit" not in split:
@@ -80,7 +80,7 @@ def read_data(c: Conversion, evaluates: bool) -> None:
         if "path" in split and not is_local(str(split["path"])):
             split["bad_examples"] = "drop"
             c.ours[f"data.{place}.bad_examples"] = (
-                "such examples are counted and reported; fix them in a file of your own"
+                "bad examples are dropped and counted; to keep one, fix it in a file of your own"
             )
 
 
@@ -96,7 +96,7 @@ def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
         datasets = [{"path": p, "weight": w, "config": c, "split": s} for (p, w), c in parts for s in splits]
     elif root == "dataset" and not isinstance(datasets, list):
         raise UserError(
-            f"dataset: found {datasets!r}; LLaMA-Factory's names stand in dataset_info.json, beside the file"
+            f"dataset: found {datasets!r}; write the names of datasets in dataset_info.json, beside this file"
         )
     elif root == "dataset_name":
         split = source.get("dataset_train_split") or "train"
@@ -118,7 +118,7 @@ def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
                 rest = {key: value for key, value in entry.items() if key != "data_files"}
                 entries += [{**rest, "path": os.path.join(folder, file), **place} for file in files]
             elif path is None:
-                raise UserError(f"{root}[{i}]: names no data; write path, or data_files")
+                raise UserError(f"{root}[{i}]: names no data; add path or data_files")
             else:
                 entries.append({**entry, **place})
     return entries
@@ -134,7 +134,7 @@ def _split(entry: dict[str, Any], root: str, c: Conversion) -> dict[str, Any]:
     config = "dataset_config" if root == "dataset_name" else f"{at}.config"
     part, is_cut = _part(path, entry["split"])
     if is_cut:
-        c.drop(f"{at}.split", f"{entry['split']}: a file is taken whole; write limit", True)
+        c.drop(f"{at}.split", f"found {entry['split']}, but a file is always read whole; write limit", True)
     names, explained = _axolotl_names(entry)
     part |= entry.get("names") or names
     if text_column not in (None, "text") and "columns" not in part:
@@ -146,18 +146,18 @@ def _split(entry: dict[str, Any], root: str, c: Conversion) -> dict[str, Any]:
         if key == "revision":
             part["revision"] = value
         elif key == "config" and is_local(str(path)):
-            c.drop(config, "a file has no configuration")
+            c.drop(config, "has no effect, because a file has no configurations")
         elif key == "config":
             part["name"] = str(value)
             c.rename(config, "data.train.name")
         elif key == "weight":
             if value != 1:
                 part["weight"] = value
-                c.rename(place, "weight, in data.train; drawn by trainer.seed")
+                c.rename(place, "weight in data.train; trainer.seed draws the examples")
         elif key == "not_read":
-            c.drop(f"{at}.columns", f"{value}: not read", True)
+            c.drop(f"{at}.columns", f"soren-align does not read the columns {value}", True)
         elif key == "type" and value == "completion":
-            cut = "plain text; an example longer than max_length is truncated, in the source continued in a next one"
+            cut = "means plain text; the recipe truncates a text longer than max_length, which the source divides"
             c.drop(place, cut, True)
         elif key in explained:
             explanation, changes = explained[key]
@@ -199,7 +199,7 @@ def _eval(root: str, train: list[dict[str, Any]], held_out: list[dict[str, Any]]
             c.recipe["data"]["eval"]["name"] = str(same[0]["config"])
         c.recipe["data"]["eval"] |= same[0].get("names") or _axolotl_names(same[0])[0]
         if same[0] in held_out:
-            c.ours["data.eval.split"] = "the source takes held-out examples from its mixture"
+            c.ours["data.eval.split"] = "the source holds out examples of its mixture instead"
 
 
 def _held_out(size: Any) -> dict[str, Any] | None:
@@ -216,17 +216,18 @@ def _note_others(root: str, c: Conversion) -> None:
     for key, where in {**dict.fromkeys(SIZES, source), f"{root}.test_split_size": inside}.items():
         size = where.get(key.rpartition(".")[2])
         if (held_out := _held_out(size)) and evaluation == held_out:
-            c.rename(key, f"data.eval.{next(iter(held_out))}; a hash of each example chooses")
+            c.rename(key, f"data.eval.{next(iter(held_out))}; a hash decides which examples are held out")
         elif isinstance(size, int) and size >= 1 and evaluation is not None and "path" in evaluation:
             evaluation["limit"] = size
             c.rename(key, "data.eval.limit")
         elif size and evaluation is None:
-            reason = f"{size} of the examples were held out; here all are trained on, unless data.eval names others"
+            reason = f"the source holds out examples ({size}), but the recipe trains on all; write data.eval to hold "
+            reason += "out examples"
             c.drop(key, reason, True)
         elif size is not None or key in source:
-            c.drop(key, "no examples are held out" if evaluation is None else "replaced by data.eval")
+            c.drop(key, "no examples are held out" if evaluation is None else "data.eval replaces this key")
     if "seed" in inside:
-        c.drop(f"{root}.seed", "examples are shuffled by trainer.seed")
+        c.drop(f"{root}.seed", "trainer.seed shuffles the examples")
     known = ("datasets", "seed", "test_split_size")
     c.notes += [Note(f"{root}.{key}", "unknown") for key in inside if key not in known]
     splits = {"dataset_mixer": "dataset_splits", "dataset_name": "dataset_train_split"}.get(root)
@@ -245,9 +246,9 @@ def _note_others(root: str, c: Conversion) -> None:
         elif key in _EVAL_DATA and evaluation is not None:
             c.rename(key, "data.eval")
         elif key in _EVAL_DATA:
-            c.drop(key, "no evaluation during training")
+            c.drop(key, "nothing is evaluated during training")
         elif key in ROOTS or matches(key, BESIDE):
-            c.drop(key, f"set by {root}")
+            c.drop(key, f"{root} sets the data")
 
 
 # The columns and roles of a dataset, as a recipe's `columns` and `roles`.
@@ -257,11 +258,9 @@ _KNOWN_ROLES = {"user": ("user", "human"), "assistant": ("assistant", "gpt"), "s
 _KNOWN_ROLES |= {"tool": ("tool", "observation", "function", "ipython"), "tool_call": ("tool_call", "function_call")}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 ALPACA_PROMPT = (
-    "instruction and input become the user's turn of the chat template; in the source they are in Alpaca's own prompt"
+    "instruction and input become a user's turn in the chat template, but in the source a part of Alpaca's prompt"
 )
-OWN_PROMPT = (
-    "instruction and input become the user's turn of the chat template; in the source they are in its own format"
-)
+OWN_PROMPT = "instruction and input become a user's turn in the chat template, but the source has a format of its own"
 _PAIR = ("prompt", "chosen", "rejected")
 _ALPACA = ("instruction", "input", "output", "system")
 FIELDS = ("field", "field_messages", "field_chosen", "field_rejected", "field_prompt", "message_field_role")
@@ -309,12 +308,12 @@ def _axolotl_names(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tup
     where = _READ if not names else "data.train." + " and data.train.".join(names)
     explained = {key: (where, False) for key in FIELDS if key in entry}
     if renamed := {key: name for key, name in mappings.items() if key not in ("role", "content") and key != name}:
-        explained["message_property_mappings"] = (f"{renamed}: of these, only role and content are renamed", True)
+        explained["message_property_mappings"] = (f"of {renamed}, the recipe has only role and content", True)
     for key in ("field_thinking", "template_thinking_key"):
         if entry.get(key) not in (None, *_REASONING):
-            explained[key] = (f"{entry[key]}: reasoning is read as {', '.join(_REASONING)}", True)
+            explained[key] = (f"found {entry[key]}; rename this key of a turn: {' or '.join(_REASONING)}", True)
     if unknown := {role for role in aliases if role not in _KNOWN_ROLES} if isinstance(aliases, dict) else ():
-        explained["roles"] = (f"{', '.join(sorted(map(str, unknown)))}: no role of a recipe", True)
+        explained["roles"] = (f"a recipe does not have the role {', '.join(sorted(map(str, unknown)))}", True)
     if "names" in entry:  # of LLaMA-Factory, which puts Alpaca's columns into a chat template too
         explained["type"] = (where, False)
     elif isinstance(kind, dict):
@@ -323,7 +322,7 @@ def _axolotl_names(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tup
             plain = ("{" + part + "}", "{" + str(kind.get(f"field_{part}")) + "}")
             as_here |= {f"{part}_format"} if kind.get(f"{part}_format") in plain else set()
         unread = [str(key) for key, value in kind.items() if value and key not in as_here]
-        not_read = f"; not read: {', '.join(unread)}" * bool(unread)
+        not_read = f". soren-align does not read {', '.join(unread)}" * bool(unread)
         explained["type"] = ((where if has_pairs else OWN_PROMPT) + not_read, bool(unread) or not has_pairs)
     elif str(kind).startswith("alpaca"):
         explained["type"] = (ALPACA_PROMPT, True)
@@ -366,10 +365,12 @@ def with_datasets(source: dict[str, Any], folder: Path) -> dict[str, Any]:
     name = str(source.get("dataset_dir") or "data")
     candidates = (place / name / INFO for place in (folder, *folder.parents[:2], Path.cwd()))
     if (info_file := next((file for file in candidates if file.is_file()), None)) is None:
-        raise UserError(f"dataset: there is no {name}/{INFO} beside the file; copy it there, or change dataset_dir")
+        raise UserError(
+            f"dataset: there is no {name}/{INFO} beside this file; copy {INFO} there, or change dataset_dir"
+        )
     info = read_json(info_file)
     if not isinstance(info, dict):
-        raise UserError(f"{info_file}: is no object of datasets by name")
+        raise UserError(f"{info_file}: is no JSON object; write an object with the names of datasets as keys")
     resolved = {}
     for key in ("dataset", "eval_dataset"):
         names: Any = source.get(key)
@@ -383,10 +384,10 @@ def _factory_entry(name: Any, info: dict[str, Any], info_file: Path) -> dict[str
     """One dataset, with the keys of `_entries`."""
     about = info.get(name) if isinstance(name, str) else None
     if not isinstance(about, dict):
-        raise UserError(f"dataset: {info_file} has no {name!r}{did_you_mean(name, info)}")
+        raise UserError(f"dataset: {info_file} has no {name!r}{did_you_mean(name, info, 'add this dataset')}")
     file, hub = about.get("file_name"), about.get("hf_hub_url")
     if not isinstance(file or hub, str):
-        raise UserError(f"dataset: {name} is neither a file nor a dataset of the Hugging Face hub; add file_name")
+        raise UserError(f"dataset: {name} has neither a file nor a hub dataset in {INFO}; add file_name or hf_hub_url")
     entry: dict[str, Any] = {"path": hub, "split": about.get("split") or "train"}
     if file:  # relative to the working directory where the file is below it
         local = os.path.relpath(info_file.parent / file)

@@ -31,8 +31,8 @@ DTYPE = (
     "trainer.bf16 makes the arithmetic bfloat16. bfloat16 weights lose most small updates to rounding, except under "
     "ZeRO, which has float32 master weights"
 )
-MUON = "optimizer.name: muon; adjust_lr_fn may differ from the source's"
-SDPA = "attention is transformers' own choice, sdpa"
+MUON = "optimizer.name: muon; compare optimizer.adjust_lr_fn with the source's scale of updates, which may differ"
+SDPA = "transformers chooses the attention, usually sdpa"
 _RSLORA = ("use_rslora", "peft_use_rslora")
 _STREAMING = ("streaming", "dataset_streaming")
 _PACKING = ("packing", "neat_packing")
@@ -50,7 +50,7 @@ def convert(
     task is another or unknown, or if no dataset is named.
     """
     if isinstance(source.get("optimizer"), dict) or isinstance(source.get("trainer"), dict):
-        raise UserError("this is a recipe already: the keys stand in sections")
+        raise UserError("this file is already a recipe, because its keys stand in sections; use the file as it is")
     flat = flattened(source)
     is_factory = any(key in flat for key in ("finetuning_type", "stage", "cutoff_len", "dataset_dir", "template"))
     tool = "Axolotl's" if "base_model" in flat else "LLaMA-Factory's" if is_factory else "TRL's"
@@ -61,7 +61,8 @@ def convert(
     sections: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "optimizer": {}, "trainer": {}, "run": {}}
     conversion = Conversion(task, sections, flat, tool, template_path=template_path)
     if known is None:
-        assumed = "SFT is assumed, because neither keys nor the file's name show the task; --task dpo converts to DPO"
+        assumed = "the task is assumed to be SFT, because neither the keys nor the file's name show it; add --task dpo "
+        assumed += "for DPO"
         conversion.notes.append(Note("(the task)", "renamed", assumed, changes_training=True))
     read_data(conversion, evaluates=any(flat.get(key) not in (None, False, "no", 0) for key in when))
     noted = {note.key for note in conversion.notes}
@@ -94,7 +95,8 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName | N
     others = (word for word in TABLES["other_tasks"].split() if word in words | flags)
     if other := next(others, None) or next(iter(flags), None):
         raise UserError(
-            f"this trains by {other.upper()}; only SFT and DPO are supported (--task dpo converts what fits DPO)"
+            f"this file trains with {other.upper()}, but only SFT and DPO are supported; add --task dpo to convert the "
+            "keys that DPO has too"
         )
     if stage in ("sft", "dpo"):
         return stage
@@ -111,8 +113,8 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName | N
         keys_of["dpo" if loss in trl.fields("dpo")["loss_type"].choices else "sft"].add("loss_type")
     if keys_of["sft"] and keys_of["dpo"]:
         raise UserError(
-            f"SFT or DPO? {', '.join(sorted(keys_of['sft']))} are SFT keys, {', '.join(sorted(keys_of['dpo']))} DPO "
-            "keys: write --task sft or --task dpo"
+            f"the file has keys of SFT ({', '.join(sorted(keys_of['sft']))}) and keys of DPO "
+            f"({', '.join(sorted(keys_of['dpo']))}); add --task sft or --task dpo"
         )
     if keys_of["sft"] or keys_of["dpo"]:
         return "sft" if keys_of["sft"] else "dpo"
@@ -141,13 +143,13 @@ def _convert_key(key: str, c: Conversion) -> Note:
             _, reason, changes = left_out
             is_off = value in (None, False, 0, "", "no") or value in ([], {}) or [name, value] in TABLES["off"]
             if changes and is_off:
-                return c.drop(key, "off in the source too")
+                return c.drop(key, "is off in the source too")
             for names, flags in ONLY_WITH.items():
                 if matches(name, names) and not any(c.flat.get(flag) for flag in flags):
                     return c.drop(key, f"has no effect without {' or '.join(flags)}")
             return c.drop(key, reason, changes)
         if name in trl.ELSEWHERE:
-            return c.drop(key, trl.ELSEWHERE[name])
+            return c.drop(key, _without_removal(trl.ELSEWHERE[name]))
         if name not in known:
             if any(name in trl.fields(task) for task in TASKS):
                 return c.drop(key, f"TRL's {TASKS[c.task].config} has no such key")
@@ -161,7 +163,7 @@ def _convert_key(key: str, c: Conversion) -> Note:
     word = VALUES.get((name, value)) if isinstance(value, bool | int | str) else None
     value, effect = word or (value, "")
     if ours in values:
-        return c.drop(key, f"{target} is set by another key", values[ours] != value)
+        return c.drop(key, f"another key sets {target}", values[ours] != value)
     if section == "trainer":
         config = TASKS[c.task].config
         if ours not in known:
@@ -178,18 +180,23 @@ def _convert_key(key: str, c: Conversion) -> Note:
         if problem := trl.problems(c.task, {ours: value}).get(ours):
             if ours == "loss_type":  # another spelling would be another loss
                 losses = ", ".join(map(str, value)) if isinstance(value, list) else value
-                problem = f"{losses}: not a loss of TRL's {config}, whose default is trained"
-            return c.drop(key, problem, not matches(ours, TABLES["harmless"]))
+                problem = f"TRL's {config} does not have the loss {losses}; the recipe uses TRL's default loss"
+            return c.drop(key, _without_removal(problem), not matches(ours, TABLES["harmless"]))
     elif section == "optimizer":
         value = number(value)
     values[ours] = value
     if name == ours and section == "trainer" and not word:
         return c.add(Note(key, "unchanged"))
     if target == "optimizer.weight_decay" and value:
-        effect = "applies to matrices only; in the source also to embeddings and head "
-        effect += "(aux_weight_decay would decay norms as well)"
+        effect = "the recipe decays only matrices, but the source also embeddings and output head "
+        effect += "(optimizer.aux_weight_decay would decay norms too)"
     explanation = target + (f": {str(value).lower()}" if word else "") + (f"; {effect}" if effect else "")
     return c.rename(key, explanation, bool(effect))
+
+
+def _without_removal(problem: str) -> str:
+    """A recipe's problem without the remedy "remove this key", as the import leaves the key out."""
+    return re.sub(r"remove this key(, and| and|, or)? ?", "", problem).removesuffix("; ")
 
 
 def _add_defaults(c: Conversion, name: str) -> None:
@@ -209,7 +216,7 @@ def _add_defaults(c: Conversion, name: str) -> None:
         r = lora["r"]
         if c.tool == "LLaMA-Factory's":
             add("model.lora", "alpha", 2.0 * (r if isinstance(r, int) else 8), f"{c.tool} default")
-        reason = "not in the source; PEFT's own choice for the architecture may be fewer"
+        reason = "not in the source; for some architectures, PEFT's default is fewer layers"
         add("model.lora", "target_modules", "all-linear", reason)
         is_scaled = any(flat.get(key) is True for key in _RSLORA) and isinstance(lora["alpha"], int | float)
         if is_scaled and isinstance(r, int) and r > 0:
@@ -222,16 +229,16 @@ def _add_defaults(c: Conversion, name: str) -> None:
         if not (key == "num_train_epochs" and streams_steps) and not (key == "bf16" and has_precision):
             add("trainer", key, value, f"{c.tool} default")
     if c.tool != "TRL's" and c.task == "sft" and not c.trains_completions:
-        add("trainer", "assistant_only_loss", True, f"{c.tool} default; needs a template that marks the answers")
+        add("trainer", "assistant_only_loss", True, f"{c.tool} default; the chat template must mark the answers")
     if trainer.get("packing") and c.tool != "Axolotl's":  # whose strategy is not TRL's
-        tool = "as LLaMA-Factory" if "finetuning_type" in flat else "TRL's default"
-        reason = f"{tool}, truncates long examples; bfd_split keeps every token"
+        tool = "as in LLaMA-Factory" if "finetuning_type" in flat else "TRL's default"
+        reason = f"{tool}; truncates long examples (bfd_split keeps every token)"
         add("trainer", "packing_strategy", "bfd", reason)
     if c.tool == "Axolotl's" and "eval_steps" in trainer:
-        add("trainer", "eval_strategy", "steps", "as Axolotl with eval_steps")
+        add("trainer", "eval_strategy", "steps", "as Axolotl does with eval_steps")
     add("optimizer", "name", "adamw", f"{c.tool} default")
     if c.tool == "LLaMA-Factory's":
-        add("optimizer", "lr", 5e-5, "transformers' default, LLaMA-Factory's too")
+        add("optimizer", "lr", 5e-5, "LLaMA-Factory's default")
     add("optimizer", "lr", trl.fields(c.task)["learning_rate"].default, "TRL's default")
     add("optimizer", "weight_decay", 0.0, f"{c.tool} default")
     add("run", "output_dir", f"runs/{name}", "the run folder")
@@ -250,14 +257,14 @@ def _lora(key: str, name: str, value: Any, c: Conversion) -> Note | None:
         model["name_or_path"] = c.start
         if name in START:
             is_dpo = flat.get("stage") == "dpo" or bool(flat.get("rl"))
-            reference = "; the reference is this adapter, in the source the model without an adapter" * is_dpo
-            return c.rename(key, f"model.name_or_path: trained further, as in the source{reference}", is_dpo)
+            reference = ", but the reference is this adapter, and in the source the model without an adapter" * is_dpo
+            return c.rename(key, f"model.name_or_path; training continues with this adapter{reference}", is_dpo)
         if name in ("model_name_or_path", "base_model"):
-            return c.drop(key, "not needed: the adapter's folder names its base model")
+            return c.drop(key, "not needed, because the adapter's folder names its base model")
         if note := _quantization(key, name, value, c):
             return note
         if name in TABLES["lora"] or name == "finetuning_type" or matches(name, TABLES["adapters"]):
-            return c.drop(key, "taken from the adapter that is trained further")
+            return c.drop(key, "training continues with an adapter, which has this setting")
         return None
     lora = model.setdefault("lora", {})
     if name == "adapter" and value == "qlora":
@@ -271,24 +278,24 @@ def _lora(key: str, name: str, value: Any, c: Conversion) -> Note | None:
         lora["target_modules"] = "all-linear"
         return c.rename(key, "model.lora.target_modules: all-linear")
     if name == "lora_task_type":
-        return c.drop(key, "only language models are trained", value != "CAUSAL_LM")
+        return c.drop(key, "soren-align trains only language models (CAUSAL_LM)", value != "CAUSAL_LM")
     if name in _RSLORA and value is True:
-        return c.rename(key, "model.lora.alpha: times sqrt(r), which gives the factors rsLoRA's scale")
+        return c.rename(key, "model.lora.alpha, multiplied by sqrt(r): this gives rsLoRA's scale")
     target = TABLES["lora"].get(name)
     if target is None and value not in (None, False, 0, "", [], {}) and matches(name, TABLES["adapters"]):
-        return c.drop(key, "plain LoRA (model.lora) is trained, without this variant", True)
+        return c.drop(key, "the recipe trains plain LoRA (model.lora), without this variant", True)
     if target is None or value in (None, []):
         return None
     if target == "modules_to_save" and isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
     if target == "target_modules":
         if flat.get("lora_target_linear"):
-            return c.drop(key, "set by lora_target_linear", value != "all-linear")
+            return c.drop(key, "lora_target_linear sets the layers", value != "all-linear")
         value = "all-linear" if name == "lora_target" and value == "all" else value
         parts = value.replace(" ", "").split(",") if isinstance(value, str) else [""]
         value = parts if all(part.isidentifier() for part in parts) else value
         if isinstance(value, str) and value != "all-linear":
-            return c.drop(key, "a pattern; write model.lora.target_modules as a list of names", True)
+            return c.drop(key, "patterns are not supported; write model.lora.target_modules as a list of names", True)
     if target in ("alpha", "dropout"):
         value = number(value)
         value = float(value) if type(value) is int else value
@@ -306,9 +313,9 @@ def _quantization(key: str, name: str, value: Any, c: Conversion) -> Note | None
         reason = "model.quantize: 4bit is NF4 with double quantization"
         return c.drop(key, reason, value != TABLES["same_4bit"][name])
     if name == "quantization_method" and c.flat.get("quantization_bit") in (4, 8):
-        return c.drop(key, "weights are quantized by bitsandbytes", value not in ("bnb", "bitsandbytes"))
+        return c.drop(key, "soren-align quantizes weights with bitsandbytes", value not in ("bnb", "bitsandbytes"))
     if name in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") and is_4bit:
-        return c.drop(key, "matrix products with 4-bit weights have the precision of trainer (bf16, fp16)")
+        return c.drop(key, "trainer.bf16 and trainer.fp16 set the precision of products with 4-bit weights")
     return None
 
 
@@ -323,12 +330,12 @@ def _steps(key: str, name: str, value: Any, c: Conversion) -> Note | None:
         per_epoch = number(value)
         epochs = number(next((flat[k] for k in ("num_epochs", "num_train_epochs") if flat.get(k) is not None), 1))
         if value in (None, False, 0):
-            return c.drop(key, "off in the source too")
+            return c.drop(key, "is off in the source too")
         is_number = all(isinstance(n, int | float) and not isinstance(n, bool) for n in (per_epoch, epochs))
         # One per epoch has a word: VALUES.
         if per_epoch != 1 and is_number and 1 < per_epoch * epochs <= _DIGITS:
             if flat.get(f"{kind}_steps") is not None:
-                return c.drop(key, f"{kind}_steps is set")
+                return c.drop(key, f"{kind}_steps replaces this key")
             # As a fraction of all steps, which is how Axolotl reads them too. Rounded down: transformers rounds the
             # product with the number of steps up, and 0.166667 of 600 would be 101.
             fraction = int(_DIGITS / (per_epoch * epochs)) / _DIGITS
@@ -362,25 +369,25 @@ def _attention(key: str, name: str, value: Any, c: Conversion) -> Note | None:
         names = TABLES["attentions"]
         attention = names.get(name, name) if value is True else names.get(str(value), str(value))
         if "attn_implementation" in model:
-            return c.drop(key, f"model.attn_implementation is {model['attn_implementation']} by another key")
+            return c.drop(key, f"another key sets model.attn_implementation: {model['attn_implementation']}")
         if attention_problems(attention, flat.get("use_cpu")):
-            return c.drop(key, f"there is no {attention} here; {SDPA}")
+            return c.drop(key, f"soren-align does not have the attention {attention}; {SDPA}")
         model["attn_implementation"] = attention
         return c.rename(key, f"model.attn_implementation: {attention}")
     if name in _PACKING and "packing" not in trl.fields(c.task):
         return None
     if name == "neat_packing" or (name == "packing" and "finetuning_type" in flat):  # LLaMA-Factory's
         if not value:
-            return c.drop(key, "examples are not packed unless packing is true")
+            return c.drop(key, "examples are packed only with trainer.packing: true")
         trainer["packing"] = True
         is_neat = flat.get("neat_packing") is True
-        effect = "" if is_neat else "; in LLaMA-Factory packed examples attend to each other, here they are separate"
+        effect = "" if is_neat else "; packed examples attend to each other in LLaMA-Factory, but not in TRL"
         return c.rename(key, f"trainer.packing{effect}", not is_neat)
     if name == "excess_length_strategy" and value == "truncate":
         if flat.get("sample_packing"):
             trainer["packing_strategy"] = "bfd"
-            return c.rename(key, "trainer.packing_strategy: bfd, which truncates")
-        return c.drop(key, "TRL truncates too")
+            return c.rename(key, "trainer.packing_strategy: bfd, which truncates long examples")
+        return c.drop(key, "TRL truncates long examples too")
     packs = any(flat.get(key) in (True, "on", "yes", "true") for key in (*_PACKING, "sample_packing"))
     if name in ("eval_packing", "eval_sample_packing") and value is True and not packs:
         return c.drop(key, "without packing in training, packed held-out examples would attend to each other")
@@ -400,7 +407,9 @@ def _optimizer_and_model(key: str, name: str, value: Any, c: Conversion) -> Note
         if matches(value, TABLES["adamw_8bit"]):
             optimizer["states"] = "8bit"
             return c.rename(key, "optimizer.name: adamw, optimizer.states: 8bit")
-        return c.rename(key, f"optimizer.name: adamw at the same rate; there is no {value} here", True)
+        return c.rename(
+            key, f"optimizer.name: adamw at the same learning rate; soren-align does not have {value}", True
+        )
     if name == "use_muon" and value is True:
         optimizer["name"] = "muon"
         return c.rename(key, MUON, True)
@@ -428,12 +437,17 @@ def _optimizer_and_model(key: str, name: str, value: Any, c: Conversion) -> Note
             return c.drop(key, "chat_template_jinja sets the template")
     if name in ("chat_template", "chat_template_jinja") and isinstance(value, str) and "{{" in value:
         if c.template_path is None:
-            reason = "the tokenizer's own chat template is used; with a DEST, this one is written beside the recipe"
+            reason = (
+                "the recipe uses the tokenizer's own chat template; to use the file's template, add a DEST, beside "
+            )
+            reason += "which the import writes this template"
             return c.drop(key, reason, True)
         c.template, model["chat_template"] = value, c.template_path
         return c.rename(key, f"model.chat_template: {c.template_path}")
     if name == "chat_template_path" and value is not None and not str(value).endswith(".jinja"):
-        return c.drop(key, f"{value}: only its template, as a .jinja file, can be named as model.chat_template", True)
+        return c.drop(
+            key, f"{value} is no .jinja file; save its chat template as one, and write model.chat_template", True
+        )
     return None
 
 
@@ -441,7 +455,7 @@ def _schedule(key: str, name: str, value: Any, c: Conversion) -> Note | None:
     """Warmup, the least rate of a schedule, the early end, and evaluations without examples."""
     flat, has_eval = c.flat, "eval" in c.recipe["data"]
     if name == "warmup_steps" and not value and flat.get("warmup_ratio"):
-        return c.drop(key, "replaced by warmup_ratio")
+        return c.drop(key, "warmup_ratio sets the warmup")
     has_min_lr = flat.get(_MIN_LR) is not None and flat.get("lr_scheduler") in (None, "cosine")
     if name == _MIN_LR and not has_min_lr:
         return c.drop(key, "only the cosine schedule has a minimum learning rate", True)
@@ -458,11 +472,11 @@ def _schedule(key: str, name: str, value: Any, c: Conversion) -> Note | None:
     target = TABLES["early_stopping"].get(name)
     if target and value and {"early_stopping_patience", "early_stopping_steps"} & flat.keys():
         if not has_eval or any(flat.get(key) in ("no", False) for key in ("eval_strategy", "evaluation_strategy")):
-            return c.drop(key, "training runs to its end: nothing is evaluated during it", True)
+            return c.drop(key, "training does not stop early, because nothing is evaluated during training", True)
         c.recipe["run"].setdefault("early_stopping", {})[target] = number(value)
         return c.rename(key, f"run.early_stopping.{target}")
     if matches(name, TABLES["needs_eval"]) and not has_eval and value not in (None, False, "no", 0):
-        return c.drop(key, "no held-out split is named; write data.eval", name == "load_best_model_at_end")
+        return c.drop(key, "has no effect without held-out examples; add data.eval", name == "load_best_model_at_end")
     return None
 
 

@@ -20,11 +20,11 @@ from .keys import Conversion, Note
 _WIDTH = 80
 _KEYS = 24
 _SOREN = """\
-As in the source. For Soren write `name: soren` and keep lr: Soren's updates are as large as AdamW's
-after a few hundred steps. In runs of about 30 steps multiply lr by 2 to 4. Search for a better lr near it."""
+These keys are as in the source. To use Soren, write `name: soren` and keep lr: after a few hundred steps
+Soren's updates are as large as AdamW's. For about 30 steps multiply lr by 2 to 4. Then try rates near lr."""
 _BATCH = """\
 As in the source, a step has per_device_train_batch_size x gradient_accumulation_steps x processes
-examples; `global_batch_size: N` sets their number. `parallel: zero3`, `fsdp2`, ... shard the model."""
+examples. For N examples, write `global_batch_size: N`. To shard the model, write `parallel: zero3` or `fsdp2`."""
 _EVAL = "# eval: {suite: open-llm-leaderboard-v1}     # evaluates the model and its starting checkpoint\n"
 
 
@@ -53,7 +53,9 @@ def import_file(path: Path, task: TaskName | None = None, template_file: Path | 
         if template_file is not None and conversion.template is not None:
             template_file.unlink()
         raise UserError(
-            *error.problems, *missing, f"{path.name}: fix it there, then import it again; nothing was written"
+            *error.problems,
+            *missing,
+            f"{path.name}: nothing was written; correct this file, and run the same command again",
         ) from None
     table = to_table(conversion, path.name)
     if missing:
@@ -83,7 +85,7 @@ def to_text(conversion: Conversion, name: str) -> str:
         lines.append("Changes to the training:")
         lines += [line for c in changes for line in textwrap.wrap(c, 100, initial_indent="- ", subsequent_indent="  ")]
     if unknown := [note.key for note in conversion.notes if note.outcome == "unknown"]:
-        lines += textwrap.wrap(_one_line(f"Unknown keys, left out: {', '.join(unknown)}"), 100)
+        lines += textwrap.wrap(_one_line(f"Unknown keys, which are left out: {', '.join(unknown)}"), 100)
     return "".join(f"# {line}\n" for line in lines) + dump(recipe) + "\n" + _EVAL
 
 
@@ -110,7 +112,11 @@ def to_table(conversion: Conversion, name: str) -> str:
     """The outcome of each key, 80 columns wide: first the keys that change the training."""
     parts = {"changes to the training": [note for note in conversion.notes if note.changes_training]}
     others = [note for note in conversion.notes if not note.changes_training]
-    for outcome, title in {"unknown": "unknown keys, left out", "renamed": "renamed", "dropped": "dropped"}.items():
+    for outcome, title in {
+        "unknown": "unknown keys, which are left out",
+        "renamed": "renamed",
+        "dropped": "dropped",
+    }.items():
         parts[title] = [note for note in others if note.outcome == outcome]
     lines = [f"{name} as a recipe for soren-align {conversion.task}"]
     for title, notes in parts.items():

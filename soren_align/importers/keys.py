@@ -14,8 +14,8 @@ RENAMED: dict[str, str] = TABLES["renamed"]
 VALUES = {(name, row[0]): (row[1], "".join(row[2:])) for name, rows in TABLES["values"].items() for row in rows}
 """Other names of the same value: (the source's key, its value) -> (the recipe's value, its effect on the training)."""
 ADAPTERS = (
-    "only plain LoRA is supported (model.lora), without variants; instead of another adapter all weights are trained: "
-    "then lower optimizer.lr, adapters' rates are usually ten times those of full training"
+    "of all adapters, only plain LoRA is supported (model.lora). The recipe trains all weights instead; lower "
+    "optimizer.lr, because learning rates for adapters are usually ten times those for all weights"
 )
 LEFT_OUT = [(names, reason, False) for reason, names in TABLES["dropped"].items()]
 LEFT_OUT += [(TABLES["adapters"], ADAPTERS, True)]

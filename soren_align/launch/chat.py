@@ -113,13 +113,13 @@ class Conversation:
                     prompt = model.tokens([*self.system, *self.turns])
             if dropped := total - len(self.turns) // 2:
                 on_notice(
-                    f"{model.name}: the context of {model.context:,} tokens is full; the oldest {dropped} of "
-                    f"{total} questions and their answers were dropped from the history"
+                    f"{model.name}: the context of {model.context:,} tokens is full, so the oldest {dropped} of "
+                    f"{total} questions were dropped from the history, with their answers"
                 )
             if prompt.shape[1] >= model.context:
                 raise UserError(
-                    f"{model.name}: the question has {prompt.shape[1]:,} tokens with its template, and the model's "
-                    f"context has {model.context:,}, so there is no room for an answer; shorten the question"
+                    f"{model.name}: the question has {prompt.shape[1]:,} tokens in the chat template, which leaves no "
+                    f"room for an answer in the model's context of {model.context:,} tokens; shorten the question"
                 )
         except UserError:
             self.turns = before
@@ -164,7 +164,10 @@ def start_conversations(
     rows = lineage(model)
     if compare == START:
         if len(rows) < 2:
-            raise UserError(f"--compare {START}: this machine has no checkpoint that {model} was trained from")
+            raise UserError(
+                f"--compare {START}: the checkpoint that {model} was trained from is not on this machine; name another "
+                "model"
+            )
         rows = rows[:-3:-1]
     else:
         rows = [rows[-1], *([lineage(compare)[-1]] if compare else [])]
@@ -176,7 +179,7 @@ def start_conversations(
         with console.status(f"Loading {name}"):
             loaded = ChatModel(name, path, dtype)
         conversations.append(Conversation(loaded, **settings))
-        template = "its chat template" if loaded.has_template else "no chat template: it completes plain text"
+        template = "its chat template" if loaded.has_template else "no chat template, so the model completes plain text"
         text = f"{name}: {path}, {loaded.precision}, context of {loaded.context:,} tokens, {template}"
         print_labelled(console, "model", printable(text))
     return conversations
@@ -197,7 +200,7 @@ def converse(conversations: Sequence[Conversation], prompts: Sequence[str], cons
         return
     with suppress(ImportError):
         import readline  # noqa: F401 (input() then has a history, and the arrow keys work)
-    keys = f"Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the prompt, ends; {NEW} forgets the earlier questions"
+    keys = f"Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the prompt, ends the chat; {NEW} starts a new chat"
     print_labelled(console, "keys", keys)
     while True:
         try:

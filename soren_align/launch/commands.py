@@ -36,7 +36,7 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
     rank = rank_from_environment()
     if rank and processes not in (None, rank.num_ranks):
         raise UserError(
-            f"--processes {processes}: a launcher has already started {rank.num_ranks} processes; leave out --processes"
+            f"--processes {processes}: a launcher has already started {rank.num_ranks} processes; remove --processes"
         )
     num_ranks = rank.num_ranks if rank else processes or 1
     accumulation(recipe, num_ranks)  # raises before anything is written
@@ -149,9 +149,7 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
         folder.update(status="diverged", finished=now(), last_error=None)
         print_labelled(console, "diverged", f"{reason}; {AFTER_DIVERGENCE}")
         not_evaluated = ", and is not evaluated" if recipe.eval else ""
-        print_labelled(
-            console, "", f"{folder.model} is the model that the training left, to be looked at{not_evaluated}"
-        )
+        print_labelled(console, "", f"{folder.model} is the diverged model, kept for inspection{not_evaluated}")
         from .torchrun import STARTED_HERE
 
         return 0 if STARTED_HERE in os.environ else 1
@@ -256,15 +254,17 @@ def reshard(run: str) -> None:
     with folder.locked():
         record = folder.record()
         if record["status"] != "training" or not folder.complete_checkpoints():
-            raise UserError(f"{folder}: holds no unfinished run with a complete checkpoint")
+            raise UserError(f"{folder}: has no unfinished run with a complete checkpoint; name another run folder")
         recipe = load_resolved(folder.recipe)
         if recipe.run.global_batch_size is None:
             raise UserError(
-                f"{folder}: has no run.global_batch_size, so another number of processes would train on another "
+                f"{folder}: the recipe has no run.global_batch_size, so another number of processes would change the "
                 "number of examples per step; resume with the same number of processes"
             )
         if parallel(recipe.run.parallel).kind == "fsdp2":
-            raise UserError(f"{folder}: FSDP2 runs cannot be converted; resume with the same number of processes")
+            raise UserError(
+                f"{folder}: checkpoints of FSDP2 cannot be converted; resume with the same number of processes"
+            )
         if recipe.optimizer.states == "8bit":
             raise UserError(f"{folder}: 8-bit states cannot be converted; resume with the same number of processes")
         refuse_ranks("reshard")
@@ -290,7 +290,7 @@ def merge(run: str) -> None:
         if folder.record()["status"] not in ("trained", "finished") or not folder.model.is_dir():
             raise UserError(f"{folder}: {folder.why_no_model()}")
         if adapter_config(folder.model) is None:
-            raise UserError(f"{folder}: trained no adapter; {folder.model} is a whole model already")
+            raise UserError(f"{folder}: has no adapter to merge; use {folder.model}, which is a whole model")
         refuse_unloadable(folder.model)
         refuse_ranks("merge")
         set_environment(load_resolved(folder.recipe))
@@ -323,7 +323,7 @@ def bench(
     if device:
         shapes.check_device(device)
     if output and not Path(output).absolute().parent.is_dir():
-        raise UserError(f"--output: {output}: no such folder")
+        raise UserError(f"--output: {output}: its folder does not exist; create the folder, or name another file")
     if output and Path(output).is_dir():
         raise UserError(f"--output: {output}: is a folder; name a file, such as {Path(output) / 'benchmarks.md'}")
     refuse_ranks("bench")

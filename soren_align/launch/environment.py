@@ -42,14 +42,14 @@ def rank_from_environment() -> RankInfo | None:
         return RankInfo(int(env["RANK"]), int(env["WORLD_SIZE"]))
     if int(env.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
-            f"WORLD_SIZE is {env['WORLD_SIZE']} and RANK is not set, so that the rank of this process is unknown. "
-            "Start it with --processes N or torchrun, or unset WORLD_SIZE"
+            f"WORLD_SIZE is {env['WORLD_SIZE']}, but RANK is not set, so the rank of this process is unknown; start "
+            "the command with --processes N or torchrun, or unset WORLD_SIZE"
         )
     # accelerate sets MASTER_ADDR for several processes, and with --cpu starts a single one all the same.
     if env.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in env:
         raise UserError(
-            "accelerate launch --cpu starts one process and ignores --num_processes; do not use accelerate, and write "
-            "--processes N"
+            "accelerate launch --cpu starts one process and ignores --num_processes; start the command without "
+            "accelerate, and add --processes N"
         )
     return None
 
@@ -58,7 +58,9 @@ def refuse_ranks(command: str) -> None:
     """Raise UserError if a launcher started this process and others."""
     rank = rank_from_environment()
     if rank and rank.num_ranks > 1:
-        raise UserError(f"{command} runs in one process; start it without a launcher (WORLD_SIZE is more than 1)")
+        raise UserError(
+            f"{command} needs one process, but WORLD_SIZE is {rank.num_ranks}; start {command} without a launcher"
+        )
 
 
 def launcher_environment() -> dict[str, str]:
@@ -70,8 +72,8 @@ def launcher_environment() -> dict[str, str]:
         env[name] = env[srun_name]
     if "MASTER_ADDR" not in env and int(env.get("SLURM_STEP_NUM_NODES", "1")) > 1:
         raise UserError(
-            "srun on several machines: set MASTER_ADDR to the first one's name, "
-            "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
+            "srun started processes on several machines, but MASTER_ADDR is not set; set MASTER_ADDR to the name of "
+            "the first machine, $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
         )
     env.setdefault("MASTER_ADDR", "127.0.0.1")
     # The same port for all tasks of a job, rarely that of another job on the machine.
@@ -91,7 +93,7 @@ def set_environment(recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1
     if num_ranks == num_gpus == 1 and len(gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in env:
         # TRL refuses several visible GPUs in one process, and the batch must not depend on the machine.
         env["CUDA_VISIBLE_DEVICES"] = "0"
-        notice = f"notice    {len(gpus)} GPUs are visible; this process uses one (--processes {len(gpus)} uses all)"
+        notice = f"notice    {len(gpus)} GPUs are visible, but only one is used; add --processes {len(gpus)} to use all"
         print(notice, file=sys.stderr)  # noqa: T201
     os.environ.clear()
     os.environ.update(env)

@@ -62,11 +62,13 @@ def evaluate(
                 if there.exists():
                     recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suite": str(there)})})
         if run is None and not options.get("suite") and not local_path(models[0]).exists():
-            raise UserError(f"{models[0]}: no such folder; if it is a model on the hub, add --suite SUITE")
+            raise UserError(
+                f"{models[0]}: there is no such folder; correct the path, or add --suite SUITE for a model on the hub"
+            )
         settings = evaluation_settings(recipe, options)
         check_suite(settings)
         if output is None and (recipe is None or len(models) > 1):
-            raise UserError("--output: is required: name the folder for results that belong to no single run")
+            raise UserError("--output: is required, because the results belong to no single run; name a folder")
         refuse_ranks("eval")
         set_environment(recipe, num_gpus=settings.processes or (run or {}).get("processes") or 1)
         run_evaluation(models, settings, stderr_console(), output=output, summary=summary, cache=cache)
@@ -80,13 +82,12 @@ def refuse_missing(model: str) -> None:
     files = [local_path(model) / name for name in ("run.json", "config.json", ADAPTER)]
     if is_local(model) and not any(file.is_file() for file in files):
         runs = [str(Path(model, file.parent.name)) for file in sorted(local_path(model).glob("*/run.json"))]
-        hint = f"; the runs in it are {', '.join(runs)[:300]}" if runs else ""
-        raise UserError(
-            f"{model}: neither a run folder (run.json), nor a model's (config.json), nor an adapter's ({ADAPTER}){hint}"
-        )
+        hint = f"one of its runs: {', '.join(runs)[:300]}" if runs else "the folder of a run, model or adapter"
+        raise UserError(f"{model}: has neither run.json nor config.json nor {ADAPTER}; name {hint}")
     if "/" in model and not is_local(model) and Path(model).parent.is_dir():
         raise UserError(
-            f"{model}: no such folder; it is not taken for a name on the hub, since {Path(model).parent} is a folder"
+            f"{model}: there is no such folder, and the name is not looked up on the hub, because {Path(model).parent} "
+            "is a folder; correct the path"
         )
     if is_local(model):
         for adapter in (local_path(model), RunFolder(model).model):
@@ -106,8 +107,8 @@ def evaluation_settings(recipe: Recipe | None, options: dict[str, Any]) -> Eval:
         problems = error.errors(include_url=False)
         if any(problem["loc"] == ("suite",) for problem in problems):
             raise UserError(
-                "--suite: is required, because the first model is not a run with an evaluation section. Shipped "
-                f"suites: {', '.join(shipped.suites())}"
+                "--suite: is required, because the first model is not a run whose recipe has an eval section; write "
+                f"one of {', '.join(shipped.suites())}"
             ) from None
         raise UserError(
             *(f"--{str(p['loc'][0]).replace('_', '-')}: found {p['input']!r}; {p['msg']}" for p in problems)
@@ -182,7 +183,7 @@ def overlaps_of_runs(
 
     runs = {name: RunFolder(run) for name, model in rows if (run := run_of(Path(model))) is not None}
     if not runs:
-        return "not checked, because no model of the table is a run, and only of runs the training examples are known"
+        return "not checked, because no model of the table is a run, and only runs have known training examples"
     questions = question_texts(tasks, limit)
     known: dict[str, Overlaps] = {}
     with working(console, "Reading training examples") as show:
@@ -190,9 +191,7 @@ def overlaps_of_runs(
             try:
                 record, recipe = run.record("data"), load_resolved(run.recipe)
                 if recipe.data.streaming:
-                    raise UserError(
-                        "the training examples were streamed (data.streaming), and are not read a second time"
-                    )
+                    raise UserError("they were streamed (data.streaming), and a stream is not read a second time")
                 with hub_offline():
                     split = load_splits(recipe)["train"]
                 now, then = (
@@ -200,7 +199,7 @@ def overlaps_of_runs(
                     for train in (split.source, record["data"]["train"])
                 )
                 if now != then:
-                    raise UserError(f"{split.source['path']}: was changed since the training")
+                    raise UserError(f"{split.source['path']} was changed after the training")
             except (UserError, OSError) as error:
                 reason = in_one_line(error, 300)
                 return f"not checked, because the training examples of {name} are not available: {reason}"
@@ -223,8 +222,8 @@ def evaluate_trained(folder: RunFolder, settings: Eval, console: Terminal) -> No
             raise
         raise (ResumableError if isinstance(problem, ResumableError) else UserError)(
             *problem.problems,
-            f"The model is trained ({folder.model}); only its evaluation failed. Fix the cause and rerun the same "
-            f"command, or run `soren-align eval {folder}`, which accepts other options",
+            f"Only the evaluation failed; the trained model is in {folder.model}. Fix the cause and rerun the same "
+            f"command, or run `soren-align eval {folder}` with other options",
         ) from error
 
 
@@ -244,7 +243,7 @@ def chat(
     if not prompts and not sys.stdin.isatty():
         prompts = (sys.stdin.read().strip(),)
     if not all(prompts):
-        raise UserError("chat: the question is empty; write --prompt TEXT, or pipe a text into the command")
+        raise UserError("--prompt: the question is empty; write --prompt TEXT, or pipe a text into the command")
     run = RunFolder(model)
     is_run = run.read() is not None and run.recipe.is_file()
     set_environment(load_resolved(run.recipe) if is_run else None)

@@ -27,8 +27,8 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     ):
         if os.environ.get(variable, "").lower() == "true" and shared.kind != kind:
             raise UserError(
-                f"accelerate was configured for {name}, and run.parallel is {shared.kind}: set run.parallel (zero1, "
-                "zero2, zero3, fsdp2 or a config's path), or configure accelerate for plain multi-GPU"
+                f"accelerate is configured for {name}, but run.parallel is {shared.kind}; write another run.parallel "
+                "(zero1, zero2, zero3, fsdp2 or the path of a config), or configure accelerate for plain multi-GPU"
             )
     folder.lock(create=True)
     run, config = folder.read(), shared.config
@@ -47,13 +47,13 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     if status == "finished" and (recipe.eval is None or folder.evaluation(recipe.eval.name).is_dir()):
         _refuse_more_steps(folder, recipe, run, started)
         raise UserError(
-            f"{folder}: holds a finished run. Choose another run.output_dir, evaluate it with "
-            f"`soren-align eval {folder}`, or replace it with --overwrite"
+            f"{folder}: contains a finished run. Choose another run.output_dir, evaluate the run with "
+            f"`soren-align eval {folder}`, or replace the run with --overwrite"
         )
     if status != "finished" and recipe.run.resume == "never":
         raise UserError(
-            f"{folder}: holds an unfinished run and run.resume is never. Choose another run.output_dir, resume with "
-            "--set run.resume=auto, or replace it with --overwrite"
+            f"{folder}: contains an unfinished run, and run.resume is never. Choose another run.output_dir, resume "
+            "the run with --set run.resume=auto, or replace the run with --overwrite"
         )
     changed = [] if started is None else differences(training_part(started), training_part(recipe))
     if started and recipe.run.parallel == started.run.parallel:  # the same file, whose content may have changed
@@ -61,9 +61,9 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     if changed:
         _refuse_more_steps(folder, recipe, run, started)
         raise UserError(
-            f"{folder}: holds a run of another recipe:",
+            f"{folder}: contains a run of another recipe, in which these keys differ:",
             *(f"  {line}" for line in changed),
-            "Restore these to resume, choose another run.output_dir, or replace it with --overwrite",
+            "Restore these keys to resume the run, choose another run.output_dir, or replace the run with --overwrite",
         )
     if status == "finished":
         folder.update(status="trained")
@@ -71,9 +71,9 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
         # Dropout is drawn per process, and sums round differently: the result would be that of neither number.
         if (before := run.get("processes", 1)) not in (None, num_ranks):
             raise UserError(
-                f"{folder}: holds an unfinished run of {before} process{'es' * (before > 1)}, not {num_ranks}. Resume "
-                f"with --processes {before}, convert its last checkpoint with `soren-align reshard {folder}`, or "
-                "replace it with --overwrite"
+                f"{folder}: contains an unfinished run of {before} process{'es' * (before > 1)}, not of {num_ranks}. "
+                f"Resume with --processes {before}, convert the run's last checkpoint with `soren-align reshard "
+                f"{folder}`, or replace the run with --overwrite"
             )
         folder.update(processes=num_ranks)
     write(folder.recipe, to_yaml(recipe))
@@ -109,8 +109,8 @@ def _refuse_more_steps(folder: RunFolder, recipe: Recipe, run: dict[str, Any], s
     command += [f"--set {shlex.quote(f'{name}={value}')}" for name, value in changes.items()]
     reference = ", which is also its reference model" if TASKS[recipe.task].has_reference else ""
     raise UserError(
-        f"{folder}: this run is complete ({num_steps} steps) and its schedule has ended, so it cannot be extended. To "
-        f"train further, start a new run from the model of this run{reference}. The schedule, the optimizer state and "
-        "the order of the examples are then new:",
+        f"{folder}: this run is complete ({num_steps} steps), and its schedule has ended, so the run cannot be "
+        f"extended. To train further, start a new run from this run's model{reference}. The new run has a new "
+        "schedule, a new optimizer state and a new order of the examples:",
         "  " + " \\\n    ".join(command),  # lines that a shell joins
     )

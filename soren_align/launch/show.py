@@ -27,7 +27,7 @@ MAX_SAMPLE_BYTES = 1 << 20
 """At the end of samples.jsonl, in which they are looked for."""
 RUNS = "runs"
 """The folder below which the shipped recipes and `new` put their runs."""
-NO_RUNS = "{}: holds no runs; train one, as with `soren-align sft quickstart/sft`, or name its folder"
+NO_RUNS = "{}: has no runs; name another folder, or train with `soren-align sft quickstart/sft`"
 MAX_COLUMNS = 4
 """Scores of a suite that stand beside a run's name in 80 columns; the others follow in a table below."""
 MAX_DEPTH = 4
@@ -70,7 +70,7 @@ def print_chart(console: Terminal, curves: Curves) -> None:
     """Print the loss of a run, if it was logged and the terminal has the characters: dots, o held-out, * the lowest."""
     if len(curves[LOSS]) + len(curves[HELD_OUT]) < 2 or not can_print(console, "\u28ff"):
         return
-    legend = "loss" + ", o held-out, * its lowest" * bool(curves[HELD_OUT])
+    legend = "loss" + ", o held-out loss, * lowest held-out loss" * bool(curves[HELD_OUT])
     width = min(console.width, 100) - 10
     chart = braille(curves[LOSS] or curves[HELD_OUT], width, CHART_LINES, curves[HELD_OUT], curves.best)
     _print_lines(console, "curve", [legend, *chart])
@@ -163,7 +163,7 @@ def runs(folder: str, *, as_json: bool = False) -> None:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise UserError(f"{folder}: no such folder; name one that holds runs")
+        raise UserError(f"{folder}: there is no such folder; name a folder of runs")
     rows: list[list[str]] = []
     values: list[dict[str, Any]] = []
     suites: dict[str, dict[str, dict[str, float]]] = {}  # by suite, run and column
@@ -234,7 +234,7 @@ def curves(names: Sequence[str], *, output: str = "curves.png") -> None:
     """
     path = Path(output)
     if path.suffix != ".png" or not path.absolute().parent.is_dir():
-        raise UserError(f"--output: {output}: write a file NAME.png in a folder that exists")
+        raise UserError(f"--output: found {output}; write a file NAME.png in an existing folder")
     folders, console = [RunFolder(name) for name in names] or [newest_run()], Terminal()
     for folder in folders:
         folder.record()
@@ -242,7 +242,7 @@ def curves(names: Sequence[str], *, output: str = "curves.png") -> None:
     drawn = [(name, curves) for name, curves in named if curves.by_key]
     if not drawn:
         raise UserError(
-            f"{', '.join(map(str, folders))}: nothing was logged; trainer.logging_steps sets how often a run logs"
+            f"{', '.join(map(str, folders))}: nothing was logged; train again with smaller trainer.logging_steps"
         )
     rows = []
     for name, run in named:

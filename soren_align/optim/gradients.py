@@ -56,12 +56,13 @@ def checked_numbers(
         for name, parameter, rule in with_rules:
             if parameter.grad is not None and rule == "spectral" and not strategy.has_layout(parameter):
                 raise ValueError(
-                    f"{optimizer} updates whole matrices; {name} has shape {tuple(parameter.shape)} at the step. "
-                    "A shard has no singular values: set the optimizer's strategy (soren_align.sharding)."
+                    f"{optimizer} updates whole matrices, but {name} is a shard of shape {tuple(parameter.shape)}; set "
+                    "the optimizer's sharding strategy (soren_align.sharding)"
                 )
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise ValueError(
-                    f"{optimizer} needs dense gradients; the gradient of {name} is {parameter.grad.layout}"
+                    f"{optimizer} needs dense gradients, but the gradient of {name} is {parameter.grad.layout}; create "
+                    "the embedding with sparse=False"
                 )
         if known_norm is None:
             numbers = _squared_norms(with_rules, state)
@@ -80,7 +81,7 @@ def checked_numbers(
         with_grad = [(name, local(parameter.grad)) for name, parameter in named if parameter.grad is not None]
         broken = [name for name, g in with_grad if g.numel() and not g.abs().amax().isfinite()]  # amax: NaN too
         shown = ", ".join(broken[:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")
-        problem = FloatingPointError(f"NaN or infinity in the gradient of {shown}; nothing was changed by this step")
+        problem = FloatingPointError(f"NaN or infinity in the gradient of {shown}; this step changed nothing")
         strategy.check_gradients(named, problem if broken else None, torch.zeros(2, dtype=torch.float64))
     # Of a tensor's own dtype, in which torch computes with it.
     read = iter([torch.tensor(rate, dtype=lr.dtype) for rate, lr in zip(on_host, rates, strict=True)])

@@ -117,7 +117,10 @@ def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_
     names that only one side has, and all that is no setting of the group's rule. map_keys: settings of any map.
     """
     if len(saved) != len(current):
-        raise ValueError(f"the checkpoint has {len(saved)} parameter groups, this optimizer {len(current)}")
+        raise ValueError(
+            f"the checkpoint has {len(saved)} parameter groups, but this optimizer has {len(current)}; build the same "
+            "groups"
+        )
     differences: list[str] = []
     for index, groups in enumerate(zip(saved, current, strict=True)):
         was, now = (len(group["params"]) for group in groups)
@@ -142,7 +145,9 @@ def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_
             if was != now:
                 differences.append(f"group {index} {key}: {was} in the checkpoint, {now} in this optimizer")
     if differences:
-        raise ValueError("the checkpoint was made with other optimizer settings\n" + "\n".join(differences))
+        raise ValueError(
+            "the checkpoint has other optimizer settings; restore these settings:\n" + "\n".join(differences)
+        )
 
 
 def names_of(group: dict[str, Any]) -> Sequence[str]:

@@ -77,7 +77,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def __init_subclass__(cls, *, name: str = "", **kwargs: Any):
         super().__init_subclass__(**kwargs)
         if name in OPTIMIZERS:
-            raise ValueError(f"{cls.__name__}: the name {name!r} is taken by {OPTIMIZERS[name].__name__}")
+            raise ValueError(
+                f"{cls.__name__}: {OPTIMIZERS[name].__name__} already has the name {name!r}; choose another name"
+            )
         if name:
             OPTIMIZERS[name] = cls
 
@@ -104,10 +106,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
         rms /= math.sqrt(max(num_rows, num_columns))  # of an update at learning rate 1
         if SMALL_UPDATES * rms <= ADAMW_RMS:
             warnings.warn(
-                f"{type(self).__name__} without adjust_lr_fn has {self.own_adjust_lr_fn!r}: an update of {num_rows} x "
-                f"{num_columns} has an RMS of about {rms:.2g} lr, {ADAMW_RMS / rms:.0f} times smaller than AdamW's. "
-                f"For AdamW's learning rates write adjust_lr_fn={ADJUST_LR_FN!r}, the default of recipes and "
-                f"trainers; to keep these updates write adjust_lr_fn={self.own_adjust_lr_fn!r}",
+                f"{type(self).__name__} without adjust_lr_fn uses {self.own_adjust_lr_fn!r}: the update of a "
+                f"{num_rows} x {num_columns} matrix has an RMS of about {rms:.2g} lr, {ADAMW_RMS / rms:.0f} times "
+                f"smaller than AdamW's update. For AdamW's learning rates, write adjust_lr_fn={ADJUST_LR_FN!r}, the "
+                f"default of recipes and trainers. To keep small updates, write adjust_lr_fn={self.own_adjust_lr_fn!r}",
                 stacklevel=4,
             )
 
@@ -234,9 +236,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{where} rule: found {group['rule']!r}; write {' or '.join(sorted(rules))}")
         checks = {**RULES[group["rule"]], **(self.map_settings if group["rule"] == "spectral" else {})}
         for key in group.keys() - checks.keys() - set(OTHER_KEYS):
-            raise ValueError(f"{where} {key}: not a setting of rule {group['rule']!r}; it has {', '.join(checks)}")
+            raise ValueError(
+                f"{where} {key}: is no setting of rule {group['rule']!r}; write one of {', '.join(checks)}"
+            )
         if group["rule"] != self.rule and "lr" not in group:
-            raise ValueError(f"{where} lr: missing; matrices and AdamW need learning rates of their own")
+            raise ValueError(
+                f"{where} lr: is missing; write the learning rate of this group, which {self.rule} does not share"
+            )
 
         defaults = {**RULE_DEFAULTS["adamw"], **self.defaults}
         group = {**{key: defaults[key] for key in checks if key in defaults}, **group}
@@ -251,11 +257,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
             # ZeRO 3 empties the tensor and keeps the true shape in ds_shape.
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             if not parameter.is_floating_point():
-                raise ValueError(f"{type(self).__name__} updates real numbers; {name} is {parameter.dtype}")
+                raise ValueError(
+                    f"{type(self).__name__} updates real numbers, but {name} is {parameter.dtype}; freeze {name}"
+                )
             is_experts = len(shape) == 3 and name in group.get("weight_layouts", {})
             if group["rule"] == "spectral" and len(shape) != 2 and not is_experts:
                 advice = "Route it to AdamW (soren_align.param_groups does)."
-                raise ValueError(f"{type(self).__name__} updates matrices; {name} has shape {shape}. {advice}")
+                raise ValueError(f"{type(self).__name__} updates matrices, but {name} has shape {shape}. {advice}")
         super().add_param_group(group)
         for key in self.defaults.keys() - checks.keys():
             del group[key]
@@ -322,7 +330,7 @@ def build_optimizer(
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature):  # passed on to SpectralOptimizer
         allowed = [*dict.fromkeys([*allowed, *RULE_DEFAULTS[cls.rule], *cls.map_settings])]
     for key in settings.keys() - set(allowed):
-        raise ValueError(f"{key}: not a setting of {name}; it has {', '.join(allowed)}")
+        raise ValueError(f"{key}: is no setting of {name}; write one of {', '.join(allowed)}")
     is_adamw = cls.rule == "adamw"
     groups = param_groups(model, lr=lr, aux_lr=aux_lr, aux_weight_decay=aux_weight_decay, aux=aux, matrices=matrices)
     for group in groups:

@@ -28,7 +28,8 @@ def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
     defaults = SOREN_MAPS[name].defaults
     for key in settings.keys() - defaults.keys():
         raise ValueError(
-            f"map {name!r} has no setting {key!r}; its settings: {', '.join(map(repr, defaults)) or 'none'}"
+            f"map {name!r} has no setting {key!r}; "
+            + (f"write one of {', '.join(map(repr, defaults))}" if defaults else f"remove {key!r}")
         )
     return {"name": name, **checked_settings({**defaults, **settings}, setting_checks(SOREN_MAPS[name]), name)}
 
@@ -88,7 +89,7 @@ class Soren(SpectralOptimizer, name="soren"):
         for group in self.param_groups:
             allowed = SOREN_MAPS[group["map"]["name"]].precisions if group["rule"] == "spectral" else (precision,)
             if precision not in allowed:
-                words = f"map {group['map']['name']!r} has {' or '.join([repr(name) for name in allowed])}"
+                words = f"for map {group['map']['name']!r} write {' or '.join([repr(name) for name in allowed])}"
                 raise ValueError(f"Soren precision: found {precision!r}; {words}")
         self.workspace_mb = workspace_mb
         self.precision: Precision = precision

@@ -115,12 +115,12 @@ def route(model: nn.Module, aux: Sequence[str] = (), matrices: Matrices = MATRIC
     for parameter, (first, *_) in parameters.items():
         if ".lora_" in first.name and parameter not in factors and parameter not in of_adapters:
             raise ValueError(
-                f"{first.name} is named like a LoRA factor, but PEFT did not make it; only PEFT's LoRA adapters are "
-                "supported"
+                f"{first.name} has the name of a LoRA factor, but PEFT did not make it; make LoRA adapters with PEFT, "
+                "or rename the parameter"
             )
     for glob in aux:
         if not any(fnmatchcase(o.name, glob) for occurrences in parameters.values() for o in occurrences):
-            raise ValueError(f"aux: {glob!r} matches no trainable parameter")
+            raise ValueError(f"aux: {glob!r} matches no trainable parameter; correct or remove this name")
 
     heads = {"input embedding": "get_input_embeddings", "output embedding": "get_output_embeddings"}
     special = {}
@@ -177,7 +177,7 @@ def adapter_parameters(model: nn.Module) -> tuple[set[nn.Parameter], dict[nn.Par
                 elif isinstance(module, LoraLayer | TrainableTokensLayer):
                     others[parameter] = f"{kind} of an adapter"
                 else:
-                    raise ValueError(f"{path} is an adapter of PEFT's {type(module).__name__}; only LoRA is supported")
+                    raise ValueError(f"{path} is an adapter of PEFT's {type(module).__name__}; use a LoRA adapter")
     return factors, others
 
 
@@ -212,19 +212,19 @@ def param_groups(
         for last in [r for r in routes if r.rule == "spectral" and r.reason == "linear layer"][-1:]:
             shape = " x ".join(map(str, last.shape))
             warnings.warn(
-                f"{type(model).__name__} has no blocks (a ModuleList, or modules of one class in sequence), so all "
-                f"its linear layers are matrices. If the last linear layer, {last.name} ({shape}), is the output "
-                f"layer, write aux=[{last.name!r}]: then AdamW updates it, as the output layer of other models",
+                f"{type(model).__name__} has no blocks (a ModuleList, or modules of one class in sequence), so the "
+                f"weights of all linear layers are matrices. If the last linear layer, {last.name} ({shape}), is the "
+                f"output layer, write aux=[{last.name!r}], so that AdamW updates the output layer, as in other models",
                 stacklevel=2,
             )
     if not any(r.rule == "spectral" for r in routes):
         reasons = ", ".join(sorted({r.reason for r in routes})) or "no trainable parameter"
-        raise ValueError(f"{type(model).__name__} has no matrix for a spectral optimizer; found only: {reasons}")
+        raise ValueError(f"{type(model).__name__} has no matrix for a spectral optimizer ({reasons}); use AdamW")
     aux_lr = lr if aux_lr is None else aux_lr
     others = [r for r in routes if r.rule == "adamw"]
     if others and aux_lr is None:
         raise ValueError(
-            f"aux_lr: missing; AdamW needs it for the other parameters ({others[0].name}, ...); write aux_lr or lr"
+            f"aux_lr: is missing; write aux_lr or lr, the learning rate of the other parameters ({others[0].name}, ...)"
         )
     settings = {
         "spectral": {"lr": lr, "weight_decay": weight_decay},
@@ -276,8 +276,8 @@ def share_notices(optimizer: str, table: Sequence[Mapping[str, Any]]) -> list[st
         return []
     most = max((row for row in table if row["rule"] == "adamw"), key=lambda row: row["numel"])
     return [
-        f"{optimizer} updates only {share:.1%} of the trained parameters, and adamw the others, at optimizer.aux_lr; "
-        f"most of these: {most['reason']}"
+        f"{optimizer} updates only {share:.1%} of the trained parameters. AdamW updates the other parameters, with "
+        f"optimizer.aux_lr; most of them are of this kind: {most['reason']}"
     ]
 
 

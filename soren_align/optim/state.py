@@ -83,10 +83,10 @@ def loaded_state(
         state, form = saved["state"].get(number, {}), form_of(name, parameter, group)
         missing = [key for key in ("step", *form.dtypes) if key not in state]
         if missing:
-            raise ValueError(f"the checkpoint lacks {', '.join(missing)} of {name}; training cannot be resumed from it")
+            raise ValueError(f"the checkpoint has no {', '.join(missing)} of {name}; resume from another checkpoint")
         step = torch.as_tensor(s, dtype=torch.float32) if isinstance(s := state["step"], int | float | Tensor) else None
         if step is None or step.numel() != 1:
-            raise ValueError(f"the checkpoint has no number for the step of {name}; training cannot be resumed from it")
+            raise ValueError(f"the checkpoint has no number for the step of {name}; resume from another checkpoint")
         loaded[parameter] = {"step": step.detach().reshape(()).to("cpu", copy=True)}
         for key, dtype in form.dtypes.items():
             value = state[key]
@@ -95,7 +95,7 @@ def loaded_state(
                 shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
                 raise ValueError(
                     f"the checkpoint has a {noun} of {shape} for {name} of shape {tuple(parameter.shape)}; "
-                    "it belongs to another model"
+                    "load a checkpoint of this model"
                 )
             # Without torch's own cast to the parameter's dtype, which would round bfloat16's float32 momentum. A tensor
             # that is on the GPU already is not copied: on resuming, a copy would take the state's memory twice.
@@ -108,10 +108,10 @@ def loaded_state(
         has_scales = not any(key.endswith("_scale") for key in wrong)
         if form.blocks is not None and not (has_scales and torch.equal(saved_blocks, form.blocks)):
             raise ValueError(
-                f"the checkpoint has 8-bit states of {name} in other blocks; training cannot be resumed from it"
+                f"the checkpoint has 8-bit states of {name} in other blocks; resume from another checkpoint"
             )
         if wrong:
-            raise ValueError(f"the checkpoint lacks {wrong[0]} of {name}, or another share of it than this rank needs")
+            raise ValueError(f"the checkpoint does not have the part of {wrong[0]} of {name} that this rank needs")
         dtype = momentum_dtype(parameter)
         loaded[parameter] |= {key: state[key].detach().to(parameter.device, dtype, copy=True) for key in form.sizes}
         if form.blocks is not None:

@@ -140,14 +140,14 @@ def compute(
 
     try:
         if not kinds:
-            raise ValueError("its config has no number of blocks (num_hidden_layers)")
+            raise ValueError("the model's config has no number of blocks (num_hidden_layers)")
         # Without torch's own traceback of an operation that fails on fake tensors.
         with log_level(logging.CRITICAL, "torch._subclasses.fake_tensor"):
             if max_tokens > MAX_LOOP:
                 with torch.device("meta"):
                     block = build_model([0], torch.float32)
                 if any(type(module).__name__.endswith("MambaMixer") for module in block.modules()):
-                    raise ValueError("without a GPU it takes one step per token, too many to be measured")
+                    raise ValueError("without a GPU the model takes one step per token, which is too slow to measure")
             num_joined = joined_sequences(recipe)
             sequences = trainer_value(recipe, "per_device_train_batch_size") * num_sides // num_joined
             length, longest = num_joined * max(2, round(mean_tokens)), num_joined * max_tokens

@@ -39,7 +39,7 @@ TYPICAL_WEIGHT = 0.02
 LONG_SEQUENCE = 8192
 """Tokens of a joined micro-batch from which a notice is given: there attention is 30% of the FLOPs of Qwen2.5-3B's
 blocks, 67 of 221 MFLOP per token."""
-NO_GPU = "no GPU here: training on this machine needs trainer.use_cpu: true"
+NO_GPU = "this machine has no GPU; to train on this machine, write trainer.use_cpu: true"
 
 
 def plan_training(
@@ -268,7 +268,11 @@ def _evaluation(
     try:
         tasks, notices = stage.preflight_of_training(recipe.eval, recipe.model, inputs.start, inputs.ready.tokenizer)
     except UserError as error:
-        return section, [], [f"training would not start, because of its evaluation: {each}" for each in error.problems]
+        return (
+            section,
+            [],
+            [f"training would not start, because its evaluation cannot run: {each}" for each in error.problems],
+        )
     sizes = (size for task in tasks.values() for size in num_questions(task).values())
     section["num_questions"] = sum(min(size, limit or size) for size in sizes)
     if recipe.eval.contamination and recipe.data.streaming:
@@ -321,25 +325,25 @@ def _files(recipe: Recipe, args: Any, model: Any, ranks: dict[str, Any], num_ste
 def _notices(recipe: Recipe, inputs: Inputs, args: Any, few: str | None, failure: str | None) -> list[str]:
     notices = [*inputs.notices, *([few] if few else [])]
     if recipe.trainer.get("packing") and not inputs.account:
-        notices.append("trainer.packing makes fewer and longer sequences: the number of steps is an upper bound")
+        notices.append("trainer.packing makes fewer and longer sequences, so the number of steps is an upper bound")
     elif args.max_length is None and not inputs.account:
         notices.append(
-            f"trainer.max_length is null: activations and FLOPs are for examples of {UNBOUNDED_LENGTH:,} tokens, "
-            "a guess"
+            "trainer.max_length is null: activations and FLOPs are those of examples with a guessed length of "
+            f"{UNBOUNDED_LENGTH:,} tokens"
         )
     num_joined = joined_sequences(recipe)
     if num_joined > 1 and args.max_length and num_joined * args.max_length >= LONG_SEQUENCE:
         notices.append(
-            f"without flash attention, the {num_joined} sequences of a micro-batch are one of "
-            f"{num_joined * args.max_length:,} tokens, whose attention is computed between all of them: lower "
-            "per_device_train_batch_size, or write model.attn_implementation: flash_attention_2"
+            f"without flash attention, the {num_joined} sequences of a micro-batch are one sequence of "
+            f"{num_joined * args.max_length:,} tokens, and attention is computed between all tokens; lower "
+            "trainer.per_device_train_batch_size, or write model.attn_implementation: flash_attention_2"
         )
     try:
         check_attention(recipe, inputs.config)
     except UserError as error:
-        notices.append(f"training would not start here: {error}")
+        notices.append(f"training would not start on this machine: {error}")
     if recipe.run.early_stopping:
-        notices.append("run.early_stopping may end training earlier: the number of steps is an upper bound")
+        notices.append("run.early_stopping may end training earlier, so the number of steps is an upper bound")
     if failure:
         notices.append(f"activations and FLOPs are unknown for this architecture: {failure}")
     if on_this_machine(recipe).trainer.get("use_cpu") != recipe.trainer.get("use_cpu"):

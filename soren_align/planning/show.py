@@ -84,7 +84,7 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
         longer = "; a small model takes longer" if plan["model"]["num_parameters"] < SMALL_MODEL else ""
         write("time", f"about {times}{eight} (assumed: {compute['hours_assume']}{longer})")
         if full and not compute["maps_are_counted"]:
-            write("", "without the maps: they are decompositions, whose operations are not counted")
+            write("", "the time of the maps is not included, because operations of decompositions are not counted")
     console.print()
     _print_evaluation(plan["evaluation"], console)
     console.print()
@@ -121,7 +121,7 @@ def _print_model_and_data(plan: dict[str, Any], account: DatasetStats | None, co
     write("data", f"{data['source']['path']}: {data['layout']}")
     lines = []
     if data["is_streamed"]:
-        unknown = "streamed: the number of all examples is unknown; these are of the first 1,000 of each split"
+        unknown = "streamed: the number of examples is unknown; the counts are of the first 1,000 of each split"
         lines += [unknown, *reads]
     dropped = describe_dropped(data["dropped"]) or "0 dropped"
     counts = f"{data['num_examples']:,} examples: {data['num_kept']:,} kept, {dropped}"
@@ -141,7 +141,7 @@ def _print_model_and_data(plan: dict[str, Any], account: DatasetStats | None, co
         write("", line)
     colored = console.color_system is not None
     style = "in green" if colored else "in [[double brackets]]"
-    console.print(f"\nexample   the first one; tokens in the loss are {style}", markup=False, highlight=False)
+    console.print(f"\nexample   the first example; tokens in the loss are {style}", markup=False, highlight=False)
     console.print(show_example(account, color=colored))
 
 
@@ -172,7 +172,7 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
             write("", f"ulps: update RMS / {plan['update_dtype']} spacing near {weight:g}, a typical weight")
             write("", f"sum / {weight:g}: over all steps, an upper bound of the relative change")
         else:
-            write("", "sum: over all steps, an upper bound of the change; a factor B starts at 0")
+            write("", "sum: sum over all steps, an upper bound of the change of a factor")
         write("", f"adamw: assumed to be {ADAMW_RMS} x learning rate; larger in the first steps")
     else:
         changes = sorted(size["relative_update" if weight else "update_sum"] for size in sizes)
@@ -183,8 +183,8 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
     if num_lost and not plan["processes"]["num_frozen_parameters"]:
         notice = (
             f"in {num_lost} of {sum(size['tensors'] for size in sizes)} tensors, all updates together are smaller than "
-            f"half a bfloat16 ulp of a weight of {weight:g}: saved or run in bfloat16, most of these weights are "
-            "unchanged. Use a larger learning rate"
+            f"half a bfloat16 ulp of a weight of {weight:g}. If the model is saved or run in bfloat16, most of these "
+            "weights do not change; use a larger learning rate"
         )
         write("notice", notice)
 
@@ -199,7 +199,7 @@ def _print_processes(section: dict[str, Any], console: Console) -> None:
     if not is_alone:
         write("", f"global batch size {section['global_batch_size']}: {section['global_batch_size_factors']}")
         if not section["global_batch_size_is_set"]:
-            write("", "it grows with the number of processes unless run.global_batch_size is set")
+            write("", "without run.global_batch_size, this size grows with the number of processes")
     if not num_matrices:
         return
     each = "" if is_alone else ", each map on one rank"

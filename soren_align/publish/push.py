@@ -51,7 +51,7 @@ def push(
     uploaded, if the model should not or cannot be uploaded.
     """
     if repo.count("/") != 1:
-        raise UserError(f"{repo}: write OWNER/NAME, the hub's user or organization, then the model's name")
+        raise UserError(f"{repo}: is no OWNER/NAME; write a user or an organization of the hub, a slash and a name")
     try:
         validate_repo_id(repo)
     except ValueError as error:
@@ -60,9 +60,9 @@ def push(
     with run.locked(), tempfile.TemporaryDirectory() as name:
         model, folder, recipe = _model_of(run, merged), Path(name), load_resolved(run.recipe)
         if not dry_run and constants.HF_HUB_OFFLINE:
-            raise UserError("HF_HUB_OFFLINE is set; a push needs the hub: unset it")
+            raise UserError("HF_HUB_OFFLINE is set, but a push needs the hub; unset HF_HUB_OFFLINE")
         if not dry_run and get_token() is None:
-            raise UserError("no token for the Hugging Face hub: run `hf auth login`, or set HF_TOKEN")
+            raise UserError("there is no token for the Hugging Face hub; run `hf auth login`, or set HF_TOKEN")
         try:
             _stage(folder, run, recipe, model, repo, merged, revision)
             if dry_run:
@@ -77,7 +77,10 @@ def push(
             message = f"{TASKS[recipe.task].title} with {recipe.optimizer.name}, by soren-align"
             api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
         except (HTTPError, OSError) as error:  # the hub's errors are of both types
-            raise UserError(f"{repo}: not uploaded: {' '.join(str(error).split())[:400]}") from error
+            reason = " ".join(str(error).split())[:400]
+            raise UserError(
+                f"{repo}: the upload failed: {reason}; check the token, the name and the network"
+            ) from error
     return f"{constants.ENDPOINT}/{repo}" + (f"/tree/{revision}" if revision else "")
 
 
@@ -94,7 +97,7 @@ def _stage(
             left_out += [file.name] if file.name not in ("README.md", *shown) else []  # the card is written anew
         elif file.is_symlink():
             raise UserError(
-                f"{file}: is a link, whose target may not belong to the model; replace it by the file itself"
+                f"{file}: is a link, whose target may not belong to the model; replace the link by the file"
             )
         elif file.is_file():
             # Libraries write the folder that they loaded a model from. Tokens and other values may look like paths.
@@ -106,7 +109,7 @@ def _stage(
             else:
                 (folder / file.name).symlink_to(file.resolve())
     if left_out:
-        print_labelled(stderr_console(), "left out", f"not of a model's files: {', '.join(left_out)}")
+        print_labelled(stderr_console(), "left out", f"files that are not part of a model: {', '.join(left_out)}")
     for name, picture in shown.items():
         (folder / name).write_bytes(picture.read_bytes())
     page = card(run, repo.partition("/")[2], merged, repo=repo, revision=revision)
@@ -123,16 +126,16 @@ def _model_of(run: RunFolder, merged: bool) -> Path:
         raise UserError(f"{run}: {run.why_no_model()}")
     if record["status"] != "finished":
         raise UserError(
-            f"{run}: is not finished (status: {record['status']}); rerun its command, with --no-eval to skip the "
-            "evaluation"
+            f"{run}: the run is not finished (status: {record['status']}); rerun the run's command, with --no-eval to "
+            "skip the evaluation"
         )
     if (run.merged if merged else run.model).is_symlink():
-        raise UserError(f"{run.merged if merged else run.model}: is a link; replace it by the folder itself")
+        raise UserError(f"{run.merged if merged else run.model}: is a link; replace the link by the folder")
     if not any(run.model.glob("*.safetensors")):
-        raise UserError(f"{run}: has no model ({run.model} holds no safetensors)")
+        raise UserError(f"{run}: has no model, as {run.model} has no safetensors; train again with --overwrite")
     adapter = adapter_config(run.model)
     if merged and adapter is None:
-        raise UserError(f"{run}: trained no adapter; {run.model} is a whole model already; remove --merged")
+        raise UserError(f"{run}: has no adapter, but the whole model {run.model}; remove --merged")
     if merged:
         if not run.is_merged():
             raise UserError(
@@ -140,8 +143,8 @@ def _model_of(run: RunFolder, merged: bool) -> Path:
             )
         return run.merged
     if adapter and Path(adapter["base_model_name_or_path"]).is_absolute():
-        remedy = f"Merge the adapter with `soren-align merge {run}`, and push the result with --merged"
+        remedy = f"Merge the adapter with `soren-align merge {run}`, and push the merged model with --merged"
         if run.is_merged():
-            remedy = f"{run.merged} has the whole model already: push it with --merged"
-        raise UserError(f"{run}: its base model is a folder on this machine, which others do not have. {remedy}")
+            remedy = f"Push the merged model {run.merged} with --merged"
+        raise UserError(f"{run}: the base model is a folder on this machine, which other users do not have. {remedy}")
     return run.model

@@ -25,8 +25,8 @@ from .schema import Quantize, trains_others
 
 PROMPT_FILES = (".txt", ".jsonl")
 TWO_WAYS = (
-    "already is a LoRA adapter. Leave model.lora out to continue training it; or merge it into a whole model first "
-    "(`soren-align merge RUN`), and start a new adapter from RUN/merged"
+    "is already a LoRA adapter. To continue its training, remove model.lora. To train a new adapter, run "
+    "`soren-align merge RUN` and start from RUN/merged"
 )
 
 
@@ -109,15 +109,15 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
         if not isinstance(name, str):
             continue
         if path == STDLIB and name not in STDLIB_SPLITS:
-            raw.report((*at, "split"), f"found {name!r}; {STDLIB} has {' and '.join(STDLIB_SPLITS)}")
+            raw.report((*at, "split"), f"found {name!r}; write a split of {STDLIB}: {' or '.join(STDLIB_SPLITS)}")
         elif path != STDLIB and is_local(path):
             if "[" in name:
-                raw.report((*at, "split"), f"found {name!r}, but a file is always read whole; write limit")
+                raw.report((*at, "split"), f"found {name!r}, but a file is always read whole; use the key limit")
         elif is_trained and is_test_split(name) and not trains_on_test:
             message = (
-                f"'{name}' is a test split, and scores on training data are meaningless; name another split, or write "
+                f"'{name}' is a test split, and scores on training data are meaningless; name another split, or add "
             )
-            raw.report((*at, "split"), message + "train_on_test: true beside it")
+            raw.report((*at, "split"), message + "train_on_test: true to this section")
     raw.problems += streaming_problems(raw.section("data"), raw.section("trainer"))
     _check_optimizer(raw)
     _check_precision(raw)
@@ -145,15 +145,15 @@ def _check_model(raw: _Raw) -> None:
                 ("model", "chat_template"), f"found {template!r}; write {names}, or the path of a .jinja file{hint}"
             )
         elif template not in known and not file.is_file():
-            raw.report(("model", "chat_template"), f"no file {template}")
+            raw.report(("model", "chat_template"), f"no file {template}; correct the path")
     if tokenizer is not None and init_seed is None:
-        message = "applies to random weights only, because trained weights need their own tokenizer; "
-        message += "set model.init_seed, or leave it out"
+        message = "applies only to random weights, because trained weights need their own tokenizer; "
+        message += "add model.init_seed, or remove this key"
         raw.report(("model", "tokenizer"), message)
     elif isinstance(tokenizer, str) and (not tokenizer or raw.path("model", "tokenizer") is not None):
         file = shipped.resolve(tokenizer) / "tokenizer_config.json"
         if not tokenizer or (is_local(tokenizer) and not file.is_file()):
-            remedy = "write a folder, a name on the hub, or {vocab_size: N}"
+            remedy = "write a tokenizer's folder or hub name, or {vocab_size: N}"
             raw.report(("model", "tokenizer"), f"{tokenizer!r} has no tokenizer_config.json; {remedy}")
     if (model := raw.path("model", "name_or_path")) is None:
         return
@@ -161,7 +161,7 @@ def _check_model(raw: _Raw) -> None:
     adapts, name = is_adapter(model), str(raw.get("run", "parallel") or "ddp")
     lora, quantize = section.get("lora"), section.get("quantize")
     if adapts and section.get("freeze"):
-        message = f"{model} is a LoRA adapter, of which only the factors are trained; leave model.freeze out"
+        message = f"{model} is a LoRA adapter, of which only the factors are trained; remove model.freeze"
         raw.report(("model", "freeze"), message)
     with suppress(UserError):  # reported at model.name_or_path
         adapter_config(model)
@@ -169,7 +169,7 @@ def _check_model(raw: _Raw) -> None:
             raw.report(("model", "lora"), f"{model} {TWO_WAYS}")
         is_sharded = name.startswith(("zero3", "fsdp2")) or name.endswith((".yaml", ".yml"))
         if is_sharded and (adapts or isinstance(lora, dict)):
-            message = f"adapters are trained under ddp, zero1 and zero2; run.parallel is {name}"
+            message = f"an adapter needs ddp, zero1 or zero2, but run.parallel is {name}; change run.parallel"
             raw.report(("model", "name_or_path" if adapts else "lora"), message)
     try:
         recorded = recorded_quantization(model)
@@ -181,13 +181,13 @@ def _check_model(raw: _Raw) -> None:
         return
     exists = not is_local(model) or shipped.resolve(model).is_dir()
     if exists and not adapts and not isinstance(lora, dict):
-        message = "quantized weights cannot be trained; add `lora: {r: 16}` for an adapter on them, or leave it out"
+        message = "quantized weights cannot be trained; add `lora: {r: 16}` to train an adapter, or remove this key"
         raw.report(("model", "quantize"), message)
     if recorded and quantize and quantize != recorded.quantize:
-        message = f"found {quantize!r}, but {model} was trained on {recorded.quantize} weights; leave it out"
+        message = f"found {quantize!r}, but {model} was trained on {recorded.quantize} weights; remove this key"
         raw.report(("model", "quantize"), message)
     if name != "ddp":
-        message = f"a quantized base is trained under ddp only; run.parallel is {name}"
+        message = f"quantized weights need ddp, but run.parallel is {name}; write run.parallel: ddp"
         raw.report(("model", "quantize" if quantize else "name_or_path"), message)
 
 
@@ -195,13 +195,15 @@ def _folder_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[s
     """The problems of the model or adapter at `path`. tokenizer: model.tokenizer, in the place of the folder's."""
     if not is_local(path):
         message = (
-            "init_seed makes random weights from the config.json of a local folder; leave it out to load this model"
+            "init_seed needs a local folder with a config.json, from which it makes random weights; remove init_seed "
+            "to load this model's weights"
         )
         return [] if init_seed is None else [message]
     folder = shipped.resolve(path)
     if not folder.is_dir():
         is_result = folder.name == "model"  # <run folder>/model
-        return [f"no folder {path}" + "; another run makes it: run that recipe first" * is_result]
+        remedy = "first run the recipe that makes this folder" if is_result else "correct the path"
+        return [f"no folder {path}; {remedy}"]
     try:
         refuse_special_files(folder)
         adapter = adapter_config(path)
@@ -210,19 +212,19 @@ def _folder_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[s
     if adapter is not None:
         base = adapter["base_model_name_or_path"]
         if init_seed is not None:
-            return [f"{path} is an adapter of trained weights, not of random ones; leave init_seed out"]
+            return [f"{path} is an adapter of trained weights, not of random weights; remove model.init_seed"]
         if is_local(base) and not Path(base).is_dir():
-            return [f"{path} is an adapter of {base}, which does not exist"]
+            return [f"{path} is an adapter of {base}, which does not exist; restore this base model"]
         return _folder_problems(base, None)
     needed = ("config.json", "tokenizer_config.json") if tokenizer is None else ("config.json",)
     missing = [name for name in needed if not (folder / name).is_file()]
     if missing:
         is_run = (folder / "run.json").is_file() and (folder / "model").is_dir()
-        remedy = f"it is a run's folder, whose model is {path.rstrip('/')}/model" if is_run else "is it a model folder?"
+        remedy = f"write {path.rstrip('/')}/model, the model of this run" if is_run else "name a model's folder"
         return [f"{path} has no {' and no '.join(missing)}; {remedy}"]
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     if init_seed is None and not weights:
-        return [f"{path} has no weights (*.safetensors); for random weights set model.init_seed"]
+        return [f"{path} has no weights (*.safetensors); add weights, or set model.init_seed for random weights"]
     return []
 
 
@@ -236,20 +238,22 @@ def _check_optimizer(raw: _Raw) -> None:
         key = "lr" if section.get(rate) is None else rate  # aux_lr is lr where it is not set
         factors = section.get(key), section.get(decay, default)
         if all(isinstance(factor, int | float) for factor in factors) and factors[0] * factors[1] >= 1:
-            message = f"{factors[0]:g} times {decay} {factors[1]:g} is {factors[0] * factors[1]:g}: each step would "
-            message += "change the sign of the weights (1 - lr * decay is not above 0); write a smaller rate or decay"
+            message = f"{factors[0]:g} times {decay} {factors[1]:g} is {factors[0] * factors[1]:g}, so each step would "
+            message += f"change the signs of the weights; write a smaller learning rate or a smaller {decay}"
             raw.report(("optimizer", key), message)
     if section.get("matrices") == "all-2d" and raw.trains_adapter:
-        message = "has no effect on an adapter, whose matrices are its factors; leave it out"
+        message = "has no effect on an adapter, whose matrices are its factors; remove this key"
         raw.report(("optimizer", "matrices"), message)
     mode = raw.text("run", "parallel") or "ddp"
     if section.get("states") == "8bit" and (mode == "fsdp2" or mode.endswith((".yaml", ".yml"))):
-        raw.report(("optimizer", "states"), f"8-bit states are for ddp and ZeRO; run.parallel is {mode}")
+        raw.report(
+            ("optimizer", "states"), f"8-bit states need ddp or ZeRO, but run.parallel is {mode}; change one of the two"
+        )
     precision, spectral_map = raw.text("optimizer", "precision"), section.get("map")
     name = (spectral_map.get("name") if isinstance(spectral_map, dict) else spectral_map) or next(iter(SOREN_MAPS))
     known = SOREN_MAPS.get(name) if isinstance(name, str) else None
     if precision in get_args(Precision) and known and precision not in known.precisions:
-        message = f"found {precision!r}; map {name!r} has {' or '.join(known.precisions)}"
+        message = f"found {precision!r}; for the map {name!r} write {' or '.join(known.precisions)}"
         raw.report(("optimizer", "precision"), message)
 
 
@@ -261,7 +265,7 @@ def _check_precision(raw: _Raw) -> None:
     start, lora = raw.path("model", "name_or_path"), raw.section("model", "lora")
     whole = lora.get("modules_to_save") if lora else start and trains_others(start, None)
     if dtype == "bfloat16" and adapts and whole and trainer.get("bf16") is False:
-        message = "modules_to_save are float32; beside bfloat16 weights they need `trainer: {bf16: true}`"
+        message = "modules_to_save are float32 beside bfloat16 weights; write `trainer: {bf16: true}`"
         raw.report(("model", "dtype"), message)
     if raw.parallel is None:
         return
@@ -269,24 +273,24 @@ def _check_precision(raw: _Raw) -> None:
     if dtype != "bfloat16":
         if compensation == "kahan":
             raw.report(
-                where, "applies to bfloat16 parameters only, and model.dtype is float32; leave it out, or write null"
+                where, "applies to bfloat16 parameters only, and model.dtype is float32; remove this key, or write null"
             )
     elif adapts and compensation == "kahan":
-        raw.report(where, "an adapter's factors are float32 and need no compensation; leave it out, or write null")
+        raw.report(where, "an adapter's factors are float32 and need no compensation; remove this key, or write null")
     elif not has_masters and not adapts and compensation is None:
         message = (
-            "bfloat16 parameters round most small updates away. Write float32 (with `trainer: {bf16: true}` the "
-            "arithmetic is bfloat16 all the same), or `optimizer: {compensation: kahan}`, which stores the rounding "
-            "errors, or `compensation: none` to train without"
+            "rounding to bfloat16 loses most small updates. Write float32 (`trainer: {bf16: true}` still gives "
+            "bfloat16 arithmetic), or add `optimizer: {compensation: kahan}`, which stores the rounding errors. To "
+            "ignore these losses, add `optimizer: {compensation: none}`"
         )
         raw.report(("model", "dtype"), message)
     elif has_masters and compensation == "kahan":
         raw.report(
-            where, f"{name} updates float32 master weights, which need no compensation; leave it out, or write null"
+            where, f"{name} updates float32 master weights, which need no compensation; remove this key, or write null"
         )
     elif has_masters and trainer.get("bf16") is False and not trainer.get("fp16"):
-        message = f"under {name} only `trainer: {{bf16: true}}` gives bfloat16 weights float32 master weights"
-        raw.report(("model", "dtype"), f"{message}; write float32")
+        message = f"under {name}, bfloat16 weights get float32 master weights only with `trainer: {{bf16: true}}`"
+        raw.report(("model", "dtype"), f"{message}; write that, or `dtype: float32`")
 
 
 def _check_perturbation(raw: _Raw) -> None:
@@ -313,22 +317,25 @@ def _check_training(raw: _Raw) -> None:
     trainer, run, strategy = raw.section("trainer"), raw.section("run"), raw.get("trainer", "eval_strategy")
     held_out = raw.get("data", "eval")
     if strategy not in (None, "no", False) and held_out is None:
-        raw.report(("trainer", "eval_strategy"), "evaluates during training; add data.eval")
+        raw.report(("trainer", "eval_strategy"), "needs held-out examples; add data.eval, or remove this key")
     if run.get("global_batch_size") is not None and trainer.get("gradient_accumulation_steps") is not None:
-        message = "follows from run.global_batch_size and the number of processes; leave one of the two out"
+        message = "is computed from run.global_batch_size, which this recipe sets too; remove one of the two keys"
         raw.report(("trainer", "gradient_accumulation_steps"), message)
     is_packed = trainer.get("packing") is True
     if is_packed and trainer.get("max_length", 0) is None:
-        message = "is the length of packed sequences; write a number, or packing: false"
+        message = "found null, but packing needs a length; write a number, or packing: false"
         raw.report(("trainer", "max_length"), message)
     if trainer.get("eval_packing") is True and not is_packed:
         message = (
-            "without packing, TRL gives packed held-out examples no position ids, and they would attend to each other; "
-            "leave it out, or write packing: true"
+            "without `packing: true`, TRL gives packed held-out examples no position ids, so that the examples would "
+            "attend to each other; remove this key, or write packing: true"
         )
         raw.report(("trainer", "eval_packing"), message)
     if trainer.get("use_liger_kernel") is True and importlib.util.find_spec("liger_kernel") is None:
-        raw.report(("trainer", "use_liger_kernel"), "is not installed: pip install liger-kernel, or leave it out")
+        raw.report(
+            ("trainer", "use_liger_kernel"),
+            "liger-kernel is not installed; run `pip install liger-kernel`, or remove this key",
+        )
     for key in (("run", "early_stopping"), ("run", "kl_to_start"), ("data", "retention")):
         remedy = "add data.eval" if held_out is None else "write trainer.eval_strategy: steps or epoch"
         if raw.get(*key) not in (None, 0) and (held_out is None or strategy in ("no", False)):
@@ -347,9 +354,9 @@ def _check_training(raw: _Raw) -> None:
                 kinds = " or ".join(PROMPT_FILES)
                 raw.report(key, f"found {prompts!r}; write a list of texts, or a file ({kinds})")
             elif not file.is_file():
-                raw.report(key, f"there is no file {prompts!r}")
+                raw.report(key, f"there is no file {prompts!r}; correct the path")
         if config and (config.kind == "fsdp2" or config.stage == 3):
-            message = f"run.parallel {where} shards the weights, so no process can answer; leave samples out"
+            message = f"run.parallel {where} shards the weights, so no process can answer; remove run.samples"
             raw.report(("run", "samples"), message)
     resume = raw.path("run", "resume")
     if resume is not None and resume not in ("auto", "never") and not local_path(resume).is_dir():
@@ -372,12 +379,12 @@ def _check_parallel(raw: _Raw) -> None:
     config = raw.parallel
     if config and config.kind == "fsdp2" and raw.get("trainer", "use_cpu"):
         message = (
-            "accelerate shards on GPUs only, and under trainer.use_cpu would silently train by DDP; write ddp or a "
-            "ZeRO stage, or take use_cpu out"
+            "accelerate shards only on GPUs, and would silently train with DDP under trainer.use_cpu; write ddp or "
+            "a ZeRO stage, or remove trainer.use_cpu"
         )
         raw.report(("run", "parallel"), message)
     if config and config.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
-        message = "needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.19.8,<0.20'"
+        message = "needs DeepSpeed, which is not installed; run `pip install 'deepspeed>=0.19.8,<0.20'`"
         raw.report(("run", "parallel"), message)
 
 
@@ -391,13 +398,14 @@ def evaluation_problems(settings: dict[str, Any]) -> list[tuple[str, str]]:
         names = settings.get(key) or []
         for name in [names] if isinstance(names, str) else names:
             if name not in known and not shipped.resolve(name).exists():
-                others = did_you_mean(name, known, f"shipped are: {', '.join(known)}")
+                others = did_you_mean(name, known, f"write one of {', '.join(known)}")
                 hint = shipped.suite_hint(name) if key == "suite" else others
-                problems.append((key, f"no {kind} named {name!r}, nor a file {shipped.resolve(name).absolute()}{hint}"))
+                path = shipped.resolve(name).absolute()
+                problems.append((key, f"no shipped {kind} has the name {name!r}, and there is no file {path}{hint}"))
     if settings.get("backend") == "vllm" and importlib.util.find_spec("vllm") is None:
-        problems.append(("backend", "vLLM is not installed: pip install 'soren-align[vllm]', or write hf"))
+        problems.append(("backend", "vLLM is not installed; run `pip install 'soren-align[vllm]'`, or write hf"))
     if (root := settings.get("data_root")) and not local_path(root).is_dir():
-        problems.append(("data_root", f"there is no folder {root!r}"))
+        problems.append(("data_root", f"there is no folder {root!r}; correct the path"))
     return problems
 
 
@@ -412,19 +420,31 @@ def splits(data: Any) -> Iterator[tuple[Key, dict[str, Any]]]:
 
 
 NOT_STREAMED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "num_train_epochs": ((None,), "the examples of a stream are not counted; leave it out, and write max_steps"),
+    "num_train_epochs": (
+        (None,),
+        "with data.streaming, the number of examples is unknown; remove this key and write max_steps",
+    ),
     "dataloader_num_workers": (
         (None, 0),
-        "a stream is read by the training process itself, so that a run can be resumed at the exact example; leave it "
-        "out",
+        "with data.streaming, the training process itself reads the data, so that a resumed run continues at the exact "
+        "example; remove this key",
     ),
     "precompute_ref_log_probs": (
         (None, False),
-        "needs all examples before training, but a stream is read during training; leave it out",
+        "needs all examples before training, but data.streaming reads them during training; remove this key",
     ),
-    "train_sampling_strategy": ((None, "random"), "needs the examples before training; leave it out"),
-    "shuffle_dataset": ((None, False), "a stream is shuffled by data.streaming.shuffle_buffer; leave it out"),
-    "save_strategy": ((None, "steps", "no", False, "best"), "a stream has no epochs; write steps, and save_steps"),
+    "train_sampling_strategy": (
+        (None, "random"),
+        "needs all examples before training, but data.streaming reads them during training; remove this key",
+    ),
+    "shuffle_dataset": (
+        (None, False),
+        "with data.streaming, data.streaming.shuffle_buffer sets the shuffling; remove this key",
+    ),
+    "save_strategy": (
+        (None, "steps", "no", False, "best"),
+        "with data.streaming, a run has no epochs; write steps, and set save_steps",
+    ),
 }
 """Keys of `trainer` -> the values that data.streaming allows, and the reason for others."""
 
@@ -437,17 +457,21 @@ def streaming_problems(data: dict[str, Any], trainer: dict[str, Any]) -> Iterato
     if not isinstance(max_steps, int) or max_steps < 1:
         yield (
             ("trainer", "max_steps"),
-            "is required with data.streaming, as the number of examples is unknown; write the number of optimizer "
+            "is required with data.streaming, because the number of examples is unknown; write the number of optimizer "
             "steps",
         )
     for key, (allowed, reason) in NOT_STREAMED.items():
         if trainer.get(key) not in allowed:
             yield ("trainer", key), reason
     if isinstance(evaluation := data.get("eval"), dict) and "examples" in evaluation:
-        message = "the examples of a stream cannot be compared before training; write {fraction: 0.01}, or a split"
+        message = "needs all examples before training, but data.streaming reads them during training; write "
+        message += "{fraction: 0.01}, or a split"
         yield ("data", "eval"), message
     for at, split in splits(data):
         name, path = split.get("split"), split.get("path")
         is_part = isinstance(name, str) and ("[" in name or "+" in name)
         if at[1] == "train" and is_part and isinstance(path, str) and not is_local(path):
-            yield (*at, "split"), "only a whole split can be streamed; write limit for a part, or a list of splits"
+            yield (
+                (*at, "split"),
+                "only a whole split can be streamed; write a whole split and a limit, or a list of splits",
+            )

@@ -49,22 +49,22 @@ def data_files(path: str) -> dict[str, Path]:
     if not has_wildcards and not place.is_dir():
         if not place.exists():
             names: Iterable[str] = os.listdir(place.parent) if place.parent.is_dir() else ()
-            raise UserError(f"no file {path}{did_you_mean(place.name, names)}")
+            raise UserError(f"no file {path}{did_you_mean(place.name, names, 'correct the path')}")
         if not place.is_file():
-            raise UserError(f"{path} is no regular file; name a file: {FILE_KINDS}")
+            raise UserError(f"{path} is no regular file; name a file of one of these kinds: {FILE_KINDS}")
         if data_suffix(place) not in SUFFIXES:
-            raise UserError(f"{path}: cannot read '{place.suffix}' files; convert the file to one of {FILE_KINDS}")
+            raise UserError(f"{path}: '{place.suffix}' files cannot be read; convert the file to one of {FILE_KINDS}")
         return {path: place}
     if not has_wildcards and place.resolve() in (Path("~").expanduser().resolve(), Path("/")):
         raise UserError(f"{path}: is a whole home folder or disk; name a folder of data")
     if "**" in path:
-        raise UserError(f"{path}: '**' is not read; name the folder, whose data files are read at any depth")
+        raise UserError(f"{path}: '**' is not supported; name the folder, whose data files are all read")
     entries = list(islice(glob.iglob(str(place)) if has_wildcards else _walk(place), MAX_ENTRIES + 1))
     if len(entries) > MAX_ENTRIES:
         raise UserError(f"{path}: holds more than {MAX_ENTRIES:,} files and folders; name a smaller folder")
     files = [file for name in entries if data_suffix(file := Path(name)) in SUFFIXES and file.is_file()]
     if not files:
-        raise UserError(f"{path}: has no data file ({FILE_KINDS})")
+        raise UserError(f"{path}: has no data file; name a folder with files of one of these kinds: {FILE_KINDS}")
     root = _root(path)
     start = root if has_wildcards else Path(path)
     return {str(start / file.relative_to(root)): file for file in sorted(files)}
@@ -73,19 +73,19 @@ def data_files(path: str) -> dict[str, Path]:
 def data_problems(path: str, may_be_test: bool) -> list[str]:
     """The problems of the files at `path`. may_be_test: whether a file of a folder may be a test split's."""
     if path.startswith(PYTHON):
-        return [] if path == STDLIB else [f"found {path!r}; write {STDLIB}, the only text of Python's own"]
+        return [] if path == STDLIB else [f"found {path!r}; write {STDLIB}, the only dataset that begins with python:"]
     try:
         files = data_files(path)
     except UserError as error:
         return list(error.problems)
     if path in files:
-        return [f"{path} is empty"] if files[path].stat().st_size == 0 else []
+        return [f"{path} is empty; name a file with examples"] if files[path].stat().st_size == 0 else []
     root = _root(path)
     tests = (name for name, file in files.items() if is_test_split(str(file.relative_to(root))))
     if not may_be_test and (name := next(tests, None)):
         return [
-            f"{name} is named like a test split, and scores on training data are meaningless; name the other "
-            "files by a pattern, such as train*.jsonl, or write train_on_test: true beside the path"
+            f"the file {name} has the name of a test split, and scores on training data are meaningless; write a "
+            "pattern that leaves this file out, such as train*.jsonl, or add train_on_test: true to this section"
         ]
     return []
 
@@ -172,9 +172,9 @@ MAX_ROWS = 100_000
 def read_rows(name: str, file: Path) -> list[dict[str, Any]]:
     """The records of a .csv or .jsonl file, MAX_ROWS at most. name: for messages. Raises UserError if it has none."""
     if file.suffix not in (".csv", ".jsonl"):
-        raise UserError(f"{name}: write a .csv or .jsonl file, with a question and its answer in each record")
+        raise UserError(f"{name}: is no .csv or .jsonl file; name one, with a question and its answer in each record")
     if not (rows := _first_records(name, file, {}, MAX_ROWS, is_whole=True)):
-        raise UserError(f"{name}: has no records")
+        raise UserError(f"{name}: has no records; name a file with questions and answers")
     return rows
 
 
@@ -195,14 +195,14 @@ def _first_records(
             return _first_rows(name, file, num_lines, is_whole)
         lines = _lines(file, num_lines)
     except OSError as error:
-        raise UserError(f"{name}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{name}: cannot be read: {error.strerror}; check the path and its permissions") from None
     records = []
     for number, line in lines:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             if split.get("bad_examples", "refuse") == "refuse":
-                reason = f"not JSON: {error.msg} at column {error.colno}; a line is one JSON object"
+                reason = f"not JSON: {error.msg} at column {error.colno}; write one JSON object per line"
                 raise UserError(f"{name}:{number}: {reason}") from None
         except (ValueError, RecursionError):
             return []  # reported in full later
@@ -222,7 +222,9 @@ def _first_rows(name: str, file: Path, num_lines: int, is_whole: bool) -> list[d
     for number, row in enumerate(rows, 1):
         if is_whole and row and len(row) != len(names):
             remedy = f"put a text that contains {delimiter!r} in quotes"
-            raise UserError(f"{name}: record {number} has {len(row)} columns, the header {len(names)}; {remedy}")
+            raise UserError(
+                f"{name}: record {number} has {len(row)} columns, but the header has {len(names)}; {remedy}"
+            )
     records = [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
     return records or [dict.fromkeys(names, "")]
 
@@ -235,14 +237,15 @@ def csv_columns(name: str, head: str) -> tuple[list[str], str]:
     delimiter = max(",;\t", key=head.count)
     names = next(csv.reader([head], delimiter=delimiter), [])
     if len(names) != len(set(names)) or "" in names:
-        raise UserError(f"{name}:1: the first line must name each column once; found {', '.join(names)[:200]}")
+        listed = ", ".join(names)[:200]
+        raise UserError(f"{name}:1: a column's name is empty or occurs twice in: {listed}; write each name once")
     return names, delimiter
 
 
 def refuse_wide_characters(name: str, start: bytes) -> None:
     """Raise UserError if a text file is not UTF-8 by its first bytes: a byte order mark, or a NUL."""
     if start.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in start:
-        raise UserError(f"{name}: not UTF-8 but UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8")
+        raise UserError(f"{name}: is in UTF-16 or UTF-32; convert the file to UTF-8: iconv -f UTF-16 -t UTF-8")
 
 
 def _column_problems(name: str, records: list[dict[str, Any]], split: dict[str, Any], task: str | None) -> list[str]:
@@ -251,13 +254,15 @@ def _column_problems(name: str, records: list[dict[str, Any]], split: dict[str, 
     if isinstance(names, dict) and names:
         for ours, theirs in names.items() if columns else ():  # keys of turns are not columns
             if ours not in TURN_KEYS and isinstance(theirs, str) and theirs not in columns:
-                known = f"the columns are {', '.join(columns)}{did_you_mean(theirs, columns)}"
-                return [f"{name}: columns.{ours} is '{theirs}', and {known}"]
+                hint = did_you_mean(theirs, columns, "write one of these columns")
+                return [
+                    f"{name}: columns.{ours} is '{theirs}', but the file has the columns {', '.join(columns)}{hint}"
+                ]
         return []
     if not columns or task not in TASKS or columns.keys() & set(get_args(Column)):
         return []
     hint = example_of_names(records[0], task)
-    return [f"{name}: found the columns {', '.join(columns)}; {task} needs {TASKS[task].required_columns}{hint}"]
+    return [f"{name}: has the columns {', '.join(columns)}, but {task} needs {TASKS[task].required_columns}{hint}"]
 
 
 def columns_text(names: Mapping[str, str]) -> str:

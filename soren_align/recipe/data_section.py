@@ -45,7 +45,7 @@ class TrainSplit(DataSplit):
     """Examples to train on."""
 
     hints: ClassVar[dict[str, str]] = {
-        "streaming": "applies to all of data.train together; write `data: {streaming: true}`"
+        "streaming": "is a key of `data`, not of one split; write `data: {streaming: true}`"
     }
 
     weight: Positive = 1.0
@@ -104,7 +104,7 @@ class Data(Section):
     plain texts. If the columns have other names, set `columns`."""
 
     main_keys: ClassVar[dict[type, str]] = {str: "train.path"}
-    hints: ClassVar[dict[str, str]] = {"eval": "held-out examples must be one split (only data.train may be a list)"}
+    hints: ClassVar[dict[str, str]] = {"eval": "write one section: only data.train may be a list of splits"}
 
     train: Annotated[
         Annotated[TrainSplit, Tag(ONE)] | Annotated[Annotated[list[TrainSplit], Field(min_length=1)], Tag(SEVERAL)],

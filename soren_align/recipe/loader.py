@@ -29,7 +29,7 @@ from .model import recorded_quantization
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
 from .schema import Recipe, resolve
 
-MISSING = ("no file ", "no folder ", "no suite ", "there is no ")
+MISSING = ("no file ", "no folder ", "no shipped suite ", "there is no ")
 """The first words of problems of files and folders that another machine may have."""
 UNIONS: dict[Key, dict[str, Any]] = {("optimizer",): OPTIMIZER_SECTIONS, ("optimizer", "map"): MAP_SECTIONS}
 Notify = Callable[[str], object]
@@ -88,7 +88,9 @@ def load(
             parent[at[-1]] = _without_foreign_keys(section, union, names[-1], at, notify)
     for setting in settings:
         if setting.key == ("extends",):
-            source.bad_settings.append(f"{setting.text}: a file extends another; write it into a recipe's file")
+            source.bad_settings.append(
+                f"{setting.text}: extends cannot be set here; write this key into a recipe's file"
+            )
         else:
             source.apply(setting)
     if any(columns) or (name_or_path is None and task == "sft"):
@@ -119,7 +121,7 @@ def _without_file(task: str | None, options: Mapping[str, Any]) -> Document:
         example = f", or no recipe and {join_words(needed)}" if path.is_file() else ""
         raise UserError(f"name a recipe{example}; `soren-align recipes` lists the shipped recipes")
     if missing := [name for name in needed if name not in options]:
-        raise UserError(f"without a recipe {join_words(needed)} are needed; add {join_words(missing)}")
+        raise UserError(f"a command without a recipe needs {join_words(needed)}; add {join_words(missing)}")
     return parse(read_text(path), f"configs/start/{task}.yaml")
 
 
@@ -136,7 +138,9 @@ def refuse_foreign(name: str | None, content: Mapping[str, Any]) -> None:
     """Raise UserError with the command that imports another tool's file, if this is one."""
     kind = next((kind for key, kind in FOREIGN_KEYS.items() if key in content), None)
     if kind and not content.keys() & {"task", "run"}:
-        raise UserError(f"{name}: this is {kind}, not a recipe; convert it: soren-align import {name} recipe.yaml")
+        raise UserError(
+            f"{name}: is {kind}, not a recipe; run `soren-align import {name} recipe.yaml` to convert the file"
+        )
 
 
 def find(name_or_path: str) -> Path:
@@ -236,7 +240,9 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
     except UserError as error:
         raise UserError(f"{where} extends: {error}") from None
     if base_path.resolve() in (path.resolve(), *extending):
-        raise UserError(f"{where} extends: {base_name} extends this one in turn")
+        raise UserError(
+            f"{where} extends: {base_name} extends this recipe too; remove `extends` from one of the two files"
+        )
     base = _read(base_path, notify, (*extending, path.resolve()))
     raw["extends"] = [base_name, *base.content.pop("extends", [])]
     return Document(_merged(base.content, raw, notify), base.lines | lines)
@@ -280,7 +286,7 @@ def _checked(source: Document, task: str | None, on_missing: Notify | None = Non
     kind, trainer = raw.get("task"), raw.get("trainer")
     if isinstance(kind, str) and kind in TASKS:
         if task and kind != task:
-            source.problems.append((("task",), f"this is a recipe for `soren-align {kind}`, not {task}"))
+            source.problems.append((("task",), f"found {kind}, but the command is {task}; run `soren-align {kind}`"))
         if isinstance(trainer, dict):
             source.problems += [(("trainer", key), message) for key, message in trl.problems(kind, trainer).items()]
     for key, message in problems_beyond_schema(raw, reads_data=on_missing is None):
@@ -331,14 +337,14 @@ def recipe_hash(recipe: Recipe, *, with_optimizer: bool = False) -> str:
 
 
 def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> list[str]:
-    """Where two nested dicts differ: ['optimizer.lr: 0.003 there, 0.001 here', ...]."""
+    """Where two nested dicts differ: ['optimizer.lr: 0.001 instead of 0.003', ...], which `there` has."""
     lines = []
     for key in sorted(there.keys() | here.keys()):
         a, b = there.get(key), here.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             lines += differences(a, b, f"{prefix}{key}.")
         elif a != b:
-            lines.append(f"{prefix}{key}: {a!r} there, {b!r} here")
+            lines.append(f"{prefix}{key}: {b!r} instead of {a!r}")
     return lines
 
 

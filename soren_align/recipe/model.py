@@ -56,27 +56,28 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
         return None
     config = read_json(file)
     if not isinstance(config, dict):
-        raise UserError(f"{folder}: {ADAPTER} is not a mapping")
+        raise UserError(f"{folder}: {ADAPTER} is not a JSON object; restore this file")
     if not (file.parent / "adapter_model.safetensors").is_file():
-        raise UserError(f"{folder}: an adapter without adapter_model.safetensors; pickled weights are not loaded")
+        raise UserError(f"{folder}: the adapter has no adapter_model.safetensors; save its weights as safetensors")
     name = config.get("base_model_name_or_path")
     if not name:
-        raise UserError(f"{folder}: {ADAPTER} does not name the base model (base_model_name_or_path)")
+        raise UserError(f"{folder}: {ADAPTER} has no base model; add base_model_name_or_path to this file")
     if config.get("peft_type") != "LORA":
-        raise UserError(f"{folder} is an adapter of type {config.get('peft_type')!s:.40}; only LORA is supported")
+        raise UserError(f"{folder} is an adapter of type {config.get('peft_type')!s:.40}; name a LoRA adapter instead")
     try:
         _Config.model_validate(config)
     except ValidationError as error:
         problems = from_pydantic(error)[:3]
         raise UserError(*(f"{folder}: {ADAPTER}: {dotted(key[:2])}: {message}" for key, message in problems)) from None
     if not isinstance(name, str) or not name.isprintable():
-        raise UserError(f"{folder}: base_model_name_or_path: found {name!r:.80}; it is a folder's path or a hub name")
+        raise UserError(f"{folder}: base_model_name_or_path: found {name!r:.80}; write a folder's path or a hub name")
     beside, base = file.parent.parent / "start", local_path(name)
     if base.name == "start" and not base.is_dir() and beside.is_dir():
         name = str(beside.resolve())  # the run folder was moved, with the random starting weights in it
     elif is_adapter(name):
         raise UserError(
-            f"{file.parent}: its base {name} is an adapter too; merge that one, and name the result as the base"
+            f"{file.parent}: the base model {name} is an adapter too; merge {name}, and write the merged model's "
+            f"folder as base_model_name_or_path into {ADAPTER}"
         )
     return config | {"base_model_name_or_path": name}
 
@@ -128,7 +129,7 @@ def attention_problems(name: str, use_cpu: Any) -> list[str]:
         hint = did_you_mean(name, ATTENTION)
         return [f"found {name!r}; write one of {', '.join(ATTENTION)}, or {KERNELS}NAME{hint}"]
     if use_cpu is True and name not in ATTENTION[:3]:
-        return [f"{name} runs on GPUs only; write sdpa or eager, or take trainer.use_cpu out"]
+        return [f"{name} runs on GPUs only; write sdpa or eager, or remove trainer.use_cpu"]
     return []
 
 
@@ -191,7 +192,9 @@ def refuse_unquantizable(quantize: str | None, place: str = "model.quantize") ->
     Called before weights are loaded: a machine without bitsandbytes can import, check and plan such a recipe.
     """
     if quantize and importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"{place}: needs bitsandbytes, which is not installed: pip install 'soren-align[quantize]'")
+        raise UserError(
+            f"{place}: needs bitsandbytes, which is not installed; run `pip install 'soren-align[quantize]'`"
+        )
 
 
 def refuse_unreachable(recipe: Recipe) -> None:
@@ -207,6 +210,6 @@ def refuse_unreachable(recipe: Recipe) -> None:
     if is_offline or not hub_answers():
         reason = "HF_HUB_OFFLINE or run.offline is set" if is_offline else f"{constants.ENDPOINT} does not answer"
         raise OutOfReach(
-            f"model {name}: is no folder here and not in the cache, and {reason}; where there is a network, run "
-            f"`hf download {name} --local-dir FOLDER`, and here set model.name_or_path=FOLDER"
+            f"model {name}: is neither a folder nor in the cache, and {reason}; run `hf download {name} --local-dir "
+            "FOLDER` on a machine with a network, and write FOLDER as model.name_or_path on this machine"
         )

@@ -25,18 +25,18 @@ _FILLED = {
     "gradient_clipping": "trainer.max_grad_norm",
 }
 _ELSEWHERE = {
-    "optimizer": "set by the recipe's optimizer section; DeepSpeed would use its own optimizer instead",
-    "scheduler": "set by trainer.lr_scheduler_type",
-    "pipeline": "only data is divided among the processes, not layers",
-    "tensor_parallel": "only data is divided among the processes, not matrices",
-    "amp": "write trainer.bf16",
+    "optimizer": "the recipe's optimizer section sets the optimizer, and DeepSpeed would use its own optimizer instead",
+    "scheduler": "trainer.lr_scheduler_type sets the schedule",
+    "pipeline": "soren-align divides only data among the processes, not layers",
+    "tensor_parallel": "soren-align divides only data among the processes, not matrices",
+    "amp": "trainer.bf16 sets the precision",
 }
 _OFF = {"mics_shard_size": -1, "zero_hpz_partition_size": 1}
 _ZERO_UNSUPPORTED = {
-    "round_robin_gradients": "DeepSpeed then writes universal checkpoints with wrong numbers in them",
-    **dict.fromkeys(("zenflow", "super_offload"), "it updates parameters outside of the optimizer"),
-    **dict.fromkeys(_OFF, "it shards matrices over several groups of processes, which is untested"),
-    **dict.fromkeys(("zero_quantized_weights", "zero_quantized_gradients"), "it is untested"),
+    "round_robin_gradients": "with this key DeepSpeed writes wrong numbers into universal checkpoints",
+    **dict.fromkeys(("zenflow", "super_offload"), "this key updates parameters outside of the optimizer"),
+    **dict.fromkeys(_OFF, "this key shards matrices over several groups of processes, which is untested"),
+    **dict.fromkeys(("zero_quantized_weights", "zero_quantized_gradients"), "this key is untested"),
 }
 
 # The keys of accelerate's `fsdp_config` that transformers reads for FSDP2; it silently ignores all others.
@@ -77,8 +77,9 @@ def gradient_notice(name_or_path: str, compute_dtype: str) -> list[str]:
     if shared.kind != "zero" or (dtype := shared.gradient_dtype(compute_dtype)) == "float32":
         return []
     return [
-        f"run.parallel: {name_or_path} averages gradients over the processes in {dtype}; the maps amplify rounding "
-        'errors, which grow with the number of processes. Write "communication_data_type": "fp32" (docs/distributed.md)'
+        f"run.parallel: {name_or_path} averages the gradients of all processes in {dtype}. The rounding errors grow "
+        'with the number of processes, and the maps amplify these errors; write "communication_data_type": "fp32" into '
+        f"{name_or_path} (docs/distributed.md)"
     ]
 
 
@@ -96,11 +97,11 @@ def parallel(name_or_path: str) -> Parallel:
         path = shipped.resolve(name_or_path)
     if path.suffix not in (".json", ".yaml", ".yml") or not path.is_file():
         hint = did_you_mean(name_or_path.lower(), NAMES, f"write {', '.join(NAMES)}, or a file's path (.json, .yaml)")
-        raise UserError(f"found {name_or_path!r}, neither a known name nor a file{hint}")
+        raise UserError(f"found {name_or_path!r}, which is neither a known name nor a file{hint}")
     text = read_text(path)
     config = parse_json(text, path.name) if path.suffix == ".json" else parse_yaml(text, path.name)[0]
     if not isinstance(config, dict):
-        raise UserError(f"{path.name}: a config must be a mapping")
+        raise UserError(f"{path.name}: is not a mapping of keys to values; write a config of DeepSpeed or accelerate")
     if path.suffix == ".json":
         if wrong := list(_deepspeed_problems(config)):
             raise UserError(*(f"{path.name}: {problem}" for problem in wrong))
@@ -112,13 +113,13 @@ def parallel(name_or_path: str) -> Parallel:
         return Parallel("zero", {**filled, "steps_per_print": 10**9, **config, "zero_optimization": zero})
     kind, fsdp = config.get("distributed_type"), config.get("fsdp_config")
     if kind != "FSDP" or not isinstance(fsdp, dict):
-        raise UserError(f"{path.name}: distributed_type is {kind!r}; write FSDP, and an fsdp_config")
+        raise UserError(f"{path.name}: distributed_type is {kind!r}; write FSDP, and add an fsdp_config")
     fsdp = {key.removeprefix("fsdp_"): value for key, value in fsdp.items()}
     if fsdp.get("version") != 2:
         raise UserError(f"{path.name}: fsdp_version is {fsdp.get('version')!r}; write 2")
-    wrong = [f"fsdp_{key}: has no effect under FSDP2; take it out" for key in fsdp if key not in _FSDP_READ]
+    wrong = [f"fsdp_{key}: has no effect under FSDP2; remove this key" for key in fsdp if key not in _FSDP_READ]
     if (mixed := config.get("mixed_precision")) not in (None, False, "no"):
-        wrong.append(f"mixed_precision: found {mixed!r}; set by trainer.bf16; write 'no'")
+        wrong.append(f"mixed_precision: found {mixed!r}, but trainer.bf16 sets the precision; write 'no'")
     if wrong:
         raise UserError(*(f"{path.name}: {problem}" for problem in wrong))
     return Parallel("fsdp2", fsdp)
@@ -135,32 +136,33 @@ def _deepspeed_problems(config: dict[str, Any]) -> Iterator[str]:
         return
     for key, reason in _ELSEWHERE.items():
         if config.get(key):
-            yield f"{key}: {reason}; take it out"
+            yield f"{key}: {reason}; remove this key"
     for key, where in _FILLED.items():
         if config.get(key, "auto") != "auto":
-            yield f'{key}: set by {where}; write "auto"'
+            yield f'{key}: {where} sets this value; write "auto"'
     for key in ("bf16", "fp16"):
         if (config.get(key) or {}).get("enabled", "auto") not in ("auto", False):
-            yield f'{key}.enabled: set by trainer.{key}; write "auto"'
+            yield f'{key}.enabled: trainer.{key} sets this value; write "auto"'
     sums_in = config.get("communication_data_type")
     if sums_in is not None and str(sums_in).lower() not in _COMMUNICATION:
         yield f'communication_data_type: found {sums_in!r}; write "fp32", or {" or ".join([*_COMMUNICATION][1:])}'
     stage = zero.get("stage") if isinstance(zero, dict) else None
     if not isinstance(zero, dict) or type(stage) is not int or stage not in (1, 2, 3):
-        yield f"zero_optimization.stage: found {stage!r}; write 1, 2 or 3 (without ZeRO: run.parallel ddp)"
+        yield f"zero_optimization.stage: found {stage!r}; write 1, 2 or 3 (without ZeRO, write run.parallel: ddp)"
         return
     for key, reason in _ZERO_UNSUPPORTED.items():
         if zero.get(key) and zero[key] != _OFF.get(key):
-            yield f"zero_optimization.{key}: not supported: {reason}; take it out"
+            yield f"zero_optimization.{key}: is not supported, because {reason}; remove this key"
     for key in ("offload_optimizer", "offload_param"):
         offload = zero.get(key) or {}
         where = f"zero_optimization.{key}"
         if offload.get("device") == "nvme":
-            yield f"{where}.device: nvme is not supported: its tensors are empty between steps; write cpu"
+            yield f"{where}.device: nvme is not supported, because its tensors are empty between steps; write cpu"
         if offload.get("ratio", 1) != 1:
-            yield f"{where}.ratio: found {offload['ratio']}; only 1 (everything offloaded) is supported; take it out"
+            yield f"{where}.ratio: found {offload['ratio']}, but only 1 (everything) is supported; remove this key"
         if offload.get("super_offload"):
-            yield f"{where}.super_offload: not supported: it updates parameters outside of the optimizer; take it out"
+            reason = _ZERO_UNSUPPORTED["super_offload"]
+            yield f"{where}.super_offload: is not supported, because {reason}; remove this key"
     if (zero.get("offload_optimizer") or {}).get("device", "none") != "none" and config.get(
         "zero_force_ds_cpu_optimizer"
     ):
@@ -180,14 +182,14 @@ def accumulation(recipe: Recipe, num_ranks: int) -> int:
     if batch % micro_batch:
         processes = f"{num_ranks} processes" if num_ranks > 1 else "one process"
         if batch % num_ranks:
-            remedy = f"choose a run.global_batch_size that {num_ranks} divides, or another number of processes"
+            remedy = f"choose a multiple of {num_ranks}, or another number of processes"
         else:
             share = batch // num_ranks
             largest = max(d for d in range(1, min(share, per_device) + 1) if share % d == 0)
             remedy = f"write trainer.per_device_train_batch_size: {largest}, or another divisor of {share}"
         raise UserError(
-            f"run.global_batch_size: {batch} is no multiple of {micro_batch} ({processes} with "
-            f"trainer.per_device_train_batch_size {per_device}); {remedy}"
+            f"run.global_batch_size: {batch} is no multiple of {micro_batch}, the examples of {processes} with "
+            f"trainer.per_device_train_batch_size {per_device}; {remedy}"
         )
     return batch // micro_batch
 
@@ -218,8 +220,8 @@ def few_steps(recipe: Recipe, num_steps: int, num_ranks: int) -> str | None:
     if not recipe.run.global_batch_size and trainer_value(recipe, "gradient_accumulation_steps") == 1:
         key = "trainer.per_device_train_batch_size"
     return (
-        f"the whole run has {num_steps} optimizer step{'s' * (num_steps != 1)} of {size} {batch_unit(recipe)}, in "
-        f"which a model hardly changes; for more steps lower {key}, or raise trainer.num_train_epochs"
+        f"the whole run has only {num_steps} optimizer step{'s' * (num_steps != 1)} of {size} {batch_unit(recipe)}, in "
+        f"which a model hardly changes. For more steps, lower {key} or raise trainer.num_train_epochs"
     )
 
 
@@ -229,8 +231,8 @@ def refuse_no_batch(recipe: Recipe, num_examples: int, num_ranks: int) -> None:
     micro_batch = trainer_value(recipe, "per_device_train_batch_size") * num_ranks
     if recipe.trainer.get("dataloader_drop_last") and num_examples < micro_batch:
         raise UserError(
-            f"trainer.dataloader_drop_last: {num_examples} {batch_unit(recipe)} are less than one batch of "
-            f"{micro_batch}; leave it out, or lower trainer.per_device_train_batch_size"
+            f"trainer.dataloader_drop_last: would drop all data, as {num_examples} {batch_unit(recipe)} are less than "
+            f"one batch of {micro_batch}; remove this key, or lower trainer.per_device_train_batch_size"
         )
 
 

@@ -148,7 +148,7 @@ class Lora(Section):
     """Dropout on the input of the factors."""
     target_modules: Annotated[
         Annotated[list[str], Field(min_length=1)] | Literal["all-linear"],
-        _worded("write all-linear, or a list of names"),
+        _worded("write all-linear, or a list of the names of layers"),
     ] = "all-linear"
     """Names of the layers that get factors, such as q_proj; or `all-linear`: all linear layers except the output
     head."""
@@ -180,8 +180,8 @@ class Model(Section):
     hints: ClassVar[dict[str, str]] = {
         "load_in_4bit": "unknown key; did you mean `quantize: 4bit`?",
         "load_in_8bit": "unknown key; did you mean `quantize: 8bit`?",
-        "dtype": " (bfloat16 parameters round small updates away; for bfloat16 arithmetic with float32 parameters "
-        "write trainer: {bf16: true})",
+        "dtype": ". Rounding to bfloat16 loses small updates; for bfloat16 arithmetic with float32 parameters, write "
+        "`trainer: {bf16: true}`",
     }
 
     name_or_path: Annotated[str, Field(min_length=1)]

@@ -18,58 +18,57 @@ from typing import Any
 from ..core.errors import did_you_mean
 from ..tasks import TASKS
 
-_PUSH = "nothing is uploaded during training; `soren-align push RUN OWNER/NAME` uploads a finished run"
+_PUSH = "training uploads nothing; remove this key, and run `soren-align push RUN OWNER/NAME` after training"
 
 # Keys of TRL that belong to another section of a recipe, or to none: one meaning, one place.
 ELSEWHERE = {
-    "learning_rate": "belongs to optimizer.lr (and optimizer.aux_lr)",
-    "weight_decay": "belongs to optimizer.weight_decay",
-    "optim": "belongs to optimizer.name",
-    "optim_args": "belongs to the optimizer section",
-    "optim_target_modules": "belongs to the optimizer section (optimizer.aux)",
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), "belongs to optimizer.betas"),
-    "adam_epsilon": "belongs to optimizer.eps",
-    "output_dir": "belongs to run.output_dir",
-    "resume_from_checkpoint": "belongs to run.resume",
-    "model_init_kwargs": "belongs to the model section",
-    "chat_template_path": "belongs to model.chat_template (qwen2.5, zephyr, or the path of a .jinja file)",
-    "eos_token": "belongs to model.eos_token",
-    "trust_remote_code": "remote code is not run; use a model that transformers supports",
-    "dataset_text_field": "belongs to the data section; columns are recognised there",
-    **dict.fromkeys(("dataset_kwargs", "remove_unused_columns"), "belongs to the data section"),
+    "learning_rate": "write optimizer.lr (and optimizer.aux_lr)",
+    "weight_decay": "write optimizer.weight_decay",
+    "optim": "write optimizer.name",
+    "optim_args": "write the keys of the optimizer section",
+    "optim_target_modules": "write optimizer.matrices or optimizer.aux",
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "write optimizer.betas"),
+    "adam_epsilon": "write optimizer.eps",
+    "output_dir": "write run.output_dir",
+    "resume_from_checkpoint": "write run.resume",
+    "model_init_kwargs": "write the keys of the model section",
+    "chat_template_path": "write model.chat_template (qwen2.5, zephyr, or the path of a .jinja file)",
+    "eos_token": "write model.eos_token",
+    "trust_remote_code": "soren-align does not run a model's remote code; use a model that transformers supports",
+    "dataset_text_field": "write data.train.columns, if the column has an unusual name",
+    **dict.fromkeys(("dataset_kwargs", "remove_unused_columns"), "write the keys of the data section"),
     **dict.fromkeys(
-        ("disable_tqdm", "log_level", "log_level_replica"), "progress is shown by soren-align itself; leave it out"
+        ("disable_tqdm", "log_level", "log_level_replica"), "soren-align itself shows the progress; remove this key"
     ),
-    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "the command determines this; leave it out"),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "the command determines this value; remove this key"),
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), "write run.parallel"),
     **dict.fromkeys(
-        ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), "belongs to run.parallel; leave it out"
+        ("accelerator_config", "local_rank"),
+        "soren-align sets this value for the processes that it starts; remove this key",
     ),
-    **dict.fromkeys(
-        ("accelerator_config", "local_rank"), "soren-align sets it for the processes that it starts; leave it out"
-    ),
-    "save_only_model": "a checkpoint without its optimizer cannot be resumed; leave it out",
-    "ignore_data_skip": "a resumed run must see the same examples as an uninterrupted one; leave it out",
-    "auto_find_batch_size": "changes the batch size silently; set per_device_train_batch_size",
+    "save_only_model": "a checkpoint without its optimizer cannot be resumed; remove this key",
+    "ignore_data_skip": "a resumed run must train on the same examples as an uninterrupted run; remove this key",
+    "auto_find_batch_size": "this key changes the batch size silently; write per_device_train_batch_size",
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"), _PUSH),
-    "hub_token": "recipes are written into run folders; put the token into the environment as HF_TOKEN",
+    "hub_token": "every run folder has a copy of the recipe, also of the token; remove this key and set HF_TOKEN",
 }
 
 # Keys of older recipes, with TRL's present name.
 RENAMED = {
-    "warmup_ratio": "write warmup_steps: a number below 1 is a ratio",
+    "warmup_ratio": "write warmup_steps, in which a number below 1 is a ratio",
     **dict.fromkeys(("max_seq_length", "seq_length", "max_seq_len"), "write max_length"),
-    "max_prompt_length": "TRL no longer has this limit; max_length counts prompt and answer",
-    **dict.fromkeys(("torch_dtype", "dtype"), "belongs to model.dtype"),
+    "max_prompt_length": "write max_length, the limit of prompt and answer together",
+    **dict.fromkeys(("torch_dtype", "dtype"), "write model.dtype"),
     "evaluation_strategy": "write eval_strategy",
     "overwrite_output_dir": "write run.overwrite",
-    "chat_template": "belongs to model.chat_template",
-    "dataset_name": "belongs to data.train.path",
-    "model_name_or_path": "belongs to model.name_or_path",
-    "optimizer": "belongs to optimizer.name",
-    "lora_r": "belongs to model.lora.r",
-    "lora_alpha": "belongs to model.lora.alpha",
-    "lora_dropout": "belongs to model.lora.dropout",
-    "lr": "belongs to optimizer.lr",
+    "chat_template": "write model.chat_template",
+    "dataset_name": "write data.train.path",
+    "model_name_or_path": "write model.name_or_path",
+    "optimizer": "write optimizer.name",
+    "lora_r": "write model.lora.r",
+    "lora_alpha": "write model.lora.alpha",
+    "lora_dropout": "write model.lora.dropout",
+    "lr": "write optimizer.lr",
     **dict.fromkeys(("epochs", "num_epochs"), "write num_train_epochs"),
     "steps": "write max_steps",
     "batch_size": "write per_device_train_batch_size, or run.global_batch_size",
@@ -115,7 +114,7 @@ def fields(task: str) -> dict[str, Field]:
 
 def recipe_key(name: str) -> str | None:
     """The key of a recipe that another tool's option means: optimizer.lr for learning_rate; None if there is none."""
-    if meant := re.match(r"(?:belongs to|write) ([\w.]*\w)", (ELSEWHERE | RENAMED).get(name, "")):
+    if meant := re.match(r"write ([\w.]*\w)", (ELSEWHERE | RENAMED).get(name, "")):
         name = meant[1]
     elif name in ELSEWHERE:
         return None
@@ -126,24 +125,28 @@ def problems(task: str, values: dict[str, Any]) -> dict[str, str]:
     """The problems of a recipe's `trainer` section: key -> message."""
     wrong = {key: message for key, value in values.items() if (message := _problem(task, key, value))}
     if values.get("hub_private_repo") is not None and "trackio" not in named(values.get("report_to")):
-        wrong["hub_private_repo"] = f"has an effect with trackio only (a Space); {_PUSH}, with --private"
+        wrong["hub_private_repo"] = (
+            "has an effect only with the tracker trackio; remove this key, and run `soren-align push RUN OWNER/NAME "
+            "--private` after training"
+        )
     return wrong
 
 
 def _problem(task: str, key: str, value: Any) -> str | None:
     known, config = fields(task), TASKS[task].config
     if key in ELSEWHERE:
-        return ELSEWHERE[key]
+        message = ELSEWHERE[key]
+        return f"a recipe sets this elsewhere; {message}" if message.startswith("write ") else message
     if key not in known:
         if other := next((other.config for name, other in TASKS.items() if key in fields(name)), None):
-            return f"is a key of TRL's {other}; this is a {task} recipe"
+            return f"is a key of TRL's {other}, but this is a recipe of the task {task}; remove this key"
         if key in RENAMED:
-            return f"unknown to TRL's {config}; {RENAMED[key]}"
-        return f"unknown to TRL's {config}{did_you_mean(key, known)}"
+            return f"is no key of TRL's {config}; {RENAMED[key]}"
+        return f"is no key of TRL's {config}{did_you_mean(key, known, 'remove this key')}"
     if key == "report_to" and _fits(value, known[key].types):
         return problem(value)
     if key == "truncation_mode" and value == "keep_end":
-        return "keep_end is deprecated in TRL, and examples that it truncates could not be counted; leave it out"
+        return "keep_end is deprecated in TRL, and its truncated examples could not be counted; remove this key"
     field = known[key]
     if field.choices:
         values = value if isinstance(value, list) else [value]
@@ -152,18 +155,18 @@ def _problem(task: str, key: str, value: Any) -> str | None:
             hint = did_you_mean(bad[0], field.choices)
             return f"found {bad[0]!r}; write one of {', '.join(field.choices)}{hint}"
     elif not _fits(value, field.types):
-        hint = " (YAML's word for nothing is null)" if value == "None" else ""
+        hint = " (for no value, write null)" if value == "None" else ""
         words = [_WORDS.get(kind, kind) for kind in sorted(field.types - {"None"})] + ["null"] * ("None" in field.types)
         return f"found {value!r}; write {' or '.join(words)}{hint}"
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
-            return f"found {value!r}; it must be finite"
+            return f"found {value!r}; write a finite number"
         if key in AT_LEAST and value < AT_LEAST[key]:
-            return f"found {value!r}; it must be at least {AT_LEAST[key]}"
+            return f"found {value!r}; write a number of at least {AT_LEAST[key]}"
         if key in AT_MOST and value > AT_MOST[key]:
-            return f"found {value!r}; it must be at most {AT_MOST[key]}"
+            return f"found {value!r}; write a number of at most {AT_MOST[key]}"
         if key in MORE_THAN and value <= MORE_THAN[key]:
-            return f"found {value!r}; it must be more than {MORE_THAN[key]}"
+            return f"found {value!r}; write a number above {MORE_THAN[key]}"
     return None
 
 
@@ -187,7 +190,9 @@ _WORDS = {
 def _source(package: str) -> Path:
     spec = importlib.util.find_spec(package)  # finds the folder; runs nothing of it
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"{package} is not installed; pip install soren-align installs it")
+        raise ModuleNotFoundError(
+            f"{package} is not installed; run `pip install soren-align`, which installs {package}"
+        )
     return Path(spec.origin).parent
 
 
@@ -272,13 +277,14 @@ def problem(report_to: Any) -> str | None:
     """The problem of `trainer.report_to`; None if there is none."""
     for name in named(report_to):
         if not isinstance(name, str):
-            return f"found {name!r}; write none, {', '.join(TRACKERS)}"
+            return f"found {name!r}; write none, or one of {', '.join(TRACKERS)}"
         if name == "all":
-            return "found 'all', which depends on the machine; name the trackers, or write none"
+            return "found 'all', which means other trackers on each machine; write a list of trackers, or none"
         if name == "none":
-            return "found 'none' among others; write it alone, or leave it out"
+            return "found 'none' beside other trackers; write none alone, or remove none"
         if name not in TRACKERS:
-            return f"found {name!r}; write none, {', '.join(TRACKERS)}{did_you_mean(name, [*TRACKERS, 'none'])}"
+            hint = did_you_mean(name, [*TRACKERS, "none"])
+            return f"found {name!r}; write none, or one of {', '.join(TRACKERS)}{hint}"
         modules, install = TRACKERS[name]
         missing = []
         for module in modules:
@@ -288,5 +294,5 @@ def problem(report_to: Any) -> str | None:
                     continue
             missing.append(module)
         if missing:
-            return f"{name} is not installed ({', '.join(missing)}): pip install {install}, or write none"
+            return f"{name} needs {', '.join(missing)}; run `pip install {install}`, or write none"
     return None

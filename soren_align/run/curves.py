@@ -204,4 +204,4 @@ def describe(curves: Curves) -> list[str]:
     if not (curves.best and curves.last) or curves.last[1] <= 1.01 * curves.best[1]:
         return []
     (step, best), (last_step, last) = curves.best, curves.last
-    return [f"held-out loss was lowest at step {step:g} ({best:.4g}); at step {last_step:g} it is {last:.4g}"]
+    return [f"the held-out loss was lowest at step {step:g} ({best:.4g}), and was {last:.4g} at step {last_step:g}"]

@@ -37,7 +37,7 @@ from .record import EDITED, FORMAT_VERSION, Count, read_record, to_text
 
 COMPLETE_MARKER = "soren_align.json"
 """The seal of a checkpoint, written last, when all its files are complete and on the disk."""
-PREVIOUS = "remove this checkpoint's folder to resume from the previous one"
+PREVIOUS = "remove this checkpoint's folder to resume from the previous checkpoint"
 """The remedy for a damaged checkpoint."""
 MERGED_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that was merged
 CONTENTS = (
@@ -54,7 +54,7 @@ CONTENTS = (
         "run.json",
     ),
 )
-AFTER_DIVERGENCE = "train it anew with a smaller optimizer.lr, such as a tenth, and --overwrite"
+AFTER_DIVERGENCE = "train again with a smaller optimizer.lr, such as a tenth, and with --overwrite"
 STOPPED = "stopped by a signal"
 """`last_error` of a run that a signal stopped: the same command resumes it."""
 LOCK, RANKS_LOCK = ".lock", ".lock-ranks"
@@ -92,7 +92,7 @@ class RunFolder:
     def evaluation(self, suite: str) -> Path:
         """Return the folder for a suite's results. Raises UserError if the name is a path to another folder."""
         if not is_component(suite):
-            raise UserError(f"suite {suite!r}: cannot name a folder of results; rename it")
+            raise UserError(f"suite {suite!r}: cannot be the name of a folder of results; rename the suite")
         return self.path / "eval" / suite
 
     def read(self) -> dict[str, Any] | None:
@@ -116,9 +116,9 @@ class RunFolder:
         """Return run.json as `read` does. Raises UserError if the folder is not a run's, or lacks a required key."""
         record = self.read()
         if record is None:
-            raise UserError(f"{self}: not a run folder (it has no run.json)")
+            raise UserError(f"{self}: has no run.json; name a run folder")
         if missing := [key for key in required if key not in record]:
-            raise UserError(f"{self._file}: lacks {', '.join(missing)}; {EDITED}")
+            raise UserError(f"{self._file}: has no {', '.join(missing)}; {EDITED}")
         return record
 
     def why_no_model(self) -> str:
@@ -127,7 +127,7 @@ class RunFolder:
         if record["status"] == "diverged":
             return f"diverged: {record['training']['diverged']}; {AFTER_DIVERGENCE}"
         if record["status"] == "finished":
-            return "has no model any more, it was removed; train it again with --overwrite"
+            return "the model of this finished run was removed; train again with --overwrite"
         return f"has no model yet (status: {record['status']}); finish the run first"
 
     def update(self, **changes: Any) -> None:
@@ -193,10 +193,10 @@ class RunFolder:
             for entry in (self.path / name, *self.path.glob(f"{name}.*part")):
                 for file in _special_files(entry):
                     if not file.is_symlink():
-                        raise UserError(f"{file}: is a pipe, a socket or a device; remove it")
+                        raise UserError(f"{file}: is a pipe, a socket or a device; remove it from the run folder")
                     raise UserError(
-                        f"{file}: is a link to {os.readlink(file)}, and a run writes into no other folder; remove it, "
-                        "or put the whole run elsewhere (run.output_dir)"
+                        f"{file}: is a link to {os.readlink(file)}, but a run writes only into its own folder; remove "
+                        "the link, or choose another run.output_dir for the whole run"
                     )
 
     def release(self) -> None:
@@ -213,9 +213,9 @@ class RunFolder:
         """Raise LockedError if this process does not hold the folder any more, as after `rm .lock`."""
         if not self.is_locked():
             raise lock.LockedError(
-                f"{self}: the lock of this folder was removed or taken over, so another command may train in it; this "
-                f"command stops and leaves the folder as it is. Do not remove {LOCK}: the lock is free when its "
-                "process has ended"
+                f"{self}: the lock of this folder was removed or taken over, so another command may train in this "
+                f"folder. This command stops and changes nothing more; do not remove {LOCK}, which becomes free when "
+                "its process ends"
             )
 
     @contextmanager
@@ -237,7 +237,7 @@ class RunFolder:
         # of a start that was killed; a lease beside a lock has its name and more
         names = {name for name in names if not name.startswith(LOCK) and not _PART.fullmatch(name)}
         if create and self.read() is None and names:
-            raise UserError(f"{self}: not empty and not a run folder; choose another run.output_dir")
+            raise UserError(f"{self}: is neither empty nor a run folder; choose another run.output_dir")
         if not create:
             self.record()
 
@@ -280,13 +280,13 @@ class RunFolder:
                         remaining.append((record, line.removesuffix("\n")))
                 except (ValueError, TypeError, KeyError, RecursionError):
                     num_damaged += line.endswith("\n")
-            lines, remedy = [line for _, line in remaining], "lines removed"
+            lines, remedy = [line for _, line in remaining], "lines were removed"
             if logged and file == self.metrics:
                 key = partial(json.dumps, sort_keys=True)
                 own = {key(record): line for record, line in remaining}
                 saved = {key(log): json.dumps({"step": log["step"]} | log) for log in logged}
                 num_damaged = len(saved.keys() - own.keys())
-                remedy = f"or missing lines restored from checkpoint-{step}"
+                remedy = f"or missing lines were restored from checkpoint-{step}"
                 lines = [own.get(log, line) for log, line in saved.items()]
             if num_damaged:
                 notices.append(f"{file.name}: {num_damaged} damaged {remedy}")
@@ -308,7 +308,9 @@ def read_seal(checkpoint: Path) -> Seal:
     """Return the seal of a complete checkpoint. Raises UserError for any other folder."""
     marker = checkpoint / COMPLETE_MARKER
     if not marker.is_file():
-        raise UserError(f"{checkpoint}: no complete checkpoint of soren-align ({COMPLETE_MARKER} is missing)")
+        raise UserError(
+            f"{checkpoint}: is no complete checkpoint, as {COMPLETE_MARKER} is missing; name another checkpoint"
+        )
     try:
         seal = TypeAdapter(Seal).validate_python(read_json(marker), strict=True)
     except UserError as error:
@@ -320,7 +322,7 @@ def read_seal(checkpoint: Path) -> Seal:
             f"{marker}: was not written by this version of soren-align, or is damaged; {PREVIOUS}"
         ) from None
     if not all(is_component(part) for name in seal["files"] for part in name.split("/")):
-        raise UserError(f"{marker}: names files outside of the checkpoint; {PREVIOUS}")
+        raise UserError(f"{marker}: lists files outside of the checkpoint; {PREVIOUS}")
     return seal
 
 

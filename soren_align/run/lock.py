@@ -49,7 +49,7 @@ def acquire(file: Path, *, shared: bool = False) -> None:
         return
     kind = os.environ.get("SOREN_ALIGN_LOCKS", "flock")
     if kind not in ("flock", "lease"):
-        raise UserError(f"SOREN_ALIGN_LOCKS is {kind!r}; set it to lease, or unset it for flock")
+        raise UserError(f"SOREN_ALIGN_LOCKS is {kind!r}; set this variable to lease, or unset it to use flock")
     _refuse_leased(file)
     if kind == "lease":
         token = secrets.token_hex(16)
@@ -71,8 +71,8 @@ def acquire(file: Path, *, shared: bool = False) -> None:
     except OSError as error:
         os.close(descriptor)
         raise UserError(
-            f"{file.parent}: its file system has no locks ({error.strerror}); set SOREN_ALIGN_LOCKS=lease in the "
-            "environment of all commands that use this folder, or choose another folder"
+            f"{file.parent}: the file system has no locks ({error.strerror}); set SOREN_ALIGN_LOCKS=lease for all "
+            "commands that use this folder, or choose another folder"
         ) from None
     _descriptors.append(descriptor)
 
@@ -109,7 +109,9 @@ def _is_open(descriptor: int, file: Path) -> bool:
 
 
 def _locked(file: Path) -> LockedError:
-    return LockedError(f"{file.parent}: another process is running or evaluating this run; wait until it has ended")
+    return LockedError(
+        f"{file.parent}: another process is training or evaluating this run; wait until that process has ended"
+    )
 
 
 def _hold_leases(leases: dict[str, str]) -> None:
@@ -157,7 +159,7 @@ def _refuse_leased(file: Path) -> None:
             has_ended = isinstance(error, ProcessLookupError)
     if left > 0 and not has_ended:
         place = f"process {process} on {holder.get('host')}"
-        raise LockedError(f"{_locked(file)} ({place}); if it has ended already, wait {left:.0f} s")
+        raise LockedError(f"{_locked(file)} ({place}); if that process has ended already, wait {left:.0f} s")
     _remove_lease(file, holder.get("token"))
 
 

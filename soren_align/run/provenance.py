@@ -75,7 +75,9 @@ def weight_files(folder: Path) -> list[Path]:
         value = content.get(key) if isinstance(content, dict) else None
         for name in value.values() if isinstance(value, dict) else [value] * (value is not None):
             if not is_component(name):
-                raise UserError(f"{file}: {key} names {name!r}, which is no file of this folder; copy it there")
+                raise UserError(
+                    f"{file}: {key} lists {name!r}, which is no file of this folder; copy this file into the folder"
+                )
             files.add(folder / str(name))
     return sorted(
         file for file in files | {index for index, key in references if key == "weight_map"} if file.is_file()

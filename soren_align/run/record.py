@@ -19,7 +19,7 @@ from ..core.files import CHANGED, digest, read_json
 from ..tasks import TaskName
 
 FORMAT_VERSION = 2
-EDITED = "it was edited, or written by another version of soren-align"
+EDITED = "restore this file, which was edited or written by another version of soren-align"
 SURVIVAL_THRESHOLD = 0.5
 """Share of a change, or of the entries to be changed, below which more is lost to rounding than survives. Good settings
 are far above, bad ones far below: in its first step, Soren at the paper's 1e-6 changes 0.98 of float32 weights and less
@@ -151,7 +151,9 @@ def read_record(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: was not written by soren-align; choose another folder")
     sha256 = record.pop("record_sha256", None)
     if sha256 not in (None, digest(record)):
-        raise UserError(f"{file}: {CHANGED}. Restore it, or remove its line record_sha256 if the edit was on purpose")
+        raise UserError(
+            f"{file}: {CHANGED}; restore the file, or, if you edited it on purpose, remove its line record_sha256"
+        )
     try:
         _RECORD.validate_python(record, strict=True)
         if "data" in record:
@@ -169,14 +171,14 @@ def divergence(lines: Sequence[Mapping[str, Any]]) -> str | None:
     training = [line["loss"] for line in lines if "loss" in line]
     ends = [losses[-1] for losses in (held_out, training) if losses]
     if not all(map(math.isfinite, ends)):
-        return "the loss at the end is not a number"
+        return "the loss at the end is NaN or infinite"
     if held_out and next(line["step"] for line in lines if "eval_loss" in line) == 0:
         start, end, peak = held_out[0], held_out[-1], max(filter(math.isfinite, held_out + training))
         if peak > PEAK * start and min(ends) > RECOVERED * start:
             # If possible by the held-out losses: a training loss that is logged after a resume is of fewer steps.
             highest = max(filter(math.isfinite, held_out))
             peak = highest if highest > PEAK * start else peak
-            return f"the held-out loss was {start:.4g} at the start and {end:.4g} at the end, after {peak:.3g}"
+            return f"the held-out loss was {start:.4g} at the start, rose to {peak:.3g}, and was {end:.4g} at the end"
     elif len(training) > 1 and min(training[(len(training) + 1) // 2 :]) > PEAK * training[0]:
         return f"the training loss was {training[0]:.4g} in the first log and {training[-1]:.4g} in the last one"
     return None
@@ -195,14 +197,14 @@ def describe_truncation(num_truncated: int, num_tokens_left_out: int, num_tokens
     if not num_truncated:
         return "0 truncated to max_length"
     share = num_tokens_left_out / (num_tokens + num_tokens_left_out)
-    return f"{num_truncated:,} truncated to max_length: {num_tokens_left_out:,} tokens ({share:.1%}) are left out"
+    return f"{num_truncated:,} truncated to max_length, which drops {num_tokens_left_out:,} tokens ({share:.1%})"
 
 
 def describe_held_out(counts: Mapping[str, Any]) -> list[str]:
     """Return a line about the held-out examples, and one about truncated ones. counts: see `TrainingSetup.held_out`."""
     of_all = f" of {counts['num_examples']:,}" * (counts["num_kept"] < counts["num_examples"])
     dropped = f", {text}" if (text := describe_dropped(counts["dropped"])) else ""
-    lines = [f"{counts['num_kept']:,}{of_all} examples for the evaluation loss, not trained on{dropped}"]
+    lines = [f"{counts['num_kept']:,}{of_all} held-out examples for the evaluation loss{dropped}"]
     if counts["num_truncated"]:
         numbers = (counts[key] for key in ("num_truncated", "num_truncated_tokens", "num_tokens"))
         lines.append(describe_truncation(*numbers))
@@ -237,7 +239,9 @@ def describe_losses(training: dict[str, Any]) -> list[str]:
     if preferences := training.get("preferences"):
         num_pairs, margin = preferences["num_pairs"], preferences["margin"]
         pairs = f"{num_pairs:,} held-out pairs" if preferences["held_out"] else f"{num_pairs:,} pairs (last log)"
-        texts.append(f"the chosen answer preferred in {preferences['share']:.0%} of {pairs}, margin {margin:.3g}")
+        texts.append(
+            f"the model prefers the chosen answer in {preferences['share']:.0%} of {pairs}, margin {margin:.3g}"
+        )
     return texts
 
 

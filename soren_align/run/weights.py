@@ -35,7 +35,7 @@ from .quantized import quantization_config, quantized_layers
 
 _MASK = re.compile(r"(^|\.)attn(\.attention)?\.(masked_)?bias$")
 """Causal masks, which old checkpoints of GPT-2 and GPT-Neo contain among their weights."""
-NO_PATTERN = "{}: a pattern in its config is not a regular expression"
+NO_PATTERN = "{}: a pattern in config.json is not a regular expression; correct the pattern"
 _ADAPTER = "default"  # PEFT's name for a single adapter
 MAX_MODULES = 10_000
 """Blocks or experts of a model. transformers makes a list of the blocks as it reads the config, and all modules before
@@ -58,7 +58,7 @@ def load_config(name: str, revision: str | None = None, place: str | None = None
 
     Raises UserError if transformers cannot, whatever it raises: it checks few of the values in config.json.
     """
-    message = f"{place or name}: not a model that can be loaded"
+    message = f"{place or name}: the model cannot be loaded"
     _read_configs(name, message)
     with as_user_error(message, Exception):
         _refuse_impossible_numbers(PreTrainedConfig.get_config_dict(name, revision=revision)[0])
@@ -75,16 +75,20 @@ def load_tokenizer(name: str, revision: str | None = None, place: str | None = N
 
     Raises UserError if transformers cannot, whatever it raises.
     """
-    message = f"{place or name}: has no tokenizer that can be loaded"
+    message = f"{place or name}: the tokenizer cannot be loaded"
     _read_configs(name, message)
     with as_user_error(message, Exception):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
         try:
             tokenizer.unk_token_id  # noqa: B018
         except RecursionError:  # transformers takes the unknown token's id for that of a token without one
-            raise UserError(f"{place or name}: the tokenizer's unk_token is not in its vocabulary") from None
+            raise UserError(
+                f"{place or name}: the tokenizer's unk_token is not in its vocabulary; correct tokenizer_config.json"
+            ) from None
         if (highest := max(tokenizer.get_vocab().values(), default=0)) > MAX_TOKEN_ID:
-            raise UserError(f"{place or name}: a token of the tokenizer has the id {highest}; at most {MAX_TOKEN_ID:,}")
+            raise UserError(
+                f"{place or name}: a token has the id {highest}, but the limit is {MAX_TOKEN_ID:,}; change the id"
+            )
         return tokenizer
 
 
@@ -132,11 +136,13 @@ def load_model(
     except Exception as error:
         if should_reduce_batch_size(error):
             raise
-        raise UserError(f"{place or name}: not a model that can be loaded: {in_one_line(error)}") from error
+        raise UserError(
+            f"{place or name}: the model cannot be loaded: {in_one_line(error)}; check the model's files"
+        ) from error
     model, info = loaded
     complete_for_trl_(model)
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise UserError(f"model {name}: is an adapter on the hub; download it and name its folder")
+        raise UserError(f"model {name}: is an adapter on the hub; download the adapter and name its folder")
     mismatched = [key for key, *_ in info["mismatched_keys"]]
     refuse_other_keys(name, info["missing_keys"], info["unexpected_keys"], mismatched)
     for layer in quantized_layers(model):
@@ -165,8 +171,8 @@ def make_savable_(config: GenerationConfig, place: str) -> str | None:
     if _reason_not_to_save(config) is None:
         return f"{place}: generation_config.json has sampling settings; {change}"
     raise UserError(
-        f"{place}: generation_config.json: transformers would not save it with the trained model: {reason}. Correct it "
-        "in a copy of the model"
+        f"{place}: transformers would not save this generation_config.json with the trained model: {reason}; correct "
+        "the file in a copy of the model"
     )
 
 
@@ -211,7 +217,9 @@ def load_adapter(model: PreTrainedModel, folder: str, *, is_trainable: bool = Fa
     except (AttributeError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         if should_reduce_batch_size(cast(Exception, error)):
             raise
-        raise UserError(f"{folder}: not an adapter that can be loaded: {in_one_line(error)}") from error
+        raise UserError(
+            f"{folder}: the adapter cannot be loaded: {in_one_line(error)}; check the files in this folder"
+        ) from error
     refuse_other_keys(folder, result.missing_keys, result.unexpected_keys)
     return adapted
 
@@ -222,9 +230,9 @@ def refuse_other_keys(
     """Raise UserError with the first keys and their number, unless files and model contain the same weights."""
     problems = []
     for problem, keys in (
-        ("weights are missing", missing),
-        ("weights that the model does not have", [key for key in unexpected if not _MASK.search(key)]),
-        ("weights of another shape", mismatched),
+        ("these weights are missing", missing),
+        ("the model does not have these weights", [key for key in unexpected if not _MASK.search(key)]),
+        ("these weights have another shape than in the model", mismatched),
     ):
         names = sorted(keys)
         if names:
@@ -249,9 +257,9 @@ def _refuse_impossible_numbers(config: Any) -> None:
         if isinstance(value, dict):
             _refuse_impossible_numbers(value)
         elif _NUM_MODULES.search(str(key)) and is_number and value > MAX_MODULES:
-            raise UserError(f"config.json: {key}: found {value}; at most {MAX_MODULES:,}")
+            raise UserError(f"config.json: {key}: found {value}; write at most {MAX_MODULES:,}")
         elif _PROBABILITY.search(str(key)) and not (value is None or (is_number and 0 <= value <= 1)):
-            raise UserError(f"config.json: {key}: found {value!r:.80}; a probability is a number from 0 to 1")
+            raise UserError(f"config.json: {key}: found {value!r:.80}; write a probability, a number from 0 to 1")
 
 
 def _refuse_more_weights(place: str, config: Any, files: Iterable[Path]) -> None:
@@ -267,6 +275,6 @@ def _refuse_more_weights(place: str, config: Any, files: Iterable[Path]) -> None
     numel = sum(parameter.numel() for parameter in model.parameters())
     if numel > num_bytes * WEIGHTS_PER_BYTE:
         raise UserError(
-            f"{place}: not a model that can be loaded: config.json describes {numel:,} weights, more than its files of "
-            f"{num_bytes:,} bytes can hold"
+            f"{place}: config.json describes {numel:,} weights, but its weight files have only {num_bytes:,} bytes; "
+            "restore the model's files"
         )

@@ -68,13 +68,14 @@ def check_parts(checkpoint: Path) -> None:
             continue
         tag = (checkpoint / name).read_text(encoding="utf-8", errors="replace").strip()
         if not is_component(tag) or not (checkpoint / tag).is_dir():
-            raise UserError(f"{checkpoint / name}: names no folder of this checkpoint")
+            raise UserError(f"{checkpoint / name}: has a name that is no folder of this checkpoint; restore the file")
     for file in checkpoint.rglob(".metadata"):
         try:
             with file.open("rb") as stream:
                 _Metadata(stream).load()
         except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
-            raise UserError(f"{file}: is not read: {str(error).splitlines()[0] or type(error).__name__}") from None
+            reason = str(error).splitlines()[0] or type(error).__name__
+            raise UserError(f"{file}: is not loaded: {reason}; restore the file") from None
 
 
 class _Metadata(pickle.Unpickler):
@@ -84,7 +85,7 @@ class _Metadata(pickle.Unpickler):
         """A class of checkpoints' metadata, by name. Raises UnpicklingError for anything else."""
         if name in _METADATA.get(module, ()):
             return PosixPath if name == "PosixPath" else super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it holds code ({module}.{name})")
+        raise pickle.UnpicklingError(f"the file contains code ({module}.{name})")
 
 
 def is_universal(checkpoint: Path) -> bool:
@@ -125,7 +126,9 @@ def folders_confined_to(checkpoint: Path) -> Iterator[None]:
 
     def make_inside(name: Any, *args: Any, **kwargs: Any) -> None:
         if not Path(name).resolve().is_relative_to(root):
-            raise UserError(f"{checkpoint}: names a parameter whose files would be written to {name}")
+            raise UserError(
+                f"{checkpoint}: has a parameter whose file would be {name}, outside of the folder; use another one"
+            )
         os.makedirs(name, *args, **kwargs)
 
     confined = SimpleNamespace(**{**vars(os), "makedirs": make_inside})

@@ -52,7 +52,7 @@ class FSDP2Strategy(RankStrategy):
     def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:
         """All ranks of the mesh, each with its current device."""
         if self._mesh is None:
-            raise ValueError("no parameter is a DTensor: call fully_shard before the first step")
+            raise ValueError("no parameter is a DTensor; call fully_shard before the first step")
         kind = self._mesh.device_type
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         return self._mesh.get_group(), device
@@ -60,6 +60,6 @@ class FSDP2Strategy(RankStrategy):
 
 def _unsupported(parameter: DTensor) -> ValueError:
     return ValueError(
-        f"a parameter is placed as {parameter.placements} on a mesh of {parameter.device_mesh.ndim} axes; only "
-        "fully_shard over one axis is supported: no tensor parallelism, no replicated shards (HSDP)"
+        f"a parameter has the placements {parameter.placements} on a mesh of {parameter.device_mesh.ndim} axes; use "
+        "fully_shard over one axis, without tensor parallelism or replicated shards (HSDP)"
     )

@@ -91,13 +91,14 @@ class RankStrategy(ABC):
             raise error
         if num_errors:
             raise (ValueError if num_value_errors else FloatingPointError)(
-                "another rank has a gradient that cannot be used (see its message); nothing was changed by this step"
+                "another rank has an invalid gradient, so this step changed nothing; read the message of that rank"
             )
         nums, num_ranks = numbers[: len(named)], dist.get_world_size(group)
         uneven = [name for (name, _), num in zip(named, nums, strict=True) if num not in (0, num_ranks)]
         if uneven:
             raise ValueError(
-                f"{', '.join(uneven[:5])}: a gradient on some ranks and none on other ranks; nothing was changed"
+                f"{', '.join(uneven[:5])}: only some ranks have a gradient, so this step changed nothing; use this "
+                "parameter on all ranks or on none"
             )
         return tuple(numbers[len(named) :])
 
@@ -120,7 +121,8 @@ class RankStrategy(ABC):
         try:
             if len(dtypes) > 1:
                 raise ValueError(
-                    f"matrices of one group must share a dtype to be sent together; found {sorted(map(str, dtypes))}"
+                    f"the matrices of one parameter group have the dtypes {sorted(map(str, dtypes))}; use one dtype "
+                    "per group"
                 )
             itemsize = next(iter(dtypes), torch.float32).itemsize
             plan = make_exchange_plan(split_experts(self.layout(named), layouts), self.bucket_mb, itemsize)
@@ -135,10 +137,10 @@ class RankStrategy(ABC):
             raise problem
         if failed:
             raise ValueError(
-                "another rank cannot plan this step, and its message has the reason; nothing was changed by this step"
+                "another rank cannot plan this step, so this step changed nothing; read the message of that rank"
             )
         if largest != -minus_smallest:
-            raise ValueError("the ranks found different matrices or shards; do all of them load the same model?")
+            raise ValueError("the ranks have different matrices or shards; load the same model on all ranks")
         assert plan is not None
         return self.exchange(plan, [parameter for _, parameter in named], group, device, map_state)
 

@@ -73,8 +73,8 @@ def split_experts(layout: Layout, weight_layouts: WeightLayouts) -> Layout:
             continue
         if parameter.name not in weight_layouts:
             raise ValueError(
-                f"{parameter.name} has shape {parameter.shape}; expected a matrix [m, n], or experts [experts, m, n] "
-                "whose layout is in weight_layouts of the parameter group. Build the groups with "
+                f"{parameter.name} has shape {parameter.shape}, and is neither a matrix [m, n] nor experts "
+                "[experts, m, n] with a layout in the group's weight_layouts. Build the parameter groups with "
                 "soren_align.param_groups, or give this parameter to AdamW"
             )
         names, numel = expert_names(parameter.name, parameter.shape), rows * columns

@@ -163,8 +163,8 @@ def init_process_group(timeout_seconds: float) -> None:
         raise LostRankError(
             f"the {env.get('WORLD_SIZE')} processes cannot connect through MASTER_ADDR={env.get('MASTER_ADDR')}, "
             f"MASTER_PORT={env.get('MASTER_PORT')} ({first_sentence(error)}). On several machines, set "
-            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between them (`ip -br address` lists "
-            "them), then rerun the same command"
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that connects the machines (`ip -br "
+            "address` lists the interfaces), then rerun the same command"
         ) from error
 
 
@@ -195,7 +195,8 @@ def choose_gpu(num_gpus: int) -> int:
     num_local = max(num_local, local_rank + 1)
     if num_local > num_gpus:
         raise UserError(
-            f"{num_local} processes on this machine and {num_gpus} visible GPUs; start at most one process per GPU"
+            f"this machine has {num_local} processes, but only {num_gpus} visible GPUs; start at most one process per "
+            "GPU"
         )
     return local_rank
 
@@ -239,4 +240,4 @@ def _wait_for_first(store: dist.Store, key: str) -> None:
     kind, message = problem
     if kind in _ON_ALL:
         raise _ON_ALL[kind](message)
-    raise LostRankError(f"rank 0 failed ({kind}: {message}); see its output")
+    raise LostRankError(f"rank 0 failed ({kind}: {message}); read the output of rank 0")

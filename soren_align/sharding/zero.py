@@ -91,24 +91,26 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
     optimizer = getattr(zero, "optimizer", None)
     if not isinstance(optimizer, SpectralOptimizer):
         raise ValueError(
-            f"DeepSpeed would step {type(optimizer).__name__}, not our optimizer: leave `optimizer` out of its config, "
-            "and set zero_force_ds_cpu_optimizer to false"
+            f"DeepSpeed would use {type(optimizer).__name__} instead of the optimizer of soren_align; remove "
+            "`optimizer` from DeepSpeed's config, and set zero_force_ds_cpu_optimizer to false"
         )
     unsupported = {
-        "round_robin_gradients": "DeepSpeed then writes wrong universal checkpoints",
-        "zenflow": "it steps outside of the optimizer",
-        "swap_optimizer": "with optimizer states on NVMe the flat tensors are empty; offload to cpu",
+        "round_robin_gradients": "with this option DeepSpeed writes wrong universal checkpoints",
+        "zenflow": "this option updates parameters outside of the optimizer",
+        "swap_optimizer": "with optimizer states on NVMe the flat tensors are empty (offload to cpu instead)",
     }
     for option, reason in unsupported.items():
         if getattr(zero, option, False):
-            raise ValueError(f"DeepSpeed's {option} is on, which is not supported: {reason}")
+            raise ValueError(f"DeepSpeed's {option} is not supported, because {reason}; switch this option off")
     if getattr(zero, "partial_offload", 1.0) not in (0, 1, 1.0):
-        raise ValueError(f"offload_optimizer.ratio is {zero.partial_offload}; only 1 is supported")
+        raise ValueError(f"offload_optimizer.ratio is {zero.partial_offload}, but only 1 is supported; write 1")
     tensors = list(_flat_tensors(zero))
     spectral = [tensor for tensor in tensors if tensor.rule == "spectral"]
     groups = {tensor.process_group for tensor in tensors}
     if len(groups) != 1:
-        raise ValueError(f"found {len(groups)} data-parallel groups; mixtures of experts are not supported")
+        raise ValueError(
+            f"DeepSpeed has {len(groups)} data-parallel groups, but only one is supported; use no expert parallelism"
+        )
     (group,) = groups
     from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]
 
@@ -127,10 +129,10 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
     num_wrong = torch.tensor(len(wrong), device=device)
     dist.all_reduce(num_wrong, dist.ReduceOp.MAX, group=group)
     if num_wrong.item():
-        here = f"here {', '.join(wrong[:5])}" if wrong else "none of them here"
+        here = f"on this rank {', '.join(wrong[:5])}" if wrong else "none on this rank"
         raise ValueError(
-            f"{type(zero).__name__} keeps up to {num_wrong.item()} matrices per rank elsewhere than expected, {here}: "
-            "this version of DeepSpeed, or an option of it, is not known to soren-align"
+            f"{type(zero).__name__} stores up to {num_wrong.item()} matrices per rank in an unexpected place ({here}), "
+            "because of an unknown version or option of DeepSpeed; install deepspeed>=0.19.8,<0.20"
         )
     names = {matrix.name for tensor in spectral for matrix in tensor.layout.weights}
     unknown = [n for group in optimizer.param_groups for n in group.get("weight_layouts", {}) if n not in names]
@@ -164,7 +166,7 @@ def _flat_tensors(zero: Any) -> Iterator[_FlatTensor]:
     elif hasattr(zero, "fp32_groups_flat_partition"):  # BF16_Optimizer
         flats, groups, all_starts = zero.fp32_groups_flat_partition, zero.bf16_groups, None
     else:
-        raise ValueError(f"{type(zero).__name__}: an unknown kind of ZeRO; use stage 1, 2 or 3")
+        raise ValueError(f"{type(zero).__name__} is an unknown kind of ZeRO; use stage 1, 2 or 3")
     for i, flat in enumerate(flats):
         shapes, group = _shapes(zero, groups[i], rules[i]), zero.real_dp_process_group[i]
         starts, num_ranks = all_starts[i] if all_starts else None, dist.get_world_size(group)

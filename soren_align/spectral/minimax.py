@@ -66,7 +66,7 @@ def guarded_minimax_sigmoid(
     if precision not in (choices := get_args(FactorPrecision)):
         raise ValueError(f"precision: found {precision!r}; write one of {', '.join(map(repr, choices))}")
     if precision != "float32" and method == "eigh":
-        raise ValueError(f"precision: {precision!r} is for products; found method 'eigh': write precision='float32'")
+        raise ValueError(f"precision: found {precision!r} with method 'eigh'; write precision='float32'")
     narrow = precision != "float32"
     double = x.dtype == torch.float64 and not narrow
     wide = to_wide(x, torch.float64 if double else torch.float32)

@@ -44,7 +44,7 @@ AT_A_SEED = ("batches", "starting_weights")
 FOLLOWS = "not set"
 """In a difference of recipes, the value of a key that follows another one."""
 MATCHED = "remove this folder and rerun the study, so that all candidates are trained alike"
-RESTORE = "restore it, or remove this folder and rerun the study"
+RESTORE = "restore this file, or remove this folder and rerun the study"
 MANY_SEEDS = 5
 """Of a verdict, from which on their number is no caution: with 3, a 95% interval over seeds alone is 4.3 standard
 errors wide to each side, with 5 it is 2.8 (Student's t)."""
@@ -131,15 +131,15 @@ def _file_problems(runs: list[RunFiles], folder: Path) -> Iterator[str]:
     for run in runs:
         written = run.record.get("written")
         if written is None:
-            yield f"{run.place}: run.json has no hashes of what the training has left; {MATCHED}"
+            yield f"{run.place}: run.json has no hashes of the training's files; {MATCHED}"
             continue
         if file_sha256(RunFolder(folder / run.place).metrics) != written["metrics_sha256"]:
-            yield f"{run.place}: metrics.jsonl is not the one that the training wrote; {RESTORE}"
+            yield f"{run.place}: metrics.jsonl differs from the file that the training wrote; {RESTORE}"
         held_out = RunFolder(folder / run.place).held_out
         if run.stage == "verdict" and held_out.is_file() and file_sha256(held_out) != written.get("held_out_sha256"):
-            yield f"{run.place}: held_out.json is not the one that the training wrote; {RESTORE}"
+            yield f"{run.place}: held_out.json differs from the file that the training wrote; {RESTORE}"
         if recipe_hash(run.recipe, with_optimizer=True) != written["recipe_sha256"]:
-            yield f"{run.place}: recipe.yaml is not the recipe that it was trained by; {RESTORE}"
+            yield f"{run.place}: recipe.yaml differs from the recipe of the training; {RESTORE}"
         weights = written["weights_sha256"]
         other = run if weights is None else by_weights.setdefault(weights, run)
         if other.record.get("identity", {}).get("batches") != run.record.get("identity", {}).get("batches"):
@@ -148,7 +148,7 @@ def _file_problems(runs: list[RunFiles], folder: Path) -> Iterator[str]:
         results = read_results(RunFolder(folder / run.place).evaluation(options.name)) if options else None
         if results and results["rows"][-1].get("weights_sha256") != weights:
             remedy = f"evaluate the run again (soren-align eval {folder / run.place})"
-            yield f"{run.place}: the answers of its evaluation are not by the weights that it trained; {remedy}"
+            yield f"{run.place}: the evaluation used other weights than this run's; {remedy}"
 
 
 def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterator[str]:
@@ -158,10 +158,10 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
     listed = {run.folder: run.status for run in study.runs}
     for place in on_disk:
         if place not in listed:
-            yield f"{place}: is a run that the study does not list; declare its trial for all candidates, or remove it"
+            yield f"{place}: is a run that the study does not list; remove it, or add the trial for all candidates"
     for run in runs:
         if listed.get(run.place) == "finished" and run.num_steps is None:
-            yield f"{run.place}: is listed as finished and is not trained to its end; rerun the study"
+            yield f"{run.place}: is listed as finished, but its training did not end; rerun the study"
 
     # The same number for all is no problem: a budget has ended, or the search was extended.
     counts = Counter(place.split("/")[1] for place in on_disk if place.startswith("search/"))
@@ -169,18 +169,18 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
     numbers = {name: counts[name] for name in {**file["candidates"], **counts}}
     for name, number in numbers.items() if len({*numbers.values()}) > 1 else ():
         if name not in file["candidates"]:
-            yield f"search/{name}: the study declares no candidate {name!r}; remove the folder"
+            yield f"search/{name}: the study declares no candidate {name!r}; remove this folder"
         elif number != declared:
-            remedy = "remove those beyond them" if number > declared else "rerun the study to make the others"
-            yield f"search/{name}: has {number} trials, and {declared} are declared for each candidate; {remedy}"
+            remedy = "remove the surplus trials" if number > declared else "rerun the study to run the missing trials"
+            yield f"search/{name}: has {number} trials, but the study declares {declared} per candidate; {remedy}"
 
     seeds = {stage: file[stage]["seeds"] for stage in ("search", "verdict")}
     selecting = {run.seed for run in runs if run.stage == "search"} | {*seeds["search"]}
     for run in runs:
         if run.stage == "verdict" and run.seed in selecting:
-            yield f"{run.place}: has seed {run.seed}, with which the setting was selected; write other verdict.seeds"
+            yield f"{run.place}: has seed {run.seed}, which selected the setting; write other verdict.seeds"
         elif run.seed not in seeds[run.stage]:
-            yield f"{run.place}: has seed {run.seed}, which {run.stage}.seeds does not declare; {MATCHED}"
+            yield f"{run.place}: has seed {run.seed}, which is not in {run.stage}.seeds; {MATCHED}"
     with_verdict = {candidate.name for candidate in study.candidates if candidate.selected is not None}
     for name in file["candidates"]:
         started = {run.seed for run in runs if (run.stage, run.candidate) == ("verdict", name)}
@@ -199,9 +199,9 @@ def _recipe_problems(
         for key, value in declared_settings(file, run.candidate).items():
             trained = run.settings.get(key, value)
             if value is not None and key not in searched.get(run.candidate, ()) and trained != value:
-                yield f"{run.place}: {key} is {trained!r}, and the study declares {value!r}; {MATCHED}"
+                yield f"{run.place}: {key} is {trained!r}, but the study declares {value!r}; {MATCHED}"
         if (part := run.recipe.data.eval_part) != run.stage:
-            yield f"{run.place}: data.eval_part is {part}, and a study sets {run.stage}; {MATCHED}"
+            yield f"{run.place}: data.eval_part is {part}, but a study sets {run.stage}; {MATCHED}"
     unlike = {}
     for name in file["candidates"]:
         of_candidate = [run for run in runs if run.candidate == name]
@@ -213,14 +213,14 @@ def _recipe_problems(
     for name in file["candidates"]:
         place = f"candidates/{name}.yaml"
         if not (folder / place).is_file():
-            yield f"{place}: is missing; rerun the study, which writes it again"
+            yield f"{place}: is missing; rerun the study, which writes this file again"
             continue
         declared = RunFiles("candidates", name, place, load_resolved(folder / place), {})
         for run in (run for run in runs if run.candidate == name and run.place not in others | unlike):
             for key in sorted({*run.settings, *declared.settings} - searched[name]):
                 theirs, own = declared.settings.get(key), run.settings.get(key)
                 if theirs != own and not (is_derived(declared.recipe, key) and is_derived(run.recipe, key)):
-                    yield f"{run.place}: {key} is {own!r}, and {theirs!r} in {place}; {MATCHED}"
+                    yield f"{run.place}: {key} is {own!r}, but {theirs!r} in {place}; {MATCHED}"
 
 
 def declared_settings(file: dict[str, Any], candidate: str, *, shared: bool = True) -> dict[str, Any]:
@@ -259,11 +259,11 @@ def _deviations(runs: list[RunFiles], values: list[Any], finding: str) -> Iterat
         if value != usual or usual is None:
             by_candidate.setdefault((run.stage, run.candidate), []).append((run.place, value))
     for (place, theirs), *others in by_candidate.values():
-        more = f" and {len(others)} more" if others else ""
+        more = f" and {len(others)} more runs" if others else ""
         text = f"{theirs} instead of {usual}"
         if isinstance(theirs, dict) and isinstance(usual, dict):
             text = "; ".join(differences(usual, theirs)[:3])
-        yield f"{place}{more}: {finding} ({text}); {MATCHED}"
+        yield f"{place}{more}: has {finding} ({text}); {MATCHED}"
 
 
 def _selection_problems(study: Study, runs: list[RunFiles], searched: dict[str, set[str]]) -> Iterator[str]:
@@ -271,7 +271,7 @@ def _selection_problems(study: Study, runs: list[RunFiles], searched: dict[str, 
     metric = study.file["search"]["metric"]
     if metric not in METRICS:
         allowed = " or ".join(METRICS)
-        yield f"search.metric: selects by {metric!r}, which is no metric of held-out examples; write {allowed}"
+        yield f"search.metric: found {metric!r}, which is no metric of held-out examples; write {allowed}"
         return
 
     settings = {
@@ -287,15 +287,15 @@ def _selection_problems(study: Study, runs: list[RunFiles], searched: dict[str, 
             if (run.stage, run.candidate) == ("verdict", candidate.name) and settings[run.place] != best:
                 places.setdefault(settings[run.place], []).append(run.place)
         for setting, (place, *others) in places.items():
-            where = f"{place} and {len(others)} more" if others else place
+            where = f"{place} and {len(others)} more runs" if others else place
             if best is None:
-                yield f"{where}: no trial of {candidate.name} has finished; a verdict needs a selected setting"
+                yield f"{where}: no trial of {candidate.name} has finished, so no setting is selected; rerun the study"
                 continue
             theirs = metrics.get(setting)
             has = "is none of the search" if theirs is None else f"has {metric} {theirs:.5g}"
             yield (
-                f"{where}: the setting ({_in_words(setting)}) {has}, and the best of the search ({_in_words(best)}) "
-                f"has {metrics[best]:.5g}: it was not selected on the held-out examples; rerun the verdict"
+                f"{where}: the setting ({_in_words(setting)}) {has}, but the best setting of the search "
+                f"({_in_words(best)}) has {metrics[best]:.5g}; {MATCHED}"
             )
 
 
@@ -324,7 +324,7 @@ def cautions(
             word = "largest" if end == "high" else "smallest"
             yield (
                 f"{candidate.name}: the selected {key} is the {word} value that was tried, and a better value may lie "
-                "beyond; extend the search (--extend)"
+                "beyond this value; extend the search (--extend)"
             )
         for status in ("diverged", "failed"):
             if number := sum(run.status == status for run in candidate.trials):
@@ -388,5 +388,5 @@ def cautions(
         if counts.get("overlapping"):
             yield (
                 f"{column}: {counts['overlapping']} of {counts['questions']} questions overlap with the training data; "
-                "compare the scores without them"
+                "compare the scores without these questions"
             )

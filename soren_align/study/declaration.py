@@ -96,22 +96,22 @@ def write_declaration(folder: Path, study: StudyFile, recipes: Mapping[str, Reci
     before, after = ({k: v for k, v in each.items() if k not in own} for each in (read_declaration(folder), content))
     if changed := differences(before, after):
         raise UserError(
-            f"{folder}: was declared otherwise ({file.name}):",
+            f"{folder}: the study differs from its declaration ({file.name}):",
             *(f"  {line}" for line in changed[:20]),
-            "Restore these to continue, or choose another output_dir",
+            "Restore the declared values to continue, or choose another output_dir",
         )
 
 
 def read_declaration(folder: Path) -> dict[str, Any]:
     """Return the declaration in a study's folder. Raises UserError if it is missing, or not as it was written."""
     file = folder / DECLARATION
-    remedy = "restore it, or repeat the study in another folder"
+    remedy = "restore this file, or repeat the study in another folder"
     if file.is_symlink() or not file.is_file():
         raise UserError(f"{file}: is missing; {remedy}")
     content = read_json(file, max_bytes=MAX_BYTES)
     own = {key: value for key, value in content.items() if key != "sha256"} if isinstance(content, dict) else {}
     if not own or content.get("sha256") != digest(own):
-        raise UserError(f"{file}: was changed after it was written; {remedy}")
+        raise UserError(f"{file}: was edited; {remedy}")
     return content
 
 
@@ -125,7 +125,7 @@ def declaration_problems(folder: Path, study: StudyFile) -> Iterator[str]:
     if [line.get("sha256") for line in read_history(folder, "declared")] != [declared["sha256"]]:
         yield f"{HISTORY}: does not begin with this declaration; restore it, or repeat the study in another folder"
     for line in differences(declared.get("study", {}), _fixed(study))[:20]:
-        yield f"study.yaml: is not as it was declared ({line}); restore it"
+        yield f"study.yaml: differs from the declaration ({line}); restore this file"
 
 
 def note(folder: Path, event: str, **facts: Any) -> None:

@@ -134,7 +134,8 @@ def assumed(study: StudyFile) -> Assumed:
     known = [field.name for field in fields(Assumed)]
     for key in study.verdict.assume:
         if key not in known:
-            raise UserError(f"verdict.assume.{key}: unknown key{did_you_mean(key, known, ', '.join(known))}")
+            hint = did_you_mean(key, known, f"write one of {', '.join(known)}")
+            raise UserError(f"verdict.assume.{key}: unknown key{hint}")
     return Assumed(**study.verdict.assume)
 
 
@@ -248,7 +249,7 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     search, verdict, runs, candidates = plan["search"], plan["verdict"], plan["runs"], plan["candidates"]
     if plan["title"]:
         write("study", plan["title"])
-    write("declares", f"{plan['declaration'][:DIGITS]}; whoever reads this before the runs can check them later")
+    write("declares", f"{plan['declaration'][:DIGITS]}; publish this hash before the runs to prove the plan")
     write("recipe", f"{plan['recipe']}: {plan['task']} of {plan['model']['name_or_path']}, {plan['steps']:,} steps")
     times = f" x {len(search['seeds'])} seeds" if len(search["seeds"]) > 1 else ""
     write("runs", f"{runs['total']:,}")
@@ -293,8 +294,8 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     console.print()
     write("disk", f"{with_prefix(section['bytes'], 'B')}: {text}")
     fewer = with_prefix(section["bytes_without_models_of_the_search"], "B")
-    text = f"{fewer} with search.keep_models: false, which removes them from the search's runs when they have ended"
-    write("", text if keeps else "those of the search's runs are removed when they have ended")
+    text = f"{fewer} with search.keep_models: false, which removes the models of the search's runs when the runs end"
+    write("", text if keeps else "the models of the search's runs are removed when the runs end")
     console.print()
     if section := plan["evaluation"]:
         number = section["num_requests"]

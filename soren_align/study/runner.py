@@ -56,7 +56,7 @@ def compare(study: StudyFile, *, jobs: int | None = None, processes: int = 1, ex
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     # Another command may create the folder at the same time.
     if not all(name.startswith((LOCK, STUDY_FILE)) for name in names) and not (folder / STUDY_FILE).is_file():
-        raise UserError(f"{folder}: not empty and not a study's folder; choose another output_dir")
+        raise UserError(f"{folder}: is neither empty nor a study's folder; choose another output_dir")
     folder.mkdir(parents=True, exist_ok=True)
     with _exclusive(folder):
         create(folder, study)
@@ -79,7 +79,7 @@ def report(study: StudyFile) -> None:
     """Conclude a study from the runs that have ended. Raises UserError if it has not been started."""
     folder = local_path(study.output_dir)
     if not (folder / STUDY_FILE).is_file():
-        raise UserError(f"{folder}: no study's folder; run soren-align compare without --report first")
+        raise UserError(f"{folder}: is no study's folder; run soren-align compare without --report first")
     _conclude(folder)
 
 
@@ -126,7 +126,7 @@ class _Runner:
             before = (RunFolder(self.progress.folder / run.folder).read() or {}).get("processes")
             if before not in (None, self.processes):
                 raise UserError(
-                    f"{self.progress.folder}: its runs have {before} process{'es' * (before > 1)} each, not "
+                    f"{self.progress.folder}: the study's runs have {before} process{'es' * (before > 1)} each, not "
                     f"{self.processes}; rerun with --processes {before}"
                 )
         recipe = recipe_of_run(self.progress.study, pending[0])
@@ -147,8 +147,8 @@ class _Runner:
                 if self.obstacle and not self.active:
                     raise ResumableError(
                         f"{self.progress.folder}: the study stopped, and no result is lost ({done} of "
-                        f"{self._total(runs)} runs have ended): {self.obstacle}. The same command resumes the runs "
-                        "that have not ended"
+                        f"{self._total(runs)} runs have ended): {self.obstacle}. Rerun the same command to resume "
+                        "the other runs"
                     )
                 per_run = (time.monotonic() - started) / (done - first) if done > first else None
                 live.update(self._state(runs, per_run))
@@ -231,20 +231,20 @@ class _Runner:
                 causes = {130: "stopped by a signal", SERVER_LOST: "the process that started it was killed"}
                 cause = causes.get(code) or killed_by(-code)
                 if run.folder in self.killed:
-                    remedy = f"see {run.folder}.log, and start fewer runs at a time (--jobs)"
+                    remedy = f"read {run.folder}.log, and start fewer runs at a time (--jobs)"
                     self._stop_starting(run, f"{cause}, twice; {remedy}")
                 else:
                     self.killed.add(run.folder)
-                    text = f"{run.folder}: {cause}; it is repeated from its last checkpoint"
+                    text = f"{run.folder}: {cause}; the run is repeated from its last checkpoint"
                     print_labelled(self.console, "notice", text)
             elif code not in (0, 130, LOCKED) and code > 0:
-                self.progress.failures[run.folder] = f"ended with exit code {code}; see {run.folder}.log"
+                self.progress.failures[run.folder] = f"ended with exit code {code}; read {run.folder}.log"
 
     def _stop_starting(self, run: Run, reason: str) -> None:
         self.obstacle = self.obstacle or f"{run.folder}: {reason}"
         if self.active:
-            number = f"{len(self.active)} running run{'s' * (len(self.active) > 1)}"
-            print_labelled(self.console, "waiting", f"for {number}; no other is started. {run.folder}: {reason}")
+            number = f"{len(self.active)} active run{'s' * (len(self.active) > 1)}"
+            print_labelled(self.console, "waiting", f"for {number}; no other run starts. {run.folder}: {reason}")
 
     def _reason(self, run: Run) -> str:
         """Return why the machine stopped a run, as its run.json or the end of its log states."""
@@ -257,7 +257,7 @@ class _Runner:
             return (
                 printable(lines[-1], MAX_CHARACTERS) if lines else f"{free_bytes(folder):,} bytes are free on its disk"
             )
-        return f"its log cannot be written; {free_bytes(folder):,} bytes are free on its disk"
+        return f"the log of this run cannot be written, with {free_bytes(folder):,} bytes free on the disk; free space"
 
     @contextmanager
     def _handling_signals(self) -> Iterator[None]:
@@ -332,7 +332,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
         except lock.LockedError:
             if time.monotonic() > end:
                 raise UserError(
-                    f"{folder}: another command has held {LOCK} for {LOCK_SECONDS:.0f} s; rerun when it has ended"
+                    f"{folder}: another command has held {LOCK} for {LOCK_SECONDS:.0f} s; rerun after that command"
                 ) from None
             time.sleep(0.05)
     try:

@@ -66,7 +66,7 @@ def read_files(study_folder: Path) -> tuple[list[RunFiles], list[str]]:
                 stage, candidate, _ = place.split("/")
                 runs.append(RunFiles(stage, candidate, place, load_resolved(run.recipe), record))
         except UserError as error:
-            problems.append(f"{place}: cannot be audited: {error}; remove the folder and rerun the study")
+            problems.append(f"{place}: cannot be audited: {error}; remove this folder and rerun the study")
     return runs, problems
 
 

@@ -93,7 +93,7 @@ def merge(run: RunFolder) -> Path:
     """
     target = run.merged
     if target.exists() and not run.is_merged():
-        raise UserError(f"{target}: is not a merge of this run's adapter; remove it, or give it another name")
+        raise UserError(f"{target}: is not a merge of this run's adapter; remove or rename this folder")
     name, revision = base_model(str(run.model))
     with as_user_error(f"{run}: cannot be merged"):
         config = load_config(name, revision)
@@ -109,7 +109,7 @@ def merge(run: RunFolder) -> Path:
     remove(partial)
     save_dtype = load_resolved(run.recipe).run.save_dtype
     dtype = getattr(torch, save_dtype) if save_dtype else getattr(config, "dtype", None) or torch.float32
-    with write_errors(partial, "Make room there, then rerun the command"):
+    with write_errors(partial, "Free space on this disk, then rerun the command"):
         merged.to(dtype).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         write(partial / MERGED_FROM, json.dumps(run.adapter()) + "\n")
@@ -130,7 +130,9 @@ def refuse_unmatched(model: nn.Module, globs: Sequence[str]) -> None:
     names = [name for name, _ in model.named_parameters()]
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
-            raise UserError(f"model.freeze: {glob!r} matches no parameter; the first one is called {names[0]}")
+            raise UserError(
+                f"model.freeze: {glob!r} matches no parameter; write names of parameters, such as {names[0]}"
+            )
 
 
 class GradientCheck(TrainerCallback):
@@ -156,9 +158,9 @@ class GradientCheck(TrainerCallback):
             reached = [name for name, parameter in trained if parameter.grad is not None]
             raise UserError(
                 f"step 1: {len(missing)} of {len(trained)} trained parameters got no gradient, such as "
-                f"{missing[0] if missing else 'on another process'}. The training examples do not use these "
-                "parameters; for example, text does not use a model's image encoder. To leave these parameters "
-                f"untrained, write `freeze: {common_globs(missing, reached)}` under model"
+                f"{missing[0] if missing else 'on another process'}, because the training examples do not use these "
+                "parameters: texts, for example, do not use a model's image encoder. To leave these parameters "
+                f"untrained, write model.freeze: {common_globs(missing, reached)}"
             )
 
 
@@ -206,7 +208,7 @@ def export_weights(weights: Iterable[Weight], dtype: torch.dtype | None) -> dict
                 for here, part, rest in chunks(rounded, tensor, compensation)
             ):
                 raise UserError(
-                    f"run.save_dtype: the largest float16 number is 65504, and {name} exceeds it; write bfloat16 or "
+                    f"run.save_dtype: {name} has numbers above 65504, the largest number of float16; write bfloat16 or "
                     "float32"
                 )
         return exported

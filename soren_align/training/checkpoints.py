@@ -46,8 +46,8 @@ from ..sharding.ranks import Ranks
 from .trained_optimizer import AttachedOptimizer
 
 PICKLE_REFUSED = (
-    "contains more than tensors and plain data, and is not loaded: a pickle can run code. Remove it, or write "
-    "run.overwrite: true"
+    "is not loaded, because it contains more than tensors and plain data, and such a pickle can run code; remove this "
+    "checkpoint, or write run.overwrite: true"
 )
 REQUIRED_FILES = ("scheduler.pt", "trainer_state.json")
 STREAM_FILE = "stream.json"
@@ -132,7 +132,7 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
     step, max_steps = state["global_step"], state["max_steps"]
     if step != step_of(checkpoint) or step > max_steps:
         raise UserError(
-            f"{state_file}: records step {step} of {max_steps}, and its folder is {checkpoint.name}; {PREVIOUS}"
+            f"{state_file}: has step {step} of {max_steps}, but its folder is {checkpoint.name}; {PREVIOUS}"
         )
     check_parts(checkpoint)
     if "processes" in actual_origin and actual_origin["processes"] is None:  # by `make_universal`
@@ -141,9 +141,9 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
     changed = differences(actual_origin, origin)
     if changed:
         raise UserError(
-            f"{checkpoint}: belongs to another run:",
+            f"{checkpoint}: belongs to another run, because these values differ:",
             *(f"  {line}" for line in changed),
-            "Restore these to resume, or choose another run.output_dir",
+            "Restore the checkpoint's values to resume, or choose another run.output_dir",
         )
 
 
@@ -169,7 +169,7 @@ def _check_files(checkpoint: Path) -> Seal:
     """Return the seal. Raises UserError if a file is missing, of another size or not listed, or the folder renamed."""
     seal = read_seal(checkpoint)
     if (step := seal["step"]) != step_of(checkpoint):
-        raise UserError(f"{checkpoint}: is the checkpoint of step {step}; name its folder checkpoint-{step} again")
+        raise UserError(f"{checkpoint}: is the checkpoint of step {step}; rename this folder to checkpoint-{step}")
     expected = {name: content["num_bytes"] for name, content in seal["files"].items()}
     sizes = {name: (checkpoint / name).stat().st_size for name in expected if (checkpoint / name).is_file()}
     damaged = [name for name in {*expected, *REQUIRED_FILES} if sizes.get(name) != expected.get(name, -1)]
@@ -178,14 +178,14 @@ def _check_files(checkpoint: Path) -> Seal:
         damaged = ["the optimizer's state"]
     if damaged:
         raise UserError(
-            f"{checkpoint}: {_listed(damaged)} missing or truncated; optimizer or schedule would start anew. "
-            f"Restore it, or {PREVIOUS}"
+            f"{checkpoint}: {_listed(damaged)} missing or truncated, so that optimizer or schedule would start anew; "
+            f"restore the missing data, or {PREVIOUS}"
         )
     # Libraries choose among files by their names: beside a pytorch_model.bin, model.safetensors would not be read. None
     # reads the hidden files of a file system or a desktop (.nfs000, .DS_Store).
     unknown = [name for name in _names(checkpoint) if name not in expected]
     if unknown := [n for n in unknown if not (last := Path(n).name).startswith(".") or last == ".metadata"]:
-        raise UserError(f"{checkpoint}: {_listed(unknown)}: added after the checkpoint was saved; remove them")
+        raise UserError(f"{checkpoint}: was saved without {_listed(unknown)}; remove what was added")
     return seal
 
 
@@ -265,7 +265,7 @@ def refuse_full_disk(folder: Path, needed: int, purpose: str, attached: Attached
     """
     with attached.ranks.shared_errors():
         if attached.ranks.is_first and (free := free_bytes(folder)) < needed:
-            space = f"{with_prefix(free, 'B')} free, and {purpose} needs {with_prefix(needed, 'B')}"
+            space = f"{with_prefix(free, 'B')} are free, but {purpose} needs {with_prefix(needed, 'B')}"
             raise ResumableError(f"{folder}: {space} ({free:,} and {needed:,} bytes). {_remedy(folder)}")
 
 
@@ -307,7 +307,7 @@ def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
 def _remedy(folder: Path, number: int = errno.ENOSPC) -> str:
     """Return the last complete checkpoint below or beside `folder`, and the way on. number: the errno."""
     complete = [seal.parent for seal in folder.glob(f"**/checkpoint-*/{COMPLETE_MARKER}")]
-    state = f"{max(complete, key=step_of).name} is complete" if complete else "No checkpoint is complete"
+    state = f"The last complete one is {max(complete, key=step_of).name}" if complete else "No checkpoint is complete"
     action = REMEDIES.get(number, REMEDIES[errno.ENOSPC])
     way = "resume" if complete else "start again"
-    return f"{state}: {action}, then rerun the same command to {way}; or choose another run.output_dir"
+    return f"{state}; {action}, then rerun the same command to {way}; or choose another run.output_dir"

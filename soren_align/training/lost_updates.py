@@ -21,9 +21,9 @@ from .trained_optimizer import AttachedOptimizer, StartingWeights
 
 GROUPS = ("matrices", "other_parameters")
 REMEDIES = (
-    "Nothing was saved. Any of these avoids this: model.dtype: float32; optimizer.compensation: kahan, for bfloat16 "
-    "parameters; a larger optimizer.lr; optimizer.adjust_lr_fn: match_rms_measured, at AdamW's learning rates. "
-    "run.lost_updates: warn trains anyway"
+    "Nothing was saved. Change one of these keys: model.dtype: float32; or optimizer.compensation: kahan, for bfloat16 "
+    "parameters; or a larger optimizer.lr; or optimizer.adjust_lr_fn: match_rms_measured, with AdamW's learning rates. "
+    "To train with these losses, write run.lost_updates: warn"
 )
 
 
@@ -91,9 +91,9 @@ class FirstStepCheck(TrainerCallback):
                     "lr": self._peaks[index],
                 }
         problems = [
-            f"step 1: most updates of the {name.replace('_', ' ')} are lost to rounding: at the peak learning rate "
+            f"step 1: rounding loses most updates of the {name.replace('_', ' ')}: at the peak learning rate "
             f"{group['lr']:g}, only {group['fraction_changed']:.2%} of the entries change in {group['dtype']}. The "
-            f"update RMS is {group['update_rms']:.1e}, one ulp of a typical weight is {group['ulp']:.1e}"
+            f"update RMS is {group['update_rms']:.1e}, but one ulp of a typical weight is {group['ulp']:.1e}"
             for name, group in self.groups.items()
             if group["fraction_changed"] < SURVIVAL_THRESHOLD
         ]

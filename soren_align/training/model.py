@@ -41,8 +41,8 @@ def starting_checkpoint(
             saved = saved if isinstance(saved, dict) else {}
             if changed := sorted(name for name in {*saved, *actual} if saved.get(name) != actual.get(name)):
                 raise UserError(
-                    f"{folder.start}: {', '.join(changed)}: {CHANGED}; remove this folder, and the same command makes "
-                    "it again"
+                    f"{folder.start}: {', '.join(changed)}: {CHANGED}; remove this folder and rerun the same "
+                    "command, which makes the folder again"
                 )
         return str(folder.start), str(folder.start)
     if isinstance(model.tokenizer, TrainedTokenizer):
@@ -81,7 +81,7 @@ def _resolved(name: str) -> str:
 def _named(recipe: Recipe, source: str) -> str:
     """Return what to call a folder or hub name in messages: the recipe's name for it, or the folder that a run made."""
     names = [name for name in (recipe.model.name_or_path, recipe.model.tokenizer) if isinstance(name, str)]
-    own = f"{source} (made by soren-align; after you remove it, soren-align makes it again)"
+    own = f"{source} (made by soren-align; if you remove this folder, soren-align makes the folder again)"
     return next((name for name in names if _resolved(name) == source), own)
 
 
@@ -101,7 +101,7 @@ def load_config(recipe: Recipe) -> Any:
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         kind = "a model of images and text that transformers does not load as a language model"
     raise UserError(
-        f"model {name}: {config.model_type} is {kind}; SFT and DPO need a model that predicts the next token"
+        f"model {name}: {config.model_type} is {kind}; name a causal language model, which predicts the next token"
     )
 
 
@@ -145,7 +145,8 @@ def generation_notices(recipe: Recipe, start: str) -> list[str]:
     except OSError:  # it has none
         return []
     except Exception as error:
-        raise UserError(f"{place}: generation_config.json: cannot be read: {in_one_line(error, 300)}") from error
+        reason = in_one_line(error, 300)
+        raise UserError(f"{place}: generation_config.json cannot be read: {reason}; correct this file") from error
     notice = weights.make_savable_(config, place)
     return [notice] if notice else []
 

@@ -81,7 +81,8 @@ class Packing:
             return [
                 f"packing_strategy bfd drops {self.num_lost_tokens:,} of {num_tokens:,} tokens "
                 f"({self.num_lost_tokens / num_tokens:.1%}): {self.num_long_examples:,} examples are longer than "
-                f"max_length {self.max_length}. bfd_split keeps every token; a larger max_length keeps examples whole"
+                f"max_length {self.max_length}. To keep every token, write packing_strategy: bfd_split or a larger "
+                "max_length"
             ]
         if self.strategy == "wrapped":
             return ["packing_strategy wrapped: examples in one sequence attend to the examples before them"]
@@ -242,18 +243,20 @@ class IsolationCheck(TrainerCallback):
         try:
             change, noise = cross_talk(model, self.collator, examples, args.device)
         except ValueError as error:  # such as an architecture that needs a kernel for it
-            raise UserError(f"{self.place}: packed examples cannot be kept separate: {error}") from error
+            raise UserError(
+                f"{self.place}: packed examples cannot be kept separate: {error}; write packing: false"
+            ) from error
         if change > max(TOLERANCE, 10 * noise):
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
             attention, other = str(getattr(base.config, "_attn_implementation", None)), ""
             if base._supports_flash_attn and "flash" not in attention:
                 (flash, *_) = base._compatible_flash_implementations or ["flash_attention_2"]
-                other = f"model.attn_implementation: {flash} (on a GPU; checked in the same way), "
+                other = f"model.attn_implementation: {flash} (on a GPU), "
             raise UserError(
-                f"{self.place}: examples in one sequence are not separate: other tokens in one example change the "
-                f"logits of the other examples, by {change:.1%} of the change of its own logits. {type(base).__name__} "
-                f"(attention {attention}) mixes the examples; write {other}packing: false, or packing_strategy: "
-                "wrapped to let examples attend to each other"
+                f"{self.place}: {type(base).__name__} with attention {attention} mixes the examples of one sequence: a "
+                "change of one example's tokens changes the logits of other examples, by "
+                f"{change:.1%} of the change of the example's own logits. Write {other}packing: false, or "
+                "packing_strategy: wrapped to let examples attend to each other"
             )
 
 

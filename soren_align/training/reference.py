@@ -234,14 +234,14 @@ class ReferenceCheck(TrainerCallback):
             if abs(weight) * most_loss < abs(loss - weight * math.log(2)) < math.inf:
                 problem = f"the loss is {loss:.5g}, not {weight * math.log(2):.5g} +- {abs(weight) * most_loss:.1g}"
         if problem:
-            cause, remedy = "", "true computes them once, by the starting model itself"
+            cause, remedy = "", "true, so that the starting model computes the log-probabilities once"
             if trainer.precompute_ref_logps:
-                cause = "log-probabilities of another model, cached beside the tokens; "
-                remedy = "false computes them at every step"
+                cause = "cached log-probabilities of another model; "
+                remedy = "false, so that they are computed at every step"
             raise UserError(
-                f"step 1: the reference is not the starting model: before any update {problem}. Likely causes: {cause}"
-                "a model folder that changed as the run started; a forward pass that differs in training (attention, "
-                f"kernels). trainer.precompute_ref_log_probs: {remedy}"
+                f"step 1: the reference is not the starting model, because before any update {problem}. Likely causes: "
+                f"{cause}a model folder that changed while the run started; a forward pass that differs in training "
+                f"(attention, kernels). Write trainer.precompute_ref_log_probs: {remedy}"
             )
 
 

@@ -91,7 +91,7 @@ def report_setup(
         print_labelled(console, "notice", notice)
     dropped = f", {text}" if (text := describe_dropped(train.dropped | counts.dropped)) else ""
     if stream:
-        print_labelled(console, "data", f"streamed, {train.layout}; of {train.source['path']}")
+        print_labelled(console, "data", f"{train.layout}, streamed from {train.source['path']}")
         print_labelled(console, "", f"the first {train.num_examples:,} examples: {counts.num_kept:,} kept{dropped}")
     else:
         print_labelled(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
@@ -194,10 +194,10 @@ def report_result(
         passes = f"; complete passes over the data: {passes}" if any(counts["passes"]) else ""
         lines.append(f"{counts['num_read']:,} examples read{dropped}{passes}")
     if early := result.get("stopped_early"):
-        lines.append(f"early, of {early['max_steps']} steps: {describe_early_stop(early)}")
+        lines.append(f"stopped early, before step {early['max_steps']}: {describe_early_stop(early)}")
     if best := result.get("best_model"):
         evaluation = f"{best['metric']} {best['value']:.4g}"
-        lines.append(f"the model is from step {best['step']}, the best evaluation: {evaluation}")
+        lines.append(f"the saved model is that of step {best['step']}, with the best evaluation: {evaluation}")
     if validation := result.get("validation"):
         text = f"validation perplexity {validation['perplexity']:.2f}, on {validation['num_tokens']:,} tokens"
         lines.append(f"{text} (loss {validation['loss']:.4f})")
@@ -210,10 +210,12 @@ def report_result(
     dtype, matrices = (result["change_after_saving"][key] for key in ("dtype", "matrices"))
     projection, entries = (100 * matrices[key] for key in ("projection", "fraction_changed"))
     if min(entries, projection) < 100 * SURVIVAL_THRESHOLD:
-        print_labelled(console, "saved", f"model/ in {dtype}, which preserves {projection:.3g}% of the change")
+        print_labelled(console, "saved", f"model/ in {dtype}, which keeps {projection:.3g}% of the training's change")
         line = f"{entries:.3g}% of the changed entries still differ from the starting checkpoint after rounding"
         print_labelled(console, "", line)
-        print_labelled(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 keeps it")
+        print_labelled(
+            console, "warning", "rounding loses most of the change; write run.save_dtype: float32 to keep it"
+        )
 
 
 def describe_source(source: dict[str, Any], num_examples: int) -> str:

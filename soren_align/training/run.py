@@ -172,7 +172,7 @@ def _run_loop(trainer: Any, checkpoint: Path | None) -> float:
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         if isinstance(cause, pickle.UnpicklingError):
             raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
-        raise UserError(f"{checkpoint}: cannot be loaded ({in_one_line(cause)}); {PREVIOUS}") from error
+        raise UserError(f"{checkpoint}: the checkpoint cannot be loaded ({in_one_line(cause)}); {PREVIOUS}") from error
     return time.monotonic() - started
 
 
@@ -190,7 +190,7 @@ def _find_checkpoint(recipe: Recipe, folder: RunFolder, origin: dict[str, Any], 
                 checkpoint = candidate
                 break
             remove(candidate)  # the process was killed while writing it
-            print_labelled(console, "notice", f"{candidate.name} is incomplete; removed")
+            print_labelled(console, "notice", f"{candidate.name} is incomplete and was removed")
     if checkpoint:
         checkpoints.check(checkpoint, origin)
     return checkpoint

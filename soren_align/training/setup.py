@@ -119,7 +119,7 @@ def set_up_training(
     if counts.num_kept == 0:
         raise UserError(
             f"{train.source['path']}: none of {counts.num_examples} examples can be trained on: "
-            f"{describe_dropped(counts.dropped)}. trainer.max_length is {config.max_length}"
+            f"{describe_dropped(counts.dropped)}; raise trainer.max_length ({config.max_length}), or fix the data"
         )
 
     # Without an embedding of a token, its lookup on a GPU would end in an assertion.
@@ -127,11 +127,11 @@ def set_up_training(
     own: Any = getattr(config, "pad_token", None)  # which not every config of TRL has
     pad_token: Any = own or tokenizer.pad_token or tokenizer.eos_token  # as TRL chooses it
     pad_id = None if pad_token is None else tokenizer.convert_tokens_to_ids(pad_token)
-    for finding, token_id in {"examples have token": counts.max_token_id, "its padding is token": pad_id}.items():
+    for finding, token_id in {"examples have token": counts.max_token_id, "the padding is token": pad_id}.items():
         if isinstance(vocab_size, int) and token_id is not None and token_id >= vocab_size:
             raise UserError(
-                f"model.tokenizer: {finding} {token_id:,}, and the model's vocab_size is {vocab_size:,}: the tokenizer "
-                "or its template belongs to another model, or one of their files was changed"
+                f"model.tokenizer: {finding} {token_id:,}, but the model's vocab_size is only {vocab_size:,}, because "
+                "the tokenizer or its chat template is that of another model, or was changed; restore the model's files"
             )
 
     held_out = None
@@ -144,7 +144,7 @@ def set_up_training(
             reasons = f": {text}" if (text := describe_dropped(dropped)) else ""
             raise UserError(
                 f"data.eval: none of the {evaluation.num_examples:,} held-out examples of {evaluation.source['path']} "
-                f"can be evaluated{reasons}. trainer.max_length is {config.max_length}"
+                f"can be evaluated{reasons}; raise trainer.max_length ({config.max_length}), or fix the data"
             )
         held_out = {"num_examples": evaluation.num_examples, "num_kept": evaluated.num_kept, "dropped": dropped}
         held_out |= {key: getattr(evaluated, key) for key in ("num_truncated", "num_truncated_tokens", "num_tokens")}
@@ -205,8 +205,8 @@ def check_attention(recipe: Recipe, config: Any) -> None:
     except Exception as error:  # of the config too
         reason = in_one_line(error, 300).partition(" Please request")[0].rstrip(".")
         raise UserError(
-            f"model.attn_implementation: {name} cannot be used here: {reason}. Leave it out for transformers' own "
-            "choice; flash attention is in the packages flash-attn and kernels"
+            f"model.attn_implementation: {name} cannot be used: {reason}. Remove this key to let transformers choose; "
+            "for flash attention, install the package flash-attn or kernels"
         ) from error
 
 
@@ -243,15 +243,15 @@ def _notices(
                 break
         else:
             raise UserError(
-                f"trainer.max_length: {max_length} cuts every example before its answer; the shortest prompt has "
-                f"{min(lengths)} tokens; write a larger max_length"
+                f"trainer.max_length: {max_length} cuts every example before its answer, as the shortest prompt has "
+                f"{min(lengths)} tokens; write a larger number"
             )
     if not counts.stop_token_trained and not of_template:
-        notices.append(f"the stop token is never trained: trainer.max_length {max_length} truncates every answer")
+        notices.append(f"the stop token is never trained, because trainer.max_length {max_length} cuts every answer")
     if "messages" in columns and "assistant_only_loss" not in recipe.trainer:
         notices.append(
-            "all tokens of conversations are in the loss, also the user's messages. To train on the answers alone, "
-            "write trainer.assistant_only_loss: true; to hide this notice, write false"
+            "the loss contains all tokens of conversations, also the user's messages. To train only on the answers, "
+            "write trainer.assistant_only_loss: true. To hide this notice, write false for this key"
         )
     if "prompt" in columns and not has_turns(dataset) and tokenizer.chat_template:
         # the `columns` by which prompts and answers in plain text become turns
@@ -259,15 +259,15 @@ def _notices(
         own: dict[str, str] = {**recipe.data.sources[0].columns}
         turns = {ours: own.get(column, column) for ours, column in ({"instruction": "prompt"} | answers).items()}
         notices.append(
-            "prompts and answers are plain texts and are trained without the model's chat template, but chat and "
-            "suites with apply_chat_template use the template. To train with the template, write data.train.columns: "
+            "prompts and answers are plain texts and are trained without the model's chat template, but `soren-align "
+            "chat` and some suites use the template. To train with the template, write data.train.columns: "
             f"{columns_text(turns)}"
         )
     notices += packing.notices() if packing else []
     if recipe.optimizer.states == "8bit" and recipe.optimizer.name != "adamw":  # whose update does not lift them
         notices.append(
-            "optimizer.states: 8bit rounds the momentum, and a map that raises small singular "
-            "values amplifies this error to a third and more of the update's norm (docs/optimizers.md, 8-bit states)"
+            "optimizer.states: 8bit rounds the momentum. The map raises small singular values, which amplifies this "
+            "rounding error to a third or more of the update's norm (docs/optimizers.md, 8-bit states)"
         )
     notices += gradient_notice(recipe.run.parallel, compute_dtype(recipe))
     # In all other sequences positions restart at each example.
@@ -280,8 +280,8 @@ def _notices(
             "trainer.max_length"
         )
     notices += [
-        f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} examples, and training ignores "
-        "them. Another template may print them"
+        f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} examples, so that the model "
+        "does not see this part. Another template may print this part"
         for kind, number in counts.num_left_out.items()
     ]
     num_tokens = counts.num_tokens + counts.num_truncated_tokens
@@ -289,7 +289,7 @@ def _notices(
     if share >= UNKNOWN_SHARE:
         notices.append(
             f"{counts.num_unknown_tokens:,} of {num_tokens:,} tokens ({share:.2%}) are {tokenizer.unk_token}: the "
-            "tokenizer does not know this text, so the model does not see it. Another model's tokenizer may know it"
+            "tokenizer does not know this text, so the model does not see this text. Use a model whose tokenizer does"
         )
     return notices
 
@@ -317,12 +317,12 @@ def load_splits(recipe: Recipe) -> dict[str, Any]:
             held_out = load_split(evaluation, recipe.data_task)
     if held_out and held_out.kind != train.kind:
         raise UserError(
-            f"data.eval: has {held_out.layout}, but data.train has {train.layout}; use the same kind for both"
+            f"data.eval: has {held_out.layout}, but data.train has {train.layout}; use data of the same kind"
         )
     if recipe.task == "pretrain" and train.dataset.column_names != ["text"]:
         raise UserError(
-            f"data.train: {train.source['path']} has {train.layout}; pretrain takes plain texts (a column `text`, or "
-            ".txt files); for other examples use `soren-align sft`"
+            f"data.train: {train.source['path']} has {train.layout}, but pretrain needs plain texts; name data with a "
+            "column `text` or .txt files, or run `soren-align sft`"
         )
     return {"train": train, "eval": held_out}
 
@@ -372,9 +372,7 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Any:
     """
     on_cpu = bool(recipe.trainer.get("use_cpu"))
     if not (on_cpu or torch.accelerator.is_available()):
-        raise UserError(
-            "trainer.use_cpu: this machine has no GPU; write `use_cpu: true` and `bf16: false` under trainer"
-        )
+        raise UserError("trainer.use_cpu: this machine has no GPU; write trainer.use_cpu: true and trainer.bf16: false")
     shared = parallel(recipe.run.parallel) if ranks.launched else Parallel("ddp")
     derived: dict[str, Any] = {
         "output_dir": str(output_dir),
@@ -407,7 +405,7 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Any:
     if config.world_size != ranks.num_ranks:
         # Such as under `accelerate launch --cpu`: each process would train alone on all examples, without a warning.
         raise UserError(
-            f"the launcher started {ranks.num_ranks} processes, but the trainer sees {config.world_size}; "
-            "start them with --processes N or torchrun"
+            f"the launcher started {ranks.num_ranks} processes, but the trainer found {config.world_size}; start the "
+            "processes with --processes N or with torchrun"
         )
     return config

@@ -107,12 +107,13 @@ class OptimizerCheck(TrainerCallback):
         if num_maps == 0 and num_skipping_ranks:
             if scaler is None and not args.fp16:
                 raise FloatingPointError(
-                    "NaN or infinity in the gradient; DeepSpeed skipped this step, nothing was changed"
+                    "the gradient has a NaN or an infinity. DeepSpeed skipped this step, which changed nothing"
                 )
             # torch's GradScaler would halve its scale without end; DeepSpeed stops at a scale of 1 by itself.
             if scaler is not None and scaler.get_scale() < 1:
                 raise FloatingPointError(
-                    f"NaN or infinity in the gradient at a loss scale of {scaler.get_scale():g}: out of float16's range"
+                    f"the gradient has a NaN or an infinity even at the loss scale {scaler.get_scale():g}; write "
+                    "trainer.bf16: true instead of fp16"
                 )
             self.counts["num_skipped_steps"] = self.counts.get("num_skipped_steps", 0) + 1
             return
@@ -140,8 +141,8 @@ def refuse_unaveraged_gradients(attached: AttachedOptimizer, step: int) -> None:
     smallest, largest = attached.ranks.min_and_max(math.sqrt(squares.totals()[0]))
     if not math.isclose(smallest, largest, rel_tol=1e-6):
         raise UserError(
-            f"step {step}: gradients were not averaged over the processes: the norm of the momentum is {smallest:g} to "
-            f"{largest:g}. A loss computed without DDP's wrapper causes this; use one process, or ZeRO"
+            f"step {step}: the processes did not average their gradients: the norm of the momentum is between "
+            f"{smallest:g} and {largest:g}. The loss was computed without DDP's wrapper; use one process, or ZeRO"
         )
 
 

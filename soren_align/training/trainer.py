@@ -150,7 +150,10 @@ class SorenTrainerMixin(Trainer):
             raise UserError(f"run.parallel: {error}") from error
         self.attached = AttachedOptimizer(inner, wrappers, self.expected_optimizer, kind, tensors, self._ranks)
         if self.parallel not in (None, self.attached.parallel):
-            raise UserError(f"run.parallel: is {self.parallel}, but accelerate has set up {self.attached.parallel}")
+            raise UserError(
+                f"run.parallel: is {self.parallel}, but accelerate set up {self.attached.parallel}; write "
+                f"run.parallel: {self.attached.parallel}, or change the launcher"
+            )
         if self.attached.parallel != "ddp":
             by_group = enumerate(self.attached.tensors)
             self.starting_weights = StartingWeights([(index, tensor) for index, group in by_group for tensor in group])

@@ -35,9 +35,9 @@ def test_step_prints_tables_of_80_columns(tmp_path):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["maps", "--shapes", "qwen2.5-7b"], "did you mean 'qwen2.5-3b'?"),
-    (["step", "--shapes", "0x5"], "both sides of a matrix are at least 1"),
+    (["step", "--shapes", "0x5"], "write sides of at least 1"),
     (["maps", "--device", "cudaa"], "did you mean 'cuda'?"),
-    (["maps", "--output", "nowhere/page.md"], "nowhere/page.md: no such folder"),
+    (["maps", "--output", "nowhere/page.md"], "nowhere/page.md: its folder does not exist"),
     (["maps", "--output", "."], ".: is a folder; name a file, such as benchmarks.md"),
     (["step", "--tokens", "0"], "--tokens"),
 ])  # fmt: skip
@@ -52,7 +52,7 @@ def test_a_mistake_is_a_sentence_and_exit_code_2(tmp_path, arguments, message):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_a_sentence(tmp_path):
     refused = bench("maps", "--device", "cuda", cwd=tmp_path)
-    message = "error: --device: found 'cuda'; torch finds no GPU here, write cpu\n"
+    message = "error: --device: found 'cuda', but torch finds no GPU on this machine; write cpu\n"
     assert (refused.returncode, refused.stderr) == (2, message)
 
 

@@ -54,7 +54,7 @@ def test_a_package_that_cannot_be_imported_or_is_not_installed_makes_a_note(pack
     (packages / "gram_newton_schulz.py").write_text("print('loading')\nraise RuntimeError('needs CUDA 13')\n")
     maps, notes = peers.peers(torch.device("cuda"))
     assert GRAM not in maps
-    assert notes == [f"{GRAM} is installed and cannot be imported: RuntimeError: needs CUDA 13"]
+    assert notes == [f"{GRAM} is installed, but cannot be imported: RuntimeError: needs CUDA 13"]
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(peers.importlib, "util", SimpleNamespace(find_spec=lambda name: None))
     assert peers.peers(torch.device("cuda")) == ({}, ["deepspeed is not installed", f"{GRAM} is not installed"])

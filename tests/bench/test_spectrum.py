@@ -147,7 +147,7 @@ def test_globs_choose_matrices(run):
     assert {line["name"] for line in shown(run, "--matrices", "*.1.*")["spectra"]} == {NAMES[1]}
     done = command.run("spectrum", run.path, "--matrices", "*query*")
     assert done.returncode == 2
-    assert "no spectrum of a matrix *query*; it has model.layers.0.self_attn.q_proj.weight" in done.stderr
+    assert "no spectrum of a matrix *query*; write one of model.layers.0.self_attn.q_proj.weight" in done.stderr
 
 
 def test_without_records_the_momentum_of_the_last_checkpoint_is_shown(run):
@@ -172,7 +172,7 @@ def test_without_records_the_momentum_of_the_last_checkpoint_is_shown(run):
     flip_bit(checkpoint / "optimizer.pt")
     done = command.run("spectrum", run.path)
     assert done.returncode == 2
-    assert "checkpoint-10/optimizer.pt: the content is not the one that was saved" in " ".join(done.stderr.split())
+    assert "checkpoint-10/optimizer.pt: the content differs from what was saved" in " ".join(done.stderr.split())
 
 
 def test_a_run_without_records_and_whole_momentum_is_refused(run):
@@ -191,7 +191,7 @@ def test_a_damaged_record_is_refused_with_its_line(run, change):
     done = command.run("spectrum", run.path)
     assert done.returncode == 2
     assert "spectra.jsonl:2" in done.stderr
-    assert "no spectrum: name, step, shape" in " ".join(done.stderr.split())
+    assert "no spectrum; restore the fields name, step, shape" in " ".join(done.stderr.split())
 
 
 def test_a_name_in_a_file_leads_to_no_other_folder_and_is_no_formula(run, tmp_path):

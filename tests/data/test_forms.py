@@ -164,7 +164,9 @@ def test_a_column_that_is_not_there_is_named_with_those_there_are(write):
     path = write("rows.jsonl", [{"question": "Why?"}, {"question": "x", "best": "So."}])
     found = split(path, columns={"prompt": "question", "completion": "best"}, bad_examples="drop")
     assert load_split(found, "sft").dropped == {"no 'completion'": 1}  # it need not be in the first row
-    with pytest.raises(UserError, match=r"columns.prompt is 'questions', and the columns are question, best; did you"):
+    with pytest.raises(
+        UserError, match=r"columns.prompt is 'questions', but the data have the columns question, best; did you"
+    ):
         load_split(split(path, columns={"prompt": "questions", "completion": "best"}), "sft")
 
 
@@ -176,11 +178,11 @@ def test_dropped_rows_of_different_turns_are_counted_together_and_of_one_turn_na
     good = {"chosen": [*PROMPT, ANSWERS[0]], "rejected": [*PROMPT, ANSWERS[1]]}
     of_one = load_split(split(write("a.jsonl", [chosen(2), good, chosen(2)]), bad_examples="drop"), "dpo")
     assert list(of_one.dropped.items()) == [
-        ("chosen[3] and chosen[4] are both assistant turns; user and assistant must alternate", 2)
+        ("chosen[3] and chosen[4] are both assistant turns; user and assistant turns must alternate", 2)
     ]
     of_two = load_split(split(write("b.jsonl", [chosen(1), good, chosen(2)]), bad_examples="drop"), "dpo")
     assert list(of_two.dropped.items()) == [
-        ("chosen[i] and chosen[i+1] are both assistant turns; user and assistant must alternate", 2)
+        ("chosen[i] and chosen[i+1] are both assistant turns; user and assistant turns must alternate", 2)
     ]
 
 
@@ -198,7 +200,7 @@ def test_the_papers_datasets_stay_what_they_were(tmp_path):
 PARTS = [{"type": "text", "text": "What is "}, {"type": "image", "image": "a.png"}]
 BAD = [
     ("contents in parts", {"messages": [{"role": "user", "content": PARTS}, ANSWERS[0]]},
-     r"messages\[0\] has a part of type 'image' in its content; only text is trained"),
+     r"messages\[0\] has a part of type 'image' in its content, but only text is trained"),
     ("contents in parts", {"messages": [{"role": "user", "content": [{"type": "text", "text": " "}]}, ANSWERS[0]]},
      r"messages\[0\] has empty content \(role user\)"),
     ("contents in parts", {"messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWERS[0]]},
@@ -210,7 +212,7 @@ BAD = [
     ("hh-rlhf", {"chosen": f"{HH} ", "rejected": f"{HH} No."}, r"chosen\[3\] has empty content"),
     ("hh-rlhf", {"chosen": f"{HH} x\n\nAssistant: y", "rejected": HH}, r"chosen\[3\] and chosen\[4\] are both assi"),
     ("ShareGPT", {"conversations": [{"from": "narrator", "value": "x"}]},
-     r"conversations\[0\] has the role 'narrator'; write system, user, assistant or tool, or name it under `roles`"),
+     r"conversations\[0\] has the role 'narrator'; write system, user, assistant or tool, or list this role"),
     ("ShareGPT", {"conversations": [{"value": "x"}]}, r"conversations\[0\] has no role \(or from\); write sys"),
     ("ShareGPT", {"conversations": ["x"]},
      r"conversations\[0\] is text, not an object with role and content \(or from "),
@@ -225,7 +227,7 @@ BAD = [
     ("prompt and completion", {"prompt": ["x"], "completion": "y"}, "prompt is a list, not text"),
     ("text", {"text": None}, "no 'text'"),
     ("text", '{"text": "\\ud800"}', "text has half of a surrogate pair"),
-    ("three texts", {"prompt": "x", "chosen": "y", "rejected": "y"}, "chosen and rejected are identical"),
+    ("three texts", {"prompt": "x", "chosen": "y", "rejected": "y"}, "chosen and rejected are equal"),
     ("three texts", {"prompt": "x", "chosen": "y"}, "no 'rejected'"),
     ("prompt as text, answers as turns", {"prompt": " ", **ASKED}, r"prompt \+ chosen\[0\] has empty content"),
     ("prompt as turns, answers as turns", {"prompt": PROMPT, "chosen": [], "rejected": []}, "chosen is an empty list"),
@@ -259,6 +261,6 @@ def test_two_texts_without_a_prompt_are_no_pair(write):
 def test_columns_that_leave_one_out_are_reported_as_that(write):
     path = write("rows.jsonl", [{"question": "Why?", "answer": "So."}])
     with pytest.raises(
-        UserError, match=r"`columns` names instruction, and no others are then read \(answer\); sft needs"
+        UserError, match=r"`columns` lists instruction, so that no other columns \(answer\) are read, but sft needs"
     ):
         load_split(split(path, columns={"instruction": "question"}), "sft")

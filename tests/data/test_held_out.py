@@ -67,10 +67,13 @@ def test_a_number_is_the_first_examples_by_their_hash_and_shrinks_to_none_that_w
     assert after & old < before  # what was trained on before is trained on still
     assert set(held_out([*TEXTS, ordered[49], ordered[49]], 50)) == {row["text"] for row in ordered[:49]}
     with pytest.raises(
-        UserError, match=r"examples: 3 holds out none of 9 examples: more than that are equal, and equal examples stay"
+        UserError, match=r"examples: 3 holds out none of 9 examples, because equal examples are held out together"
     ):
         held_out(TEXTS[:1] * 9, 3)
-    for number, message in ((400, "400 are all of 400 examples; write a smaller"), (401, "401 are all")):
+    for number, message in (
+        (400, "400 is not below the number of examples, 400; write fewer"),
+        (401, "401 is not below"),
+    ):
         with pytest.raises(UserError, match=f"data.eval.examples: {message}"):
             held_out(TEXTS, number)
 
@@ -126,7 +129,7 @@ def test_weights_and_the_seed_do_not_change_what_is_held_out(write):
 def test_bad_examples_are_counted_and_never_held_out(write):
     rows = [pair_row(i) for i in range(30)] + [{**pair_row(1), "rejected": pair_row(1)["chosen"]}] * 3
     remaining, held_out = parts(write, rows, 0.5, "dpo", bad_examples="drop")
-    assert remaining.dropped == {"chosen and rejected are identical": 3}
+    assert remaining.dropped == {"chosen and rejected are equal": 3}
     assert remaining.num_examples == len(remaining.dataset) + 3
     assert len(remaining.dataset) + len(held_out.dataset) == 30
 
@@ -167,12 +170,12 @@ def test_a_fraction_replaces_the_split_of_an_extended_recipe(tmp_path):
 
 
 @pytest.mark.parametrize(("evaluation", "message"), [
-    ("{fraction: 0}", "data.eval.fraction: found 0; it must be more than 0"),
-    ("{fraction: 1.0}", "data.eval.fraction: found 1.0; it must be less than 1"),
-    ("{fraction: 0.1, path: a.jsonl}", "data.eval.path: unknown key for a fraction; a split has it"),
-    ("{examples: 0}", "data.eval.examples: found 0; it must be at least 1"),
+    ("{fraction: 0}", "data.eval.fraction: found 0; write a number above 0"),
+    ("{fraction: 1.0}", "data.eval.fraction: found 1.0; write a number below 1"),
+    ("{fraction: 0.1, path: a.jsonl}", "data.eval.path: unknown key for a fraction; remove this key, or write a split"),
+    ("{examples: 0}", "data.eval.examples: found 0; write a number of at least 1"),
     ("{fractoin: 0.1}", "data.eval.path: is required"),
-    ("[{fraction: 0.1}]", "found a list; held-out examples must be one split"),
+    ("[{fraction: 0.1}]", "found a list; write one section: only data.train"),
 ])  # fmt: skip
 def test_mistakes_are_told(evaluation, message):
     with pytest.raises(UserError) as caught:

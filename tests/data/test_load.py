@@ -46,7 +46,7 @@ def test_a_file_is_reduced_to_what_trl_needs(tmp_path, suffix, task, make_row, c
 def test_columns_of_the_other_task_are_named_with_the_command_for_them(write):
     path = write("pairs.jsonl", [{k: v for k, v in pair_row().items() if k != "messages"}])
     message = refused(split(path), "sft")
-    assert "found the columns prompt, prompt_id, chosen, rejected" in message
+    assert "has the columns prompt, prompt_id, chosen, rejected" in message
     assert "sft needs 'messages'" in message
     assert "`soren-align dpo`" in message
     assert "`soren-align sft`" in refused(split(write("chats.jsonl", [chat_row()])), "dpo")
@@ -54,14 +54,14 @@ def test_columns_of_the_other_task_are_named_with_the_command_for_them(write):
 
 def test_columns_of_no_task_are_named(write):
     message = refused(split(write("text.jsonl", [{"story": "hello", "id": 1}])))
-    assert "found the columns story, id; sft needs 'messages': a list of {role, content} turns (or " in message
+    assert "has the columns story, id, but sft needs 'messages', a list of {role, content} turns (or " in message
     for row, names in (({"id": "1", "answer": "Hay for it.", "q": "What?"}, "such as {instruction: answer, output: q}"),
                        ({"id": 1, "talk": [{"who": "a", "says": "b"}]}, "such as {messages: talk}")):  # fmt: skip
         assert refused(split(write("text.jsonl", [row]))).endswith(names)
 
 
 SFT_ROWS = {
-    "not JSON: Expecting value at column 14": '{"messages": }',
+    "is not JSON: Expecting value at column 14": '{"messages": }',
     "not an object but [1]": "[1]",
     "no 'messages'": {"text": "x"},
     "messages is text, not a list": {"messages": "hello"},
@@ -76,9 +76,9 @@ SFT_ROWS = {
     '{"role": "assistant", "content": "\\ud800"}]}',
     "messages[1] has score beside role and content": {"messages": [U, {**A, "score": 0}]},
     "messages has no assistant turn": {"messages": [S, U]},
-    "messages has no assistant turn: nothing": {"messages": [S]},
-    "messages starts with the assistant": {"messages": [A, U, A]},
-    "messages[2] is a system turn; only the first": {"messages": [U, A, S, U, A]},
+    "messages has no assistant turn to learn from": {"messages": [S]},
+    "messages starts with an assistant turn": {"messages": [A, U, A]},
+    "messages[2] is a system turn, but only the first": {"messages": [U, A, S, U, A]},
     "messages[1] and messages[2] are both user turns": {"messages": [S, U, U, A]},
     "messages ends with a user turn": {"messages": [U, A, U]},
 }
@@ -86,11 +86,11 @@ DPO_ROWS = {
     "chosen is an empty list": {"chosen": [], "rejected": [U, A]},
     "no 'rejected'": {"chosen": [U, A]},
     "rejected is text": {"chosen": [U, A], "rejected": "no"},
-    "chosen and rejected are identical": {"chosen": [U, A], "rejected": [U, A]},
+    "chosen and rejected are equal": {"chosen": [U, A], "rejected": [U, A]},
     "do not share a prompt: they differ at turn [0]": {"chosen": [U, A], "rejected": [{**U, "content": "other"}, A]},
-    "do not share a prompt: one is longer": {"chosen": [U, A, U, A], "rejected": [U, A]},
+    "do not share a prompt: one of them has more turns": {"chosen": [U, A, U, A], "rejected": [U, A]},
     "rejected ends with a user turn": {"chosen": [U, A], "rejected": [U, A, U]},
-    "chosen starts with the assistant; it must be the whole conversation": {"chosen": [A], "rejected": [A]},
+    "chosen starts with an assistant turn, not with a user or system turn": {"chosen": [A], "rejected": [A]},
 }  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_a_bad_row_is_refused_with_its_line_and_reason(write, task, reason, row)
     assert head.startswith(f"{path}: 1 of 3 examples cannot be used for {task}")
     assert line.startswith(f"  {path}:3: ")
     assert reason in line
-    assert line.endswith(f"; found {', '.join(row)}") == reason.startswith("no '")
+    assert line.endswith(f", but the columns {', '.join(row)}") == reason.startswith("no '")
 
 
 def test_every_bad_row_is_counted_and_the_first_are_named(write):
@@ -113,19 +113,19 @@ def test_every_bad_row_is_counted_and_the_first_are_named(write):
     lines = refused(split(path)).splitlines()
     assert "8 of 10 examples cannot be used for sft" in lines[0]
     assert [line.split(": ")[0] for line in lines[1:6]] == [f"  {path}:{n}" for n in (2, 3, 4, 5, 6)]
-    assert lines[6:] == ["  and 3 more"]
+    assert lines[6:] == ["  ... and 3 more examples"]
 
 
 def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
     path = tmp_path / "latin.jsonl"
     path.write_bytes(json.dumps(chat_row()).encode() + b'\n{"messages": "\xfc"}\n')
-    assert f"{path}:2: not UTF-8: byte 15 of the line" in refused(split(path))
+    assert f"{path}:2: is not UTF-8 at byte 15 of the line" in refused(split(path))
 
 
 def test_a_broken_json_array_is_named_with_its_line(tmp_path):
     path = tmp_path / "rows.json"
     path.write_text('[\n{"messages": []},\n{"messages": ]}]')
-    assert refused(split(path)) == f"{path}:3: not JSON: Expecting value at column 14"
+    assert refused(split(path)) == f"{path}:3: is not JSON: Expecting value at column 14; correct this line"
 
 
 def test_a_bad_parquet_row_is_named_with_its_number(tmp_path):
@@ -143,15 +143,19 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, write):
     (tmp_path / "none.json").write_text("[]")
     assert "no file " in refused(split(tmp_path / "rows.jsonl"))
     assert "no file shipped:no/such.jsonl" in refused(split("shipped:no/such.jsonl"))
-    assert "has no data file (.jsonl, .json, " in refused(split(tmp_path / "none"))
-    assert "has no data file (.jsonl, .json, " in refused(split(tmp_path / "*.arrow"))
-    assert "cannot read '.arrow' files; convert the file to one of .jsonl, .json, .csv" in refused(
+    assert "has no data file; name a folder with files of one of these kinds: .jsonl, .json, " in refused(
+        split(tmp_path / "none")
+    )
+    assert "has no data file; name a folder with files of one of these kinds: .jsonl, .json, " in refused(
+        split(tmp_path / "*.arrow")
+    )
+    assert "'.arrow' files cannot be read; convert the file to one of .jsonl, .json, .csv" in refused(
         split(tmp_path / "rows.arrow")
     )
-    assert "not a Parquet file" in refused(split(tmp_path / "rows.parquet"))
+    assert "is no valid Parquet file" in refused(split(tmp_path / "rows.parquet"))
     for empty in ("zero.jsonl", "blank.jsonl", "none.json"):
-        assert refused(split(tmp_path / empty)) == f"{tmp_path / empty}: has no examples"
-    assert "has no revision 'main'" in refused(split(write("ok.jsonl", [chat_row()]), revision="main"))
+        assert refused(split(tmp_path / empty)) == f"{tmp_path / empty}: has no examples; name other data"
+    assert "revision is 'main', but only" in refused(split(write("ok.jsonl", [chat_row()]), revision="main"))
 
 
 def test_limit_takes_the_first_rows_and_says_so_when_there_are_fewer(write):
@@ -161,7 +165,7 @@ def test_limit_takes_the_first_rows_and_says_so_when_there_are_fewer(write):
     assert loaded.dataset[2]["messages"] == chat(2)
     loaded = load_split(split(write("few.jsonl", [chat_row()]), limit=9), "sft")
     assert loaded.num_examples == 1
-    assert "limit is 9, but there are only 1 examples" in loaded.notices[0]
+    assert "limit is 9, but all examples are only 1" in loaded.notices[0]
     assert "limit is 0; write 1 or more" in refused(split(path, limit=0))
 
 
@@ -253,7 +257,7 @@ def test_a_split_of_the_hub_is_streamed_without_a_download(hub_dataset):
     assert (first["prompt_id"], second["prompt_id"], place, len(others)) == ("0", "1", "place record 2", 4)
     with pytest.raises(UserError, match=r"owner/replica: .*train.*test_prefs"):
         hub.stream(hub_dataset, "train", None)
-    with pytest.raises(OutOfReach, match="owner/other: no such file"):
+    with pytest.raises(OutOfReach, match="owner/other: is neither a file"):
         hub.stream("owner/other", "train", None)
 
 
@@ -268,13 +272,13 @@ def test_a_configuration_is_loaded_by_its_name_and_recorded(hub_dataset, cache, 
     for message in (unnamed, unknown):
         assert message.startswith("owner/replica: ")
         assert "other" in message
-        assert message.endswith("; write one as `name` beside the path")
+        assert message.endswith("; add the key `name` with one of these configurations")
     assert "\n" not in unnamed + unknown
 
 
 def test_a_file_has_no_configuration(write):
     message = refused(split(write("ok.jsonl", [chat_row()]), name="SFT"))
-    assert "is no dataset of the hub and has no name 'SFT'; leave name out" in message
+    assert "name is 'SFT', but only datasets of the hub have a name; remove name" in message
 
 
 def test_a_part_of_a_split_is_taken_and_recorded(hub_dataset):
@@ -283,7 +287,7 @@ def test_a_part_of_a_split_is_taken_and_recorded(hub_dataset):
     assert (loaded.num_examples, loaded.source["split"]) == (3, "train_prefs[50%:]")
     assert load_split(split(hub_dataset, "train_prefs+test_prefs[:1]"), "dpo").num_examples == 7
     assert "has no split 'train'; write one of" in refused(split(hub_dataset, "train[:10%]"), "dpo")
-    assert "'train_prefs[:x]' is no part of a split" in refused(split(hub_dataset, "train_prefs[:x]"), "dpo")
+    assert "'train_prefs[:x]' is no valid part of a split" in refused(split(hub_dataset, "train_prefs[:x]"), "dpo")
 
 
 def test_a_missing_split_is_named_with_those_there_are(hub_dataset):
@@ -299,14 +303,14 @@ def test_another_revision_than_the_cached_one_is_refused_offline(hub_dataset):
 def test_bad_examples_of_a_hub_dataset_are_named_by_number(hub_dataset, monkeypatch):
     monkeypatch.setattr("soren_align.data.turns.ROLES", ("user",))
     lines = refused(split(hub_dataset, "test_prefs"), "dpo").splitlines()
-    assert lines[0] == "owner/replica (test_prefs): 2 of 2 examples cannot be used for dpo:"
+    assert lines[0] == "owner/replica (test_prefs): 2 of 2 examples cannot be used for dpo; fix these examples:"
     assert lines[1].startswith("  owner/replica (test_prefs) record 1: chosen[1] has the role 'assistant'")
 
 
 def test_a_hub_dataset_out_of_reach_is_refused_with_the_remedy():
     message = refused(split("owner/never-seen"))
-    assert message.startswith("owner/never-seen: no such file, and as a dataset")
-    assert "neither cached nor reachable" in message
+    assert message.startswith("owner/never-seen: is neither a file nor a cached dataset")
+    assert "neither a file nor a cached dataset" in message
     assert "Write the path of a file (.jsonl, .json, .csv, .txt (each also as .gz) or .parquet), or con" in message
     assert "\n" not in message
 
@@ -328,7 +332,7 @@ def test_bad_examples_of_the_hub_are_dropped_and_counted_when_asked(monkeypatch)
     good, equal = pair_row(0), {**pair_row(1), "rejected": pair_row(1)["chosen"]}
     published = datasets.Dataset.from_list([good, equal, pair_row(2)])
     monkeypatch.setattr("soren_align.data.hub.fetch", lambda path, split, revision, name: (published, COMMIT))
-    assert "owner/replica (train) record 2: chosen and rejected are identical" in refused(split("owner/replica"), "dpo")
+    assert "owner/replica (train) record 2: chosen and rejected are equal" in refused(split("owner/replica"), "dpo")
     loaded = load_split(split("owner/replica", bad_examples="drop"), "dpo")
-    assert (loaded.num_examples, loaded.dropped) == (3, {"chosen and rejected are identical": 1})
+    assert (loaded.num_examples, loaded.dropped) == (3, {"chosen and rejected are equal": 1})
     assert [row["chosen"] for row in loaded.dataset] == [good["chosen"], pair_row(2)["chosen"]]

@@ -72,19 +72,22 @@ def test_the_separator_of_a_csv_file_is_that_of_its_first_line(tmp_path, delimit
 
 
 BAD_FILES = {  # name: (content, what is said)
-    "fields.csv": (b"text,id\na,1\nb\n", "fields.csv:3: 1 fields, but 2 columns"),
-    "names.csv": (b"text,text\na,1\n", "names.csv:1: the first line must name each column once; found text, text"),
-    "blank.csv": (b"text,\na,1\n", "blank.csv:1: the first line must name each column once"),
-    "quote.csv": (b'text\n"a\n\n"\n"never ends\n', "quote.csv:5: not CSV that can be read: unexpected end of data"),
-    "latin.csv": (b"text\na\n\xfc\n", "latin.csv:3: not UTF-8"),
-    "latin.txt": (b"a\n\xfc\n", "latin.txt:2: not UTF-8: byte 1 of the line"),
+    "fields.csv": (b"text,id\na,1\nb\n", "fields.csv:3: has 1 fields, but the file has 2 columns"),
+    "names.csv": (
+        b"text,text\na,1\n",
+        "names.csv:1: a column's name is empty or occurs twice in: text, text; write each name once",
+    ),
+    "blank.csv": (b"text,\na,1\n", "blank.csv:1: a column's name is empty or occurs twice in: "),
+    "quote.csv": (b'text\n"a\n\n"\n"never ends\n', "quote.csv:5: is no valid CSV: unexpected end of data"),
+    "latin.csv": (b"text\na\n\xfc\n", "latin.csv:3: is not UTF-8"),
+    "latin.txt": (b"a\n\xfc\n", "latin.txt:2: is not UTF-8 at byte 1 of the line"),
     "empty.csv": (b"", "empty.csv: has no examples"),
     "head.csv": (b"text\n", "head.csv: has no examples"),
     "plain.jsonl.gz": (b"{}", "plain.jsonl.gz: cannot be decompressed: Not a gzipped file"),
     "plain.json.gz": (b"[]", "plain.json.gz: cannot be decompressed: Not a gzipped file"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "cut.jsonl.gz: cannot be decompressed"),
     "damaged.txt.gz": (gzip.compress(b"a" * 99)[:14] + b"\0" * 20, "damaged.txt.gz: cannot be decompressed"),
-    "rows.parquet.gz": (b"PAR1", "cannot read '.gz' files"),
+    "rows.parquet.gz": (b"PAR1", "'.gz' files cannot be read"),
 }
 
 
@@ -106,7 +109,7 @@ def test_a_file_in_utf_16_is_refused_as_a_whole(tmp_path, name, encoding):
     content = ENCODED.encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     with pytest.raises(
-        UserError, match=rf"{name}: not UTF-8 but UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8"
+        UserError, match=rf"{name}: is in UTF-16 or UTF-32; convert the file to UTF-8: iconv -f UTF-16 -t UTF-8"
     ):
         list(records.read_records(tmp_path / name))
 
@@ -116,8 +119,8 @@ def test_a_line_in_latin_1_is_named_with_the_remedy(tmp_path, name):
     (tmp_path / name).write_bytes(b"text\n" * name.endswith("csv") + ENCODED.encode("latin-1"))
     bad = [record.reason for _, record in records.read_records(tmp_path / name) if not isinstance(record, dict)]
     assert len(bad) == 1
-    assert bad[0].startswith("not UTF-8")
-    assert bad[0].endswith("(a file in Latin-1? convert it: iconv -f LATIN1 -t UTF-8)")
+    assert bad[0].startswith("is not UTF-8")
+    assert bad[0].endswith("if the file is in Latin-1, convert the file: iconv -f LATIN1 -t UTF-8")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv", "a.json", "a.jsonl.gz"])
@@ -125,7 +128,7 @@ def test_a_line_without_end_is_not_read_to_its_end(tmp_path, monkeypatch, name):
     monkeypatch.setattr(records, "MAX_LINE", 1000)
     content = b"text\n" * (".csv" in name) + b'{"text": "a"}\n' * 2 + b" " * 1001 + b"x\n"
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    with pytest.raises(UserError, match=rf"{name}:{4 if '.csv' in name else 3}: a line of more than 1,000 characters"):
+    with pytest.raises(UserError, match=rf"{name}:{4 if '.csv' in name else 3}: has more than 1,000 characters"):
         list(records.read_records(tmp_path / name))
 
 
@@ -133,7 +136,7 @@ def test_a_file_that_decompresses_to_thousands_of_times_its_size_is_refused(tmp_
     with gzip.open(path := tmp_path / "bomb.jsonl.gz", "wb") as stream:
         for _ in range(MAX_UNCHECKED // (1 << 20) + 1):
             stream.write(b" " * (1 << 20))  # one line
-    assert "holds more than 200 times its size; decompress it" in refused(split(path))
+    assert "is larger than 200 times its compressed size; decompress the file" in refused(split(path))
 
 
 @pytest.fixture
@@ -180,7 +183,7 @@ def test_a_pattern_is_the_files_that_it_matches(folder, monkeypatch):
     assert list(load_split(split("data/*/*"), "sft").dataset) == ROWS[3:4]
     assert load_split(split("data/?.*"), "sft").source["files"][0]["path"] == "data/a.csv"
     assert "data/*.tsv: has no data file" in refused(split("data/*.tsv"))
-    assert "data/**/*.json: '**' is not read; name the folder" in refused(split("data/**/*.json"))
+    assert "data/**/*.json: '**' is not supported; name the folder" in refused(split("data/**/*.json"))
 
 
 def test_a_bad_example_of_a_folder_is_named_with_its_file_and_line(folder):
@@ -192,8 +195,8 @@ def test_a_bad_example_of_a_folder_is_named_with_its_file_and_line(folder):
 def test_files_of_different_kinds_do_not_mix(folder):
     write_as(folder / "LICENSE.txt", [{"text": "All rights reserved."}])
     message = refused(split(folder))
-    assert f"{folder}/LICENSE.txt has plain text, without a template, {folder}/a.csv plain prompts" in message
-    assert "name the files of one kind" in message
+    assert f"{folder}/LICENSE.txt has plain text, without a template, but {folder}/a.csv has plain prompts" in message
+    assert "write a pattern for files of one kind" in message
 
 
 def test_links_to_files_are_read_and_links_to_folders_are_not(folder, tmp_path):
@@ -220,8 +223,8 @@ def test_a_test_file_of_a_folder_is_not_trained_on(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     assert problems("data") == ""
     write_as(folder / "part" / "test-00.jsonl", ROWS)
-    assert "data.train.path: data/part/test-00.jsonl is named like a test split" in problems("data")
-    assert "is named like a test split" in problems("data/part/*.jsonl")
+    assert "data.train.path: the file data/part/test-00.jsonl has the name of a test split" in problems("data")
+    assert "has the name of a test split" in problems("data/part/*.jsonl")
     assert problems("data/part/d*.jsonl") == ""
     assert problems("data", ", train_on_test: true") == ""
     write_as(folder / "test.jsonl", [chat_row()])
@@ -231,7 +234,9 @@ def test_a_test_file_of_a_folder_is_not_trained_on(folder, monkeypatch):
 
 def test_a_path_without_data_files_is_refused_before_training(tmp_path):
     (tmp_path / "none").mkdir()
-    assert "has no data file (.jsonl, .json, .csv, .txt" in problems(tmp_path / "none")
+    assert "has no data file; name a folder with files of one of these kinds: .jsonl, .json, .csv, .txt" in problems(
+        tmp_path / "none"
+    )
     assert "has no data file" in problems(tmp_path / "none" / "*.jsonl")
     (tmp_path / "rows.arrow").write_text("x")
-    assert "cannot read '.arrow' files; convert the file to one of" in problems(tmp_path / "rows.arrow")
+    assert "'.arrow' files cannot be read; convert the file to one of" in problems(tmp_path / "rows.arrow")

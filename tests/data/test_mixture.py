@@ -87,16 +87,16 @@ def test_forms_that_come_to_the_same_mix_and_others_do_not(two, write, tmp_path)
     assert asked(loaded.dataset) == asked([{"messages": chat(i)} for i in (*range(8), *range(30, 34), 40)])
     text = write("t.jsonl", [{"text": "A lynx."}])
     with pytest.raises(
-        UserError, match=r"a.jsonl \(all\) has chat messages \(messages\) and .*t.jsonl \(all\) plain text"
+        UserError, match=r"a.jsonl \(all\) has chat messages \(messages\), but .*t.jsonl \(all\) has plain text"
     ):
         load_mixture([source(two[0]), source(text)], "sft", 1)
     parted = write("c.jsonl", [{"prompt": "A ", "completion": "lynx."}])
     turns = write("d.jsonl", [{"prompt": chat(1)[:-1], "completion": chat(1)[-1:]}])
-    with pytest.raises(UserError, match="texts cannot be mixed with other forms; train on one form"):
+    with pytest.raises(UserError, match="these two forms cannot be mixed; use splits of one form"):
         load_mixture([source(parted), source(turns)], "sft", 1)
     pairs = write("p.jsonl", [pair_row(1)])
     texts = write("q.jsonl", [{"prompt": "Why?", "chosen": "a", "rejected": "b"}])
-    with pytest.raises(UserError, match="texts cannot be mixed with other forms; train on one form"):
+    with pytest.raises(UserError, match="these two forms cannot be mixed; use splits of one form"):
         load_mixture([source(pairs), source(texts)], "dpo", 1)
 
 

@@ -102,9 +102,11 @@ def test_trl_trains_the_same_tokens(name, tmp_path):
 
 
 def test_a_stop_token_is_one_token_of_the_vocabulary():
-    with pytest.raises(UserError, match=r"model.eos_token: '<\|im_ends\|>' is no single token .*mean '<\|im_end\|>'"):
+    with pytest.raises(UserError, match=r"model.eos_token: '<\|im_ends\|>' is not one token .*mean '<\|im_end\|>'"):
         set_template(tokenizers_like.qwen(), "qwen2.5", "<|im_ends|>")
-    with pytest.raises(UserError, match=r"'the end' is no single token of the tokenizer; it stops at '</s>'"):
+    with pytest.raises(
+        UserError, match=r"'the end' is not one token of the tokenizer; remove this key to stop at '</s>'"
+    ):
         set_template(tokenizers_like.mistral(), None, "the end")
 
 
@@ -131,10 +133,10 @@ run: {{output_dir: runs/x}}
     ("chat_template: qwen2", "", r"my.yaml:2 model.chat_template: found 'qwen2'; write .*mean 'qwen2.5'"),
     ("chat_template: no.jinja", "", "my.yaml:2 model.chat_template: no file no.jinja"),
     ("chat_template: my.yaml", "", "model.chat_template: found 'my.yaml'; write qwen2.5, zephyr, or the path"),
-    ("eos_token: ''", "", "model.eos_token: found ''; it is empty"),
-    ("", "chat_template_path: x.jinja", "trainer.chat_template_path: belongs to model.chat_template"),
-    ("", "eos_token: x", "trainer.eos_token: belongs to model.eos_token"),
-    ("", "chat_template: x", "trainer.chat_template: .*belongs to model.chat_template"),
+    ("eos_token: ''", "", "model.eos_token: found ''; write a text that is not empty"),
+    ("", "chat_template_path: x.jinja", "trainer.chat_template_path: .*; write model.chat_template"),
+    ("", "eos_token: x", "trainer.eos_token: a recipe sets this elsewhere; write model.eos_token"),
+    ("", "chat_template: x", "trainer.chat_template: .*write model.chat_template"),
 ])  # fmt: skip
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_a_template_that_a_recipe_cannot_name_is_told(tmp_path, monkeypatch, task, model, trainer, message):

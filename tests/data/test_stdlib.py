@@ -81,7 +81,7 @@ def test_a_stream_has_the_examples_of_a_pass(library):
 
 def test_a_python_without_source_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(UserError, match="no source of its standard library"):
+    with pytest.raises(UserError, match="no source files of its standard library"):
         load_split(split("python:stdlib"), "sft")
 
 

@@ -42,7 +42,7 @@ def test_a_tokenizer_without_a_template_is_refused(make_tokenizer):
     assert "has no chat template; set model.chat_template" in refused(make_tokenizer(None))
     assert "has no chat template; set model.chat_template" in refused(make_tokenizer(None), "dpo")
     named = make_tokenizer({"tool_use": CHATML, "rag": CHATML})
-    assert "has the chat templates tool_use, rag, and no default" in refused(named)
+    assert "has the chat templates tool_use, rag, but none named default" in refused(named)
 
 
 @pytest.mark.parametrize(("template", "reason"), [
@@ -60,7 +60,7 @@ def test_a_template_that_fails_is_refused_in_one_line(make_tokenizer, template, 
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_a_template_that_leaves_out_the_answer_is_refused(make_tokenizer, task):
     mute = CHATML.replace("m['content'] + '<|im_end|>'", "'<|im_end|>'")
-    assert "leaves out the assistant's turns: 'Animal number 1" in refused(make_tokenizer(mute), task)
+    assert "without the answer 'Animal number 1" in refused(make_tokenizer(mute), task)
 
 
 def test_a_template_that_marks_nothing_is_refused(make_tokenizer):
@@ -71,10 +71,10 @@ def test_a_template_that_marks_nothing_is_refused(make_tokenizer):
 def test_plain_texts_need_no_template_but_an_end(make_tokenizer):
     texts = Dataset.from_list([{"text": "A lynx."}])
     assert check_template(make_tokenizer(None), "sft", False, texts) == []
-    with pytest.raises(UserError, match=r"has no eos_token to end plain texts with; write model.eos_token"):
+    with pytest.raises(UserError, match=r"has no eos_token, which ends plain texts; write model.eos_token"):
         check_template(make_tokenizer(None, eos=None), "sft", False, texts)
     with pytest.raises(
-        UserError, match=r"assistant_only_loss needs conversations, and these examples are plain texts \(te"
+        UserError, match=r"assistant_only_loss needs conversations, but these examples are plain texts \(te"
     ):
         check_template(make_tokenizer(), "sft", True, texts)
 
@@ -82,7 +82,9 @@ def test_plain_texts_need_no_template_but_an_end(make_tokenizer):
 def test_completion_only_loss_needs_completions(make_tokenizer):
     rows = Dataset.from_list([{"prompt": "A lynx ", "completion": "sleeps."}])
     assert check_template(make_tokenizer(None), "sft", False, rows, True) == []
-    with pytest.raises(UserError, match=r"completion_only_loss needs .* these have messages; for conversations write"):
+    with pytest.raises(
+        UserError, match=r"completion_only_loss needs .* these examples have messages; for conversations write"
+    ):
         check_template(make_tokenizer(), "sft", False, SFT, True)
 
 
@@ -108,9 +110,9 @@ def test_a_stop_token_outside_the_markers_is_refused(make_tokenizer):
 def test_a_stop_token_that_is_not_the_templates_is_told(make_tokenizer, task, rows):
     (notice,) = check_template(make_tokenizer(eos="<|endoftext|>"), task, False, rows)
     assert notice.startswith(
-        "answers end with <|im_end|>, but the model stops at <|endoftext|>: write `eos_token: '<|im"
+        "answers end with <|im_end|>, but the model stops at <|endoftext|>: add model.eos_token: '<|im"
     )
     endless = PLAIN.replace("+ '<|im_end|>'", "").replace("<|im_end|>", "")
     (notice,) = check_template(make_tokenizer(endless), task, False, rows)
-    assert "ends answers without a stop token: the model will not learn to stop at <|im_end|>" in notice
+    assert "ends answers without a stop token, so the model will not learn to stop at <|im_end|>" in notice
     assert check_template(make_tokenizer(), task, False, rows) == []

@@ -141,7 +141,7 @@ def test_a_failure_leaves_nothing_behind(make_tokenizer, dataset, tmp_path):
     shutil.rmtree(tmp_path / "tokens")
     (tmp_path / "tokens").write_text("a file")
     with pytest.raises(
-        UserError, match=r"tokens cannot be cached there \(SOREN_ALIGN_CACHE\): .*write `cache: false` under"
+        UserError, match=r"tokens cannot be cached in this folder: .*SOREN_ALIGN_CACHE.* write `cache: false` under"
     ):
         tokenize(rows, "sft", make_tokenizer(), tmp_path)
 

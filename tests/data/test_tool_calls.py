@@ -88,7 +88,7 @@ INVALID = {
         [USER, {"role": "assistant", "content": "x", "tool_calls": "f()"}],
     "messages[0] has tool_calls beside role and content (role user)": [{**CALLS[1], "role": "user"}, LAST],
     "messages[1] has a reasoning_content that is not text": [USER, {**LAST, "reasoning_content": ["x"]}],
-    "messages[2] has the tool_call_id 'b', which the assistant's turn before it lacks":
+    "messages[2] has the tool_call_id 'b', which the assistant turn before does not have":
         [USER, {"role": "assistant", "tool_calls": [{**CALL, "id": "a"}]}, {**RESULT, "tool_call_id": "b"}, LAST],
     "messages[1] is a tool turn after a user turn": [USER, RESULT, LAST],
     "messages[3] is a user turn after a tool turn": [*CALLS[:3], USER, LAST],
@@ -115,7 +115,7 @@ def test_an_invalid_turn_is_named_with_its_line_and_number(write, reason):
     ({"tools": "no JSON"}, "tools is no list of functions"),
     ({"tools": [{"name": None}]}, "tools is no list of functions"),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs is no object"),
-    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs has chat_template, which is no"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs has chat_template, which"),
 ])  # fmt: skip
 def test_invalid_tools_and_options_are_named(write, columns, reason):
     with pytest.raises(UserError, match=rf"rows.jsonl:1: {reason}"):
@@ -139,7 +139,7 @@ def test_weights_as_openai_and_axolotl_write_them(write):
     )  # fmt: skip
     assert load_split(mapped, "sft").dataset[0]["messages"] == dataset[0]["messages"]
     pair = {"chosen": rows[0], "rejected": [*rows[0][:-1], {"role": "assistant", "content": "No."}]}
-    with pytest.raises(UserError, match=r"chosen\[1\] has a weight, but a pair trains its last turns only"):
+    with pytest.raises(UserError, match=r"chosen\[1\] has a weight, but a pair trains only its last turns"):
         load_split(split(write("pairs.jsonl", [pair])), "dpo")
 
 
@@ -193,7 +193,7 @@ def test_an_empty_answer_counts_where_it_is_trained(qwen, write, tmp_path):
         tokens = tokenize(loaded.dataset, task, qwen("lfm2"), tmp_path / "cache")
         if is_dropped:
             with pytest.raises(
-                UserError, match=r"of each example an answer is tool calls alone, .* model.chat_template"
+                UserError, match=r"in each example an answer has only tool calls, .* model.chat_template"
             ):
                 without_empty_answers(loaded, tokens)
         else:

@@ -54,7 +54,7 @@ def test_a_label_out_of_range_is_refused_when_the_suite_is_loaded(tmp_path):
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
     file = tmp_path / "suite" / "suite.yaml"
     file.write_text(file.read_text().replace("shipped:recipes/quickstart/data", str(tmp_path / "data")))
-    message = rf"{questions.name}:6: doc_to_target gives 4, none of its 4 choices \('"
+    message = rf"{questions.name}:6: doc_to_target gives 4, which is none of the question's 4 choices \('"
     with pytest.raises(UserError, match=message):
         load_tasks(load_suite(tmp_path / "suite"), tmp_path / "cache")
 
@@ -81,7 +81,7 @@ def test_a_question_that_is_not_json_is_named_by_its_line(tmp_path):
     shutil.copytree(shipped.ROOT / "configs/new/questions", tmp_path / "suite")
     with (tmp_path / "suite/exact/test.jsonl").open("a") as stream:
         stream.write('{"question": "Who?", "answer": "Me"},\n')
-    with pytest.raises(UserError, match=r"exact/test.jsonl:3: not JSON: Extra data at column 37"):
+    with pytest.raises(UserError, match=r"exact/test.jsonl:3: is not JSON: Extra data at column 37"):
         load_tasks(load_suite(tmp_path / "suite"), tmp_path / "cache")
 
 

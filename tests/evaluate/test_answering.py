@@ -232,13 +232,13 @@ def test_truncated_prompts_are_counted_and_an_error_if_strict(models, tmp_path, 
     assert 0 < len(long) < 120
     rows = [("base", evaluate_model(models[0], only, Options(device="cpu"))), ("SFT", found)]
     assert compare(rows, average=False) == [None, {}]
-    reason = f"{len(long)} prompts truncated instead of 0, because of another context length"
+    reason = f"{len(long)} prompts were truncated instead of 0, because its context length differs"
     assert unpaired(rows[0][1], found) == {"zoo_mc": reason}
     assert whole.truncated == {}
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 6}))
     generated = suite.model_copy(update={"tasks": [suite.tasks[1]]})
     with pytest.raises(
-        UserError, match="short: zoo_gen: generating 6 tokens leaves no room for a prompt in a context of 6"
+        UserError, match="short: zoo_gen: an answer of 6 tokens leaves no room for a prompt in the model's context of 6"
     ):
         evaluate_model(model, generated, Options(device="cpu"))
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": room - 1}))
@@ -255,7 +255,7 @@ def test_a_repetition_penalty_in_the_models_folder_is_reported_and_not_compared_
     found = [evaluate_model(m, small[0], Options(device="cpu", limit=2)) for m in (models[0], model)]
     assert [answers.settings["generation_config"] for answers in found] == [{}, {"repetition_penalty": 1.3}]
     assert compare([("base", found[0]), ("SFT", found[1])], average=False) == [None, {}]
-    reason = "generation config {'repetition_penalty': 1.3} instead of {}"
+    reason = "its generation config is {'repetition_penalty': 1.3} instead of {}"
     assert unpaired(*found) == dict.fromkeys(found[0].points, reason)
 
 
@@ -278,7 +278,7 @@ def test_pickled_adapters_and_code_that_comes_with_a_model_are_refused(models, s
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(models[0])})
     )
     (adapter / "adapter_model.bin").write_bytes(b"")
-    with pytest.raises(UserError, match="pickled weights are not loaded"):
+    with pytest.raises(UserError, match="save its weights as safetensors"):
         evaluate_model(adapter, small[0], Options(device="cpu"))
     model = tmp_path / "model"
     shutil.copytree(models[0], model)
@@ -359,5 +359,5 @@ def test_an_engine_of_vllm_has_ended_before_the_next_model_is_loaded(models, sma
 
 
 def test_vllm_is_asked_for_only_where_it_is_installed(models, small):
-    with pytest.raises(UserError, match="is vllm, which is not installed"):
+    with pytest.raises(UserError, match="vLLM is not installed"):
         evaluate_model(models[0], small[0], Options(backend="vllm"))

@@ -49,7 +49,7 @@ def refused(folder, message="--trust-suite"):
 
 def test_a_function_is_not_run(folder):
     add(folder, "process_docs: !function evil.docs")
-    assert "runs code (!function evil.docs); read the suite's files, and use --trust-suite" in refused(folder)
+    assert "runs code (!function evil.docs); read the suite's files, and add --trust-suite" in refused(folder)
     with pytest.raises(UserError, match="--trust-suite"):
         stage.preflight(Eval(suite=str(folder)))
     assert len(stage.preflight(Eval(suite=str(folder), trust_suite=True))[0]["zoo_mc"].eval_docs) == 120
@@ -103,7 +103,7 @@ def test_tasks_that_run_what_a_model_writes_cannot_be_made_to_look_safe(folder):
 def test_a_metric_that_is_a_script_is_not_loaded(folder, metric):
     metric = {key: value.format(folder=folder) if isinstance(value, str) else value for key, value in metric.items()}
     change(folder, metric_list=[metric | {"aggregation": "mean", "higher_is_better": True}])
-    assert "would be loaded as a script" in refused(folder)
+    assert "would be run as a script" in refused(folder)
 
 
 @pytest.mark.parametrize("escape", [
@@ -162,7 +162,7 @@ def test_a_files_name_is_no_yaml(folder):
 @pytest.mark.parametrize("text", ["[1]", "a: [", "include: gone.yaml", "include: zoo_mc.yaml", "include: 3", "\x00"])
 def test_what_is_no_tasks_file_is_one_sentence(folder, text):
     (folder / TASK).write_text(text)
-    refused(folder, r"zoo_mc\.yaml: is not a task file")
+    refused(folder, r"zoo_mc\.yaml: is no valid task file")
 
 
 def test_a_split_that_is_missing_is_named(folder):

@@ -228,11 +228,11 @@ def test_the_examples_of_a_run_are_read_again_unless_they_were_changed(run, quic
     streamed = recipe.model_copy(update={"data": SimpleNamespace(streaming=True)})
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "load_resolved", lambda path: streamed)
-        assert "examples were streamed" in overlaps_of_runs(rows, None, tmp_path, console, quickstart_tasks)
+        assert "they were streamed" in overlaps_of_runs(rows, None, tmp_path, console, quickstart_tasks)
     assert "no model of the table is a run" in overlaps_of_runs(rows[:1], None, tmp_path, console, quickstart_tasks)
     with file.open("a") as stream:
         stream.write(file.read_text().splitlines()[0] + "\n")
     changed = overlaps_of_runs(rows, None, tmp_path, console, quickstart_tasks)
-    assert changed.endswith(f"{file}: was changed since the training")
+    assert changed.endswith(f"{file} was changed after the training")
     file.unlink()
     assert "no file" in overlaps_of_runs(rows, None, tmp_path, console, quickstart_tasks)

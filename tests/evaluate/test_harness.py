@@ -139,7 +139,7 @@ def test_what_is_no_model_is_an_error(models, suite, tmp_path, damage):
         copy(models[0], model)
         weights = model / "model.safetensors"
         weights.unlink() if damage == "no weights" else weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(UserError, match="not a model that can be loaded"):
+    with pytest.raises(UserError, match="the model cannot be loaded"):
         evaluate_model(model, suite, Options(device="cpu"))
 
 
@@ -161,5 +161,5 @@ def test_a_score_that_is_no_number_is_broken_weights():
     """mc2 is exp(ll) over a sum of them: 0/0 where all are below -745, and its log-likelihoods are finite."""
     found = {"samples": {"mc2": [{"filter": "none", "filtered_resps": [(-800.0, False)], "acc": float("nan")}] * 3},
              "results": {"mc2": {"acc,none": float("nan")}}}  # fmt: skip
-    with pytest.raises(UserError, match=r"3 of 3 scores \(acc\) of mc2 are not numbers; the model.s weights"):
+    with pytest.raises(UserError, match=r"3 of 3 scores \(acc\) of mc2 are not numbers; check the model.s weights"):
         _points(found, "mc2", "acc,none", "model")

@@ -11,6 +11,8 @@ from soren_align.evaluate.run.lineage import lineage, lineages, parents
 from soren_align.run.folder import RunFolder
 from soren_align.run.provenance import fingerprint
 
+NO_ROW = "the table has no row for the checkpoint that {} was trained from, because the checkpoint"
+
 
 def model(folder):
     folder.mkdir(parents=True)
@@ -78,16 +80,14 @@ def test_without_its_start_a_run_is_one_row_and_the_reason_is_reported(runs, omi
     _, sft, dpo = runs
     shutil.rmtree(sft)
     assert lineage(dpo, omitted.__setitem__) == [("DPO", dpo / "model")]
-    assert omitted == {
-        "no row for the checkpoint that dpo was trained from: the checkpoint is missing": str(sft / "model")
-    }
+    assert omitted == {f"{NO_ROW.format('dpo')} is missing": str(sft / "model")}
 
 
 def test_an_older_ancestor_that_is_gone_is_left_out_and_reported(runs, omitted):
     base, sft, dpo = runs
     shutil.rmtree(base)
     assert lineage(dpo, omitted.__setitem__) == [("SFT", sft / "model"), ("DPO", dpo / "model")]
-    assert omitted == {"no row for the checkpoint that sft was trained from: the checkpoint is missing": str(base)}
+    assert omitted == {f"{NO_ROW.format('sft')} is missing": str(base)}
 
 
 def test_a_start_on_the_hub_that_was_never_downloaded_has_no_row(runs, omitted):
@@ -96,9 +96,7 @@ def test_a_start_on_the_hub_that_was_never_downloaded_has_no_row(runs, omitted):
     start = {"path": "lab/model", "sha256_or_revision": "c" * 40}
     (sft / "run.json").write_text(json.dumps(record | {"start": start}))
     assert lineage(sft, omitted.__setitem__) == [("SFT", sft / "model")]
-    assert omitted == {
-        "no row for the checkpoint that sft was trained from: the checkpoint is not on this machine": "lab/model"
-    }
+    assert omitted == {f"{NO_ROW.format('sft')} is not on this machine": "lab/model"}
 
 
 @pytest.mark.parametrize("start", ["\0", "~no-such-user/model", "a" * 300, "./loop/model"])
@@ -122,15 +120,13 @@ def test_a_run_that_was_written_over_by_its_descendant_has_no_row(runs, omitted)
     )
     rows = lineage(dpo, omitted.__setitem__)
     assert rows == [("SFT", sft / "model"), ("DPO", dpo / "model")]
-    assert omitted == {
-        "no row for the checkpoint that sft was trained from: the checkpoint was overwritten later": str(dpo / "model")
-    }
+    assert omitted == {f"{NO_ROW.format('sft')} was overwritten later": str(dpo / "model")}
 
 
 def test_an_unfinished_run_has_no_rows_nor_one_whose_model_was_removed(runs):
     _, _, dpo = runs
     shutil.rmtree(dpo / "model")
-    with pytest.raises(UserError, match="has no model any more, it was removed; train it again"):
+    with pytest.raises(UserError, match="the model of this finished run was removed; train again"):
         lineage(dpo)
     RunFolder(dpo).update(status="training")
     with pytest.raises(UserError, match=r"has no model yet \(status: training\); finish the run first"):
@@ -138,7 +134,7 @@ def test_an_unfinished_run_has_no_rows_nor_one_whose_model_was_removed(runs):
 
 
 def test_what_is_neither_run_nor_model_is_an_error(tmp_path):
-    with pytest.raises(UserError, match="neither a run folder"):
+    with pytest.raises(UserError, match="has neither run"):
         lineage(tmp_path)
 
 
@@ -146,9 +142,7 @@ def test_a_start_that_was_trained_anew_has_no_row(runs, omitted):
     _, sft, dpo = runs
     (sft / "model" / "model.safetensors").write_text("other weights")
     assert lineage(dpo, omitted.__setitem__) == [("DPO", dpo / "model")]
-    assert omitted == {
-        "no row for the checkpoint that dpo was trained from: the checkpoint was overwritten later": str(sft / "model")
-    }
+    assert omitted == {f"{NO_ROW.format('dpo')} was overwritten later": str(sft / "model")}
 
 
 def test_two_runs_stand_in_one_table_with_their_common_base_once(runs, tmp_path):

@@ -195,14 +195,14 @@ def test_models_evaluated_with_different_prompts_are_not_compared():
     first, other = answers(points), answers(points, prompts=prompts)
     assert list(compare([("base", first), ("SFT", other)], average=True)[1]) == ["x"]
     assert unpaired(first, other) == {
-        "y": "other prompts, for example by another chat template",
-        "z": "other questions (0 instead of 1)",
+        "y": "its prompts differ, for example by the chat template",
+        "z": "its questions differ: 0 instead of 1",
     }
 
 
 @pytest.mark.parametrize(("key", "reason"), [
     ("generation_config", "generation config 2 instead of 1"),
-    ("chat_template", "prompts with and without a chat template"), ("bos", "prompts with and without a BOS token"),
+    ("chat_template", "only one of the two has prompts with a chat template"), ("bos", "prompts with a BOS token"),
 ])  # fmt: skip
 def test_settings_that_come_with_a_model_leave_its_row_unpaired(key, reason):
     first, other = answers({"x": [0]}, **{key: 1}), answers({"x": [0]}, **{key: 2})

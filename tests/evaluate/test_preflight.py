@@ -68,7 +68,7 @@ def test_rows_of_different_prompts_are_shown_uncompared_or_get_the_runs_template
     assert list(results["rows"][1]["unpaired"]) == COLUMNS
     assert "SFT will not be compared with base: other prompts" in screen
     assert page.count("<br>not compared") == 3
-    assert "- not compared with base: SFT (other prompts, for example by another chat template)" in page
+    assert "- not compared with base: SFT (its prompts differ, for example by the chat template)" in page
     assert "Holm" not in page
     assert tables.markdown(read_results(tmp_path / "own")) == page
     results, _, page = table(rows, tmp_path / "run", CHAT.model_copy(update={"base_template": "run"}))
@@ -79,7 +79,7 @@ def test_rows_of_different_prompts_are_shown_uncompared_or_get_the_runs_template
 def test_without_a_template_anywhere_there_is_a_table_of_plain_prompts(plain, tmp_path):
     again = shutil.copytree(plain, tmp_path / "again")
     rows = [("base", plain), ("SFT", again)]
-    with pytest.raises(UserError, match=r"base and SFT: no chat template.*--base-template none"):
+    with pytest.raises(UserError, match=r"base and SFT: the tokenizer has no chat template.*--base-template none"):
         table(rows, tmp_path / "out")
     results, _, page = table(rows, tmp_path / "out", CHAT.model_copy(update={"base_template": "none"}))
     assert list(results["rows"][1]["differences"]) == COLUMNS
@@ -92,8 +92,8 @@ def test_a_base_without_its_template_is_shown_beside_a_run_with_one(models, tmp_
     none = CHAT.model_copy(update={"base_template": "none"})
     results, screen, page = table([("base", models[0]), ("SFT", models[1])], tmp_path / "out", none)
     assert [row["chat_template_of"] for row in results["rows"]] == [None, "SFT"]
-    assert "- not compared with base: SFT (prompts with and without a chat template)" in page
-    assert "will not be compared with base: prompts with and without a chat template" in " ".join(screen.split())
+    assert "- not compared with base: SFT (only one of the two has prompts with a chat template)" in page
+    assert "will not be compared with base: only one of the two has a chat template" in " ".join(screen.split())
 
 
 RECIPE = """
@@ -140,11 +140,11 @@ def test_a_run_without_template_is_refused_before_training_and_by_plan(made, pla
 
     monkeypatch.setattr(training, "train", train)
     asked = made(plain, {"suite": "quickstart"})
-    problem = "base and this run: no chat template, but suite quickstart applies one. Set model.chat_template"
+    problem = "base and this run: the tokenizer has no chat template, but suite quickstart applies one"
     with pytest.raises(UserError, match=problem):
         commands.train(asked)
     (found,) = plan_training(asked)[0]["problems"]
-    assert found.startswith(f"training would not start, because of its evaluation: {problem}")
+    assert found.startswith(f"training would not start, because its evaluation cannot run: {problem}")
 
 
 def test_an_answer_longer_than_the_context_is_found_before_training_and_its_column_left_out(
@@ -156,7 +156,7 @@ def test_an_answer_longer_than_the_context_is_found_before_training_and_its_colu
         commands.train(made(model, evaluation))
     for name in ("base", "this run"):
         problem = rf"{name}: piqa: an answer choice of \d+ tokens does not fit the model's context of 512; leave this"
-        assert re.search(problem + r" column out: eval\.omit: \[piqa\] \(--omit piqa\)", str(error.value))
+        assert re.search(problem + r"this column: eval\.omit: \[piqa\] \(--omit piqa\)", str(error.value))
     omitted = Eval(**evaluation, omit=["piqa"])
     assert omitted.name == "commonsense-zero-shot-without-piqa"
     results, _, _ = table([("base", model)], tmp_path / "out", omitted)
@@ -174,7 +174,9 @@ def test_truncated_prompts_are_a_notice_or_a_problem_if_strict(short, readers):
     assert notices == [
         "base, this run: the context of 512 tokens truncates the longest prompts of arc_challenge, gsm8k"
     ]
-    with pytest.raises(UserError, match=r"arc_challenge: prompts do not fit .* eval\.strict is true; write false"):
+    with pytest.raises(
+        UserError, match=r"arc_challenge: prompts do not fit .* eval\.strict is true; write eval\.strict: false"
+    ):
         preflight(few.model_copy(update={"strict": True}), rows)
     rows = planned_rows(str(readers[0]), None, load_tokenizer(readers[0]), is_adapter=False)
     assert preflight(few, rows)[1] == []
@@ -224,9 +226,10 @@ def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):
     rows = planned_rows(str(run / "model"), None, tokenizer, is_adapter=False)
     assert [(row.name, row.template_of) for row in rows] == [("base", "base"), ("SFT", "SFT"), ("this run", "this run")]
     assert AutoTokenizer.from_pretrained(run / "model").chat_template != rows[2].tokenizer.chat_template == CHATML
-    config = "generation_config.json sets {}, for base {'repetition_penalty': 1.3}"
+    config = "its generation_config.json sets {}, but that of base sets {'repetition_penalty': 1.3}"
     _, notices = preflight(CHAT, rows)
-    other = "; other prompts, because of another chat template; eval.base_template: run gives both the same template"
+    other = "; their chat templates differ, and therefore their prompts "
+    other += "(for equal templates, write eval.base_template: run)"
     assert notices == [
         f"SFT will not be compared with base: {config}",
         f"this run will not be compared with base: {config}{other}",
@@ -236,7 +239,7 @@ def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):
 def test_vllm_is_refused_for_an_adapter_before_training(models, monkeypatch):
     monkeypatch.setattr("soren_align.evaluate.run.stage.require_backend", lambda _: None)
     rows = planned_rows(str(models[0]), None, load_tokenizer(models[0]), is_adapter=True)
-    with pytest.raises(UserError, match=r"this run: is an adapter, and eval\.backend is vllm"):
+    with pytest.raises(UserError, match=r"this run: is an adapter, but eval\.backend vllm loads only whole models"):
         preflight(CHAT.model_copy(update={"backend": "vllm"}), rows)
 
 
@@ -302,7 +305,7 @@ def test_rows_without_weights_and_templates_that_refuse_a_question_are_found_bef
         table(rows, tmp_path / "out")
     problem = (
         "a question cannot be rendered as a prompt: the chat template: a system message first; choose another chat "
-        "template, or leave the"
+        "template, or omit this"
     )
     assert [line.partition(" column")[0] for line in str(error.value).splitlines()] == [
         f"SFT: {column}: {problem}" for column in COLUMNS
@@ -320,7 +323,7 @@ def test_a_run_is_evaluated_when_its_start_is_deleted_and_the_table_states_it(mo
     options = ("--suite", "quickstart", "--limit", 2, "--output", tmp_path / "out")
     done = command.run("eval", tmp_path / "mine", *options)
     assert done.returncode == 0, done.stderr
-    sentence = "no row for the checkpoint that mine was trained from: the checkpoint is missing"
+    sentence = "the table has no row for the checkpoint that mine was trained from, because the checkpoint is missing"
     assert f"notice    {sentence} ({tmp_path}/deleted)" in " ".join(done.stderr.split()).replace(
         "notice ", "notice    "
     )

@@ -105,7 +105,7 @@ def test_what_somebody_else_wrote_is_not_replaced(tmp_path, file):
     (tmp_path / file).write_text('{"accuracy": 0.9}')
     with pytest.raises(UserError, match=re.escape(file)) as error:
         evaluate(tmp_path)
-    assert "choose another --output, or move it away" in str(error.value)
+    assert "choose another --output, or move" in str(error.value)
     assert (tmp_path / file).read_text() == '{"accuracy": 0.9}'
 
 
@@ -153,7 +153,7 @@ def test_results_of_another_version_are_one_sentence(tmp_path):
         evaluate(tmp_path)
     assert str(error.value) == (
         f"{tmp_path / 'results.json'}: is not an evaluation's results, or is damaged (format: Input should be 1); "
-        "choose another --output, or move it away"
+        f"choose another --output, or move {tmp_path} away"
     )
 
 
@@ -224,5 +224,5 @@ def test_of_a_folder_of_runs_the_runs_are_named(tmp_path):
     for name in ("sft", "dpo"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text("{}")
-    with pytest.raises(UserError, match=f"; the runs in it are {tmp_path}/dpo, {tmp_path}/sft$"):
+    with pytest.raises(UserError, match=f"; name one of its runs: {tmp_path}/dpo, {tmp_path}/sft$"):
         refuse_missing(str(tmp_path))

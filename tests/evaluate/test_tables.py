@@ -99,7 +99,7 @@ def test_few_questions_have_no_interval_and_no_p():
     assert "[" in enough[1]
     assert "[" in average[1]  # of 39 questions
     assert "20.4" not in page + screen(results)
-    assert "below 20 a difference has no interval and no p; here arc_challenge 19" in page
+    assert "below 20 questions a difference has no interval and no p; questions: arc_challenge 19" in page
     for row in results["rows"]:
         row["scores"]["arc_challenge"]["n"] = row["scores"]["hellaswag"]["n"] = 9
     assert "p-value" not in tables.markdown(results)  # no legend of what is not there
@@ -208,5 +208,5 @@ def test_a_row_is_compared_with_its_start_in_a_note():
     difference = {"value": 0.94, "low": -0.5, "high": 2.38, "p": 0.01, "p_holm": 0.02}
     results["rows"][2]["start"] = {"name": results["rows"][1]["name"], "differences": {"arc_challenge": difference}}
     names = [row["name"] for row in results["rows"]]
-    note = f"{names[2]} minus {names[1]}, its start (p corrected for these comparisons alone): arc_challenge"
+    note = f"{names[2]} minus {names[1]}, its starting checkpoint (p corrected for this line alone): arc_challenge"
     assert f"{note} +0.9 [-0.5, +2.4], * p 0.020" in tables.notes(results)

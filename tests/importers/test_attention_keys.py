@@ -40,9 +40,9 @@ def test_attention_arrives_under_the_recipes_name(source, keys, attention):
 @pytest.mark.parametrize(("source", "keys", "strategy", "words"), [
     (TRL, {"max_length": 64, "packing": True}, "bfd", ""),
     (TRL, {"packing_strategy": "bfd_split", "packing": True}, "bfd_split", ""),
-    (AXOLOTL, {"sample_packing": True}, None, "drops examples longer than max_length; here they are divided"),
+    (AXOLOTL, {"sample_packing": True}, None, "drops examples longer than max_length, but soren-align divides"),
     (AXOLOTL, {"sample_packing": True, "excess_length_strategy": "truncate"}, "bfd", "bfd, which truncates"),
-    (FACTORY, {"packing": True}, "bfd", "attend to each other, here they are separate"),
+    (FACTORY, {"packing": True}, "bfd", "attend to each other in LLaMA-Factory, but not in TRL"),
     (FACTORY, {"packing": True, "neat_packing": True}, "bfd", "trainer.packing"),
 ])  # fmt: skip
 def test_packing_keeps_or_cuts_long_examples_as_the_source(source, keys, strategy, words):

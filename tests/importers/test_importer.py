@@ -174,16 +174,16 @@ def test_values_arrive_where_a_recipe_has_them(name, key, value):
 
 
 @pytest.mark.parametrize(("name", "key", "words"), [
-    ("handbook-zephyr-7b-beta-dpo-full", "dataset_mixture[test]", "the official test split would be trained on"),
-    ("handbook-constitutional-ai-sft-grok", "dataset_mixture[test]", "the official test split would be trained on"),
+    ("handbook-zephyr-7b-beta-dpo-full", "dataset_mixture[test]", "the source trains on test splits"),
+    ("handbook-constitutional-ai-sft-grok", "dataset_mixture[test]", "the source trains on test splits"),
     ("handbook-zephyr-7b-beta-sft-full", "chat_template", "the tokenizer's own chat template"),
     ("handbook-zephyr-7b-beta-sft-full", "torch_dtype", "float32"),
     ("handbook-zephyr-7b-beta-dpo-full", "max_prompt_length", "no longer limits prompts"),
-    ("handbook-constitutional-ai-dpo-anthropic", "optim", "there is no rmsprop here"),
+    ("handbook-constitutional-ai-dpo-anthropic", "optim", "soren-align does not have rmsprop"),
     ("handbook-smollm3-sft-full", "packing_strategy", "no longer has ffd"),
     ("handbook-smollm3-sft-full", "dataset_mixture[0].columns", "chat_template_kwargs"),
-    ("trl-dpo-mixture", "datasets[0].fraction", "0.7: a share of the mixture"),
-    ("trl-sft", "weight_decay", "embeddings and head"),
+    ("trl-dpo-mixture", "datasets[0].fraction", "0.7: this share of the mixture"),
+    ("trl-sft", "weight_decay", "embeddings and output head"),
     ("trl-dpo-lora", "truncation_mode", "keep_end"),
     ("axolotl-sft", "sample_packing", "drops"),
     ("axolotl-dpo-qlora", "datasets[0].type", "whole conversations"),
@@ -220,7 +220,7 @@ def test_a_mixture_is_trained_on_whole_with_its_weights():
     assert not any(note.changes_training for note in older.notes)
     text, _ = import_file(FILES["handbook-smollm-sft-base"])
     assert [s.weight for s in load_text(text).data.sources] == [1, 1, 0.001]
-    assert text.count("# ours: such examples are counted") == 4  # three sources and data.eval
+    assert text.count("# ours: bad examples are dropped and counted") == 4  # three sources and data.eval
 
 
 def test_a_part_of_a_split_stays_where_a_recipe_can_say_it():
@@ -233,7 +233,7 @@ def test_a_part_of_a_split_stays_where_a_recipe_can_say_it():
     assert part("train[:50]", "./a.jsonl") == ({"path": "./a.jsonl", "split": "train", "limit": 50}, [])
     assert part("train[5:]", "./a.jsonl") == (
         {"path": "./a.jsonl", "split": "train"},
-        ["train[5:]: a file is taken whole; write limit"],
+        ["found train[5:], but a file is always read whole; write limit"],
     )
 
 
@@ -260,18 +260,18 @@ def test_columns_and_roles_become_the_recipes_where_they_are_not_known(said, nam
 
 
 @pytest.mark.parametrize(("said", "columns", "words"), [
-    ({"type": "alpaca"}, None, "in Alpaca's own prompt"),
-    ({"type": "alpaca_chat.load_qa"}, {"instruction": "question", "output": "answer"}, "Alpaca's own prompt"),
+    ({"type": "alpaca"}, None, "in the source a part of Alpaca's prompt"),
+    ({"type": "alpaca_chat.load_qa"}, {"instruction": "question", "output": "answer"}, "a part of Alpaca's prompt"),
     ({"type": {"field_instruction": "q", "field_output": "a", "format": "[INST] {instruction}"}},
-     {"instruction": "q", "output": "a"}, "in its own format; not read: format"),
+     {"instruction": "q", "output": "a"}, "has a format of its own. soren-align does not read format"),
     ({"type": {"field_instruction": "q", "field_output": "a", "system_prompt": "Be brief."}},
-     {"instruction": "q", "output": "a"}, "not read: system_prompt"),
-    ({"type": "completion", "field": "text"}, None, "continued in a next one"),
-    ({"type": "completion", "field": "body"}, {"text": "body"}, "continued in a next one"),
+     {"instruction": "q", "output": "a"}, "does not read system_prompt"),
+    ({"type": "completion", "field": "text"}, None, "which the source divides"),
+    ({"type": "completion", "field": "body"}, {"text": "body"}, "which the source divides"),
     ({"message_property_mappings": {"role": "role", "content": "content", "tools": "x"}}, None,
-     "only role and content are renamed"),
-    ({"roles": {"user": ["human"], "narrator": ["book"]}}, None, "narrator: no role of a recipe"),
-    ({"train_on_eos": "all"}, None, "all: the stop token of every trained answer is trained, and no other"),
+     "the recipe has only role and content"),
+    ({"roles": {"user": ["human"], "narrator": ["book"]}}, None, "a recipe does not have the role narrator"),
+    ({"train_on_eos": "all"}, None, "all: the recipe trains the stop token of every trained answer, and no other"),
     ({"shards": 4}, None, "4: the source trains on one of these parts"),
     ({"columns": ["question", "solution"]}, None, "examples are recognised by their columns"),
 ])  # fmt: skip
@@ -306,7 +306,7 @@ def test_formats_of_axolotls_own_pairs_change_the_training_unless_they_are_plain
     made = convert({"base_model": "a/c", "rl": "dpo", "datasets": [{"path": "a/b", "type": formats}]}, "x")
     note = note_on(made.notes, "datasets[0].type")
     assert note.changes_training
-    assert note.explanation.endswith("; not read: prompt_format")
+    assert note.explanation.endswith(". soren-align does not read prompt_format")
 
 
 @pytest.mark.parametrize("path", [{}, {"path": "json"}])
@@ -319,7 +319,7 @@ def test_the_files_of_a_dataset_without_a_name_are_paths(path):
     assert one.recipe["data"]["train"]["path"] == "./data/a.jsonl"
     of_hub = convert({"base_model": "a/c", "datasets": [{"path": "a/b", "data_files": "a.jsonl"}]}, "x")
     assert note_on(of_hub.notes, "datasets[0].data_files").changes_training
-    with pytest.raises(UserError, match=r"datasets\[0\]: names no data; write path, or data_files"):
+    with pytest.raises(UserError, match=r"datasets\[0\]: names no data; add path or data_files"):
         convert({"base_model": "a/c", "datasets": [{"type": "alpaca"}]}, "x")
 
 
@@ -327,15 +327,17 @@ def test_the_files_of_a_dataset_without_a_name_are_paths(path):
 def test_a_loss_that_trl_has_not_is_named_without_a_guess(loss):
     note = note_on(convert(DPO | {"pref_loss": loss}, "x", task="dpo").notes, "pref_loss")
     assert note.changes_training
-    assert note.explanation == f"{loss}: not a loss of TRL's DPOConfig, whose default is trained"
+    assert note.explanation == f"TRL's DPOConfig does not have the loss {loss}; the recipe uses TRL's default loss"
 
 
 def test_keys_that_are_as_here_change_nothing():
     entry = {"path": "a/b", "type": "chat_template", "train_on_eos": "turn", "roles_to_train": ["assistant"]}
     made = convert({"base_model": "a/c", "datasets": [entry]}, "x")
-    assert note_on(made.notes, "datasets[0].train_on_eos") == Note("datasets[0].train_on_eos", "dropped", "as here")
+    assert note_on(made.notes, "datasets[0].train_on_eos") == Note(
+        "datasets[0].train_on_eos", "dropped", "is the default of soren-align too"
+    )
     made = convert(SFT | {"env": {"CUDA_VISIBLE_DEVICES": "0"}}, "x")
-    assert note_on(made.notes, "env").explanation == "set environment variables in the shell"
+    assert note_on(made.notes, "env").explanation == "a recipe sets no environment variables; set them in the shell"
 
 
 def test_another_column_of_text_becomes_the_recipes():
@@ -367,7 +369,7 @@ def test_an_inline_template_is_written_beside_the_recipe(tmp_path, monkeypatch, 
     assert "changes to the training\n" not in table.split("chat_template")[0]
     text, table = import_file(tmp_path / "sft.yaml")
     assert load_text(text).model.chat_template is None
-    assert "with a DEST, this one is written" in " ".join(table.split())
+    assert "add a DEST, beside which the import writes this template" in " ".join(table.split())
 
 
 def test_a_template_of_a_recipe_that_would_not_load_is_not_left(tmp_path):
@@ -385,7 +387,7 @@ def test_a_template_and_a_stop_token_go_to_the_model():
         assert made.recipe["model"] | {"chat_template": "my.jinja", "eos_token": "<|im_end|>"} == made.recipe["model"]
     note = note_on(convert({**SFT, "chat_template_path": "lab/chat"}, "x").notes, "chat_template_path")
     assert note.changes_training
-    assert "lab/chat: only its template, as a .jinja file" in note.explanation
+    assert "lab/chat is no .jinja file; save its chat template" in note.explanation
 
 
 @pytest.mark.parametrize("per_epoch", [1, 2, 3, 4, 6, 7, 10])
@@ -463,15 +465,15 @@ def test_the_task_is_read_from_keys_then_from_names(given, name, folder, task):
 
 
 @pytest.mark.parametrize(("given", "folder", "message"), [
-    (SFT | DPO, "", "SFT or DPO? max_seq_length are SFT keys, beta DPO keys: write --task"),
-    (DPO, "orpo", "this trains by ORPO"),
-    (DPO | {"output_dir": "out/mine-kto"}, "", "this trains by KTO"),
-    ({"base_model": "a/b", "rl": "grpo"}, "", "this trains by GRPO"),
-    ({"base_model": "a/b", "reward_model": True}, "", "this trains by REWARD"),
-    ({"beta": 0.1}, "", "no dataset is named"),
-    (DPO | {"dataset_train_split": "test"}, "", "only test splits are named"),
+    (SFT | DPO, "", "the file has keys of SFT (max_seq_length) and keys of DPO (beta); add --task"),
+    (DPO, "orpo", "this file trains with ORPO"),
+    (DPO | {"output_dir": "out/mine-kto"}, "", "this file trains with KTO"),
+    ({"base_model": "a/b", "rl": "grpo"}, "", "this file trains with GRPO"),
+    ({"base_model": "a/b", "reward_model": True}, "", "this file trains with REWARD"),
+    ({"beta": 0.1}, "", "the file names no dataset"),
+    (DPO | {"dataset_train_split": "test"}, "", "all splits are test splits"),
     (DPO | {"dataset_mixture": [1]}, "", "write a list of datasets"),
-    ({"task": "sft", "optimizer": {"name": "soren"}}, "", "this is a recipe already"),
+    ({"task": "sft", "optimizer": {"name": "soren"}}, "", "this file is already a recipe"),
 ])  # fmt: skip
 def test_what_cannot_be_imported_is_refused_in_a_sentence(given, folder, message):
     with pytest.raises(UserError) as error:
@@ -481,7 +483,7 @@ def test_what_cannot_be_imported_is_refused_in_a_sentence(given, folder, message
 
 def test_orpo_is_refused_and_can_be_taken_as_dpo():
     (file,) = FOLDER.glob("*orpo*.yaml")
-    with pytest.raises(UserError, match="this trains by ORPO"):
+    with pytest.raises(UserError, match="this file trains with ORPO"):
         import_file(file)
     assert "task: dpo" in import_file(file, "dpo")[0]
 
@@ -495,7 +497,7 @@ def test_a_test_split_is_not_trained_on_however_it_is_spelt():
 def test_the_newer_of_two_names_for_one_key_counts():
     made = convert(SFT | {"max_length": 700}, "x")
     assert made.recipe["trainer"]["max_length"] == 700
-    assert note_on(made.notes, "max_seq_length").explanation == "trainer.max_length is set by another key"
+    assert note_on(made.notes, "max_seq_length").explanation == "another key sets trainer.max_length"
 
 
 def test_a_recipe_that_would_not_load_is_not_written(tmp_path):
@@ -576,7 +578,7 @@ def test_what_recipes_do_not_know_of_lora_changes_the_training(asked):
     made = convert(SFT | {"use_peft": True} | asked, "x", task="sft")
     note = note_on(made.notes, next(iter(asked)))
     assert note.changes_training
-    assert "instead of another adapter" not in note.explanation
+    assert "of all adapters, only plain LoRA is supported" not in note.explanation
 
 
 @pytest.mark.parametrize(("keys", "alpha"), [
@@ -647,7 +649,7 @@ def test_a_model_and_data_of_another_machine_are_listed_and_the_recipe_is_writte
     (tmp_path / "sft.yaml").write_text("model_name_or_path: ./no\ndataset_name: no/way.jsonl\nlearning_rate: 1e-5\n")
     text, table = import_file(tmp_path / "sft.yaml")
     assert parse(text, "x").content["model"]["name_or_path"] == "./no"
-    shown = "not on this machine:\n  model.name_or_path: no folder ./no\n  data.train.path: no file"
+    shown = "not on this machine:\n  model.name_or_path: no folder ./no; correct the path\n  data.train.path: no file"
     assert shown in table
     with pytest.raises(UserError, match=r"no folder \./no"):
         load_text(text)

@@ -174,9 +174,9 @@ def test_the_defaults_of_llama_factory_are_taken_over(project, text):
 
 @pytest.mark.parametrize(("text", "message"), [
     (SFT + "dataset: fag\n", "dataset_info.json has no 'fag'; did you mean 'faq'?"),
-    (SFT + "dataset: faq\ndataset_dir: elsewhere\n", "there is no elsewhere/dataset_info.json beside the file"),
-    ("stage: pt\nfinetuning_type: full\ndataset: faq\n", "this trains by PT; only SFT and DPO are supported"),
-    ("stage: kto\nfinetuning_type: full\ndataset: faq\n", "this trains by KTO"),
+    (SFT + "dataset: faq\ndataset_dir: elsewhere\n", "there is no elsewhere/dataset_info.json beside this file"),
+    ("stage: pt\nfinetuning_type: full\ndataset: faq\n", "this file trains with PT, but only SFT and DPO are"),
+    ("stage: kto\nfinetuning_type: full\ndataset: faq\n", "this file trains with KTO"),
 ])  # fmt: skip
 def test_what_cannot_be_resolved_is_refused_with_the_remedy(project, text, message):
     with pytest.raises(UserError) as caught:
@@ -205,17 +205,18 @@ def test_an_adapter_that_is_trained_further_is_the_start(project):
     assert (loaded.model.name_or_path, loaded.model.lora) == ("lab/tern-sft", None)
     changes = " ".join(table.partition("changes to the training")[2].partition("renamed")[0].split())
     assert "adapter_name_or_path" in changes
-    assert "the reference is this adapter, in the source the model without an adapter" in changes
+    assert "the reference is this adapter, and in the source the model without an adapter" in changes
     new = "adapter_name_or_path: a, b\n"
     text, table = project(SFT + "dataset: faq\n" + new)
     assert load_text(text).model.name_or_path == "lab/tern-1b"
-    assert "the adapter is not loaded; merge it" in " ".join(table.partition("\nrenamed")[0].split())
+    assert "this adapter is not loaded; merge it" in " ".join(table.partition("\nrenamed")[0].split())
 
 
 @pytest.mark.parametrize("loss", ["simpo", "orpo", "kto_pair"])
 def test_a_loss_of_another_task_is_refused(project, loss):
     with pytest.raises(
-        UserError, match=f"this trains by {loss.removesuffix('_pair').upper()}; only SFT and DPO are supported"
+        UserError,
+        match=f"this file trains with {loss.removesuffix('_pair').upper()}, but only SFT and DPO are supported",
     ):
         project(DPO + f"finetuning_type: full\npref_loss: {loss}\nsimpo_gamma: 0.5\n")
 
@@ -225,12 +226,12 @@ CHANGES = {  # a documented key of LLaMA-Factory's with a value -> the words of 
     "pref_bco_weight: 0.1": "[sigmoid, bco_pair]",
     "ref_model: lab/other": "the reference model is the model that training starts from",
     "pure_bf16: true": "trainer.bf16, model.dtype: float32",
-    "use_galore: true": "AdamW is used at the same learning rate",
-    "finetuning_type: freeze": "all weights are trained",
-    "use_llama_pro: true": "as its config.json describes it",
+    "use_galore: true": "the recipe uses AdamW at the same learning rate",
+    "finetuning_type: freeze": "the recipe trains all weights",
+    "use_llama_pro: true": "as its config.json describes the model",
     "mix_strategy: interleave_over": "write weight",
-    "add_special_tokens: <a>": "the model's own tokenizer is used",
-    "default_system: Be brief.": "the chat template decides it",
+    "add_special_tokens: <a>": "the recipe uses the model's own tokenizer",
+    "default_system: Be brief.": "the chat template determines this setting",
     "create_new_adapter: true": "without this variant",
     "pissa_init: true": "without this variant",
 }

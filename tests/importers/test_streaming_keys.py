@@ -16,7 +16,7 @@ def test_a_source_that_names_its_steps_is_streamed(source):
     made = convert({**source, **keys, "buffer_size": 16384}, "sft")
     notes = {note.key: note for note in made.notes}
     assert made.recipe["data"]["streaming"] == {"shuffle_buffer": 16384}
-    assert notes["num_train_epochs"].explanation == "the examples of a stream are not counted"
+    assert notes["num_train_epochs"].explanation == "with data.streaming, the number of examples is unknown"
     assert list(streaming_problems(made.recipe["data"], made.recipe["trainer"])) == []
 
 

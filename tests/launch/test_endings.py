@@ -45,7 +45,7 @@ def reported(monkeypatch, capsys):
      (UserError("write this"), RANK, (2, "error: rank 1: write this\n")),
      (OSError(28, "No space left on device", "/x"), {}, (2, "/x")),
      (KeyboardInterrupt(), {}, (130, "stopped; rerun the same command to resume\n")),
-     (LostRankError("lost another rank"), RANK, (1, "rank 1: lost another rank\n")),
+     (LostRankError("another rank failed"), RANK, (1, "rank 1: another rank failed\n")),
      (ValueError("a defect"), RANK, (1, "rank 1: ValueError: a defect\n"))],
     ids=["user", "user on a rank", "disk", "signal", "lost rank", "defect on a rank"],
 )  # fmt: skip
@@ -68,7 +68,7 @@ OF_THE_MACHINE = {
     "GPU's memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "torch's files": RuntimeError("unable to open file <run/a> in read-only mode: Too many open files (24)"),
     "threads": RuntimeError("can't start new thread"),
-    "lost rank": ResumableError("lost another rank"),
+    "lost rank": ResumableError("another rank failed"),
     "offline": OutOfReach("owner/data: the hub cannot be reached"),
 }
 
@@ -109,7 +109,7 @@ def failure(exitcode, timestamp=0, message="", trace=""):
 
 
 SILENT = "LostRankError: another rank did not answer for 20 s."
-LOST = "LostRankError: lost another rank (closed)"
+LOST = "LostRankError: another rank failed (closed)"
 
 
 @pytest.mark.parametrize(("failures", "code", "message", "is_resumable"), [
@@ -238,7 +238,7 @@ def test_a_signal_while_an_error_is_reported_changes_nothing(monkeypatch, tmp_pa
     """Of a rank that lost another one: torchrun sends it SIGTERM at about the same time."""
 
     def lose(*args):
-        raise LostRankError("lost another rank")
+        raise LostRankError("another rank failed")
 
     def record(error):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -335,5 +335,5 @@ def test_a_removed_working_directory_is_a_sentence(tmp_path, monkeypatch, capsys
     folder.rmdir()
     assert app.main(command_line) == 2
     assert capsys.readouterr().err == (
-        "error: the working directory has been removed; change to another one (cd), then rerun\n"
+        "error: the working directory was removed; change to another directory (cd) and rerun the command\n"
     )

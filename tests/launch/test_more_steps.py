@@ -41,7 +41,7 @@ def test_the_refusal_names_the_command_for_the_remaining_steps(tmp_path, before,
     (tmp_path / "run-2").mkdir()
     message = refusal(folder, *after)
     assert (
-        f"{folder}: this run is complete (600 steps) and its schedule has ended, so it cannot be extended. To"
+        f"{folder}: this run is complete (600 steps), and its schedule has ended, so the run cannot be extended. To"
         in message
     )
     lines = message.splitlines()[1:]

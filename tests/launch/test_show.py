@@ -107,7 +107,7 @@ def test_show_prints_status_curve_scores_and_next_commands(run, capsys, monkeypa
     text = capsys.readouterr().out
     assert "runs/a: SFT, finished" in text
     assert "held-out loss was lowest at step 60 (0.1); at step 100 it is 0.3" in " ".join(text.split())
-    assert "curve     loss, o held-out, * its lowest" in text
+    assert "curve     loss, o held-out loss, * lowest held-out loss" in text
     assert [line.split() for line in text.splitlines() if line.startswith("SFT")] == [["SFT", "100.0", "±", "0.0"]]
     assert "next      soren-align chat runs/a --compare start" in text
     assert all(len(line) <= 80 for line in text.splitlines() if "pytest" not in line)  # the start is a long path
@@ -204,7 +204,9 @@ def test_without_any_run_a_sentence_names_a_command_that_makes_one(tmp_path, mon
     for _ in range(2):
         assert main([command]) == 2
         message = capsys.readouterr().err
-        assert message.startswith("error: runs: holds no runs; train one, as with `soren-align sft quickstart/sft`")
+        assert message.startswith(
+            "error: runs: has no runs; name another folder, or train with `soren-align sft quickstart/sft`"
+        )
         (tmp_path / "runs").mkdir(exist_ok=True)
 
 
@@ -249,7 +251,7 @@ def test_after_a_training_without_scores_the_way_to_scores_comes_next(tmp_path, 
 
 @pytest.mark.parametrize("name", ["missing", "."])
 def test_a_folder_without_runs_is_refused(tmp_path, name):
-    with pytest.raises(UserError, match=r"no such folder|holds no runs"):
+    with pytest.raises(UserError, match=r"no such folder|has no runs"):
         show.runs(str(tmp_path / name))
 
 

@@ -133,6 +133,6 @@ def test_a_refusal_by_the_first_rank_ends_all_ranks_without_the_launcher(tmp_pat
     for task in tasks:
         said = task.communicate(timeout=300)[1]  # a rank that waits gives up after 1800
         assert task.returncode == 2, said
-        assert "holds a finished run" in said
+        assert "contains a finished run" in said
         assert "Traceback" not in said
     assert run.read()["last_error"] is None

@@ -64,7 +64,7 @@ def test_factors_of_embeddings_and_magnitudes_go_to_adamw():
 
 
 def test_adapters_that_are_not_lora_are_refused():
-    with pytest.raises(ValueError, match=r"q_proj is an adapter of PEFT's Linear; only LoRA is supported"):
+    with pytest.raises(ValueError, match=r"q_proj is an adapter of PEFT's Linear; use a LoRA adapter"):
         route(model(IA3Config(target_modules=["q_proj"], feedforward_modules=[], task_type="CAUSAL_LM")))
 
 

@@ -170,7 +170,7 @@ def test_a_checkpoint_without_its_compensation_or_with_the_other_setting_is_refu
     with pytest.raises(ValueError, match="group 0 compensation: kahan in the checkpoint, none in this optimizer"):
         optimizer_of(model(), "none").load_state_dict(saved)
     del saved["state"][1]["compensation"]
-    with pytest.raises(ValueError, match=r"the checkpoint lacks compensation of 2.weight"):
+    with pytest.raises(ValueError, match=r"the checkpoint has no compensation of 2.weight"):
         optimizer_of(model()).load_state_dict(saved)
     with pytest.raises(ValueError, match="compensation: found 'khan'; write one of 'none', 'kahan'"):
         optimizer_of(model(), "khan")

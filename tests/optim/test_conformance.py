@@ -208,10 +208,10 @@ def test_a_group_may_be_one_tensor(make):
 @EVERY_OPTIMIZER
 @pytest.mark.parametrize(("fault", "error", "message"), [
     ({"params": [("x", torch.nn.Parameter(torch.ones(3)))], "rule": "spectral"}, ValueError, "rule|matrices"),
-    ({"params": [("x", torch.ones(2, 2, dtype=torch.int64))]}, ValueError, "updates real numbers; x is torch.int"),
+    ({"params": [("x", torch.ones(2, 2, dtype=torch.int64))]}, ValueError, "updates real numbers, but x is torch.int"),
     ({"params": [("x", torch.nn.Parameter(torch.ones(2, 2)))], "lr": -1.0}, ValueError, "lr: found -1.0"),
     ({"params": [("x", torch.nn.Parameter(torch.ones(2, 2)))], "lr": torch.inf}, ValueError, "lr: found inf"),
-    ({"params": [("x", torch.nn.Parameter(torch.ones(2, 2)))], "maximize": True}, ValueError, "maximize: not a"),
+    ({"params": [("x", torch.nn.Parameter(torch.ones(2, 2)))], "maximize": True}, ValueError, "maximize: is no"),
     ({"params": [("x", "weights")]}, TypeError, "can only optimize Tensors"),
     ({"params": {torch.nn.Parameter(torch.ones(2, 2))}}, TypeError, "ordered collections"),
 ])  # fmt: skip

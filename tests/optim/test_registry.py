@@ -56,10 +56,10 @@ def test_its_settings_are_checked_saved_and_compared(fifth):
 
 @pytest.mark.parametrize(("name", "settings", "message"), [
     ("sixth", {}, "name: found 'sixth'; write one of 'adamw', 'fifth', 'htmuon', 'muon'"),
-    ("fifth", {"divisr": 2}, "divisr: not a setting of fifth; it has divisor, momentum, nesterov"),
-    ("muon", {"map": "sns"}, "map: not a setting of muon; it has momentum, nesterov, weight_decay, compensation"),
-    ("soren", {"spectral_map": "sns"}, "spectral_map: not a setting of soren; it has .*map, adjust_lr_fn"),
-    ("adamw", {"momentum": 0.9}, "momentum: not a setting of adamw; it has betas, eps, weight_decay, compensation"),
+    ("fifth", {"divisr": 2}, "divisr: is no setting of fifth; write one of divisor, momentum, nesterov"),
+    ("muon", {"map": "sns"}, "map: is no setting of muon; write one of momentum, nesterov, weight_decay, compensation"),
+    ("soren", {"spectral_map": "sns"}, "spectral_map: is no setting of soren; write one of .*map, adjust_lr_fn"),
+    ("adamw", {"momentum": 0.9}, "momentum: is no setting of adamw; write one of betas, eps, weight_decay, co"),
 ])  # fmt: skip
 def test_unknown_names_and_settings_are_refused_with_the_known_ones(fifth, name, settings, message):
     with pytest.raises(ValueError, match=message):
@@ -67,7 +67,7 @@ def test_unknown_names_and_settings_are_refused_with_the_known_ones(fifth, name,
 
 
 def test_a_name_has_one_class(fifth):
-    with pytest.raises(ValueError, match="Other: the name 'fifth' is taken by Fifth"):
+    with pytest.raises(ValueError, match="Other: Fifth already has the name 'fifth'"):
         type("Other", (SpectralOptimizer,), {}, name="fifth")
 
 

@@ -110,5 +110,5 @@ def test_less_than_half_under_the_named_optimizer_is_worth_a_notice():
     few = routing_table([*routes("llama", vocab_size=1000).values()])
     (notice,) = share_notices("soren", few)
     assert "soren updates only 19.3% of the trained parameters" in notice
-    assert "most of these: " in notice
+    assert "most of them are of this kind: " in notice
     assert share_notices("adamw", few) == []

@@ -84,8 +84,8 @@ def test_a_model_of_the_hub_alone_is_refused_at_once_with_the_command_that_downl
     done = command.run(*words)
     reason = "HF_HUB_OFFLINE or run.offline is set" if is_offline else f"{constants.ENDPOINT} does not answer"
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"owner/model: is no folder here and not in the cache, and {reason}; where there is" in done.stderr
-    assert "run `hf download owner/model --local-dir FOLDER`, and here set model.name_or_path=FOLDER" in done.stderr
+    assert f"owner/model: is neither a folder nor in the cache, and {reason}; run" in done.stderr
+    assert "run `hf download owner/model --local-dir FOLDER` on a machine with a network" in done.stderr
     assert not Path("runs").exists()
 
 

@@ -79,7 +79,7 @@ def test_a_finished_run_is_not_run_again_and_its_evaluation_can_be(demo):
     folder, _ = demo
     again = soren_align("sft", "quickstart/sft", cwd=folder)
     assert again.returncode == 2
-    assert "holds a finished run" in again.stderr
+    assert "contains a finished run" in again.stderr
     # A kill in the evaluation leaves a trained model: the same command evaluates, and does not train again.
     run = RunFolder(folder / "runs/quickstart/sft")
     run.update(status="trained")

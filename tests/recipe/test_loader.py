@@ -82,7 +82,7 @@ def test_a_mistake_is_named_by_the_path_of_the_file_where_it_stands(write, tmp_p
 @pytest.mark.parametrize(("text", "message"), [
     ("extends: nothing\n", "my.yaml:1 extends: nothing: no such file, nor a shipped recipe"),
     ("task: sft\nextends: [a]\n", "my.yaml:2 extends: found ['a']"),
-    ("extends: other.yaml\n", "other.yaml:1 extends: my.yaml extends this one in turn"),
+    ("extends: other.yaml\n", "other.yaml:1 extends: my.yaml extends this recipe too"),
 ])  # fmt: skip
 def test_what_cannot_be_extended_is_said(write, text, message):
     write("extends: my.yaml\n", "other.yaml")
@@ -98,7 +98,7 @@ def test_every_mistake_is_reported_at_once_with_its_line(write):
     problems = error.value.problems
     assert any("my.yaml:6 optimizer.nme: unknown key; did you mean 'name'?" in p for p in problems)
     assert any("my.yaml:7 optimizer.lr: found 'fast'; write a number" in p for p in problems)
-    assert any("my.yaml:10 trainer.max_stepz: unknown to TRL's SFTConfig; did you mean" in p for p in problems)
+    assert any("my.yaml:10 trainer.max_stepz: is no key of TRL's SFTConfig; did you mean" in p for p in problems)
     assert not any("is required" in p for p in problems)  # `name` is there, misspelt: one mistake, one message
     assert len(problems) == 3
     assert [p.split()[0] for p in problems] == sorted(
@@ -158,7 +158,7 @@ def test_a_run_from_before_the_default_scale_keeps_its_own_and_another_is_a_diff
     before = recipe.load_resolved(recorded)
     assert before.optimizer.adjust_lr_fn == recipe.load(recorded).optimizer.adjust_lr_fn == "none"
     changed = recipe.differences(recipe.training_part(before), recipe.training_part(now))
-    assert changed == ["optimizer.adjust_lr_fn: 'none' there, 'match_rms_measured' here"]
+    assert changed == ["optimizer.adjust_lr_fn: 'match_rms_measured' instead of 'none'"]
 
 
 PAPERS = [name for name in shipped.recipes() if re.search("llama-c4/|/paper-|/released-", name)]
@@ -174,7 +174,7 @@ def test_recipes_of_the_paper_and_of_its_code_state_their_scale_and_rates(name):
 
 
 def test_a_recipe_of_the_other_task_is_refused(write):
-    with pytest.raises(UserError, match=r"my.yaml:1 task: this is a recipe for `soren-align sft`, not dpo"):
+    with pytest.raises(UserError, match=r"my.yaml:1 task: found sft, but the command is dpo; run `soren-align sft`"):
         recipe.load(write(GOOD), task="dpo")
 
 
@@ -183,7 +183,7 @@ def test_what_may_change_between_two_halves_of_a_run_and_what_may_not(write):
     same = recipe.training_part(recipe.load(write(GOOD), ["trainer.logging_steps=7", "run.output_dir=elsewhere"]))
     other = recipe.training_part(recipe.load(write(GOOD), ["optimizer.lr=2e-6"]))
     assert recipe.differences(a, same) == []
-    assert recipe.differences(a, other) == ["optimizer.lr: 1e-06 there, 2e-06 here"]
+    assert recipe.differences(a, other) == ["optimizer.lr: 2e-06 instead of 1e-06"]
 
 
 def test_the_schema_knows_every_key_of_a_shipped_recipe():
@@ -197,24 +197,24 @@ def test_the_schema_knows_every_key_of_a_shipped_recipe():
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ("name: muon\n  map: exact", "optimizer.map: unknown key for muon; soren has it"),
-    ("name: adamw\n  ns_steps: 15", "optimizer.ns_steps: unknown key for adamw; muon has it"),
-    ("name: adamw\n  momentum: 0.9", "optimizer.momentum: unknown key for adamw; soren, muon and htmuon have"),
-    ("name: soren\n  p: 0.1", "optimizer.p: unknown key for soren; htmuon has it"),
+    ("name: muon\n  map: exact", "optimizer.map: .* for muon; remove this key, or write name: soren"),
+    ("name: adamw\n  ns_steps: 15", "optimizer.ns_steps: unknown key for adamw; remove this key, or write name: muon"),
+    ("name: adamw\n  momentum: 0.9", "momentum: .* for adamw; remove this key, or write name: soren, muon or"),
+    ("name: soren\n  p: 0.1", "optimizer.p: unknown key for soren; remove this key, or write name: htmuon"),
     ("name: soren\n  map: {name: exact, steps: 15}",
-     "optimizer.map.steps: unknown key for exact; sns and released have it"),
-    ("name: soren\n  map: {name: sns, resolution: 0.01}", "optimizer.map.resolution: unknown key for sns; minimax"),
-    ("name: soren\n  map: {steps: 15}", "optimizer.map.steps: unknown key for minimax; sns and released have it"),
+     "optimizer.map.steps: .* for exact; .*, or write name: sns or released"),
+    ("name: soren\n  map: {name: sns, resolution: 0.01}", "optimizer.map.resolution: .* for sns; .* name: minimax"),
+    ("name: soren\n  map: {steps: 15}", "optimizer.map.steps: .* for minimax; .* name: sns or released"),
     ("name: soren\n  map: {name: sns, stes: 15}", "optimizer.map.stes: unknown key; did you mean 'steps'"),
     ("name: soren\n  map: {resolution: 0.1}", "optimizer.map.resolution: found 0.1; write 0.0004 or 0.001 or 0.01"),
     ("name: soren\n  map: snss",
      "optimizer.map.name: found 'snss'; write minimax, sns, released or exact; did you mean 'sns'"),
-    ("name: soren\n  precision: tf32\n  map: sns", "optimizer.precision: found 'tf32'; map 'sns' has auto or float32"),
+    ("name: soren\n  precision: tf32\n  map: sns", "precision: found 'tf32'; for the map 'sns' write auto or float32"),
     ("name: soren\n  precision: half", "optimizer.precision: found 'half'; write auto, float32, tf32, float16 or"),
-    ("name: muon\n  workspace_mb: 16", "optimizer.workspace_mb: unknown key for muon; soren has it"),
+    ("name: muon\n  workspace_mb: 16", "optimizer.workspace_mb: .* for muon; remove this key, or write name: soren"),
     ("name: muon\n  momentun: 0.9", "optimizer.momentun: unknown key; did you mean 'momentum'"),
     ("name: htmoun\n  p: 0.5", "optimizer.name: found 'htmoun'; write soren, muon, htmuon or adamw; did you mean 'ht"),
-    ("name: soren\n  p: null", "optimizer.p: unknown key for soren; htmuon has it"),
+    ("name: soren\n  p: null", "optimizer.p: unknown key for soren; remove this key, or write name: htmuon"),
 ])  # fmt: skip
 def test_a_key_that_does_not_apply_is_one_clear_error(write, settings, message):
     with pytest.raises(UserError) as error:
@@ -230,7 +230,7 @@ def test_a_key_that_does_not_apply_is_one_clear_error(write, settings, message):
     ({"model.attn_implementation": "flash_attention_2", "trainer.use_cpu": "true"},
      "model.attn_implementation: flash_attention_2 runs on GPUs only; write sdpa or eager"),
     ({"trainer.eval_packing": "true"}, "trainer.eval_packing: .*would attend to each other"),
-    ({"trainer.packing": "true", "trainer.max_length": "null"}, "trainer.max_length: is the length of packed"),
+    ({"trainer.packing": "true", "trainer.max_length": "null"}, "trainer.max_length: .* packing needs a length"),
 ])  # fmt: skip
 def test_attention_and_packing_that_cannot_work_are_one_clear_error(write, settings, message):
     with pytest.raises(UserError, match=message) as error:
@@ -280,7 +280,7 @@ def test_a_bare_map_name_can_be_extended_and_overridden(write):
 ])  # fmt: skip
 def test_a_key_beside_the_new_name_that_does_not_apply_stays_an_error(write, text, overrides):
     write(GOOD, "base.yaml")
-    with pytest.raises(UserError, match=r"optimizer.map: unknown key for muon; soren has it"):
+    with pytest.raises(UserError, match=r"optimizer.map: .* for muon; remove this key, or write name: soren"):
         recipe.load(write(f"extends: base.yaml\n{text}\n"), overrides)
 
 
@@ -314,7 +314,7 @@ def test_the_recipes_that_were_extended_are_listed_and_no_difference_at_resume(w
     assert copy == first
     alone = first.model_copy(update={"extends": []})
     assert recipe.differences(recipe.training_part(alone), recipe.training_part(first)) == []
-    with pytest.raises(UserError, match="a file extends another"):
+    with pytest.raises(UserError, match="extends cannot be set here"):
         recipe.load("quickstart/sft", ["extends=base.yaml"])
 
 
@@ -348,10 +348,12 @@ def test_set_reaches_into_a_mixture(write):
     loaded = recipe.load(write(MIXED), ["data.train.1.limit=7", "data.train.0.weight=2.0"])
     assert [(s.limit, s.weight) for s in loaded.data.sources] == [(None, 2.0), (7, 0.25)]
     for key in ("data.train.limit", "data.train.2.limit"):
-        with pytest.raises(UserError, match=rf"--set {key}=7: data.train is a list of 2; write data.train.0 for the"):
+        with pytest.raises(UserError, match=rf"--set {key}=7: data.train is a list of 2; write data.train.0 for"):
             recipe.load(write(MIXED), [f"{key}=7"])
     assert recipe.load(write(MIXED), ["data.train={path: org/other}"]).data.sources[0].path == "org/other"
-    with pytest.raises(UserError, match=r"--set data.train.1.limit=0 data.train.1.limit: found 0; it must be at least"):
+    with pytest.raises(
+        UserError, match=r"--set data.train.1.limit=0 data.train.1.limit: found 0; write a number of at least"
+    ):
         recipe.load(write(MIXED), ["data.train.1.limit=0"])
 
 
@@ -359,9 +361,9 @@ def test_set_reaches_into_a_mixture(write):
     ("\n  - {path: org/data}\n  - {pth: org/more}", r"my.yaml:6 data.train.1.pth: unknown key; did you mean 'path'"),
     ("\n  - {path: org/data}\n  - {split: train}", r"my.yaml:6 data.train.1.path: is required"),
     ("\n  - {path: org/data}\n  - {path: no.jsonl}", r"my.yaml:6 data.train.1.path: no file no.jsonl"),
-    ("\n  - {path: org/data, weight: 0}", r"my.yaml:5 data.train.0.weight: found 0; it must be more than 0"),
+    ("\n  - {path: org/data, weight: 0}", r"my.yaml:5 data.train.0.weight: found 0; write a number above 0"),
     ("\n  - {path: org/data}\n  - org/more", r"my.yaml:6 data.train.1: found 'org/more'; write {path: org/more}"),
-    ("[]", r"my.yaml:4 data.train: found \[\]; it is empty"),
+    ("[]", r"my.yaml:4 data.train: found \[\]; write a list"),
     ("org/data", r"my.yaml:4 data.train: found 'org/data'; write train: {path: org/data}"),
     ("{pth: org/data}", r"my.yaml:4 data.train.pth: unknown key; did you mean 'path'"),
     ("{path: org/data, columns: {prompts: a}}", r"columns.prompts: found 'prompts'; write .*mean 'prompt'"),
@@ -370,7 +372,7 @@ def test_set_reaches_into_a_mixture(write):
      r"my.yaml:4 data.train.roles.a: found 'b'; write system, user, assistant, tool or tool_call"),
     ("{path: org/data, split: test_sft}", r"my.yaml:4 data.train.split: 'test_sft' is a test split.*train_on_test"),
     ("[{path: org/data, split: 'validation[:50%]'}]", r"data.train.0.split: 'validation\[:50%\]' is a test split"),
-    ("{path: my.jsonl, split: 'train[:10%]'}", r"data.train.split: .*a file is always read whole; write limit"),
+    ("{path: my.jsonl, split: 'train[:10%]'}", r"data.train.split: .*a file is always read whole; use the key limit"),
 ])  # fmt: skip
 def test_what_is_wrong_with_training_rows_is_said_with_its_line(write, tmp_path, monkeypatch, train, message):
     monkeypatch.chdir(tmp_path)
@@ -392,7 +394,7 @@ def test_a_test_split_is_trained_on_only_in_so_many_words(write):
 
 def test_held_out_rows_are_one_split(write):
     text = GOOD.replace("  train:", "  eval: [{path: org/a}]\n  train:")
-    with pytest.raises(UserError, match=r"my.yaml:4 data.eval: found a list; held-out examples must be one split"):
+    with pytest.raises(UserError, match=r"my.yaml:4 data.eval: found a list; write one section"):
         recipe.load(write(text))
     assert recipe.load(write(text.replace("[{path: org/a}]", "{path: org/a, split: test_sft}"))).data.eval.split
 
@@ -412,7 +414,7 @@ def test_an_unreadable_recipe_of_a_run_folder_is_named(tmp_path):
     ("run.samples=Who are you?", "samples: {prompts: [Who are you?]}"),
     ("run.samples=questions.txt", "samples: {prompts: questions.txt}"),
     ("run.early_stopping=true", "early_stopping: {patience: 3}"), ("model.lora=true", "lora: {r: 16}"),
-    ("eval='a: b'", "eval: {suite: 'a: b'}"), ("trainer=3", "a section (indented keys below it)"),
+    ("eval='a: b'", "eval: {suite: 'a: b'}"), ("trainer=3", "a section: indented keys below this one"),
 ])  # fmt: skip
 def test_a_value_in_place_of_a_section_is_answered_with_the_section(write, setting, remedy):
     with pytest.raises(UserError) as error:
@@ -422,7 +424,7 @@ def test_a_value_in_place_of_a_section_is_answered_with_the_section(write, setti
 
 @pytest.mark.parametrize(("settings", "key", "found"), [
     (["lr=1000"], "lr", "1000 times weight_decay 0.1 is 100"),
-    (["lr=20", "weight_decay=0.05"], "lr", "20 times weight_decay 0.05 is 1:"),
+    (["lr=20", "weight_decay=0.05"], "lr", "20 times weight_decay 0.05 is 1, so"),
     (["aux_lr=20", "aux_weight_decay=0.2"], "aux_lr", "20 times aux_weight_decay 0.2 is 4"),
     (["name=adamw", "aux_lr=null", "lr=5", "weight_decay=0", "aux_weight_decay=1"], "lr",
      "5 times aux_weight_decay 1 is 5"),
@@ -442,21 +444,21 @@ def test_a_decay_that_turns_the_signs_of_weights_is_refused(write, settings, key
     (problem,) = error.value.problems
     assert f"optimizer.{key}=" in problem or f" optimizer.{key}: " in problem
     assert found in problem
-    assert problem.endswith("write a smaller rate or decay")
+    assert "write a smaller learning rate or" in problem
 
 
 def test_a_runs_folder_is_answered_with_its_model(tmp_path):
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "run" / "run.json").write_text("{}")
-    with pytest.raises(UserError, match=r"it is a run's folder, whose model is .*run/model"):
+    with pytest.raises(UserError, match=r"write .*run/model, the model of this run"):
         recipe.load("quickstart/sft", [f"model.name_or_path={tmp_path / 'run'}"])
 
 
 @pytest.mark.parametrize(("lines", "keys", "message"), [
     (['{"messages": []}', "", '{"messages": }'], "", ":3: not JSON: Expecting value at column 14"),
     (['{"q": "x", "a": "y"}'], "",
-     "found the columns q, a; sft needs 'messages'.* such as {instruction: q, output: a}"),
-    (['{"q": "x", "a": "y"}'], "columns: {prompt: qs, completion: a}", "columns.prompt is 'qs', and .* q, a; did you"),
+     "has the columns q, a, but sft needs 'messages'.* such as {instruction: q, output: a}"),
+    (['{"q": "x", "a": "y"}'], "columns: {prompt: qs, completion: a}", "columns.prompt is 'qs', but .* q, a; did you"),
     (["{}"], "", None),
     (['{"messages": }'], "bad_examples: drop", None),
     (['{"messages": []}', '{"messages": }'], "limit: 1", None),
@@ -484,4 +486,4 @@ def test_few_steps_are_a_notice_with_the_key_to_change(write, num_steps, setting
     assert (notice is None) == (key is None)
     if key:
         assert f"{num_steps} optimizer step" in notice
-        assert f"lower {key}, or raise trainer.num_train_epochs" in notice
+        assert f"lower {key} or raise trainer.num_train_epochs" in notice

@@ -77,9 +77,9 @@ def test_aux_lr_is_null_where_there_are_no_other_parameters(adapter):
 def test_an_adapter_beneath_a_new_one_is_told_the_two_ways(adapter):
     folder = adapter()
     told = problems(*start(folder), *LORA)
-    assert f"model.lora: {folder} already is a LoRA adapter. Leave model.lora out to continue training it" in told
+    assert f"model.lora: {folder} is already a LoRA adapter. To continue its training, remove model.lora" in told
     assert "`soren-align merge RUN`" in told
-    assert "start a new adapter from RUN/merged" in told
+    assert "start from RUN/merged" in told
 
 
 def test_an_adapter_needs_its_base_and_its_weights(adapter, tmp_path):
@@ -87,28 +87,28 @@ def test_an_adapter_needs_its_base_and_its_weights(adapter, tmp_path):
     load(*start(adapter(base_model_name_or_path="someone/on-the-hub")))
     gone = f"is an adapter of {tmp_path}/gone, which does not exist"
     assert gone in problems(*start(adapter(base_model_name_or_path=str(tmp_path / "gone"))))
-    assert "is an adapter of type IA3; only LORA" in problems(*start(adapter(peft_type="IA3")))
-    assert "does not name the base model" in problems(*start(adapter(base_model_name_or_path=None)))
-    assert "leave init_seed out" in problems(f"model.name_or_path={adapter()}")
+    assert "is an adapter of type IA3; name a LoRA" in problems(*start(adapter(peft_type="IA3")))
+    assert "has no base model" in problems(*start(adapter(base_model_name_or_path=None)))
+    assert "remove model.init_seed" in problems(f"model.name_or_path={adapter()}")
     (adapter() / "adapter_model.safetensors").unlink()
-    assert "pickled weights are not loaded" in problems(*start(adapter()))
+    assert "save its weights as safetensors" in problems(*start(adapter()))
 
 
 def test_frozen_weights_may_be_bfloat16_and_factors_need_no_compensation(adapter):
     narrow = "model.dtype=bfloat16"
-    inert = "optimizer.compensation: an adapter's factors are float32 and need no compensation; leave it out"
+    inert = "optimizer.compensation: an adapter's factors are float32 and need no compensation; remove this key"
     for asked in (LORA, start(adapter())):
         assert load(*asked, narrow).model.dtype == "bfloat16"
         assert inert in problems(*asked, narrow, "optimizer.compensation=kahan")
-    assert "bfloat16 parameters round most small updates away" in problems(narrow)
+    assert "rounding to bfloat16 loses most small updates" in problems(narrow)
     whole = ("model.lora={modules_to_save: [embed_tokens]}", narrow)
     assert load(*whole, "trainer.bf16=true").model.lora.modules_to_save == ["embed_tokens"]
-    assert "model.dtype: modules_to_save are float32; beside bfloat16 weights" in problems(*whole)
+    assert "model.dtype: modules_to_save are float32 beside bfloat16 weights" in problems(*whole)
 
 
 @pytest.mark.parametrize("word", ["zero3", "zero3-offload"])
 def test_adapters_are_not_trained_where_it_was_never_seen_to_work(word, adapter):
-    told = f"adapters are trained under ddp, zero1 and zero2; run.parallel is {word}"
+    told = f"an adapter needs ddp, zero1 or zero2, but run.parallel is {word}"
     assert f"model.lora: {told}" in problems(*LORA, f"run.parallel={word}")
     assert f"model.name_or_path: {told}" in problems(*start(adapter()), f"run.parallel={word}")
 
@@ -118,12 +118,12 @@ def test_a_quantized_base_lies_whole_on_every_process():
     assert load(*quantized).model.quantize == "4bit"
     assert load(*LORA, "model.quantize=8bit").model.quantize == "8bit"
     for word in ("zero2", "zero3"):
-        told = f"model.quantize: a quantized base is trained under ddp only; run.parallel is {word}"
+        told = f"model.quantize: quantized weights need ddp, but run.parallel is {word}"
         assert told in problems(*quantized, f"run.parallel={word}")
 
 
 def test_quantized_weights_are_trained_with_an_adapter_only():
-    told = "model.quantize: quantized weights cannot be trained; add `lora: {r: 16}` for an adapter on them"
+    told = "model.quantize: quantized weights cannot be trained; add `lora: {r: 16}` to train an adapter"
     assert told in problems("model.quantize=4bit")
 
 
@@ -135,9 +135,9 @@ def test_an_adapter_brings_the_quantization_that_it_was_trained_on(adapter):
     (folder / "base_quantization.json").write_text(record)
     assert load(*start(folder)).model.quantize == "4bit"
     assert load(*start(folder), "model.quantize=4bit").model.quantize == "4bit"
-    told = "model.quantize: found '8bit', but {} was trained on 4bit weights; leave it out"
+    told = "model.quantize: found '8bit', but {} was trained on 4bit weights; remove this key"
     assert told.format(folder) in problems(*start(folder), "model.quantize=8bit")
-    told = "model.name_or_path: a quantized base is trained under ddp only; run.parallel is zero2"
+    told = "model.name_or_path: quantized weights need ddp, but run.parallel is zero2"
     assert told in problems(*start(folder), "run.parallel=zero2")
     for text, told in (
         ("[]", "it: found []; write a mapping"),
@@ -154,20 +154,20 @@ def test_without_bitsandbytes_a_quantized_base_is_refused_before_anything_is_tou
     )
     quantized = load(*LORA, "model.quantize=4bit", f"run.output_dir={tmp_path / 'run'}")
     with pytest.raises(
-        UserError, match=r"model.quantize: needs bitsandbytes, .*: pip install 'soren-align\[quantize\]'"
+        UserError, match=r"model.quantize: needs bitsandbytes, .*; run `pip install 'soren-align\[quantize\]'`"
     ):
         commands.train(quantized)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("override", "told"), [
-    ("model.lora.target_modules=3", "model.lora.target_modules: found 3; write all-linear, or a list of names"),
-    ("model.lora.target_modules=q_proj", "found 'q_proj'; write all-linear, or a list of names"),
-    ("model.lora.target_modules=[]", "found []; write all-linear, or a list of names"),
+    ("model.lora.target_modules=3", "model.lora.target_modules: found 3; write all-linear, or a list of the names"),
+    ("model.lora.target_modules=q_proj", "found 'q_proj'; write all-linear, or a list of the names of layers"),
+    ("model.lora.target_modules=[]", "found []; write all-linear, or a list of the names of layers"),
     ("model.quantize=3bit", "model.quantize: found '3bit'; write 4bit or 8bit"),
     ("model.lora.rank=4", "model.lora.rank: unknown key; did you mean 'r'?"),
     ("model.lora.lora_alpha=4", "model.lora.lora_alpha: unknown key; did you mean 'alpha'?"),
-    ("model.lora.r=0", "model.lora.r: found 0; it must be at least 1"),
+    ("model.lora.r=0", "model.lora.r: found 0; write a number of at least 1"),
     ("model.lora=16", "model.lora: found 16; write lora: {r: 16}"),
 ])  # fmt: skip
 def test_mistakes_are_told_in_one_line(override, told):
@@ -176,9 +176,9 @@ def test_mistakes_are_told_in_one_line(override, told):
 
 def test_what_cannot_be_merged_is_told_without_torch(tmp_path):
     for number, (record, told) in enumerate((
-        (None, "not a run folder"),
+        (None, "has no run.json"),
         ({"status": "training"}, "has no model yet (status: training); finish the run first"),
-        ({"status": "finished"}, "trained no adapter;"),
+        ({"status": "finished"}, "has no adapter to merge;"),
     )):  # fmt: skip
         run = tmp_path / str(number)
         (run / "model").mkdir(parents=True)
@@ -190,14 +190,14 @@ def test_what_cannot_be_merged_is_told_without_torch(tmp_path):
 
 
 @pytest.mark.parametrize(("said", "told"), [
-    ({"base_model_name_or_path": ["a", "b"]}, "is a folder's path or a hub name"),
-    ({"base_model_name_or_path": {"a": 1}}, "is a folder's path or a hub name"),
-    ({"base_model_name_or_path": 3}, "is a folder's path or a hub name"),
-    ({"base_model_name_or_path": "a\x00b"}, "is a folder's path or a hub name"),
+    ({"base_model_name_or_path": ["a", "b"]}, "write a folder's path or a hub name"),
+    ({"base_model_name_or_path": {"a": 1}}, "write a folder's path or a hub name"),
+    ({"base_model_name_or_path": 3}, "write a folder's path or a hub name"),
+    ({"base_model_name_or_path": "a\x00b"}, "write a folder's path or a hub name"),
     ({"base_model_name_or_path": "/" + "x" * 300}, "cannot be used as a path"),
     ({"base_model_name_or_path": "~nosuchuser/x"}, "cannot be used as a path"),
-    ({"peft_type": None}, "is an adapter of type None; only LORA"),
-    ({"peft_type": ["LORA"]}, "only LORA"),
+    ({"peft_type": None}, "is an adapter of type None; name a LoRA"),
+    ({"peft_type": ["LORA"]}, "name a LoRA"),
     ({"task_type": "SEQ_CLS"}, "adapter_config.json: task_type: found 'SEQ_CLS'"),
     ({"revision": 3}, "adapter_config.json: revision: found 3"),
     ({"r": "8"}, "adapter_config.json: r: found '8'"),
@@ -222,11 +222,11 @@ def test_an_adapters_config_that_is_no_mapping_is_one_sentence(adapter, text):
 def test_an_adapter_stands_on_a_model_and_not_on_an_adapter(adapter, tmp_path):
     folder = adapter()
     adapter(base_model_name_or_path=str(folder))
-    assert f"its base {folder} is an adapter too; merge that one" in problems(*start(folder))
+    assert f"the base model {folder} is an adapter too; merge {folder}" in problems(*start(folder))
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     adapter(base_model_name_or_path=str(other))
-    assert f"its base {other} is an adapter too" in problems(*start(folder))
+    assert f"the base model {other} is an adapter too" in problems(*start(folder))
 
 
 def test_a_run_that_is_still_to_come_is_the_only_thing_missing(tmp_path, monkeypatch):

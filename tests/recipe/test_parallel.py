@@ -61,22 +61,22 @@ def zero(**settings):
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [({**zero(), "optimizer": {"type": "AdamW"}}, "optimizer: set by the recipe's optimizer section"),
-     ({**zero(), "scheduler": {"type": "WarmupLR"}}, "scheduler: set by trainer.lr_scheduler_type"),
-     (zero(round_robin_gradients=True), "round_robin_gradients: not supported: .* universal checkpoints"),
+    [({**zero(), "optimizer": {"type": "AdamW"}}, "optimizer: the recipe's optimizer section sets the optimizer"),
+     ({**zero(), "scheduler": {"type": "WarmupLR"}}, "scheduler: trainer.lr_scheduler_type sets the schedule"),
+     (zero(round_robin_gradients=True), "round_robin_gradients: is not supported, because .* universal checkpoints"),
      (zero(offload_optimizer={"device": "nvme"}), "offload_optimizer.device: nvme is not supported"),
      (zero(offload_param={"device": "nvme"}), "offload_param.device: nvme is not supported"),
-     (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio: found 0.5; only 1"),
-     (zero(offload_optimizer={"device": "cpu", "super_offload": True}), "super_offload: not supported"),
-     (zero(zenflow={"topk_ratio": 0.1}), "zenflow: not supported: it updates parameters outside of the optimizer"),
-     (zero(mics_shard_size=2), "mics_shard_size: not supported"),
-     (zero(zero_hpz_partition_size=2), "zero_hpz_partition_size: not supported"),
+     (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio: found 0.5, but only 1"),
+     (zero(offload_optimizer={"device": "cpu", "super_offload": True}), "super_offload: is not supported"),
+     (zero(zenflow={"topk_ratio": 0.1}), "zenflow: is not supported, because this key updates parameters"),
+     (zero(mics_shard_size=2), "mics_shard_size: is not supported"),
+     (zero(zero_hpz_partition_size=2), "zero_hpz_partition_size: is not supported"),
      ({**zero(offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": True},
       "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would replace"),
-     ({**zero(), "gradient_clipping": 0.5}, 'gradient_clipping: set by trainer.max_grad_norm; write "auto"'),
-     ({**zero(), "bf16": {"enabled": True}}, 'bf16.enabled: set by trainer.bf16; write "auto"'),
+     ({**zero(), "gradient_clipping": 0.5}, 'gradient_clipping: trainer.max_grad_norm sets this value; write "auto"'),
+     ({**zero(), "bf16": {"enabled": True}}, 'bf16.enabled: trainer.bf16 sets this value; write "auto"'),
      ({**zero(), "communication_data_type": "float32"}, "communication_data_type: found 'float32'; write .fp32."),
-     ({**zero(), "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: only data is divided"),
+     ({**zero(), "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: soren-align divides only data"),
      ({"zero_optimization": {"stage": 0}}, "stage: found 0; write 1, 2 or 3"),
      ({}, "stage: found None; write 1, 2 or 3")],
     ids=lambda value: None if isinstance(value, dict) else value.split(":")[0],
@@ -99,7 +99,7 @@ def test_all_mistakes_of_a_config_are_told_at_once(tmp_path):
 @pytest.mark.parametrize(("value", "message"), [
     ("zero4", "did you mean 'zero3'"), ("ZERO3", "did you mean 'zero3'"), ("megatron", "write ddp, zero1"),
     ("missing.json", "neither a known name nor a file"),
-    ("fsdp2", "under trainer.use_cpu would silently train by DDP"),
+    ("fsdp2", "would silently train with DDP under trainer.use_cpu"),
 ])  # fmt: skip
 def test_an_unknown_name_is_refused_with_what_there_is(value, message):
     with pytest.raises(UserError, match=message):
@@ -109,7 +109,7 @@ def test_an_unknown_name_is_refused_with_what_there_is(value, message):
 def test_files_that_are_no_configs_are_refused(tmp_path):
     for name, text, message in (
         ("a.json", "{", "cannot be read"),
-        ("b.json", "[]", "a config must be a mapping"),
+        ("b.json", "[]", "is not a mapping of keys to values"),
         ("c.yaml", "distributed_type: MULTI_GPU", "distributed_type is 'MULTI_GPU'; write FSDP"),
         ("d.yaml", "{distributed_type: FSDP, fsdp_config: {fsdp_version: 1}}", "fsdp_version is 1; write 2"),
     ):
@@ -120,7 +120,7 @@ def test_files_that_are_no_configs_are_refused(tmp_path):
 
 def test_without_deepspeed_zero_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs DeepSpeed, which is not installed: pip install"):
+    with pytest.raises(UserError, match="needs DeepSpeed, which is not installed; run `pip install"):
         recipe.load("quickstart/sft", ["run.parallel=zero2"])
 
 

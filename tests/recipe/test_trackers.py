@@ -39,13 +39,13 @@ def test_what_is_installed_may_be_named(installed, asked):
 
 
 @pytest.mark.parametrize(("asked", "message"), [
-    ("swanlab", "swanlab is not installed (swanlab): pip install swanlab, or write none"),
-    (["dvclive", "swanlab"], "swanlab is not installed"),
-    ("dagshub", "dagshub is not installed (dagshub, mlflow): pip install dagshub mlflow"),
-    ("azure_ml", "azure_ml is not installed (azureml.core): pip install azureml-core"),
+    ("swanlab", "swanlab needs swanlab; run `pip install swanlab`, or write none"),
+    (["dvclive", "swanlab"], "swanlab needs swanlab"),
+    ("dagshub", "dagshub needs dagshub, mlflow; run `pip install dagshub mlflow`"),
+    ("azure_ml", "azure_ml needs azureml.core; run `pip install azureml-core`"),
     ("wandbb", "did you mean 'wandb'?"), (["tensorbord"], "did you mean 'tensorboard'?"),
-    ("non", "did you mean 'none'?"), ("all", "name the trackers"), (["dvclive", "none"], "write it alone"),
-    ([3], "found 3; write none, azure_ml,"), (3, "found 3; write a list or a text or null"),
+    ("non", "did you mean 'none'?"), ("all", "write a list of trackers"), (["dvclive", "none"], "write none alone"),
+    ([3], "found 3; write none, or one of azure_ml,"), (3, "found 3; write a list or a text or null"),
 ])  # fmt: skip
 def test_what_is_not_there_is_named_with_its_remedy(installed, asked, message):
     installed("dvclive")
@@ -55,7 +55,7 @@ def test_what_is_not_there_is_named_with_its_remedy(installed, asked, message):
 def test_the_folder_that_wandb_leaves_behind_is_not_wandb(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "swanlab").mkdir()
-    assert "not installed" in trl.problems("sft", {"report_to": "swanlab"})["report_to"]
+    assert "needs swanlab" in trl.problems("sft", {"report_to": "swanlab"})["report_to"]
 
 
 def test_the_place_in_the_recipe_is_told():

@@ -52,13 +52,13 @@ def test_every_key_that_belongs_elsewhere_is_one_of_trls(real):
 
 
 @pytest.mark.parametrize(("task", "key", "value", "message"), [
-    ("sft", "learning_rate", 1e-3, "belongs to optimizer.lr"), ("sft", "beta", 0.1, "DPOConfig"),
+    ("sft", "learning_rate", 1e-3, "write optimizer.lr"), ("sft", "beta", 0.1, "DPOConfig"),
     ("dpo", "packing", True, "SFTConfig"), ("sft", "max_lenght", 5, "did you mean 'max_length'"),
     ("sft", "warmup_ratio", 0.1, "warmup_steps"), ("sft", "packing_strategy", "bdf", "did you mean 'bfd'"),
     ("sft", "eval_strategy", "step", "did you mean 'steps'"),
     ("dpo", "loss_type", ["sigmod"], "did you mean 'sigmoid'"), ("sft", "max_steps", "many", "a whole number"),
     ("sft", "packing", 1, "true or false"), ("sft", "max_length", "None", "null"),
-    ("sft", "per_device_train_batch_size", 0, "at least 1"), ("dpo", "beta", -1, "more than 0"),
+    ("sft", "per_device_train_batch_size", 0, "at least 1"), ("dpo", "beta", -1, "a number above 0"),
     ("sft", "seed", True, "a whole number"),
 ])  # fmt: skip
 def test_a_wrong_key_or_value_is_named_with_its_remedy(task, key, value, message):
@@ -70,4 +70,4 @@ def test_a_wrong_key_or_value_is_named_with_its_remedy(task, key, value, message
     ("batch_size", "write per_device_train_batch_size, or run.global_batch_size"),
 ])  # fmt: skip
 def test_short_names_are_answered_with_trls(key, remedy):
-    assert trl.problems("sft", {key: 3})[key] == f"unknown to TRL's SFTConfig; {remedy}"
+    assert trl.problems("sft", {key: 3})[key] == f"is no key of TRL's SFTConfig; {remedy}"

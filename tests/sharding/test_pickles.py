@@ -39,7 +39,7 @@ def test_the_metadata_of_fsdp2_is_read_and_a_hostile_one_refused(tmp_path):
     dcp.save({"w": torch.ones(3, 4), "m": torch.ones(2, dtype=torch.bfloat16), "lr": 0.1}, checkpoint_id=tmp_path / "o")
     check_parts(tmp_path)
     (tmp_path / "o" / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "made")))
-    with pytest.raises(UserError, match=r"it holds code \(posix\.mkdir\)"):
+    with pytest.raises(UserError, match=r"the file contains code \(posix\.mkdir\)"):
         check_parts(tmp_path)
     assert not (tmp_path / "made").exists()
 
@@ -51,7 +51,7 @@ def test_a_path_pickled_by_python_3_13_is_a_path(tmp_path):
     (tmp_path / "o" / ".metadata").write_bytes(written)
     check_parts(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "made")))  # accelerate reads one there too
-    with pytest.raises(UserError, match="it holds code"):
+    with pytest.raises(UserError, match="the file contains code"):
         check_parts(tmp_path)
 
 
@@ -64,7 +64,7 @@ def test_a_parameter_whose_name_leads_elsewhere_is_not_written_there(tmp_path):
             str(tmp_path / "checkpoint-5" / "zero"), 0, 0, "fp32", torch.ones(3), "layer.weight", 0, 3
         )
         for name in (str(tmp_path / "outside"), "../../outside"):
-            with pytest.raises(UserError, match="names a parameter whose files would be written to"):
+            with pytest.raises(UserError, match="has a parameter whose file would be"):
                 ds_to_universal.dump_param_fragment(
                     str(tmp_path / "checkpoint-5" / "zero"), 0, 0, "fp32", torch.ones(3), name, 0, 3
                 )
@@ -76,7 +76,7 @@ def test_a_parameter_whose_name_leads_elsewhere_is_not_written_there(tmp_path):
 def test_damaged_metadata_is_refused(tmp_path, content):
     (tmp_path / "o").mkdir()
     (tmp_path / "o" / ".metadata").write_bytes(content)
-    with pytest.raises(UserError, match=r"\.metadata: is not read"):
+    with pytest.raises(UserError, match=r"\.metadata: is not loaded"):
         check_parts(tmp_path)
 
 
@@ -87,7 +87,7 @@ def test_a_tag_that_leads_elsewhere_is_refused(tmp_path, name, tag):
     checkpoint = tmp_path / "checkpoint-5"
     checkpoint.mkdir()
     (checkpoint / name).write_text(tag)
-    with pytest.raises(UserError, match=f"{name}: names no folder of this checkpoint"):
+    with pytest.raises(UserError, match=f"{name}: has a name that is no folder of this checkpoint"):
         check_parts(checkpoint)
     (checkpoint / "global_step6").mkdir()
     (checkpoint / name).write_text("global_step6\n")

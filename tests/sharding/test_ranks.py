@@ -141,13 +141,13 @@ def run():
 @pytest.mark.parametrize(("job", "first", "other"), [
     (longer, None, None),
     (sampling, None, None),
-    (killed, "lost", "LostRankError: lost another rank ("),
+    (killed, "lost", "LostRankError: another rank failed ("),
     (stopped, "lost", "LostRankError: rank 0 did not answer for 3 s. Rerun the same command to resume"),
     (refused, "UserError: write this", "UserError: write this"),
-    (defective, "TypeError: a defect", "LostRankError: rank 0 failed (TypeError: a defect); see its output"),
+    (defective, "TypeError: a defect", "LostRankError: rank 0 failed (TypeError: a defect); read the output of rank 0"),
     (interrupted, "KeyboardInterrupt: ", "KeyboardInterrupt: "),
     (silent, "LostRankError: another rank did not answer for 2 s. Rerun", "lost"),
-    (ended, "LostRankError: lost another rank (", "lost"),
+    (ended, "LostRankError: another rank failed (", "lost"),
 ])  # fmt: skip
 def test_what_happens_to_one_rank_is_a_sentence_on_the_other(run, job, first, other):
     raised = run(job)
@@ -159,7 +159,7 @@ def test_what_happens_to_one_rank_is_a_sentence_on_the_other(run, job, first, ot
 def test_ranks_that_cannot_connect_name_the_network_interface(run):
     (text,) = run(alone, 1)
     assert text.startswith("LostRankError: the 2 processes cannot connect through MASTER_ADDR=127.0.0.1, MASTER_PORT=")
-    assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between them" in text
+    assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that connects" in text
 
 
 @pytest.mark.parametrize("error", [
@@ -174,7 +174,7 @@ def test_a_lost_rank_is_not_an_error_of_the_recipe(error):
         with as_user_error("trainer", ValueError, RuntimeError):
             raise raised
 
-    with pytest.raises(LostRankError, match=r"did not answer for 20 s|lost another rank"):
+    with pytest.raises(LostRankError, match=r"did not answer for 20 s|another rank failed"):
         convert(error)
     with pytest.raises(UserError, match=r"^trainer: a shape is wrong$"):
         convert(RuntimeError("a shape is wrong"))

@@ -345,7 +345,7 @@ def file_size_limited(*, kills: bool) -> Callable[[Trial], str]:
         trial.notes.append(f"{limit:,} bytes")
         if ended.code == 0:
             raise NotHit
-        return trial.conclude() if kills else trial.conclude(lambda: None, "limit of a file's size")
+        return trial.conclude() if kills else trial.conclude(lambda: None, "limit of file sizes")
 
     return kind
 

@@ -39,7 +39,7 @@ REMEDY = {"remedy": lambda: None, "names": "No space left"}
 @pytest.mark.parametrize(("expected", "ends", "arguments"), [
     ("identical", [KILLED, DONE], {}),
     ("identical", [KILLED], {}),  # its ranks have trained on
-    ("identical", [([-9, 1], "lost another rank. Rerun the same command", False), ([0, 0], "", False)], {}),
+    ("identical", [([-9, 1], "another rank failed. Rerun the same command", False), ([0, 0], "", False)], {}),
     ("clear", [REFUSED, DONE], REMEDY),
     ("unclear", [TRACE, DONE], {}),
     ("unclear", [([1], "lost something", False), DONE], {}),

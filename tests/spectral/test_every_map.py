@@ -80,7 +80,7 @@ def test_zero_maps_to_zero_and_what_is_not_finite_to_nan(spectral_map):
 @every_map
 @pytest.mark.parametrize("x", [torch.ones(3), torch.tensor(1.0), torch.ones(2, 3, dtype=torch.int64)])
 def test_what_is_not_a_floating_point_matrix_is_refused(spectral_map, x):
-    with pytest.raises(ValueError, match="takes floating-point matrices"):
+    with pytest.raises(ValueError, match="pass floating-point matrices"):
         spectral_map(x)
 
 

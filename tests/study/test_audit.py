@@ -156,7 +156,7 @@ def test_a_trial_more_for_one_optimizer_is_caught(study, is_listed):
     run = study.add("soren", "03", 0, 0.004, 1.5)
     if is_listed:
         study.runs.append(run)
-        only(study.problems(), "search/soren: has 4 trials, and 3 are declared for each candidate")
+        only(study.problems(), "search/soren: has 4 trials, but the study declares 3 per candidate")
     else:
         unlisted, number = study.problems()
         assert unlisted.startswith("search/soren/03: is a run that the study does not list")
@@ -195,14 +195,14 @@ def test_a_verdict_on_a_seed_of_the_search_is_caught(study):
         run = study.add(name, "103", 0, rates[1], 1.25, stage="search")
         (study.folder / run.folder).rename(study.folder / f"verdict/{name}/103")
     problems = study.problems()
-    seeds = [problem for problem in problems if "has seed 0, with which the setting was selected" in problem]
+    seeds = [problem for problem in problems if "has seed 0, which selected the setting" in problem]
     assert len(seeds) == 2
     assert any(problem.startswith("verdict/soren: has no run with seed 103") for problem in problems)
 
 
 def test_selection_on_a_benchmark_is_caught(study):
     study.file["search"]["metric"] = "zoo_mc"
-    only(study.problems(), "search.metric: selects by 'zoo_mc', which is no metric of held-out examples")
+    only(study.problems(), "search.metric: found 'zoo_mc', which is no metric of held-out examples")
 
 
 def test_a_setting_that_is_not_the_best_on_held_out_examples_is_caught(study):
@@ -210,9 +210,11 @@ def test_a_setting_that_is_not_the_best_on_held_out_examples_is_caught(study):
     metrics.write_text("".join(json.dumps(line) + "\n" for line in curve(1.1)))
     study.seal("search/soren/02")
     (problem,) = study.problems()
-    setting = "the setting (optimizer.aux_lr 0.005, optimizer.lr 0.005) has eval_loss 1.2, and the best of the search"
+    setting = (
+        "the setting (optimizer.aux_lr 0.005, optimizer.lr 0.005) has eval_loss 1.2, but the best setting of the search"
+    )
     assert problem.startswith(
-        f"verdict/soren/101 and 2 more: {setting} (optimizer.aux_lr 0.009, optimizer.lr 0.009) has 1.1"
+        f"verdict/soren/101 and 2 more runs: {setting} (optimizer.aux_lr 0.009, optimizer.lr 0.009) has 1.1"
     )
 
 
@@ -222,13 +224,18 @@ def test_other_parameters_in_the_verdict_are_caught(study):
     only(study.problems(), "verdict/soren/102: differs from other runs of soren", "optimizer.momentum: 0.95 there, 0.9")
     shutil.rmtree(study.folder / "verdict/soren/102")
     study.add("soren", "102", 102, 0.006, 1.25, stage="verdict")
-    only(study.problems(), "verdict/soren/102: the setting (", "is none of the search", "not selected on the held-out")
+    only(
+        study.problems(),
+        "verdict/soren/102: the setting (",
+        "is none of the search",
+        "but the best setting of the search",
+    )
 
 
 @pytest.mark.parametrize(("part", "value", "words"), [
     ("precision", {"weights": ["bfloat16"], "updated": ["float32"], "autocast": "no"}, "another precision"),
     ("processes", 2, "another number of processes than the other runs (2 instead of 1)"),
-    ("versions", VERSIONS | {"torch": "2.12.0"}, "torch: '2.13.0' there, '2.12.0' here"),
+    ("versions", VERSIONS | {"torch": "2.12.0"}, "torch: '2.12.0' instead of '2.13.0'"),
     ("data", "c" * 16, "other training or held-out examples"),
     ("global_batch_size", 32, "another global batch size"),
     ("device", "NVIDIA H200", "another kind of device"),
@@ -249,9 +256,7 @@ def test_another_number_of_steps_is_caught_once(study):
 def test_another_recipe_is_caught(study):
     shutil.rmtree(study.folder / "search/soren/00")
     study.add("soren", "00", 0, 0.003, 1.4, sets=["trainer.lr_scheduler_type=constant"])
-    only(
-        study.problems(), "search/soren/00: differs from", "trainer.lr_scheduler_type: 'cosine' there, 'constant' here"
-    )
+    only(study.problems(), "search/soren/00: differs from", "trainer.lr_scheduler_type: 'constant' instead of 'cosine'")
 
 
 def test_an_optimizer_that_is_not_the_declared_one_is_caught(study):
@@ -259,7 +264,7 @@ def test_an_optimizer_that_is_not_the_declared_one_is_caught(study):
     run = study.add("soren", "09", 0, 0.001, 1.4)
     (study.folder / run.folder).rename(study.folder / "search/adamw/00")
     problems = study.problems()
-    assert any("optimizer.name is 'soren', and the study declares 'adamw'" in problem for problem in problems)
+    assert any("optimizer.name is 'soren', but the study declares 'adamw'" in problem for problem in problems)
 
 
 def test_a_recipe_that_was_edited_after_training_and_a_run_without_an_identity_are_caught(study):
@@ -268,7 +273,7 @@ def test_a_recipe_that_was_edited_after_training_and_a_run_without_an_identity_a
     folder = RunFolder(study.folder / "search/soren/01")
     folder.replace(**{key: value for key, value in folder.read().items() if key != "identity"})
     problems = study.problems()
-    assert any("search/soren/00: recipe.yaml is not the recipe that it was trained by" in p for p in problems)
+    assert any("search/soren/00: recipe.yaml differs from the recipe of the training" in p for p in problems)
     assert any("search/soren/01: run.json has no identity" in p for p in problems)
 
 
@@ -278,13 +283,18 @@ def test_metrics_that_were_edited_after_training_are_caught(study):
         metrics.write_text(metrics.read_text().replace("1.25", "1.85"))
     problems = study.problems()
     assert len(problems) == 3
-    assert problems[0].startswith("verdict/soren/101: metrics.jsonl is not the one that the training wrote; restore it")
+    assert problems[0].startswith(
+        "verdict/soren/101: metrics.jsonl differs from the file that the training wrote; restore this file"
+    )
 
 
 def test_values_of_held_out_examples_that_were_edited_are_caught(study):
     file = study.folder / "verdict/soren/101/held_out.json"
     file.write_text(file.read_text().replace('"end": {"eval_loss": [1.', '"end": {"eval_loss": [0.'))
-    only(study.problems(), "verdict/soren/101: held_out.json is not the one that the training wrote; restore it")
+    only(
+        study.problems(),
+        "verdict/soren/101: held_out.json differs from the file that the training wrote; restore this file",
+    )
 
 
 def test_a_run_judged_by_the_examples_that_selected_the_settings_is_caught(study):
@@ -292,7 +302,7 @@ def test_a_run_judged_by_the_examples_that_selected_the_settings_is_caught(study
     recipe_file = study.folder / place / "recipe.yaml"
     recipe_file.write_text(recipe_file.read_text().replace("eval_part: verdict", "eval_part: search"))
     study.seal(place)
-    only(study.problems(), "verdict/soren/101: data.eval_part is search, and a study sets verdict")
+    only(study.problems(), "verdict/soren/101: data.eval_part is search, but a study sets verdict")
 
 
 def test_a_step_chosen_by_the_examples_that_judge_is_a_caution(study):
@@ -307,7 +317,7 @@ def test_an_undeclared_key_that_all_runs_of_a_candidate_have_is_caught(study):
     for place in study.folder.glob("*/soren/*"):
         file = RunFolder(place).recipe
         file.write_text(file.read_text().replace("weight_decay: 0.1", "weight_decay: 0.0", 1))
-    edited = [problem for problem in study.problems() if "recipe.yaml is not the recipe" in problem]
+    edited = [problem for problem in study.problems() if "recipe.yaml differs from the recipe" in problem]
     assert len(edited) == 6
     for place in study.folder.glob("*/soren/*"):  # as if all runs had been trained with it
         study.seal(place)
@@ -365,7 +375,7 @@ def test_answers_of_another_run_are_caught(study):
     evaluations = {name: study.folder / f"verdict/{name}/eval" for name in ("adamw/101", "soren/101", "soren/103")}
     shutil.rmtree(evaluations["soren/103"])
     shutil.copytree(evaluations["soren/101"], evaluations["soren/103"])
-    only(study.problems(), "verdict/soren/103: the answers of its evaluation are not by the weights that it trained")
+    only(study.problems(), "verdict/soren/103: the evaluation used other weights than this run's")
     shutil.rmtree(evaluations["adamw/101"])
     shutil.copytree(evaluations["soren/101"], evaluations["adamw/101"])
     assert len(study.problems()) == 2
@@ -379,7 +389,7 @@ def test_the_weights_of_one_seed_for_two_are_caught(study):
 def test_a_run_without_hashes_of_its_files_is_caught(study):
     folder = RunFolder(study.folder / "search/soren/01")
     folder.replace(**{key: value for key, value in folder.read().items() if key != "written"})
-    only(study.problems(), "search/soren/01: run.json has no hashes of what the training has left")
+    only(study.problems(), "search/soren/01: run.json has no hashes of the training's files")
 
 
 def test_differences_of_the_schedule_that_a_study_declares_are_cautions(study):
@@ -398,10 +408,10 @@ def test_differences_of_the_schedule_that_a_study_declares_are_cautions(study):
 @pytest.mark.rest
 @pytest.mark.parametrize(
     ("searched", "name", "edited"),
-    [([], "adamw", ("aux_lr: .*", "aux_lr: 0.5", "optimizer.aux_lr: 'not set' there, 0.5 here")),
-     (["set.model.lora=null"], "soren", ("aux_lr: .*", "aux_lr: 0.5", "optimizer.aux_lr: 'not set' there, 0.5 here")),
+    [([], "adamw", ("aux_lr: .*", "aux_lr: 0.5", "optimizer.aux_lr: 0.5 instead of 'not set'")),
+     (["set.model.lora=null"], "soren", ("aux_lr: .*", "aux_lr: 0.5", "optimizer.aux_lr: 0.5 instead of 'not set'")),
      (["set.model.lora.alpha=null", "search.space.model.lora.r=[4, 8, 16]"], "adamw",
-      ("alpha: .*", "alpha: 3.0", "model.lora.alpha: 'not set' there, 3.0 here"))],
+      ("alpha: .*", "alpha: 3.0", "model.lora.alpha: 3.0 instead of 'not set'"))],
     ids=["AdamW's aux_lr", "Soren's aux_lr", "LoRA's alpha"],
 )  # fmt: skip
 def test_a_key_that_follows_a_searched_one_is_no_undeclared_difference(tmp_path, searched, name, edited):

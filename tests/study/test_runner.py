@@ -248,7 +248,7 @@ class Machine:
 # tests/launch/test_endings.py has all of them.
 OF_THE_MACHINE = {
     "full disk": OSError(errno.ENOSPC, "No space left on device"), "memory": MemoryError(),
-    "lost rank": ResumableError("lost another rank"), "offline": OutOfReach("owner/data: the hub cannot be reached"),
+    "lost rank": ResumableError("another rank failed"), "offline": OutOfReach("owner/data: the hub cannot be reached"),
 }  # fmt: skip
 
 
@@ -286,7 +286,9 @@ def runs_of(folder):
 def test_a_run_that_cannot_even_write_its_log_stops_the_study(tmp_path, monkeypatch):
     study = study_of(tmp_path)
     monkeypatch.setattr(runner, "start_run", Machine(study, {"search/adamw/00": [RESUMABLE]}))
-    with pytest.raises(ResumableError, match=r"search/adamw/00: its log cannot be written; [\d,]+ bytes are free"):
+    with pytest.raises(
+        ResumableError, match=r"search/adamw/00: the log of this run cannot be written, with [\d,]+ bytes free"
+    ):
         runner.compare(study)
 
 
@@ -421,7 +423,7 @@ def test_another_number_of_processes_is_refused_before_a_run_starts(tmp_path, mo
     end_all(study, lambda run: 2.0 + run.number)
     RunFolder(Path(study.output_dir) / "search/soren/02").update(status="training", processes=2)
     monkeypatch.setattr(runner, "start_run", None)
-    with pytest.raises(UserError, match="its runs have 2 processes each, not 1; rerun with --processes 2"):
+    with pytest.raises(UserError, match="the study's runs have 2 processes each, not 1; rerun with --processes 2"):
         runner.compare(study)
 
 
@@ -446,7 +448,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     study = study_of(tmp_path)
     Path(study.output_dir).mkdir()
     (Path(study.output_dir) / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="not empty and not a study's folder"):
+    with pytest.raises(UserError, match="is neither empty nor a study's folder"):
         runner.compare(study)
 
 

@@ -113,7 +113,7 @@ def test_a_study_is_declared_before_its_first_run_and_holds_to_it(tmp_path):
     with pytest.raises(UserError, match=r"declaration\.json: is missing; restore it"):
         progress_of(study)
     (folder / "declaration.json").write_text(text.replace('"power": 0.8', '"power": 0.9'))
-    with pytest.raises(UserError, match=r"declaration\.json: was changed after it was written"):
+    with pytest.raises(UserError, match=r"declaration\.json: was edited"):
         progress_of(study)
     (folder / "declaration.json").write_text(text)
     progress_of(study)
@@ -125,17 +125,17 @@ def test_examples_that_changed_since_the_declaration_are_refused(tmp_path):
     study = study_of(tmp_path, f"set.data.train.path={data}")
     progress_of(study)
     data.write_text(data.read_text().replace("?", "!", 1))
-    with pytest.raises(UserError, match=r"was declared otherwise[\s\S]*chat\.jsonl: .* there"):
+    with pytest.raises(UserError, match=r"the study differs from its declaration[\s\S]*chat\.jsonl: .* instead of"):
         progress_of(study)
 
 
 @pytest.mark.parametrize(("old", "new", "words"), [
     ("- 103", "", r"verdict.seeds: found 2; a verdict over seeds needs at least 3"),
     ("  - 102\n  - 103", "", r"verdict.seeds: found 1; a verdict over seeds needs at least 3"),
-    ("- 103", "- 104", r"is not as it was declared \(verdict.seeds: \[101, 102, 103\] there, \[101, 102, 104\] here"),
-    ("reference: adamw", "reference: soren", r"verdict.reference: 'adamw' there, 'soren' here"),
-    ("power: 0.8", "power: 0.5", r"verdict.power: 0.8 there, 0.5 here"),
-    ("high: 0.1", "high: 0.0011", r"search.space.optimizer.lr.high: 0.1 there, 0.0011 here"),
+    ("- 103", "- 104", r"differs from the declaration \(verdict.seeds: \[101, 102, 104\] instead of \[101, 102, 103\]"),
+    ("reference: adamw", "reference: soren", r"verdict.reference: 'soren' instead of 'adamw'"),
+    ("power: 0.8", "power: 0.5", r"verdict.power: 0.5 instead of 0.8"),
+    ("high: 0.1", "high: 0.0011", r"search.space.optimizer.lr.high: 0.0011 instead of 0.1"),
     ("metric: eval_loss", "metric: eval_mean_token_accuracy", r"search.metric: 'eval_loss' there"),
 ], ids=["a seed less", "one seed", "another seed", "reference", "power", "space", "metric"])  # fmt: skip
 def test_a_study_that_was_edited_after_its_runs_has_no_verdict(tmp_path, old, new, words):
@@ -183,7 +183,7 @@ def test_a_candidate_that_was_removed_after_its_runs_is_a_problem(tmp_path):
     start, end_of_it = file.read_text().index("  soren:"), file.read_text().index("search:")
     file.write_text(file.read_text()[:start] + file.read_text()[end_of_it:])
     result = conclude(folder)
-    assert any("is not as it was declared (candidates.soren: " in problem for problem in result.problems)
+    assert any("differs from the declaration (candidates.soren: " in problem for problem in result.problems)
 
 
 def test_a_seed_of_the_verdict_is_run_for_all_candidates_before_the_next(tmp_path):
@@ -224,7 +224,9 @@ def test_failed_and_diverged_trials_are_results(tmp_path):
     result = read_study(Path(study.output_dir))
     candidates = {each.name: each for each in result.candidates}
     assert [run.status for run in candidates["soren"].trials] == ["diverged", "diverged", "failed"]
-    assert candidates["soren"].trials[0].reason == "the held-out loss was 5 at the start and 9 at the end, after 9"
+    assert (
+        candidates["soren"].trials[0].reason == "the held-out loss was 5 at the start, rose to 9, and was 9 at the end"
+    )
     assert candidates["soren"].selected is None
     assert candidates["soren"].verdict == []
     assert candidates["adamw"].selected == 0
@@ -280,7 +282,7 @@ def test_an_extension_waits_for_the_search(tmp_path):
 def test_another_study_is_refused_with_the_differences(tmp_path):
     progress_of(study_of(tmp_path)).update()
     progress_of(study_of(tmp_path, "jobs=4", "budget_hours=2.0", "title=Mine"))
-    with pytest.raises(UserError, match=r"search.trials: 3 there, 4 here"):
+    with pytest.raises(UserError, match=r"search.trials: 4 instead of 3"):
         progress_of(study_of(tmp_path, "search.trials=4"))
 
 
@@ -292,7 +294,7 @@ def test_a_changed_recipe_is_refused_too(tmp_path):
     progress_of(study_of(tmp_path, f"recipe={base}"))
     base.write_text("extends: quickstart/sft\ndata: {train: {limit: 101}}\n")
     assert recipe.load(str(base)).data.sources[0].limit == 101
-    with pytest.raises(UserError, match=r"adamw: data.train.limit: 100 there, 101 here"):
+    with pytest.raises(UserError, match=r"adamw: data.train.limit: 101 instead of 100"):
         progress_of(study_of(tmp_path, f"recipe={base}"))
 
 

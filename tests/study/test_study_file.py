@@ -13,7 +13,7 @@ from tests.support import command
 from tests.support.study_runs import TINY, study_of
 
 MISSING = {
-    "studies/quickstart-optimizers-dpo": "run that recipe first",
+    "studies/quickstart-optimizers-dpo": "first run the recipe",
     "studies/smollm2-lora": "no file data/train.jsonl",
 }
 """Studies that need files of the user's, or of another run."""

@@ -56,8 +56,10 @@ def assert_verified(run, ranks):
     assert second == [name for name in second if re.search(r"rank_1_|__1_0\.distcp|rng_state_1\.pth", name)]
     assert not any(re.search(r"rank_1_|__1_0\.distcp", name) for name in first)
     for bit, truncated in (rank["refusals"] for rank in ranks):
-        assert re.search(r"/checkpoint-2: \S+: the content is not the one .*; remove this checkpoint's folder", bit)
-        assert re.search(r"/checkpoint-2: cannot be loaded \(.*\); remove this checkpoint's folder", truncated)
+        assert re.search(r"/checkpoint-2: \S+: the content differs from what .*; remove this checkpoint's folder", bit)
+        assert re.search(
+            r"/checkpoint-2: the checkpoint cannot be loaded \(.*\); remove this checkpoint's folder", truncated
+        )
         assert "\n" not in truncated
 
 

@@ -37,7 +37,7 @@ def race(folder: Path, seconds: float) -> str:
         return f"exit codes {codes}: {said}"
     winner = codes.index(0)
     refusal = said[1 - winner].strip()
-    is_expected = "another process is running or evaluating this run" in refusal or "finished" in refusal
+    is_expected = "another process is training or evaluating this run" in refusal or "finished" in refusal
     if len(refusal.splitlines()) > 1 or not is_expected:
         return f"the refusal says: {refusal}"
     run = RunFolder(folder)

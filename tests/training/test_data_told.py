@@ -89,7 +89,7 @@ def test_a_stop_token_that_is_not_the_templates_is_told_before_training(tiny_run
     run = tiny_run("sft", "model.eos_token=<|pad|>", "trainer.max_steps=1", "trainer.save_strategy=no")
     assert run.train()
     said = " ".join(run.said.getvalue().split())
-    assert "notice answers end with <|end|>, but the model stops at <|pad|>: write `eos_token: '<|end|>'` under" in said
+    assert "notice answers end with <|end|>, but the model stops at <|pad|>: add model.eos_token: '<|end|>'" in said
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,9 @@ def test_a_length_that_cuts_every_answer_is_refused(tiny_run, rows, row, length)
     """All tokens are trained, so that the examples are not dropped."""
     data = (f"data.train.path={rows('rows.jsonl', [row] * 4)}", "data.eval=null", "trainer.assistant_only_loss=false")
     data += () if "messages" in row else ("trainer.completion_only_loss=false",)
-    with pytest.raises(UserError, match=rf"trainer.max_length: {length} cuts every example before its answer; the sho"):
+    with pytest.raises(
+        UserError, match=rf"trainer.max_length: {length} cuts every example before its answer, as the sho"
+    ):
         tiny_run("sft", *data, f"trainer.max_length={length}", name="short").prepare()
     longer = tiny_run("sft", *data, f"trainer.max_length={length + 50}", name="long")
     assert longer.prepare().account.num_kept == 4
@@ -145,8 +147,8 @@ def test_held_out_examples_that_are_dropped_or_truncated_are_counted_as_training
     counts = run.folder.read()["data"]["eval"]
     assert (counts["num_examples"], counts["num_kept"], counts["dropped"]) == (6, 4, {REASON[task]: 2})
     assert counts["num_truncated"] == 2
-    words = f"4 of 6 examples for the evaluation loss, not trained on, 2 dropped ({REASON[task]}) "
-    words += f"2 truncated to max_length: {counts['num_truncated_tokens']} tokens ("
+    words = f"4 of 6 held-out examples for the evaluation loss, 2 dropped ({REASON[task]}) "
+    words += f"2 truncated to max_length, which drops {counts['num_truncated_tokens']} tokens ("
     assert words in " ".join(run.said.getvalue().split())
     plan, account = plan_training(run.recipe)
     assert plan["data"]["eval"]["dropped"] == {REASON[task]: 2}

@@ -56,8 +56,9 @@ def test_a_full_disk_stops_before_the_checkpoint_and_the_last_one_is_kept(tiny_r
         run.train()
     message = str(error.value)
     assert re.fullmatch(
-        r".*/run/checkpoints: 0.00 kB free, and a checkpoint needs (\d|\.)+ [kM]B \(0 and [\d,]+ bytes\). checkpoint-2 "
-        r"is complete: make room there, then rerun the same command to resume; or choose another run.output_dir",
+        r".*/run/checkpoints: 0.00 kB are free, but a checkpoint needs (\d|\.)+ [kM]B \(0 and [\d,]+ bytes\). The last "
+        r"complete one is checkpoint-2; free space on this disk, then rerun the same command to resume; or choose "
+        r"another run.output_dir",
         message,
     )
     assert [path.name for path in run.folder.checkpoints.iterdir()] == ["checkpoint-2"]
@@ -106,13 +107,13 @@ def full(path):
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(full(""), "/here: No space left on device (7 bytes free); make room there, or name a folder on another disk"),
+    [(full(""), "/here: No space left on device (7 bytes free); free space on this disk, or name a folder"),
      (OSError(errno.EDQUOT, "Disk quota exceeded", "/there/file"), "/there/file: Disk quota exceeded (7 bytes free)"),
      (PermissionError(errno.EACCES, "Permission denied", "/there"), "/there: Permission denied; name another folder"),
      (OSError(errno.EROFS, "Read-only file system", "/there"), "/there: Read-only file system; name another folder"),
-     (FileExistsError(errno.EEXIST, "File exists", "/there"), "/there: File exists; a file is in the way: remove it"),
+     (FileExistsError(errno.EEXIST, "File exists", "/there"), "/there: File exists; remove the file"),
      (OSError(errno.EFBIG, "File too large"),
-      "/here: File too large; raise the limit of a file's size (ulimit -f, or the file system's)"),
+      "/here: File too large; raise the limit of file sizes (ulimit -f, or the quota of the file system)"),
      (OSError(errno.EMFILE, "Too many open files", "/there"),
       "/there: Too many open files; raise the limit of open files (ulimit -n)"),
      (OSError("Not enough disk space. Needed: 5 GB"), "Not enough disk space. Needed: 5 GB")],
@@ -171,8 +172,8 @@ def test_a_full_disk_of_a_sharded_checkpoint_is_a_sentence(tmp_path):
 def test_the_remedy_for_a_file_that_may_not_grow_is_its_limit(tmp_path, monkeypatch, error, limit):
     monkeypatch.setattr(checkpoints.resource, "getrlimit", lambda _: (limit, -1))
     is_limited = limit > 0 or "too large" in str(error)
-    action = r"raise the limit of a file's size \(ulimit -f.*" if is_limited else "make room there"
-    message = rf"/run: .*No checkpoint is complete: {action}, then rerun the same command"
+    action = r"raise the limit of file sizes \(ulimit -f.*" if is_limited else "free space on this disk"
+    message = rf"/run: .*No checkpoint is complete; {action}, then rerun the same command"
     with pytest.raises(UserError, match=message), checkpoints.write_errors(tmp_path / "run"):
         raise error
 
@@ -208,5 +209,7 @@ def test_results_that_cannot_be_written_are_refused_before_the_evaluation(tmp_pa
         files.refuse_unwritable(tmp_path / "file" / "out", "--output")
     files.refuse_unwritable(tmp_path / "new" / "out", "--output")
     monkeypatch.setattr(files.os, "access", lambda *_: False)
-    with pytest.raises(UserError, match=r"--output: .*: read-only, or no permission to write there; name another"):
+    with pytest.raises(
+        UserError, match=r"--output: .* is read-only, or you have no permission to write into it; name another"
+    ):
         files.refuse_unwritable(tmp_path / "new" / "out", "--output")

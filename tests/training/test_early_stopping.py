@@ -105,7 +105,7 @@ def test_the_best_checkpoint_becomes_the_model(tiny_run, changes):
     assert run.train()
     record = run.folder.read()["training"]["best_model"]
     assert (record["metric"], record["step"]) == ("eval_loss", 1)
-    assert "the model is from step 1, the best evaluation: eval_loss" in run.said.getvalue()
+    assert "the saved model is that of step 1, with the best evaluation: eval_loss" in run.said.getvalue()
     one = tiny_run("sft", *changes, "run.save_dtype=float32", "trainer.save_strategy=no", name="one")
     trainer = one.trainer()
     trainer.args.max_steps = 3
@@ -134,7 +134,7 @@ def test_the_metrics_that_a_recipe_may_name_are_those_of_an_evaluation(tiny_run,
 @pytest.mark.parametrize(("overrides", "message"), [
     (["data.eval=null", "trainer.eval_strategy=no"], "run.early_stopping: needs evaluations .*; add data.eval"),
     (["trainer.eval_strategy=no"], "run.early_stopping: .*write trainer.eval_strategy: steps or epoch"),
-    (["run.early_stopping.patience=0"], "patience: found 0; it must be at least 1"),
+    (["run.early_stopping.patience=0"], "patience: found 0; write a number of at least 1"),
     (["trainer.metric_for_best_model=lost"], "metric_for_best_model: found 'lost'; .*did you mean 'loss'"),
 ])  # fmt: skip
 def test_early_stopping_without_an_evaluation_is_refused(tmp_path, overrides, message):

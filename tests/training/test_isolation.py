@@ -62,7 +62,9 @@ def test_examples_that_are_separate_are_packed(name, attention):
 
 @pytest.mark.parametrize("name", ["OPT", "Falcon", "Bloom", "Mamba", "GptOss"])
 def test_examples_that_attend_to_each_other_are_refused(name):
-    with pytest.raises(UserError, match=r"trainer.packing: .* are not separate: .*write .*packing: false"):
+    with pytest.raises(
+        UserError, match=r"trainer.packing: .* mixes the examples of one sequence: .*Write .*packing: false"
+    ):
         check(small(name))
 
 

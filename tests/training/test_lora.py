@@ -107,7 +107,7 @@ def test_merged_and_unmerged_logits_agree(sft):
     assert [name for name, _ in lineage(merged)] == ["base", "SFT"]
     assert lineage(merged)[-1][1] == merged
     (merged / adapters.MERGED_FROM).unlink()
-    with pytest.raises(UserError, match="is not a merge of this run's adapter; remove it"):
+    with pytest.raises(UserError, match="is not a merge of this run's adapter; remove"):
         adapters.merge(sft.folder)
 
 

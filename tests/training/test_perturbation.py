@@ -159,7 +159,7 @@ def test_a_run_resumes_with_its_own_perturbation_only(tiny_run, monkeypatch):
     whole = tiny_run("sft", "run.perturb.seed=1", name="whole")
     whole.train()
     stop_after(lambda: run(1), 3, monkeypatch)
-    with pytest.raises(UserError, match=r"run\.perturb\.seed: 1 there, 2 here"):
+    with pytest.raises(UserError, match=r"run\.perturb\.seed: 2 instead of 1"):
         run(2).train()
     assert run(1).train()
     ends = [load_file(each.folder.model / "model.safetensors") for each in (run(1), whole)]

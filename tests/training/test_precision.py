@@ -73,7 +73,7 @@ def test_in_bfloat16_the_papers_updates_are_lost_and_the_run_stops_at_its_first_
     said = " ".join(refused.value.problems)
     fraction = first_step(run)["matrices"]["fraction_changed"]
     assert 0 < fraction < 0.05
-    assert "step 1: most updates of the matrices are lost" in said
+    assert "step 1: rounding loses most updates of the matrices" in said
     assert f"{fraction:.2%} of the entries change in bfloat16" in said
     for remedy in ("float32", "kahan", "a larger optimizer.lr", "match_rms_measured", "run.lost_updates: warn"):
         assert remedy in said
@@ -88,7 +88,7 @@ def test_in_bfloat16_the_papers_updates_are_lost_and_the_run_stops_at_its_first_
 def test_told_so_the_run_warns_and_goes_on(paper):
     run = paper(*LOST, "run.lost_updates=warn")
     assert run.train()
-    assert "warning step 1: most updates of the matrices are lost to rounding" in " ".join(run.said.getvalue().split())
+    assert "warning step 1: rounding loses most updates of the matrices" in " ".join(run.said.getvalue().split())
     assert first_step(run)["matrices"]["dtype"] == "bfloat16"
     assert run.folder.read()["training"]["relative_change"] < 1e-5
 
@@ -189,19 +189,19 @@ def test_the_run_says_how_much_of_the_change_survives_the_export(paper, qwen):
     )
     assert survived["matrices"]["projection"] == pytest.approx(float(kept @ way / (way @ way)), rel=1e-3)
     assert survived["matrices"]["fraction_changed"] < 0.1
-    assert "run.save_dtype: float32 keeps it" in " ".join(run.said.getvalue().split())
+    assert "write run.save_dtype: float32 to keep it" in " ".join(run.said.getvalue().split())
     assert wide.folder.read()["training"]["change_after_saving"]["matrices"] == pytest.approx(
         {"fraction_changed": 1, "projection": 1}
     )
-    assert "float32 keeps it" not in wide.said.getvalue()
+    assert "float32 to keep it" not in wide.said.getvalue()
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
-    ((NARROW,), "model.dtype: bfloat16 parameters round most small updates away"),
+    ((NARROW,), "model.dtype: rounding to bfloat16 loses most small updates"),
     (("optimizer.compensation=kahan",), "optimizer.compensation: applies to bfloat16 parameters only"),
     ((*KAHAN, "run.parallel=zero2"), "optimizer.compensation: zero2 updates float32 master weights"),
     ((*KAHAN, "run.parallel=zero3-offload"), "zero3-offload updates float32 master weights"),
-    ((NARROW, "run.parallel=zero2", "trainer.bf16=false"), "under zero2 only `trainer: {bf16: true}` gives"),
+    ((NARROW, "run.parallel=zero2", "trainer.bf16=false"), "under zero2, bfloat16 weights get float32 master weights"),
 ])  # fmt: skip
 def test_a_recipe_that_would_lose_updates_unasked_is_refused_before_torch(tiny_run, overrides, message):
     with pytest.raises(UserError) as refused:
@@ -243,4 +243,4 @@ def test_ranks_of_ddp_have_the_same_compensation_of_every_parameter(two_ranks):
 def test_ranks_stop_together_where_updates_are_lost(two_ranks):
     first, second = (rank["ddp"]["lost"] for rank in two_ranks[1])
     assert first == second
-    assert first.startswith("step 1: most updates of the matrices are lost to rounding")
+    assert first.startswith("step 1: rounding loses most updates of the matrices")

@@ -87,7 +87,7 @@ def test_a_killed_run_is_resumed_bit_for_bit(tiny_run, monkeypatch):
 
 def test_conversations_are_refused(tiny_run):
     run = tiny_run("pretrain", "data.train.path=shipped:recipes/quickstart/data/chat_train.jsonl")
-    with pytest.raises(UserError, match=r"chat_train.jsonl has chat messages .*; pretrain takes plain texts"):
+    with pytest.raises(UserError, match=r"chat_train.jsonl has chat messages .*, but pretrain needs plain texts"):
         run.prepare()
 
 

@@ -182,7 +182,10 @@ def test_preferences_are_those_of_held_out_pairs_or_of_the_pairs_of_the_last_log
     )
     assert (record["num_pairs"], record["held_out"]) == ((5, True) if evaluates else (8, False))
     pairs = "5 held-out pairs" if evaluates else "8 pairs (last log)"
-    assert f"preferred in {record['share']:.0%} of {pairs}, margin {record['margin']:.3g}" in run.said.getvalue()
+    assert (
+        f"prefers the chosen answer in {record['share']:.0%} of {pairs}, margin {record['margin']:.3g}"
+        in run.said.getvalue()
+    )
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -55,7 +55,7 @@ def test_a_run_with_another_models_log_probabilities_stops_at_step_1(tiny_run, l
     settings = (PRECOMPUTED, *ONE_STEP, f"trainer.loss_type=[{loss}]", *precision)
     with one_key():
         tiny_run("dpo", *settings, "model.init_seed=1", name="first").train()
-        with pytest.raises(UserError, match=f"{REFUSAL}.*cached beside the tokens"):
+        with pytest.raises(UserError, match=f"{REFUSAL}.*cached log-probabilities of another model"):
             tiny_run("dpo", *settings, "model.init_seed=2", name="second").train()
 
 

@@ -110,7 +110,7 @@ def test_a_checkpoint_that_was_not_completely_written_is_passed_over(tiny_run, m
     (folder.checkpoints / "checkpoint-4" / "soren_align.json").unlink(missing_ok=True)
     resumed = tiny_run()
     resumed.train()
-    assert "checkpoint-4 is incomplete; removed" in resumed.said.getvalue()
+    assert "checkpoint-4 is incomplete and was removed" in resumed.said.getvalue()
     assert resumed.folder.read()["resumed_from_steps"] == [2]
     assert same(weights(whole.folder.path), weights(resumed.folder.path))
 
@@ -129,7 +129,7 @@ def test_a_pickle_in_a_checkpoint_runs_no_code_and_is_refused_in_words(tiny_run,
     checkpoint = tiny_run().folder.checkpoints / "checkpoint-2"
     torch.save(Hostile(tmp_path / "made"), checkpoint / name)
     reseal(checkpoint)
-    with pytest.raises(UserError, match="checkpoint-2: contains more than tensors and plain data, and is not loaded"):
+    with pytest.raises(UserError, match="checkpoint-2: is not loaded, because it contains more than tensors"):
         tiny_run().train()
     assert not (tmp_path / "made").exists()
 
@@ -148,14 +148,14 @@ def test_every_file_of_a_checkpoint_is_verified_by_content(stopped):
     for name in names:
         content = (stopped / name).read_bytes()
         flip_bit(stopped / name)
-        remedy = "remove this checkpoint's folder to resume from the previous one"
-        with pytest.raises(UserError, match=f"checkpoint-4: {re.escape(name)}: the content is not .*; {remedy}"):
+        remedy = "remove this checkpoint's folder to resume from the previous checkpoint"
+        with pytest.raises(UserError, match=f"checkpoint-4: {re.escape(name)}: the content differs .*; {remedy}"):
             checkpoints.verify(stopped)
         (stopped / name).write_bytes(content)
     with (stopped / "optimizer.pt").open("r+b") as stream:
         stream.seek(1000)
         stream.write(bytes(512))
-    with pytest.raises(UserError, match=r"checkpoint-4: optimizer\.pt: the content is not the one that was saved"):
+    with pytest.raises(UserError, match=r"checkpoint-4: optimizer\.pt: the content differs from what was saved"):
         checkpoints.verify(stopped)
 
 
@@ -174,12 +174,14 @@ def test_after_the_remedy_for_a_damaged_checkpoint_the_run_ends_as_an_uninterrup
 def test_a_checkpoint_is_refused_under_the_name_of_another_step(stopped):
     origin = read_seal(stopped)["origin"]
     renamed = stopped.rename(stopped.with_name("checkpoint-900"))
-    with pytest.raises(UserError, match="checkpoint-900: is the checkpoint of step 4; name its folder checkpoint-4 ag"):
+    with pytest.raises(
+        UserError, match="checkpoint-900: is the checkpoint of step 4; rename this folder to checkpoint-4"
+    ):
         checkpoints.check(renamed, origin)
     reseal(renamed)
     with pytest.raises(
         UserError,
-        match=r"checkpoint-900/trainer_state\.json: records step 4 of 6, and its folder is checkpoint-900; remove this",
+        match=r"checkpoint-900/trainer_state\.json: has step 4 of 6, but its folder is checkpoint-900; remove this",
     ):
         checkpoints.check(renamed, origin)
 
@@ -189,14 +191,14 @@ def test_a_file_that_was_added_to_a_checkpoint_is_refused(stopped):
     (stopped / ".nfs00a1").write_text("of a file system")
     checkpoints.check(stopped, origin)
     (stopped / "pytorch_model.bin").write_text("would be read in place of model.safetensors")
-    with pytest.raises(UserError, match=r"checkpoint-4: pytorch_model\.bin: added after .* saved; remove them"):
+    with pytest.raises(UserError, match=r"checkpoint-4: was saved without pytorch_model\.bin; remove what was added"):
         checkpoints.check(stopped, origin)
 
 
 @pytest.mark.parametrize(("name", "finding"), [
-    ("soren_align.json", "no complete checkpoint of soren-align"),
+    ("soren_align.json", "is no complete checkpoint"),
     ("old", "was not written by this version of soren-align, or is damaged; remove this checkpoint's folder"),
-    ("outside", "names files outside of the checkpoint"),
+    ("outside", "lists files outside of the checkpoint"),
 ])  # fmt: skip
 def test_without_a_seal_that_has_hashes_nothing_is_read(stopped, name, finding):
     record = read_seal(stopped)
@@ -246,7 +248,7 @@ def test_damage_in_a_sealed_checkpoint_is_one_sentence(tiny_run, stopped, name, 
     change(stopped / name)
     reseal(stopped)
     with pytest.raises(
-        UserError, match=r"checkpoint-4: cannot be loaded \(.*\); remove this checkpoint's folder"
+        UserError, match=r"checkpoint-4: the checkpoint cannot be loaded \(.*\); remove this checkpoint's folder"
     ) as error:
         tiny_run().train()
     assert "\n" not in str(error.value)
@@ -262,7 +264,7 @@ def test_a_damaged_seal_is_named_with_its_checkpoint_and_the_remedy(tmp_path, co
 def test_a_seal_that_cannot_be_read_is_no_reason_to_remove_its_checkpoint(tmp_path, monkeypatch):
     (tmp_path / "soren_align.json").write_text("{}")
     monkeypatch.setattr(type(tmp_path), "open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
-    with pytest.raises(UserError, match=r"soren_align\.json: cannot be read: Too many open files$"):
+    with pytest.raises(UserError, match=r"soren_align\.json: cannot be read: Too many open files; raise the limit"):
         read_seal(tmp_path)
 
 
@@ -293,9 +295,7 @@ def test_the_best_checkpoint_is_verified_before_it_becomes_the_model(tiny_run, m
         original(self)
 
     monkeypatch.setattr(SorenTrainerMixin, "_load_best_model", damaged)
-    with pytest.raises(
-        UserError, match=r"/checkpoint-\d: model\.safetensors: the content is not the one that was saved"
-    ):
+    with pytest.raises(UserError, match=r"/checkpoint-\d: model\.safetensors: the content differs from what was saved"):
         tiny_run("sft", *best, "data.eval.limit=8").train()
 
 
@@ -366,7 +366,7 @@ def test_lost_lines_of_measurements_are_those_of_the_checkpoint(tiny_run, stoppe
     resumed = tiny_run()
     assert resumed.train()
     lost = 1 if damage in ("broken", "changed") else len(kept)
-    notice = f"metrics.jsonl: {lost} damaged or missing lines restored from checkpoint-4"
+    notice = f"metrics.jsonl: {lost} damaged or missing lines were restored from checkpoint-4"
     assert notice in " ".join(resumed.said.getvalue().split())
     assert [*map(json.loads, metrics.read_text().splitlines()[: len(kept)])] == [*map(json.loads, kept)]
 
@@ -427,7 +427,10 @@ def test_a_template_that_has_changed_in_its_file_is_refused(tiny_run, tmp_path, 
     asked = ("sft", f"model.chat_template={file}")
     stop_after(lambda: tiny_run(*asked), 3, monkeypatch)
     file.write_text(text + "{# the same #}")
-    with pytest.raises(UserError, match=r"belongs to another run:\n  chat_template_sha256: '\w+' there, '\w+' here"):
+    with pytest.raises(
+        UserError,
+        match=r"belongs to another run, because these values differ:\n  chat_template_sha256: '\w+' instead of '\w+'",
+    ):
         tiny_run(*asked).train()
     file.write_text(text)
     assert tiny_run(*asked).train()
@@ -435,7 +438,7 @@ def test_a_template_that_has_changed_in_its_file_is_refused(tiny_run, tmp_path, 
 
 def test_a_checkpoint_by_path_must_be_ours(tiny_run, tmp_path):
     (tmp_path / "strange").mkdir()
-    with pytest.raises(UserError, match=r"no complete checkpoint of soren-align"):
+    with pytest.raises(UserError, match=r"is no complete checkpoint"):
         tiny_run("sft", f"run.resume={tmp_path / 'strange'}").train()
 
 
@@ -512,7 +515,7 @@ def test_two_processes_do_not_share_a_run(tmp_path):
     time.sleep(0.2)
     second = start(folder)
     assert second.wait() == 2
-    assert "another process is running or evaluating this run" in second.stderr.read()
+    assert "another process is training or evaluating this run" in second.stderr.read()
     first.kill()
     first.wait()
 
@@ -533,7 +536,7 @@ def test_a_run_whose_lock_was_removed_stops_before_it_writes_a_checkpoint(tiny_r
         patch.setattr(OptimizerCheck, "on_optimizer_step", removing)
         with pytest.raises(
             LockedError,
-            match=r"the lock of this folder was removed or taken over.*; this command "
+            match=r"the lock of this folder was removed or taken over.*This command "
             r"stops",
         ):
             run.train()

@@ -186,7 +186,7 @@ def test_prompts_are_read_from_a_file(tiny_run, tmp_path):
     ("a.jsonl", "One\n", r"a.jsonl:1:1 cannot be read as JSON"),
     ("a.txt", "\n", "0 prompts; write 1 to 100"),
     ("a.txt", "One\n" * 101, "101 prompts; write 1 to 100"),
-    ("a.txt", "owl " * 300, "prompt 1 has .* tokens, too many for a model of 64 positions"),
+    ("a.txt", "owl " * 300, "prompt 1 has .* tokens, but the model has only 64 positions"),
 ])  # fmt: skip
 def test_prompts_that_cannot_be_answered_are_refused_before_training(tiny_run, tmp_path, name, text, message):
     (tmp_path / name).write_text(text)

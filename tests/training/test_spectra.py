@@ -143,5 +143,7 @@ def test_a_resumed_run_records_what_an_uninterrupted_one_does(tiny_run, monkeypa
 def test_a_name_that_matches_no_matrix_is_refused():
     SpectraRecorder(attached_to(new(Soren)), MeasurementLog(steps=(1,), matrices=("mat*",)))
     for optimizer, glob in ((new(Soren), "*query*"), (new(AdamW), "*")):
-        with pytest.raises(UserError, match=r"run.log_spectra.matrices: '.*' matches no matrix; `soren-align plan` li"):
+        with pytest.raises(
+            UserError, match=r"run.log_spectra.matrices: '.*' matches no matrix; run `soren-align plan`"
+        ):
             SpectraRecorder(attached_to(optimizer), MeasurementLog(steps=(1,), matrices=("*", glob)))

@@ -169,7 +169,7 @@ def test_a_plan_has_the_steps_and_describes_the_first_examples(tiny_run, monkeyp
     print_plan(plan, account, run.console, full=True)
     printed = " ".join(run.said.getvalue().split())
     assert "steps 6 optimizer steps, global batch size 8" in printed
-    assert "streamed: the number of all examples is unknown; these are of the first 1,000 of each split" in printed
+    assert "streamed: the number of examples is unknown; the counts are of the first 1,000 of each split" in printed
 
 
 @pytest.mark.slow

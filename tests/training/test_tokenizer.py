@@ -72,14 +72,14 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_weights_are_drawn(t
     words = {f"word{i}": i for i in range(130)}
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words))).save_pretrained(tmp_path / "large")
     run = tiny_run("sft", *texts, f"model.tokenizer={tmp_path / 'large'}")
-    with pytest.raises(UserError, match=r"has 130 tokens, and the config's vocab_size is 121"):
+    with pytest.raises(UserError, match=r"has 130 tokens, but vocab_size in config.json is only 121"):
         run.prepare()
     assert not run.folder.start.exists()
 
 
 @pytest.mark.parametrize(
     ("token", "message"),
-    [("<|assistant|>", "examples have token 121"), ("<|pad|>", "its padding is token 121")],
+    [("<|assistant|>", "examples have token 121"), ("<|pad|>", "the padding is token 121")],
 )
 def test_a_token_without_an_embedding_is_refused_before_training(tiny_run, token, message):
     start = Path(tiny_run().prepare().start)
@@ -89,7 +89,7 @@ def test_a_token_without_an_embedding_is_refused_before_training(tiny_run, token
     shutil.copytree(start, start.parent.parent / "other")
     (start.parent.parent / "other" / "tokenizer.json").write_text(json.dumps(described))
     given = (f"model.name_or_path={start.parent.parent / 'other'}", "model.init_seed=null")
-    with pytest.raises(UserError, match=f"model.tokenizer: {message}, and the model's vocab_size is 121"):
+    with pytest.raises(UserError, match=f"model.tokenizer: {message}, but the model's vocab_size is only 121"):
         tiny_run("sft", *given, name="second").prepare()
 
 
@@ -101,14 +101,14 @@ def test_padding_by_a_stop_token_without_an_embedding_is_refused_too(tiny_run):
     (other / "tokenizer.json").write_text(json.dumps(described))
     config = json.loads((start / "tokenizer_config.json").read_text()) | {"eos_token": "<|stop|>", "pad_token": None}
     (other / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="its padding is token 121, and the model's vocab_size is 121"):
+    with pytest.raises(UserError, match="the padding is token 121, but the model's vocab_size is only 121"):
         tiny_run("sft", f"model.name_or_path={other}", "model.init_seed=null", name="second").prepare()
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
-    (["model.tokenizer={vocab_size: 280}", "model.init_seed=null"], "model.tokenizer: applies to random weights only"),
+    (["model.tokenizer={vocab_size: 280}", "model.init_seed=null"], "model.tokenizer: applies only to random weights"),
     (["model.tokenizer=280"], r"model.tokenizer: found 280; write tokenizer: \{vocab_size: 280\}"),
-    (["model.tokenizer={vocab_size: 10}"], "model.tokenizer.vocab_size: found 10; it must be at least 258"),
+    (["model.tokenizer={vocab_size: 10}"], "model.tokenizer.vocab_size: found 10; write a number of at least 258"),
     (["model.tokenizer={vocabsize: 280}"], r"model.tokenizer.vocabsize: unknown key; did you mean 'vocab_size'"),
     (["model.tokenizer=./nothing"], "model.tokenizer: './nothing' has no tokenizer_config.json"),
 ])  # fmt: skip
@@ -127,8 +127,8 @@ def test_a_damaged_file_of_the_start_is_one_of_the_run_s_folder(tiny_run, name, 
     (run.folder.start / name).write_text("{}" if name == "config.json" else "")
     with pytest.raises(
         UserError,
-        match=r"^/.*/run/start \(made by soren-align; after you remove it, soren-align "
-        r"makes it again\): ",
+        match=r"^/.*/run/start \(made by soren-align; if you remove this folder, soren-align "
+        r"makes the folder again\): ",
     ):
         load(run.recipe, start)
 
@@ -143,7 +143,9 @@ def test_the_start_of_a_run_is_verified_by_content(tiny_run, name):
     content[-9] ^= 1
     for damage in (lambda: file.write_bytes(content), file.unlink):
         damage()
-        with pytest.raises(UserError, match=rf"run/start: {name}: the content is not the one .*; remove this folder"):
+        with pytest.raises(
+            UserError, match=rf"run/start: {name}: the content differs from what .*; remove this folder"
+        ):
             starting_model.starting_checkpoint(run.recipe, run.folder)
     shutil.rmtree(run.folder.start)
     starting_model.starting_checkpoint(run.recipe, run.folder)

@@ -163,7 +163,7 @@ def read_results(folder: Path) -> Results | None:
         key = dotted(first["loc"])[:80]
         reason = f"{f'{key}: ' if key else ''}{first['msg'][:120]}"
     if reason:
-        raise UserError(f"{folder / NAME}: {problem} ({reason})")
+        raise UserError(f"{folder / NAME}: {problem} ({reason}); evaluate the run again")
     return content
 
 
@@ -183,7 +183,7 @@ def _contradiction(rows: list[Row]) -> str:
 
 def refuse_foreign(output: Path, names: list[str]) -> None:
     """Raises UserError if writing rows of these names would replace files that no evaluation wrote."""
-    remedy = "choose another --output, or move it away"
+    remedy = f"choose another --output, or move {output} away"
     _refuse_unwritable(output, "--output")
     if os.path.lexists(output) and not output.is_dir():
         raise UserError(f"{output}: is not a folder; {remedy}")
@@ -196,7 +196,7 @@ def refuse_foreign(output: Path, names: list[str]) -> None:
     try:
         results = read_results(output)
     except UserError as error:
-        raise UserError(f"{error}; {remedy}") from None
+        raise UserError(f"{str(error).partition('; ')[0]}; {remedy}") from None
     own = set() if results is None else {row["name"] for row in results["rows"]}
     foreign = [output / name for name in WRITTEN if results is None and os.path.lexists(output / name)]
     foreign += [samples] if results is None and samples.exists() and any(samples.iterdir()) else []
@@ -220,14 +220,14 @@ def write_summary(results: Results, file: Path) -> None:
 
 def refuse_foreign_summary(file: Path) -> None:
     """Raises UserError if `file` is there and not an earlier summary, or cannot be written."""
-    problem, remedy = "is not a summary of an evaluation", "choose another --summary, or move it away"
+    problem, remedy = "is not a summary of an evaluation", "choose another --summary, or move this file away"
     if file.is_symlink() or file.is_dir():
         raise UserError(f"{file}: is a link or a folder; {remedy}")
     _refuse_unwritable(file, "--summary")
     try:
         content = _read(file, problem)
     except UserError as error:
-        raise UserError(f"{error}; {remedy}") from None
+        raise UserError(f"{str(error).partition('; ')[0]}; {remedy}") from None
     rows = content["rows"] if isinstance(content, dict) and content.keys() == {"rows"} else None
     is_summary = isinstance(rows, list) and all(
         isinstance(row, dict)

@@ -162,7 +162,7 @@ def _legend(results: Results, brief: bool) -> list[str]:
     shown = [d for row in later for c, d in (row.get("differences") or {}).items() if not has_too_few(row, c)]
     if shown:
         num_also = sum(len(each.get("also", ())) for each in differences)
-        also = f", and separately for the {num_also} of other scores below" if num_also else ""
+        also = f", and separately for the {num_also} comparisons of other scores below" if num_also else ""
         intervals = "" if brief else " (Bonett and Price's; for averages and fractional scores by bootstrap)"
         tests = "" if brief else " (McNemar's exact test, else bootstrap)"
         lines += [
@@ -174,7 +174,9 @@ def _legend(results: Results, brief: bool) -> list[str]:
             lines.append("intervals are not corrected: an interval may exclude 0 although p is above 0.05")
     few = {c: score["n"] for c, score in first["scores"].items() if "n" in score and has_too_few(first, c)}
     if differences and few:
-        lines.append(f"{TOO_FEW}: below {MIN_QUESTIONS} a difference has no interval and no p; here {_text(few)}")
+        lines.append(
+            f"{TOO_FEW}: below {MIN_QUESTIONS} questions a difference has no interval and no p; questions: {_text(few)}"
+        )
     num_clusters = {
         column: each["num_clusters"]
         for row in later
@@ -183,8 +185,8 @@ def _legend(results: Results, brief: bool) -> list[str]:
     }
     if num_clusters:
         lines.append(
-            "questions of one cluster are not independent, so standard error, interval and p of these columns count"
-            f" clusters (Student's t): {_text(num_clusters)}"
+            "questions of one cluster are not independent, so standard error, interval and p of these columns come from"
+            f" Student's t over clusters; number of clusters: {_text(num_clusters)}"
         )
     for row in later:
         unpaired = row.get("unpaired", {})
@@ -196,7 +198,7 @@ def _legend(results: Results, brief: bool) -> list[str]:
         if (start := row.get("start")) and start["differences"]:
             each = {c: _difference(d, has_too_few(row, c)) for c, d in start["differences"].items()}
             texts = [f"{column} {', '.join(words)}" for column, words in each.items()]
-            to = f"{row['name']} minus {start['name']}, its start (p corrected for these comparisons alone)"
+            to = f"{row['name']} minus {start['name']}, its starting checkpoint (p corrected for this line alone)"
             lines.append(f"{to}: {'; '.join(texts)}")
     intervals = [
         f"{row['name']} {column} [{score.get('low', 0):.1f}, {score.get('high', 0):.1f}]"

@@ -63,8 +63,8 @@ def load_lm(folder: Path, tokenizer: Any, settings: BackendSettings) -> Any:
         return _count_truncated(HFLM, 1)(pretrained=loaded, tokenizer=tokenizer, batch_size=settings.batch_size)
     if (folder / ADAPTER).is_file():
         raise UserError(
-            f"{folder}: is an adapter; merge it for vLLM (`soren-align merge RUN` makes RUN/merged), or use "
-            "--backend hf"
+            f"{folder}: is an adapter, which vLLM does not load; run `soren-align merge RUN` and evaluate RUN/merged, "
+            "or use --backend hf"
         )
     if "quantization_config" not in (read_json(folder / "config.json") or {}):  # vLLM has quantizers of its own
         try:
@@ -72,7 +72,9 @@ def load_lm(folder: Path, tokenizer: Any, settings: BackendSettings) -> Any:
         except (ImportError, OSError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{folder}: not a model that can be loaded: {in_one_line(error)}") from error
+            raise UserError(
+                f"{folder}: the model cannot be loaded: {in_one_line(error)}; check the files in this folder"
+            ) from error
     from lm_eval.models.vllm_causallms import VLLM
 
     # vLLM always generates one token, which needs a place in the context.
@@ -92,7 +94,7 @@ def run_requests(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any],
 def require_backend(backend: str) -> None:
     """Raises UserError if the backend is not installed."""
     if backend == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise UserError("eval.backend is vllm, which is not installed: pip install 'soren-align[vllm]', or write hf")
+        raise UserError("eval.backend: vLLM is not installed; run `pip install 'soren-align[vllm]'`, or write hf")
 
 
 def model_folder(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -100,15 +102,15 @@ def model_folder(model: str | Path, revision: str | None = None, *, weights: boo
     if is_local(str(model)):
         folder = local_path(model)
         if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
-            raise UserError(f"{model}: not a model that can be loaded: it has neither config.json nor {ADAPTER}")
+            raise UserError(f"{model}: has neither config.json nor {ADAPTER}; name the folder of a model or adapter")
         refuse_special_files(folder)
         return folder
     try:
         patterns: list[str] = [*FILES] if weights else [*FILES[1:]]
         return Path(huggingface_hub.snapshot_download(str(model), revision=revision, allow_patterns=patterns))
     except Exception as error:  # not found, gated, offline, no space: the hub's own message names the reason
-        reason = "no folder here, and cannot be downloaded from the hub"
-        raise UserError(f"{model}: {reason}: {in_one_line(error)}") from error
+        reason = "is no folder, and cannot be downloaded from the hub"
+        raise UserError(f"{model}: {reason}: {in_one_line(error)}; correct the name, or check the network") from error
 
 
 def base_folder(folder: Path, *, weights: bool = True) -> Path | None:
@@ -119,7 +121,8 @@ def base_folder(folder: Path, *, weights: bool = True) -> Path | None:
     base = model_folder(config["base_model_name_or_path"], config.get("revision"), weights=weights)
     if (base / ADAPTER).is_file():  # on the hub; a chain of adapters might be endless
         raise UserError(
-            f"{folder}: its base {config['base_model_name_or_path']} is an adapter too; merge that adapter first"
+            f"{folder}: the base model {config['base_model_name_or_path']} is an adapter too; merge this base model "
+            "first"
         )
     return base
 
@@ -140,7 +143,9 @@ def generation_settings(folder: Path) -> tuple[dict[str, Any], Any]:
     try:
         config = GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
     except Exception as error:  # of values that transformers does not check
-        raise UserError(f"{folder / GENERATION_CONFIG_NAME}: cannot be read: {in_one_line(error)}") from None
+        raise UserError(
+            f"{folder / GENERATION_CONFIG_NAME}: cannot be read: {in_one_line(error)}; correct this file"
+        ) from None
     settings = config.to_diff_dict() if config else {}
     changing = {key: value for key, value in settings.items() if not _WITHOUT_EFFECT.fullmatch(key)}
     return changing, settings.get("eos_token_id")
@@ -160,7 +165,7 @@ def _count_truncated(lm_class: type, spare: int) -> Any:
             longest = max((len(continuation) for _, _, continuation in requests), default=0)
             if longest > self.max_length:  # an assertion in lm-eval
                 raise ContextTooShort(
-                    f"an answer choice of {longest} tokens does not fit the model's context of {self.max_length}"
+                    f"an answer choice of {longest} tokens does not fit the model's context of {self.max_length} tokens"
                 )
             if not all(continuation for _, _, continuation in requests):
                 raise ContextTooShort("an answer choice has no tokens")
@@ -175,7 +180,8 @@ def _count_truncated(lm_class: type, spare: int) -> Any:
                 num_new = cast(Any, normalize_gen_kwargs(settings, self.max_gen_toks))["max_gen_toks"]
                 if num_new >= self.max_length:
                     raise ContextTooShort(
-                        f"generating {num_new} tokens leaves no room for a prompt in a context of {self.max_length}"
+                        f"an answer of {num_new} tokens leaves no room for a prompt in the model's context of "
+                        f"{self.max_length} tokens"
                     )
                 self.num_truncated += len(self.tok_encode(prompt)) > self.max_length - num_new
             return super().generate_until(requests, **options)
@@ -205,5 +211,7 @@ def _load_hf(folder: Path, settings: BackendSettings) -> Any:
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{folder}: not a model that can be loaded: {in_one_line(error)}") from error
+        raise UserError(
+            f"{folder}: the model cannot be loaded: {in_one_line(error)}; check the files in this folder"
+        ) from error
     return model

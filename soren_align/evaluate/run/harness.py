@@ -158,12 +158,12 @@ def evaluate_model(
     if suite.apply_chat_template and options.chat_template is not None:
         tokenizer.chat_template = options.chat_template
     if suite.apply_chat_template and not tokenizer.chat_template:
-        raise UserError(f"{name}: the tokenizer has no chat template; suite {suite.name} needs one")
+        raise UserError(f"{name}: has no chat template, but suite {suite.name} applies one; choose another suite")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and options.num_processes > torch.cuda.device_count():
         raise UserError(
-            f"{options.num_processes} processes need as many GPUs; {torch.cuda.device_count()} are visible, write a "
-            "smaller --processes"
+            f"{options.num_processes} processes need {options.num_processes} GPUs, but "
+            f"{torch.cuda.device_count()} are visible; write a smaller --processes"
         )
     settings = BackendSettings(options.backend, suite.dtype, device, suite.batch_size)
     device_name = torch.cuda.get_device_name() if device.startswith("cuda") else device
@@ -229,6 +229,8 @@ def _simple_evaluate(lm: RequestDispatcher, suite: Suite, task: Any, limit: int 
                 **seeds,
             )
     except TemplateError as error:
-        raise UserError(f"{lm.label}: a template of the task cannot be rendered: {error}") from None
+        raise UserError(
+            f"{lm.label}: a template of the task cannot be rendered: {error}; correct the task file"
+        ) from None
     assert output is not None  # None on other ranks only
     return output

@@ -81,7 +81,7 @@ def _lineage(path: str | Path, on_omitted: OnOmitted | None) -> list[Row]:
             base_rows = _lineage(base, on_omitted)
             return [*(base_rows if len(base_rows) > 1 else [("base", base)]), (name, folder)]
         if not (folder / "config.json").is_file():
-            raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
+            raise UserError(f"{path}: has neither run.json nor config.json; name the folder of a run or model")
         return [(name, folder)]
     if not (run / "model").is_dir():
         raise UserError(f"{path}: {RunFolder(run).why_no_model()}")
@@ -99,7 +99,8 @@ def _lineage(path: str | Path, on_omitted: OnOmitted | None) -> list[Row]:
         if problem:
             if on_omitted:
                 sentence = (
-                    f"no row for the checkpoint that {run.resolve().name} was trained from: the checkpoint {problem}"
+                    f"the table has no row for the checkpoint that {run.resolve().name} was trained from, because the "
+                    f"checkpoint {problem}"
                 )
                 on_omitted(sentence, record["start"]["path"])
             break

@@ -73,7 +73,7 @@ def saved_row(name: str, model: Path | str) -> PlannedRow:
     row = read_row(name, model)
     folder = local_path(model)
     if is_local(str(model)) and not any(folder.glob("*.safetensors")):
-        raise UserError(f"{name}: {folder} has no weights in .safetensors files (pickled ones are not loaded)")
+        raise UserError(f"{name}: {folder} has no weights in .safetensors files; save the weights as safetensors")
     return row
 
 
@@ -116,14 +116,15 @@ def check(
     plain = [row.name for row in rows if not row.template_of]
     if suite.apply_chat_template and plain and options.base_template != "none":
         problems.append(
-            f"{' and '.join(plain)}: no chat template, but suite {suite.name} applies one. Set model.chat_template "
-            "before training, or evaluate without a template (eval.base_template: none; --base-template none)"
+            f"{' and '.join(plain)}: the tokenizer has no chat template, but suite {suite.name} applies one. "
+            "Set model.chat_template before training, or evaluate without a template (eval.base_template: none; "
+            "--base-template none)"
         )
     adapters = [row.name for row in rows if row.is_adapter]
     if options.backend == "vllm" and adapters:
         problems.append(
-            f"{' and '.join(adapters)}: is an adapter, and eval.backend is vllm, which loads only whole models: "
-            "write hf; or train with --no-eval, run `soren-align merge RUN` and evaluate RUN/merged"
+            f"{' and '.join(adapters)}: is an adapter, but eval.backend vllm loads only whole models. Write "
+            "eval.backend: hf; or train with --no-eval, run `soren-align merge RUN` and evaluate RUN/merged"
         )
     try:
         tasks = load()
@@ -154,13 +155,14 @@ def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "_P
     for row in others:
         reasons = []
         if row.generation != first.generation:
-            reasons.append(f"generation_config.json sets {row.generation}, for {first.name} {first.generation}")
+            own = f"its generation_config.json sets {row.generation}"
+            reasons.append(f"{own}, but that of {first.name} sets {first.generation}")
         if (row.template_of is None) != (first.template_of is None) and suite.apply_chat_template:
-            reasons.append("prompts with and without a chat template")
+            reasons.append("only one of the two has a chat template")
         elif probes[row.name].prompts != probes[first.name].prompts:
             can_be_equal = row is rows[-1] and first.template_of != row.name
-            remedy = "; eval.base_template: run gives both the same template" if can_be_equal else ""
-            reasons.append(f"other prompts, because of another chat template{remedy}")
+            remedy = " (for equal templates, write eval.base_template: run)" if can_be_equal else ""
+            reasons.append(f"their chat templates differ, and therefore their prompts{remedy}")
         if reasons:
             notices.append(f"{row.name} will not be compared with {first.name}: {'; '.join(reasons)}")
     alike: dict[tuple[int, str], list[str]] = {}
@@ -263,7 +265,7 @@ class _Probe:
             reason = in_one_line(error).removeprefix(f"{self.lm.label}: ")
             self.problems.append(
                 f"{self.lm.label}: a question cannot be rendered as a prompt: {reason}; choose another chat "
-                f"template, or leave the column out: eval.omit: [{task.column}] (--omit {task.column})"
+                f"template, or omit this column: eval.omit: [{task.column}] (--omit {task.column})"
             )
             return
         self.prompts[task.column] = [request.args[0] for request in requests]
@@ -273,25 +275,26 @@ class _Probe:
                 num_new = int(cast(Any, normalize_gen_kwargs(request.args[1], MAX_GEN_TOKS))["max_gen_toks"])
                 if num_new >= context:
                     too_long.append(
-                        f"generating {num_new} tokens leaves no room for a prompt in a context of {context}"
+                        f"an answer of {num_new} tokens leaves no room for a prompt in the model's context of "
+                        f"{context} tokens"
                     )
                 is_truncated |= self._num_tokens(request.args[0]) > context - num_new
             elif request.request_type == "loglikelihood":
                 num = self._num_tokens("".join(request.args))
                 if (num_answer := num - self._num_tokens(request.args[0])) > context:
                     too_long.append(
-                        f"an answer choice of {num_answer} tokens does not fit the model's context of {context}"
+                        f"an answer choice of {num_answer} tokens does not fit the model's context of {context} tokens"
                     )
                 is_truncated |= num > context + 1
         if too_long:
-            remedy = f"leave this column out: eval.omit: [{task.column}] (--omit {task.column})"
+            remedy = f"omit this column: eval.omit: [{task.column}] (--omit {task.column})"
             self.problems.append(f"{self.lm.label}: {too_long[0]}; {remedy}")
         elif is_truncated:
             self.truncated.append(task.column)
             if self.options.strict:
                 self.problems.append(
                     f"{self.lm.label}: prompts do not fit the context of {self.row.context} tokens, and eval.strict is "
-                    "true; write false (--no-strict) to truncate and count them"
+                    "true; write eval.strict: false (--no-strict) to truncate and count such prompts"
                 )
 
     def _num_tokens(self, text: str) -> int:

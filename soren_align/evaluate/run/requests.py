@@ -160,7 +160,7 @@ class RequestDispatcher(LM):
                 done += len(responses)
                 self.on_progress(done, len(requests))
         except ContextTooShort as error:
-            raise UserError(f"{self.label}: {error}") from None
+            raise UserError(f"{self.label}: {error}; omit this column (--omit)") from None
         ordered: list[Any] = [None] * len(requests)
         for key, chunk in zip(keys, chunks, strict=True):
             responses, num_truncated = self.cache.responses[key]
@@ -172,7 +172,9 @@ class RequestDispatcher(LM):
 
     def _refuse_truncated(self, num_truncated: int) -> None:
         if num_truncated and self.strict:
-            raise UserError(f"{self.label}: prompts do not fit the model's context and would be truncated (--strict)")
+            raise UserError(
+                f"{self.label}: prompts do not fit the model's context; use --no-strict to truncate prompts"
+            )
 
     def apply_chat_template(self, *args: Any, **options: Any) -> str:
         """Return HFLM's rendering of one prompt."""

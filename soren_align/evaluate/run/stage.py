@@ -223,7 +223,8 @@ def output_of(run: RunFolder, options: Eval) -> Path:
     for link in (output.parent, output):
         if link.is_symlink():
             raise UserError(
-                f"{link}: is a link, but results stay in their run's folder; use --output for another folder"
+                f"{link}: is a link, but results are written only into the run's own folder; remove the link, or use "
+                "--output for another folder"
             )
     return output
 
@@ -250,7 +251,7 @@ def _evaluate_models(
         except OutOfMemory as error:
             problem = f"{row.name}: out of memory with batch size {suite.batch_size}"
             if suite.batch_size == 1:
-                raise ResumableError(f"{problem}: {error}") from None
+                raise ResumableError(f"{problem}: {error}; free memory, then rerun the same command") from None
         else:
             if evaluated:
                 refuse_unlike(evaluated[0], (row.name, results))  # before the next model is evaluated for nothing

@@ -39,7 +39,10 @@ class InProcess:
             try:
                 self.lm = _guarded(load_lm, self.folder, self.tokenizer, self.settings)
             except OutOfMemory as error:  # a smaller batch would not help
-                raise UserError(f"{self.folder}: the model itself does not fit the device's memory: {error}") from error
+                raise UserError(
+                    f"{self.folder}: the model itself does not fit the device's memory: {error}; free memory, or write "
+                    "eval.dtype: bfloat16"
+                ) from error
         for key, kind, requests in chunks:
             yield key, *_guarded(run_requests, self.lm, kind, requests)
 
@@ -81,8 +84,8 @@ class WorkerPool:
                 yield future.result()
         except BrokenProcessPool as error:
             raise ResumableError(
-                "a worker process was killed (out of memory?); rerun the same command to resume, finished requests "
-                "are cached"
+                "a worker process was killed, perhaps because memory ran out; rerun the same command, which continues "
+                "after the cached requests"
             ) from error
         finally:
             for future in futures:

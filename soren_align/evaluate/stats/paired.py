@@ -35,9 +35,9 @@ Z95 = statistics.NormalDist().inv_cdf(0.975)
 EQUAL = 1e-12
 """Of numbers that differ by less, relative to their size, the difference is rounding."""
 MODELS_OWN = {
-    "generation_config": "generation config {1} instead of {0}",
-    "chat_template": "prompts with and without a chat template",
-    "bos": "prompts with and without a BOS token",
+    "generation_config": "its generation config is {1} instead of {0}",
+    "chat_template": "only one of the two has prompts with a chat template",
+    "bos": "only one of the two has prompts with a BOS token",
 }
 """Settings that come with a model, with the reason if they differ. All others are equal for all rows of a table."""
 
@@ -175,7 +175,7 @@ def read_points(folder: Path) -> dict[str, Points]:
     file, remedy = folder / POINTS, "evaluate the run again"
     results = read_results(folder)
     if results is None:
-        raise UserError(f"{folder}: no {RESULTS}; evaluate the run first")
+        raise UserError(f"{folder}: has no {RESULTS}; evaluate the run first")
     if file.is_symlink() or not file.is_file():
         raise UserError(f"{file}: is missing; {remedy}")
     try:
@@ -191,13 +191,15 @@ def read_points(folder: Path) -> dict[str, Points]:
         for column, entry in content["rows"].get(row["name"], {}).items():
             points, clusters = np.array(entry["points"], float), entry.get("clusters")
             if clusters is not None and len(clusters) != len(points):
-                raise UserError(f"{file} rows.{name}.{column}: has another number of clusters than of points; {remedy}")
+                raise UserError(
+                    f"{file} rows.{name}.{column}: has {len(clusters)} clusters for {len(points)} points; {remedy}"
+                )
             if clusters is not None and len(set(clusters)) != max(clusters) + 1:
-                raise UserError(f"{file} rows.{name}.{column}: numbers of clusters are left out; {remedy}")
+                raise UserError(f"{file} rows.{name}.{column}: the numbers of its clusters have gaps; {remedy}")
             columns[column] = ColumnPoints(points, None if clusters is None else np.array(clusters), entry["prompts"])
         for column, score in row["scores"].items():
             mean = 100 * float(columns[column].each.mean()) if column in columns else None
             if column != "average" and (mean is None or abs(mean - score["value"]) > 1e-6):
-                raise UserError(f"{file}: {name} has {mean} in {column}, {RESULTS} {score['value']}; {remedy}")
+                raise UserError(f"{file}: {name} has {mean} in {column}, but {RESULTS} has {score['value']}; {remedy}")
         rows[name] = columns
     return rows

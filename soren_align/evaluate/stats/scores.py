@@ -85,8 +85,8 @@ def cluster_labels(task: SuiteTask, questions: list[tuple[Any, dict[str, Any]]])
             question = doc | {"task": each.task_name}
             if task.cluster not in question:
                 raise UserError(
-                    f"{each.task_name}: the suite's cluster: {task.cluster} is no field of its questions; write one of "
-                    f"{', '.join(map(str, doc))}, or task"
+                    f"{each.task_name}: the suite has cluster: {task.cluster}, but the questions have no field "
+                    f"{task.cluster}; write one of {', '.join(map(str, doc))}, or task"
                 )
             labels.append(str(question[task.cluster]))
         return labels
@@ -124,7 +124,7 @@ def _points(output: dict[str, Any], name: str, key: str, model: str) -> list[flo
         if broken := sum(not isfinite(number) for number in numbers):
             raise UserError(
                 f"{model}: {broken} of {len(numbers)} {kind} of {name} are not numbers;"
-                " the model's weights are broken, for example by a training that diverged"
+                " check the model's weights, which a diverged training may have broken"
             )
     if abs(statistics.fmean(points) - output["results"][name][key]) > 1e-9:
         raise UserError(

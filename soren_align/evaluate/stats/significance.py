@@ -89,12 +89,12 @@ def unpaired(first: ModelResults, later: ModelResults) -> dict[str, str]:
         num_a, num_b = first.truncated.get(column, 0), later.truncated.get(column, 0)
         if [question for question, _ in a] != [question for question, _ in b]:
             reasons[column] = (
-                f"other questions ({len(b)} instead of {len(a)})" if len(a) != len(b) else "other questions"
+                f"its questions differ: {len(b)} instead of {len(a)}" if len(a) != len(b) else "its questions differ"
             )
         elif a != b:
-            reasons[column] = "other prompts, for example by another chat template"
+            reasons[column] = "its prompts differ, for example by the chat template"
         elif num_a != num_b:
-            reasons[column] = f"{num_b} prompts truncated instead of {num_a}, because of another context length"
+            reasons[column] = f"{num_b} prompts were truncated instead of {num_a}, because its context length differs"
     return reasons
 
 
@@ -104,8 +104,8 @@ def refuse_unlike(first: tuple[str, ModelResults], later: tuple[str, ModelResult
     for key in a.settings | b.settings:
         if key not in MODELS_OWN and a.settings.get(key) != b.settings.get(key):
             raise UserError(
-                f"{later_name} was evaluated with {key} = {b.settings.get(key)}, {first_name} with"
-                f" {a.settings.get(key)}: their scores cannot be compared; evaluate them separately"
+                f"{later_name} was evaluated with {key} = {b.settings.get(key)}, but {first_name} with"
+                f" {a.settings.get(key)}, so their scores cannot be compared; evaluate the two models separately"
             )
 
 

@@ -28,7 +28,7 @@ PLAIN = ("arrow", "csv", "json", "parquet", "text")
 """Loaders of `datasets` that only read files; `pandas`, for example, reads pickles in some versions."""
 KEYWORDS = {"data_files", "data_dir", "revision", "streaming", "split", "trust_remote_code"}
 """Allowed in `dataset_kwargs`; `datasets` 5 runs no scripts, whatever the value of trust_remote_code."""
-REMEDY = "read the suite's files, and use --trust-suite (eval.trust_suite: true) if they may run code here"
+REMEDY = "read the suite's files, and add --trust-suite (eval.trust_suite: true) to let them run code"
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
 
     def guarded_metric(name: Any, hf_evaluate_metric: bool = False) -> Any:
         if hf_evaluate_metric or name not in registry.metric_registry:
-            raise UserError(f"metric {name!r} is not one of lm-eval's, and would be loaded as a script; {REMEDY}")
+            raise UserError(f"metric {name!r} is no metric of lm-eval and would be run as a script; {REMEDY}")
         return load_metric(name)
 
     def guarded_dataset(path: Any = None, name: Any = None, *rest: Any, **options: Any) -> Any:

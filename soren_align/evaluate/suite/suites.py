@@ -26,7 +26,7 @@ assert _spec is not None
 assert _spec.origin is not None
 LM_EVAL_TASKS = Path(_spec.origin).parent / "tasks"
 
-_PAGE = "All keys of a suite and their defaults: `soren-align docs evaluation` (docs/evaluation.md)"
+_PAGE = "`soren-align docs evaluation` lists all keys of a suite and their defaults (docs/evaluation.md)"
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=100)]
 """A single path component, since files are named after it."""
 Place = Annotated[str, Field(pattern=r"^[^\x00]+$", max_length=1000)]
@@ -45,7 +45,7 @@ class Seeds(Section):
 def _refuse_duplicates(names: list[str], key: str, owner: str) -> None:
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
-        raise ValueError(f"{key} {duplicates[0]!r} occurs twice; each {owner} needs its own")
+        raise ValueError(f"{key} {duplicates[0]!r} occurs twice; choose another one for one {owner}")
 
 
 class SuiteTask(Section):
@@ -130,14 +130,16 @@ def load_suite(name_or_path: str | Path) -> Suite:
     path = path / "suite.yaml" if path.is_dir() else path
     if not path.is_file():
         hint = shipped.suite_hint(str(name_or_path))
-        raise UserError(f"{name_or_path}: neither a suite.yaml nor a shipped suite{hint}")
+        raise UserError(f"{name_or_path}: is neither a suite.yaml nor a shipped suite{hint}")
     path = path.resolve()
-    document = parse(read_text(path), str(path), f"a suite is a mapping ({', '.join(Suite.model_fields)}). {_PAGE}")
+    document = parse(
+        read_text(path), str(path), f"is no mapping; write the keys {', '.join(Suite.model_fields)}. {_PAGE}"
+    )
     suite = document.validated(Suite, _PAGE)
     suite._path = path
     for i, file in enumerate(map(suite.file_of, suite.tasks)):
         if not file.is_file():
-            document.problems.append((("tasks", i, "file"), f"there is no task file {file}"))
+            document.problems.append((("tasks", i, "file"), f"there is no task file {file}; correct the path"))
     document.refuse_problems()
     return suite
 
@@ -163,12 +165,12 @@ def suite_of(options: Eval) -> Suite:
     columns = [task.column for task in suite.tasks]
     for column in options.omit:
         if column not in columns:
-            hint = did_you_mean(column, columns, f"columns are: {', '.join(columns)}")
+            hint = did_you_mean(column, columns, f"write one of {', '.join(columns)}")
             raise UserError(f"eval.omit: suite {suite.name} has no column {column!r}{hint}")
     if options.omit:
         changes["tasks"] = [task for task in suite.tasks if task.column not in options.omit]
         if not changes["tasks"]:
-            raise UserError(f"eval.omit: nothing is left of suite {suite.name}; keep a column")
+            raise UserError(f"eval.omit: all columns of suite {suite.name} are omitted; keep at least one column")
     return suite.model_copy(update=changes)
 
 
@@ -214,9 +216,9 @@ def load_published(name_or_path: str, suite_name: str) -> list[Any]:
     known = shipped.published()
     path = known.get(name_or_path) or shipped.resolve(name_or_path)
     if not path.is_file():
-        hint = did_you_mean(name_or_path, known, f"shipped: {', '.join(known)}")
-        raise UserError(f"{name_or_path}: neither a file nor a shipped table of published scores{hint}")
-    form = f"published scores are a mapping ({', '.join(PublishedTable.model_fields)})"
+        hint = did_you_mean(name_or_path, known, f"write one of {', '.join(known)}")
+        raise UserError(f"{name_or_path}: is neither a file nor a shipped table of published scores{hint}")
+    form = f"is no mapping; write the keys {', '.join(PublishedTable.model_fields)}"
     table = parse(read_text(path), str(path), form).validated(PublishedTable)
     if table.suite != suite_name:
         raise UserError(

@@ -68,7 +68,7 @@ def load_tasks(
                     raise UserError(_reason(suite, task, error)) from error
             members = subtasks(tasks[task.column])
             if empty := [name for name, size in sizes.items() if not size]:
-                raise UserError(f"{file}: task {empty[0]} has no questions")
+                raise UserError(f"{file}: task {empty[0]} has no questions; add questions, or remove the task")
             if any(getattr(subtask, "UNSAFE_CODE", False) for subtask in members):
                 raise UserError(f"{file}: runs code that a model writes; choose another task")
             if missing := missing_field(*_own_data(suite, task)):
@@ -130,11 +130,12 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
             names = {str(content["dataset_path"]) for content in contents if content.get("dataset_path")}
             if len(names) != 1:
                 raise UserError(
-                    f"{file}: needs one dataset_path, relative to data_root of {suite.path}; found {len(names)}"
+                    f"{file}: has {len(names)} dataset_paths; write one dataset_path, relative to the data_root of "
+                    f"{suite.path}"
                 )
             data = root / names.pop()
             if not data.is_dir():
-                raise UserError(f"{file}: there is no dataset folder {data}")
+                raise UserError(f"{file}: there is no dataset folder {data}; correct dataset_path or data_root")
             # `datasets` identifies a folder by its last name and its README only: with one cache, another folder of the
             # same layout would get the questions of the first (test_fixtures.py).
             sizes = [(str(f), f.stat()) for f in sorted(data.rglob("*")) if f.is_file()]
@@ -163,7 +164,9 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return load_yaml(file, resolve_func=False)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{file}: is not a task file: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(
+            f"{file}: is no valid task file: {' '.join(str(error).split())[:200]}; correct the file"
+        ) from None
 
 
 def _own_data(suite: Suite, task: SuiteTask) -> tuple[dict[str, Any], Path | None]:
@@ -210,9 +213,9 @@ def missing_field(settings: dict[str, Any], folder: Path | None) -> str:
         for field, setting in fields.items():
             if record.get(field) is None:
                 similar = closest(field, [key for key in record if key not in fields])
-                remedy = f"rename {similar!r} to {field!r}" if similar else "add it, or leave the question out"
+                remedy = f"rename {similar!r} to {field!r}" if similar else f"add {field!r}, or remove this question"
                 return (
-                    f"{file}:{number}: the question has no {field!r}, which its task reads ({setting}), but has"
+                    f"{file}:{number}: the question has no {field!r}, which the task reads ({setting}), but"
                     f" {', '.join(map(str, record))[:200]}; {remedy}"
                 )
     return ""
@@ -254,9 +257,9 @@ def refuse_wrong_keys(task: Any, file: Any, lines: Sequence[str] = ()) -> None:
         is_known = len(lines) == len(task.eval_docs)
         where = lines[number - 1] if is_known else f"{file}: {task.task_name}, question {number}"
         raise UserError(
-            f"{where}{more}: doc_to_target gives {key!r:.60}, none of its"
-            f" {len(choices)} choices ({', '.join(map(repr, choices)):.200}); the key is the number of the right"
-            f" choice, from 0, or its text{remedy}"
+            f"{where}{more}: doc_to_target gives {key!r:.60}, which is none of the question's"
+            f" {len(choices)} choices ({', '.join(map(repr, choices)):.200}); write the number of the right"
+            f" choice, from 0, or the text of this choice{remedy}"
         )
 
 
@@ -277,8 +280,8 @@ def equal_choices(task: Any, tokenizer: Any, limit: int | None = None) -> str:
     if not equal:
         return ""
     return (
-        f"{len(equal):,} of {len(questions):,} questions have two choices with the same tokens; the first of them "
-        f"counts as the answer ({equal[0]})"
+        f"{len(equal):,} of {len(questions):,} questions have two choices with the same tokens ({equal[0]}); the first "
+        "of the two choices counts as the answer"
     )
 
 

@@ -162,7 +162,9 @@ class SpectraRecorder(TrainerCallback):
         matrices = attached.names_of_matrices
         for glob in log.matrices:
             if not any(fnmatchcase(name, glob) for name in matrices):
-                raise UserError(f"run.log_spectra.matrices: {glob!r} matches no matrix; `soren-align plan` lists them")
+                raise UserError(
+                    f"run.log_spectra.matrices: {glob!r} matches no matrix; run `soren-align plan` for a list"
+                )
         names = [name for name in matrices if any(fnmatchcase(name, glob) for glob in log.matrices)]
         self._positions = {name: position for position, name in enumerate(names)}
         self._records: list[dict[str, Any]] = []

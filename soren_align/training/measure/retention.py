@@ -77,7 +77,10 @@ def read_probes(recipe: Recipe, held_out: Any, tokenizer: Any) -> Probes | None:
         retention = _sorted(part for probe in answers for part in _spread([probe], MAX_TOKENS))
         source = split.source | {"num_scored": len(retention)}
         if not retention:
-            raise UserError(f"data.retention: no answer of {split.name} begins within max_length {max_length}")
+            raise UserError(
+                f"data.retention: trainer.max_length {max_length} cuts every example of {split.name} before its "
+                "answer; write a larger trainer.max_length, or use examples with shorter prompts"
+            )
     return Probes(probes, retention, source)
 
 
@@ -127,15 +130,17 @@ class Retention(TrainerCallback):
         file = self.folder.start_logits
         if state.global_step:
             if self.probes.held_out and self.ranks.is_first:
-                remedy = "restore it, or resume with --set run.kl_to_start=0"
+                remedy = "restore the file, or resume with --set run.kl_to_start=0"
                 try:
                     with safe_open(file, "pt") as stored:
                         metadata, logits = stored.metadata() or {}, stored.get_tensor("logits")
                 except (OSError, SafetensorError) as error:
-                    raise UserError(f"{file}: the start's logits cannot be read ({error}); {remedy}") from None
+                    raise UserError(
+                        f"{file}: the logits of the starting checkpoint cannot be read ({error}); {remedy}"
+                    ) from None
                 num_tokens = sum(len(probe.positions) for probe in self.probes.held_out)
                 if metadata.get("probes") != self.probes.digest() or logits.ndim != 2 or len(logits) != num_tokens:
-                    raise UserError(f"{file}: belongs to other held-out tokens; {remedy}")
+                    raise UserError(f"{file}: has the logits of other held-out tokens; {remedy}")
                 self._start = logits
             return
         if self.probes.held_out:

@@ -56,7 +56,7 @@ def read_prompts(samples: Samples, tokenizer: Any, has_turns: bool, num_position
     place = "run.samples.prompts"
     contents = list(_contents(samples.prompts)) if isinstance(samples.prompts, str) else samples.prompts
     if not 0 < len(contents) <= MAX_PROMPTS:
-        raise UserError(f"{place}: {len(contents)} prompts; write 1 to {MAX_PROMPTS}")
+        raise UserError(f"{place}: found {len(contents)} prompts; write 1 to {MAX_PROMPTS} prompts")
     prompts = []
     for number, content in enumerate(contents, 1):
         if has_turns:
@@ -66,11 +66,14 @@ def read_prompts(samples: Samples, tokenizer: Any, has_turns: bool, num_position
         elif isinstance(content, str):
             ids = tokenizer(content)["input_ids"]
         else:
-            raise UserError(f"{place}: prompt {number} has messages, but the training data are plain texts")
+            raise UserError(
+                f"{place}: prompt {number} has messages, but the training data are plain texts; write a text"
+            )
         room = samples.max_new_tokens if num_positions is None else num_positions - len(ids)
         if room < 1:
             raise UserError(
-                f"{place}: prompt {number} has {len(ids)} tokens, too many for a model of {num_positions} positions"
+                f"{place}: prompt {number} has {len(ids)} tokens, but the model has only {num_positions} positions; "
+                "write a shorter prompt"
             )
         prompts.append(Prompt(content, list(ids), min(samples.max_new_tokens, room)))
     return tuple(prompts)
@@ -89,7 +92,7 @@ def _contents(path: str) -> Iterator[str | list[dict[str, Any]]]:
         prompt: Any = record.get("prompt") if isinstance(record, dict) else None
         is_list = isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt)
         if not (is_list or (isinstance(prompt, str) and prompt)):
-            raise UserError(f'{path}:{number} write {{"prompt": ...}}, a text or a list of messages')
+            raise UserError(f'{path}:{number} has no prompt; write {{"prompt": ...}} with a text or a list of messages')
         yield prompt
 
 
