@@ -70,6 +70,13 @@ def test_of_a_task_that_comes_twice_both_rows_get_their_folders_beside_it(runs, 
     assert lineage(again) == [("base", base), ("SFT (sft)", sft / "model"), ("SFT (more)", again / "model")]
 
 
+def test_runs_of_one_task_and_one_folder_name_get_as_many_folders_as_differ(runs, tmp_path):
+    base, sft, _ = runs
+    again = run(tmp_path / "mine" / sft.name, "sft", sft / "model")
+    names = [f"SFT ({tmp_path.name}--sft)", "SFT (mine--sft)"]
+    assert lineage(again) == [("base", base), *zip(names, (sft / "model", again / "model"), strict=True)]
+
+
 @pytest.fixture
 def omitted():
     """Sentence -> path, of the starting checkpoints without a row."""

@@ -16,6 +16,8 @@ from .backends import base_folder, model_folder
 from .requests import model_digest
 
 OVERWRITTEN = "was overwritten later"
+MAX_FOLDERS = 4
+"""In the name of a row: runs/studies/mine/a is the deepest run that soren-align makes."""
 
 Row = tuple[str, Path]
 """(name in the table, model folder)."""
@@ -111,12 +113,18 @@ def _lineage(path: str | Path, on_omitted: OnOmitted | None) -> list[Row]:
 
 
 def _with_unique_names(rows: list[_NamedBy]) -> list[Row]:
-    """Return the rows; those of one name with the run folder's name or the hub name in parentheses."""
-    names = [name for name, _, _ in rows]
-    unique = []
-    for name, model, path in rows:
-        source = model.parent.resolve().name if is_local(str(path)) else str(path).replace("/", "--")
-        unique.append((f"{name} ({source})" if names.count(name) > 1 else name, model))
+    """Return the rows; those of one name with the hub name, or the run folder's, in parentheses.
+
+    A run folder's name is that of as many folders as differ: `SFT (sft)`, or `SFT (mine--runs--sft)`.
+    """
+    names, unique = [name for name, _, _ in rows], []
+    for num_folders in range(1, MAX_FOLDERS + 1):
+        unique = []
+        for name, model, path in rows:
+            folders = model.parent.resolve().parts[-num_folders:] if is_local(str(path)) else str(path).split("/")
+            unique.append((f"{name} ({'--'.join(folders)})" if names.count(name) > 1 else name, model))
+        if len({name for name, _ in unique}) == len(rows):
+            break
     return unique
 
 
