@@ -160,7 +160,7 @@ def test_sft_and_new_read_the_same_columns_of_a_file(run, model, tmp_path, names
     (["--question", "ask"], "--answer: is missing; name both columns"),
     (["--answer", "ask"], "--question: is missing; name both columns"),
     (["--question", "aks", "--answer", "reply"],
-     "--data: a.csv: no column 'aks' in id, ask, reply; did you mean 'ask'?"),
+     "--data: a.csv: has the columns id, ask, reply, but no column 'aks'; did you mean 'ask'?"),
 ])  # fmt: skip
 def test_sft_and_new_refuse_columns_in_the_same_words(run, model, tmp_path, command, options, message):
     write_three_columns(tmp_path / "a.csv", "id,ask,reply")

@@ -152,7 +152,8 @@ def question_columns(path: str, question: str | None = None, answer: str | None 
         return columns
     names = list(dict.fromkeys(column for record in records for column in record))
     if missing := next((column for column in columns.values() if column not in names), None):
-        raise UserError(f"--data: {path}: no column '{missing}' in {', '.join(names)}{did_you_mean(missing, names)}")
+        finding = f"has the columns {', '.join(names)}, but no column '{missing}'"
+        raise UserError(f"--data: {path}: {finding}{did_you_mean(missing, names)}")
     if columns or not records or {*names} & {*get_args(Column)} or len(pair := longest_texts(records[0])) < 2:
         return columns
     if {"question", "answer"} <= {*names}:

@@ -97,7 +97,7 @@ def test_a_chart_of_one_point_or_equal_values_is_drawn(points):
 )
 def test_a_rise_of_the_held_out_loss_is_said(tmp_path, losses, is_said):
     write_metrics(tmp_path / "m", *({"step": 10 * i, HELD_OUT: loss} for i, loss in enumerate(losses)))
-    expected = ["held-out loss was lowest at step 10 (0.1); at step 20 it is 0.2"] if is_said else []
+    expected = ["the held-out loss was lowest at step 10 (0.1), and was 0.2 at step 20"] if is_said else []
     assert describe(read_curves(tmp_path / "m")) == expected
 
 
@@ -106,7 +106,7 @@ def test_show_prints_status_curve_scores_and_next_commands(run, capsys, monkeypa
     assert main(["show", "runs/a"]) == 0
     text = capsys.readouterr().out
     assert "runs/a: SFT, finished" in text
-    assert "held-out loss was lowest at step 60 (0.1); at step 100 it is 0.3" in " ".join(text.split())
+    assert "the held-out loss was lowest at step 60 (0.1), and was 0.3 at step 100" in " ".join(text.split())
     assert "curve     loss, o held-out loss, * lowest held-out loss" in text
     assert [line.split() for line in text.splitlines() if line.startswith("SFT")] == [["SFT", "100.0", "±", "0.0"]]
     assert "next      soren-align chat runs/a --compare start" in text
@@ -160,7 +160,7 @@ def test_runs_are_listed_with_both_losses_and_a_table_of_scores_for_each_suite(r
         ["runs/c", "damaged"],
         ["runs/study/trials/b", "finished", "sft", "600", "0.0023", "0.25"],
         ["damaged", "runs/c:", *line.split()],
-        ["enclosed", "in", "double", "quotes"],
+        ["enclosed", "in", "double", "quotes;", "correct", "the", "file,", "or", "restore", "a", "copy"],
         ["quickstart,", "%", "zoo_mc"],
         ["runs/a", "100.0"],
         ["runs/study/trials/b", "100.0"],
