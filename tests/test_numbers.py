@@ -1,0 +1,75 @@
+"""Every section of README, of the studies and of the recipes' pages names a source of its numbers."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from scipy.stats import t
+
+ROOT = Path(__file__).resolve().parent.parent
+_spec = importlib.util.spec_from_file_location("numbers_of_pages", ROOT / "docs/numbers.py")
+numbers = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(numbers)
+
+WITHOUT_SOURCE = {
+    ("docs/studies/optimizers.md", ""),
+    ("docs/studies/optimizers.md", "What `match_rms_adamw` assumes"),
+    ("docs/studies/optimizers.md", "Gradients in bfloat16"),
+    ("docs/studies/statistics.md", "Before a study"),
+    ("docs/studies/statistics.md", "What a verdict does not cover"),
+    ("recipes/quickstart/README.md", "Four optimizers, with an earlier scale"),
+    ("recipes/quickstart/README.md", "LoRA"),
+}
+"""Sections with numbers that were measured once, without a script, or that are no figures. Add none."""
+
+
+def test_no_further_section_has_numbers_without_a_source():
+    """If this fails for a section: name the test, the command or the work that its numbers are from."""
+    missing = set()
+    for page in numbers.PAGES:
+        every = {
+            (str(page.relative_to(ROOT)), section.title): sources for section, sources in numbers.with_sources(page)
+        }
+        missing |= {section for section, sources in every.items() if not sources}
+    assert missing - WITHOUT_SOURCE == set()
+
+
+@pytest.mark.parametrize("page", numbers.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_tests_and_scripts_that_a_page_names_exist(page):
+    for _, sources in numbers.with_sources(page):
+        scripts = [word for command in sources.get("command", ()) for word in re.findall(r"[\w/]+\.py", command)]
+        assert [
+            file
+            for file in (*sources.get("test", ()), *scripts)
+            if not any((folder / file).is_file() for folder in (ROOT, page.parent))
+        ] == []
+
+
+def test_a_new_number_needs_a_source(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Page\n\nNo figures.\n\n## One\n\nIt takes 12 ms.\n\n## Two\n\nIt takes 3.5 ms, `python docs/numbers.py`.\n\n"
+        "    4 lines of code\n\n```\n5\n```\n\n## Three\n\nWords alone, `map: {steps: 6}`, version1.\n"
+    )
+    found = {section.title: ([*section.numbers()], sources) for section, sources in numbers.with_sources(page)}
+    assert found == {"One": ([(7, "12")], {}), "Two": ([(11, "3.5")], {"command": ["python docs/numbers.py"]})}
+
+
+def test_what_stands_before_the_first_section_of_a_study_holds_for_the_page(tmp_path):
+    page = tmp_path / "studies" / "page.md"
+    page.parent.mkdir()
+    page.write_text("# Page\n\n`tests/test_numbers.py` checks them.\n\n## One\n\n12 ms\n")
+    ((_, sources),) = numbers.with_sources(page)
+    assert sources == {"test": ["tests/test_numbers.py"]}
+
+
+def test_the_quantiles_of_the_statistics_page_are_students():
+    """At Holm's first threshold for 28 comparisons, two-sided."""
+    page = " ".join((ROOT / "docs/studies/statistics.md").read_text(encoding="utf-8").split())
+    for degrees, words in (
+        (2, "Student's quantile is {:.1f}"),
+        (8, "Student's quantile is {:.2f}"),
+        (6, "a quantile of {:.2f}"),
+    ):
+        assert words.format(t.ppf(1 - 0.05 / 28 / 2, degrees)) in page
