@@ -22,6 +22,7 @@ from ..run.folder import RunFolder
 from . import stats
 from .config import METRICS, VerdictSection, load_resolved_study, study_problems
 from .declaration import declaration_problems, history_cautions, look_number, note_look
+from .draws import draw_spreads, over_draws
 from .report.page import write_report
 from .runs import RunFiles, flat, read_files, run_folders
 from .search import STUDY_FILE, STUDY_RESULT, read_study
@@ -77,15 +78,17 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
         read, about_answers = stats.read_answers(
             folder, study.candidates, metric, suite, higher_is_better=study.higher_is_better
         )
+        candidates, read = over_draws(study.candidates, read)
         answers = stats.verdict(
             VerdictSection.model_validate(study.file["verdict"]),
-            study.candidates,
+            candidates,
             read,
             average=options is not None and suite_of(options).average,
             look=look_number(folder, study),
         )
-        weaknesses += [*about_answers, *stats.cautions(study.candidates, read)]
+        weaknesses += [*about_answers, *stats.cautions(candidates, read)]
     study = replace(study, problems=problems, contamination=contamination, differences=answers)
+    study = replace(study, draws=draw_spreads(study.candidates))
     note_look(folder, study)
     study = replace(study, cautions=[*weaknesses, *history_cautions(folder, study)])
     write(folder / STUDY_RESULT, json.dumps(asdict(study), indent=1) + "\n")
@@ -108,15 +111,22 @@ def audit(study: Study, folder: Path, runs: list[RunFiles]) -> list[str]:
     numbers = [run.num_steps for run in trained]
     steps = most_common(numbers)
     problems += _deviations(trained, numbers, "another number of steps than the other runs")
+    has_draws = bool(file["verdict"].get("draws"))
     draws_weights = any(run.recipe.task == "pretrain" or trains_adapter(run.recipe.model) for run in runs)
     for part, finding in EQUAL.items():
         by_seed = part in AT_A_SEED if draws_weights else part == "batches"
-        for seed in dict.fromkeys(run.seed for run in runs) if by_seed else (None,):
-            compared = [run for run in runs if seed in (None, run.seed) and run.record.get("identity")]
+        by_draw = part == "starting_weights" and has_draws
+        for seed, draw in dict.fromkeys((by_seed and run.seed, by_draw and run.draw) for run in runs):
+            compared = [
+                run
+                for run in runs
+                if (by_seed and run.seed, by_draw and run.draw) == (seed, draw) and run.record.get("identity")
+            ]
             if part in ("batches", "precision"):  # known at the end; those of another number of steps differ anyway
                 compared = [run for run in compared if run.num_steps is not None and run.num_steps == steps]
             parts = [run.record["identity"].get(part) for run in compared]
-            where = "" if seed is None else f" with seed {seed}"
+            where = f" with seed {seed}" if by_seed else ""
+            where += f" {'and' if where else 'with'} draw {draw}" if by_draw else ""
             problems += _deviations(compared, parts, f"{finding} than the other runs{where}")
     problems += [*_selection_problems(study, runs, searched), *_file_problems(trained, folder)]
     return list(dict.fromkeys(problems))
@@ -181,12 +191,21 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
             yield f"{run.place}: has seed {run.seed}, which selected the setting; write other verdict.seeds"
         elif run.seed not in seeds[run.stage]:
             yield f"{run.place}: has seed {run.seed}, which is not in {run.stage}.seeds; {MATCHED}"
+    rules = VerdictSection.model_validate(file["verdict"])
+    for run in runs:
+        if run.stage == "verdict" and rules.draws and run.draw not in rules.draws:
+            yield f"{run.place}: has draw {run.draw}, which is not in verdict.draws; {MATCHED}"
     with_verdict = {candidate.name for candidate in study.candidates if candidate.selected is not None}
     for name in file["candidates"]:
-        started = {run.seed for run in runs if (run.stage, run.candidate) == ("verdict", name)}
-        missing = [str(seed) for seed in seeds["verdict"] if seed not in started]
+        started = [run for run in runs if (run.stage, run.candidate) == ("verdict", name)]
+        missing = [str(seed) for seed in seeds["verdict"] if seed not in {run.seed for run in started}]
         if missing and (started or name in with_verdict):
             yield f"verdict/{name}: has no run with seed {', '.join(missing)}; rerun the study"
+        for draw in rules.draws:
+            present = {run.seed for run in started if run.draw == draw}
+            lost = [str(seed) for seed in seeds["verdict"] if seed not in present and str(seed) not in missing]
+            if lost:
+                yield f"verdict/{name}: has no run with draw {draw} and seed {', '.join(lost)}; rerun the study"
 
 
 def _recipe_problems(

@@ -134,6 +134,9 @@ class VerdictSection(Section):
 
     seeds: Annotated[list[Seed], Field(json_schema_extra={"minItems": MIN_SEEDS})]
     """At least three values of trainer.seed, none of which the search used."""
+    draws: list[Seed] = []
+    """Values of run.perturb.seed: each seed is trained once for each, from weights that differ by rounding, and its
+    score is their mean. `[]`: one run per seed, without a perturbation."""
     reference: str = "adamw"
     """The candidate that all others are compared with, besides the starting checkpoint. `all`: every pair is compared,
     with Holm's correction for more comparisons."""
@@ -238,6 +241,8 @@ def recipe_of_run(study: StudyFile, run: Run, notify: Callable[[str], object] = 
     own: dict[str, Any] = {"trainer.seed": run.seed, "run.output_dir": f"{study.output_dir}/{run.folder}"}
     own |= {"run.resume": "auto", "run.overwrite": False, "trainer.eval_on_start": True}
     own["data.eval_part"] = run.stage
+    if draws := study.verdict.draws:  # in the search too, so that all runs have the same keys
+        own["run.perturb.seed"] = draws[0] if run.draw is None else run.draw
     if run.stage == "search":
         own["eval"] = None
     recipe = recipes.load(study.recipe, texts + _settings(own), notify=notify)
@@ -258,9 +263,17 @@ def first_run(study: StudyFile, candidate: str, *, high: bool = False) -> Run:
             drawn[key] = values[-1 if high else 0]
         else:
             drawn[key] = (max if high else min)(values)
-    seed = study.verdict.seeds[0]
-    folder = f"verdict/{candidate}/{seed}"
-    return Run(candidate, "verdict", 0, seed, folder, study.parameters(candidate, drawn), "waiting")
+    return verdict_runs(study, candidate, study.parameters(candidate, drawn))[0]
+
+
+def verdict_runs(study: StudyFile, candidate: str, parameters: dict[str, Any]) -> list[Run]:
+    """The runs of a candidate's verdict with these parameters, none of which is started: by seed, then by draw."""
+    runs = []
+    for number, seed in enumerate(study.verdict.seeds):
+        for draw in study.verdict.draws or [None]:
+            folder = f"verdict/{candidate}/{seed}{'' if draw is None else f'-{draw}'}"
+            runs.append(Run(candidate, "verdict", number, seed, folder, parameters, "waiting", draw=draw))
+    return runs
 
 
 def _settings(values: dict[str, Any]) -> list[str]:
@@ -270,9 +283,13 @@ def _settings(values: dict[str, Any]) -> list[str]:
 def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
     """What a schema cannot express, without the recipe."""
     search, verdict = study.search, study.verdict
-    for section, seeds in (("search", search.seeds), ("verdict", verdict.seeds)):
+    for key, seeds in (
+        (("search", "seeds"), search.seeds),
+        (("verdict", "seeds"), verdict.seeds),
+        (("verdict", "draws"), verdict.draws),
+    ):
         if len(set(seeds)) < len(seeds):
-            yield (section, "seeds"), f"found {seeds}; write each seed once"
+            yield key, f"found {seeds}; write each seed once"
     if len(set(verdict.seeds)) < MIN_SEEDS:
         message = f"found {len(set(verdict.seeds))}; a verdict over seeds needs at least {MIN_SEEDS}"
         yield ("verdict", "seeds"), message
@@ -286,6 +303,8 @@ def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
         yield ("verdict", "reference"), f"there is no candidate {verdict.reference!r}{hint}"
     for keys, at in ((study.set, ("set",)), *((c.set, ("candidates", n, "set")) for n, c in study.candidates.items())):
         yield from (((*at, key), "is set by the study itself; leave it out") for key in keys if key in OWN_KEYS)
+        if verdict.draws and "run.perturb.seed" in keys:
+            yield (*at, "run.perturb.seed"), "is set by verdict.draws; leave it out"
     for name, candidate in study.candidates.items():
         at = ("candidates", name, "space") if candidate.space else ("search", "space")
         space, free = study.space(name), study.free(name)

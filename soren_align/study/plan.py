@@ -52,7 +52,8 @@ def plan_study(
     questions is known. declaration: its hash. Raises UserError for an unknown key of verdict.assume.
     """
     first = next(iter(plans.values()))
-    num_search, num_verdict = study.search.trials * len(study.search.seeds), len(study.verdict.seeds)
+    num_search = study.search.trials * len(study.search.seeds)
+    num_verdict = len(study.verdict.seeds) * max(1, len(study.verdict.draws))
     num_runs = num_search + num_verdict
     candidates: dict[str, dict[str, Any]] = {}
     for name, plan in plans.items():
@@ -254,7 +255,9 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     times = f" x {len(search['seeds'])} seeds" if len(search["seeds"]) > 1 else ""
     write("runs", f"{runs['total']:,}")
     write("", f"{runs['search']:,} of the search: {len(candidates)} candidates x {search['trials']} trials{times}")
-    write("", f"{runs['verdict']:,} of the verdict: {len(candidates)} candidates x {len(verdict['seeds'])} fresh seeds")
+    draws = f" x {len(verdict['draws'])} draws" if verdict["draws"] else ""
+    fresh = f"{len(candidates)} candidates x {len(verdict['seeds'])} fresh seeds{draws}"
+    write("", f"{runs['verdict']:,} of the verdict: {fresh}")
     write("selection", f"by {search['metric']} of the held-out examples at the end of a run")
     if plan["budget_hours"]:
         write("budget", f"no trial starts after {plan['budget_hours']:g} hours of training")

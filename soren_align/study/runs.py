@@ -40,15 +40,25 @@ class RunFiles:
         return recorded if recorded is not None else self.recipe.trainer.get("seed", 42)
 
     @property
+    def draw(self) -> int | None:
+        """The seed of the perturbation that the run was started with."""
+        return self.recipe.run.perturb.seed if self.recipe.run.perturb else None
+
+    @property
     def num_steps(self) -> int | None:
         """Of a run whose training came to its end."""
         return self.record.get("training", {}).get("steps")
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The keys of the recipe that determine the weights, as dotted ones, without the seed."""
+        """The keys of the recipe that determine the weights, as dotted ones, without the seeds."""
         values = json.loads(json.dumps(flat(training_part(self.recipe)), default=str))  # tuples are lists, as in files
-        seeds = ["trainer.seed", "trainer.data_seed", *(["model.init_seed"] * (self.recipe.task == "pretrain"))]
+        seeds = [
+            "trainer.seed",
+            "trainer.data_seed",
+            "run.perturb.seed",
+            *(["model.init_seed"] * (self.recipe.task == "pretrain")),
+        ]
         return {key: value for key, value in values.items() if key not in seeds}
 
 

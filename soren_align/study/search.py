@@ -30,7 +30,7 @@ from ..core.files import drop_incomplete_line, read_json, write
 from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
 from ..run.folder import RunFolder
 from ..tasks import TASKS
-from .config import Range, StudyFile, first_run, load_resolved_study, recipe_of_run
+from .config import Range, StudyFile, first_run, load_resolved_study, recipe_of_run, verdict_runs
 from .declaration import CHANGEABLE, note, read_declaration, write_declaration
 from .runs import STAGES, edges, read_run, read_scores, select
 from .study import ENDED, Candidate, Run, Study, by_trial, metric_of_trial
@@ -128,7 +128,7 @@ class Progress:
             if not has_new:
                 final = [run for name in self.study.candidates for run in self.candidate(name, runs).verdict]
                 # A seed of all candidates before the next: a load that changes meanwhile slows all of them alike.
-                return runs + sorted(final, key=lambda run: run.number)
+                return runs + sorted(final, key=lambda run: (run.number, run.draw or 0))
 
     def search(self) -> list[Run]:
         """The search's runs of the drawn trials: trial 0 of every candidate, then trial 1, ...; within the budget."""
@@ -146,7 +146,7 @@ class Progress:
         return runs
 
     def candidate(self, name: str, runs: list[Run]) -> Candidate:
-        """A candidate with the runs of its selected setting, one per fresh seed; none before its search has ended.
+        """A candidate with the runs of its selected setting, one per fresh seed and draw; none before its search ended.
 
         runs: the whole search's.
         """
@@ -157,10 +157,7 @@ class Progress:
         trials, verdict = by_trial(own), []
         complete = len(trials) == self._num_trials() or self._is_spent(runs)
         if selected is not None and complete and all(run.status in ENDED for run in own):
-            parameters = trials[selected][0].parameters
-            for i, seed in enumerate(self.study.verdict.seeds):
-                run = Run(name, "verdict", i, seed, f"verdict/{name}/{seed}", parameters, "waiting")
-                verdict.append(self._read(run))
+            verdict = [self._read(run) for run in verdict_runs(self.study, name, trials[selected][0].parameters)]
         return Candidate(name, section.set, space, own, selected, at_edge, verdict)
 
     def num_runs(self, runs: list[Run]) -> dict[str, int]:
@@ -170,7 +167,7 @@ class Progress:
         if not self._is_spent(search):
             num["search"] = len(self.study.candidates) * self._num_trials() * len(self.study.search.seeds)
         if len(search) < num["search"] or any(run.status not in ENDED for run in search):
-            num["verdict"] = len(self.study.candidates) * len(self.study.verdict.seeds)
+            num["verdict"] = sum(len(verdict_runs(self.study, name, {})) for name in self.study.candidates)
         return num
 
     def _num_trials(self) -> int:

@@ -62,6 +62,8 @@ class Run:
     """Of the machine's CPUs, at the end of a training on them: the average of a minute."""
     scores: dict[str, float] | None = None
     """Of a verdict's run, in percent, by column of the suite."""
+    draw: int | None = None
+    """Of a verdict's run, the seed of its perturbation; None: the study has no draws."""
     identity: dict[str, Any] = field(default_factory=dict)
     """Hashes of what must be equal for all candidates with this seed (docs/comparison.md); see audit.py."""
 
@@ -151,6 +153,27 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class DrawSpread:
+    """The standard deviations of one measure over the seeds of a candidate, and over the draws of a seed."""
+
+    measure: str
+    """HELD_OUT, or a column of the suite, or AVERAGE."""
+    unit: Literal["percent", "loss"]
+    seeds: float
+    """Of the effect of a seed, without the draws'."""
+    draws: float
+    num_candidates: int
+    num_seeds: int
+    num_draws: int
+
+    @property
+    def share(self) -> float | None:
+        """The draws' part of the variance over seeds of single runs; None if all runs gave the same."""
+        total = self.seeds**2 + self.draws**2
+        return self.draws**2 / total if total else None
+
+
+@dataclass(frozen=True)
 class Study:
     """A study with its runs, its verdict and its faults. `dataclasses.asdict` of it is study.json."""
 
@@ -162,6 +185,8 @@ class Study:
     base_scores: dict[str, float] | None
     """Of the starting checkpoint, in percent."""
     differences: list[Difference] = field(default_factory=list)
+    draws: list[DrawSpread] = field(default_factory=list)
+    """By measure; none without verdict.draws."""
     problems: list[str] = field(default_factory=list)
     """Faults found by the audit: with any, there is no verdict."""
     cautions: list[str] = field(default_factory=list)

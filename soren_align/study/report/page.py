@@ -24,6 +24,7 @@ from ...recipe import load_resolved
 from ...run.folder import RunFolder
 from ...run.metrics import IN_STUDIES
 from ..declaration import DIGITS
+from ..draws import mean_candidate
 from ..study import BASE, HELD_OUT, Study, finished
 from . import charts, curves, text
 from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, TextTable, page_html, page_markdown
@@ -124,7 +125,12 @@ def score_blocks(study: Study) -> list[Block]:
     if legend := text.legend(study):
         note = f"{note} {legend}"
     align = "l" + "r" * (len(head) - 2) + "l"
-    return [Table(head, rows, align=align, signs=SIGNS), Paragraph(note, kind="muted")]
+    blocks: list[Block] = [Table(head, rows, align=align, signs=SIGNS), Paragraph(note, kind="muted")]
+    if study.draws:
+        first = study.draws[0]
+        title = f"Seeds and draws ({first.num_candidates} candidates, {first.num_seeds} seeds, {first.num_draws} draws)"
+        blocks.append(Items([Item("", sentence) for sentence in text.draw_sentences(study)], title))
+    return blocks
 
 
 def difference_blocks(study: Study) -> list[Block]:
@@ -160,7 +166,7 @@ def _scores(study: Study, columns: list[str]) -> list[list[str]]:
     metric = text.metric_text(starts[0] if starts else curves.start(study, "metric"))
     measures = [HELD_OUT, *columns]
     rows = [[metric, *(f"{base[c]:.1f}" if c in base else "-" for c in columns)]]
-    for candidate in study.candidates:
+    for candidate in map(mean_candidate, study.candidates):
         runs = finished(candidate.verdict)
         scores = [[run.scores[c] for run in runs if run.scores and c in run.scores] for c in columns]
         metrics = [run.metric for run in runs if run.metric is not None]
@@ -285,7 +291,8 @@ def _runs(study: Study) -> Table:
             status = f"{run.status}, selected" if candidate.is_selected(run) else run.status
             settings = [text.setting(run.parameters.get(key), 4) for key in keys]
             costs = [duration(run.seconds), gibibytes(run.peak_memory_bytes)]
-            row = [run.candidate, f"{run.stage} {run.number}", status, str(run.seed), *settings]
+            seed = str(run.seed) if run.draw is None else f"{run.seed}, draw {run.draw}"
+            row = [run.candidate, f"{run.stage} {run.number}", status, seed, *settings]
             rows.append([*row, text.metric_text(run.metric), *costs, run.reason or ""])
     head = ["", "run", "status", "seed", *keys, text.metric_name(study), "time", "peak memory", "reason"]
     return LongTable(head, rows, align="lll" + "r" * (len(head) - 4) + "l", groups=frozenset(groups))
@@ -345,6 +352,7 @@ def terminal_verdict(study: Study) -> Group:
     parts += [Table(["", text.metric_name(study), *columns], rows, signs=SIGNS).rich(), Text()]
     if legend := text.legend(study):
         parts.append(Text(f"{legend}\n", style="dim"))
+    parts += [Text(f"{sentence}\n", style="dim") for sentence in text.draw_sentences(study)[:1]]
     for item in (item for name in text.references_of(study) for item in text.comparisons(study, name, most=1)):
         parts.append(_point(Text.assemble((item.lead, STYLES[item.kind]), item.text)))
     if study.differences:
@@ -367,14 +375,14 @@ def trials_csv(study: Study) -> str:
     suite's column."""
     keys = [*dict.fromkeys(key for run in study.runs for key in run.parameters)]
     columns = [*dict.fromkeys(column for run in study.runs for column in run.scores or {})]
-    head = ["candidate", "stage", "number", "seed", "folder", "status", "selected", *keys, "metric", "seconds"]
+    head = ["candidate", "stage", "number", "seed", "draw", "folder", "status", "selected", *keys, "metric", "seconds"]
     head += ["peak_memory_bytes", *LAST, *(f"score:{column}" for column in columns), "reason", "declaration"]
     stream = StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(map(_safe, head))
     for candidate in study.candidates:
         for run in candidate.runs:
-            row = [run.candidate, run.stage, run.number, run.seed, run.folder, run.status]
+            row = [run.candidate, run.stage, run.number, run.seed, run.draw, run.folder, run.status]
             row += ["yes" if candidate.is_selected(run) else "no", *(run.parameters.get(key) for key in keys)]
             row += [run.metric, run.seconds, run.peak_memory_bytes]
             row += [getattr(run.curve[-1], key) if run.curve else None for key in LAST]

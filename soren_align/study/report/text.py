@@ -140,6 +140,21 @@ def legend(study: Study) -> str:
     return f"▲ better than {reference}, ▼ worse, = equivalent; without a sign: not distinguishable from {reference}."
 
 
+def draw_sentences(study: Study) -> list[str]:
+    """Return for each measure the share of the draws in the spread over seeds; nothing without draws."""
+    sentences = []
+    for spread in study.draws:
+        if spread.share is None:
+            text = "all draws and all seeds gave the same"
+        else:
+            points = POINTS[spread.unit]
+            deviations = f"{spread.draws:.2g}{points} of draws, {spread.seeds:.2g}{points} of seeds"
+            text = f"{spread.share:.0%} of the variance between runs with different seeds is that between draws of a "
+            text += f"seed (standard deviations: {deviations})"
+        sentences.append(f"{measure_name(study, spread.measure)}: {text}.")
+    return sentences
+
+
 def no_verdict(study: Study) -> str:
     """Return the reason why a study without faults has no verdict."""
     runs = [run for candidate in study.candidates for run in candidate.verdict]
@@ -163,6 +178,8 @@ def subtitle(study: Study) -> str:
     each = " or ".join(map(str, numbers)) or "no"
     seeds = sorted({run.seed for candidate in study.candidates for run in candidate.verdict})
     fresh = f"{count(len(seeds), 'fresh seed')} ({', '.join(map(str, seeds))})" if seeds else "no fresh seeds yet"
+    if draws := (study.file.get("verdict") or {}).get("draws"):
+        fresh += f" with {count(len(draws), 'draw')} each"
     without = f", {lost} of them without a result" if lost else ""
     return (
         f"{count(len(study.candidates), 'optimizer')} on {study.file.get('recipe', 'one recipe')}: {each} trials each"

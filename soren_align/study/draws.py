@@ -1,0 +1,107 @@
+"""Draws nested in seeds: the runs of one seed from starts that differ by rounding (verdict.draws).
+
+A training is chaotic, so that a run with one seed on one machine is a draw. Its variance is part of the spread over
+seeds, of which the verdict's intervals are made: they cover it whether there are draws or not. The mean over the draws
+of a seed is the score of that seed. Draws show how much of the spread they are, and make it smaller.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import sqrt
+from statistics import fmean
+
+import numpy as np
+
+from ..evaluate.stats.paired import ColumnPoints, Points
+from .stats import Answers
+from .study import HELD_OUT, Candidate, DrawSpread, Run
+
+
+def over_draws(candidates: Sequence[Candidate], answers: Answers) -> tuple[list[Candidate], Answers]:
+    """Return candidates and answers with one run per seed of the verdict: the mean over its draws.
+
+    A column whose draws answered unlike prompts is left out.
+    """
+    means = []
+    for points in (answers.runs, answers.starts):
+        means.append({})
+        for candidate in (candidate for candidate in candidates if candidate.name in points):
+            own = iter(points[candidate.name])
+            seeds = [[next(own) for _ in runs] for runs in by_seed(candidate.verdict)]
+            means[-1][candidate.name] = [_mean_points(draws) for draws in seeds]
+    return [mean_candidate(candidate) for candidate in candidates], Answers(*means)
+
+
+def mean_candidate(candidate: Candidate) -> Candidate:
+    """Return a candidate with one run per seed of the verdict: the mean over its draws."""
+    return replace(candidate, verdict=[_mean_run(runs) for runs in by_seed(candidate.verdict)])
+
+
+def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
+    """Return a verdict's runs by their seed, in their order."""
+    seeds: dict[int, list[Run]] = {}
+    for run in runs:
+        seeds.setdefault(run.number, []).append(run)
+    return list(seeds.values())
+
+
+def _mean_run(runs: list[Run]) -> Run:
+    """Return the run of a seed: the first draw's, with the mean metric and scores of all; one that failed fails all."""
+    if len(runs) == 1:
+        return runs[0]
+    failed = next((run for run in runs if run.status != "finished"), None)
+    if failed is not None:
+        return failed
+    metrics = [run.metric for run in runs if run.metric is not None]
+    scores = [run.scores for run in runs if run.scores is not None]
+    columns = [column for column in scores[0] if all(column in each for each in scores)] if scores else []
+    return replace(
+        runs[0],
+        metric=fmean(metrics) if len(metrics) == len(runs) else None,
+        scores={c: fmean(each[c] for each in scores) for c in columns} if len(scores) == len(runs) else None,
+    )
+
+
+def _mean_points(draws: list[Points]) -> Points:
+    first = draws[0]
+    return {
+        column: ColumnPoints(np.mean([draw[column].each for draw in draws], axis=0), each.clusters, each.prompts)
+        for column, each in first.items()
+        if all(column in draw and draw[column].prompts == each.prompts for draw in draws)
+    }
+
+
+def draw_spreads(candidates: Sequence[Candidate]) -> list[DrawSpread]:
+    """Return the spread over seeds and over draws of every measure, of the candidates whose runs are all finished."""
+    complete = [by_seed(c.verdict) for c in candidates if c.verdict and all(r.status == "finished" for r in c.verdict)]
+    if not complete or len(complete[0][0]) < 2:
+        return []
+    runs = [run for seeds in complete for draws in seeds for run in draws]
+    columns = [column for column in runs[0].scores or {} if all(column in (run.scores or {}) for run in runs)]
+    spreads = []
+    for measure in [HELD_OUT] * all(run.metric is not None for run in runs) + columns:
+        scores = np.array(
+            [[[_score(run, measure) for run in draws] for draws in seeds] for seeds in complete], dtype=float
+        )
+        between, within = variance_components(scores)
+        unit = "loss" if measure == HELD_OUT else "percent"
+        spreads.append(DrawSpread(measure, unit, sqrt(between), sqrt(within), *scores.shape))
+    return spreads
+
+
+def _score(run: Run, measure: str) -> float | None:
+    return run.metric if measure == HELD_OUT else (run.scores or {})[measure]
+
+
+def variance_components(scores: np.ndarray) -> tuple[float, float]:
+    """Return the variances of the effect of a seed and of a draw, by a nested analysis of variance.
+
+    scores: [candidates, seeds, draws], two or more of the last two; the candidates' means may differ, their variances
+    are taken as equal. With s and d for these variances and D draws, the expected mean square within seeds is d, and
+    that between the seeds of a candidate D s + d (Searle, Casella and McCulloch 1992, section 3.6).
+    """
+    candidates, seeds, draws = scores.shape
+    means = scores.mean(axis=2)
+    within = float(((scores - means[:, :, None]) ** 2).sum() / (candidates * seeds * (draws - 1)))
+    between = draws * float(((means - means.mean(axis=1, keepdims=True)) ** 2).sum() / (candidates * (seeds - 1)))
+    return max((between - within) / draws, 0.0), within
