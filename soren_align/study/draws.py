@@ -41,7 +41,7 @@ def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
     """Return a verdict's runs by their seed, in their order."""
     seeds: dict[int, list[Run]] = {}
     for run in runs:
-        seeds.setdefault(run.number, []).append(run)
+        seeds.setdefault(run.seed, []).append(run)
     return list(seeds.values())
 
 

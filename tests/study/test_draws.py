@@ -87,11 +87,7 @@ def test_the_score_of_a_seed_is_the_mean_over_its_draws():
     assert [run.metric for run in averaged.verdict] == [1.5, 4.0, 4.0]
     assert [run.scores for run in averaged.verdict] == [{"x": 98.5}, {"x": 96.0}, {"x": 96.0}]
     assert [each["x"].each.tolist() for each in means.runs["soren"]] == [[0.5, 1.0]] * 3
-    assert [[*each] for each in means.runs["soren"]] == [
-        ["x", "y"],
-        ["x"],
-        ["x", "y"],
-    ]  # other prompts are not averaged
+    assert [[*each] for each in means.runs["soren"]] == [["x", "y"], ["x"], ["x", "y"]]  # one has other prompts
 
 
 def test_a_draw_that_diverged_is_a_seed_without_a_score():

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ...core.text import Table, count, number
 from ..config import ALL_PAIRS
+from ..draws import by_seed
 from ..study import Candidate, Study, finished
 from ..tuning import MIN_SEARCH_SEEDS, NEAR, RATE, Reading, Tuning, tuning
 from . import curves, text
@@ -144,11 +145,13 @@ def target_blocks(study: Study) -> list[Block]:
 def target_times(candidate: Candidate, reference: Candidate, *, higher_is_better: bool) -> TargetTimes:
     """Return the times to the reference's final metric, for the seeds at which both have ended.
 
-    A reference that had its final metric earlier counts with that time. It has none if it started with it.
+    Of a seed's draws, the first one counts. A reference that had its final metric earlier counts with that time. It has
+    none if it started with it.
     """
-    own = {run.seed: run for run in finished(reference.verdict)}
+    first, own = ([runs[0] for runs in by_seed(each.verdict)] for each in (candidate, reference))
+    own = {run.seed: run for run in finished(own)}
     times = TargetTimes([], [], [], [])
-    for run in candidate.verdict:
+    for run in first:
         if run.seed not in own or run.status not in ("finished", "diverged") or not run.curve:
             continue
         end = own[run.seed]
