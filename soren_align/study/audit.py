@@ -23,11 +23,12 @@ from . import stats
 from .config import METRICS, VerdictSection, load_resolved_study, study_problems
 from .declaration import declaration_problems, history_cautions, look_number, note_look
 from .draws import draw_spreads, over_draws
+from .estimates import Part
 from .report.page import write_report
 from .runs import RunFiles, flat, read_files, run_folders
 from .search import STUDY_FILE, STUDY_RESULT, read_study
 from .study import Study, by_trial, metric_of_trial
-from .tuning import MIN_SEARCH_SEEDS
+from .tuning import MIN_SEARCH_SEEDS, tuning_part
 
 EQUAL = {
     "starting_weights": "other initial weights",
@@ -79,12 +80,15 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
             folder, study.candidates, metric, suite, higher_is_better=study.higher_is_better
         )
         candidates, read = over_draws(study.candidates, read)
+        num_search_seeds = len(study.file["search"]["seeds"])
+        variances = tuning_part(study.candidates, higher_is_better=study.higher_is_better)
         answers = stats.verdict(
             VerdictSection.model_validate(study.file["verdict"]),
             candidates,
             read,
             average=options is not None and suite_of(options).average,
             look=look_number(folder, study),
+            selection={name: Part(variance, num_search_seeds - 1) for name, variance in variances.items()},
         )
         weaknesses += [*about_answers, *stats.cautions(candidates, read)]
     study = replace(study, problems=problems, contamination=contamination, differences=answers)

@@ -56,22 +56,25 @@ class Spread:
     questions: Part = NOTHING
     residual: Part = NOTHING
     """Counted in both."""
+    selection: Part = NOTHING
+    """Of the search, which might have selected other settings."""
 
     @property
     def variance(self) -> Real:
         """Of the mean difference."""
-        return self.questions.variance + np.maximum(self.seeds.variance - self.residual.variance, 0.0)
+        of_seeds = np.maximum(self.seeds.variance - self.residual.variance, 0.0)
+        return self.questions.variance + self.selection.variance + of_seeds
 
     @property
     def seed_share(self) -> float:
         """The share of the variance that the seeds cause."""
-        of_questions, variance = float(self.questions.variance), float(self.variance)
-        return 1 - of_questions / variance if variance else 0.0
+        others, variance = float(self.questions.variance + self.selection.variance), float(self.variance)
+        return 1 - others / variance if variance else 0.0
 
     @property
     def degrees(self) -> Real:
         """Satterthwaite's degrees of freedom of the variance."""
-        parts = (self.seeds, self.questions, self.residual)
+        parts = (self.seeds, self.questions, self.residual, self.selection)
         return self.variance**2 / sum(part.variance**2 / part.degrees for part in parts)
 
     def margin(self, alpha: float) -> Real:
@@ -79,7 +82,8 @@ class Spread:
 
         Each part has Student's quantile for its own degrees of freedom (Cochran 1964), which is conservative.
         """
-        return np.sqrt(self.questions.at(alpha) + np.maximum(self.seeds.at(alpha) - self.residual.at(alpha), 0.0))
+        of_seeds = np.maximum(self.seeds.at(alpha) - self.residual.at(alpha), 0.0)
+        return np.sqrt(self.questions.at(alpha) + self.selection.at(alpha) + of_seeds)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ study could have found. All statements of a study are one family: at most 5% of 
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from scipy.stats import bartlett
@@ -16,7 +17,7 @@ from ..evaluate.stats.paired import ColumnPoints, Paired, Points, holm, read_poi
 from ..run.folder import RunFolder
 from ..run.held_out import read_held_out
 from .config import ALL_PAIRS, VerdictSection
-from .estimates import FAMILY_ERROR, Estimate, estimate, family_size
+from .estimates import FAMILY_ERROR, Estimate, Part, estimate, family_size
 from .study import AVERAGE, BASE, HELD_OUT, Answer, Candidate, Difference
 
 FIRST_LOOK = 0.8
@@ -52,12 +53,19 @@ class _Comparison:
 
 
 def verdict(
-    rules: VerdictSection, candidates: Sequence[Candidate], answers: Answers, *, average: bool = False, look: int = 1
+    rules: VerdictSection,
+    candidates: Sequence[Candidate],
+    answers: Answers,
+    *,
+    average: bool = False,
+    look: int = 1,
+    selection: Mapping[str, Part] = MappingProxyType({}),
 ) -> list[Difference]:
     """Return the differences of the candidates whose final runs are all finished.
 
     Columns with unlike prompts are not compared. average: compare the plain mean of the suite's columns too. look: the
-    number of this verdict, from 1, among those that were computed of the study; see `look_error`.
+    number of this verdict, from 1, among those that were computed of the study; see `look_error`. selection: by
+    candidate, the part of the search in the variance of its held-out metric, where it is known.
     """
     complete = [candidate.name for candidate in candidates if is_complete(candidate)]
     names = [name for name in complete if name in answers.runs]
@@ -68,7 +76,7 @@ def verdict(
     suite = [column for column in columns if column != HELD_OUT]
     if average and suite:
         measures[AVERAGE] = suite
-    comparisons = list(_comparisons(rules, names, answers, measures))
+    comparisons = list(_comparisons(rules, names, answers, measures, selection))
     comparisons.sort(key=lambda each: each.reference != BASE)
 
     # Holm's correction is for all tests that were declared, also of candidates that have no answers.
@@ -144,7 +152,11 @@ def is_complete(candidate: Candidate) -> bool:
 
 
 def _comparisons(
-    rules: VerdictSection, names: list[str], answers: Answers, measures: Mapping[str, list[str]]
+    rules: VerdictSection,
+    names: list[str],
+    answers: Answers,
+    measures: Mapping[str, list[str]],
+    selection: Mapping[str, Part],
 ) -> Iterator[_Comparison]:
     """Yield the comparisons of all measures. measures: the columns of which each is the mean."""
     runs = [points for name in names for points in answers.runs[name]]
@@ -165,8 +177,13 @@ def _comparisons(
                     break
                 pairs.append(Paired(stacked[column][k] - others, runs[0][column].clusters))
             if len(pairs) == len(columns):
+                result = estimate(pairs)
+                searched = [selection[each] for each in (names[k], name) if each in selection]
+                if measure == HELD_OUT and searched:
+                    part = Part(sum(each.variance for each in searched), min(each.degrees for each in searched))
+                    result = replace(result, spread=replace(result.spread, selection=part))
                 noisiest = max((each for each in (names[k], name) if each in ranges), key=ranges.__getitem__)
-                yield _Comparison(names[k], name, measure, estimate(pairs), (noisiest, ranges[noisiest]))
+                yield _Comparison(names[k], name, measure, result, (noisiest, ranges[noisiest]))
 
 
 def _pairs(names: list[str], reference: str) -> list[tuple[int, int | None, str]]:

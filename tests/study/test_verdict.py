@@ -1,6 +1,6 @@
 """The verdict on simulated studies, whose true differences are known: errors, coverage, power, and planted faults.
 
-`python -m tests.study.test_verdict` prints the table of docs/studies/statistics.md.
+tests/study/simulations.py has many more of them, for the tables of docs/studies/statistics.md.
 """
 
 import itertools
@@ -355,52 +355,27 @@ def test_of_all_pairs_any_is_said_to_differ_in_at_most_five_percent_of_studies_o
     assert share_with_false_answers(ONE_COLUMN, verdicts) <= 0.05
 
 
+def test_the_search_is_part_of_the_uncertainty_of_the_held_out_metric_alone():
+    candidates, answers = drawn()
+    without, selection = verdict(RULES, candidates, answers), {"soren": Part(0.04, 4), "adamw": Part(0.01, 4)}
+    for a, b in zip(without, verdict(RULES, candidates, answers, selection=selection), strict=True):
+        concerned = a.measure == HELD_OUT and {a.candidate, a.reference} & selection.keys()
+        if not concerned:
+            assert a == b
+            continue
+        variance = sum(selection[name].variance for name in (a.candidate, a.reference) if name in selection)
+        added = stats.t.ppf(0.975, 4) ** 2 * variance
+        assert ((b.high - b.low) / 2) ** 2 == pytest.approx(((a.high - a.low) / 2) ** 2 + added)
+        assert b.p >= a.p
+
+
 def test_no_spread_at_all_is_no_evidence():
     candidates, answers = drawn()
     for k, runs in enumerate(answers.runs.values()):
         for run in runs:
-            run[HELD_OUT] = replace(run[HELD_OUT], each=np.full(240, 0.5 + k))
+            run[HELD_OUT] = replace(run[HELD_OUT], each=np.full(240, 0.5 + 0.3 * k))
     for start in {id(each): each for each in answers.starts["soren"]}.values():
         start[HELD_OUT] = replace(start[HELD_OUT], each=np.full(240, 9.5))
     held_out = [d for d in verdict(RULES, candidates, answers) if d.measure == HELD_OUT]
     assert {d.answer for d in held_out} == {"not distinguishable"}
     assert {d.detectable for d in held_out} == {None}
-
-
-def report(title, world, count):
-    verdicts = studies(world, count)
-    shares = [share_with_false_answers(world, verdicts), coverage(world, verdicts, world.columns)]
-    cells = [f"{100 * share:.1f}%" for share in (*shares, coverage(world, verdicts, ["held-out"]))]
-    print("|", " | ".join([title, str(count), *cells]), "|", flush=True)
-
-
-def report_power(title, world, column, count):
-    for to_base in (True, False):
-        shares = [
-            f"{100 * share_better(studies(with_gain(world, column, to_base, factor), count), column, to_base):.0f}%"
-            for factor in (1.0, 1.5)
-        ]
-        effect = with_gain(world, column, to_base, 1.0).gains["soren", column]
-        effect = f"{effect:.1f} standard deviations" if column == "held-out" else f"{100 * effect:.1f} points"
-        print(
-            "|", " | ".join([f"{title}, {column}", "start" if to_base else "AdamW", effect, *shares]), "|", flush=True
-        )
-
-
-if __name__ == "__main__":
-    for seed_sd, shared in itertools.product((0.03, 0.1, 0.3), (0.0, 0.5)):
-        scores = f"{measured(replace(EQUAL, seed_sd=seed_sd), 'zoo_mc', np.random.default_rng(0), 200).seed_sd:.1f}"
-        world = replace(EQUAL, seed_sd=seed_sd, seeds_shared=shared)
-        report(f"quickstart, {scores} points over seeds, {shared:.0%} shared", world, 2000)
-        report("the same, all much better than the start", replace(world, skill=0.8, start=-0.8), 1000)
-    for spreads in ((2, 1, 1, 1), (3, 1, 1, 1), (1, 1, 1, 3)):
-        report(f"spreads over seeds of {spreads}", replace(EQUAL, spreads=spreads), 2000)
-    report("five seeds", replace(EQUAL, seeds=5), 1000)
-    for seed_sd, correlation in itertools.product((0.01, 0.02, 0.05), (0.1, 0.3)):
-        world = replace(LARGE, seed_sd=seed_sd, cluster_correlation=correlation)
-        report(f"leaderboard, {seed_sd} over seeds, correlation {correlation}", world, 500)
-        report("the same, all much better than the start", replace(world, skill=0.8, start=-0.8), 500)
-    report_power("quickstart", EQUAL, "zoo_mc", 1000)
-    report_power("quickstart", LOSS_ONLY, "held-out", 2000)
-    for seed_sd, column in itertools.product((0.02, 0.05), ("mmlu", "arc_challenge")):
-        report_power("leaderboard", replace(LARGE, seed_sd=seed_sd), column, 500)
