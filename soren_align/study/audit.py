@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ..core.document import dotted
+from ..core.errors import UserError
 from ..core.files import file_sha256, write
 from ..core.text import count
 from ..evaluate.report.results import read_results
-from ..evaluate.suite.suites import suite_of
+from ..evaluate.stats.paired import read_points, read_sample_points
+from ..evaluate.suite.suites import Suite, suite_of
 from ..recipe import differences, load_resolved, recipe_hash
 from ..recipe.schema import is_derived, trains_adapter
 from ..run.folder import RunFolder
@@ -163,6 +165,21 @@ def _file_problems(runs: list[RunFiles], folder: Path) -> Iterator[str]:
         if results and results["rows"][-1].get("weights_sha256") != weights:
             remedy = f"evaluate the run again (soren-align eval {folder / run.place})"
             yield f"{run.place}: the evaluation used other weights than this run's; {remedy}"
+        if results and options:
+            yield from _sample_problems(RunFolder(folder / run.place).evaluation(options.name), suite_of(options))
+
+
+def _sample_problems(output: Path, suite: Suite) -> Iterator[str]:
+    """Points that are not those of the samples, which have the model's answers. output: an evaluation's folder."""
+    try:
+        rows = list(read_points(output).items())[-2:]  # the starting checkpoint's, and the run's own
+        for name, points in rows:
+            for task in (task for task in suite.tasks if task.column in points):
+                own = read_sample_points(output / "samples" / name / f"{task.column}.jsonl", task.metric, task.filter)
+                if own is not None and own != points[task.column].each.tolist():
+                    yield f"{output}: the points of {name} in {task.column} are not those of its samples; {RESTORE}"
+    except UserError as error:
+        yield str(error)
 
 
 def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from typing import Any
 from ..core.errors import UserError
 from ..core.files import digest, drop_incomplete_line, file_sha256, read_json, write
 from ..evaluate.suite.suites import suite_of
-from ..recipe import Recipe, differences, training_part
+from ..recipe import Recipe, differences, load_resolved, training_part
 from ..recipe.data_files import data_files
 from ..run.folder import RunFolder, now
 from ..run.provenance import commit
@@ -126,6 +126,11 @@ def declaration_problems(folder: Path, study: StudyFile) -> Iterator[str]:
         yield f"{HISTORY}: does not begin with this declaration; restore it, or repeat the study in another folder"
     for line in differences(declared.get("study", {}), _fixed(study))[:20]:
         yield f"study.yaml: differs from the declaration ({line}); restore this file"
+    for name, part in declared.get("recipes", {}).items():
+        file = folder / "candidates" / f"{name}.yaml"
+        own = _part(load_resolved(file)) if file.is_file() else part  # the audit reports a missing one
+        for line in differences(part, own)[:3]:
+            yield f"candidates/{file.name}: differs from the declaration ({line}); restore this file"
 
 
 def note(folder: Path, event: str, **facts: Any) -> None:

@@ -1,5 +1,6 @@
 """The audit reads run folders, and each planted cheat is a problem; an honest study has none."""
 
+import itertools
 import json
 import math
 import re
@@ -361,16 +362,43 @@ def test_new_adapters_start_from_other_weights_at_each_seed(study):
     only(study.problems(), "verdict/soren/102: other initial weights than the other runs with seed 102")
 
 
+def put_points(output, rows):
+    """The points of both rows in zoo_mc, and the samples that they are of."""
+    points = {name: {"zoo_mc": {"points": each, "clusters": None, "prompts": "0" * 64}} for name, each in rows.items()}
+    (output / "points.json").write_text(json.dumps({"format": 1, "rows": points}))
+    for name, each in rows.items():
+        (output / "samples" / name).mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps({"filter": "none", "acc": point}) + "\n" for point in each]
+        (output / "samples" / name / "zoo_mc.jsonl").write_text("".join(lines))
+
+
+def put_evaluation(study, place):
+    """The evaluation of a final run, by its own weights; the folder of the results."""
+    folder = RunFolder(study.folder / place)
+    planted = recipe.load_resolved(folder.recipe)
+    folder.recipe.write_text(to_yaml(planted.model_copy(update={"eval": Eval(suite="quickstart")})))
+    add_results(folder)
+    output = folder.evaluation("quickstart")
+    results = json.loads((output / "results.json").read_text())
+    results["rows"][-1]["weights_sha256"] = folder.read()["written"]["weights_sha256"]
+    (output / "results.json").write_text(json.dumps(results))
+    put_points(output, {"base": [1.0, 0.0, 0.0, 0.0, 0.0], "SFT": [1.0] * 5})
+    return output
+
+
+def test_points_that_were_edited_with_their_scores_are_caught(study):
+    """points.json and results.json alike; the samples have the answers."""
+    file = put_evaluation(study, "verdict/soren/102") / "samples/SFT/zoo_mc.jsonl"
+    assert study.problems() == []
+    file.write_text(file.read_text().replace("1.0", "0.0", 1))
+    only(study.problems(), "the points of SFT in zoo_mc are not those of its samples")
+    file.unlink()
+    only(study.problems(), "SFT/zoo_mc.jsonl: is missing; evaluate the run again")
+
+
 def test_answers_of_another_run_are_caught(study):
-    for place in study.folder.glob("verdict/*/*"):
-        folder = RunFolder(place)
-        planted = recipe.load_resolved(folder.recipe)
-        folder.recipe.write_text(to_yaml(planted.model_copy(update={"eval": Eval(suite="quickstart")})))
-        add_results(folder)
-        file = folder.evaluation("quickstart") / "results.json"
-        results = json.loads(file.read_text())
-        results["rows"][-1]["weights_sha256"] = folder.read()["written"]["weights_sha256"]
-        file.write_text(json.dumps(results))
+    for name, seed in itertools.product(RATES, FRESH):
+        put_evaluation(study, f"verdict/{name}/{seed}")
     assert study.problems() == []
     evaluations = {name: study.folder / f"verdict/{name}/eval" for name in ("adamw/101", "soren/101", "soren/103")}
     shutil.rmtree(evaluations["soren/103"])

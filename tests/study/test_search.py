@@ -152,6 +152,22 @@ def test_a_study_that_was_edited_after_its_runs_has_no_verdict(tmp_path, old, ne
     assert result.differences == []
 
 
+def test_a_candidate_or_a_history_that_was_edited_after_the_declaration_is_a_problem(tmp_path):
+    study = study_of(tmp_path)
+    end_all(study, loss_of)
+    folder = Path(study.output_dir)
+    file = folder / "candidates/soren.yaml"
+    text = file.read_text()
+    file.write_text(text.replace("weight_decay: 0.1", "weight_decay: 0.0"))
+    problems = conclude(folder).problems
+    assert any("candidates/soren.yaml: differs from the declaration (optimizer.weight_decay" in each for each in problems)
+    file.write_text(text)
+    assert conclude(folder).problems == []
+    history = folder / "history.jsonl"
+    history.write_text("".join(history.read_text().splitlines(keepends=True)[1:]))
+    assert any("history.jsonl: does not begin with this declaration" in each for each in conclude(folder).problems)
+
+
 def test_a_repeated_run_and_an_earlier_look_are_cautions(tmp_path):
     study = study_of(tmp_path)
     end_all(study, loss_of)

@@ -203,3 +203,23 @@ def read_points(folder: Path) -> dict[str, Points]:
                 raise UserError(f"{file}: {name} has {mean} in {column}, but {RESULTS} has {score['value']}; {remedy}")
         rows[name] = columns
     return rows
+
+
+MAX_SAMPLES = 64 << 20
+"""Bytes of a column's samples. Those of few-shot prompts are larger, and would take minutes to read."""
+
+
+def read_sample_points(file: Path, metric: str, filter_name: str) -> list[float] | None:
+    """Return the points that lm-eval's samples of a column have; None of a file above MAX_SAMPLES.
+
+    file: samples/<row>/<column>.jsonl. Raises UserError if it is missing or damaged.
+    """
+    if file.is_symlink() or not file.is_file():
+        raise UserError(f"{file}: is missing; evaluate the run again")
+    if file.stat().st_size > MAX_SAMPLES:
+        return None
+    try:
+        samples = map(json.loads, file.read_bytes().splitlines())
+        return [float(sample[metric]) for sample in samples if sample["filter"] == filter_name]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(f"{file}: is damaged ({type(error).__name__}); evaluate the run again") from None

@@ -50,8 +50,8 @@ class HeldOutRecorder(TrainerCallback):
                 hashes.append(digest(ids))
                 logged.clear()
         if self.ranks.is_first:
-            kept = [i for i, weight in enumerate(weights) if weight]  # the others have no token in the loss
-            numbers = {text: number for number, text in enumerate(dict.fromkeys(hashes[i] for i in kept))}
-            clusters = [numbers[hashes[i]] for i in kept] if len(numbers) < len(kept) else None
-            by_metric = {metric: [values[i][k] for i in kept] for k, metric in enumerate(self.metrics)}
-            add_values(self.folder.held_out, at, digest(hashes), [weights[i] for i in kept], clusters, by_metric)
+            trained = [i for i, weight in enumerate(weights) if weight]  # the others have no token in the loss
+            numbers = {text: number for number, text in enumerate(dict.fromkeys(hashes[i] for i in trained))}
+            clusters = [numbers[hashes[i]] for i in trained] if len(numbers) < len(trained) else None
+            by_metric = {metric: [values[i][k] for i in trained] for k, metric in enumerate(self.metrics)}
+            add_values(self.folder.held_out, at, digest(hashes), [weights[i] for i in trained], clusters, by_metric)
