@@ -160,7 +160,9 @@ def test_a_candidate_or_a_history_that_was_edited_after_the_declaration_is_a_pro
     text = file.read_text()
     file.write_text(text.replace("weight_decay: 0.1", "weight_decay: 0.0"))
     problems = conclude(folder).problems
-    assert any("candidates/soren.yaml: differs from the declaration (optimizer.weight_decay" in each for each in problems)
+    assert any(
+        "candidates/soren.yaml: differs from the declaration (optimizer.weight_decay" in each for each in problems
+    )
     file.write_text(text)
     assert conclude(folder).problems == []
     history = folder / "history.jsonl"
