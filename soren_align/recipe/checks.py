@@ -273,7 +273,7 @@ def _check_precision(raw: _Raw) -> None:
     if dtype != "bfloat16":
         if compensation == "kahan":
             raw.report(
-                where, "applies to bfloat16 parameters only, and model.dtype is float32; remove this key, or write null"
+                where, "applies only to bfloat16 parameters, but model.dtype is float32; remove this key, or write null"
             )
     elif adapts and compensation == "kahan":
         raw.report(where, "an adapter's factors are float32 and need no compensation; remove this key, or write null")

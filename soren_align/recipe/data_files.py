@@ -152,8 +152,8 @@ def question_columns(path: str, question: str | None = None, answer: str | None 
         return columns
     names = list(dict.fromkeys(column for record in records for column in record))
     if missing := next((column for column in columns.values() if column not in names), None):
-        finding = f"has the columns {', '.join(names)}, but no column '{missing}'"
-        raise UserError(f"--data: {path}: {finding}{did_you_mean(missing, names)}")
+        hint = did_you_mean(missing, names, "write one of these columns")
+        raise UserError(f"--data: {path}: has the columns {', '.join(names)}, but no column '{missing}'{hint}")
     if columns or not records or {*names} & {*get_args(Column)} or len(pair := longest_texts(records[0])) < 2:
         return columns
     if {"question", "answer"} <= {*names}:
@@ -173,7 +173,7 @@ MAX_ROWS = 100_000
 def read_rows(name: str, file: Path) -> list[dict[str, Any]]:
     """The records of a .csv or .jsonl file, MAX_ROWS at most. name: for messages. Raises UserError if it has none."""
     if file.suffix not in (".csv", ".jsonl"):
-        raise UserError(f"{name}: is no .csv or .jsonl file; name one, with a question and its answer in each record")
+        raise UserError(f"{name}: is no .csv or .jsonl file; name a .csv or .jsonl file with questions and answers")
     if not (rows := _first_records(name, file, {}, MAX_ROWS, is_whole=True)):
         raise UserError(f"{name}: has no records; name a file with questions and answers")
     return rows

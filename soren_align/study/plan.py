@@ -309,7 +309,7 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
                 counts = f"{each['overlapping']:,} of {each['questions']:,} questions"
                 write("", f"{column}: {counts} are in the training examples")
     else:
-        write("eval", "none: the verdict uses the held-out examples alone")
+        write("eval", "none: the verdict uses only the held-out examples")
 
     section = plan["detectable"]
     title = f"minimum detectable effect: {section['power']:.0%} power, Holm over {section['comparisons']} tests"

@@ -198,7 +198,7 @@ def test_the_run_says_how_much_of_the_change_survives_the_export(paper, qwen):
 
 @pytest.mark.parametrize(("overrides", "message"), [
     ((NARROW,), "model.dtype: rounding to bfloat16 loses most small updates"),
-    (("optimizer.compensation=kahan",), "optimizer.compensation: applies to bfloat16 parameters only"),
+    (("optimizer.compensation=kahan",), "optimizer.compensation: applies only to bfloat16 parameters"),
     ((*KAHAN, "run.parallel=zero2"), "optimizer.compensation: zero2 updates float32 master weights"),
     ((*KAHAN, "run.parallel=zero3-offload"), "zero3-offload updates float32 master weights"),
     ((NARROW, "run.parallel=zero2", "trainer.bf16=false"), "under zero2, bfloat16 weights get float32 master weights"),

@@ -165,7 +165,7 @@ def no_verdict(study: Study) -> str:
     if unfinished or not runs:
         return f"There is no verdict yet: {len(unfinished) or 'all'} runs of the verdict are not finished."
     if len(study.candidates) < 2:
-        return "There is no verdict: one candidate has nothing to be compared with."
+        return "There is no verdict, because the study has only one candidate."
     return "There is no verdict: the runs were not compared."
 
 
