@@ -173,7 +173,7 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
             write("", f"sum / {weight:g}: over all steps, an upper bound of the relative change")
         else:
             write("", "sum: sum over all steps, an upper bound of the change of a factor")
-        write("", f"adamw: assumed to be {ADAMW_RMS} x learning rate; larger in the first steps")
+        write("", f"adamw: assumed RMS {ADAMW_RMS} x learning rate; the first updates are larger")
     else:
         changes = sorted(size["relative_update" if weight else "update_sum"] for size in sizes)
         bounds = " to ".join(dict.fromkeys(f"{float(f'{change:.2g}'):,g}" for change in (changes[0], changes[-1])))

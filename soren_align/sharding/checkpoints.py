@@ -127,7 +127,7 @@ def folders_confined_to(checkpoint: Path) -> Iterator[None]:
     def make_inside(name: Any, *args: Any, **kwargs: Any) -> None:
         if not Path(name).resolve().is_relative_to(root):
             raise UserError(
-                f"{checkpoint}: has a parameter whose file would be {name}, outside of the folder; use another one"
+                f"{checkpoint}: has a parameter whose file would be {name}, outside of it; use another checkpoint"
             )
         os.makedirs(name, *args, **kwargs)
 

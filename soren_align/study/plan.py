@@ -288,7 +288,7 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
         write("", "an upper bound, with all examples at max_length")
     if unknown := [name for name, each in candidates.items() if not each["maps_are_counted"]]:
         write("", f"without the maps of {', '.join(unknown)}, whose operations are not counted")
-    write("", "without evaluations, neither on benchmarks nor on held-out examples")
+    write("", "not included: evaluations on benchmarks and on held-out examples")
 
     section, keeps = plan["disk"], search["keep_models"]
     model, checkpoint = (with_prefix(section[key], "B") for key in ("model_bytes", "checkpoint_bytes"))

@@ -201,8 +201,9 @@ def test_models_evaluated_with_different_prompts_are_not_compared():
 
 
 @pytest.mark.parametrize(("key", "reason"), [
-    ("generation_config", "generation config 2 instead of 1"),
-    ("chat_template", "only one of the two has prompts with a chat template"), ("bos", "prompts with a BOS token"),
+    ("generation_config", "its generation config is 2 instead of 1"),
+    ("chat_template", "only one of the two has prompts with a chat template"),
+    ("bos", "only one of the two has prompts with a BOS token"),
 ])  # fmt: skip
 def test_settings_that_come_with_a_model_leave_its_row_unpaired(key, reason):
     first, other = answers({"x": [0]}, **{key: 1}), answers({"x": [0]}, **{key: 2})
@@ -231,14 +232,14 @@ def test_other_scores_are_compared_and_corrected_among_themselves():
 @pytest.mark.parametrize("settings", [{"batch_size": 4}, {"dtype": "bfloat16"}])
 def test_models_evaluated_with_different_settings_are_not_compared(settings):
     key, value = next(iter(settings.items()))
-    with pytest.raises(UserError, match=f"SFT was evaluated with {key} = {value}, base with (8|None)"):
+    with pytest.raises(UserError, match=f"SFT was evaluated with {key} = {value}, but base with (8|None)"):
         compare([("base", answers({"x": [0]})), ("SFT", answers({"x": [0]}, **settings))], average=False)
 
 
 def test_every_row_is_compared_with_the_first():
     rows = [(name, answers({"x": [0]})) for name in ("base", "SFT", "DPO")]
     rows[2][1].settings["batch_size"] = 1
-    with pytest.raises(UserError, match="DPO was evaluated with batch_size = 1, base with 8"):
+    with pytest.raises(UserError, match="DPO was evaluated with batch_size = 1, but base with 8"):
         compare(rows, average=True)
 
 

@@ -54,7 +54,8 @@ def test_the_hash_differs_if_the_models_were_evaluated_differently(tmp_path, oth
 
 
 @pytest.mark.parametrize(("changes", "problem"), [
-    ({"points": [1.0, 1.0, 1.0, 1.0]}, "SFT has 100.0 in acc, results.json 56.25"), ({"points": []}, "at least 1 item"),
+    ({"points": [1.0, 1.0, 1.0, 1.0]}, "SFT has 100.0 in acc, but results.json has 56.25"),
+    ({"points": []}, "at least 1 item"),
     ({"points": [1e999, 0.0, 0.0, 0.0]}, "less than or equal to 1"), ({"points": ["1", 0.0, 0.0, 0.0]}, "valid number"),
     ({"clusters": [0, 1]}, "clusters for"),
     ({"clusters": [0, 0, 0, 10**15]}, "the numbers of its clusters have gaps"),

@@ -25,9 +25,9 @@ def found(tmp_path):
 
 @pytest.mark.parametrize(("questions", "message"), [
     ([{"question": "Where?", "anwser": "Here."}],
-     "test.jsonl:1: the question has no 'answer', which the task reads (doc_to_target), but it has"),
-    ([RIGHT, {"question": "Where?", "anwser": "Here."}], "but has question, anwser; rename 'anwser' to 'answer'"),
-    ([RIGHT, RIGHT | {"answer": None}], "but it has question, answer; add 'choices', or remove this question"),
+     "test.jsonl:1: the question has no 'answer', which the task reads (doc_to_target), but only"),
+    ([RIGHT, {"question": "Where?", "anwser": "Here."}], "but only question, anwser; rename 'anwser' to 'answer'"),
+    ([RIGHT, RIGHT | {"answer": None}], "but only question, answer; add 'answer', or remove this question"),
     ([RIGHT, {"answer": "Here."}], "test.jsonl:2: the question has no 'question', which the task reads (doc_to_text)"),
 ])  # fmt: skip
 def test_the_first_question_without_a_field_is_named(found, questions, message):

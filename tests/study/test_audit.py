@@ -222,7 +222,7 @@ def test_a_setting_that_is_not_the_best_on_held_out_examples_is_caught(study):
 def test_other_parameters_in_the_verdict_are_caught(study):
     shutil.rmtree(study.folder / "verdict/soren/102")
     study.add("soren", "102", 102, 0.005, 1.25, stage="verdict", sets=["optimizer.momentum=0.9"])
-    only(study.problems(), "verdict/soren/102: differs from other runs of soren", "optimizer.momentum: 0.95 there, 0.9")
+    only(study.problems(), "verdict/soren/102: differs from other runs of soren", "optimizer.momentum: 0.9 instead of")
     shutil.rmtree(study.folder / "verdict/soren/102")
     study.add("soren", "102", 102, 0.006, 1.25, stage="verdict")
     only(
@@ -324,7 +324,7 @@ def test_an_undeclared_key_that_all_runs_of_a_candidate_have_is_caught(study):
         study.seal(place)
     problems = study.problems()
     assert len(problems) == 6
-    assert "search/soren/00: optimizer.weight_decay is 0.0, and 0.1 in candidates/soren.yaml" in problems[0]
+    assert "search/soren/00: optimizer.weight_decay is 0.0, but 0.1 in candidates/soren.yaml" in problems[0]
     (study.folder / "candidates/soren.yaml").unlink()
     only(study.problems(), "candidates/soren.yaml: is missing; rerun the study")
 

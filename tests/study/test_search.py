@@ -110,7 +110,7 @@ def test_a_study_is_declared_before_its_first_run_and_holds_to_it(tmp_path):
     end(study, progress_of(study).update()[0], 2.0)
     text = (folder / "declaration.json").read_text()
     (folder / "declaration.json").unlink()
-    with pytest.raises(UserError, match=r"declaration\.json: is missing; restore it"):
+    with pytest.raises(UserError, match=r"declaration\.json: is missing; restore this file"):
         progress_of(study)
     (folder / "declaration.json").write_text(text.replace('"power": 0.8', '"power": 0.9'))
     with pytest.raises(UserError, match=r"declaration\.json: was edited"):
@@ -136,7 +136,7 @@ def test_examples_that_changed_since_the_declaration_are_refused(tmp_path):
     ("reference: adamw", "reference: soren", r"verdict.reference: 'soren' instead of 'adamw'"),
     ("power: 0.8", "power: 0.5", r"verdict.power: 0.5 instead of 0.8"),
     ("high: 0.1", "high: 0.0011", r"search.space.optimizer.lr.high: 0.0011 instead of 0.1"),
-    ("metric: eval_loss", "metric: eval_mean_token_accuracy", r"search.metric: 'eval_loss' there"),
+    ("metric: eval_loss", "metric: eval_mean_token_accuracy", r"search.metric: 'eval_mean_token_accuracy' instead of"),
 ], ids=["a seed less", "one seed", "another seed", "reference", "power", "space", "metric"])  # fmt: skip
 def test_a_study_that_was_edited_after_its_runs_has_no_verdict(tmp_path, old, new, words):
     study = study_of(tmp_path)

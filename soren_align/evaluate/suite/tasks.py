@@ -215,7 +215,7 @@ def missing_field(settings: dict[str, Any], folder: Path | None) -> str:
                 similar = closest(field, [key for key in record if key not in fields])
                 remedy = f"rename {similar!r} to {field!r}" if similar else f"add {field!r}, or remove this question"
                 return (
-                    f"{file}:{number}: the question has no {field!r}, which the task reads ({setting}), but"
+                    f"{file}:{number}: the question has no {field!r}, which the task reads ({setting}), but only"
                     f" {', '.join(map(str, record))[:200]}; {remedy}"
                 )
     return ""
