@@ -193,7 +193,7 @@ def test_draws_start_from_other_weights_and_the_runs_of_one_draw_from_the_same(e
     assert problems(ended) == []
     start_from(ended, "verdict/soren/102-0")
     (problem,) = problems(ended)
-    assert problem.startswith("verdict/soren/102-0: other initial weights than the other runs with draw 0 ")
+    assert problem.startswith("verdict/soren/102-0: has other initial weights than the other runs with draw 0 ")
 
 
 def test_a_draw_that_misses_or_is_not_declared_is_a_problem(ended):
