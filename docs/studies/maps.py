@@ -162,7 +162,7 @@ class Study:
         losses = {lr: fmean(run["held_out"] for run in runs) for lr, runs in runs_of.items() if all(runs)}
         powers = [lr for lr in losses if math.log2(lr).is_integer()]
         best = min(powers, key=losses.__getitem__, default=None)
-        if best not in powers[1:-1]:
+        if best is None or best not in powers[1:-1]:
             return None
         rates = [half_powers(best, number) for number in ((-1, 0, 1) if half else (0,))]
         return min(rates, key=losses.__getitem__) if losses.keys() >= {*rates} else None
