@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import t
 
 ROOT = Path(__file__).resolve().parent.parent
-_spec = importlib.util.spec_from_file_location("numbers_of_pages", ROOT / "docs/numbers.py")
+_spec = importlib.util.spec_from_file_location("numbers_of_pages", ROOT / "docs/list_numbers.py")
 numbers = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(numbers)
 
@@ -49,11 +49,11 @@ def test_the_tests_and_scripts_that_a_page_names_exist(page):
 def test_a_new_number_needs_a_source(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "# Page\n\nNo figures.\n\n## One\n\nIt takes 12 ms.\n\n## Two\n\nIt takes 3.5 ms, `python docs/numbers.py`.\n\n"
+        "# Page\n\nNo figures.\n\n## One\n\nIt takes 12 ms.\n\n## Two\n\nIt takes 3.5 ms, `python docs/list_numbers.py`.\n\n"
         "    4 lines of code\n\n```\n5\n```\n\n## Three\n\nWords alone, `map: {steps: 6}`, version1.\n"
     )
     found = {section.title: ([*section.numbers()], sources) for section, sources in numbers.with_sources(page)}
-    assert found == {"One": ([(7, "12")], {}), "Two": ([(11, "3.5")], {"command": ["python docs/numbers.py"]})}
+    assert found == {"One": ([(7, "12")], {}), "Two": ([(11, "3.5")], {"command": ["python docs/list_numbers.py"]})}
 
 
 def test_what_stands_before_the_first_section_of_a_study_holds_for_the_page(tmp_path):

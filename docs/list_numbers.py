@@ -1,7 +1,7 @@
 """List the numbers of README, the studies and the recipes' pages, each with the source that its section names.
 
-    python docs/numbers.py            # a line for each section
-    python docs/numbers.py --all      # a line for each number, with the commit that wrote its line
+    python docs/list_numbers.py            # a line for each section
+    python docs/list_numbers.py --all      # a line for each number, with the commit that wrote its line
 
 A source is a test that recomputes numbers from shipped data, a command that measures or counts them, a cited work or,
 in pages that sum up others, a link to the page with the figures. In a page of a study, what stands before the first
