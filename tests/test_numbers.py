@@ -49,7 +49,8 @@ def test_the_tests_and_scripts_that_a_page_names_exist(page):
 def test_a_new_number_needs_a_source(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "# Page\n\nNo figures.\n\n## One\n\nIt takes 12 ms.\n\n## Two\n\nIt takes 3.5 ms, `python docs/list_numbers.py`.\n\n"
+        "# Page\n\nNo figures.\n\n## One\n\nIt takes 12 ms.\n\n## Two\n\n"
+        "It takes 3.5 ms, `python docs/list_numbers.py`.\n\n"
         "    4 lines of code\n\n```\n5\n```\n\n## Three\n\nWords alone, `map: {steps: 6}`, version1.\n"
     )
     found = {section.title: ([*section.numbers()], sources) for section, sources in numbers.with_sources(page)}

@@ -176,15 +176,18 @@ def subtitle(study: Study) -> str:
     lost = sum(run.status != "finished" for run in ended)
     numbers = sorted({len({run.number for run in candidate.trials}) for candidate in study.candidates})
     each = " or ".join(map(str, numbers)) or "no"
+    searched = {run.seed for run in trials}
+    with_seeds = f" with {len(searched)} seeds" if len(searched) > 1 else ""
     seeds = sorted({run.seed for candidate in study.candidates for run in candidate.verdict})
     fresh = f"{count(len(seeds), 'fresh seed')} ({', '.join(map(str, seeds))})" if seeds else "no fresh seeds yet"
     if draws := (study.file.get("verdict") or {}).get("draws"):
         fresh += f" with {count(len(draws), 'draw')} each"
     without = f", {lost} of them without a result" if lost else ""
+    recipe = study.file.get("recipe", "one recipe")
     return (
-        f"{count(len(study.candidates), 'optimizer')} on {study.file.get('recipe', 'one recipe')}: {each} trials each"
-        f" ({len(ended)} of {len(trials)} ended{without}), selected by {metric_name(study)}, then compared on {fresh}."
-        f"{f' Declaration {study.declaration[:DIGITS]}.' if study.declaration else ''}"
+        f"{count(len(study.candidates), 'optimizer')} on {recipe}: {each} trials{with_seeds} each "
+        f"({len(ended)} of {len(trials)} runs ended{without}), selected by {metric_name(study)}, then compared on "
+        f"{fresh}.{f' Declaration {study.declaration[:DIGITS]}.' if study.declaration else ''}"
     )
 
 
