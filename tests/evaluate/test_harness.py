@@ -132,14 +132,21 @@ def test_missing_weights_are_an_error_and_not_drawn_at_random(models, suite, tmp
         evaluate_model(model, suite, Options(device="cpu"))
 
 
-@pytest.mark.parametrize("damage", ["gone", "no weights", "cut"])
-def test_what_is_no_model_is_an_error(models, suite, tmp_path, damage):
+@pytest.mark.parametrize(
+    ("damage", "finding"),
+    [
+        ("gone", "has neither config.json nor adapter_config.json"),
+        ("no weights", "the model cannot be loaded"),
+        ("cut", "its weight files have only 1,000 bytes"),
+    ],
+)
+def test_what_is_no_model_is_an_error(models, suite, tmp_path, damage, finding):
     model = tmp_path / "model"
     if damage != "gone":
         copy(models[0], model)
         weights = model / "model.safetensors"
         weights.unlink() if damage == "no weights" else weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(UserError, match="the model cannot be loaded"):
+    with pytest.raises(UserError, match=finding):
         evaluate_model(model, suite, Options(device="cpu"))
 
 

@@ -144,7 +144,7 @@ def test_a_rehearsal_of_one_question_each_goes_through(leaderboard, readers):
     suite, tasks, _ = leaderboard
     found = evaluate_model(readers[0], suite, Options(device="cpu", limit=1), tasks=tasks)
     assert found.scores["mmlu"]["n"] == 57
-    assert found.scores["mmlu"]["stderr"] == 0
+    assert found.scores["mmlu"]["stderr"] > 0  # over subjects, each of which has one question
 
 
 def test_chance_is_stated_for_accuracies_over_choices_alone(leaderboard, readers):

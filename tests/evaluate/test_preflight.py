@@ -66,7 +66,7 @@ def test_rows_of_different_prompts_are_shown_uncompared_or_get_the_runs_template
     results, screen, page = table(rows, tmp_path / "own")
     assert results["rows"][1]["differences"] == {}
     assert list(results["rows"][1]["unpaired"]) == COLUMNS
-    assert "SFT will not be compared with base: other prompts" in screen
+    assert "SFT will not be compared with base: their chat templates differ" in screen
     assert page.count("<br>not compared") == 3
     assert "- not compared with base: SFT (its prompts differ, for example by the chat template)" in page
     assert "Holm" not in page
@@ -155,7 +155,7 @@ def test_an_answer_longer_than_the_context_is_found_before_training_and_its_colu
     with pytest.raises(UserError) as error:
         commands.train(made(model, evaluation))
     for name in ("base", "this run"):
-        problem = rf"{name}: piqa: an answer choice of \d+ tokens does not fit the model's context of 512; leave this"
+        problem = rf"{name}: piqa: an answer choice of \d+ tokens does not fit the model's context of 512 tokens; omit "
         assert re.search(problem + r"this column: eval\.omit: \[piqa\] \(--omit piqa\)", str(error.value))
     omitted = Eval(**evaluation, omit=["piqa"])
     assert omitted.name == "commonsense-zero-shot-without-piqa"
@@ -271,7 +271,10 @@ def test_other_scores_of_a_column_are_compared_too(readers, data_root, tmp_path)
     shown = f"{d['value']:+.1f}, too few questions"  # four
     assert f"- piqa, acc: base {base['value']:.1f} ± {base['stderr']:.1f}, SFT " in page
     assert f"({shown})" in page
-    assert "Holm-corrected for the 7 comparisons in this table, and separately for the 5 of other scores" in page
+    assert (
+        "Holm-corrected for the 7 comparisons in this table, and separately for the 5 comparisons of other scores"
+        in page
+    )
 
 
 def test_of_a_start_on_the_hub_no_weights_are_downloaded(models, monkeypatch):

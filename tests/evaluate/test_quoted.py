@@ -109,7 +109,10 @@ def test_a_table_of_another_suite_is_refused():
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("paper/stf", "did you mean 'paper/sft'?"), ("no-such-thing", "shipped: paper/dpo, paper/sft, paper/zero-shot")],
+    [
+        ("paper/stf", "did you mean 'paper/sft'?"),
+        ("no-such-thing", "write one of paper/dpo, paper/sft, paper/zero-shot"),
+    ],
 )
 def test_an_unknown_name_comes_with_a_similar_one_or_all_that_are_shipped(name, remedy):
     with pytest.raises(UserError) as error:

@@ -123,7 +123,7 @@ def test_a_run_goes_on_only_on_as_many_processes(make):
     prepare(folder, recipe_, 2)
     (folder.checkpoints / "checkpoint-5").mkdir(parents=True)
     (folder.checkpoints / "checkpoint-5" / "soren_align.json").write_text("{}")
-    with pytest.raises(UserError, match=r"unfinished run of 2 processes, not 1. Resume with --processes 2"):
+    with pytest.raises(UserError, match=r"unfinished run of 2 processes, not of 1. Resume with --processes 2"):
         prepare(folder, recipe_)
     prepare(folder, recipe_, 2)
     folder.update(status="trained")  # only the evaluation is missing, and that is one process's work
@@ -283,7 +283,7 @@ def test_deepspeed_is_kept_to_the_cpu_only_where_cuda_cannot_be(make, monkeypatc
 
 def test_another_number_of_processes_goes_on_only_from_a_checkpoint_for_any(make):
     folder = begin(make(), checkpoint=True)
-    with pytest.raises(UserError, match=r"of 1 process, not 3.*soren-align reshard"):
+    with pytest.raises(UserError, match=r"of 1 process, not of 3.*soren-align reshard"):
         prepare(folder, make()[0], 3)
     folder.update(processes=None)
     prepare(folder, make()[0], 3)

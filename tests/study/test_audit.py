@@ -144,12 +144,12 @@ def test_another_data_order_for_one_optimizer_is_caught(study):
     study.runs.append(study.add("adamw", "03", 0, 0.006, 1.5))  # so that most have the other order
     study.file["search"]["trials"] = 4
     problems = [problem for problem in study.problems() if "order" in problem]
-    only(problems, "search/soren/00 and 2 more: other batches, or the same in another order", "f" * 16)
+    only(problems, "search/soren/00 and 2 more runs: has other batches, or the same in another order", "f" * 16)
 
 
 def test_other_initial_weights_are_caught(study):
     study.change("verdict/soren/102", starting_weights="0" * 16)
-    only(study.problems(), "verdict/soren/102: other initial weights than the other runs (")
+    only(study.problems(), "verdict/soren/102: has other initial weights than the other runs (")
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
@@ -166,7 +166,7 @@ def test_a_trial_more_for_one_optimizer_is_caught(study, is_listed):
 
 def test_a_trial_less_for_one_optimizer_is_caught_and_less_for_all_is_not(study):
     shutil.rmtree(study.folder / "search/adamw/02")
-    only(study.problems(), "search/adamw: has 2 trials, and 3 are declared")
+    only(study.problems(), "search/adamw: has 2 trials, but the study declares 3 per candidate")
     shutil.rmtree(study.folder / "search/soren/02")
     study.runs = [run for run in study.runs if not run.folder.endswith("02") or run.stage == "verdict"]
     assert study.problems() == []
@@ -251,7 +251,7 @@ def test_another_number_of_steps_is_caught_once(study):
     folder = RunFolder(study.folder / "verdict/adamw/101")
     folder.update(training=folder.read()["training"] | {"steps": 300})
     study.change("verdict/adamw/101", batches="e" * 16, num_batches=300)
-    only(study.problems(), "verdict/adamw/101: another number of steps than the other runs (300 instead of 150)")
+    only(study.problems(), "verdict/adamw/101: has another number of steps than the other runs (300 instead of 150)")
 
 
 def test_another_recipe_is_caught(study):
@@ -359,7 +359,7 @@ def test_new_adapters_start_from_other_weights_at_each_seed(study):
         shutil.copy(study.folder / f"verdict/{name}/101/recipe.yaml", study.folder / f"candidates/{name}.yaml")
     assert study.problems() == []
     study.change("verdict/soren/102", starting_weights="0" * 16)
-    only(study.problems(), "verdict/soren/102: other initial weights than the other runs with seed 102")
+    only(study.problems(), "verdict/soren/102: has other initial weights than the other runs with seed 102")
 
 
 def put_points(output, rows):

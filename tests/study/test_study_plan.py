@@ -93,10 +93,11 @@ def test_detectable_effects_are_those_of_the_power_analysis():
 
 
 def test_disk_space_is_that_of_all_runs_and_of_checkpoints_that_are_being_written():
-    plan = planned("search.trials=5", "jobs=3")
+    seeds = ("search.seeds=[0]", "verdict.seeds=[7, 8, 9]")
+    plan = planned("search.trials=5", "jobs=3", *seeds)
     per_study = (10 + 2 * 40 + 5) + 3 * (10 + 2 * 30 + 5)  # of one run of each candidate
     assert plan["disk"]["bytes"] == (5 + 3) * per_study + 3 * 40
-    fewer = planned("search.trials=5", "jobs=3", "search.keep_models=false")
+    fewer = planned("search.trials=5", "jobs=3", *seeds, "search.keep_models=false")
     assert fewer["disk"]["bytes"] == 3 * per_study + 3 * 40 + 3 * (10 + 2 * 40 + 5)
     assert plan["disk"]["bytes_without_models_of_the_search"] == fewer["disk"]["bytes"]
     assert "disk      2.68 kB: 32 runs with a model of 0.01 kB and 2 checkpoints" in printed(plan)
@@ -126,7 +127,7 @@ def test_the_plan_fits_eighty_columns(monkeypatch):
     for plan in (planned(), planned(training=None)):
         text = printed(json.loads(json.dumps(plan)))
         assert max(map(len, text.splitlines())) <= 80
-        assert re.search(r"runs +36\n +24 of the search: 4 candidates x 6 trials\n +12 of the verdict", text)
+        assert re.search(r"runs +80\n +60 of the search: 4 candidates x 5 trials x 3 seeds\n +20 of the verdict", text)
         assert re.search(r"optimizer.aux_lr  all +that of optimizer.lr", text)
         assert "few: 2 of 120 questions are in the training examples" in text
         assert "80% power, Holm over" in text
@@ -139,7 +140,7 @@ def test_the_command_plans_a_study_and_starts_nothing(tmp_path, monkeypatch):
     result = command.run("plan", "quickstart/compare", "--json", *sets)
     assert result.returncode == 0, result.stderr
     plan = json.loads(result.stdout)
-    assert plan["runs"] == {"search": 12, "verdict": 6, "total": 18}
+    assert plan["runs"] == {"search": 30, "verdict": 10, "total": 40}
     assert plan["steps"] == 100
     assert {column: each["questions"] for column, each in plan["detectable"]["columns"].items()} == {
         "zoo_mc": 120, "zoo_gen": 120, "preference": 120,
@@ -163,7 +164,9 @@ def relative(space):
 def test_every_shipped_study_loads_and_is_equal_for_all(name):
     study = load_study(name, MISSING.get(name, []))
     recipes = {candidate: recipe_of_run(study, first_run(study, candidate)) for candidate in study.candidates}
-    assert {each.optimizer.name for each in recipes.values()} == {c.removeprefix("released-") for c in recipes}
+    assert {each.optimizer.name for each in recipes.values()} == {
+        "soren" if c == "released-exact" else c.removeprefix("released-") for c in recipes
+    }
     assert {*study.candidates} >= {"adamw", "muon", "soren"}
     assert len({json.dumps(relative(study.space(candidate))) for candidate in recipes}) == 1
     others = [recipe.model_dump(exclude={"optimizer", "run", "extends"}) for recipe in recipes.values()]

@@ -164,7 +164,7 @@ def test_a_held_out_set_that_is_left_empty_is_refused_before_training_and_by_pla
     made = HELD_OUT.get(task, [{"text": ""}])[:1]
     data = f"data.eval={{path: {rows('held.jsonl', made * 3)}, bad_examples: drop}}"
     run = tiny_run(task, data, "trainer.max_length=40")
-    message = r"held.jsonl: 3 of 3 examples cannot be used for sft:"  # already as they are read
+    message = r"held.jsonl: 3 of 3 examples cannot be used for sft;"  # already as they are read
     if task in REASON:
         message = rf"data.eval: none of the 3 held-out examples of .*held.jsonl can be evaluated: .*{REASON[task]}"
     for prepare in (run.prepare, lambda: plan_training(run.recipe)):

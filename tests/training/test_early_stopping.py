@@ -50,7 +50,7 @@ def test_training_ends_after_two_evaluations_without_an_improvement(stopped):
 def test_the_terminal_and_the_card_state_why(stopped):
     value = stopped.folder.read()["training"]["stopped_early"]["best"]["value"]
     why = f"2 evaluations in a row did not improve eval_loss by more than 1; the best was {value:.4g} at step 3"
-    assert f"early, of 6 steps: {why}" in " ".join(stopped.said.getvalue().split())
+    assert f"stopped early, before step 6: {why}" in " ".join(stopped.said.getvalue().split())
     assert f"| ended early | of 6 steps: {why} |" in card(stopped.folder, "run").replace("\\", "")
 
 

@@ -83,7 +83,7 @@ def test_an_image_encoder_that_text_does_not_reach_is_named_with_the_remedy(tmp_
     with pytest.raises(errors.UserError, match="got no gradient") as caught:
         run.train()
     expected = FROZEN["gemma3"] if not lora else FROZEN["gemma3"][:1]
-    assert f"`freeze: {expected}`" in str(caught.value)
+    assert f"model.freeze: {expected}" in str(caught.value)
 
 
 def test_the_globs_reach_no_parameter_that_has_a_gradient():

@@ -273,7 +273,9 @@ def test_a_sealed_checkpoint_that_lacks_weights_is_refused(tiny_run, stopped):
     del tensors["model.norm.weight"]
     save_file(tensors, stopped / "model.safetensors", {"format": "pt"})
     reseal(stopped)
-    with pytest.raises(UserError, match=r"the checkpoint: weights are missing: model\.norm\.weight \(1 in total\)"):
+    with pytest.raises(
+        UserError, match=r"the checkpoint: these weights are missing: model\.norm\.weight \(1 in total\)"
+    ):
         tiny_run().train()
 
 

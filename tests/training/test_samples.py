@@ -182,7 +182,7 @@ def test_prompts_are_read_from_a_file(tiny_run, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "text", "message"), [
-    ("a.jsonl", '{"prompts": "One"}\n', r'a.jsonl:1 write {"prompt": ...}'),
+    ("a.jsonl", '{"prompts": "One"}\n', r'a.jsonl:1 has no prompt; write {"prompt": ...}'),
     ("a.jsonl", "One\n", r"a.jsonl:1:1 cannot be read as JSON"),
     ("a.txt", "\n", "0 prompts; write 1 to 100"),
     ("a.txt", "One\n" * 101, "101 prompts; write 1 to 100"),
