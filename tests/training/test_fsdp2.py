@@ -139,7 +139,8 @@ def test_no_rank_keeps_the_whole_model_or_whole_gradients(two_ranks):
 
 def test_where_accelerate_trains_by_ddp_instead_the_run_is_refused(two_ranks):
     for rank in two_ranks[1]:
-        assert rank["unsharded"] == "run.parallel: is fsdp2, but accelerate set up ddp; write run.parallel: ddp, or change the launcher"
+        message = "run.parallel: is fsdp2, but accelerate set up ddp; write run.parallel: ddp, or change the launcher"
+        assert rank["unsharded"] == message
 
 
 def test_a_config_says_nothing_that_nobody_reads(tmp_path):
