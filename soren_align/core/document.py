@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Tag, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 
 from .errors import UserError, closest, did_you_mean
-from .files import local_path, write
+from .files import local_path, read_json, write
 from .shipped import MODELINE
 from .text import join_words
 from .yaml import Key, parse_yaml
@@ -215,6 +215,17 @@ def dump(content: Any) -> str:
 def dotted(key: Iterable[str | int]) -> str:
     """Return a key as it is written after --set: 'data.train.0.path'."""
     return ".".join(map(str, key))
+
+
+def read_form(file: Path, form: TypeAdapter[Any], remedy: str, max_bytes: int) -> Any:
+    """Return a JSON file of a known form. Raises UserError if it is missing, a link, or has another form."""
+    if file.is_symlink() or not file.is_file():
+        raise UserError(f"{file}: is missing; {remedy}")
+    try:
+        return form.validate_python(read_json(file, max_bytes=max_bytes), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(f"{file} {dotted(first['loc'])[:80]}: {first['msg'][:120]}; {remedy}") from None
 
 
 def place(key: Key, lines: dict[Key, str]) -> str:

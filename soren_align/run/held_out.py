@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from ..core.document import dotted
+from ..core.document import read_form
 from ..core.errors import UserError
 from ..core.files import read_json, write
 
@@ -78,14 +78,8 @@ def read_held_out(file: Path, metric: str) -> HeldOutValues:
     the plain mean is m, and the plain standard error is that of a ratio (Cochran 1977, section 6.3). The map is linear,
     so that differences of runs may be taken before or after it.
     """
-    remedy = "remove the run's folder and rerun the study"
-    if file.is_symlink() or not file.is_file():
-        raise UserError(f"{file}: is missing, so the metric of each held-out example is unknown; {remedy}")
-    try:
-        content = _FILE.validate_python(read_json(file, max_bytes=MAX_BYTES), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise UserError(f"{file} {dotted(first['loc'])[:80]}: {first['msg'][:120]}; {remedy}") from None
+    remedy = "the verdict needs the metric of each held-out example: remove the run's folder and rerun the study"
+    content = read_form(file, _FILE, remedy, MAX_BYTES)
     weights = np.array(content["weights"], float)
     clusters = None if content["clusters"] is None else np.array(content["clusters"])
     parts = []

@@ -93,8 +93,8 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
             selection={name: Part(variance, num_search_seeds - 1) for name, variance in variances.items()},
         )
         weaknesses += [*about_answers, *stats.cautions(candidates, read)]
-    study = replace(study, problems=problems, contamination=contamination, differences=answers)
-    study = replace(study, draws=draw_spreads(study.candidates))
+    spreads = draw_spreads(study.candidates)
+    study = replace(study, problems=problems, contamination=contamination, differences=answers, draws=spreads)
     note_look(folder, study)
     study = replace(study, cautions=[*weaknesses, *history_cautions(folder, study)])
     write(folder / STUDY_RESULT, json.dumps(asdict(study), indent=1) + "\n")
@@ -212,9 +212,9 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
             yield f"{run.place}: has seed {run.seed}, which selected the setting; write other verdict.seeds"
         elif run.seed not in seeds[run.stage]:
             yield f"{run.place}: has seed {run.seed}, which is not in {run.stage}.seeds; {MATCHED}"
-    rules = VerdictSection.model_validate(file["verdict"])
+    draws = file["verdict"].get("draws") or []
     for run in runs:
-        if run.stage == "verdict" and rules.draws and run.draw not in rules.draws:
+        if run.stage == "verdict" and draws and run.draw not in draws:
             yield f"{run.place}: has draw {run.draw}, which is not in verdict.draws; {MATCHED}"
     with_verdict = {candidate.name for candidate in study.candidates if candidate.selected is not None}
     for name in file["candidates"]:
@@ -222,7 +222,7 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
         missing = [str(seed) for seed in seeds["verdict"] if seed not in {run.seed for run in started}]
         if missing and (started or name in with_verdict):
             yield f"verdict/{name}: has no run with seed {', '.join(missing)}; rerun the study"
-        for draw in rules.draws:
+        for draw in draws:
             present = {run.seed for run in started if run.draw == draw}
             lost = [str(seed) for seed in seeds["verdict"] if seed not in present and str(seed) not in missing]
             if lost:

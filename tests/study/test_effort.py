@@ -56,6 +56,16 @@ def test_times_are_paired_by_seed_with_the_references_own():
     assert times.second_shares == [Time(False, 1.5), Time(True, 2.0)]
 
 
+def test_the_target_is_the_end_of_the_references_curve():
+    """A final run's metric is a mean with other weights, which its curve need not reach."""
+    adamw = run("adamw", 1, [4.0, 3.0, 2.0])
+    soren = candidate("soren", run("soren", 1, [4.0, 2.0, 0.0]))
+    for metric in (1.9, 2.1):
+        times = target_times(soren, candidate("adamw", replace(adamw, metric=metric)), higher_is_better=False)
+        assert times.steps == [Time(False, 10)]
+        assert times.step_shares == [Time(False, 0.5)]
+
+
 def test_a_reference_that_started_with_its_final_metric_is_no_target():
     worse = candidate("adamw", run("adamw", 1, [2.0, 3.0]))
     assert target_times(candidate("soren", run("soren", 1, [2.0, 1.0])), worse, higher_is_better=False).steps == []

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from scipy.stats import t
 from typing_extensions import TypedDict
 
-from ...core.document import dotted
+from ...core.document import read_form
 from ...core.errors import UserError
-from ...core.files import file_sha256, read_json
+from ...core.files import file_sha256
 from ..report.results import NAME as RESULTS
 from ..report.results import POINTS, read_results
 
@@ -176,13 +176,7 @@ def read_points(folder: Path) -> dict[str, Points]:
     results = read_results(folder)
     if results is None:
         raise UserError(f"{folder}: has no {RESULTS}; evaluate the run first")
-    if file.is_symlink() or not file.is_file():
-        raise UserError(f"{file}: is missing; {remedy}")
-    try:
-        content = _FILE.validate_python(read_json(file, max_bytes=MAX_BYTES), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise UserError(f"{file} {dotted(first['loc'])[:80]}: {first['msg'][:120]}; {remedy}") from None
+    content = read_form(file, _FILE, remedy, MAX_BYTES)
     if results.get("points_sha256") not in (None, file_sha256(file)):
         raise UserError(f"{file}: is not the file that {RESULTS} was written with; {remedy}")
     rows: dict[str, Points] = {}

@@ -149,17 +149,17 @@ def target_times(candidate: Candidate, reference: Candidate, *, higher_is_better
     none if it started with it.
     """
     first, own = ([runs[0] for runs in by_seed(each.verdict)] for each in (candidate, reference))
-    own = {run.seed: run for run in finished(own)}
+    own = {run.seed: run for run in finished(own) if run.curve}
     times = TargetTimes([], [], [], [])
     for run in first:
         if run.seed not in own or run.status not in ("finished", "diverged") or not run.curve:
             continue
         end = own[run.seed]
-        assert end.metric is not None
-        usual = curves.first_reach(end, end.metric, higher_is_better)
-        if usual is None or usual[0] == 0:
+        target = end.curve[-1].metric  # not the run's metric, whose mean over examples has other weights
+        usual = None if target is None else curves.first_reach(end, target, higher_is_better)
+        if target is None or usual is None or usual[0] == 0:
             continue
-        reach = curves.first_reach(run, end.metric, higher_is_better)
+        reach = curves.first_reach(run, target, higher_is_better)
         # A diverged run has fewer steps, and would not have reached it in all.
         last = max((run, end), key=lambda each: each.curve[-1].step).curve[-1]
         step, seconds = reach or (last.step, last.seconds)

@@ -125,19 +125,23 @@ def headline(study: Study) -> list[str]:
 
 def sign(study: Study, candidate: str, measure: str) -> str:
     """Return the sign of a candidate's answer against the reference on one measure; none against several references."""
-    of_measure = [d for d in study.differences if d.measure == measure and d.reference != BASE]
-    if study.problems or len({d.reference for d in of_measure}) != 1:
-        return ""
-    return next((SIGNS.get(d.answer, "") for d in of_measure if d.candidate == candidate), "")
+    compared = (candidate, _only_reference(study), measure)
+    answers = (d.answer for d in study.differences if (d.candidate, d.reference, d.measure) == compared)
+    return SIGNS.get(next(answers, ""), "")
 
 
 def legend(study: Study) -> str:
     """Return what the signs mean; empty without a verdict, or with several references."""
-    references = {d.reference for d in study.differences if d.reference != BASE}
-    if study.problems or len(references) != 1:
+    reference = _only_reference(study)
+    if reference is None:
         return ""
-    reference = references.pop()
     return f"▲ better than {reference}, ▼ worse, = equivalent; without a sign: not distinguishable from {reference}."
+
+
+def _only_reference(study: Study) -> str | None:
+    """Return the candidate that all others are compared with; None without a verdict, or with several references."""
+    references = {d.reference for d in study.differences} - {BASE}
+    return references.pop() if len(references) == 1 and not study.problems else None
 
 
 def draw_sentences(study: Study) -> list[str]:
