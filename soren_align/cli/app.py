@@ -191,7 +191,10 @@ def plan(
 
 @app.command(cls=KeyCommand)
 def compare(
-    study: Annotated[str, files.named("STUDY", "A study's file or a shipped name.", shipped.studies)],
+    study: Annotated[
+        list[str],
+        files.named("STUDY", "A study's file or a shipped name; with --merge, studies' folders.", shipped.studies),
+    ],
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the study: search.trials=8. Repeatable."),
@@ -207,12 +210,25 @@ def compare(
     report: Annotated[
         bool, typer.Option("--report", help="Start no runs; report on the runs that have ended.")
     ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Show the answers of one study that was run several times, side by side.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --merge: print JSON.")] = False,
 ) -> None:
     """Compare optimizers: tune each, then train it on fresh seeds."""
+    from ..core.errors import UserError
+
+    if merge:
+        from ..study.merge import show
+
+        show(study, as_json=as_json)
+        return
+    if len(study) > 1 or as_json:
+        raise UserError("compare: several studies and --json need --merge; name one study, or add --merge")
     from ..study import runner
     from ..study.config import load_study
 
-    file = load_study(study, set_)
+    file = load_study(study[0], set_)
     if report:
         runner.report(file)
     else:

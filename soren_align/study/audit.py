@@ -59,8 +59,20 @@ MANY_EXAMPLES = 100
 def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
     """Return the study in a folder with its verdict, after writing study.json and the report.
 
-    Its runs are audited, then compared; with a problem there is no verdict. failures: reasons of runs that ended
-    without a record, by folder.
+    failures: reasons of runs that ended without a record, by folder.
+    """
+    study = read_verdict(folder, failures)
+    note_look(folder, study)
+    study = replace(study, cautions=[*study.cautions, *history_cautions(folder, study)])
+    write(folder / STUDY_RESULT, json.dumps(asdict(study), indent=1) + "\n")
+    write_report(study, folder)
+    return study
+
+
+def read_verdict(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
+    """Return the study in a folder with its verdict, but for cautions from its history; nothing is written.
+
+    Its runs are audited, then compared; with a problem there is no verdict.
     """
     study = read_study(folder, failures)
     final = [run for candidate in study.candidates for run in candidate.verdict]
@@ -94,12 +106,14 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
         )
         weaknesses += [*about_answers, *stats.cautions(candidates, read)]
     spreads = draw_spreads(study.candidates)
-    study = replace(study, problems=problems, contamination=contamination, differences=answers, draws=spreads)
-    note_look(folder, study)
-    study = replace(study, cautions=[*weaknesses, *history_cautions(folder, study)])
-    write(folder / STUDY_RESULT, json.dumps(asdict(study), indent=1) + "\n")
-    write_report(study, folder)
-    return study
+    return replace(
+        study,
+        problems=problems,
+        cautions=weaknesses,
+        contamination=contamination,
+        differences=answers,
+        draws=spreads,
+    )
 
 
 def audit(study: Study, folder: Path, runs: list[RunFiles]) -> list[str]:
