@@ -6,13 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
 import trl
 from peft import LoraConfig
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 import soren_align
 from soren_align import SorenSFTTrainer, recipe
@@ -81,6 +82,25 @@ def test_every_block_of_the_page_runs(model):
     assert (Path("out/model") / "model.safetensors").is_file()
 
 
+@pytest.mark.rest
+def test_every_block_of_the_page_on_other_trainers_runs(model):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/hosts.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 4
+    names = {"model": AutoModelForCausalLM.from_pretrained(model), "dataset": _examples("chat_train.jsonl"),
+             "pairs": _examples("pairs_train.jsonl")}  # fmt: skip
+    for block, trainer in zip(blocks[:2], ("SFTTrainer", "DPOTrainer"), strict=True):
+        names["model"].name_or_path = str(model)  # of its tokenizer
+        exec(block, names)
+        assert type(names["trainer"]).__name__ == trainer
+        assert names["trainer"].state.global_step == 2
+        assert type(names["trainer"].optimizer.optimizer).__name__ == "Soren"
+    exec(blocks[2], names)
+    assert type(names["optimizer"].optimizer).__name__ == "Soren"
+    exec(blocks[3], names)
+    module = SimpleNamespace(model=names["accelerator"].unwrap_model(names["model"]))
+    assert type(names["configure_optimizers"](module)).__name__ == "Soren"
+
+
 def test_by_default_it_is_soren_as_in_our_recipes_with_the_values_of_args(model):
     name, matrices, others = groups(trainer(model))
     ours = recipe.load("qwen2.5-3b/soren").optimizer
@@ -125,7 +145,8 @@ def test_a_wrong_setting_is_refused_before_training(model):
         trainer(model, optimizer_settings="sorn")
     args = trl.SFTConfig("out", optim="adafactor")
     with pytest.raises(
-        UserError, match=r"args.optim: is adafactor, which has no effect here; write optimizer_settings"
+        UserError,
+        match=r"args.optim: is adafactor, which has no effect here; remove it, and write the optimizer's name",
     ):
         SorenSFTTrainer(str(model), args, train_dataset=_examples("chat_train.jsonl"))
 

@@ -25,7 +25,8 @@ NAVIGATION = {
         "recipes/studies/README.md",
     ],
     "Reference": [
-        *("docs/recipe.md", "docs/commands.md", "docs/plan.md", "docs/metrics.md", "docs/models.md", "docs/library.md"),
+        *("docs/recipe.md", "docs/commands.md", "docs/plan.md", "docs/metrics.md", "docs/models.md"),
+        *("docs/library.md", "docs/hosts.md"),
         *("docs/environment.md", "docs/support.md", "docs/reliability.md"),
     ],
     "Science": [

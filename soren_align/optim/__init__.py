@@ -2,7 +2,14 @@
 
 from .eight_bits import norm
 from .layout import OneProcess, local, matrices_of, names_of_matrices
-from .optimizer import OPTIMIZERS, AppliedMap, OptimizerFactory, SpectralOptimizer, build_optimizer
+from .optimizer import (
+    OPTIMIZERS,
+    AppliedMap,
+    OptimizerFactory,
+    SpectralOptimizer,
+    build_optimizer,
+    completed_settings,
+)
 from .optimizers import AdamW, HTMuon, Muon, Soren
 from .rounding import CHUNK, Sums, chunks, copied_to_cpu, master_weights, ulp
 from .routing import Route, param_groups, route, routing_table, share_notices, spectral_share

@@ -57,7 +57,7 @@ def checked_numbers(
             if parameter.grad is not None and rule == "spectral" and not strategy.has_layout(parameter):
                 raise ValueError(
                     f"{optimizer} updates whole matrices, but {name} is a shard of shape {tuple(parameter.shape)}; set "
-                    "the optimizer's sharding strategy (soren_align.sharding)"
+                    "the optimizer's sharding strategy (soren_align.sharding). FSDP1 is not supported; use FSDP2"
                 )
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise ValueError(

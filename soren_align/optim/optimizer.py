@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from ..core.errors import UserError
 from ..core.optimizer_settings import (
     ADJUST_LR_FN,
     AUX_WEIGHT_DECAY,
@@ -341,12 +342,44 @@ def build_optimizer(
     return cls(groups, lr, **{"weight_decay": WEIGHT_DECAY, **settings})
 
 
-class OptimizerFactory:
-    """`build_optimizer` in the form that `transformers.Trainer(optimizer_cls_and_kwargs=...)` calls.
+TRANSFORMERS_DEFAULTS = ("adamw_torch", "adamw_torch_fused")
+"""Values of `args.optim` that a user has not chosen."""
 
-    Trainer(..., optimizer_cls_and_kwargs=(OptimizerFactory, {"name": "soren", "lr": 1e-3, "aux_lr": 1e-4}))
+
+def completed_settings(settings: str | Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """The keywords of `build_optimizer`; those that `settings` leaves out are taken from transformers' `args`.
+
+    settings: a name, or keywords without some or all of: name (then Soren), and lr, weight_decay, betas and eps (then
+    those of args). The scale is the recipes': every update has RMS 0.2 lr, AdamW's after a few hundred steps. Raises
+    UserError if args.optim names another optimizer.
+    """
+    if args.optim not in TRANSFORMERS_DEFAULTS:
+        other = getattr(args.optim, "value", args.optim)
+        raise UserError(
+            f"args.optim: is {other}, which has no effect here; remove it, and write the optimizer's name in the "
+            'optimizer settings ("muon", ...)'
+        )
+    keywords: dict[str, Any] = {"name": settings} if isinstance(settings, str) else dict(settings)
+    name = keywords.setdefault("name", "soren")
+    if name in OPTIMIZERS and OPTIMIZERS[name].rule == "spectral":
+        keywords.setdefault("adjust_lr_fn", ADJUST_LR_FN)
+    keywords.setdefault("lr", args.learning_rate)
+    keywords.setdefault("weight_decay", args.weight_decay)
+    keywords.setdefault("betas", (args.adam_beta1, args.adam_beta2))
+    keywords.setdefault("eps", args.adam_epsilon)
+    return keywords
+
+
+class OptimizerFactory:
+    """`build_optimizer` in the form in which transformers and Axolotl call a factory of optimizers.
+
+    transformers.Trainer(model, args, optimizer_cls_and_kwargs=(OptimizerFactory, {"args": args, "name": "soren"}))
     """
 
-    def __call__(self, model: nn.Module, **settings: Any) -> SpectralOptimizer:
-        """The optimizer for `model`; `settings` are those of `build_optimizer`."""
-        return build_optimizer(model, **settings)
+    def __call__(self, model: nn.Module, args: Any = None, **settings: Any) -> SpectralOptimizer:
+        """The optimizer for `model`; `settings` are keywords of `build_optimizer`.
+
+        args: transformers' TrainingArguments, for the settings that are left out, see `completed_settings`; without
+        them, name and lr are needed.
+        """
+        return build_optimizer(model, **(settings if args is None else completed_settings(settings, args)))

@@ -108,8 +108,13 @@ def route(model: nn.Module, aux: Sequence[str] = (), matrices: Matrices = MATRIC
     aux: globs of parameter names that go to AdamW even if they are matrices, e.g. "*.o_proj.weight".
     matrices: "inside-blocks": the weights of linear layers inside the blocks, and of experts. "all-2d": also every
         other parameter of two dimensions, embeddings and head among them, but none of an adapter.
-    Raises ValueError for a glob that matches nothing, and for PEFT adapters other than LoRA.
+    Raises ValueError for a glob that matches nothing, for PEFT adapters other than LoRA, and for FSDP1's wrappers.
     """
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "the model is wrapped by FSDP1 (FullyShardedDataParallel), which flattens matrices; use FSDP2 "
+            "(torch's fully_shard, or fsdp_version: 2 in accelerate's config), DDP or DeepSpeed"
+        )
     parameters = _occurrences(model)
     factors, of_adapters = adapter_parameters(model)
     for parameter, (first, *_) in parameters.items():

@@ -18,7 +18,7 @@ from .checkpoints import refuse_pickles
 from .ddp import DDPStrategy
 from .fsdp import FSDP2Strategy
 from .plan import BUCKET_MB
-from .ranks import Ranks
+from .ranks import Ranks, current_ranks
 from .zero import ZeroStrategy, set_zero_strategy
 
 
@@ -94,10 +94,11 @@ def full_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def set_strategy(
-    optimizer: Any, ranks: Ranks, bucket_mb: float = BUCKET_MB
+    optimizer: Any, ranks: Ranks | None = None, bucket_mb: float = BUCKET_MB
 ) -> tuple[Literal["ddp", "zero", "fsdp2"], list[list[Tensor]]]:
     """Set the strategy of the SpectralOptimizer within accelerate's wrappers. Collective.
 
+    ranks: None is those of the default process group.
     Returns the kind of sharding, "ddp" for one process too, and the tensors that this rank updates, by group.
     Raises ValueError, on every rank, for an unknown or unsupported sharding; see `set_zero_strategy`, `FSDP2Strategy`.
     """
@@ -112,7 +113,7 @@ def set_strategy(
     if any(isinstance(tensor, DTensor) for group in tensors for tensor in group):
         inner.strategy = FSDP2Strategy(bucket_mb)
         return "fsdp2", tensors
-    if ranks.num_ranks > 1:
+    if (ranks or current_ranks()).num_ranks > 1:
         inner.strategy = DDPStrategy(bucket_mb=bucket_mb)
     return "ddp", tensors
 

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch.utils.data import BatchSampler, DataLoader
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
 from trl import DPOTrainer, SFTTrainer
 
 from ..core.errors import UserError
 from ..core.files import remove, write
-from ..core.optimizer_settings import ADJUST_LR_FN
-from ..optim import OPTIMIZERS, build_optimizer
+from ..optim import build_optimizer, completed_settings
 from ..recipe import OptimizerSection
 from ..recipe.model import QUANTIZATION_RECORD
 from ..run.quantized import quantization_of
@@ -47,7 +46,6 @@ from .trained_optimizer import (
 OptimizerSettings = str | Mapping[str, Any] | OptimizerSection | None
 """None: Soren. A name: soren, muon, htmuon, adamw. A mapping: keywords of `build_optimizer`, any of which may be left
 out. A recipe's optimizer section: complete, nothing is added."""
-TRANSFORMERS_DEFAULTS = ("adamw_torch", "adamw_torch_fused")
 _TOKENS = "num_tokens"
 """The key of a checkpoint's state with TRL's number of tokens trained on."""
 CHANGED_BY_TRAINING = ("use_cache", "output_router_logits")
@@ -94,7 +92,10 @@ class SorenTrainerMixin(Trainer):
             for parameter in model.parameters():
                 if parameter.requires_grad and parameter.dtype != torch.float32:
                     parameter.data = parameter.data.float()
-        self.optimizer_settings = optimizer_keywords(optimizer_settings, self.args)
+        if isinstance(optimizer_settings, OptimizerSection):
+            self.optimizer_settings = optimizer_settings.model_dump(exclude_none=True)
+        else:
+            self.optimizer_settings = completed_settings(optimizer_settings or {}, self.args)
         # Never stepped: a model that it refuses is refused before training, and `_attach_optimizer` compares with it.
         self.expected_optimizer = build_optimizer(model, **self.optimizer_settings)
         self.retention: Any = None  # a callback whose values belong to the log of an evaluation
@@ -340,28 +341,6 @@ def _set(settings: list[tuple[Any, str, Any]]) -> None:
             setattr(config, key, value)
         elif hasattr(config, key):
             delattr(config, key)
-
-
-def optimizer_keywords(settings: OptimizerSettings, args: TrainingArguments) -> dict[str, Any]:
-    """Return the keywords of `build_optimizer`; those that `settings` leaves out are taken from args.
-
-    args has learning_rate (lr), weight_decay, betas and epsilon. The scale is the recipes': every update has RMS
-    0.2 lr, AdamW's after a few hundred steps. Raises UserError if args.optim names another optimizer.
-    """
-    if isinstance(settings, OptimizerSection):
-        return settings.model_dump(exclude_none=True)
-    if args.optim not in TRANSFORMERS_DEFAULTS:
-        other = getattr(args.optim, "value", args.optim)
-        raise UserError(f'args.optim: is {other}, which has no effect here; write optimizer_settings="muon", ...')
-    keywords: dict[str, Any] = {"name": settings} if isinstance(settings, str) else dict(settings or {})
-    name = keywords.setdefault("name", "soren")
-    if name in OPTIMIZERS and OPTIMIZERS[name].rule == "spectral":
-        keywords.setdefault("adjust_lr_fn", ADJUST_LR_FN)
-    keywords.setdefault("lr", args.learning_rate)
-    keywords.setdefault("weight_decay", args.weight_decay)
-    keywords.setdefault("betas", (args.adam_beta1, args.adam_beta2))
-    keywords.setdefault("eps", args.adam_epsilon)
-    return keywords
 
 
 class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):

@@ -1,0 +1,298 @@
+"""Each host of docs/hosts.md ends with the bits of our own trainer, after ten steps on one process."""
+
+import importlib
+import json
+import sys
+from types import ModuleType
+
+import datasets
+import pytest
+import torch
+import trl
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+from soren_align import OptimizerFactory, SorenDPOTrainer, SorenSFTTrainer, build_optimizer
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
+from soren_align.sharding import set_strategy
+from soren_align.training.trainer import SorenTrainerMixin
+from tests.support.tiny_models import make_model
+
+pytestmark = pytest.mark.model
+DATA = shipped.ROOT / "recipes" / "quickstart" / "data"
+NUM_STEPS, BATCH = 10, 2
+SETTINGS = {"name": "soren", "aux_lr": 1e-3}
+SHARED = {"learning_rate": 5e-3, "weight_decay": 0.1, "max_steps": NUM_STEPS, "lr_scheduler_type": "constant",
+          "per_device_train_batch_size": BATCH, "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no",
+          "train_sampling_strategy": "sequential", "disable_tqdm": True}  # fmt: skip
+BUILD = {**SETTINGS, "lr": 5e-3, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_measured"}
+
+
+def examples(name, column):
+    lines = (DATA / name).read_text().splitlines()[: NUM_STEPS * BATCH]
+    return datasets.Dataset.from_list([json.loads(line) for line in lines]).select_columns(column)
+
+
+def weights(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_equal_bits(model, expected):
+    assert expected.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(make_model(tmp_path_factory.mktemp("tiny") / "model", 0))
+
+
+@pytest.fixture
+def config(tmp_path):
+    return {"output_dir": str(tmp_path), **SHARED, "max_length": 64, "gradient_checkpointing": False}
+
+
+def fresh(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+class SorenTrainer(SorenTrainerMixin, Trainer):
+    """Our trainer with the model's own loss: TRL's SFTTrainer computes the logits in chunks, which rounds otherwise."""
+
+
+@pytest.fixture(scope="module")
+def tokenized(path, tmp_path_factory):
+    """TRL's examples and its collator."""
+    args = trl.SFTConfig(str(tmp_path_factory.mktemp("tokens")), **SHARED, max_length=64)
+    trainer = trl.SFTTrainer(
+        fresh(path), args, train_dataset=examples("chat_train.jsonl", ["messages"]),
+        processing_class=AutoTokenizer.from_pretrained(path),
+    )  # fmt: skip
+    return trainer.train_dataset, trainer.data_collator
+
+
+@pytest.fixture(scope="module")
+def ours(path, tokenized, tmp_path_factory):
+    """Our trainer's weights after ten steps, the examples and the collator."""
+    args = TrainingArguments(str(tmp_path_factory.mktemp("ours")), **SHARED, remove_unused_columns=False)
+    dataset, collator = tokenized
+    trainer = SorenTrainer(
+        fresh(path), args, train_dataset=dataset, data_collator=collator, optimizer_settings=SETTINGS
+    )
+    start = weights(trainer.model)
+    trainer.train()
+    assert all(not torch.equal(weight, start[name]) for name, weight in weights(trainer.model).items())
+    return weights(trainer.model), dataset, collator
+
+
+def test_transformers_trainer(path, ours, tmp_path):
+    expected, dataset, collator = ours
+    args = TrainingArguments(str(tmp_path), **SHARED, remove_unused_columns=False)
+    trainer = Trainer(
+        fresh(path), args, train_dataset=dataset, data_collator=collator,
+        optimizer_cls_and_kwargs=(OptimizerFactory, {"args": args, **SETTINGS}),
+    )  # fmt: skip
+    trainer.train()
+    assert_equal_bits(trainer.model, expected)
+
+
+def test_trl_sft_trainer(path, config):
+    conversations, args = examples("chat_train.jsonl", ["messages"]), trl.SFTConfig(**config)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    reference = SorenSFTTrainer(
+        fresh(path), args, train_dataset=conversations, processing_class=tokenizer, optimizer_settings=SETTINGS
+    )
+    reference.train()
+    trainer = trl.SFTTrainer(
+        fresh(path), args, train_dataset=conversations, processing_class=tokenizer,
+        optimizer_cls_and_kwargs=(OptimizerFactory, {"args": args, **SETTINGS}),
+    )  # fmt: skip
+    trainer.train()
+    assert_equal_bits(trainer.model, weights(reference.model))
+
+
+def test_trl_dpo_trainer(path, config):
+    """TRL's DPOTrainer has no such argument; the attribute is transformers'."""
+    pairs, args = examples("pairs_train.jsonl", ["chosen", "rejected"]), trl.DPOConfig(**config)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    reference = SorenDPOTrainer(
+        fresh(path), args=args, train_dataset=pairs, processing_class=tokenizer, optimizer_settings=SETTINGS
+    )
+    reference.train()
+    trainer = trl.DPOTrainer(fresh(path), args=args, train_dataset=pairs, processing_class=tokenizer)
+    trainer.optimizer_cls_and_kwargs = (OptimizerFactory, {"args": args, **SETTINGS})
+    trainer.train()
+    assert_equal_bits(trainer.model, weights(reference.model))
+
+
+def batches(dataset, collator):
+    rows = list(dataset)
+    for start in range(0, NUM_STEPS * BATCH, BATCH):
+        batch = collator(rows[start : start + BATCH])
+        # As transformers' Trainer: the sum of the losses over their number, which rounds otherwise than their mean.
+        yield {**batch, "num_items_in_batch": (batch["labels"][:, 1:] != -100).sum()}
+
+
+def test_a_plain_loop(path, ours):
+    expected, dataset, collator = ours
+    model = fresh(path).train()
+    optimizer = build_optimizer(model, **BUILD)
+    for batch in batches(dataset, collator):
+        model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_bits(model, expected)
+
+
+def test_accelerate(path, ours):
+    expected, dataset, collator = ours
+    accelerator = Accelerator(cpu=True)
+    model = fresh(path).train()
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, **BUILD))
+    set_strategy(optimizer)
+    for batch in batches(dataset, collator):
+        accelerator.backward(model(**batch).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_bits(model, expected)
+
+
+def test_lightning(path, ours, tmp_path):
+    lightning = pytest.importorskip("lightning")
+    expected, dataset, collator = ours
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = fresh(path).train()
+
+        def training_step(self, batch, index):
+            return self.model(**batch).loss
+
+        def configure_optimizers(self):
+            return build_optimizer(self.model, **BUILD)
+
+        def configure_gradient_clipping(self, *args, **kwargs):
+            # Lightning's own gradient_clip_val adds the squares in the order of the groups, which rounds otherwise.
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    module = Module()
+    loader = torch.utils.data.DataLoader(list(batches(dataset, collator)), batch_size=None)
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=NUM_STEPS, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, loader)
+    assert_equal_bits(module.model, expected)
+
+
+# Axolotl and ms-swift cannot be installed beside this transformers: these stand-ins have the signatures that were read.
+
+
+class AxolotlMixin(Trainer):
+    """axolotl.core.trainers.mixins.optimizer.OptimizerMixin at 067b021, as far as a factory is concerned."""
+
+    def create_optimizer(self, model=None):
+        opt_model = self.model if model is None else model
+        if not self.optimizer and self.optimizer_cls_and_kwargs is not None:
+            factory, kwargs = self.optimizer_cls_and_kwargs
+            self.optimizer = factory()(opt_model, self.args, **kwargs)
+        return super().create_optimizer(model=model)
+
+
+class AxolotlConfig(dict):
+    """axolotl.utils.dict.DictDefault: a missing key is None."""
+
+    __getattr__ = dict.get
+
+
+@pytest.fixture
+def axolotl(monkeypatch):
+    """Our plug-in beside a stand-in for axolotl.integrations.base."""
+    names = ("axolotl", "axolotl.integrations", "axolotl.integrations.base")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[names[-1]].BasePlugin = type("BasePlugin", (), {})
+    yield importlib.import_module("soren_align.plugins.axolotl")
+    del sys.modules["soren_align.plugins.axolotl"]
+
+
+def axolotl_trainer(path, ours, folder, **settings):
+    _, dataset, collator = ours
+    args = TrainingArguments(str(folder), **SHARED, remove_unused_columns=False)
+    return AxolotlMixin(fresh(path), args, train_dataset=dataset, data_collator=collator, **settings)
+
+
+def test_axolotls_plugin(path, ours, tmp_path, axolotl):
+    plugin = axolotl.SorenPlugin()
+    module, _, name = plugin.get_input_args().rpartition(".")
+    assert getattr(sys.modules[module], name)(soren_align=SETTINGS).soren_align == SETTINGS
+    trainer = axolotl_trainer(path, ours, tmp_path)
+    plugin.post_trainer_create(AxolotlConfig(soren_align=SETTINGS), trainer)
+    trainer.train()
+    assert_equal_bits(trainer.model, ours[0])
+
+
+@pytest.mark.parametrize(("keys", "settings", "problem"), [
+    ({"embedding_lr": 1e-5}, {}, "embedding_lr: has no effect with SorenPlugin; remove this key"),
+    ({"optimizer": "muon"}, {"optimizer_cls_and_kwargs": (torch.optim.Muon, {})}, "optimizer: is muon, which has no"),
+])  # fmt: skip
+def test_axolotls_keys_that_would_have_no_effect_are_refused(path, ours, tmp_path, axolotl, keys, settings, problem):
+    trainer = axolotl_trainer(path, ours, tmp_path, **settings)
+    with pytest.raises(UserError, match=problem):
+        axolotl.SorenPlugin().post_trainer_create(AxolotlConfig(**keys), trainer)
+
+
+class SwiftCallback:
+    """swift.optimizers.base.OptimizerCallback at 3602360."""
+
+    def __init__(self, args, trainer):
+        self.args, self.trainer = args, trainer
+
+
+class SwiftTrainer(Trainer):
+    """swift.trainers.mixin.SwiftMixin at 3602360, as far as the optimizer is concerned."""
+
+    def __init__(self, model, args, callback, **kwargs):
+        self.optimizer_callback = callback(args, self)
+        super().__init__(model, args, **kwargs)
+
+    def create_optimizer(self, model=None):
+        self.optimizer = self.optimizer_callback.create_optimizer(model=model)
+        self.optimizer.param_groups = [group for group in self.optimizer.param_groups if len(group["params"]) > 0]
+        return self.optimizer
+
+
+@pytest.fixture
+def swift(monkeypatch):
+    """Our plug-in beside a stand-in for swift.optimizers, whose map it registers in."""
+    module = ModuleType("swift.optimizers")
+    module.OptimizerCallback, module.optimizers_map = SwiftCallback, {"muon": object()}
+    monkeypatch.setitem(sys.modules, "swift", ModuleType("swift"))
+    monkeypatch.setitem(sys.modules, "swift.optimizers", module)
+    importlib.import_module("soren_align.plugins.ms_swift")
+    yield module
+    del sys.modules["soren_align.plugins.ms_swift"]
+
+
+def test_ms_swifts_plugin(path, ours, tmp_path, swift):
+    expected, dataset, collator = ours
+    assert swift.optimizers_map.keys() == {"muon", "soren"}
+    args = TrainingArguments(str(tmp_path), **SHARED, remove_unused_columns=False, optim_args="name=soren, aux_lr=1e-3")
+    callback = swift.optimizers_map["soren"]
+    trainer = SwiftTrainer(fresh(path), args, callback, train_dataset=dataset, data_collator=collator)
+    trainer.train()
+    assert_equal_bits(trainer.model, expected)
+
+
+def test_ms_swifts_arguments_are_read_as_yaml(swift):
+    read = sys.modules["soren_align.plugins.ms_swift"].settings_of
+    assert read("name=muon, lr=1e-5,nesterov=false,ns_steps=6") == {
+        "name": "muon", "lr": 1e-5, "nesterov": False, "ns_steps": 6
+    }  # fmt: skip
+    assert read(None) == {}
+    with pytest.raises(UserError, match="optim_args: found 'muon'; write key=value,key=value"):
+        read("muon")
