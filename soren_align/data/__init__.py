@@ -3,7 +3,9 @@
 from .arrow import dataset_of, has_turns, iterable_dataset
 from .cache import tokenize
 from .encode import BATCH_SIZE, drop_reason_of, encode, without_empty_answers
-from .masks import FIRST, TRAINED, EncodedExample, LossMasks, Tokens, from_token_columns, token_columns
+from .formats import PLAIN_PAIRS
+from .masks import FIRST, TRAINED, EncodedExample, LossMasks, Tokens, from_token_columns, pair_of, token_columns
+from .pairs import start_margins
 from .rendering import template_errors
 from .split import LoadedSplit, hold_out, load_split, mix
 from .stats import DatasetStats, dataset_stats, show_example

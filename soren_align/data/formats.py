@@ -31,6 +31,7 @@ Reader = Callable[[Example, tuple[str, ...]], Example | str]
 trained on."""
 _ALPACA = ("system", "instruction", "input", "output")
 """Alpaca's columns, and LLaMA-Factory's `system` beside them."""
+PLAIN_PAIRS = "plain prompts and pairs of answers, as turns"
 _NATIVE: dict[str, tuple[str, set[str]]] = {  # the paper's datasets, recognized by their additional columns
     "sft": ("ultrachat_200k", {"prompt", "prompt_id"}),
     "dpo": ("ultrafeedback_binarized", {"prompt"}),
@@ -92,10 +93,19 @@ class Format(NamedTuple):
         return self.read is not _texts
 
 
-def recognize(example: Example, task: TaskName, place: str, mapping: ColumnMapping = ColumnMapping()) -> Format:
-    """The format of a dataset with such examples. Raises UserError, starting with `place`, if the task has none."""
+def recognize(
+    example: Example,
+    task: TaskName,
+    place: str,
+    mapping: ColumnMapping = ColumnMapping(),
+    apply_chat_template: bool = True,
+) -> Format:
+    """The format of a dataset with such examples. Raises UserError, starting with `place`, if the task has none.
+
+    apply_chat_template: to prompts and pairs of answers that are texts, which become turns.
+    """
     known = mapping.known(example)
-    form = _format(known, task)
+    form = _format(known, task, apply_chat_template)
     if form is None:
         # The columns that there are and the needed ones, with a proposal for `columns` where there is one.
         other = next((name for name in TASKS if TASKS[name].data == name != task and _format(known, name)), None)
@@ -122,7 +132,7 @@ def recognize(example: Example, task: TaskName, place: str, mapping: ColumnMappi
     return form._replace(unused=tuple(column for column in example if column not in form.columns_read))
 
 
-def _format(example: Example, task: str) -> Format | None:
+def _format(example: Example, task: str, apply_chat_template: bool = True) -> Format | None:
     """The format by an example's columns, by our names; None where none fits."""
     columns, native = example.keys(), TASKS[task].columns
     if TASKS[task].answers:
@@ -140,6 +150,8 @@ def _format(example: Example, task: str) -> Format | None:
             return Format("pairs of dialogues as text, split into turns", native, native, _dialogue_pair)
         inputs = ("prompt", *native)
         if "prompt" in columns and isinstance(chosen, str) and not isinstance(example["prompt"], list):
+            if apply_chat_template:
+                return Format(PLAIN_PAIRS, inputs, native, _joined_pair)
             return Format("plain prompts and pairs of answers, without a template", inputs, inputs, _texts)
         if "prompt" in columns and is_answer:
             return Format("prompts and pairs of answers as turns, joined to pairs", inputs, native, _joined_pair)

@@ -1,6 +1,6 @@
 """The tokens of an example: loss mask and truncation."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,6 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from ..core.errors import UserError
 from ..tasks import TASKS, TaskName
 from .turns import EMPTY_ANSWER, REASONING, Turn, for_template, without
+
+EQUAL_ANSWERS = "two answers with the same tokens"
+"""The start of the reason to drop such pairs."""
 
 
 class Tokens(NamedTuple):
@@ -41,13 +44,19 @@ class EncodedExample(NamedTuple):
         return max(len(side.ids) for side in self.sides)
 
     def drop_reason(self, max_length: int | None) -> str | None:
-        """Why TRL leaves the example out; None if it does not."""
-        if max_length is None:
-            return None
+        """Why the example is not trained on; None if it is.
+
+        TRL drops the same examples, except pairs of two equal answers, whose sigmoid loss has no gradient.
+        """
         first, *others = self.sides
+        if others and max_length is not None and self.num_prompt >= max_length:
+            return f"the prompt alone fills max_length {max_length}"
         if others:
-            return f"the prompt alone fills max_length {max_length}" if self.num_prompt >= max_length else None
-        if not any(first.truncated(max_length).trained):
+            is_equal = first.ids[:max_length] == others[0].ids[:max_length]
+            is_truncated = max_length is not None and self.length > max_length
+            within = f" within max_length {max_length}" * is_truncated
+            return f"{EQUAL_ANSWERS}{within}" if is_equal else None
+        if max_length is not None and not any(first.truncated(max_length).trained):
             return f"no token to train on within max_length {max_length}"
         return None
 
@@ -75,8 +84,13 @@ def from_token_columns(columns: dict[str, list[Any]], task: TaskName) -> Iterato
             ids, labels = parts
             yield EncodedExample((Tokens(ids, [label != -100 for label in labels]),), 0, tuple(kinds))
         else:
-            prompt, *answers = parts
-            yield _after(len(prompt), [prompt + answer for answer in answers])._replace(left_out=tuple(kinds))
+            yield pair_of(dict(zip(TASKS[task].token_columns, parts, strict=True)))._replace(left_out=tuple(kinds))
+
+
+def pair_of(tokens: Mapping[str, list[int]]) -> EncodedExample:
+    """The pair in a row of TRL's columns prompt_ids, chosen_ids and rejected_ids."""
+    prompt = tokens["prompt_ids"]
+    return _after(len(prompt), [prompt + tokens["chosen_ids"], prompt + tokens["rejected_ids"]])
 
 
 def after_prompt(prompt: list[int], sides: list[list[int]]) -> EncodedExample:

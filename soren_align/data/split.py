@@ -97,7 +97,7 @@ def _from_file(spec: DataSplit, task: TaskName) -> tuple[Dataset, Format, dict[s
     origin = local.origin()
     features = features_of(form.outputs, form.has_turns)
     suffixes = [file.suffixes for file in local.files.values()]
-    rules = (spec.bad_examples, spec.mask_history, form.mapping)
+    rules = (spec.bad_examples, spec.mask_history, form.mapping, form.outputs)
     key = cache_key(origin["sha256"], suffixes, task, spec.limit, *rules)
 
     def examples() -> Iterator[Example]:
@@ -192,7 +192,8 @@ def format_of(examples: Iterable[Any], spec: DataSplit, task: TaskName, place: s
     for column in (spec.columns.get(name, name) for name in OPTIONS):  # often only some examples have tools
         value = next((other[column] for other in objects if other.get(column)), None)
         example = example if value is None or column in example else {**example, column: value}
-    return formats.recognize(example, task, place, mapping)._replace(mask_history=spec.mask_history)
+    form = formats.recognize(example, task, place, mapping, spec.apply_chat_template is not False)
+    return form._replace(mask_history=spec.mask_history)
 
 
 def checked(

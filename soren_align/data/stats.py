@@ -15,7 +15,8 @@ from ..core.errors import printable
 from ..run.record import describe_truncation
 from ..tasks import TASKS, TaskName
 from .encode import BATCH_SIZE, encode
-from .masks import LossMasks, ends_in_trained_stop, text_spans
+from .masks import EQUAL_ANSWERS, LossMasks, ends_in_trained_stop, text_spans
+from .pairs import PairCounter, PairStats
 
 HEAD, TAIL = 600, 200
 """Characters of a long text that are shown."""
@@ -52,6 +53,8 @@ class DatasetStats:
     """Of the kept examples, before truncation: the tokenizer's unk_token, in place of text that it cannot represent."""
     max_token_id: int = -1
     """Of the kept examples, after truncation."""
+    pairs: PairStats | None = None
+    """Of preference pairs."""
 
     def describe_truncation(self) -> str:
         """Describe truncated examples."""
@@ -92,6 +95,7 @@ def dataset_stats(
     num_kept: Counter[int] = Counter()  # by source
     sums: Counter[str] = Counter()
     max_id, has_stop, first = -1, False, []
+    pairs = PairCounter() if TASKS[task].answers else None
     for batch in dataset.iter(batch_size=BATCH_SIZE):
         assert isinstance(batch, dict)
         num_before = len(lengths)
@@ -102,10 +106,14 @@ def dataset_stats(
                 masks.add(example.sides[0].trained)
             if reason := example.drop_reason(max_length):
                 dropped[reason] += 1
+                if pairs and reason.startswith(EQUAL_ANSWERS):
+                    pairs.add_equal(len(lengths) - 1)
                 continue
             num_kept[source] += 1
             left_out.update(example.left_out)
             sides = [side.truncated(max_length) for side in example.sides]
+            if pairs:
+                pairs.add(len(lengths) - 1, sides)
             num_tokens, num_all = (sum(len(side.ids) for side in s) for s in (sides, example.sides))
             sums["truncated"] += max_length is not None and example.length > max_length
             sums["truncated tokens"] += num_all - num_tokens
@@ -138,6 +146,7 @@ def dataset_stats(
         num_left_out=dict(left_out),
         num_unknown_tokens=sums["unknown"],
         max_token_id=max_id,
+        pairs=pairs.stats() if pairs else None,
     )
 
 

@@ -18,6 +18,7 @@ from ..evaluate.report.tables import MIN_QUESTIONS, TOO_FEW, has_too_few
 from ..evaluate.report.tables import terminal as results_table
 from ..run.curves import HELD_OUT, LOSS, MARGIN, Curves, braille, describe, draw_curves, read_curves
 from ..run.folder import RunFolder, read_metrics
+from ..run.preferences import describe_preferences
 from ..run.record import describe_earlier_runs, describe_losses
 
 CHART_LINES = 6
@@ -56,7 +57,7 @@ def show(run: str | None, *, full: bool = False, as_json: bool = False) -> None:
         print_labelled(console, "trained", f"{count(training['steps'], 'step')} in {seconds:,.0f} s")
         for line in describe_losses(training):
             print_labelled(console, "", line)
-    for line in describe(curves):
+    for line in (*describe(curves), *describe_preferences(training)):
         print_labelled(console, "notice", line)
     print_chart(console, curves)
     for results in evaluations:

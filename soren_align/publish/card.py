@@ -21,6 +21,7 @@ from ..evaluate.report import tables
 from ..evaluate.report.results import Results, Row, read_results
 from ..recipe import Recipe, adapter_config, load_resolved, to_yaml
 from ..run.folder import RunFolder
+from ..run.preferences import describe_preferences
 from ..run.record import (
     SURVIVAL_THRESHOLD,
     TRAINED,
@@ -341,7 +342,8 @@ def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> tuple[s
         warning = "**Training hardly changed this model: expect the behavior of the starting checkpoint.**"
     elif survival and not merged and min(survival["fraction_changed"], survival["projection"]) < SURVIVAL_THRESHOLD:
         warning = "**Most of the change was lost to rounding when the model was saved.**"
-    lines += [f"{text[0].upper()}{text[1:]}." for text in describe_losses(training)]
+    texts = [*describe_losses(training), *describe_preferences(training, remedy=False)]
+    lines += [f"{text[0].upper()}{text[1:]}." for text in texts]
     return warning, " ".join(lines)
 
 

@@ -39,6 +39,11 @@ class DataSplit(Section):
     `gpt`, need not be listed. `tool_call` is an assistant's turn whose content is the tool calls as JSON text."""
     mask_history: bool = False
     """Train only the last answer of each conversation, and give weight 0 to earlier answers. Only for SFT."""
+    apply_chat_template: bool | None = None
+    """Whether pairs whose `prompt`, `chosen` and `rejected` are texts are rendered with the model's chat template: the
+    prompt is a user's turn, and each answer an assistant's. null: yes, with a notice. true: yes. false: train the texts
+    as they are, for texts that are already rendered and for models without a chat template. Only for DPO; has no effect
+    on conversations."""
 
 
 class TrainSplit(DataSplit):

@@ -33,6 +33,7 @@ have to be above PEAK times the first one, which is of few examples."""
 Count = Annotated[int, Field(ge=0)]
 
 _BEST = {"metric": str, "value": float | None, "step": Annotated[int | None, Field(ge=0)]}
+_ENDS = Annotated[list[float], Field(min_length=2, max_length=2)]
 _SOURCE = {
     # a dataset, identified by the hub's commit or a file's sha256; several of a mixture are in `sources`
     "path": str,
@@ -54,7 +55,13 @@ _TRAINING = {
     "held_out?": {"num_examples": Count, "evaluations": [{"step": Count, "loss": float}]},
     # The share of pairs whose chosen answer the model prefers, and the mean margin of the rewards. held_out: otherwise
     # the pairs are those of the last training log.
-    "preferences?": {"share": float, "margin": float, "num_pairs": Count, "held_out": bool},
+    # log_probability_changes: of the chosen and of the rejected answers, since the start.
+    "preferences?": {
+        **{"share": float, "margin": float, "num_pairs": Count, "held_out": bool, "loss_type?": list[str]},
+        "log_probability_changes?": {"chosen": float, "rejected": float},
+    },
+    # Of DPO, the answers of samples.jsonl: means at the start and at the end; see run/preferences.py.
+    "samples?": {"num_prompts": Count, "characters": _ENDS, "repeated": _ENDS},
     "relative_change?": float,
     "aux_relative_change?": float,
     # The shares of each parameter group's change that the saved model contains.

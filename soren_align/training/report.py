@@ -12,9 +12,11 @@ from rich.console import Console
 from ..core.errors import UserError
 from ..core.files import file_sha256
 from ..core.text import print_labelled
+from ..data import start_margins
 from ..optim import route, routing_table, share_notices, spectral_share
 from ..recipe import Recipe, batch_unit, global_batch, recipe_hash
-from ..run.folder import RunFolder
+from ..run.folder import RunFolder, read_metrics
+from ..run.preferences import describe_preferences, log_probability_changes, sample_changes
 from ..run.provenance import fingerprint
 from ..run.quantized import quantization_of, weight_numel
 from ..run.record import (
@@ -26,6 +28,7 @@ from ..run.record import (
     describe_losses,
 )
 from ..sharding.ranks import Ranks
+from ..tasks import TASKS
 from .measure.progress import peak_memory
 from .setup import TrainingSetup
 
@@ -56,6 +59,10 @@ def report_setup(
     examples |= {"num_truncated": counts.num_truncated, "num_truncated_tokens": counts.num_truncated_tokens}
     examples["num_unknown_tokens"] = counts.num_unknown_tokens
     examples |= {"packing": asdict(setup.packing)} if setup.packing else {}
+    examples |= {"pairs": counts.pairs.record()} if counts.pairs else {}
+    references = [f"ref_{answer}_logps" for answer in TASKS[recipe.task].answers]
+    if references and {*references} <= {*(trainer.train_dataset.column_names or ())}:
+        examples["pairs"]["start_margins"] = start_margins(*(trainer.train_dataset[name] for name in references))
     if stream:
         examples = {"preview": {"num_examples": train.num_examples, **examples}, **stream.counts()}
     folder.update(
@@ -100,6 +107,9 @@ def report_setup(
     lines = [counts.describe_truncation()] if counts.num_truncated else []
     lines += describe_held_out(setup.held_out) if setup.held_out else []
     lines += setup.packing.describe() if setup.packing else []
+    if margins := examples.get("pairs", {}).get("start_margins"):
+        share = f"{margins['share_positive']:.0%} of the pairs, mean difference {margins['mean']:.3g}"
+        lines.append(f"the starting model gives the chosen answer the higher log-probability in {share}")
     for line in lines:
         print_labelled(console, "", line)
     checkpoint = ", ".join(filter(None, ("starting checkpoint", describe_earlier_runs({"after": earlier}))))
@@ -163,7 +173,12 @@ def report_result(
     if f"{prefix}rewards/accuracies" in source:
         share, margin = (source[f"{prefix}rewards/{key}"] for key in ("accuracies", "margins"))
         counted = {"num_pairs": num_examples, "held_out": bool(evaluations)}
-        losses["preferences"] = {"share": share, "margin": margin, **counted}
+        losses["preferences"] = {"share": share, "margin": margin, **counted, "loss_type": list(trainer.loss_types)}
+        if args.beta and not args.sync_ref_model:  # which would move the reference away from the start
+            logged = {key.removeprefix(prefix): value for key, value in source.items()}
+            losses["preferences"]["log_probability_changes"] = log_probability_changes(logged, args.beta)
+        if folder.samples.is_file() and (changes := sample_changes(read_metrics(folder.samples))):
+            losses["samples"] = changes
 
     if stream:
         data = (folder.read() or {})["data"]
@@ -205,6 +220,8 @@ def report_result(
         lines.append(f"the matrices changed by {100 * result['relative_change']:.3g}% of their norm")
     for line in lines:
         print_labelled(console, "", line)
+    for notice in describe_preferences(losses):
+        print_labelled(console, "notice", notice)
     if "matrices" not in result["change_after_saving"]:  # nothing has changed
         return
     dtype, matrices = (result["change_after_saving"][key] for key in ("dtype", "matrices"))

@@ -19,6 +19,7 @@ from ..core.errors import UserError, as_user_error, in_one_line
 from ..core.files import default_cache_folder
 from ..data import (
     BATCH_SIZE,
+    PLAIN_PAIRS,
     DatasetStats,
     LossMasks,
     Preview,
@@ -109,6 +110,7 @@ def set_up_training(
         splits, tokens = tokenize_splits(recipe, splits, tokenizer)
         return TrainingSetup(recipe, start, tokenizer, splits, tokens, None, stream=stream)
 
+    of_pairs = _plain_pair_notices(recipe, train, tokenizer)
     assistant_only, completion_only = map(recipe.trainer.get, ("assistant_only_loss", "completion_only_loss"))
     of_template = check_template(tokenizer, recipe.data_task, bool(assistant_only), train.dataset, completion_only)
     of_generation = generation_notices(recipe, start)
@@ -152,7 +154,7 @@ def set_up_training(
         refuse_no_batch(recipe, packing.num_sequences if packing else counts.num_kept, ranks.num_ranks)
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     positions = positions if isinstance(positions, int) else None
-    notices = [*train.notices, *(evaluation.notices if evaluation else ()), *of_template]
+    notices = [*train.notices, *(evaluation.notices if evaluation else ()), *of_template, *of_pairs]
     notices += _notices(recipe, train.dataset, tokenizer, counts, packing, config.max_length, positions, of_template)
     samples = recipe.run.samples
     prompts = read_prompts(samples, tokenizer, has_turns(train.dataset), positions) if samples else ()
@@ -253,16 +255,18 @@ def _notices(
             "the loss contains all tokens of conversations, also the user's messages. To train only on the answers, "
             "write trainer.assistant_only_loss: true. To hide this notice, write false for this key"
         )
-    if "prompt" in columns and not has_turns(dataset) and tokenizer.chat_template:
+    if "completion" in columns and not has_turns(dataset) and tokenizer.chat_template:
         # the `columns` by which prompts and answers in plain text become turns
-        answers = {answer: answer for answer in TASKS[recipe.task].answers} or {"output": "completion"}
         own: dict[str, str] = {**recipe.data.sources[0].columns}
-        turns = {ours: own.get(column, column) for ours, column in ({"instruction": "prompt"} | answers).items()}
+        answers = {"instruction": "prompt", "output": "completion"}
+        turns = {ours: own.get(column, column) for ours, column in answers.items()}
         notices.append(
             "prompts and answers are plain texts and are trained without the model's chat template, but `soren-align "
             "chat` and some suites use the template. To train with the template, write data.train.columns: "
             f"{columns_text(turns)}"
         )
+    if counts.pairs:
+        notices += counts.pairs.notices(dataset, repeats=any(source.weight > 1 for source in recipe.data.sources))
     notices += packing.notices() if packing else []
     if recipe.optimizer.states == "8bit" and recipe.optimizer.name != "adamw":  # whose update does not lift them
         notices.append(
@@ -292,6 +296,34 @@ def _notices(
             "tokenizer does not know this text, so the model does not see this text. Use a model whose tokenizer does"
         )
     return notices
+
+
+def _plain_pair_notices(recipe: Recipe, train: Any, tokenizer: Any) -> list[str]:
+    """Return a notice about plain pairs that are rendered with the chat template, unless the recipe has the key.
+
+    Raises UserError if there is no template.
+    """
+    if PLAIN_PAIRS not in train.layout:
+        return []
+    key, turns = "data.train.apply_chat_template", train.dataset[0]["chosen"]
+    without = f"train the texts as they are, write {key}: false"
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{train.source['path']}: has {PLAIN_PAIRS}, but the tokenizer has no chat template; write "
+            f"model.chat_template, or, to {without}"
+        )
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if marks := sorted(mark for mark in special if any(mark in turn["content"] for turn in turns)):
+        return [
+            f"the first pair contains {', '.join(marks)}, and is rendered with the chat template. If the texts are "
+            f"already rendered, write {key}: false"
+        ]
+    if all(source.apply_chat_template is not None for source in recipe.data.sources):
+        return []
+    return [
+        "prompts and answers are plain texts, and are trained with the model's chat template. To "
+        f"{without}. To hide this notice, write true for this key"
+    ]
 
 
 def load_splits(recipe: Recipe) -> dict[str, Any]:

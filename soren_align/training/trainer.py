@@ -20,6 +20,7 @@ from trl import DPOTrainer, SFTTrainer
 
 from ..core.errors import UserError
 from ..core.files import remove, write
+from ..data import pair_of
 from ..optim import build_optimizer, completed_settings
 from ..recipe import OptimizerSection
 from ..recipe.model import QUANTIZATION_RECORD
@@ -382,13 +383,13 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        """As TRL, which tokenizes; of tokens, as SFTTrainer takes them, only examples that are too long are dropped."""
+        """As TRL, which tokenizes; of tokens, as SFTTrainer takes them, the pairs with a `drop_reason` are dropped."""
         if "prompt_ids" not in (dataset.column_names or ()):
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        if args.max_length is None or args.truncation_mode != "keep_start":
+        if args.truncation_mode != "keep_start":
             return dataset
         max_length = args.max_length  # not args, which would be hashed with the run's folder
-        return dataset.filter(lambda example: len(example["prompt_ids"]) < max_length)
+        return dataset.filter(lambda example: pair_of(example).drop_reason(max_length) is None)
 
 
 class SorenPretrainer(SorenSFTTrainer):

@@ -50,9 +50,8 @@ FORMS = {
     "prompt as text, answers as turns": (
         "dpo", {"prompt": "Why?", "chosen": ANSWERS[:1], "rejected": ANSWERS[1:]},
         "prompts and pairs of answers as turns, joined to pairs", ASKED),
-    "three texts": ("dpo", {"prompt": "Why? ", "chosen": "Hay.", "rejected": "No.", "score": 1.0},
-                    "plain prompts and pairs of answers, without a template",
-                    {"prompt": "Why? ", "chosen": "Hay.", "rejected": "No."}),
+    "three texts": ("dpo", {"prompt": "Why?", "chosen": "Hay.", "rejected": "No.", "score": 1.0},
+                    "plain prompts and pairs of answers, as turns", ASKED),
     "ShareGPT preferences": (
         "dpo", {"conversations": spoken(PROMPT), "chosen": spoken(ANSWERS)[0], "rejected": spoken(ANSWERS)[1]},
         "ShareGPT preferences, joined to pairs", PAIRED),
@@ -127,7 +126,8 @@ OWN_NAMES = {
                  {"prompt": [{"role": "user", "content": "Why?"}], "completion": [answer("So.")]}),
     "swapped": ("dpo", {"prompt": "Why? ", "chosen": "bad", "rejected": "good"},
                 {"prompt": "prompt", "chosen": "rejected", "rejected": "chosen"}, {},
-                {"prompt": "Why? ", "chosen": "good", "rejected": "bad"}),
+                {side: [{"role": "user", "content": "Why? "}, answer(text)]
+                 for side, text in (("chosen", "good"), ("rejected", "bad"))}),
     "keys of turns, and roles": (
         "sft", {"dialog": [{"who": "student", "says": "Hi"}, {"who": "gpt", "says": "Ho"}], "text": "x"},
         {"messages": "dialog", "role": "who", "content": "says"}, {"student": "user"},

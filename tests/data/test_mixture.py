@@ -97,7 +97,7 @@ def test_forms_that_come_to_the_same_mix_and_others_do_not(two, write, tmp_path)
     pairs = write("p.jsonl", [pair_row(1)])
     texts = write("q.jsonl", [{"prompt": "Why?", "chosen": "a", "rejected": "b"}])
     with pytest.raises(UserError, match="these two forms cannot be mixed; use splits of one form"):
-        load_mixture([source(pairs), source(texts)], "dpo", 1)
+        load_mixture([source(pairs), source(texts, apply_chat_template=False)], "dpo", 1)
 
 
 @pytest.mark.parametrize("settings", [(True, True), (False, True), (False, False)])

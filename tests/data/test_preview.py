@@ -154,10 +154,11 @@ def test_the_other_forms_are_counted_as_trl_does(checkpoint, write, tmp_path, fo
     )
 
 
-@pytest.mark.parametrize("max_length", [None, 30])
+@pytest.mark.parametrize(("max_length", "template"), [(None, False), (30, False), (30, None)])
 @pytest.mark.parametrize("form", PLAIN_PAIRS)
-def test_the_other_forms_of_pairs_are_counted_as_trl_does(checkpoint, write, tmp_path, form, max_length):
-    dataset = load_split(split(write("rows.jsonl", PLAIN_PAIRS[form])), "dpo").dataset
+def test_the_other_forms_of_pairs_are_counted_as_trl_does(checkpoint, write, tmp_path, form, max_length, template):
+    rows = split(write("rows.jsonl", PLAIN_PAIRS[form]), apply_chat_template=template)
+    dataset = load_split(rows, "dpo").dataset
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     ours = dataset_stats(dataset, "dpo", tokenizer, max_length=max_length)
     args = DPOConfig(**settings(tmp_path, max_length=max_length))

@@ -1,0 +1,84 @@
+"""What DPO has changed: the log-probability of the chosen answers, and the length and repetitions of sampled answers.
+
+The loss only sees the difference of two log-probabilities, so both may fall. docs/data.md has the reasons and sources.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MIN_FALL = 0.1
+"""Nats of an answer: below it, the change of the chosen answers is not reported."""
+NGRAM = 4
+LONGER = 1.5
+"""The factor from which sampled answers are reported as longer."""
+REPEATED, MORE_REPEATED = 0.2, 0.1
+"""The share of repeated n-grams from which it is reported, if it rose by the second number."""
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+"""Chinese and Japanese have no spaces: each character counts as a word."""
+
+
+def log_probability_changes(log: Mapping[str, float], beta: float) -> dict[str, float]:
+    """Return the mean change of an answer's log-probability in nats, by "chosen" and "rejected".
+
+    log: the rewards of a training log, or of an evaluation without its `eval_`. A reward is beta times this change, on
+    the same pairs, if the reference is the start.
+    """
+    return {answer: log[f"rewards/{answer}"] / beta for answer in ("chosen", "rejected")}
+
+
+def sample_changes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what changed in the answers of samples.jsonl from step 0 to its end; {} without both.
+
+    num_prompts; characters: [mean at the start, at the end]; repeated: the same of `repeated_share`.
+    """
+    answers: tuple[dict[str, str], dict[str, str]] = ({}, {})  # at the start, and after it, by prompt
+    for line in lines:
+        answers[line["step"] > 0][json.dumps(line["prompt"])] = str(line["completion"])
+    sides = [side.values() for side in answers]
+    if not sides[0] or len(sides[0]) != len(sides[1]):
+        return {}
+    return {
+        "num_prompts": len(sides[0]),
+        "characters": [sum(map(len, texts)) / len(texts) for texts in sides],
+        "repeated": [sum(map(repeated_share, texts)) / len(texts) for texts in sides],
+    }
+
+
+def repeated_share(text: str) -> float:
+    """Return the share of a text's n-grams of words that are equal to an earlier one, 0 for a text without any."""
+    words = _WORD.findall(text.casefold())
+    ngrams = list(zip(*(words[i:] for i in range(NGRAM)), strict=False))
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+def describe_preferences(training: Mapping[str, Any], *, remedy: bool = True) -> list[str]:
+    """Describe what may be a concern after DPO, a sentence each; [] if nothing is. training: run.json's section.
+
+    remedy: whether the last sentence names one.
+    """
+    preferences, samples = training.get("preferences", {}), training.get("samples")
+    changes, problems, texts = preferences.get("log_probability_changes"), [], []
+    if changes and changes["chosen"] <= -MIN_FALL:
+        chosen, rejected = changes["chosen"], changes["rejected"]
+        fell = f"the log-probability of the chosen answers fell by {-chosen:.3g} on average, that of the rejected ones"
+        fell += f" by {-rejected:.3g}" if rejected < 0 else f" rose by {rejected:.3g}"
+        if rejected < chosen:
+            normal = "This is normal in DPO; it is a concern if sampled answers become longer, repeat themselves or"
+            texts.append(f"{fell}. {normal} lose their sense")
+        else:
+            remedies = "check the labels, or lower the learning rate"
+            problems.append(f"{fell}. The model has not learned the preference: {remedies}")
+    if samples:
+        (before, after), (less, more) = samples["characters"], samples["repeated"]
+        answers = f"the sampled answers to {samples['num_prompts']:,} prompt{'s' * (samples['num_prompts'] != 1)}"
+        if after >= LONGER * before:
+            texts.append(f"{answers} became longer: from {before:,.0f} to {after:,.0f} characters on average")
+        if more >= max(REPEATED, less + MORE_REPEATED):
+            share = f"{more:.0%} of their sequences of {NGRAM} words are repeated, {less:.0%} at the start"
+            texts.append(f"{answers} repeat themselves: {share}")
+    losses = preferences.get("loss_type", [])
+    if texts and remedy and losses and "sft" not in losses:
+        texts[-1] += f". If this is a concern, try trainer.loss_type: [{', '.join([*losses, 'sft'])}]"
+    return [*problems, *texts]
