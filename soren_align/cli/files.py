@@ -218,7 +218,10 @@ def copy_suite(
 
 def import_(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="YAML of TRL, the alignment handbook, Axolotl or LLaMA-Factory.")
+        str,
+        typer.Argument(
+            metavar="FILE", help="YAML of TRL, the alignment handbook, Axolotl, LLaMA-Factory or torchtune."
+        ),
     ],
     dest: Annotated[
         str | None, typer.Argument(metavar="DEST", help="File or folder. Default: print the recipe.")

@@ -359,7 +359,9 @@ def with_datasets(source: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     folder: the file's. Raises UserError if dataset_info.json is missing or does not have a name.
     """
-    if not isinstance(source.get("dataset"), str | list) or "dataset_name" in source or "datasets" in source:
+    names = source.get("dataset")
+    is_named = isinstance(names, str) or (isinstance(names, list) and not any(isinstance(name, dict) for name in names))
+    if not is_named or "dataset_name" in source or "datasets" in source:
         return source
     # In dataset_dir from the file's folder or one above it, as its examples stand, or from the working directory.
     name = str(source.get("dataset_dir") or "data")

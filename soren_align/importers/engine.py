@@ -1,4 +1,4 @@
-"""Convert the flat YAML of TRL, the alignment handbook, Axolotl and LLaMA-Factory to a recipe.
+"""Convert the YAML of TRL, the alignment handbook, Axolotl, LLaMA-Factory and torchtune to a recipe.
 
 `convert` is a pure function from a dict to a recipe's dict and one note per key: a key is unchanged, renamed, dropped
 with a reason, or unknown. A dropped key that changes the trained weights is marked. keys.toml has the keys with one
@@ -15,6 +15,7 @@ from ..recipe import trl
 from ..recipe.checks import NOT_STREAMED
 from ..recipe.model import attention_problems
 from ..tasks import TASKS, TaskName
+from . import torchtune
 from .datasets import ROOTS, read_data
 from .keys import LEFT_OUT, ONLY_WITH, RENAMED, START, TABLES, VALUES, Conversion, Note, matches, number
 
@@ -49,12 +50,15 @@ def convert(
     instead of the source's own. template_path: for an inline template, which the caller writes. Raises UserError if the
     task is another or unknown, or if no dataset is named.
     """
-    if isinstance(source.get("optimizer"), dict) or isinstance(source.get("trainer"), dict):
+    tune = torchtune.read(source) if torchtune.is_config(source) else None
+    if tune is None and (isinstance(source.get("optimizer"), dict) or isinstance(source.get("trainer"), dict)):
         raise UserError("this file is already a recipe, because its keys stand in sections; use the file as it is")
-    flat = flattened(source)
+    flat = flattened(source) if tune is None else tune.flat
     is_factory = any(key in flat for key in ("finetuning_type", "stage", "cutoff_len", "dataset_dir", "template"))
     tool = "Axolotl's" if "base_model" in flat else "LLaMA-Factory's" if is_factory else "TRL's"
-    known = task or task_of_source(flat, name, folder)
+    if tune is not None:
+        tool = "torchtune's"
+    known = task or (task_of_source(flat, name, folder) if tune is None else tune.task)
     task = known or "sft"
     # Axolotl evaluates every eval_steps without a strategy.
     when = ("eval_strategy", "evaluation_strategy", "evals_per_epoch", *["eval_steps"] * (tool == "Axolotl's"))
@@ -69,6 +73,12 @@ def convert(
     # Current names first: of a current and an older name for one key, the current one counts.
     for key in sorted((k for k in flat if k not in noted), key=lambda k: k.rpartition(".")[2] in RENAMED):
         _convert_key(key, conversion)
+    if tune is not None:
+        conversion.notes = tune.renamed(conversion.notes)
+        for key, value in tune.trainer.items():
+            if key in trl.fields(task):
+                sections["trainer"][key] = value
+                conversion.ours[f"trainer.{key}"] = "the default of the source's dataset"
     _add_defaults(conversion, name)
     return conversion
 
@@ -227,7 +237,7 @@ def _add_defaults(c: Conversion, name: str) -> None:
     has_precision = any(flat.get(key) for key in ("fp16", "bf16", "pure_bf16"))
     for key, value in defaults["trainer"].items():
         if not (key == "num_train_epochs" and streams_steps) and not (key == "bf16" and has_precision):
-            add("trainer", key, value, f"{c.tool} default")
+            add("trainer", key, None if value == "null" else value, f"{c.tool} default")  # TOML has no null
     if c.tool != "TRL's" and c.task == "sft" and not c.trains_completions:
         add("trainer", "assistant_only_loss", True, f"{c.tool} default; the chat template must mark the answers")
     if trainer.get("packing") and c.tool != "Axolotl's":  # whose strategy is not TRL's
@@ -240,7 +250,7 @@ def _add_defaults(c: Conversion, name: str) -> None:
     if c.tool == "LLaMA-Factory's":
         add("optimizer", "lr", 5e-5, "LLaMA-Factory's default")
     add("optimizer", "lr", trl.fields(c.task)["learning_rate"].default, "TRL's default")
-    add("optimizer", "weight_decay", 0.0, f"{c.tool} default")
+    add("optimizer", "weight_decay", 0.01 if c.tool == "torchtune's" else 0.0, f"{c.tool} default")  # torch's own AdamW
     add("run", "output_dir", f"runs/{name}", "the run folder")
 
 

@@ -50,7 +50,7 @@ class Conversion:
     flat: dict[str, Any]
     """The source's keys, those inside other sections by dotted names."""
     tool: str
-    """TRL's, Axolotl's or LLaMA-Factory's."""
+    """TRL's, Axolotl's, LLaMA-Factory's or torchtune's."""
     ours: dict[str, str] = field(default_factory=dict)
     """Dotted key of each value that is not from the source -> its reason."""
     notes: list[Note] = field(default_factory=list)
