@@ -176,7 +176,9 @@ def test_the_schema_is_json_and_is_written_over_nothing_else(run, tmp_path):
         for _ in range(2):
             written = run("schema", kind, "--output", ".", cwd=tmp_path)
             assert (written.returncode, (tmp_path / f"{kind}.schema.json").read_text()) == (0, text)
-        assert f"as the first line of a {kind}: # yaml-language-server: $schema={kind}.schema.json" in written.stdout
+        assert (
+            f"write this first line into a {kind}: # yaml-language-server: $schema={kind}.schema.json" in written.stdout
+        )
     assert run("schema").stdout == text
     (tmp_path / "recipe.schema.json").write_text("{}")
     refused = run("schema", "--output", ".", cwd=tmp_path)

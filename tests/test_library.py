@@ -139,9 +139,9 @@ def test_lora_factors_have_the_scale_of_a_recipe_with_lora(model):
 
 
 def test_a_wrong_setting_is_refused_before_training(model):
-    with pytest.raises(ValueError, match=r"momentun: is no setting of soren; write one of .*momentum"):
+    with pytest.raises(ValueError, match=r"momentun: is no setting of the optimizer soren; write one of .*momentum"):
         trainer(model, optimizer_settings={"momentun": 0.9})
-    with pytest.raises(ValueError, match="name: found 'sorn'; write one of 'adamw', 'htmuon', 'muon', 'soren'"):
+    with pytest.raises(ValueError, match="name: no optimizer 'sorn'; write one of 'adamw', 'htmuon', 'muon', 'soren'"):
         trainer(model, optimizer_settings="sorn")
     args = trl.SFTConfig("out", optim="adafactor")
     with pytest.raises(

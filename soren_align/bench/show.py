@@ -54,9 +54,10 @@ def _notes(results: dict[str, Any]) -> list[str]:
         lines = [
             f"input: {results['input']}",
             "ms: median of rounds in which the maps take turns; ±: half the interquartile range",
-            "util.: FLOP/s divided by the FLOP/s of a large matrix product in the same dtype, measured just before",
+            "util.: FLOP/s divided by the FLOP/s of a large matrix product in the same dtype on this device",
             "/Muon: time divided by the time of Muon's iteration, in bfloat16 (as in torch.optim.Muon) and in float32",
-            "errors: largest / mean relative error of a mapped singular value (exact: sigmoid; for Muon and peers: 1)",
+            "errors: largest / mean relative error of a singular value, against the sigmoid (Muon and peers: "
+            "against 1)",
         ]
     else:
         lines = ["ms: median of rounds in which the optimizers take turns; ±: half the interquartile range"]
@@ -67,8 +68,8 @@ def _notes(results: dict[str, Any]) -> list[str]:
         if results["training_seconds"] is not None:
             rate = results["matmul_flops_per_second"]["bfloat16"]
             lines.append(
-                f"share: of the time of a training step with {results['num_tokens']} tokens, estimated as "
-                f"6 x parameters x tokens / {rate / 1e12:.0f} TFLOP/s (bfloat16 products, measured here)"
+                f"share: time divided by that of a training step with {results['num_tokens']} tokens, estimated as "
+                f"6 x parameters x tokens / {rate / 1e12:.0f} TFLOP/s (the rate of bfloat16 products here)"
             )
     if results["machine"]["load"] > results["machine"]["num_processors"]:
         lines.append(

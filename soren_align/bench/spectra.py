@@ -43,8 +43,8 @@ EXACT = "exact"
 WIDTH = 80
 """Of the tables."""
 NOTE = """\
-nu: the norm (sum of sigma^8)^(1/8), by which minimax divides
--: the momentum is zero, and is left out of mean and extremes
+nu: the norm (sum of sigma^8)^(1/8), by which minimax divides the matrix
+-: the momentum is zero, so mean and extremes do not include this matrix
 Muon's output is halved, as match_rms_adamw halves Muon's output"""
 MAX_LAYERS, MAX_STEPS = 3, 3
 # Line styles and markers differ without colour too. Okabe and Ito's colours, the lightest excepted.
@@ -108,7 +108,9 @@ def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[st
                 damaged = True
             if damaged:
                 fields = "name, step, shape [m, n] and min(m, n) singular_values"
-                raise UserError(f"{file}:{line_number} is no spectrum; restore the fields {fields}, or remove the line")
+                raise UserError(
+                    f"{file}:{line_number}: invalid spectrum; restore the fields {fields}, or remove the line"
+                )
     else:
         checkpoint = next(reversed(folder.complete_checkpoints()), None)
         if checkpoint is None or not (file := checkpoint / "optimizer.pt").is_file():
@@ -128,7 +130,7 @@ def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[st
                         layout = group.get("weight_layouts", {}).get(name, "linear")
                         momenta += matrices_of(name, momentum_of(saved["state"][index]), layout)
         except (AttributeError, pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
-            raise UserError(f"{file}: is not the state of an optimizer with matrices; name another run") from None
+            raise UserError(f"{file}: has no momentum of matrices; name a run of another optimizer") from None
         for name, momentum in momenta:
             if any(fnmatchcase(name, glob) for glob in globs):
                 values = tuple(singular_values(momentum).tolist())
@@ -202,7 +204,7 @@ def short_names(names: Sequence[str], num_parts: int) -> list[str]:
 MEASURES = (
     ("distance from the exact sigmoid", "distance", ".1%", max, "largest"),
     ("cosine of the angle to the exact sigmoid", "cosine", ".3f", min, "smallest"),
-    ("size of the update: 1 if every mode is at the map's level", "size", ".2f", min, "smallest"),
+    ("size: norm of the map's output; 1 if all its singular values are 1/2", "size", ".2f", min, "smallest"),
 )
 """Of `measure`: title, key, format, the extreme that is shown beside the mean, and its name."""
 
@@ -218,8 +220,8 @@ def summary(source: str, records: Sequence[dict[str, Any]]) -> Group:
             rows.append([f"{key}, {name}", *cells])
     header = ["", *(label.replace(" ", "\n") for label in labels)]
     about = (
-        "distance and cosine: to the output of the exact sigmoid. size: size of the update, 1 if every mode is at the"
-        " map's level. Muon's output is halved, as match_rms_adamw halves Muon's output. --full shows every matrix"
+        "distance and cosine: to the output of the exact sigmoid. size: norm of the map's output; 1 if all its"
+        " singular values are 1/2. Muon's output is halved, as match_rms_adamw halves it. --full shows every matrix"
     )
     title = f"{count(len(records), 'spectrum', 'spectra')} of {source}"
     notes = Text("\n" + textwrap.fill(about, WIDTH), style="dim")

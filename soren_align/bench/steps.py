@@ -102,7 +102,7 @@ def run(
         lambda done, total: report(f"round {done + 1} of {total}"),
     )
     if not {"Soren exact", "HTMuon"} & subjects.keys():
-        notes.append(f"the exact map and HTMuon are skipped above {DECOMPOSED_ROWS} rows")
+        notes.append(f"the exact map and HTMuon are not measured, as a matrix has more than {DECOMPOSED_ROWS} rows")
 
     scale, rows = matrices.num_layers / num_layers, []
     training = 6 * matrices.num_parameters * num_tokens / rates["bfloat16"] if device.type == "cuda" else None
@@ -146,7 +146,7 @@ def _layers_that_fit(matrices: Matrices, device: torch.device) -> tuple[int, lis
     num_layers, reason = available // bytes_per_layer, "memory is short"
     quick = max(1, CPU_PARAMETERS // matrices.layer_size)
     if device.type == "cpu" and quick < num_layers:
-        num_layers, reason = quick, "all would take minutes"
+        num_layers, reason = quick, "measuring all would take minutes"
     if num_layers >= matrices.num_layers:
         return matrices.num_layers, []
     return num_layers, [

@@ -118,7 +118,7 @@ def _add_training(task: str, help_text: str, *, needs_recipe: bool) -> None:
     """Add the command that trains a recipe of this task, or, unless it needs one, the options in its place."""
 
     def column(texts: str) -> Any:
-        help_text = f"The column of the {texts} in DATA, if it has another name."
+        help_text = f"The column of DATA with the {texts}, if its name is unusual."
         return typer.Option(metavar="COLUMN", help=help_text, hidden=task != "sft")
 
     def train(
@@ -205,7 +205,10 @@ def compare(
     ] = None,
     processes: Annotated[int, typer.Option(min=1, metavar="N", help="Start N processes per run, one per GPU.")] = 1,
     extend: Annotated[
-        bool, typer.Option("--extend", help="If a best value is the largest or smallest, add trials beyond.")
+        bool,
+        typer.Option(
+            "--extend", help="If a selected value is the largest or smallest that was tried, try values beyond."
+        ),
     ] = False,
     report: Annotated[
         bool, typer.Option("--report", help="Start no runs; report on the runs that have ended.")
@@ -266,10 +269,10 @@ BaseTemplate = Annotated[
     str | None, typer.Option(metavar="WHICH", help="Chat template for the base model: own, run (the run's) or none.")
 ]
 Omit = Annotated[
-    list[str] | None, typer.Option(metavar="COLUMN", help="Leave out the benchmark of this column. Repeatable.")
+    list[str] | None, typer.Option(metavar="COLUMN", help="Leave out this column (benchmark) of the table. Repeatable.")
 ]
 TrustSuite = Annotated[
-    bool, typer.Option("--trust-suite", help="Run the code in the files of a suite that is not shipped.")
+    bool, typer.Option("--trust-suite", help="Let a suite that is not shipped run the code in its files.")
 ]
 Published = Annotated[
     list[str] | None,
@@ -378,7 +381,7 @@ def curves(
         list[str] | None, typer.Argument(metavar="RUN...", help="Run folders. Default: the newest run below runs/.")
     ] = None,
     output: Annotated[
-        str, typer.Option(metavar="FILE.png", help="The file of the picture; another file gets a dark version.")
+        str, typer.Option(metavar="FILE.png", help="The file of the picture. A dark version is written beside it.")
     ] = ("curves.png"),
 ) -> None:
     """Draw the losses and margins of runs in one picture."""
@@ -433,7 +436,7 @@ def push(
     ],
     merged: Annotated[bool, typer.Option("--merged", help="Upload RUN/merged instead of the adapter.")] = False,
     private: Annotated[
-        bool, typer.Option("--private", help="Upload only to a private repository; create a missing one.")
+        bool, typer.Option("--private", help="Upload only to a private repository, which is created if it is missing.")
     ] = False,
     revision: Annotated[
         str | None, typer.Option(metavar="BRANCH", help="The branch, which is created if it is missing. Default: main.")

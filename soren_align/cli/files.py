@@ -84,7 +84,10 @@ def new(
     questions = "questions/*/test.jsonl: questions; replace them by your own"
     if pairs:
         num_held_out = write_questions(target, pairs)
-        examples = f"chat.jsonl: {len(pairs) - num_held_out} examples of {data}; pairs.jsonl: write your pairs"
+        examples = (
+            f"chat.jsonl: {len(pairs) - num_held_out} examples of {data}; pairs.jsonl: sample pairs; replace them by "
+            "your own"
+        )
         questions = f"questions/: {num_held_out} held-out examples; the wrong choices are other answers"
         if num_held_out < ENOUGH:
             notices.append(
@@ -182,7 +185,7 @@ def copy(
     text = source.read_text(encoding="utf-8") if name in studies else merged_text(source)
     target.write_text(with_modeline(text, schema_file), encoding="utf-8")
     next_command = "compare" if name in studies else task_of(source)
-    typer.echo(printable(f"{target}: edit it, then run soren-align {next_command} {target}"))
+    typer.echo(printable(f"{target}: edit this file, then run soren-align {next_command} {target}"))
 
 
 @suites_app.callback()
@@ -246,7 +249,7 @@ def import_(
         target = _new_file(dest, source.name)
         text, table = import_file(source, task, _new_file(str(target.with_suffix(".jinja")), ""))
         target.write_text(with_modeline(text, _write_schema(target.parent, "recipe")), encoding="utf-8")
-        table += f"\n\n{target}: read it, then run soren-align plan {target}"
+        table += f"\n\n{target}: check this file, then run soren-align plan {target}"
     typer.echo(printable(table), err=True)
 
 
@@ -270,7 +273,9 @@ def schema(
         raise UserError(f"--output: there is no folder {target.parent}; create this folder, or name another one")
     if not write_schema(target, text):
         raise UserError(f"--output: {target} exists already and was not written by this command; name another file")
-    typer.echo(printable(f"{target}: write as the first line of a {kind}: {MODELINE}{target.name}"))
+    typer.echo(
+        printable(f"{target}: to use it in an editor, write this first line into a {kind}: {MODELINE}{target.name}")
+    )
 
 
 def _schema(kind: str) -> tuple[str, str]:

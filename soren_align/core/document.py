@@ -113,7 +113,7 @@ class Document:
             name, equals, value = text.partition("=")
             key = tuple(part.strip() for part in name.split("."))
             if not equals or not all(key) or len(key) > MAX_PARTS:
-                self.bad_settings.append(f"--set {text}: this is no setting; write --set section.key=value")
+                self.bad_settings.append(f"--set {text}: has no key and value; write --set section.key=value")
                 continue
             try:
                 settings.append(Setting(f"--set {text}", key, parse_yaml(value, "")[0]))
@@ -134,7 +134,7 @@ class Document:
             part: Any = names[0]
             if isinstance(node, list):  # data.train.0.limit: the first of a list
                 if not (part.isdecimal() and len(part) < 9 and int(part) < len(node)):
-                    wanted = f"{dotted(key)} is a list of {len(node)}; write {dotted(key)}.0 for its first value"
+                    wanted = f"{dotted(key)} is a list of length {len(node)}; write {dotted(key)}.0 for its first value"
                     self.bad_settings.append(f"{setting.text}: {wanted}")
                     return
                 part, names = int(part), names[1:]
@@ -199,7 +199,9 @@ def find(name_or_path: str, known: dict[str, Path], kind: str) -> Path:
     if name_or_path in known:
         return known[name_or_path]
     beside = [str(file) for file in path.parent.glob("*.yaml")]
-    hint = did_you_mean(name_or_path, [*beside, *known], otherwise="`soren-align recipes` lists the shipped ones")
+    hint = did_you_mean(
+        name_or_path, [*beside, *known], otherwise="`soren-align recipes` lists the shipped recipes and studies"
+    )
     raise UserError(f"{name_or_path}: no such file, nor a shipped {kind}{hint}")
 
 

@@ -132,7 +132,7 @@ def _encode_chats(
         trained = [bool(mark) for mark in tokens.get("assistant_masks", [True] * len(ids))]
         if not any(trained):  # TRL also raises, later and without the example
             raise UserError(
-                f"the chat template marks no token as the assistant's in {chat[-1]['content'][:60]!r}; "
+                f"the chat template marks no token of the answer {chat[-1]['content'][:60]!r} as the assistant's; "
                 "put {% generation %}...{% endgeneration %} around every assistant turn"
             )
         with template_errors(_SUBJECT):

@@ -107,7 +107,9 @@ class _Decompressed(io.RawIOBase):
             raise UserError(f"{self.file}: cannot be decompressed: {error}; compress the data again") from None
         self.num_left -= num_bytes
         if self.num_left < 0:
-            raise UserError(f"{self.file}: is larger than {MAX_RATIO} times its compressed size; decompress the file")
+            raise UserError(
+                f"{self.file}: the decompressed data are larger than {MAX_RATIO} times this file; decompress it"
+            )
         return num_bytes
 
     def close(self) -> None:

@@ -191,7 +191,10 @@ def read_example(example: Example, form: Format) -> Example | str:
     beside = [column for column in OPTIONS if column in form.outputs]
     unread = [column for column in OPTIONS if known.get(column) and column not in beside]
     if unread and form.has_turns:
-        return f"has {unread[0]}, which none of the first examples has; move this example to the beginning of the data"
+        return (
+            f"has the key {unread[0]}, which none of the first examples has; move this example to the beginning of the"
+            " data"
+        )
     if isinstance(result, str) or not beside:
         return result
     texts = options({column: known.get(column) for column in beside})
@@ -257,7 +260,10 @@ def _pair(example: Example, _: tuple[str, ...] = (), prefix: str = "") -> Exampl
             return problem
         weighted = next((i for i, turn in enumerate(turns) if "weight" in turn), None)
         if weighted is not None:
-            return f"{name}[{weighted}] has a weight, but a pair trains only its last turns"
+            return (
+                f"{name}[{weighted}] has a weight, but only the last turns of a preference pair are trained; remove "
+                "this key"
+            )
     return pair_problem(chosen, rejected) or {"chosen": plain_turns(chosen), "rejected": plain_turns(rejected)}
 
 

@@ -80,7 +80,7 @@ def load_split(spec: DataSplit, task: TaskName) -> LoadedSplit:
     num_examples = len(dataset) + sum(dropped.values())
     notices = ()
     if spec.limit is not None and num_examples < spec.limit:
-        notices = (f"{spec.path}: limit is {spec.limit}, but all examples are only {num_examples}; all are used",)
+        notices = (f"{spec.path}: limit is {spec.limit}, but there are only {num_examples} examples; all are used",)
     source = source_record(spec, origin, form) | {"num_examples": num_examples}
     return LoadedSplit(dataset, form.description, num_examples, dropped, source, notices)
 
@@ -265,7 +265,9 @@ def hold_out(
     positions = [np.array([position(example) for example in examples_of(split.dataset)]) for split in splits]
     total = sum(map(len, positions))
     if examples is not None and examples >= total:
-        raise UserError(f"data.eval.examples: {examples} is not below the number of examples, {total}; write fewer")
+        raise UserError(
+            f"data.eval.examples: {examples} is not below the number of examples, {total}; write a smaller number"
+        )
     end = fraction if examples is None else np.sort(np.concatenate(positions))[examples]
     remaining, chosen = [], []
     for split, own in zip(splits, positions, strict=True):

@@ -65,15 +65,16 @@ def check_template(
     if completion_only_loss and is_sft and "completion" not in columns:
         raise UserError(
             "trainer.completion_only_loss needs examples with prompt and completion, but these examples have "
-            f"{', '.join(columns)}; for conversations write trainer.assistant_only_loss"
+            f"{', '.join(columns)}; remove this key (for conversations, trainer.assistant_only_loss trains only "
+            "on the answers)"
         )
     if not has_turns(dataset):
         if only_assistant:
             raise UserError(
-                f"trainer.assistant_only_loss needs conversations, but these examples are plain texts "
-                f"({', '.join(columns)}). Write trainer.assistant_only_loss: false, with which only the completions "
-                "of prompts are trained; or write data.train.columns: {instruction: prompt, output: completion} to "
-                "make conversations of these texts"
+                f"trainer.assistant_only_loss: true needs conversations, but these examples are plain texts (columns "
+                f"{', '.join(columns)}). Write false; TRL then still trains only on the completions, if the examples "
+                "have prompts and completions. To make conversations of such examples, write data.train.columns: "
+                "{instruction: prompt, output: completion}"
             )
         if not tokenizer.eos_token:
             raise UserError(f"{name}: has no eos_token, which ends plain texts; write model.eos_token")

@@ -200,7 +200,7 @@ def converse(conversations: Sequence[Conversation], prompts: Sequence[str], cons
         return
     with suppress(ImportError):
         import readline  # noqa: F401 (input() then has a history, and the arrow keys work)
-    keys = f"Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the prompt, ends the chat; {NEW} starts a new chat"
+    keys = f"Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the prompt, ends the chat; {NEW} removes the history"
     print_labelled(console, "keys", keys)
     while True:
         try:

@@ -237,7 +237,7 @@ def plan(recipe: Recipe, next_command: str, *, full: bool = False, as_json: bool
         from ..planning import plan as planning
         from ..planning.show import print_plan
     with quiet_libraries(), working(console, "Checking data") as show, offline_without_hub():
-        on_compared = counting(show, "Comparing with the questions")
+        on_compared = counting(show, "Comparing training examples with questions")
         result, account = planning.plan_training(recipe, counting(show, "Counting tokens"), processes, on_compared)
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
@@ -255,18 +255,16 @@ def reshard(run: str) -> None:
         record = folder.record()
         if record["status"] != "training" or not folder.complete_checkpoints():
             raise UserError(f"{folder}: has no unfinished run with a complete checkpoint; name another run folder")
-        recipe = load_resolved(folder.recipe)
+        recipe, same = load_resolved(folder.recipe), f"resume with --processes {record.get('processes')}"
         if recipe.run.global_batch_size is None:
             raise UserError(
                 f"{folder}: the recipe has no run.global_batch_size, so another number of processes would change the "
-                "number of examples per step; resume with the same number of processes"
+                f"number of examples per step; {same}"
             )
         if parallel(recipe.run.parallel).kind == "fsdp2":
-            raise UserError(
-                f"{folder}: checkpoints of FSDP2 cannot be converted; resume with the same number of processes"
-            )
+            raise UserError(f"{folder}: checkpoints of FSDP2 cannot be converted; {same}")
         if recipe.optimizer.states == "8bit":
-            raise UserError(f"{folder}: 8-bit states cannot be converted; resume with the same number of processes")
+            raise UserError(f"{folder}: this checkpoint has 8-bit optimizer states, which cannot be converted; {same}")
         refuse_ranks("reshard")
         set_environment(recipe)
         console = stderr_console()
@@ -290,7 +288,9 @@ def merge(run: str) -> None:
         if folder.record()["status"] not in ("trained", "finished") or not folder.model.is_dir():
             raise UserError(f"{folder}: {folder.why_no_model()}")
         if adapter_config(folder.model) is None:
-            raise UserError(f"{folder}: has no adapter to merge; use {folder.model}, which is a whole model")
+            raise UserError(
+                f"{folder}: trained no adapter, so there is nothing to merge; use the model in {folder.model}"
+            )
         refuse_unloadable(folder.model)
         refuse_ranks("merge")
         set_environment(load_resolved(folder.recipe))

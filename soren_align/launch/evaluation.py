@@ -191,7 +191,9 @@ def overlaps_of_runs(
             try:
                 record, recipe = run.record("data"), load_resolved(run.recipe)
                 if recipe.data.streaming:
-                    raise UserError("they were streamed (data.streaming), and a stream is not read a second time")
+                    raise UserError(
+                        "the run streamed its examples (data.streaming), and a stream is not read a second time"
+                    )
                 with hub_offline():
                     split = load_splits(recipe)["train"]
                 now, then = (
@@ -204,7 +206,7 @@ def overlaps_of_runs(
                 reason = in_one_line(error, 300)
                 return f"not checked, because the training examples of {name} are not available: {reason}"
             if split.dataset._fingerprint not in known:
-                on_compared = counting(show, "Comparing with the questions")
+                on_compared = counting(show, "Comparing training examples with questions")
                 known[split.dataset._fingerprint] = overlaps_with(split.dataset, questions, cache, on_compared)
     first, *others = known.values()
     for other in others:

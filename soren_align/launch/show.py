@@ -109,8 +109,8 @@ def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[
     for results in evaluations:
         own = results["rows"][-1]
         if few := [column for column in own["scores"] if has_too_few(own, column)]:
-            remedy = f"add some to the suite {results['suite']}, until it has {MIN_QUESTIONS}, and evaluate again"
-            return f"{', '.join(few)}: {TOO_FEW} to compare; {remedy}", [*chat, f"soren-align eval {run}"]
+            remedy = f"add questions to the suite {results['suite']}, {MIN_QUESTIONS} or more, and evaluate again"
+            return f"{', '.join(few)}: {TOO_FEW} to compare models; {remedy}", [*chat, f"soren-align eval {run}"]
     return "", [*chat, f"soren-align push {run} YOU/NAME --dry-run"]
 
 
@@ -129,7 +129,7 @@ def _way_to_scores(run: str, record: dict[str, Any]) -> tuple[str, str]:
     words = ["soren-align", "new", "NAME", "--model", start, "--data", path]
     if columns and [*columns.values()] != ["question", "answer"]:
         words += ["--question", columns["instruction"], "--answer", columns["output"]]
-    return f"no scores yet: `new` holds some questions of {path} out, and trains on the others", shlex.join(words)
+    return f"no scores yet: `new` makes a suite of some questions of {path}, which are not trained", shlex.join(words)
 
 
 def status_of(record: dict[str, Any]) -> str:

@@ -322,7 +322,7 @@ def build_optimizer(
     Raises ValueError for an unknown name or setting, and whatever `param_groups` refuses.
     """
     if name not in OPTIMIZERS:
-        raise ValueError(f"name: found {name!r}; write one of {', '.join(map(repr, sorted(OPTIMIZERS)))}")
+        raise ValueError(f"name: no optimizer {name!r}; write one of {', '.join(map(repr, sorted(OPTIMIZERS)))}")
     cls = OPTIMIZERS[name]
     if settings.get("adjust_lr_fn", "") is None:
         del settings["adjust_lr_fn"]
@@ -331,7 +331,7 @@ def build_optimizer(
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature):  # passed on to SpectralOptimizer
         allowed = [*dict.fromkeys([*allowed, *RULE_DEFAULTS[cls.rule], *cls.map_settings])]
     for key in settings.keys() - set(allowed):
-        raise ValueError(f"{key}: is no setting of {name}; write one of {', '.join(allowed)}")
+        raise ValueError(f"{key}: is no setting of the optimizer {name}; write one of {', '.join(allowed)}")
     is_adamw = cls.rule == "adamw"
     groups = param_groups(model, lr=lr, aux_lr=aux_lr, aux_weight_decay=aux_weight_decay, aux=aux, matrices=matrices)
     for group in groups:

@@ -37,9 +37,9 @@ def state_form(
     """
     is_sharded_by_rows, in_8_bits = hasattr(parameter, "to_local"), group.get("states") == "8bit"
     if is_sharded_by_rows and in_8_bits:
-        raise ValueError("8-bit states of FSDP2's shards are not supported; use float32 states, DDP or ZeRO")
+        raise ValueError("8-bit optimizer states are not supported under FSDP2; use float32 states, DDP or ZeRO")
     if is_sharded_by_rows and map_state:
-        raise ValueError(f"{', '.join(map_state)} of FSDP2's shards is not supported; use DDP or ZeRO")
+        raise ValueError(f"the map's state ({', '.join(map_state)}) is not supported under FSDP2; use DDP or ZeRO")
     # Not of float64 and of weights with other strides, which are rare.
     in_8_bits = in_8_bits and parameter.dtype != torch.float64 and parameter.is_contiguous()
     moments = MOMENTS[group["rule"]]
@@ -108,10 +108,14 @@ def loaded_state(
         has_scales = not any(key.endswith("_scale") for key in wrong)
         if form.blocks is not None and not (has_scales and torch.equal(saved_blocks, form.blocks)):
             raise ValueError(
-                f"the checkpoint has 8-bit states of {name} in other blocks; resume from another checkpoint"
+                f"the 8-bit states of {name} in the checkpoint are quantized in other blocks than in this optimizer; "
+                "resume from another checkpoint"
             )
         if wrong:
-            raise ValueError(f"the checkpoint does not have the part of {wrong[0]} of {name} that this rank needs")
+            raise ValueError(
+                f"the checkpoint lacks this rank's part of the state {wrong[0]} of {name}; resume from another "
+                "checkpoint"
+            )
         dtype = momentum_dtype(parameter)
         loaded[parameter] |= {key: state[key].detach().to(parameter.device, dtype, copy=True) for key in form.sizes}
         if form.blocks is not None:

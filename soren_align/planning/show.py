@@ -58,8 +58,8 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
 
     has_others = any(group["rule"] == "adamw" for group in plan["routing"]) and optimizer["name"] != "adamw"
     share = f"{spectral_share(plan['routing']):.1%} of the trained parameters"
-    others = f", {share}; adamw for the others" if has_others else ""
-    write("optimizer", f"{plan['optimizer_description']} for the matrices{others}")
+    others = f", {share}; adamw for the other parameters" if has_others else ""
+    write("optimizer", f"{plan['optimizer_description']} for the weight matrices{others}")
     _print_updates(plan, console, full)
 
     console.print()
@@ -170,10 +170,11 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
         console.print(_table(columns, rows, "update size at the peak learning rate", "ll"))
         if weight:
             write("", f"ulps: update RMS / {plan['update_dtype']} spacing near {weight:g}, a typical weight")
-            write("", f"sum / {weight:g}: over all steps, an upper bound of the relative change")
+            meaning = f"update RMS, summed over all steps and divided by {weight:g}"
+            write("", f"sum / {weight:g}: {meaning}; an upper bound of the relative change")
         else:
-            write("", "sum: sum over all steps, an upper bound of the change of a factor")
-        write("", f"adamw: assumed RMS {ADAMW_RMS} x learning rate; the first updates are larger")
+            write("", "sum: update RMS, summed over all steps; an upper bound of the change of a factor")
+        write("", f"adamw: assumed update RMS {ADAMW_RMS} x learning rate; the first updates are larger")
     else:
         changes = sorted(size["relative_update" if weight else "update_sum"] for size in sizes)
         bounds = " to ".join(dict.fromkeys(f"{float(f'{change:.2g}'):,g}" for change in (changes[0], changes[-1])))

@@ -97,7 +97,7 @@ def _stage(
             left_out += [file.name] if file.name not in ("README.md", *shown) else []  # the card is written anew
         elif file.is_symlink():
             raise UserError(
-                f"{file}: is a link, whose target may not belong to the model; replace the link by the file"
+                f"{file}: is a symbolic link, whose target may not belong to the model; replace the link by the file"
             )
         elif file.is_file():
             # Libraries write the folder that they loaded a model from. Tokens and other values may look like paths.
@@ -130,12 +130,14 @@ def _model_of(run: RunFolder, merged: bool) -> Path:
             "skip the evaluation"
         )
     if (run.merged if merged else run.model).is_symlink():
-        raise UserError(f"{run.merged if merged else run.model}: is a link; replace the link by the folder")
+        raise UserError(f"{run.merged if merged else run.model}: is a symbolic link; replace the link by the folder")
     if not any(run.model.glob("*.safetensors")):
-        raise UserError(f"{run}: has no model, as {run.model} has no safetensors; train again with --overwrite")
+        raise UserError(
+            f"{run}: has no model, because {run.model} contains no .safetensors file; train again with --overwrite"
+        )
     adapter = adapter_config(run.model)
     if merged and adapter is None:
-        raise UserError(f"{run}: has no adapter, but the whole model {run.model}; remove --merged")
+        raise UserError(f"{run}: trained all weights, so it has no adapter to merge; remove --merged")
     if merged:
         if not run.is_merged():
             raise UserError(

@@ -302,9 +302,11 @@ def _check_perturbation(raw: _Raw) -> None:
     with suppress(UserError):  # reported at model.name_or_path
         recorded = model and recorded_quantization(model)
     if raw.text("model", "quantize") or recorded:
-        raw.report(key, "quantized weights have too few values to change by rounding; leave one of the two out")
+        raw.report(key, "4-bit and 8-bit weights cannot change by a rounding error; remove this key, or model.quantize")
     elif raw.text("model", "dtype") == "bfloat16":
-        message = "bfloat16 weights would round the change away; write model.dtype: float32 (with `trainer: {bf16: "
+        message = (
+            "bfloat16 weights would lose this change by rounding; write model.dtype: float32 (with `trainer: {bf16: "
+        )
         raw.report(key, f"{message}true}}` the arithmetic is bfloat16 all the same)")
     is_reduced = trainer.get("bf16") is not False or trainer.get("fp16")
     if raw.parallel is not None and raw.parallel.kind == "zero" and is_reduced:
@@ -356,7 +358,7 @@ def _check_training(raw: _Raw) -> None:
             elif not file.is_file():
                 raw.report(key, f"there is no file {prompts!r}; correct the path")
         if config and (config.kind == "fsdp2" or config.stage == 3):
-            message = f"run.parallel {where} shards the weights, so no process can answer; remove run.samples"
+            message = f"run.parallel {where} shards the weights, so no process can generate samples; remove run.samples"
             raw.report(("run", "samples"), message)
     resume = raw.path("run", "resume")
     if resume is not None and resume not in ("auto", "never") and not local_path(resume).is_dir():

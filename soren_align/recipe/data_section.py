@@ -18,7 +18,8 @@ class DataSplit(Section):
     path: Annotated[str, Field(min_length=1)]
     """The dataset: a file (.jsonl, .json, .csv or .txt, each also compressed as .gz, or .parquet); a folder of such
     files; a pattern, such as `data/*.jsonl`; a dataset on the Hugging Face hub; or `python:stdlib`, the text of
-    Python's standard library, with the splits `train` and `validation`. `shipped:PATH` names a shipped file."""
+    Python's standard library, with the splits `train` and `validation`. `shipped:PATH` is a file that comes
+    with soren-align, such as `shipped:recipes/quickstart/data/chat_train.jsonl`."""
     name: Annotated[str, Field(min_length=1)] | None = None
     """The configuration of a hub dataset, such as `SFT`. null: the dataset's default configuration."""
     split: str = "train"

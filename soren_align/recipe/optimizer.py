@@ -187,7 +187,7 @@ class SorenSettings(MatrixOptimizer):
     map: Map = next(iter(MAP_SECTIONS.values()))()
     """The map that computes the sigmoid. If you write only the name of a map, the map has its default settings."""
     workspace_mb: NonNegative | None = None
-    """Memory in MB (2^20 bytes) for mapping several matrices of one shape in a batch. A matrix that needs more is
+    """Memory in MB (2^20 bytes) for mapping matrices of equal shape together. A matrix that needs more memory is
     mapped alone. null: 16 on a CPU, 2048 elsewhere."""
     precision: Precision = settings.PRECISION
     """The precision of the numbers that the map's matrix products multiply. The sums are float32. `auto`: float16

@@ -195,8 +195,8 @@ class RunFolder:
                     if not file.is_symlink():
                         raise UserError(f"{file}: is a pipe, a socket or a device; remove it from the run folder")
                     raise UserError(
-                        f"{file}: is a link to {os.readlink(file)}, but a run writes only into its own folder; remove "
-                        "the link, or choose another run.output_dir for the whole run"
+                        f"{file}: is a symbolic link to {os.readlink(file)}, but a run writes only into its folder; "
+                        "remove the link, or choose another run.output_dir for the whole run"
                     )
 
     def release(self) -> None:

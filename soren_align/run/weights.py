@@ -163,9 +163,9 @@ def make_savable_(config: GenerationConfig, place: str) -> str | None:
     if reason is None:
         return None
     if config.do_sample is None:
-        config.do_sample, change = True, "saved with `do_sample: true`"
+        config.do_sample, change = True, "the model is saved with `do_sample: true`, which these settings need"
     else:
-        change = "left out of the saved model, as do_sample is false"
+        change = "the saved model does not have them, because do_sample is false"
         for key in SAMPLING:
             setattr(config, key, None)
     if _reason_not_to_save(config) is None:

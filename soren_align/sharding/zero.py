@@ -60,7 +60,7 @@ class ZeroStrategy(RankStrategy):
     def layout(self, named: Named) -> Layout:
         """The layout of the one tensor: ZeRO steps group by group, sub-group by sub-group."""
         if len(named) != 1:
-            raise ValueError(f"one flat shard steps at a time; found {len(named)} in a group")
+            raise ValueError(f"a step under ZeRO updates one flat tensor, but this parameter group has {len(named)}")
         return self._layouts[named[0][1]]
 
     def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:

@@ -203,7 +203,10 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
     listed = {run.folder: run.status for run in study.runs}
     for place in on_disk:
         if place not in listed:
-            yield f"{place}: is a run that the study does not list; remove it, or add the trial for all candidates"
+            yield (
+                f"{place}: is a run that the study does not list; remove this folder, or add the trial for all "
+                "candidates"
+            )
     for run in runs:
         if listed.get(run.place) == "finished" and run.num_steps is None:
             yield f"{run.place}: is listed as finished, but its training did not end; rerun the study"
@@ -223,7 +226,10 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
     selecting = {run.seed for run in runs if run.stage == "search"} | {*seeds["search"]}
     for run in runs:
         if run.stage == "verdict" and run.seed in selecting:
-            yield f"{run.place}: has seed {run.seed}, which selected the setting; write other verdict.seeds"
+            yield (
+                f"{run.place}: has seed {run.seed}, which the search also used to select the setting; write other "
+                "verdict.seeds"
+            )
         elif run.seed not in seeds[run.stage]:
             yield f"{run.place}: has seed {run.seed}, which is not in {run.stage}.seeds; {MATCHED}"
     draws = file["verdict"].get("draws") or []
@@ -255,7 +261,7 @@ def _recipe_problems(
             if value is not None and key not in searched.get(run.candidate, ()) and trained != value:
                 yield f"{run.place}: {key} is {trained!r}, but the study declares {value!r}; {MATCHED}"
         if (part := run.recipe.data.eval_part) != run.stage:
-            yield f"{run.place}: data.eval_part is {part}, but a study sets {run.stage}; {MATCHED}"
+            yield f"{run.place}: data.eval_part is {part}, but a run of this stage has {run.stage}; {MATCHED}"
     unlike = {}
     for name in file["candidates"]:
         of_candidate = [run for run in runs if run.candidate == name]
@@ -346,7 +352,7 @@ def _selection_problems(study: Study, runs: list[RunFiles], searched: dict[str, 
                 yield f"{where}: no trial of {candidate.name} has finished, so no setting is selected; rerun the study"
                 continue
             theirs = metrics.get(setting)
-            has = "is none of the search" if theirs is None else f"has {metric} {theirs:.5g}"
+            has = "was not tried in the search" if theirs is None else f"has {metric} {theirs:.5g}"
             yield (
                 f"{where}: the setting ({_in_words(setting)}) {has}, but the best setting of the search "
                 f"({_in_words(best)}) has {metrics[best]:.5g}; {MATCHED}"
@@ -392,14 +398,14 @@ def cautions(
     declared = search["trials"] * len(search["seeds"])
     number = max((len(each.trials) for each in candidates), default=declared)
     if number < declared:
-        yield f"{number} of the declared {declared} trials of each candidate were made, because the budget ended"
+        yield f"each candidate has {number} trials instead of the declared {declared}, because the budget ended"
     elif number > declared:
         yield f"the search was extended from {declared} to {number} trials of each candidate"
 
     if search["trials"] > 1 and (seeds := len(search["seeds"])) < MIN_SEARCH_SEEDS:
         yield (
-            f"the search has {count(seeds, 'seed')}: the verdict compares the selected settings, and whether another "
-            f"search would select them is unknown; {MIN_SEARCH_SEEDS} or more search.seeds show it"
+            f"the search has {count(seeds, 'seed')}, so it is unknown whether a search with other seeds would "
+            f"select the same settings; {MIN_SEARCH_SEEDS} or more search.seeds would show this"
         )
 
     # Unequal terms that the study declares.
@@ -409,22 +415,24 @@ def cautions(
         numbers[name] = sum(not isinstance(values, str) for values in space.values())
     if len({*numbers.values()}) > 1:
         counts = ", ".join(f"{name} {number}" for name, number in numbers.items())
-        yield f"the candidates search unequal numbers of keys ({counts}) with the same number of trials"
+        yield f"the candidates search different numbers of keys ({counts}) with equal numbers of trials"
     own = {name: declared_settings(file, name, shared=False) for name in sections}
     for name in sections:
         keys = sorted(key for key in own[name] if not key.startswith("optimizer."))
         if any(own[other].get(key) != own[name][key] for other in sections for key in keys):
-            yield f"{name}: is trained with its own {', '.join(keys)}, so more than the optimizer differs"
+            yield f"{name}: its {', '.join(keys)} differ from the other candidates', so not only the optimizer differs"
 
     evaluated = [run.place for run in runs if run.stage == "search" and (folder / run.place / "eval").is_dir()]
     if evaluated:
-        more = f" and {len(evaluated) - 1} more" if len(evaluated) > 1 else ""
+        more = f" and {len(evaluated) - 1} more runs" if len(evaluated) > 1 else ""
         yield f"{evaluated[0]}{more}: a trial of the search was evaluated on benchmarks, which must not select settings"
     held_out = [run.record.get("data", {}).get("eval") or {} for run in runs]
     sizes = [each.get("num_kept", each.get("num_examples")) for each in held_out]
     number = min((each for each in sizes if isinstance(each, int)), default=None)
     if number is not None and number < MANY_EXAMPLES:
-        yield f"the held-out metric is a mean over {number} examples; hold out more for narrower intervals"
+        yield (
+            f"the held-out metric is a mean over only {number} examples; hold out more examples for narrower intervals"
+        )
     chosen = [run for run in runs if run.recipe.run.early_stopping or run.recipe.trainer.get("load_best_model_at_end")]
     if chosen:
         yield (
@@ -433,9 +441,9 @@ def cautions(
         )
     commits = sorted({str(run.record["commit"])[:12] for run in runs if run.record.get("commit")})
     if len(commits) > 1:
-        yield f"the runs were made by {len(commits)} commits of soren-align ({', '.join(commits[:3])})"
+        yield f"the runs were made by {len(commits)} different commits of soren-align ({', '.join(commits[:3])})"
     if any(str(run.record.get("commit")).endswith("-dirty") for run in runs):
-        yield "runs were made by an edited checkout of soren-align (-dirty), which no commit repeats"
+        yield "runs were made by an edited checkout of soren-align (-dirty), so no commit has the code of these runs"
     if (number := len(file["verdict"]["seeds"])) < MANY_SEEDS:
         yield f"the verdict has {number} seeds; with {MANY_SEEDS} or more, the intervals are much narrower"
     for column, counts in (contamination or {}).items():

@@ -227,7 +227,9 @@ def load_resolved_study(path: Path) -> StudyFile:
     study = source.validate(StudyFile)
     if study is None:
         key, message = source.problems[0]
-        raise UserError(f"{path}: {dotted(key)}: {message}; it was edited, or is of another version")
+        raise UserError(
+            f"{path}: {dotted(key)}: {message}; restore this file, which was edited or written by another version"
+        )
     return study
 
 
@@ -291,10 +293,10 @@ def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
         if len(set(seeds)) < len(seeds):
             yield key, f"found {seeds}; write each seed once"
     if len(set(verdict.seeds)) < MIN_SEEDS:
-        message = f"found {len(set(verdict.seeds))}; a verdict over seeds needs at least {MIN_SEEDS}"
+        message = f"found {verdict.seeds}; write at least {MIN_SEEDS} different seeds"
         yield ("verdict", "seeds"), message
     if common := sorted({*search.seeds} & {*verdict.seeds}):
-        message = f"the search uses {', '.join(map(str, common))} too; the verdict needs other seeds"
+        message = f"search.seeds also has {', '.join(map(str, common))}; write seeds that the search does not use"
         yield ("verdict", "seeds"), message
     for name in sorted({ALL_PAIRS, "base"} & {*study.candidates}):
         yield ("candidates", name), "is a reserved name; choose another name"
@@ -302,27 +304,31 @@ def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
         hint = did_you_mean(verdict.reference, study.candidates, f"candidates are: {', '.join(study.candidates)}")
         yield ("verdict", "reference"), f"there is no candidate {verdict.reference!r}{hint}"
     for keys, at in ((study.set, ("set",)), *((c.set, ("candidates", n, "set")) for n, c in study.candidates.items())):
-        yield from (((*at, key), "is set by the study itself; leave it out") for key in keys if key in OWN_KEYS)
+        yield from (((*at, key), "is set by the study itself; remove this key") for key in keys if key in OWN_KEYS)
         if verdict.draws and "run.perturb.seed" in keys:
-            yield (*at, "run.perturb.seed"), "is set by verdict.draws; leave it out"
+            yield (*at, "run.perturb.seed"), "is set by verdict.draws; remove this key"
     for name, candidate in study.candidates.items():
         at = ("candidates", name, "space") if candidate.space else ("search", "space")
         space, free = study.space(name), study.free(name)
         for key, each in space.items():
             if isinstance(each, str) and each[1:] not in free:
-                yield (*at, key), f"found {each!r}; searched keys are: {', '.join(free)}"
+                yield (*at, key), f"found {each!r}, but this key is not searched; write = and one of {', '.join(free)}"
             if key in OWN_KEYS:
-                yield (*at, key), "is set by the study itself; leave it out"
+                yield (*at, key), "is set by the study itself; remove this key"
         if not free and search.trials > 1:
-            yield at, f"nothing is searched for {name}; write search.trials: 1, or a key with its range"
+            yield (
+                at,
+                f"no key is searched for {name}, so all its trials would be equal; write a key with its range, or "
+                "search.trials: 1",
+            )
         lists = {key: values for key, values in free.items() if isinstance(values, list)}
         if search.method == "grid":
             for key in (key for key in free if key not in lists):
                 yield (*at, key), "a grid needs a list of values, or write search.method: random"
             size = math.prod(map(len, lists.values()))
             if size != search.trials and len(lists) == len(free):
-                message = f"{name}'s grid has {size} points and search.trials is {search.trials}; all candidates get "
-                yield at, message + "the same number of trials, one per point"
+                message = f"the grid of {name} has {size} points, but search.trials is {search.trials}; write equal "
+                yield at, message + "numbers, as each point is one trial"
 
 
 def _recipe_problems(study: StudyFile, lines: dict[Key, str]) -> list[str]:
@@ -355,15 +361,22 @@ def _against_recipe(study: StudyFile, recipe: Recipe) -> Iterator[tuple[Key, str
     metrics, metric = TASKS[recipe.task].higher_is_better, study.search.metric
     columns = [task.column for task in suite_of(recipe.eval).tasks] if recipe.eval else []
     if metric not in metrics:
-        reason = "selection on a benchmark is refused" if metric.removeprefix("eval_") in columns else "no such metric"
-        remedy = f"write {' or '.join(metrics)}, of the held-out examples"
-        yield ("search", "metric"), f"found {metric!r}; {reason}: {remedy}{did_you_mean(metric, metrics)}"
+        is_benchmark = metric.removeprefix("eval_") in columns
+        kind = "a benchmark, which must not select settings" if is_benchmark else "no metric of held-out examples"
+        remedy = f"write {' or '.join(metrics)}{did_you_mean(metric, metrics)}"
+        yield ("search", "metric"), f"{metric!r} is {kind}; {remedy}"
     if recipe.data.eval is None:
-        yield ("recipe",), f"{study.recipe} has no data.eval; trials are selected on held-out examples"
+        yield (
+            ("recipe",),
+            f"{study.recipe} has no data.eval, whose held-out examples select the settings; add data.eval",
+        )
     steps, every = trainer_value(recipe, "max_steps"), trainer_value(recipe, "eval_steps")
     strategy = recipe.trainer.get("eval_strategy")
     if strategy in ("no", False):
-        yield ("recipe",), "found trainer.eval_strategy: no; trials are selected on held-out examples"
+        yield (
+            ("recipe",),
+            "found trainer.eval_strategy: no, but evaluations on held-out examples select the settings; write steps",
+        )
     elif strategy == "steps" and steps > 0 and isinstance(every, int) and every >= 1 and steps % every:
         message = (
             f"the last step, {steps}, is not evaluated with trainer.eval_steps {every}; write a divisor of {steps}"

@@ -123,7 +123,10 @@ def declaration_problems(folder: Path, study: StudyFile) -> Iterator[str]:
         yield str(error)
         return
     if [line.get("sha256") for line in read_history(folder, "declared")] != [declared["sha256"]]:
-        yield f"{HISTORY}: does not begin with this declaration; restore it, or repeat the study in another folder"
+        yield (
+            f"{HISTORY}: its first line is not this study's declaration; restore this file, or repeat the study in "
+            "another folder"
+        )
     for line in differences(declared.get("study", {}), _fixed(study))[:20]:
         yield f"study.yaml: differs from the declaration ({line}); restore this file"
     for name, part in declared.get("recipes", {}).items():
@@ -184,7 +187,10 @@ def history_cautions(folder: Path, study: Study) -> Iterator[str]:
     ended = Counter(line.get("run") for line in read_history(folder, "ended"))
     for run in study.runs:
         if ended[run.folder] > 1:
-            yield f"{run.folder}: ended {ended[run.folder]} times, with other weights each time; the last run counts"
+            yield (
+                f"{run.folder}: this run was repeated: it ended {ended[run.folder]} times, with different weights; "
+                "the last one counts"
+            )
     looks = read_history(folder, "looked")
     if len(looks) > 1:
         first = [str(answer) for answer in looks[0].get("answers", [])]

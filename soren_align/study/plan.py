@@ -220,8 +220,8 @@ def plan(study: StudyFile, next_command: str, *, as_json: bool = False, processe
                 tasks = None
                 clustered = [task.column for task in suite.tasks if task.cluster]
                 notices += [
-                    "the suite's data are not on this machine: the plan uses published numbers of questions and "
-                    "takes questions of one cluster as independent, so the effects of "
+                    "the suite's data are not on this machine, so the plan uses published numbers of questions and "
+                    "ignores clusters of questions: the minimum detectable effects of "
                     f"{', '.join(clustered)} are too small"
                 ] * bool(clustered)
             for task in suite.tasks:

@@ -65,10 +65,14 @@ def compare(study: StudyFile, *, jobs: int | None = None, processes: int = 1, ex
         if extend:
             ends = progress.extend()
             for name, keys in ends.items():
-                text = ", ".join(f"{name}: {key} beyond its {end} end" for key, end in keys.items())
-                print_labelled(console, "extend", text)
+                ends_of_keys = ", ".join(f"{key} beyond its {end} end" for key, end in keys.items())
+                print_labelled(console, "extend", f"{name}: the new trials have {ends_of_keys}")
             if not ends:
-                print_labelled(console, "extend", "no selected value lies at an end of its space; nothing to add")
+                print_labelled(
+                    console,
+                    "extend",
+                    "no selected value is the largest or smallest that was tried, so no trials are added",
+                )
     code = _Runner(progress, console, jobs, processes).run_all()
     if code == 0:
         _conclude(folder, progress.failures)
@@ -232,7 +236,7 @@ class _Runner:
                 cause = causes.get(code) or killed_by(-code)
                 if run.folder in self.killed:
                     remedy = f"read {run.folder}.log, and start fewer runs at a time (--jobs)"
-                    self._stop_starting(run, f"{cause}, twice; {remedy}")
+                    self._stop_starting(run, f"{cause}, for the second time; {remedy}")
                 else:
                     self.killed.add(run.folder)
                     text = f"{run.folder}: {cause}; the run is repeated from its last checkpoint"
@@ -257,7 +261,7 @@ class _Runner:
             return (
                 printable(lines[-1], MAX_CHARACTERS) if lines else f"{free_bytes(folder):,} bytes are free on its disk"
             )
-        return f"the log of this run cannot be written, with {free_bytes(folder):,} bytes free on the disk; free space"
+        return f"the log of this run cannot be written, with {free_bytes(folder):,} bytes free on its disk; free space"
 
     @contextmanager
     def _handling_signals(self) -> Iterator[None]:

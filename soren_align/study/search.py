@@ -70,9 +70,9 @@ def create(folder: Path, study: StudyFile) -> None:
             changed += [f"{name}: {line}" for line in differences(training_part(started), training_part(recipe))]
     if changed:
         raise UserError(
-            f"{folder}: holds another study:",
+            f"{folder}: contains another study, in which these values differ:",
             *(f"  {line}" for line in changed),
-            "Restore these to continue, or choose another output_dir; --extend adds trials to a study",
+            "Restore these values to continue, or choose another output_dir; --extend adds trials to a study",
         )
     write(folder / STUDY_FILE, dump(study.model_dump()))  # first: with it the folder is a study's
     write_declaration(folder, study, recipes)
@@ -91,8 +91,9 @@ class Progress:
         metrics = TASKS[load_resolved(first).task].higher_is_better
         if (metric := self.study.search.metric) not in metrics:
             raise UserError(
-                f"{folder / STUDY_FILE}: search.metric: found {metric!r}; its trials are selected by "
-                f"{' or '.join(metrics)}; it was edited, or is of another version"
+                f"{folder / STUDY_FILE}: search.metric: found {metric!r}, but only {' or '.join(metrics)} selects "
+                "settings; "
+                "restore this file, which was edited or written by another version"
             )
         self.higher_is_better = metrics[metric]
         self.trials = Trials(folder, self.study, higher_is_better=self.higher_is_better)
@@ -183,7 +184,7 @@ class Progress:
         runs = self.update()
         search = [run for run in runs if run.stage == "search"]
         if any(run.status not in ENDED for run in search) or self.study.search.method == "grid":
-            reason = "is a grid; widen its lists in another study" if self.study.search.method == "grid" else None
+            reason = "is a grid; write longer lists in another study" if self.study.search.method == "grid" else None
             raise UserError(f"{self.folder}: the search {reason or 'has not ended; rerun without --extend first'}")
         ends, spaces = {}, {}
         for name in self.study.candidates:
@@ -217,9 +218,9 @@ class Progress:
             if run.stage == "verdict":
                 return run  # of the setting that was selected before an extension
             raise UserError(
-                f"{folder}: its recipe.yaml has other values than trial {run.number + 1} of {run.candidate} in "
-                f"{self.folder / JOURNAL}: one of both was changed. Remove the journal, whose trials are drawn again "
-                "as they were, or this folder; then rerun the same command"
+                f"{folder}: recipe.yaml has other values than trial {run.number + 1} of {run.candidate} in "
+                f"{self.folder / JOURNAL}, because one of the two files was changed. Remove the journal to draw the "
+                "same trials again, or remove this run's folder to train the trial again; then rerun the same command"
             )
         run = read_run(run, folder, self.study.search.metric)
         if run.status in ENDED:
@@ -426,5 +427,5 @@ def _refuse_damaged(journal: Path) -> None:
         except Exception as error:  # bad JSON or UTF-8, missing keys, values of other types
             raise UserError(
                 f"{journal}:{number} is damaged ({type(error).__name__}). Remove this file and rerun the same "
-                "command: it draws the same trials again, reads their results from their run folders, and repeats none"
+                "command, which draws the same trials again and reads their results from the run folders"
             ) from None

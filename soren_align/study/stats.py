@@ -234,14 +234,14 @@ def read_answers(
         different = sum(not np.array_equal(other.each, first[column].each) for other in others)
         if column != HELD_OUT and different:
             sentences.append(
-                f"{column}: {different} of {len(others)} evaluations gave the starting checkpoint other points than "
-                "the first evaluation; each run is compared with the starting points of its own evaluation"
+                f"{column}: {different} of {len(others)} evaluations scored the starting checkpoint otherwise than "
+                "the first evaluation; each run is compared with the starting checkpoint in the run's own evaluation"
             )
         name = "held-out metric" if column == HELD_OUT else column
         if not all(are_alike(every[0], other, [column]) for other in every):
             sentences.append(f"{name}: not compared, because the prompts of the runs differ")
         elif column in first and not are_alike(every[0], first, [column]):
-            sentences.append(f"{name}: not compared with {BASE}, because its prompts differ")
+            sentences.append(f"{name}: not compared with {BASE}, because {BASE} was evaluated with other prompts")
     return Answers(runs, starts), sentences
 
 
@@ -255,7 +255,7 @@ def cautions(candidates: Sequence[Candidate], answers: Answers) -> Iterator[str]
         bad = [run.status for run in candidate.verdict if run.status != "finished"]
         if bad:
             number, reasons = f"{len(bad)} of {len(candidate.verdict)}", " or ".join(sorted(set(bad)))
-            yield f"{candidate.name}: {number} runs with fresh seeds {reasons}: it has no verdict"
+            yield f"{candidate.name}: {number} runs with fresh seeds {reasons}, so this candidate has no verdict"
     columns = next(iter(answers.runs.values()))[0] if answers.runs else ()
     for column in columns:
         factor, measure = (1, "held-out metric") if column == HELD_OUT else (100, column)
@@ -273,5 +273,5 @@ def cautions(candidates: Sequence[Candidate], answers: Answers) -> Iterator[str]
             most, least = max(deviations, key=deviations.__getitem__), min(deviations, key=deviations.__getitem__)
             yield (
                 f"{measure}: the standard deviation over seeds is {deviations[most]:.3g} with {most} and "
-                f"{deviations[least]:.3g} with {least}; compare the runs of {most} with one another before its mean"
+                f"{deviations[least]:.3g} with {least}; look at the single runs of {most} before you use its mean"
             )

@@ -132,7 +132,7 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
     step, max_steps = state["global_step"], state["max_steps"]
     if step != step_of(checkpoint) or step > max_steps:
         raise UserError(
-            f"{state_file}: has step {step} of {max_steps}, but its folder is {checkpoint.name}; {PREVIOUS}"
+            f"{state_file}: contains step {step} of {max_steps}, but lies in the folder {checkpoint.name}; {PREVIOUS}"
         )
     check_parts(checkpoint)
     if "processes" in actual_origin and actual_origin["processes"] is None:  # by `make_universal`
@@ -178,14 +178,14 @@ def _check_files(checkpoint: Path) -> Seal:
         damaged = ["the optimizer's state"]
     if damaged:
         raise UserError(
-            f"{checkpoint}: {_listed(damaged)} missing or truncated, so that optimizer or schedule would start anew; "
-            f"restore the missing data, or {PREVIOUS}"
+            f"{checkpoint}: {_listed(damaged)} missing or truncated, so the state of training is incomplete; restore "
+            f"the missing data, or {PREVIOUS}"
         )
     # Libraries choose among files by their names: beside a pytorch_model.bin, model.safetensors would not be read. None
     # reads the hidden files of a file system or a desktop (.nfs000, .DS_Store).
     unknown = [name for name in _names(checkpoint) if name not in expected]
     if unknown := [n for n in unknown if not (last := Path(n).name).startswith(".") or last == ".metadata"]:
-        raise UserError(f"{checkpoint}: was saved without {_listed(unknown)}; remove what was added")
+        raise UserError(f"{checkpoint}: contains {_listed(unknown)}, which training did not save; remove this addition")
     return seal
 
 
@@ -307,7 +307,8 @@ def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
 def _remedy(folder: Path, number: int = errno.ENOSPC) -> str:
     """Return the last complete checkpoint below or beside `folder`, and the way on. number: the errno."""
     complete = [seal.parent for seal in folder.glob(f"**/checkpoint-*/{COMPLETE_MARKER}")]
-    state = f"The last complete one is {max(complete, key=step_of).name}" if complete else "No checkpoint is complete"
+    last = max(complete, key=step_of).name if complete else None
+    state = f"The last complete checkpoint is {last}" if last else "No checkpoint is complete"
     action = REMEDIES.get(number, REMEDIES[errno.ENOSPC])
     way = "resume" if complete else "start again"
     return f"{state}; {action}, then rerun the same command to {way}; or choose another run.output_dir"

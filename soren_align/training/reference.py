@@ -239,7 +239,7 @@ class ReferenceCheck(TrainerCallback):
                 cause = "cached log-probabilities of another model; "
                 remedy = "false, so that they are computed at every step"
             raise UserError(
-                f"step 1: the reference is not the starting model, because before any update {problem}. Likely causes: "
+                f"step 1: the reference model is not the starting model: before any update, {problem}. Likely causes: "
                 f"{cause}a model folder that changed while the run started; a forward pass that differs in training "
                 f"(attention, kernels). Write trainer.precompute_ref_log_probs: {remedy}"
             )

@@ -217,7 +217,7 @@ def report_result(
         text = f"validation perplexity {validation['perplexity']:.2f}, on {validation['num_tokens']:,} tokens"
         lines.append(f"{text} (loss {validation['loss']:.4f})")
     if result["relative_change"] < SMALL_CHANGE:
-        lines.append(f"the matrices changed by {100 * result['relative_change']:.3g}% of their norm")
+        lines.append(f"the weight matrices changed by {100 * result['relative_change']:.3g}% of their norm")
     for line in lines:
         print_labelled(console, "", line)
     for notice in describe_preferences(losses):

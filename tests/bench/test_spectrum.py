@@ -191,7 +191,7 @@ def test_a_damaged_record_is_refused_with_its_line(run, change):
     done = command.run("spectrum", run.path)
     assert done.returncode == 2
     assert "spectra.jsonl:2" in done.stderr
-    assert "no spectrum; restore the fields name, step, shape" in " ".join(done.stderr.split())
+    assert "invalid spectrum; restore the fields name, step, shape" in " ".join(done.stderr.split())
 
 
 def test_a_name_in_a_file_leads_to_no_other_folder_and_is_no_formula(run, tmp_path):

@@ -71,7 +71,7 @@ def test_a_number_is_the_first_examples_by_their_hash_and_shrinks_to_none_that_w
     ):
         held_out(TEXTS[:1] * 9, 3)
     for number, message in (
-        (400, "400 is not below the number of examples, 400; write fewer"),
+        (400, "400 is not below the number of examples, 400; write a smaller number"),
         (401, "401 is not below"),
     ):
         with pytest.raises(UserError, match=f"data.eval.examples: {message}"):

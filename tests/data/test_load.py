@@ -165,7 +165,7 @@ def test_limit_takes_the_first_rows_and_says_so_when_there_are_fewer(write):
     assert loaded.dataset[2]["messages"] == chat(2)
     loaded = load_split(split(write("few.jsonl", [chat_row()]), limit=9), "sft")
     assert loaded.num_examples == 1
-    assert "limit is 9, but all examples are only 1" in loaded.notices[0]
+    assert "limit is 9, but there are only 1" in loaded.notices[0]
     assert "limit is 0; write 1 or more" in refused(split(path, limit=0))
 
 

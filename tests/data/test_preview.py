@@ -216,7 +216,7 @@ def test_unknown_tokens_are_counted_unless_they_end_texts(make_tokenizer, unknow
 def test_a_row_without_marked_tokens_stops_the_account(make_tokenizer):
     only_long = CHATML.replace("{% if m['role'] == 'assistant' %}", "{% if loop.index == 4 %}")
     dataset = Dataset.from_list([{"messages": chat(0, turns=2)}, {"messages": chat(1)}])
-    with pytest.raises(UserError, match="marks no token as the assistant's in 'Animal number 1"):
+    with pytest.raises(UserError, match="marks no token of the answer 'Animal number 1"):
         dataset_stats(dataset, "sft", make_tokenizer(only_long), max_length=None, assistant_only_loss=True)
 
 

@@ -74,7 +74,8 @@ def test_plain_texts_need_no_template_but_an_end(make_tokenizer):
     with pytest.raises(UserError, match=r"has no eos_token, which ends plain texts; write model.eos_token"):
         check_template(make_tokenizer(None, eos=None), "sft", False, texts)
     with pytest.raises(
-        UserError, match=r"assistant_only_loss needs conversations, but these examples are plain texts \(te"
+        UserError,
+        match=r"assistant_only_loss: true needs conversations, but these examples are plain texts \(columns te",
     ):
         check_template(make_tokenizer(), "sft", True, texts)
 
@@ -82,9 +83,7 @@ def test_plain_texts_need_no_template_but_an_end(make_tokenizer):
 def test_completion_only_loss_needs_completions(make_tokenizer):
     rows = Dataset.from_list([{"prompt": "A lynx ", "completion": "sleeps."}])
     assert check_template(make_tokenizer(None), "sft", False, rows, True) == []
-    with pytest.raises(
-        UserError, match=r"completion_only_loss needs .* these examples have messages; for conversations write"
-    ):
+    with pytest.raises(UserError, match=r"completion_only_loss needs .* these examples have messages; remove this key"):
         check_template(make_tokenizer(), "sft", False, SFT, True)
 
 

@@ -139,7 +139,9 @@ def test_weights_as_openai_and_axolotl_write_them(write):
     )  # fmt: skip
     assert load_split(mapped, "sft").dataset[0]["messages"] == dataset[0]["messages"]
     pair = {"chosen": rows[0], "rejected": [*rows[0][:-1], {"role": "assistant", "content": "No."}]}
-    with pytest.raises(UserError, match=r"chosen\[1\] has a weight, but a pair trains only its last turns"):
+    with pytest.raises(
+        UserError, match=r"chosen\[1\] has a weight, but only the last turns of a preference pair are trained"
+    ):
         load_split(split(write("pairs.jsonl", [pair])), "dpo")
 
 
@@ -253,5 +255,5 @@ def test_tools_that_only_some_examples_have_are_read_in_any_order(write):
 
 def test_tools_that_only_late_examples_have_are_never_ignored(write):
     rows = [*({"messages": chat(i)} for i in range(60)), FORMS["OpenAI"]]
-    with pytest.raises(UserError, match=":61: has tools, which none of the first examples has"):
+    with pytest.raises(UserError, match=":61: has the key tools, which none of the first examples has"):
         load_split(split(write("rows.jsonl", rows)), "sft")

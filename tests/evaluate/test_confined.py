@@ -171,7 +171,7 @@ def test_a_split_that_is_missing_is_named(folder):
     text = (folder / "suite.yaml").read_text()
     (folder / "suite.yaml").write_text(text.replace("num_fewshot: 0", "num_fewshot: 1"))
     told = refused(folder, "cannot be loaded")
-    assert "its data have no split or column 'train_of_piqa', which zoo_mc needs" in told
+    assert "the task's data have no split or column 'train_of_piqa', which zoo_mc needs" in told
 
 
 def test_a_run_folders_recipe_trusts_nothing(tmp_path):

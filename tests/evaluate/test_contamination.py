@@ -182,12 +182,13 @@ def test_scores_without_overlapping_questions_are_the_mean_of_the_others(table):
 def test_the_table_notes_columns_with_and_without_overlaps(table):
     first, second, third = (note for note in notes(table[0]) if note.startswith("contamination"))
     assert first.startswith(
-        "contamination, zoo_mc: 3 of 120 questions are in the training examples (1 as a whole, 2 by 13 words in a row);"
-        " without these questions: base "
+        "contamination, zoo_mc: 3 of 120 questions are in the training examples"
+        " (1 as whole texts, 2 with 13 words in a row);"
+        " scores without these questions: base "
     )
     assert second == (
-        "contamination, preference: 120 of 120 questions are in the training examples (120 by 13 words in a row);"
-        " no other questions"
+        "contamination, preference: 120 of 120 questions are in the training examples (120 with 13 words in a row);"
+        " no questions remain"
     )
     assert third == (
         "contamination: no question of zoo_gen is in the 960 training examples, neither as a whole nor by 13 words "
@@ -228,7 +229,7 @@ def test_the_examples_of_a_run_are_read_again_unless_they_were_changed(run, quic
     streamed = recipe.model_copy(update={"data": SimpleNamespace(streaming=True)})
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "load_resolved", lambda path: streamed)
-        assert "they were streamed" in overlaps_of_runs(rows, None, tmp_path, console, quickstart_tasks)
+        assert "the run streamed its examples" in overlaps_of_runs(rows, None, tmp_path, console, quickstart_tasks)
     assert "no model of the table is a run" in overlaps_of_runs(rows[:1], None, tmp_path, console, quickstart_tasks)
     with file.open("a") as stream:
         stream.write(file.read_text().splitlines()[0] + "\n")

@@ -58,7 +58,7 @@ def test_the_hash_differs_if_the_models_were_evaluated_differently(tmp_path, oth
     ({"points": []}, "at least 1 item"),
     ({"points": [1e999, 0.0, 0.0, 0.0]}, "less than or equal to 1"), ({"points": ["1", 0.0, 0.0, 0.0]}, "valid number"),
     ({"clusters": [0, 1]}, "clusters for"),
-    ({"clusters": [0, 0, 0, 10**15]}, "the numbers of its clusters have gaps"),
+    ({"clusters": [0, 0, 0, 10**15]}, "the clusters are not numbered from 0 without gaps"),
     ({"clusters": [0, -1, 0, 0]}, "greater than or equal to 0"), ({"prompts": "../../etc"}, "match pattern"),
     ({"code": "x"}, "not permitted"),
 ])  # fmt: skip

@@ -93,7 +93,7 @@ def test_a_base_without_its_template_is_shown_beside_a_run_with_one(models, tmp_
     results, screen, page = table([("base", models[0]), ("SFT", models[1])], tmp_path / "out", none)
     assert [row["chat_template_of"] for row in results["rows"]] == [None, "SFT"]
     assert "- not compared with base: SFT (only one of the two has prompts with a chat template)" in page
-    assert "will not be compared with base: only one of the two has a chat template" in " ".join(screen.split())
+    assert "will not be compared with base: only one of the two models has a chat template" in " ".join(screen.split())
 
 
 RECIPE = """
@@ -226,13 +226,13 @@ def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):
     rows = planned_rows(str(run / "model"), None, tokenizer, is_adapter=False)
     assert [(row.name, row.template_of) for row in rows] == [("base", "base"), ("SFT", "SFT"), ("this run", "this run")]
     assert AutoTokenizer.from_pretrained(run / "model").chat_template != rows[2].tokenizer.chat_template == CHATML
-    config = "its generation_config.json sets {}, but that of base sets {'repetition_penalty': 1.3}"
+    config = "generation_config.json of {} sets {{}}, but that of base sets {{'repetition_penalty': 1.3}}"
     _, notices = preflight(CHAT, rows)
     other = "; their chat templates differ, and therefore their prompts "
     other += "(for equal templates, write eval.base_template: run)"
     assert notices == [
-        f"SFT will not be compared with base: {config}",
-        f"this run will not be compared with base: {config}{other}",
+        f"SFT will not be compared with base: {config.format('SFT')}",
+        f"this run will not be compared with base: {config.format('this run')}{other}",
     ]
 
 
@@ -256,7 +256,7 @@ def test_without_examples_no_train_split_is_needed(data_root, tmp_path):
     suite = suite.model_copy(update={"tasks": [piqa], "data_root": str(root)})
     assert num_questions(load_tasks(suite, tmp_path / "cache")["piqa"]) == {"piqa": 4}
     with_examples = suite.model_copy(update={"tasks": [piqa.model_copy(update={"num_fewshot": 1})]})
-    with pytest.raises(UserError, match="its data have no split or column 'train', which piqa needs"):
+    with pytest.raises(UserError, match="the task's data have no split or column 'train', which piqa needs"):
         load_tasks(with_examples, tmp_path / "cache")
 
 

@@ -25,10 +25,10 @@ def found(tmp_path):
 
 @pytest.mark.parametrize(("questions", "message"), [
     ([{"question": "Where?", "anwser": "Here."}],
-     "test.jsonl:1: the question has no 'answer', which the task reads (doc_to_target), but only"),
+     "test.jsonl:1: the question has no 'answer', which doc_to_target of the task reads, but only"),
     ([RIGHT, {"question": "Where?", "anwser": "Here."}], "but only question, anwser; rename 'anwser' to 'answer'"),
     ([RIGHT, RIGHT | {"answer": None}], "but only question, answer; add 'answer', or remove this question"),
-    ([RIGHT, {"answer": "Here."}], "test.jsonl:2: the question has no 'question', which the task reads (doc_to_text)"),
+    ([RIGHT, {"answer": "Here."}], "test.jsonl:2: the question has no 'question', which doc_to_text of the task reads"),
 ])  # fmt: skip
 def test_the_first_question_without_a_field_is_named(found, questions, message):
     assert message in found(TASK, *questions)
@@ -36,7 +36,7 @@ def test_the_first_question_without_a_field_is_named(found, questions, message):
 
 @pytest.mark.parametrize("setting", ["doc_to_target", "doc_to_choice"])
 def test_a_setting_without_braces_is_a_field(found, setting):
-    assert f"has no 'key', which the task reads ({setting})" in found({setting: "key"}, RIGHT)
+    assert f"has no 'key', which {setting} of the task reads" in found({setting: "key"}, RIGHT)
 
 
 @pytest.mark.parametrize("task", [

@@ -173,7 +173,7 @@ def test_a_batch_that_does_not_fit_is_halved_for_all_rows(models, tmp_path, monk
     how = {"device": "cpu", "cache": tmp_path / "cache", "console": Console(file=screen, width=80)}
     results = evaluate([("base", models[0]), ("SFT", models[1])], QUICKSTART, tmp_path / "eval", **how)
     assert results["settings"]["batch_size"] == 15
-    assert "out of memory with batch size 60; all models are evaluated with batch size 30 now" in screen.getvalue()
+    assert "out of memory with batch size 60; all models are evaluated again, with batch size 30" in screen.getvalue()
     assert all(sum(row["num_requests"].values()) == 840 for row in results["rows"])
 
 
@@ -238,7 +238,7 @@ def test_repeated_questions_are_reported_and_count_as_one_cluster(models, tmp_pa
     rows = [("base", models[0]), ("SFT", models[1])]
     results = evaluate(rows, asked, tmp_path / "output", device="cpu", console=Console(file=screen, width=500))
     notice = (
-        "zoo_mc: 96 of 120 questions repeat another question, with the same prompt and choices (question 25 is "
+        "zoo_mc: 96 of 120 questions have the prompt and the choices of an earlier question (question 25 equals "
         "question 1)"
     )
     assert notice in screen.getvalue()

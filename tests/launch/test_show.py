@@ -219,7 +219,9 @@ def test_after_too_few_questions_more_questions_come_next_and_no_upload(run, cap
         file.write_text(json.dumps(results))
         show.show(str(run))
         text = " ".join(capsys.readouterr().out.split())
-        reason = "notice zoo_mc: too few questions to compare; add some to the suite quickstart, until it has 20, and"
+        reason = (
+            "notice zoo_mc: too few questions to compare models; add questions to the suite quickstart, 20 or more, and"
+        )
         assert (reason in text, "push" in text) == (not is_enough, is_enough)
         assert text.endswith(f"soren-align eval {run}") == (not is_enough)
 

@@ -194,7 +194,7 @@ def test_a_checkpoint_of_other_states_or_blocks_is_refused():
         saved = optimizer.state_dict()
         saved["state"][0] = {k: v for k, v in (saved["state"][0] | fault).items() if v is not None}
         with pytest.raises(
-            ValueError, match=r"8-bit states of 0\.weight in other blocks; resume from another checkpoint"
+            ValueError, match=r"8-bit states of 0\.weight in the checkpoint are quantized in other blocks"
         ):
             optimizer.load_state_dict(saved)
 

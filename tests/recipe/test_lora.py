@@ -178,7 +178,7 @@ def test_what_cannot_be_merged_is_told_without_torch(tmp_path):
     for number, (record, told) in enumerate((
         (None, "has no run.json"),
         ({"status": "training"}, "has no model yet (status: training); finish the run first"),
-        ({"status": "finished"}, "has no adapter to merge;"),
+        ({"status": "finished"}, "trained no adapter,"),
     )):  # fmt: skip
         run = tmp_path / str(number)
         (run / "model").mkdir(parents=True)

@@ -35,9 +35,7 @@ def test_row_moments_follow_the_rule_and_are_resumed(states):
     normuon.step_(second, resumed, [7])
     assert all(torch.equal(p, resumed[name]) for name, p in parameters.items())
     del saved["state"][0]["row_moment"]
-    with pytest.raises(
-        ValueError, match="the checkpoint does not have the part of row_moment of a that this rank needs"
-    ):
+    with pytest.raises(ValueError, match="the checkpoint lacks this rank's part of the state row_moment of a"):
         second.load_state_dict(saved)
 
 

@@ -196,7 +196,7 @@ def test_a_verdict_on_a_seed_of_the_search_is_caught(study):
         run = study.add(name, "103", 0, rates[1], 1.25, stage="search")
         (study.folder / run.folder).rename(study.folder / f"verdict/{name}/103")
     problems = study.problems()
-    seeds = [problem for problem in problems if "has seed 0, which selected the setting" in problem]
+    seeds = [problem for problem in problems if "has seed 0, which the search also used" in problem]
     assert len(seeds) == 2
     assert any(problem.startswith("verdict/soren: has no run with seed 103") for problem in problems)
 
@@ -303,7 +303,7 @@ def test_a_run_judged_by_the_examples_that_selected_the_settings_is_caught(study
     recipe_file = study.folder / place / "recipe.yaml"
     recipe_file.write_text(recipe_file.read_text().replace("eval_part: verdict", "eval_part: search"))
     study.seal(place)
-    only(study.problems(), "verdict/soren/101: data.eval_part is search, but a study sets verdict")
+    only(study.problems(), "verdict/soren/101: data.eval_part is search, but a run of this stage has verdict")
 
 
 def test_a_step_chosen_by_the_examples_that_judge_is_a_caution(study):
@@ -430,7 +430,7 @@ def test_differences_of_the_schedule_that_a_study_declares_are_cautions(study):
         shutil.copy(folder.recipe, study.folder / "candidates/soren.yaml")
     assert study.problems() == []
     found = study.cautions()
-    assert any("soren: is trained with its own trainer.max_grad_norm" in caution for caution in found)
+    assert any("soren: its trainer.max_grad_norm differ" in caution for caution in found)
 
 
 @pytest.mark.rest
@@ -470,7 +470,7 @@ def test_a_diverged_trial_is_no_problem_but_a_caution(study):
     found = study.cautions(overlaps)
     for words in ("soren: 1 of 3 trials diverged", "unequal numbers of finished trials (adamw 3, soren 2)",
                   "soren: the selected optimizer.lr is the largest value that was tried", "the verdict has 3 seeds",
-                  "the search has 1 seed: the verdict compares the selected settings",
+                  "the search has 1 seed, so it is unknown",
                   "zoo_mc: 3 of 40 questions overlap"):  # fmt: skip
         assert any(words in caution for caution in found), (words, found)
     study.file["search"]["seeds"] = [0, 1, 2]

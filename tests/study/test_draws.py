@@ -217,7 +217,7 @@ def test_another_size_of_the_perturbation_is_a_problem(ended):
 @pytest.mark.parametrize(("setting", "words"), [
     ("verdict.draws=[1, 1]", r"verdict\.draws: found \[1, 1\]; write each seed once"),
     ("set.run.perturb.seed=3", r"set\.run\.perturb\.seed: is set by verdict\.draws"),
-    ("set.model.dtype=bfloat16", "bfloat16 weights would round the change away"),
+    ("set.model.dtype=bfloat16", "bfloat16 weights would lose this change by rounding"),
 ])  # fmt: skip
 def test_draws_that_cannot_be_are_refused(tmp_path, setting, words):
     with pytest.raises(UserError, match=words):

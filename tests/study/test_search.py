@@ -130,8 +130,8 @@ def test_examples_that_changed_since_the_declaration_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("old", "new", "words"), [
-    ("- 103", "", r"verdict.seeds: found 2; a verdict over seeds needs at least 3"),
-    ("  - 102\n  - 103", "", r"verdict.seeds: found 1; a verdict over seeds needs at least 3"),
+    ("- 103", "", r"verdict.seeds: found \[101, 103\]; write at least 3"),
+    ("  - 102\n  - 103", "", r"verdict.seeds: found \[101\]; write at least 3"),
     ("- 103", "- 104", r"differs from the declaration \(verdict.seeds: \[101, 102, 104\] instead of \[101, 102, 103\]"),
     ("reference: adamw", "reference: soren", r"verdict.reference: 'soren' instead of 'adamw'"),
     ("power: 0.8", "power: 0.5", r"verdict.power: 0.5 instead of 0.8"),
@@ -167,7 +167,9 @@ def test_a_candidate_or_a_history_that_was_edited_after_the_declaration_is_a_pro
     assert conclude(folder).problems == []
     history = folder / "history.jsonl"
     history.write_text("".join(history.read_text().splitlines(keepends=True)[1:]))
-    assert any("history.jsonl: does not begin with this declaration" in each for each in conclude(folder).problems)
+    assert any(
+        "history.jsonl: its first line is not this study's declaration" in each for each in conclude(folder).problems
+    )
 
 
 def test_a_repeated_run_and_an_earlier_look_are_cautions(tmp_path):
@@ -185,7 +187,10 @@ def test_a_repeated_run_and_an_earlier_look_are_cautions(tmp_path):
     record = RunFolder(folder / run.folder)
     record.update(written=record.read()["written"] | {"weights_sha256": "e" * 64})
     repeated, looks = conclusion()
-    assert repeated == "verdict/soren/103: ended 2 times, with other weights each time; the last run counts"
+    assert (
+        repeated
+        == "verdict/soren/103: this run was repeated: it ended 2 times, with different weights; the last one counts"
+    )
     assert looks.startswith("`compare` has computed 2 verdicts, each from a different set of runs; ")
     lines = (folder / "history.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["declared", *["ended"] * 12, "looked", "ended", "looked"]
@@ -266,7 +271,7 @@ def test_a_budget_ends_the_search_after_a_round_of_all_candidates(tmp_path):
     result = read_study(Path(study.output_dir))
     assert [len(each.trials) for each in result.candidates] == [2, 2]
     found = cautions(result, Path(study.output_dir), read_files(Path(study.output_dir))[0])
-    assert "2 of the declared 6 trials of each candidate were made, because the budget ended" in found
+    assert "each candidate has 2 trials instead of the declared 6, because the budget ended" in found
 
 
 def test_a_winner_at_an_end_is_reported_and_extended_with_as_many_trials_for_all(tmp_path):
@@ -321,9 +326,7 @@ def test_a_metric_that_was_written_into_a_study_folder_is_refused_in_one_sentenc
     progress_of(study).update()
     file = Path(study.output_dir) / "study.yaml"
     file.write_text(file.read_text().replace("metric: eval_loss", "metric: eval_zoo"))
-    with pytest.raises(
-        UserError, match=r"study\.yaml: search\.metric: found 'eval_zoo'; its trials are selected by eval_"
-    ):
+    with pytest.raises(UserError, match=r"study\.yaml: search\.metric: found 'eval_zoo', but only eval_"):
         read_study(file.parent)
 
 
@@ -384,7 +387,10 @@ def test_a_damaged_journal_is_named_with_its_line(ended, damage):
             refusal = str(error)
         if refusal:
             num_refused += 1
-            assert f"{journal}:{number} is damaged (" in refusal or f"in {journal}: one of both was" in refusal
+            assert (
+                f"{journal}:{number} is damaged (" in refusal
+                or f"in {journal}, because one of the two files was" in refusal
+            )
             assert "emove" in refusal
             assert "rerun the same command" in refusal
         else:

@@ -67,15 +67,15 @@ def test_the_recipe_of_a_run_has_its_keys_and_no_evaluation_in_the_search(tmp_pa
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ("verdict.seeds=[101,102]", "verdict.seeds: found 2; a verdict over seeds needs at least 3"),
-    ("verdict.seeds=[0,101,102]", "the search uses 0 too"),
+    ("verdict.seeds=[101,102]", "verdict.seeds: found [101, 102]; write at least 3"),
+    ("verdict.seeds=[0,101,102]", "search.seeds also has 0"),
     ("verdict.seeds=[1,1,2,3]", "write each seed once"),
     ("verdict.reference=lion", "there is no candidate 'lion'"),
-    ("set.eval={suite: quickstart} | search.metric=eval_zoo_mc", "selection on a benchmark is refused"),
-    ("search.metric=eval_rewards/margins", "no such metric: write eval_loss or eval_mean_token_accuracy"),
+    ("set.eval={suite: quickstart} | search.metric=eval_zoo_mc", "a benchmark, which must not select settings"),
+    ("search.metric=eval_rewards/margins", "no metric of held-out examples; write eval_loss or"),
     ("search.method=grid", "a grid needs a list of values"),
     ("search.pruning=median", "search.pruning: trials are not pruned: early in a schedule, settings rank"),
-    ("search.space.optimizer.aux_lr==optimizer.rate", "searched keys are: optimizer.lr"),
+    ("search.space.optimizer.aux_lr==optimizer.rate", "but this key is not searched; write = and one of optimizer.lr"),
     ("search.space.optimizer.lr.low=0", "low must be more than 0, or write log: false"),
     ("search.space.optimizer.lr.high=1e-4", "low must be less than high"),
     ("search.space.optimizer.lr=fast", "write {low: 1.0e-3, high: 1.0e-1}, a list of values"),
@@ -109,7 +109,7 @@ def test_a_space_that_reaches_a_decay_of_all_weights_is_refused(tmp_path, values
 
 
 def test_a_grid_has_one_trial_per_point(tmp_path):
-    with pytest.raises(UserError, match=r"grid has 2 points and search.trials is 3"):
+    with pytest.raises(UserError, match=r"the grid of .* has 2 points, but search.trials is 3"):
         study_of(tmp_path, "search.method=grid", "search.space.optimizer.lr=[0.001, 0.01]")
 
 

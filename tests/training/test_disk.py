@@ -57,8 +57,8 @@ def test_a_full_disk_stops_before_the_checkpoint_and_the_last_one_is_kept(tiny_r
     message = str(error.value)
     assert re.fullmatch(
         r".*/run/checkpoints: 0.00 kB are free, but a checkpoint needs (\d|\.)+ [kM]B \(0 and [\d,]+ bytes\). The last "
-        r"complete one is checkpoint-2; free space on this disk, then rerun the same command to resume; or choose "
-        r"another run.output_dir",
+        r"complete checkpoint is checkpoint-2; free space on this disk, then rerun the same command to resume; or "
+        r"choose another run.output_dir",
         message,
     )
     assert [path.name for path in run.folder.checkpoints.iterdir()] == ["checkpoint-2"]
@@ -81,7 +81,7 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written_leaves_the_last_one(tin
     monkeypatch.setattr(torch, "save", save)
     with pytest.raises(
         UserError,
-        match=r"/checkpoint-4: cannot be written completely .*bytes free\). The last complete one is checkpoint-2",
+        match=r"/checkpoint-4: cannot be written completely .*bytes free\). The last complete checkpoint is ch",
     ):
         run.train()
     assert [path.name for path in run.folder.checkpoints.iterdir()] == ["checkpoint-2"]

@@ -88,7 +88,7 @@ def test_a_perturbed_reference_that_is_another_model_stops_the_run(tiny_run):
     trainer = tiny_run("dpo", "trainer.max_steps=1", "data.train.limit=32", "run.perturb={}").trainer()
     with torch.no_grad():
         trainer.ref_model.lm_head.weight.mul_(1.01)
-    with pytest.raises(UserError, match="step 1: the reference is not the starting model"):
+    with pytest.raises(UserError, match="step 1: the reference model is not the starting model"):
         trainer.train()
 
 
@@ -183,8 +183,11 @@ def test_of_an_adapter_the_base_is_perturbed_and_another_training_of_it_all_that
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["model.dtype=bfloat16"], "bfloat16 weights would round the change away; write model.dtype: float32"),
-        (["model.quantize=4bit", "model.lora.r=4", "optimizer.aux_lr=null"], "quantized weights have too few values"),
+        (["model.dtype=bfloat16"], "bfloat16 weights would lose this change by rounding; write model.dtype: float32"),
+        (
+            ["model.quantize=4bit", "model.lora.r=4", "optimizer.aux_lr=null"],
+            "4-bit and 8-bit weights cannot change by a rounding error",
+        ),
         (["run.parallel=zero2", "trainer.bf16=true"], "the change is lost; write run.parallel: ddp or fsdp2"),
         (["run.perturb.size=0"], r"run\.perturb\.size"),
     ],

@@ -19,7 +19,7 @@ from tests.support.tiny_models import make_model
 pytestmark = pytest.mark.model
 PRECOMPUTED = "trainer.precompute_ref_log_probs=true"
 ONE_STEP = ("trainer.max_steps=1", "data.train.limit=32", "trainer.save_strategy=no")
-REFUSAL = "step 1: the reference is not the starting model"
+REFUSAL = "step 1: the reference model is not the starting model"
 
 
 def one_key():

@@ -181,7 +181,7 @@ def test_a_checkpoint_is_refused_under_the_name_of_another_step(stopped):
     reseal(renamed)
     with pytest.raises(
         UserError,
-        match=r"checkpoint-900/trainer_state\.json: has step 4 of 6, but its folder is checkpoint-900; remove this",
+        match=r"checkpoint-900/trainer_state\.json: contains step 4 of 6, but lies in the folder checkpoint-900",
     ):
         checkpoints.check(renamed, origin)
 
@@ -191,7 +191,9 @@ def test_a_file_that_was_added_to_a_checkpoint_is_refused(stopped):
     (stopped / ".nfs00a1").write_text("of a file system")
     checkpoints.check(stopped, origin)
     (stopped / "pytorch_model.bin").write_text("would be read in place of model.safetensors")
-    with pytest.raises(UserError, match=r"checkpoint-4: was saved without pytorch_model\.bin; remove what was added"):
+    with pytest.raises(
+        UserError, match=r"checkpoint-4: contains pytorch_model\.bin, which training did not save; remove this addition"
+    ):
         checkpoints.check(stopped, origin)
 
 

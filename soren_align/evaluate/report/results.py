@@ -172,12 +172,12 @@ def _contradiction(rows: list[Row]) -> str:
     first, names = rows[0], [row["name"] for row in rows]
     for row in rows:
         if row["scores"].keys() != first["scores"].keys():
-            return f"{row['name']} has other columns than {first['name']}"
+            return f"the rows {row['name']} and {first['name']} have different columns"
         differences = row.get("differences")
         if differences is not None and differences.keys() | row.get("unpaired", {}).keys() != row["scores"].keys():
-            return f"the differences of {row['name']} have other columns than its scores"
+            return f"the scores and the differences of {row['name']} have different columns"
         if any(s.get("also", {}).keys() != first["scores"][c].get("also", {}).keys() for c, s in row["scores"].items()):
-            return f"{row['name']} has other additional scores than {first['name']}"
+            return f"the rows {row['name']} and {first['name']} have different additional scores"
     return "two rows have the same name" if len(set(names)) < len(names) else ""
 
 
@@ -222,7 +222,7 @@ def refuse_foreign_summary(file: Path) -> None:
     """Raises UserError if `file` is there and not an earlier summary, or cannot be written."""
     problem, remedy = "is not a summary of an evaluation", "choose another --summary, or move this file away"
     if file.is_symlink() or file.is_dir():
-        raise UserError(f"{file}: is a link or a folder; {remedy}")
+        raise UserError(f"{file}: is a symbolic link or a folder; {remedy}")
     _refuse_unwritable(file, "--summary")
     try:
         content = _read(file, problem)

@@ -164,7 +164,7 @@ def _legend(results: Results, brief: bool) -> list[str]:
         num_also = sum(len(each.get("also", ())) for each in differences)
         also = f", and separately for the {num_also} comparisons of other scores below" if num_also else ""
         intervals = "" if brief else " (Bonett and Price's; for averages and fractional scores by bootstrap)"
-        tests = "" if brief else " (McNemar's exact test, else bootstrap)"
+        tests = "" if brief else " (McNemar's exact test for right or wrong answers, bootstrap for other scores)"
         lines += [
             f"+x [low, high]: difference to {first['name']} on the same questions, with its 95% interval{intervals}",
             f"p: two-sided p-value of the difference{tests}, Holm-corrected for the {len(differences)}"
@@ -175,7 +175,8 @@ def _legend(results: Results, brief: bool) -> list[str]:
     few = {c: score["n"] for c, score in first["scores"].items() if "n" in score and has_too_few(first, c)}
     if differences and few:
         lines.append(
-            f"{TOO_FEW}: below {MIN_QUESTIONS} questions a difference has no interval and no p; questions: {_text(few)}"
+            f"{TOO_FEW}: a difference over fewer than {MIN_QUESTIONS} questions has no interval and no p; number of"
+            f" questions: {_text(few)}"
         )
     num_clusters = {
         column: each["num_clusters"]
@@ -208,7 +209,7 @@ def _legend(results: Results, brief: bool) -> list[str]:
     ]
     if intervals:
         lines.append(
-            "± 0.0: answers that are all right, or all wrong, have no standard error; their 95% intervals (Wilson's):"
+            "± 0.0: if all answers are right, or all are wrong, the standard error is 0; Wilson's 95% intervals:"
             f" {', '.join(intervals)}"
         )
     sources = dict.fromkeys(row["source"] for row in results["published"])
@@ -255,14 +256,14 @@ def _contamination(results: Results) -> list[str]:
         if column in clean:
             continue
         counts = f"{each['overlapping']:,} of {each['questions']:,} questions are in the training examples"
-        whole = f"{each['exact']:,} as a whole" if each["exact"] else ""
+        whole = f"{each['exact']:,} as whole texts" if each["exact"] else ""
         parts = each["overlapping"] - each["exact"]
-        how = ", ".join(filter(None, (whole, f"{parts:,} by {NGRAM} words in a row" if parts else "")))
+        how = ", ".join(filter(None, (whole, f"{parts:,} with {NGRAM} words in a row" if parts else "")))
         scores = []
         for row, score in each.get("scores", {}).items():
             d, is_too_few = score.get("difference"), each["questions"] - each["overlapping"] < MIN_QUESTIONS
             scores.append(f"{row} {score['value']:.1f}{f', difference {_interval(d, is_too_few)}' if d else ''}")
-        others = f"without these questions: {', '.join(scores)}" if scores else "no other questions"
+        others = f"scores without these questions: {', '.join(scores)}" if scores else "no questions remain"
         lines.append(f"contamination, {column}: {counts} ({how}); {others}")
     if clean:
         number = next(iter(columns.values()))["examples_read"]

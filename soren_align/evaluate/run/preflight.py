@@ -155,10 +155,10 @@ def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "_P
     for row in others:
         reasons = []
         if row.generation != first.generation:
-            own = f"its generation_config.json sets {row.generation}"
+            own = f"generation_config.json of {row.name} sets {row.generation}"
             reasons.append(f"{own}, but that of {first.name} sets {first.generation}")
         if (row.template_of is None) != (first.template_of is None) and suite.apply_chat_template:
-            reasons.append("only one of the two has a chat template")
+            reasons.append("only one of the two models has a chat template")
         elif probes[row.name].prompts != probes[first.name].prompts:
             can_be_equal = row is rows[-1] and first.template_of != row.name
             remedy = " (for equal templates, write eval.base_template: run)" if can_be_equal else ""
@@ -203,10 +203,10 @@ def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval
         first = {label: number for number, label in reversed([*enumerate(labels, 1)])}
         repeated, label = next((number, label) for number, label in enumerate(labels, 1) if first[label] < number)
         yield (
-            f"{task.column}: {len(labels) - len(first):,} of {len(labels):,} questions repeat another question, with "
-            f"the same prompt and choices (question {repeated} is question {first[label]}). In "
+            f"{task.column}: {len(labels) - len(first):,} of {len(labels):,} questions have the prompt and the choices "
+            f"of an earlier question (question {repeated} equals question {first[label]}). In "
             "intervals and p-values of differences, equal questions count as one cluster; in the score, each question "
-            "counts. Remove the repetitions"
+            "counts. Remove the repeated questions"
         )
 
 

@@ -223,7 +223,7 @@ def output_of(run: RunFolder, options: Eval) -> Path:
     for link in (output.parent, output):
         if link.is_symlink():
             raise UserError(
-                f"{link}: is a link, but results are written only into the run's own folder; remove the link, or use "
+                f"{link}: is a symbolic link, but results must lie in the run's folder; remove the link, or use "
                 "--output for another folder"
             )
     return output
@@ -263,7 +263,7 @@ def _evaluate_models(
         torch.cuda.empty_cache()
         suite = suite.model_copy(update={"batch_size": suite.batch_size // 2})
         console.print(
-            f"{problem}; all models are evaluated with batch size {suite.batch_size} now, because the batch size "
+            f"{problem}; all models are evaluated again, with batch size {suite.batch_size}, because the batch size "
             "changes the last digits of scores",
             highlight=False,
             soft_wrap=True,

@@ -178,7 +178,7 @@ def read_points(folder: Path) -> dict[str, Points]:
         raise UserError(f"{folder}: has no {RESULTS}; evaluate the run first")
     content = read_form(file, _FILE, remedy, MAX_BYTES)
     if results.get("points_sha256") not in (None, file_sha256(file)):
-        raise UserError(f"{file}: is not the file that {RESULTS} was written with; {remedy}")
+        raise UserError(f"{file}: differs from the file that belongs to {RESULTS}; {remedy}")
     rows: dict[str, Points] = {}
     for row in results["rows"]:
         name, columns = row["name"], {}
@@ -186,15 +186,20 @@ def read_points(folder: Path) -> dict[str, Points]:
             points, clusters = np.array(entry["points"], float), entry.get("clusters")
             if clusters is not None and len(clusters) != len(points):
                 raise UserError(
-                    f"{file} rows.{name}.{column}: has {len(clusters)} clusters for {len(points)} points; {remedy}"
+                    f"{file} rows.{name}.{column}: has the clusters of {len(clusters)} questions, but the points "
+                    f"of {len(points)}; {remedy}"
                 )
             if clusters is not None and len(set(clusters)) != max(clusters) + 1:
-                raise UserError(f"{file} rows.{name}.{column}: the numbers of its clusters have gaps; {remedy}")
+                raise UserError(
+                    f"{file} rows.{name}.{column}: the clusters are not numbered from 0 without gaps; {remedy}"
+                )
             columns[column] = ColumnPoints(points, None if clusters is None else np.array(clusters), entry["prompts"])
         for column, score in row["scores"].items():
             mean = 100 * float(columns[column].each.mean()) if column in columns else None
             if column != "average" and (mean is None or abs(mean - score["value"]) > 1e-6):
-                raise UserError(f"{file}: {name} has {mean} in {column}, but {RESULTS} has {score['value']}; {remedy}")
+                raise UserError(
+                    f"{file}: the score of {name} in {column} is {mean}, but {score['value']} in {RESULTS}; {remedy}"
+                )
         rows[name] = columns
     return rows
 

@@ -58,7 +58,9 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
         if unsafe:
             raise UserError(f"dataset_kwargs: {', '.join(unsafe)} may do more than read data; {REMEDY}")
         if path in _PACKAGED_DATASETS_MODULES and path not in PLAIN:
-            raise UserError(f"dataset_path: {path} does more than read a file; write {', '.join(PLAIN)}, or {REMEDY}")
+            raise UserError(
+                f"dataset_path: the loader {path} does more than read a file; write {', '.join(PLAIN)}, or {REMEDY}"
+            )
         return load_dataset(path, name, *rest, **options)
 
     with contextlib.ExitStack() as stack:

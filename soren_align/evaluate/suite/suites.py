@@ -45,7 +45,7 @@ class Seeds(Section):
 def _refuse_duplicates(names: list[str], key: str, owner: str) -> None:
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
-        raise ValueError(f"{key} {duplicates[0]!r} occurs twice; choose another one for one {owner}")
+        raise ValueError(f"{key} {duplicates[0]!r} occurs twice; give every {owner} its own {key}")
 
 
 class SuiteTask(Section):

@@ -183,7 +183,7 @@ def _reason(suite: Suite, task: SuiteTask, error: Exception) -> str:
     first = (str(error).strip().splitlines() or [""])[0]
     reason = f"{type(error).__name__}: {first}"
     if isinstance(error, KeyError):
-        reason = f"its data have no split or column {first}, which {task.task} needs"
+        reason = f"the task's data have no split or column {first}, which {task.task} needs"
     records = (
         ((file, *each) for file in sorted(folder.rglob("*.jsonl")) for each in read_records(file)) if folder else ()
     )
@@ -215,7 +215,7 @@ def missing_field(settings: dict[str, Any], folder: Path | None) -> str:
                 similar = closest(field, [key for key in record if key not in fields])
                 remedy = f"rename {similar!r} to {field!r}" if similar else f"add {field!r}, or remove this question"
                 return (
-                    f"{file}:{number}: the question has no {field!r}, which the task reads ({setting}), but only"
+                    f"{file}:{number}: the question has no {field!r}, which {setting} of the task reads, but only"
                     f" {', '.join(map(str, record))[:200]}; {remedy}"
                 )
     return ""

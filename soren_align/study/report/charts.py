@@ -82,8 +82,9 @@ def front_figure(study: Study) -> Figure | None:
         "retention loss against KL": _along(study, RETENTION, loss, "kl_to_start", KL),
     }
     caption = (
-        "Gain on the task against what was forgotten, from the starting checkpoint (0, 0); large markers: the ends of"
-        " the runs. An optimizer is ahead where it forgets less at an equal gain, displacement or KL."
+        "The gain on the task against what the model forgot, along the runs. All runs begin at (0, 0), the starting"
+        " checkpoint; large markers are the ends of the runs. An optimizer is ahead where it forgets less at an equal"
+        " gain, displacement or KL."
     )
     return _figure(study, panels, caption)
 
@@ -129,9 +130,9 @@ def differences_figure(study: Study, reference: str) -> Figure:
         label = "percent points better" if unit == "percent" else "better by"
         panels.append(_panel(about, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences))))
     caption = (
-        f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. Grey:"
-        " differences too small for this study to detect. Filled dots: better, worse or equivalent; hollow: not"
-        " distinguishable."
+        f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. Grey bars"
+        " cover the differences that this study cannot detect. Filled dots are better, worse or equivalent; hollow dots"
+        " are not distinguishable."
     )
     return Figure(panels, caption)
 
@@ -149,10 +150,10 @@ def search_figure(study: Study) -> Figure | None:
     tuning = "the expected best of n trials"
     panels[tuning] = _lines_panel(study, f"expected best {metric_name(study)}", "trials", lines, cut=True)
     caption = (
-        "Every trial of the search against its setting. Ring: the selected trial. At the edge: triangles are worse than"
-        " the axis shows; above it x diverged, + failed. Expected best: of so many trials, drawn from those of the"
-        " search; a trial without a result counts as the starting checkpoint. Where lines cross, the better optimizer"
-        " depends on the budget for tuning."
+        "Every trial of the search against its setting. A ring marks the selected trial. At the edge of the axis,"
+        " triangles mark trials with a worse metric than the axis shows, x marks diverged trials and + failed trials."
+        " The expected best is that of n trials drawn from the trials of the search; a trial without a result counts"
+        " as the starting checkpoint. Where lines cross, the better optimizer depends on the budget for tuning."
     )
     if left := keys[MAX_KEYS:]:
         caption += f" Not shown: {join_words(left)}; trials.csv has all values."
@@ -242,8 +243,9 @@ def spectra_figure(study: Study, folder: Path) -> Figure | None:
         "spectrum": _lines_panel(study, "singular value / the largest", "share of the modes", last),
     }
     caption = (
-        "Singular values s of the momenta, the input of the optimizers' maps. First: stable rank, the sum of s^2 over"
-        " the largest s^2, mean over the recorded matrices. Second: the largest matrix at the last recorded step."
+        "Singular values s of the momenta, which are the input of the optimizers' maps. The first panel has the stable"
+        " rank (the sum of s^2 divided by the largest s^2), as a mean over the recorded matrices. The second panel has"
+        " the spectrum of the largest matrix at the last recorded step."
     )
     return _figure(study, {name: panel for name, panel in panels.items() if panel}, caption)
 

@@ -48,8 +48,8 @@ def tuning_blocks(study: Study) -> list[Block]:
         (
             "at twice",
             lambda each: _reading(each.twice),
-            f"At half and at twice the selected {RATE}, the {metric} is linear between trials, on a logarithmic axis; "
-            "not tried: outside of the trials; no result: beside a trial that diverged or failed.",
+            f"At half and at twice the selected {RATE}, the {metric} is interpolated between trials, on a logarithmic "
+            "axis. Not tried: no trials on both sides. No result: a neighbouring trial diverged or failed.",
         ),
         (
             "interpolated optimum",
@@ -60,12 +60,12 @@ def tuning_blocks(study: Study) -> list[Block]:
         (
             f"trials within {NEAR:.0%}",
             lambda each: f"{each.num_near} of {each.num_trials}",
-            f"More trials are within {NEAR:.0%} of the best {metric} in a narrower search space.",
+            f"The narrower the search space, the more trials are within {NEAR:.0%} of the best {metric}.",
         ),
         (
             "selected again",
             _selected_again,
-            "Selected again: the settings that searches with resampled seeds select, from the same trials.",
+            "Selected again: the settings that searches with resampled seeds would select from the same trials.",
         ),
         (
             "selection sd",
@@ -79,7 +79,7 @@ def tuning_blocks(study: Study) -> list[Block]:
     note = " ".join(sentence for _, _, sentence in columns if sentence)
     if not any(each.selection for each in tunings):
         seeds = count(len((study.file.get("search") or {}).get("seeds") or [0]), "seed")
-        note += f" The search has {seeds}; {MIN_SEARCH_SEEDS} or more show how its selection would vary."
+        note += f" The search has {seeds}; {MIN_SEARCH_SEEDS} or more seeds would show how the selection varies."
     rows = [[cell(each) for _, cell, _ in columns] for each in tunings]
     return [Table([heading for heading, _, _ in columns], rows), Paragraph(note, kind="muted")]
 
@@ -129,15 +129,16 @@ def target_blocks(study: Study) -> list[Block]:
         row.append(_spread(each.step_shares, ".0%"))
         rows.append(row + ([_spread(each.seconds, ".1f"), _spread(each.second_shares, ".0%")] if has_seconds else []))
     note = (
-        f"The target is {target} with the same seed. Median over the seeds, with the least and the largest; >: not "
-        "reached. Between evaluations, the metric is linear. With the same seed, a step costs all candidates the same "
-        "forward and backward FLOPs; soren-align plan STUDY also counts those of the maps."
+        f"The target is {target} with the same seed. The cells have the median over the seeds, with the smallest and "
+        "the largest value; > marks a target that was not reached. Between evaluations, the metric is interpolated. "
+        "With the same seed, a step costs all candidates the same forward and backward FLOPs; soren-align plan STUDY "
+        "also counts the FLOPs of the maps."
     )
     if not is_comparable:
         note += " Seconds are not shown, because the CPU's load differed between the runs."
     caveat = (
-        "A point on a curve is not a run that ends there: with a schedule that ends there, the "
-        f"{metric} would be another."
+        "These times are read from the curves of longer runs: a run whose schedule ends at this step would have "
+        f"another {metric}."
     )
     return [Items(items), Paragraph(caveat), Table(head, rows), Paragraph(note, kind="muted")]
 
