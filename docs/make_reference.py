@@ -27,10 +27,10 @@ and reports all mistakes together, each with its file, its line and a remedy. `s
 recipes. (The file format is YAML 1.2: `1e-6` is a number, and `no` is a text.)
 
 **In an editor.** An editor with a YAML language server, such as VS Code with its YAML extension, can complete, explain
-and check keys while you type. It needs the file `recipe.schema.json` and the first line of the recipe below. `recipes
-copy` and `import` write this file and this line. If you have written the recipe yourself, `soren-align schema --output
-.` writes the file (for a study, `soren-align schema study --output .`). Repeat this command after an upgrade of
-soren-align.
+and check keys while you type. The editor needs the file `recipe.schema.json` and the first line of the recipe below.
+`recipes copy` and `import` write this file and this line. If you have written the recipe yourself, `soren-align schema
+--output .` writes the file (for a study, `soren-align schema study --output .`). Repeat this command after an upgrade
+of soren-align.
 
     # yaml-language-server: $schema=recipe.schema.json
 

@@ -157,8 +157,8 @@ def test_sft_and_new_read_the_same_columns_of_a_file(run, model, tmp_path, names
 @pytest.mark.parametrize(("options", "message"), [
     ([], "--data: a.csv: found the columns id, ask, reply; add --question COLUMN --answer COLUMN, such as --question "
      "ask --answer reply"),
-    (["--question", "ask"], "--answer: is missing; name both columns"),
-    (["--answer", "ask"], "--question: is missing; name both columns"),
+    (["--question", "ask"], "--answer: is missing; write --question COLUMN and --answer COLUMN"),
+    (["--answer", "ask"], "--question: is missing; write --question COLUMN and --answer COLUMN"),
     (["--question", "aks", "--answer", "reply"],
      "--data: a.csv: has the columns id, ask, reply, but no column 'aks'; did you mean 'ask'?"),
 ])  # fmt: skip

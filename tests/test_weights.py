@@ -133,7 +133,8 @@ def with_generation(model, **settings):
 
 
 @pytest.mark.parametrize(("settings", "change", "expected"), [
-    ({}, "the model is saved with `do_sample: true`", {"do_sample": True, "temperature": 0.9, "top_p": 0.6}),
+    ({}, "the model is saved with `do_sample: true`, which these settings need",
+     {"do_sample": True, "temperature": 0.9, "top_p": 0.6}),
     ({"do_sample": False}, "the saved model does not have them, because do_sample is false", {"do_sample": False}),
 ])  # fmt: skip
 def test_a_model_with_settings_of_sampling_alone_can_be_saved_after_training(

@@ -52,7 +52,7 @@ def parse(text: str) -> Matrices:
             hint = _hint(name.lower(), tuple(MODELS))
             problems.append(f"--shapes: found '{name}'{hint}, or shapes such as 512x1376,512x512")
         elif 0 in (shape := (int(match[1]), int(match[2]))):
-            problems.append(f"--shapes: found '{name}', which has a side of 0; write sides of at least 1")
+            problems.append(f"--shapes: found '{name}', which has a side of 0; write shapes with sides of at least 1")
         else:
             per_layer[shape] = per_layer.get(shape, 0) + 1
     if problems:

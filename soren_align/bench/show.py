@@ -98,9 +98,10 @@ def _tables(results: dict[str, Any]) -> list[Table]:
     tables, ratios = [], ("ratio_to_muon", "ratio_to_muon_float32")
     for shape in results["shapes"]:
         name = "x".join(map(str, shape["shape"]))
-        rates = ", ".join(f"{dtype} {rate / 1e9:.0f}" for dtype, rate in shape["matmul_flops_per_second"].items())
+        speeds = shape["matmul_flops_per_second"].items()
+        rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {dtype}" for dtype, rate in speeds)
         matrices = "1 matrix" if shape["count"] == 1 else f"{shape['count']} matrices"
-        title = f"{name}: {matrices}, {shape['num_rounds']} rounds; matrix products: {rates} GFLOP/s"
+        title = f"{name}: {matrices}, {shape['num_rounds']} rounds; matrix products reach {rates}"
         header = ["map", "ms", "±", "GFLOP", "util.", "/Muon bf16", "/Muon fp32"]
         rows = []
         for row in shape["maps"]:

@@ -204,7 +204,7 @@ def short_names(names: Sequence[str], num_parts: int) -> list[str]:
 MEASURES = (
     ("distance from the exact sigmoid", "distance", ".1%", max, "largest"),
     ("cosine of the angle to the exact sigmoid", "cosine", ".3f", min, "smallest"),
-    ("size: norm of the map's output; 1 if all its singular values are 1/2", "size", ".2f", min, "smallest"),
+    ("size: norm of the output / its norm if all singular values were 1/2", "size", ".2f", min, "smallest"),
 )
 """Of `measure`: title, key, format, the extreme that is shown beside the mean, and its name."""
 
@@ -220,8 +220,9 @@ def summary(source: str, records: Sequence[dict[str, Any]]) -> Group:
             rows.append([f"{key}, {name}", *cells])
     header = ["", *(label.replace(" ", "\n") for label in labels)]
     about = (
-        "distance and cosine: to the output of the exact sigmoid. size: norm of the map's output; 1 if all its"
-        " singular values are 1/2. Muon's output is halved, as match_rms_adamw halves it. --full shows every matrix"
+        "distance and cosine: between the outputs of the map and of the exact sigmoid. size: norm of the map's output,"
+        " divided by its norm if all singular values were 1/2. Muon's output is halved, as match_rms_adamw halves it."
+        " --full shows every matrix"
     )
     title = f"{count(len(records), 'spectrum', 'spectra')} of {source}"
     notes = Text("\n" + textwrap.fill(about, WIDTH), style="dim")

@@ -224,7 +224,7 @@ def param_groups(
             )
     if not any(r.rule == "spectral" for r in routes):
         reasons = ", ".join(sorted({r.reason for r in routes})) or "no trainable parameter"
-        raise ValueError(f"{type(model).__name__} has no matrix for a spectral optimizer ({reasons}); use AdamW")
+        raise ValueError(f"{type(model).__name__} has no weight matrix for a spectral optimizer ({reasons}); use AdamW")
     aux_lr = lr if aux_lr is None else aux_lr
     others = [r for r in routes if r.rule == "adamw"]
     if others and aux_lr is None:

@@ -143,7 +143,9 @@ def question_columns(path: str, question: str | None = None, answer: str | None 
     the file has several that may be the questions.
     """
     if (question is None) != (answer is None):
-        raise UserError(f"--{'question' if question is None else 'answer'}: is missing; name both columns")
+        raise UserError(
+            f"--{'question' if question is None else 'answer'}: is missing; write --question COLUMN and --answer COLUMN"
+        )
     columns = {"instruction": question, "output": answer} if question and answer else {}
     try:
         name, file = next(iter(data_files(path).items()))

@@ -217,7 +217,7 @@ class Model(Section):
     """Names of parameters that are not trained. `*` matches anything: `["model.vision_tower.*"]` freezes the image
     encoder of a model that is trained on text. With `lora`, `freeze` names the layers that get no factors."""
     lora: Lora | None = None
-    """Train a new LoRA adapter instead of the weights."""
+    """Train a new LoRA adapter. The weights of the model do not change."""
     attn_implementation: Annotated[str, Field(min_length=1)] | None = None
     """The attention implementation for training: `eager`, `sdpa`, `flex_attention`, `flash_attention_2`,
     `flash_attention_3`, `flash_attention_4`, or a kernel of the hub, `kernels-community/NAME`. null: sdpa, or eager for

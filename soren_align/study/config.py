@@ -205,7 +205,7 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
         source.apply(setting, with_dots=("set", "space"))
     raw = source.content
     if "candidates" not in raw and "task" in raw:
-        raise UserError(f"{path}: is a recipe; a study has candidates (soren-align {raw['task']} {name_or_path})")
+        raise UserError(f"{path}: is a recipe, not a study; to train it, run soren-align {raw['task']} {name_or_path}")
     if isinstance(search := raw.get("search"), dict) and search.pop("pruning", None) is not None:
         source.problems.append((("search", "pruning"), NO_PRUNING))
     study = source.validate(StudyFile)

@@ -185,7 +185,8 @@ def _check_files(checkpoint: Path) -> Seal:
     # reads the hidden files of a file system or a desktop (.nfs000, .DS_Store).
     unknown = [name for name in _names(checkpoint) if name not in expected]
     if unknown := [n for n in unknown if not (last := Path(n).name).startswith(".") or last == ".metadata"]:
-        raise UserError(f"{checkpoint}: contains {_listed(unknown)}, which training did not save; remove this addition")
+        added = _listed(unknown)
+        raise UserError(f"{checkpoint}: contains {added}, which training did not save; remove {added}")
     return seal
 
 

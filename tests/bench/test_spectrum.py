@@ -90,7 +90,7 @@ def test_a_zero_momentum_has_no_cosine_and_is_left_out_of_the_means(run, tmp_pat
     done = command.run("spectrum", run.path, "--output", tmp_path / "pictures", "--full")
     assert done.returncode == 0, done.stderr
     assert len([*(tmp_path / "pictures").iterdir()]) == 2
-    for title in ("distance from the", "cosine of the", "size of the update"):
+    for title in ("distance from the", "cosine of the", "size: norm of the"):
         rows = {row[0]: row for line in done.stdout.partition(title)[2].splitlines()[1:7] if (row := line.split())}
         assert {*rows["0.self_attn.zero"][2:]} == {"-"}
         extreme = rows["largest" if title.startswith("distance") else "smallest"]

@@ -54,10 +54,10 @@ def test_the_hash_differs_if_the_models_were_evaluated_differently(tmp_path, oth
 
 
 @pytest.mark.parametrize(("changes", "problem"), [
-    ({"points": [1.0, 1.0, 1.0, 1.0]}, "SFT has 100.0 in acc, but results.json has 56.25"),
+    ({"points": [1.0, 1.0, 1.0, 1.0]}, "the score of SFT in acc is 100.0, but 56.25 in results.json"),
     ({"points": []}, "at least 1 item"),
     ({"points": [1e999, 0.0, 0.0, 0.0]}, "less than or equal to 1"), ({"points": ["1", 0.0, 0.0, 0.0]}, "valid number"),
-    ({"clusters": [0, 1]}, "clusters for"),
+    ({"clusters": [0, 1]}, "the clusters of 2 questions"),
     ({"clusters": [0, 0, 0, 10**15]}, "the clusters are not numbered from 0 without gaps"),
     ({"clusters": [0, -1, 0, 0]}, "greater than or equal to 0"), ({"prompts": "../../etc"}, "match pattern"),
     ({"code": "x"}, "not permitted"),
@@ -76,7 +76,7 @@ def test_a_missing_file_a_link_and_missing_rows_are_refused(tmp_path):
     content = json.loads((folder / "points.json").read_text())
     del content["rows"]["SFT"]
     (folder / "points.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="SFT has None in acc"):
+    with pytest.raises(UserError, match="the score of SFT in acc is None"):
         read_points(folder)
     (folder / "points.json").unlink()
     with pytest.raises(UserError, match=r"points\.json: is missing; evaluate the run again"):

@@ -59,7 +59,7 @@ def test_its_settings_are_checked_saved_and_compared(fifth):
     ("fifth", {"divisr": 2}, "divisr: is no setting of the optimizer fifth; write one of divisor, momentum, nesterov"),
     ("muon", {"map": "sns"}, "map: is no setting of the optimizer muon; write one of momentum, nesterov, weight_decay"),
     ("soren", {"spectral_map": "sns"}, "spectral_map: is no setting of the optimizer soren; .*map, adjust_lr_fn"),
-    ("adamw", {"momentum": 0.9}, "momentum: is no setting of the optimizer adamw; write one of betas, eps, weight_decay"),
+    ("adamw", {"momentum": 0.9}, "momentum: is no setting of the optimizer adamw; write one of betas, eps, weight"),
 ])  # fmt: skip
 def test_unknown_names_and_settings_are_refused_with_the_known_ones(fifth, name, settings, message):
     with pytest.raises(ValueError, match=message):

@@ -136,5 +136,5 @@ def test_a_diverged_run_and_unequal_spreads_are_cautions():
     unlike = Answers({"adamw": answered(1.0, 2.0, 3.0), "soren": answered(1.0, 1.0001, 1.0002)}, {})
     muon = Candidate("muon", {}, {}, [], 0, {}, runs("muon", "diverged"))
     first, second = cautions([muon], unlike)
-    assert first == "muon: 1 of 3 runs with fresh seeds diverged: it has no verdict"
+    assert first == "muon: 1 of 3 runs with fresh seeds diverged, so this candidate has no verdict"
     assert second.startswith("held-out metric: the standard deviation over seeds is 1 with adamw and 0.0001 with soren")

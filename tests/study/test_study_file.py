@@ -118,4 +118,4 @@ def test_a_recipe_is_no_study_and_the_list_of_recipes_has_no_study(tmp_path):
     assert result.returncode == 2
     assert "no such file, nor a shipped study" in result.stderr
     file = shipped.recipes()["quickstart/sft"]
-    assert "is a recipe; a study has candidates" in command.run("compare", file).stderr
+    assert "is a recipe, not a study; to train it" in command.run("compare", file).stderr

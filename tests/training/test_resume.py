@@ -192,7 +192,7 @@ def test_a_file_that_was_added_to_a_checkpoint_is_refused(stopped):
     checkpoints.check(stopped, origin)
     (stopped / "pytorch_model.bin").write_text("would be read in place of model.safetensors")
     with pytest.raises(
-        UserError, match=r"checkpoint-4: contains pytorch_model\.bin, which training did not save; remove this addition"
+        UserError, match=r"checkpoint-4: contains pytorch_model\.bin, which training did not save; remove pytorch"
     ):
         checkpoints.check(stopped, origin)
 
