@@ -190,7 +190,7 @@ def test_what_was_merged_is_sent_only_if_it_is_of_this_adapter(hub, tmp_path):
     (lambda run: run.update(status="trained"), {}, "with --no-eval to skip the evaluation"),
     (lambda run: (run.model / "model.safetensors").unlink(), {}, "run: has no model"),
     (lambda run: (run.path / "run.json").unlink(), {}, "run: has no run.json"),
-    (lambda run: None, {"merged": True}, "has no adapter"),
+    (lambda run: None, {"merged": True}, "has no adapter to merge"),
     (lambda run: None, {"repo": "zoo"}, "zoo: is no OWNER/NAME"),
     (lambda run: None, {"repo": "me/a/b"}, "me/a/b: is no OWNER/NAME"),
     (lambda run: None, {"repo": "me/ä"}, "Repo id must use alphanumeric"),
@@ -236,6 +236,6 @@ def test_a_link_in_the_model_or_in_its_place_is_not_sent(hub, tmp_path, name):
     (run.model / name).touch()
     (run.model / name).rename(tmp_path / "elsewhere")
     (run.model / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="is a link"):
+    with pytest.raises(UserError, match="is a symbolic link"):
         push("run", "me/zoo")
     assert there.sent == {}

@@ -249,7 +249,7 @@ def test_a_linked_folder_is_unlinked_and_not_followed_when_a_run_is_replaced(mak
     folder.checkpoints.symlink_to(elsewhere)
     (folder.path / "recipe.yaml.part").symlink_to(elsewhere / "checkpoint-5" / "weights")
     before = contents(elsewhere)
-    with pytest.raises(UserError, match="is a link to"):
+    with pytest.raises(UserError, match="is a symbolic link to"):
         prepare(folder, make())
     folder.clear()
     prepare(folder, make("run.overwrite=true"))
@@ -266,7 +266,7 @@ def test_a_link_among_what_runs_write_is_refused_before_anything_is_written(make
         entry.rename(elsewhere / name)
     before, link = contents(elsewhere), elsewhere / name if (elsewhere / name).exists() else elsewhere
     entry.symlink_to(link)
-    with pytest.raises(UserError, match=rf"{name}: is a link to"):
+    with pytest.raises(UserError, match=rf"{name}: is a symbolic link to"):
         prepare(folder, make())
     assert contents(elsewhere) == before
 

@@ -203,7 +203,7 @@ def test_results_stay_inside_of_a_runs_folder(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot be the name of a folder of results"):
         stage.output_of(run, Eval(suite="/suite.yaml"))
     (run.path / "eval" / "quickstart").symlink_to(tmp_path / "suites")
-    with pytest.raises(UserError, match="is a link"):
+    with pytest.raises(UserError, match="is a symbolic link"):
         stage.output_of(run, Eval(suite="quickstart"))
 
 

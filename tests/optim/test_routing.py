@@ -239,7 +239,7 @@ def test_the_other_parameters_have_the_learning_rate_of_the_matrices_unless_they
 
 
 def test_an_unknown_optimizer_is_refused():
-    with pytest.raises(ValueError, match="name: found 'sorn'"):
+    with pytest.raises(ValueError, match="name: no optimizer 'sorn'"):
         build_optimizer(Model(), name="sorn", lr=0.1, aux_lr=0.1)
 
 

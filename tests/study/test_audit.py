@@ -228,7 +228,7 @@ def test_other_parameters_in_the_verdict_are_caught(study):
     only(
         study.problems(),
         "verdict/soren/102: the setting (",
-        "is none of the search",
+        "was not tried in the search",
         "but the best setting of the search",
     )
 

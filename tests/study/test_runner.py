@@ -299,7 +299,7 @@ def test_a_killed_run_is_repeated_once_before_any_final_run(tmp_path, monkeypatc
     study = study_of(tmp_path)
     machine = Machine(study, {"search/adamw/02": [code], "search/soren/02": [code, code, code]})
     monkeypatch.setattr(runner, "start_run", machine)
-    with pytest.raises(ResumableError, match=r"search/soren/02: .*, twice; .*\(--jobs\)"):
+    with pytest.raises(ResumableError, match=r"search/soren/02: .*, for the second time; .*\(--jobs\)"):
         runner.compare(study)
     assert "search/adamw/02: " in capsys.readouterr().err
     assert machine.started.count("search/adamw/02") == machine.started.count("search/soren/02") == 2
