@@ -35,7 +35,7 @@ def test_step_prints_tables_of_80_columns(tmp_path):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["maps", "--shapes", "qwen2.5-7b"], "did you mean 'qwen2.5-3b'?"),
-    (["step", "--shapes", "0x5"], "write sides of at least 1"),
+    (["step", "--shapes", "0x5"], "write shapes with sides of at least 1"),
     (["maps", "--device", "cudaa"], "did you mean 'cuda'?"),
     (["maps", "--output", "nowhere/page.md"], "nowhere/page.md: its folder does not exist"),
     (["maps", "--output", "."], ".: is a folder; name a file, such as benchmarks.md"),

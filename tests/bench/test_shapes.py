@@ -28,7 +28,7 @@ def test_shapes_by_hand_are_counted():
 
 @pytest.mark.parametrize(("text", "message"), [
     ("qwen2.5-7b", "did you mean 'qwen2.5-3b'?"), ("lama60m", "did you mean 'llama-60m'?"),
-    ("0x5", "found '0x5'; write sides of at least 1"), ("5", "or shapes such as 512x1376"),
+    ("0x5", "found '0x5', which has a side of 0; write shapes"), ("5", "or shapes such as 512x1376"),
     ("", "or shapes such as 512x1376"), ("-3x5", "found '-3x5'"), ("16x16,", "found ''"),
     ("16x16,llama-60m", "write the model alone"),
 ])  # fmt: skip
