@@ -22,8 +22,8 @@ from ..launch.environment import set_environment
 from ..recipe import accumulation
 from .config import ALL_PAIRS, Range, StudyFile, first_run, recipe_of_run
 from .declaration import DIGITS, declare
-from .estimates import FAMILY_ERROR, Assumed, Design, detectable_loss, detectable_score, family_size
-from .stats import look_error
+from .estimates import FAMILY_ERROR, Assumed, Design, detectable_loss, detectable_score
+from .stats import look_error, num_declared_tests
 from .study import AVERAGE, HELD_OUT
 
 ASSUMPTIONS = {
@@ -150,14 +150,7 @@ def _detectable(
     verdict = study.verdict
     columns = evaluation["columns"] if evaluation else []
     measures = [HELD_OUT, *columns, *([AVERAGE] if evaluation and evaluation["has_average"] else [])]
-    margins = {each: verdict.equivalence.margin(each) for each in measures} if verdict.equivalence else {}
-    num_tests = family_size(
-        len(study.candidates),
-        len(measures),
-        retention=len(verdict.retention.columns) if verdict.retention else 0,
-        all_pairs=verdict.reference == ALL_PAIRS,
-        equivalence=sum(margin is not None for margin in margins.values()),
-    )
+    num_tests = num_declared_tests(verdict, len(study.candidates), measures)
     num_first = round(num_tests * FAMILY_ERROR / look_error(1))
     design = Design(seeds=len(verdict.seeds), num_tests=num_first, power=verdict.power)
     assumptions = assumed(study)

@@ -5,7 +5,7 @@ study could have found. All statements of a study are one family: at most 5% of 
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -90,14 +90,7 @@ def verdict(
         if margin is not None:
             margins[i] = margin
             tests.append((i, "equivalence", each.estimate.p_within(margin / each.factor)))
-    declared = family_size(
-        len(candidates),
-        len(measures),
-        retention=len(rules.retention.columns) if rules.retention else 0,
-        all_pairs=rules.reference == ALL_PAIRS,
-        equivalence=sum(rules.equivalence.margin(each) is not None for each in measures) if rules.equivalence else 0,
-    )
-    missing = [1.0] * max(0, declared - len(tests))
+    missing = [1.0] * max(0, num_declared_tests(rules, len(candidates), measures) - len(tests))
     scale = FAMILY_ERROR / look_error(look)
     corrected = [min(1.0, scale * p) for p in holm([*(p for _, _, p in tests), *missing])]
     p_holm = {(i, test): p for (i, test, _), p in zip(tests, corrected, strict=False)}
@@ -135,6 +128,20 @@ def verdict(
             )
         )
     return differences
+
+
+def num_declared_tests(rules: VerdictSection, num_candidates: int, measures: Collection[str]) -> int:
+    """Return the number of tests that a study declares, for which Holm's method corrects.
+
+    measures: HELD_OUT, the columns of the suite, and AVERAGE if the suite has one.
+    """
+    return family_size(
+        num_candidates,
+        len(measures),
+        retention=len(rules.retention.columns) if rules.retention else 0,
+        all_pairs=rules.reference == ALL_PAIRS,
+        equivalence=sum(rules.equivalence.margin(each) is not None for each in measures) if rules.equivalence else 0,
+    )
 
 
 def look_error(look: int) -> float:

@@ -23,8 +23,10 @@ from ...publish.answers import Answers, of_evaluation
 from ...recipe import load_resolved
 from ...run.folder import RunFolder
 from ...run.metrics import IN_STUDIES
+from ..config import VerdictSection
 from ..declaration import DIGITS
 from ..draws import mean_candidate
+from ..stats import num_declared_tests
 from ..study import BASE, HELD_OUT, Study, finished
 from . import charts, curves, text
 from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, TextTable, page_html, page_markdown
@@ -99,9 +101,8 @@ def verdict_blocks(study: Study) -> list[Block]:
     for name in text.references_of(study):
         blocks.append(Items(text.comparisons(study, name, most=1), f"Against {text.reference_name(name)}"))
         blocks.append(charts.differences_figure(study, name))
-    num = len(study.differences) + sum(
-        (d.retained is not None) + (d.is_equivalent is not None) for d in study.differences
-    )
+    rules = VerdictSection.model_validate(study.file["verdict"])
+    num = num_declared_tests(rules, len(study.candidates), text.measures_of(study))
     note = (
         "Intervals cover the spread over seeds, and over questions or held-out examples. Each answer depends on a "
         f"p-value, corrected for {count(num, 'test')} by Holm's method; intervals are not corrected. "
