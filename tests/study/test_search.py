@@ -130,7 +130,7 @@ def test_examples_that_changed_since_the_declaration_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("old", "new", "words"), [
-    ("- 103", "", r"verdict.seeds: found \[101, 103\]; write at least 3"),
+    ("- 103", "", r"verdict.seeds: found \[101, 102\]; write at least 3"),
     ("  - 102\n  - 103", "", r"verdict.seeds: found \[101\]; write at least 3"),
     ("- 103", "- 104", r"differs from the declaration \(verdict.seeds: \[101, 102, 104\] instead of \[101, 102, 103\]"),
     ("reference: adamw", "reference: soren", r"verdict.reference: 'soren' instead of 'adamw'"),
