@@ -336,7 +336,7 @@ def _check_training(raw: _Raw) -> None:
     if trainer.get("use_liger_kernel") is True and importlib.util.find_spec("liger_kernel") is None:
         raw.report(
             ("trainer", "use_liger_kernel"),
-            "liger-kernel is not installed; run `pip install liger-kernel`, or remove this key",
+            "liger-kernel is not installed; run `pip install 'soren-align[liger]'`, or remove this key",
         )
     for key in (("run", "early_stopping"), ("run", "kl_to_start"), ("data", "retention")):
         remedy = "add data.eval" if held_out is None else "write trainer.eval_strategy: steps or epoch"

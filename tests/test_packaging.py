@@ -1,0 +1,109 @@
+"""The wheel's metadata names all that the package imports, and its source is Python of every version that it names."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from soren_align.core.yaml import parse_yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted((ROOT / "soren_align").rglob("*.py"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+HOSTS = {"axolotl", "swift"}
+"""Modules of the tools that a plug-in is for: the user has them, with versions of their own."""
+
+
+def distribution(requirement):
+    """The normalized name in a requirement: 'lm-eval>=0.4' -> 'lm-eval'."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
+
+
+def declared():
+    lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    return {distribution(requirement) for requirements in lists for requirement in requirements}
+
+
+def imported_modules(files):
+    """Top-level module of every absolute import -> a file that has it."""
+    modules = {}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            modules |= {name.split(".")[0]: file.name for name in names}
+    return modules
+
+
+def undeclared(files):
+    """'module (file)' for each import whose distribution pyproject.toml does not name."""
+    distributions = packages_distributions()
+    for module, file in sorted(imported_modules(files).items()):
+        names = {distribution(name) for name in distributions.get(module, [module])}
+        is_ours = module in {"soren_align", *HOSTS, *sys.stdlib_module_names}
+        if not is_ours and not names & declared():
+            yield f"{module} ({file})"
+
+
+def test_every_import_is_a_declared_dependency():
+    assert list(undeclared(FILES)) == []
+
+
+def test_an_undeclared_import_is_found(tmp_path):
+    (tmp_path / "planted.py").write_text("def f():\n    from dill.source import getname\n    import numpy.linalg\n")
+    assert list(undeclared([tmp_path / "planted.py"])) == ["dill (planted.py)"]
+
+
+def declared_extras(text):
+    return set(re.findall(r"soren-align\[(\w+)\]", text))
+
+
+def test_every_extra_that_a_message_or_a_page_names_exists():
+    pages = [*FILES, ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {extra for page in pages for extra in declared_extras(page.read_text(encoding="utf-8"))}
+    assert {"vllm", "quantize", "liger"} <= named
+    assert named <= PROJECT["optional-dependencies"].keys()
+
+
+def test_the_citation_has_the_version_and_the_papers_title():
+    citation = parse_yaml((ROOT / "CITATION.cff").read_text(encoding="utf-8"), "CITATION.cff")[0]
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    (paper,) = citation["references"]
+    assert paper["title"] in (ROOT / "docs/faq.md").read_text(encoding="utf-8")
+
+
+REMOVED = {"asynchat", "asyncore", "distutils", "imp", "smtpd", "lib2to3", "cgi", "cgitb", "crypt", "imghdr", "mailcap",
+           "nntplib", "pipes", "sndhdr", "telnetlib", "uu", "xdrlib", "audioop", "chunk", "sunau"}  # fmt: skip
+"""Modules of Python 3.11 that 3.12, 3.13 or 3.14 no longer has."""
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_source_is_python_of_the_oldest_version():
+    version = tuple(map(int, PROJECT["requires-python"].removeprefix(">=").split(".")))
+    for file in FILES:
+        ast.parse(file.read_text(encoding="utf-8"), str(file), feature_version=version)
+
+
+def test_no_import_is_of_a_module_that_a_newer_version_has_removed():
+    imported = imported_modules(FILES).keys()
+    assert "tomllib" in imported
+    assert not imported & REMOVED
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("version", ["3.12", "3.13", "3.14"])
+def test_a_newer_python_compiles_the_source_without_a_warning(version):
+    if (python := shutil.which(f"python{version}")) is None or subprocess.run([python, "-c", ""]).returncode:
+        pytest.skip(f"there is no python{version} here")
+    code = "import sys\nfor name in sys.argv[1:]: compile(open(name, encoding='utf-8').read(), name, 'exec')"
+    done = subprocess.run([python, "-W", "error", "-c", code, *map(str, FILES)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
