@@ -1,4 +1,4 @@
-"""Write docs/recipe.md, the reference of a recipe's keys, and configs/{recipe,study}.schema.json, from the models.
+"""Write docs/recipe.md, the reference of a recipe's keys, and configs/*.schema.json, from the models.
 
     python docs/make_reference.py
 
@@ -15,10 +15,15 @@ from soren_align.recipe import Model, Recipe, trl
 from soren_align.recipe.loader import SCHEMA_FILE, json_schema
 from soren_align.recipe.optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, OptimizerSection
 from soren_align.study.config import STUDY_SCHEMA_FILE, study_schema
+from soren_align.study.report.verdict import VERDICT_SCHEMA_FILE, verdict_schema
 
 DOCS = Path(__file__).parent
 CONFIGS = DOCS.parent / "configs"
-SCHEMAS = {CONFIGS / SCHEMA_FILE: json_schema, CONFIGS / STUDY_SCHEMA_FILE: study_schema}
+SCHEMAS = {
+    CONFIGS / SCHEMA_FILE: json_schema,
+    CONFIGS / STUDY_SCHEMA_FILE: study_schema,
+    CONFIGS / VERDICT_SCHEMA_FILE: verdict_schema,
+}
 INTRODUCTION = """\
 # The recipe
 

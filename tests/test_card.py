@@ -7,6 +7,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from soren_align import recipe
+from soren_align.core.files import digest
 from soren_align.publish.card import card, on_hub, pictures, public, public_record, write_card
 from tests.support.run_folders import HUB, add_results, finished_run
 
@@ -264,9 +265,31 @@ def test_scores_are_in_the_front_matter_as_the_hub_reads_them():
         ("zoo_mc (Quickstart zoo)", "acc", "acc, percent", 100.0),
         ("zoo_gen (Quickstart zoo)", "exact_match", "exact_match, strict, percent", 50.0),
     ]
+    assert data.eval_results[0].metric_args == {"num_questions": 120, "stderr": 0.0, "seed": 0}
     file = run.evaluation("quickstart") / "results.json"
     file.write_text(file.read_text().replace('"batch_size"', '"limit": 5, "batch_size"'))
     assert "model-index" not in card(run, "zoo")
+
+
+def test_scores_of_a_final_run_have_their_interval_and_the_studys_declaration():
+    run = finished_run("study/verdict/soren/101", *HUB, "trainer.seed=101")
+    run.update(seeds={"trainer": 101, "init": None})
+    add_results(run)
+    add_samples(run)
+    file = run.evaluation("quickstart") / "results.json"
+    results = json.loads(file.read_text())
+    results["rows"][1]["scores"]["zoo_mc"] |= {"value": 85.8333, "stderr": 3.1966, "low": 78.4805, "high": 90.9631}
+    results["settings"]["num_fewshot"] = {"zoo_mc": 5}
+    file.write_text(json.dumps(results))
+    content = {"study": {}, "recipes": {}, "files": {}, "commit": None}
+    declaration = file.parents[5] / "declaration.json"
+    for edited in (False, True):
+        declaration.write_text(json.dumps({"sha256": digest(content) if not edited else "f" * 64, **content}))
+        result = ModelCard(card(run, "zoo")).data.eval_results[0]
+        own = {} if edited else {"study_declaration": digest(content)[:12]}
+        interval = {"stderr": 3.2, "low": 78.48, "high": 90.96}
+        assert result.metric_args == {"num_questions": 120, "seed": 101, **interval, **own}
+        assert (result.metric_value, result.dataset_args) == (85.83, {"num_few_shot": 5})
 
 
 def test_three_answers_stand_beside_those_of_the_start_as_plain_text():

@@ -27,6 +27,7 @@ def test_it_brings_the_shipped_folders_and_nothing_of_the_tests(wheel):
     for name in (
         "recipes/quickstart/sft.yaml", "recipes/quickstart/data/chat_train.jsonl", "eval/quickstart/suite.yaml",
         "configs/templates/qwen2.5.jinja", "configs/recipe.schema.json", "configs/study.schema.json",
+        "configs/verdict.schema.json",
     ):  # fmt: skip
         assert f"soren_align/_shipped/{name}" in names
     pages = {name for name in names if name.endswith(".md") or name.startswith("soren_align/_shipped/docs/")}

@@ -1,4 +1,4 @@
-"""Commands for files: `new`, `recipes`, `suites`, `import`, `schema` and `docs`."""
+"""Commands for files: `new`, `recipes`, `suites`, `import`, `export`, `schema` and `docs`."""
 
 import json
 import os
@@ -254,13 +254,15 @@ def import_(
 
 
 def schema(
-    kind: Annotated[Literal["recipe", "study"], typer.Argument(metavar="KIND", help="recipe or study.")] = "recipe",
+    kind: Annotated[
+        Literal["recipe", "study", "verdict"], typer.Argument(metavar="KIND", help="recipe, study or verdict.")
+    ] = "recipe",
     output: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write to this file, or into this folder. Default: print the schema."),
     ] = None,
 ) -> None:
-    """Print the JSON Schema of recipes or studies, or write it for an editor."""
+    """Print the JSON Schema of recipes, studies or verdict.json, or write it to a file."""
     from ..core.document import write_schema
 
     file_name, text = _schema(kind)
@@ -273,9 +275,30 @@ def schema(
         raise UserError(f"--output: there is no folder {target.parent}; create this folder, or name another one")
     if not write_schema(target, text):
         raise UserError(f"--output: {target} exists already and was not written by this command; name another file")
-    typer.echo(
-        printable(f"{target}: to use it in an editor, write this first line into a {kind}: {MODELINE}{target.name}")
-    )
+    use = f": to use it in an editor, write this first line into a {kind}: {MODELINE}{target.name}"
+    typer.echo(printable(f"{target}{use if kind != 'verdict' else ''}"))
+
+
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN_OR_STUDY", help="The folder of a run, or of a study.")],
+    format_: Annotated[
+        Literal["every_eval_ever"],
+        typer.Option("--format", metavar="FORMAT", help="every_eval_ever. Default: every_eval_ever."),
+    ] = "every_eval_ever",
+    output: Annotated[str, typer.Option(metavar="DIR", help="The folder of the records.")] = "export",
+    owner: Annotated[
+        str, typer.Option(metavar="NAME", help="You or your organization, in the names of your models.")
+    ] = "local",
+    samples: Annotated[bool, typer.Option("--samples", help="Also write every question and answer.")] = False,
+) -> None:
+    """Export the scores of a run, or of a study's final runs, for other tools.
+
+    The format is that of Every Eval Ever, a shared schema of evaluation results: one JSON file per model and suite.
+    """
+    from ..study.export import export as write_records
+
+    records = write_records(source, output, owner=owner, samples=samples)
+    typer.echo(printable(f"{output}: {len(records)} record{'s' * (len(records) > 1)} ({format_})"))
 
 
 def _schema(kind: str) -> tuple[str, str]:
@@ -286,6 +309,10 @@ def _schema(kind: str) -> tuple[str, str]:
         from ..study.config import STUDY_SCHEMA_FILE, study_schema
 
         return STUDY_SCHEMA_FILE, schema_text(study_schema())
+    if kind == "verdict":
+        from ..study.report.verdict import VERDICT_SCHEMA_FILE, verdict_schema
+
+        return VERDICT_SCHEMA_FILE, schema_text(verdict_schema())
     from ..recipe.loader import SCHEMA_FILE, json_schema
 
     return SCHEMA_FILE, schema_text(json_schema())

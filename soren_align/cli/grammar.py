@@ -27,7 +27,7 @@ Judge     eval       evaluate models beside the checkpoints they started from
           compare    compare optimizers: search their rates, then fresh seeds
           chat       talk to a model
 Look      show, runs, curves
-Share     merge, push
+Share     merge, push, export
 Expert    spectrum, reshard, bench, schema
 
 Examples  soren-align sft quickstart/sft

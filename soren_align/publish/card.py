@@ -22,6 +22,7 @@ from ..evaluate.report.results import Results, Row, read_results
 from ..recipe import Recipe, adapter_config, load_resolved, to_yaml
 from ..run.folder import RunFolder
 from ..run.preferences import describe_preferences
+from ..run.provenance import declared_digits
 from ..run.record import (
     SURVIVAL_THRESHOLD,
     TRAINED,
@@ -155,8 +156,8 @@ def _evaluations(run: RunFolder, recipe: Recipe, shown: dict[str, Path], url: st
             continue
         if results is None:
             continue
-        index = _own_row(results, run, TASKS[recipe.task].title)
-        results = _without_paths(results, recipe)
+        index = own_row(results, run, TASKS[recipe.task].title)
+        results = without_paths(results, recipe)
         heading, _, rest = tables.markdown(results, fold=True).partition("\n\n")
         picture = _picture(f"scores{f'-{number}' * (number > 1)}", results["title"], shown, url)
         page.scores += [f"##{heading}", picture, rest.rstrip()]
@@ -165,7 +166,7 @@ def _evaluations(run: RunFolder, recipe: Recipe, shown: dict[str, Path], url: st
         own = results["rows"][index]
         start, lines = tables.gains(results, own)
         page.gains.append(_gains(results, start if start is not own else None, lines))
-        page.eval_results += _eval_results(results, own)
+        page.eval_results += _eval_results(results, own, run)
         page.answers = page.answers or of_evaluation(file.parent, results, own, start)
     return page
 
@@ -185,7 +186,7 @@ def _picture(name: str, alt: str, shown: dict[str, Path], url: str) -> str:
     return f"<picture>{source}{image}</picture>"
 
 
-def _own_row(results: Results, run: RunFolder, title: str) -> int | None:
+def own_row(results: Results, run: RunFolder, title: str) -> int | None:
     """Return the row of the run's model: by its folder, or, if the run was moved, the last one if it is of the task."""
     rows = results["rows"]
     own = [i for i, row in enumerate(rows) if row["model"] and Path(row["model"]).resolve() == run.model.resolve()]
@@ -202,23 +203,36 @@ def _gains(results: Results, start: Row | None, lines: list[str]) -> str:
     return "\n".join([markdown_line(f"{results['title']}; percent{beside}{intervals}"), *shown])
 
 
-def _eval_results(results: Results, own: Row) -> list[EvalResult]:
-    """Return the scores for the hub's `model-index`, without those of a part of the questions."""
+def _eval_results(results: Results, own: Row, run: RunFolder) -> list[EvalResult]:
+    """Return the scores for the hub's `model-index`, without those of a part of the questions.
+
+    Its `args` have what it has no fields for: the 95% interval, the number of questions, the seed of the training, and
+    of a study's final run the digits of the declaration.
+    """
     settings: dict[str, Any] = dict(results["settings"])
-    metrics = settings.get("metrics", {})
-    return [
-        EvalResult(
-            task_type="text-generation",
-            task_name="Text Generation",
-            dataset_type=without_html(column),
-            dataset_name=without_html(f"{column} ({results['title']})"),
-            metric_type=without_html(metrics[column].split(",")[0]),
-            metric_name=without_html(f"{metrics[column].removesuffix(',none').replace(',', ', ')}, percent"),
-            metric_value=round(score["value"], 2),
+    metrics, shots = settings.get("metrics", {}), settings.get("num_fewshot") or {}
+    facts = {"seed": run.record("seeds")["seeds"].get("trainer"), "study_declaration": declared_digits(run.path)}
+    eval_results = []
+    for column, score in own["scores"].items():
+        if column not in metrics or settings.get("limit") or not math.isfinite(score["value"]):
+            continue
+        args = {"num_questions": score.get("n"), "stderr": score.get("stderr"), "low": score.get("low")}
+        args |= {"high": score.get("high"), **facts}
+        args = {key: round(value, 2) if isinstance(value, float) else value for key, value in args.items()}
+        eval_results.append(
+            EvalResult(
+                task_type="text-generation",
+                task_name="Text Generation",
+                dataset_type=without_html(column),
+                dataset_name=without_html(f"{column} ({results['title']})"),
+                dataset_args={"num_few_shot": shots[column]} if column in shots else None,
+                metric_type=without_html(metrics[column].split(",")[0]),
+                metric_name=without_html(f"{metrics[column].removesuffix(',none').replace(',', ', ')}, percent"),
+                metric_value=round(score["value"], 2),
+                metric_args={key: value for key, value in args.items() if value is not None} or None,
+            )
         )
-        for column, score in own["scores"].items()
-        if column in metrics and not settings.get("limit") and math.isfinite(score["value"])
-    ]
+    return eval_results
 
 
 def _snippet(
@@ -347,7 +361,7 @@ def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> tuple[s
     return warning, " ".join(lines)
 
 
-def _without_paths(results: Results, recipe: Recipe) -> Results:
+def without_paths(results: Results, recipe: Recipe) -> Results:
     """Return results for publication: of a model in the hub's cache, its name there and the commit."""
     rows = []
     for row in results["rows"]:

@@ -3,16 +3,21 @@
 import hashlib
 import platform
 import subprocess
+from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import UserError
-from ..core.files import is_component, read_json
+from ..core.files import digest, is_component, read_json
 from ..core.version import __version__
 
 PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "deepspeed", "lm-eval", "pydantic")
+DECLARATION, DIGITS = "declaration.json", 12
+"""Of a study: the file in its folder, and how much of its hash is shown."""
+MAX_DECLARATION_BYTES = 64 << 20
+"""A folder of 100,000 files has 10 MB of names and hashes."""
 
 
 def provenance() -> dict[str, Any]:
@@ -47,6 +52,28 @@ def commit() -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str:
     return subprocess.run(["git", "-C", folder, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def read_declaration(folder: Path) -> dict[str, Any]:
+    """Return the declaration in a study's folder. Raises UserError if it is missing, or not as it was written."""
+    file = folder / DECLARATION
+    remedy = "restore this file, or repeat the study in another folder"
+    if file.is_symlink() or not file.is_file():
+        raise UserError(f"{file}: is missing; {remedy}")
+    content = read_json(file, max_bytes=MAX_DECLARATION_BYTES)
+    own = {key: value for key, value in content.items() if key != "sha256"} if isinstance(content, dict) else {}
+    if not own or content.get("sha256") != digest(own):
+        raise UserError(f"{file}: was edited; {remedy}")
+    return content
+
+
+def declared_digits(run: Path) -> str | None:
+    """Return the digits of the declaration of the study that a run folder is a final run of; None of any other run."""
+    folders = run.resolve().parents  # STUDY/verdict/CANDIDATE
+    if len(folders) > 2 and folders[1].name == "verdict":
+        with suppress(UserError):  # missing, or edited: its digits would be those of another study
+            return read_declaration(folders[2])["sha256"][:DIGITS]
+    return None
 
 
 def fingerprint(model: str) -> str | None:

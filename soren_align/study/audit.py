@@ -87,7 +87,7 @@ def read_verdict(folder: Path, failures: Mapping[str, str] | None = None) -> Stu
     problems = [f"{STUDY_FILE}: {dotted(key)}: {message}" for key, message in study_problems(file)]
     problems += [*declaration_problems(folder, file), *unreadable, *audit(study, folder, runs)]
     weaknesses = [*cautions(study, folder, runs, contamination)]
-    answers = []
+    answers, num_questions = [], {}
     if not problems:
         metric, suite = study.file["search"]["metric"], options.name if options else None
         read, about_answers = stats.read_answers(
@@ -105,6 +105,7 @@ def read_verdict(folder: Path, failures: Mapping[str, str] | None = None) -> Stu
             selection={name: Part(variance, num_search_seeds - 1) for name, variance in variances.items()},
         )
         weaknesses += [*about_answers, *stats.cautions(candidates, read)]
+        num_questions = stats.num_questions(read)
     spreads = draw_spreads(study.candidates)
     return replace(
         study,
@@ -113,6 +114,7 @@ def read_verdict(folder: Path, failures: Mapping[str, str] | None = None) -> Stu
         contamination=contamination,
         differences=answers,
         draws=spreads,
+        num_questions=num_questions,
     )
 
 

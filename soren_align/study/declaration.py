@@ -18,24 +18,23 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import UserError
-from ..core.files import digest, drop_incomplete_line, file_sha256, read_json, write
+from ..core.files import digest, drop_incomplete_line, file_sha256, write
 from ..evaluate.suite.suites import suite_of
 from ..recipe import Recipe, differences, load_resolved, training_part
 from ..recipe.data_files import data_files
 from ..run.folder import RunFolder, now
-from ..run.provenance import commit
+from ..run.provenance import DECLARATION, commit, read_declaration
 from .config import StudyFile
 from .estimates import FAMILY_ERROR
 from .runs import run_folders
 from .stats import look_error
 from .study import ENDED, Run, Study
 
-DECLARATION, HISTORY = "declaration.json", "history.jsonl"
-DIGITS = 12
+HISTORY = "history.jsonl"
 CHANGEABLE: Any = dict.fromkeys(("title", "jobs", "budget_hours", "output_dir"), True) | {"search": {"keep_models"}}
 """Keys of a study's file that may change while it runs: they change no run."""
 MAX_BYTES = 64 << 20
-"""Of declaration.json: a folder of 100,000 files has 10 MB of names and hashes."""
+"""Of history.jsonl."""
 
 
 def declare(study: StudyFile, recipes: Mapping[str, Recipe]) -> dict[str, Any]:
@@ -100,19 +99,6 @@ def write_declaration(folder: Path, study: StudyFile, recipes: Mapping[str, Reci
             *(f"  {line}" for line in changed[:20]),
             "Restore the declared values to continue, or choose another output_dir",
         )
-
-
-def read_declaration(folder: Path) -> dict[str, Any]:
-    """Return the declaration in a study's folder. Raises UserError if it is missing, or not as it was written."""
-    file = folder / DECLARATION
-    remedy = "restore this file, or repeat the study in another folder"
-    if file.is_symlink() or not file.is_file():
-        raise UserError(f"{file}: is missing; {remedy}")
-    content = read_json(file, max_bytes=MAX_BYTES)
-    own = {key: value for key, value in content.items() if key != "sha256"} if isinstance(content, dict) else {}
-    if not own or content.get("sha256") != digest(own):
-        raise UserError(f"{file}: was edited; {remedy}")
-    return content
 
 
 def declaration_problems(folder: Path, study: StudyFile) -> Iterator[str]:

@@ -19,8 +19,8 @@ from ..core.errors import UserError
 from ..core.files import local_path
 from ..core.text import Table, Terminal, count, join_words
 from ..recipe import differences
+from ..run.provenance import read_declaration
 from .audit import read_verdict
-from .declaration import read_declaration
 from .draws import draw_spreads, mean_candidate
 from .report import text
 from .report.page import SIGNS

@@ -20,8 +20,9 @@ from ..core.text import Table, Terminal, count, estimated_time, print_labelled, 
 from ..evaluate.suite.suites import suite_of
 from ..launch.environment import set_environment
 from ..recipe import accumulation
+from ..run.provenance import DIGITS
 from .config import ALL_PAIRS, Range, StudyFile, first_run, recipe_of_run
-from .declaration import DIGITS, declare
+from .declaration import declare
 from .estimates import FAMILY_ERROR, Assumed, Design, detectable_loss, detectable_score
 from .stats import look_error, num_declared_tests
 from .study import AVERAGE, HELD_OUT

@@ -29,9 +29,10 @@ from ..core.text import Table, Terminal, estimated_time, number, print_labelled,
 from ..launch.environment import set_environment, visible_gpus
 from ..run import lock
 from ..run.folder import LOCK, RANKS_LOCK, RunFolder
+from ..run.provenance import DECLARATION, DIGITS, read_declaration
 from .audit import conclude
 from .config import StudyFile, recipe_of_run
-from .declaration import DECLARATION, DIGITS, note_ended, read_declaration
+from .declaration import note_ended
 from .report.page import REPORT, terminal_verdict
 from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
 from .runs import select

@@ -29,9 +29,10 @@ from ..core.errors import UserError
 from ..core.files import drop_incomplete_line, read_json, write
 from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
 from ..run.folder import RunFolder
+from ..run.provenance import read_declaration
 from ..tasks import TASKS
 from .config import Range, StudyFile, first_run, load_resolved_study, recipe_of_run, verdict_runs
-from .declaration import CHANGEABLE, note, read_declaration, write_declaration
+from .declaration import CHANGEABLE, note, write_declaration
 from .runs import STAGES, edges, read_run, read_scores, select
 from .study import ENDED, Candidate, Run, Study, by_trial, metric_of_trial
 

@@ -252,6 +252,14 @@ def read_answers(
     return Answers(runs, starts), sentences
 
 
+def num_questions(answers: Answers) -> dict[str, int]:
+    """Return the numbers of questions by column, of held-out examples, and of the average all questions."""
+    runs = next(iter(answers.runs.values()), None)
+    numbers = {column: len(points.each) for column, points in runs[0].items()} if runs else {}
+    of_suite = sum(number for column, number in numbers.items() if column != HELD_OUT)
+    return numbers | ({AVERAGE: of_suite} if of_suite else {})
+
+
 def cautions(candidates: Sequence[Candidate], answers: Answers) -> Iterator[str]:
     """Yield facts about the runs that weaken a verdict.
 

@@ -193,6 +193,8 @@ class Study:
     """Facts that weaken the conclusion: edges, overlaps, few seeds."""
     contamination: dict[str, Any] | None = None
     """By column: {"questions", "overlapping", "examples_read"}."""
+    num_questions: dict[str, int] = field(default_factory=dict)
+    """By measure, of the held-out examples too; empty of a study with problems, whose answers are not read."""
     declaration: str = ""
     """The hash of declaration.json; empty if it is missing or was changed."""
     command: str = ""

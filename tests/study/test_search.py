@@ -13,10 +13,11 @@ import pytest
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.run.folder import RunFolder, read_metrics
+from soren_align.run.provenance import read_declaration
 from soren_align.study import search as study_search
 from soren_align.study.audit import cautions, conclude
 from soren_align.study.config import first_run, recipe_of_run
-from soren_align.study.declaration import declare, note_ended, read_declaration
+from soren_align.study.declaration import declare, note_ended
 from soren_align.study.runner import _move_another_setting
 from soren_align.study.runs import read_curve, read_files, run_folders
 from soren_align.study.search import JOURNAL, read_study

@@ -23,14 +23,15 @@ from ...publish.answers import Answers, of_evaluation
 from ...recipe import load_resolved
 from ...run.folder import RunFolder
 from ...run.metrics import IN_STUDIES
+from ...run.provenance import DIGITS
 from ..config import VerdictSection
-from ..declaration import DIGITS
 from ..draws import mean_candidate
 from ..stats import num_declared_tests
 from ..study import BASE, HELD_OUT, Study, finished
 from . import charts, curves, text
 from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, TextTable, page_html, page_markdown
 from .effort import target_blocks, tuning_blocks
+from .verdict import VERDICT, verdict_file
 
 REPORT = "report.html"
 STYLES = {"better": "green", "worse": "red", "equivalent": "cyan", "open": ""}
@@ -43,9 +44,10 @@ CONTAMINATION = {"exact": "as a whole", "scores": "scores without these (change)
 
 
 def write_report(study: Study, folder: Path) -> None:
-    """Write report.html, report.md and trials.csv into the study's folder; the same study gives the same bytes.
+    """Write report.html, report.md, trials.csv and verdict.json into the study's folder; the same study gives the same
+    bytes.
 
-    Spectra are read from its run folders in `folder`, all else from the study.
+    Spectra are read from its run folders in `folder`, all else from the study, its declaration and its history.
     """
     cautions: list[Block] = [Items([Item("", caution, "caution") for caution in study.cautions])]
     if not study.cautions:
@@ -84,6 +86,7 @@ def write_report(study: Study, folder: Path) -> None:
     write(folder / REPORT, page_html(study.name, subtitle, sections))
     write(folder / "report.md", page_markdown(study.name, subtitle, sections))
     write(folder / "trials.csv", trials_csv(study))
+    write(folder / VERDICT, verdict_file(study, folder).model_dump_json(indent=1) + "\n")
 
 
 def verdict_blocks(study: Study) -> list[Block]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...core.text import count, join_words, number, p_value, signed
-from ..declaration import DIGITS
+from ...run.provenance import DIGITS
 from ..study import AVERAGE, BASE, HELD_OUT, Difference, Study
 from .blocks import Item
 
