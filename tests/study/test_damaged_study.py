@@ -1,0 +1,106 @@
+"""`compare --report` of a damaged, foreign or half-written study: one sentence or no verdict; no run is changed."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from soren_align.core.files import write
+from soren_align.study import audit
+from soren_align.study.report.verdict import VERDICT, verdict_file
+from tests.support import command
+from tests.support.large_study import plant
+
+RUN, EVALUATION = "verdict/soren/102", "verdict/soren/102/eval/open-llm-leaderboard-v1"
+WRITTEN = {"study.json", VERDICT, "history.jsonl", ".lock", "optuna.journal"}
+
+
+def cut(place, size=40):
+    """A fault: a file that ends after so many bytes, as after a kill or on a full disk."""
+    return lambda study: (study / place).write_bytes((study / place).read_bytes()[:size])
+
+
+def put(place, content):
+    """A fault: another content."""
+    return lambda study: (study / place).write_text(content)
+
+
+def without(place):
+    """A fault: a file or folder is missing."""
+    return lambda study: shutil.rmtree(study / place) if (study / place).is_dir() else (study / place).unlink()
+
+
+# By fault: what a refusal states in its one sentence. The command ends with exit code 2.
+REFUSED = {
+    "another file as study.yaml": (put("study.yaml", "a: 1\n"), "study.yaml"),
+    "a cut study.yaml": (cut("study.yaml"), "study.yaml"),
+    "no study.yaml": (without("study.yaml"), "is no study's folder; run soren-align compare without --report first"),
+    "a cut journal": (put("optuna.journal", '{"op_code": 0}\n{\n'), "optuna.journal:1 is damaged .* Remove this file"),
+    "no recipes of candidates": (without("candidates"), "candidates/adamw.yaml"),
+    "a cut recipe of a run": (cut(f"{RUN}/recipe.yaml"), "verdict/soren/102/recipe.yaml"),
+    "a cut run.json": (cut(f"{RUN}/run.json"), "run.json"),
+    "a run.json of something else": (put(f"{RUN}/run.json", "[]"), "run.json"),
+    "cut results": (cut(f"{EVALUATION}/results.json"), "results.json: is not an evaluation's results, or is damaged"),
+}
+# By fault: a problem or the reason in the report, which has no verdict. The command ends with exit code 0.
+NO_VERDICT = {
+    "a cut declaration": (cut("declaration.json"), "declaration.json"),
+    "no history": (without("history.jsonl"), "history.jsonl: does not begin with this declaration"),
+    "cut metrics": (cut(f"{RUN}/metrics.jsonl", 300), "verdict/soren/102"),
+    "cut values of held-out examples": (cut(f"{RUN}/held_out.json"), "held_out.json differs from the file"),
+    "cut samples": (cut(f"{EVALUATION}/samples/SFT/mmlu.jsonl", 90), "mmlu.jsonl: is damaged"),
+    "cut points": (cut(f"{EVALUATION}/points.json"), "points.json"),
+    "a foreign folder among the runs": (lambda s: (s / "verdict/soren/notes").mkdir(), "verdict/soren/notes: is a run"),
+    "a run without run.json": (without(f"{RUN}/run.json"), "verdict/soren: has no run with seed 102"),
+}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("damaged")
+    plant(folder, trials=1, num_seeds=3, examples=40, questions=60, answer_bytes=10)
+    return folder
+
+
+def run(study, tmp_path, change, monkeypatch):
+    """Damage a copy of the study; return its folder, the command's Result, and the changed files of its runs."""
+    monkeypatch.setattr(audit, "write_report", lambda s, to: write(to / VERDICT, verdict_file(s, to).model_dump_json()))
+    shutil.copytree(study / "study", tmp_path / "study")
+    change(tmp_path / "study")
+    before = contents(tmp_path / "study")
+    file = study / "large.yaml"
+    arguments = ("compare", file, "--report", "--set", f"output_dir={tmp_path / 'study'}")
+    result = command.run(*arguments, env={"COLUMNS": "2000"})
+    return tmp_path / "study", result, before != contents(tmp_path / "study")
+
+
+def contents(folder):
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name not in WRITTEN]
+    return {str(file): file.read_bytes() for file in files}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_study_that_cannot_be_read_is_refused_in_one_sentence(study, tmp_path, fault, monkeypatch):
+    change, words = REFUSED[fault]
+    folder, result, is_changed = run(study, tmp_path, change, monkeypatch)
+    assert result.returncode == 2, result.stdout
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("  ")]  # the keys of a recipe
+    assert len(lines) == 1, result.stderr
+    assert re.search(words, result.stderr), result.stderr
+    assert not is_changed
+    assert not (folder / VERDICT).exists()
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("fault", NO_VERDICT)
+def test_a_study_with_a_damaged_run_has_no_verdict_and_names_the_file(study, tmp_path, fault, monkeypatch):
+    change, words = NO_VERDICT[fault]
+    folder, result, is_changed = run(study, tmp_path, change, monkeypatch)
+    assert result.returncode == 0, result.stderr
+    content = json.loads((folder / VERDICT).read_text())
+    assert content["differences"] == []
+    assert re.search(words, "\n".join(content["problems"])), content["problems"]
+    assert str(folder) not in json.dumps(content)
+    assert not is_changed
