@@ -76,7 +76,7 @@ def merge(names: Sequence[str]) -> Merged:
             raise UserError(
                 f"{folder}: is another study than {folders[0]}:",
                 *(f"  {line}" for line in lines[:5]),
-                "Merge studies that differ in machine, run.perturb or verdict.draws alone",
+                "Merge only studies that differ in the machine, run.perturb or verdict.draws",
             )
     studies = []
     for folder in folders:
