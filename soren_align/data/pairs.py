@@ -1,7 +1,7 @@
 """Faults and biases of preference pairs: copies, contradictions, and answers that their length gives away.
 
-Pairs are compared as the loss sees them: as tokens, truncated to max_length. A pair takes 24 bytes here, of hashes; no
-text is held in memory.
+Pairs are compared as the loss sees them: as tokens, truncated to max_length. A pair takes 24 bytes here, of hashes, and
+some more while they are sorted; no text is held in memory.
 """
 
 import hashlib
