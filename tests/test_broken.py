@@ -112,7 +112,7 @@ RECIPES = {
         "output_dir: out", "output_dir: out\n  num_threads: 100000000", r"run.num_threads: .*at most 1024"),
     "workers without end": ("max_steps: 2", "dataloader_num_workers: 100000", r"dataloader_num_workers: .*at most 256"),
     "processes without end": ("max_steps: 2", "dataset_num_proc: 100000", r"dataset_num_proc: .*at most 256"),
-    "a kernel that is not there": ("max_steps: 2", "use_liger_kernel: true", r"use_liger_kernel: .*pip install liger"),
+    "a kernel that is not there": ("max_steps: 2", "use_liger_kernel: true", r"use_liger_kernel: .*\[liger\]"),
     "not YAML": ("task: sft", "task: [sft", r"my.yaml:\d+ not valid YAML"),
     "a tab": ("  lr: 1e-3\n", "\tlr: 1e-3\n", r"my.yaml:9 not valid YAML: .*; indent with spaces instead of tabs"),
     "a key too far to the left": (
