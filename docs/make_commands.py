@@ -73,6 +73,13 @@ the same as for `sft`.
     soren-align pretrain quickstart/stdlib
     soren-align pretrain llama-c4/60m-soren --processes 8 --set run.parallel=zero2
 """,
+    "stats": """\
+[stats.md](stats.md) lists the formats, the refusals and the output.
+
+    soren-align stats base/ tuned/
+    soren-align stats gpt.csv llama.csv --score correct --cluster topic
+    soren-align stats --plan 2 --expected 70
+""",
     "chat": """\
 If you name an adapter, its base model is loaded too. In a terminal, you can ask several questions in one conversation.
 If the conversation becomes longer than the model's context, the oldest turns are dropped, and a notice is printed. Each

@@ -1,4 +1,4 @@
-"""Commands for files: `new`, `recipes`, `suites`, `import`, `export`, `schema` and `docs`."""
+"""Commands for files: `new`, `recipes`, `suites`, `import`, `export`, `stats`, `schema` and `docs`."""
 
 import json
 import os
@@ -401,3 +401,77 @@ def docs(
     console = Console()
     with console.pager(styles=True):
         console.print(Markdown(re.sub(r"<!--.*?-->\n", "", text), hyperlinks=False))
+
+
+def stats(
+    results: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RESULTS...", help="A file or folder of results per model, or NAME=PATH."),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The model that all others are compared with. Default: the first."),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METRIC",
+            help="The metric of each task: the first of these that it has (exact_match,strict-match: with lm-eval's"
+            " filter). Default: acc_norm, acc, exact_match, else the first. Repeatable.",
+        ),
+    ] = None,
+    id_: Annotated[str | None, typer.Option("--id", metavar="COLUMN", help="The column of the questions' ids.")] = None,
+    score: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="The column of scores: 0 to 1, true, false.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of tasks.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN", help="The column of clusters, whose questions are not independent (doc.passage)."
+        ),
+    ] = None,
+    max_score: Annotated[
+        float, typer.Option(min=1e-9, metavar="N", help="The largest possible score. Default: 1.")
+    ] = 1.0,
+    group: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PREFIX", help="Join the tasks whose names begin so to one (mmlu), a cluster per task. Repeatable."
+        ),
+    ] = None,
+    common: Annotated[bool, typer.Option("--common", help="Compare only the questions that all models have.")] = False,
+    average: Annotated[bool, typer.Option("--average", help="Also compare the means over the tasks.")] = False,
+    plan: Annotated[
+        float | None, typer.Option(metavar="POINTS", help="How many questions does a difference of POINTS need?")
+    ] = None,
+    expected: Annotated[
+        float | None,
+        typer.Option(metavar="PERCENT", help="With --plan: the expected score. Default: the file's, or 50."),
+    ] = None,
+    questions: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="With --plan: what do N questions detect?")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+) -> None:
+    """Compare anybody's evaluation results, question by question.
+
+    Reads lm-eval samples (--log_samples), olmo-eval predictions, inspect-ai logs, lighteval details, CSV and JSONL, and
+    the eval folders of runs. Intervals and p-values are those of `eval`.
+    """
+    from ..evaluate.answers import comparison
+    from ..evaluate.answers.files import Columns
+
+    columns = Columns(tuple(metric or ()), id_, score, task, cluster, max_score)
+    settings: dict[str, Any] = {"reference": reference, "groups": group or (), "common": common, "as_json": as_json}
+    if plan is not None:
+        comparison.plan(plan, results or (), columns, expected=expected, questions=questions, **settings)
+        return
+    if not results:
+        raise UserError("stats: no results; name a file or folder per model, or add --plan POINTS")
+    if expected is not None or questions is not None:
+        raise UserError(
+            f"--{'questions' if expected is None else 'expected'}: has no effect without --plan; add --plan POINTS"
+        )
+    comparison.stats(results, columns, mean=average, as_markdown=as_markdown, **settings)

@@ -25,6 +25,7 @@ Train     sft        train on conversations, then evaluate
           plan       show what a recipe would do and cost
 Judge     eval       evaluate models beside the checkpoints they started from
           compare    compare optimizers: search their rates, then fresh seeds
+          stats      compare anybody's evaluation results
           chat       talk to a model
 Look      show, runs, curves
 Share     merge, push, export
@@ -35,7 +36,7 @@ Examples  soren-align sft quickstart/sft
 
 `soren-align COMMAND --help` explains a command, `soren-align docs` everything.
 """
-"""22 lines, for a terminal of 24. tests/test_cli.py compares its names with the commands."""
+"""23 lines, for a terminal of 24. tests/test_cli.py compares its names with the commands."""
 _KEY_VALUE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
 
 

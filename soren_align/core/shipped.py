@@ -20,7 +20,8 @@ NAVIGATION = {
         "docs/faq.md",
     ],
     "Guides": [
-        *("docs/data.md", "docs/evaluation.md", "docs/comparison.md", "docs/distributed.md", "docs/runs.md"),
+        *("docs/data.md", "docs/evaluation.md", "docs/stats.md", "docs/comparison.md"),
+        *("docs/distributed.md", "docs/runs.md"),
         *("recipes/qwen2.5-3b/README.md", "recipes/mistral-7b/README.md", "recipes/llama-c4/README.md"),
         "recipes/studies/README.md",
     ],

@@ -6,4 +6,5 @@
 `requests` takes responses from its cache, or sends the requests to `workers`, each with the model loaded by one of the
 `backends`. `stats/scores` computes a column's score, `significance` compares models by the tests of `paired`, which
 also keeps the points that a study needs. `report/results` is the form of results.json, `report/tables` shows it.
+`answers/` compares results of other tools.
 """

@@ -17,6 +17,7 @@ from ..core.files import file_sha256, write
 from ..core.text import count
 from ..evaluate.report.results import read_results
 from ..evaluate.stats.paired import read_points, read_sample_points
+from ..evaluate.stats.power import Part
 from ..evaluate.suite.suites import Suite, suite_of
 from ..recipe import differences, load_resolved, recipe_hash
 from ..recipe.schema import is_derived, trains_adapter
@@ -25,7 +26,6 @@ from . import stats
 from .config import METRICS, VerdictSection, load_resolved_study, study_problems
 from .declaration import declaration_problems, history_cautions, look_number, note_look
 from .draws import draw_spreads, over_draws
-from .estimates import Part
 from .report.page import write_report
 from .runs import RunFiles, flat, read_files, run_folders
 from .search import STUDY_FILE, STUDY_RESULT, read_study

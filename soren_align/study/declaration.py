@@ -19,13 +19,13 @@ from typing import Any
 
 from ..core.errors import UserError
 from ..core.files import digest, drop_incomplete_line, file_sha256, write
+from ..evaluate.stats.power import FAMILY_ERROR
 from ..evaluate.suite.suites import suite_of
 from ..recipe import Recipe, differences, load_resolved, training_part
 from ..recipe.data_files import data_files
 from ..run.folder import RunFolder, now
 from ..run.provenance import DECLARATION, commit, read_declaration
 from .config import StudyFile
-from .estimates import FAMILY_ERROR
 from .runs import run_folders
 from .stats import look_error
 from .study import ENDED, Run, Study

@@ -19,33 +19,14 @@ from math import exp, log, sqrt
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import nctdtrinc, stdtrit
 
 from ..evaluate.stats.paired import EQUAL, Paired, least_p
+from ..evaluate.stats.power import FAMILY_ERROR, NOTHING, Part, Real, detectable, mean_part, part_of
 
-Real = float | np.ndarray
-"""One study's, or those of many simulated studies."""
 SMALLEST_P = 1e-12
 """Beyond it a p-value depends on the tail of a model that was not checked."""
-FAMILY_ERROR = 0.05
-"""The probability of any wrong answer in a study."""
 DRAWS, SEED = 10_000, 0
 """Simulated studies for a minimum detectable effect: 1% of it is the error."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a variance, as estimated with so many degrees of freedom."""
-
-    variance: Real
-    degrees: Real
-
-    def at(self, alpha: float) -> Real:
-        """Return the square of the margin of a two-sided interval if there was only this part."""
-        return stdtrit(self.degrees, alpha / 2) ** 2 * self.variance
-
-
-NOTHING = Part(0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -133,9 +114,8 @@ class Estimate:
         """
         if not self.has_spread:
             return None
-        error = float(np.sqrt(self.spread.variance))
-        threshold = float(self.spread.margin(FAMILY_ERROR / num_tests)) / error
-        return error * float(nctdtrinc(self.spread.degrees, 1 - power, threshold))
+        margin = float(self.spread.margin(FAMILY_ERROR / num_tests))
+        return detectable(float(np.sqrt(self.spread.variance)), float(self.spread.degrees), margin, power)
 
 
 def estimate(measures: Sequence[Paired]) -> Estimate:
@@ -150,37 +130,14 @@ def estimate(measures: Sequence[Paired]) -> Estimate:
     for measure in measures:
         of_questions = measure.each.mean(axis=0)
         mean = Paired(of_questions, measure.clusters)
-        part = _part(mean, smooth=measure.is_right_or_wrong)
-        residuals = [_part(Paired(row - of_questions, measure.clusters)).variance for row in measure.each]
+        part = part_of(mean, smooth=measure.is_right_or_wrong)
+        residuals = [part_of(Paired(row - of_questions, measure.clusters)).variance for row in measure.each]
         questions.append(part)
         residual.append(Part(sum(residuals) / ((num_seeds - 1) * num_seeds), part.degrees * (num_seeds - 1)))
         num_changed += mean.num_changed
     seeds = Part(float(by_seed.var(ddof=1)) / num_seeds, num_seeds - 1)
-    spread = Spread(seeds, _mean(questions, count), _mean(residual, count))
+    spread = Spread(seeds, mean_part(questions, count), mean_part(residual, count))
     return Estimate(float(by_seed.mean()), spread, max(least_p(num_changed), SMALLEST_P))
-
-
-def _part(column: Paired, smooth: bool = False) -> Part:
-    """Return the variance of a mean over questions. smooth: as if each model had won one more (Bonett, Price 2012)."""
-    column = column.without_equal_clusters()
-    each = column.each
-    if clustered := column.clustered_error():
-        return Part(clustered[0] ** 2, clustered[1])
-    n = len(each) + 2 * smooth
-    if n == 1:
-        return NOTHING
-    if smooth:
-        return Part((float((each**2).sum()) + 2 - float(each.sum()) ** 2 / n) / n**2, n - 1)
-    return Part(float(each.var(ddof=1)) / n, n - 1)
-
-
-def _mean(parts: Sequence[Part], count: int) -> Part:
-    """Return the part of a mean over independent columns, with Satterthwaite's degrees of freedom."""
-    variance = sum(part.variance for part in parts) / count**2
-    if variance == 0:
-        return parts[0]
-    degrees = variance**2 / sum((part.variance / count**2) ** 2 / part.degrees for part in parts)
-    return Part(variance, degrees)
 
 
 @dataclass(frozen=True, kw_only=True)

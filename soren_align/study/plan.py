@@ -17,13 +17,14 @@ from rich.console import Console
 from ..core.errors import UserError, did_you_mean
 from ..core.silence import quiet_libraries
 from ..core.text import Table, Terminal, count, estimated_time, print_labelled, stderr_console, with_prefix, working
+from ..evaluate.stats.power import FAMILY_ERROR
 from ..evaluate.suite.suites import suite_of
 from ..launch.environment import set_environment
 from ..recipe import accumulation
 from ..run.provenance import DIGITS
 from .config import ALL_PAIRS, Range, StudyFile, first_run, recipe_of_run
 from .declaration import declare
-from .estimates import FAMILY_ERROR, Assumed, Design, detectable_loss, detectable_score
+from .estimates import Assumed, Design, detectable_loss, detectable_score
 from .stats import look_error, num_declared_tests
 from .study import AVERAGE, HELD_OUT
 

@@ -14,10 +14,11 @@ import numpy as np
 from scipy.stats import bartlett
 
 from ..evaluate.stats.paired import ColumnPoints, Paired, Points, holm, read_points
+from ..evaluate.stats.power import FAMILY_ERROR, Part
 from ..run.folder import RunFolder
 from ..run.held_out import read_held_out
 from .config import ALL_PAIRS, VerdictSection
-from .estimates import FAMILY_ERROR, Estimate, Part, estimate, family_size
+from .estimates import Estimate, estimate, family_size
 from .study import AVERAGE, BASE, HELD_OUT, Answer, Candidate, Difference
 
 FIRST_LOOK = 0.8

@@ -11,7 +11,8 @@ from scipy.stats import binomtest
 
 from soren_align.core.errors import UserError
 from soren_align.evaluate.run.harness import ModelResults
-from soren_align.evaluate.stats.scores import _score, cluster_labels
+from soren_align.evaluate.stats.intervals import score_points
+from soren_align.evaluate.stats.scores import cluster_labels
 from soren_align.evaluate.stats.significance import Paired, _difference, compare
 from soren_align.evaluate.suite.suites import SuiteTask
 
@@ -65,7 +66,7 @@ def score_coverage(sizes, correlation, share, num_tables, seed=0):
         shared = rng.normal(size=len(sizes))[labels] * np.sqrt(correlation)
         z = shared + rng.normal(size=len(labels)) * np.sqrt(1 - correlation)
         points = (z < limit).astype(float).tolist()
-        scores = [_score([points], labels), _score([points])]
+        scores = [score_points([points], labels), score_points([points])]
         covers.append([score["low"] <= 100 * share <= score["high"] for score in scores])
     return np.mean(covers, axis=0)
 
@@ -85,7 +86,7 @@ def test_intervals_of_scores_know_clusters_as_intervals_of_differences_do(name):
     labels = np.repeat(np.arange(len(SIZES[name])), SIZES[name])
     points, _ = changes(np.random.default_rng(3), SIZES[name], 0.5, mean=0.5)
     points = (points > 0).astype(float)
-    score, d = _score([points.tolist()], labels), difference(points, labels)
+    score, d = score_points([points.tolist()], labels), difference(points, labels)
     sums = np.bincount(labels, points - points.mean())
     error = np.sqrt((sums**2 / (1 - SIZES[name] / len(labels))).sum()) / len(labels)  # CR2, written anew
     assert score["stderr"] == pytest.approx(100 * error, rel=1e-9)
@@ -94,7 +95,7 @@ def test_intervals_of_scores_know_clusters_as_intervals_of_differences_do(name):
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_a_score_of_none_or_all_counts_each_cluster_once(right):
-    score = _score([[right] * 40], np.repeat(np.arange(10), 4))
+    score = score_points([[right] * 40], np.repeat(np.arange(10), 4))
     low, high = binomtest(int(10 * right), 10).proportion_ci(method="wilson")
     width = 100 * (high - low)
     z, t = 1.959963984540054, 2.2621571627409915  # of 9 degrees of freedom
@@ -104,22 +105,22 @@ def test_a_score_of_none_or_all_counts_each_cluster_once(right):
 
 
 def test_clusters_that_are_all_half_right_count_once_each():
-    score = _score([[0.0, 1.0] * 8], np.repeat(np.arange(8), 2))
+    score = score_points([[0.0, 1.0] * 8], np.repeat(np.arange(8), 2))
     assert score["stderr"] == pytest.approx(100 * np.sqrt(0.25 / 8))
     assert score["high"] - score["low"] > 2 * score["stderr"]
 
 
 def test_repeated_questions_do_not_narrow_a_score():
     points = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
-    once, repeated = _score([points], range(10)), _score([points * 6], [*range(10)] * 6)
+    once, repeated = score_points([points], range(10)), score_points([points * 6], [*range(10)] * 6)
     for key in ("value", "stderr", "low", "high"):
         assert repeated[key] == pytest.approx(once[key], rel=0.03)
-    assert _score([points * 6])["stderr"] < once["stderr"] / 2
+    assert score_points([points * 6])["stderr"] < once["stderr"] / 2
 
 
 def test_without_clusters_the_interval_is_scipy_s():
     for right in (0, 1, 7, 30):
-        score = _score([[1.0] * right + [0.0] * (30 - right)])
+        score = score_points([[1.0] * right + [0.0] * (30 - right)])
         low, high = binomtest(right, 30).proportion_ci(method="wilson")
         assert (score["low"], score["high"]) == pytest.approx((100 * low, 100 * high), abs=1e-10)
 

@@ -11,7 +11,7 @@ from statsmodels.stats.multitest import multipletests
 from soren_align.core.errors import UserError
 from soren_align.evaluate.run.harness import ModelResults
 from soren_align.evaluate.stats import significance
-from soren_align.evaluate.stats.scores import _score
+from soren_align.evaluate.stats.intervals import score_points
 from soren_align.evaluate.stats.significance import compare, unpaired
 
 SIZES = {"arc_challenge": 1172, "hellaswag": 10042, "mmlu": 14042, "mc2": 817, "winogrande": 1267, "gsm8k": 1319}
@@ -253,7 +253,7 @@ def test_intervals_of_a_few_questions_cover_the_truth(n, monkeypatch):
     for _ in range(600):
         level = rng.normal(0.5, 0.1, n)
         a, b = (level + rng.normal(0, 0.03, n) for _ in range(2))
-        score, d = _score([list(a)]), difference(a, b)
+        score, d = score_points([list(a)]), difference(a, b)
         covered["score"] += score["low"] <= 50 <= score["high"]
         covered["difference"] += d["low"] <= 0 <= d["high"]
     assert min(covered.values()) >= 0.925 * 600
@@ -262,5 +262,5 @@ def test_intervals_of_a_few_questions_cover_the_truth(n, monkeypatch):
 
 def test_with_hundreds_of_questions_the_interval_is_the_normal_one():
     a, _ = shares(np.random.default_rng(0), 817)
-    score = _score([list(a)])
+    score = score_points([list(a)])
     assert score["high"] - score["value"] == pytest.approx(1.96 * score["stderr"], rel=2e-3)

@@ -141,6 +141,8 @@ class Results(TypedDict):
     contamination: NotRequired[dict[str, Contamination] | None]
     settings: Settings
     notes: list[str]
+    intervals: NotRequired[bool]
+    """Whether a table shows a score's interval in place of its standard error."""
 
 
 _RESULTS = TypeAdapter(Results)

@@ -18,7 +18,7 @@ from rich.text import Text
 from ...core.figures import FONT, Colors, short, style_axes, write_pictures
 from ...core.text import Table, p_value, without_html
 from ..stats.contamination import NGRAM
-from .results import Interval, PublishedRow, Results, Row, Value
+from .results import Interval, PublishedRow, Results, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,7 +48,7 @@ def terminal(results: Results, *, brief: bool = False) -> Group:
     brief: with those notes alone that put the scores in question.
     """
     columns = list(results["rows"][0]["scores"])
-    parts: list[Any] = [Text(f"{results['title']}, percent ± standard error", style="bold")]
+    parts: list[Any] = [Text(f"{results['title']}, {_unit(results)}", style="bold")]
     for i in range(0, len(columns), NUM_COLUMNS):
         parts += [_table(results, columns[i : i + NUM_COLUMNS]).rich(), Text()]
     footer = RichTable.grid(padding=(0, 1))
@@ -60,7 +60,7 @@ def terminal(results: Results, *, brief: bool = False) -> Group:
 def markdown(results: Results, *, fold: bool = False) -> str:
     """Return the same as a Markdown page, with all columns in one table. fold: hide the notes until they are opened."""
     table = _table(results, list(results["rows"][0]["scores"]))
-    lines = [f"# {without_html(results['title'])}", "", "Percent ± standard error.", "", table.markdown(), ""]
+    lines = [f"# {without_html(results['title'])}", "", f"{_unit(results).capitalize()}.", "", table.markdown(), ""]
     begin, end = (["<details><summary>Notes on these scores</summary>", ""], ["", "</details>"]) if fold else ([], [])
     return "\n".join([*lines, *begin, *(f"- {without_html(note)}" for note in notes(results)), *end]) + "\n"
 
@@ -124,10 +124,10 @@ def _table(results: Results, columns: Sequence[str]) -> Table:
         if score is None:
             return "-"  # published scores need not have all columns
         if column in row.get("unpaired", {}):
-            return f"{_score(score)}\nnot compared"
+            return f"{_score(score, results)}\nnot compared"
         differences = row.get("differences")
         shown = _difference(differences[column], has_too_few(row, column)) if differences is not None else []
-        return "\n".join([_score(score), *shown])
+        return "\n".join([_score(score, results), *shown])
 
     rows = _rows(results)
     cells = [[name, *(cell(row, column) for column in columns)] for row, name, _ in rows]
@@ -151,7 +151,13 @@ def _interval(d: Interval, is_too_few: bool) -> str:
     return f"{d['value']:+.1f}" + ("" if is_too_few else f" [{d['low']:+.1f}, {d['high']:+.1f}]")
 
 
-def _score(score: Value) -> str:
+def _unit(results: Results) -> str:
+    return "percent with 95% intervals" if results.get("intervals") else "percent ± standard error"
+
+
+def _score(score: Any, results: Results) -> str:
+    if results.get("intervals") and "low" in score:
+        return f"{score['value']:.1f} [{score['low']:.1f}, {score['high']:.1f}]"
     return f"{score['value']:.1f} ± {score['stderr']:.1f}" if "stderr" in score else f"{score['value']:.1f}"
 
 
@@ -205,7 +211,7 @@ def _legend(results: Results, brief: bool) -> list[str]:
         f"{row['name']} {column} [{score.get('low', 0):.1f}, {score.get('high', 0):.1f}]"
         for row in results["rows"]
         for column, score in row["scores"].items()
-        if score.get("stderr") == 0 and score.get("low", 0) < score.get("high", 0)
+        if score.get("stderr") == 0 and score.get("low", 0) < score.get("high", 0) and not results.get("intervals")
     ]
     if intervals:
         lines.append(
@@ -226,7 +232,7 @@ def _details(results: Results) -> list[str]:
                 difference = (row.get("differences") or {}).get(column)
                 d = difference and difference.get("also", {}).get(label)
                 change = f" ({', '.join(_difference(d, has_too_few(row, column)))})" if d else ""
-                texts.append(f"{row['name']} {_score(row['scores'][column].get('also', {})[label])}{change}")
+                texts.append(f"{row['name']} {_score(row['scores'][column].get('also', {})[label], results)}{change}")
             lines.append(f"{column}, {label}: {', '.join(texts)}")
     for row in rows:
         source = row.get("chat_template_of", row["name"])

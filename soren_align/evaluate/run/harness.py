@@ -22,7 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from ...core.errors import UserError
 from ...core.patches import patched
 from ...core.silence import silence
-from ..stats.scores import average, cluster_labels, score_column
+from ..stats.intervals import average
+from ..stats.paired import ModelAnswers
+from ..stats.scores import cluster_labels, score_column
 from ..suite.sandbox import rendering
 from ..suite.suites import Suite, SuiteTask
 from ..suite.tasks import Tasks, load_tasks, score_keys, subtasks
@@ -89,27 +91,15 @@ class Options:
 
 
 @dataclass
-class ModelResults:
+class ModelResults(ModelAnswers):
     """The results of one model, by column, in the order of the questions."""
 
-    settings: dict[str, Any]
-    """All that is needed to reproduce the scores; equal for all rows of a table."""
     eos_token_id: Any = None
     """Of the model's generation config: the tokens that end a generated text."""
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)
     """See `score_column`, and "average"."""
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """lm-eval's samples."""
-    points: dict[str, list[float]] = field(default_factory=dict)
-    """The points of each question; a score is 100 times their mean."""
-    also_points: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
-    """By column and label, the points of the column's other scores, each 100 times the mean of the lists' means."""
-    clusters: dict[str, list[str]] = field(default_factory=dict)
-    """Of columns with clusters, that of each question."""
-    prompt_hashes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    """Hashes of each question and its prompt: two models are compared only if these are equal."""
-    truncated: dict[str, int] = field(default_factory=dict)
-    """The number of prompts that were longer than the model's context and lost their beginning."""
     num_requests: dict[str, int] = field(default_factory=dict)
     """{"computed": by the model, "cached": responses from the cache}"""
 
@@ -188,7 +178,7 @@ def evaluate_model(
         "backend": settings.backend,
         "generation_config": generation,
     }
-    results = ModelResults(reported, eos_token_id)
+    results = ModelResults(reported, eos_token_id=eos_token_id)
     try:
         for task in suite.tasks:
             lm.label, lm.num_truncated = f"{name}: {task.column}", 0

@@ -14,8 +14,8 @@ results.json.
 import hashlib
 import json
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired
@@ -40,6 +40,24 @@ MODELS_OWN = {
     "bos": "only one of the two has prompts with a BOS token",
 }
 """Settings that come with a model, with the reason if they differ. All others are equal for all rows of a table."""
+
+
+@dataclass
+class ModelAnswers:
+    """The points of one model's answers, by column, in the order of the questions."""
+
+    settings: dict[str, Any]
+    """All that is needed to reproduce the scores; equal for all rows of a table."""
+    points: dict[str, Sequence[float]] = field(default_factory=dict)
+    """The points of each question; a score is 100 times their mean."""
+    also_points: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
+    """By column and label, the points of the column's other scores, each 100 times the mean of the lists' means."""
+    clusters: dict[str, Sequence[Any]] = field(default_factory=dict)
+    """Of columns with clusters, that of each question."""
+    prompt_hashes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    """Hashes of each question and its prompt: two models are compared only if these are equal."""
+    truncated: dict[str, int] = field(default_factory=dict)
+    """The number of prompts that were longer than the model's context and lost their beginning."""
 
 
 class Paired(NamedTuple):
@@ -92,6 +110,12 @@ class Paired(NamedTuple):
             return self
         assert self.clusters is not None
         return Paired(np.full(int(self.clusters.max()) + 1, mean))
+
+
+def cluster_numbers(labels: Sequence[Any]) -> np.ndarray:
+    """Return the number of each question's cluster, from 0 in the order of their first questions."""
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+    return np.array([numbers[label] for label in labels])
 
 
 def t95(degrees: float) -> float:
@@ -157,11 +181,10 @@ def points_json(rows: Mapping[str, Any]) -> str:
         content[row] = {}
         for column, points in results.points.items():
             labels = results.clusters.get(column)
-            numbers = {label: number for number, label in enumerate(dict.fromkeys(labels or ()))}
             prompts = [results.prompt_hashes[column], results.truncated.get(column, 0), own]
             content[row][column] = {
                 "points": points,
-                "clusters": None if labels is None else [numbers[label] for label in labels],
+                "clusters": None if labels is None else cluster_numbers(labels).tolist(),
                 "prompts": hashlib.sha256(json.dumps(prompts, sort_keys=True, default=str).encode()).hexdigest(),
             }
     return json.dumps({"format": 1, "rows": content}) + "\n"

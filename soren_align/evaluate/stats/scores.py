@@ -3,12 +3,10 @@
 import statistics
 from collections.abc import Sequence
 from itertools import chain
-from math import isfinite, sqrt
+from math import isfinite
 from typing import Any
 
-import numpy as np
 from lm_eval.api.group import Group
-from lm_eval.api.metrics import pooled_sample_stderr
 
 from ...core.errors import UserError
 from ...core.files import digest
@@ -16,7 +14,7 @@ from ...core.silence import silence
 from ..suite.sandbox import rendering
 from ..suite.suites import SuiteTask
 from ..suite.tasks import score_keys, subtasks
-from .paired import EQUAL, Z95, Paired, t95
+from .intervals import average, score_points
 
 
 def score_column(
@@ -34,19 +32,19 @@ def score_column(
     names = [subtask.task_name for subtask in subtasks(loaded)]
     main, *others = score_keys(task)
     points = [_points(output, name, main, model) for name in names]
-    score = _score(points, labels)
+    score = score_points(points, labels)
     if (chance := _chance(task, loaded, output)) is not None:
         score["chance"] = chance
     also: dict[str, Any] = {}
     also_points: dict[str, list[list[float]]] = {}
     if isinstance(loaded, Group):
-        subjects = {name: _score([p]) for name, p in zip(names, points, strict=True)}
+        subjects = {name: score_points([p]) for name, p in zip(names, points, strict=True)}
         also["mean over subjects"] = average(list(subjects.values()))
         also_points["mean over subjects"] = points
         score["subjects"] = subjects
     for other in others:
         label, each = other.removesuffix(",none"), [_points(output, name, other, model) for name in names]
-        also[label], also_points[label] = _score(each, labels), [[*chain(*each)]]
+        also[label], also_points[label] = score_points(each, labels), [[*chain(*each)]]
     if also:
         score["also"] = {label: {key: each[key] for key in ("value", "stderr")} for label, each in also.items()}
     samples = [{"task": name} | sample for name in names for sample in output["samples"][name]]
@@ -105,13 +103,6 @@ def cluster_labels(task: SuiteTask, questions: list[tuple[Any, dict[str, Any]]])
     return labels if len({*labels}) < len(labels) else None
 
 
-def average(scores: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the plain mean of independent scores."""
-    value = statistics.fmean(s["value"] for s in scores)
-    stderr = sqrt(sum(s["stderr"] ** 2 for s in scores)) / len(scores)
-    return {"value": value, "stderr": stderr, "low": value - Z95 * stderr, "high": value + Z95 * stderr}
-
-
 def _points(output: dict[str, Any], name: str, key: str, model: str) -> list[float]:
     """Return the points of each question of a task."""
     metric, filter_name = key.split(",")
@@ -132,43 +123,3 @@ def _points(output: dict[str, Any], name: str, key: str, model: str) -> list[flo
             "be compared"
         )
     return points
-
-
-def _score(points: list[list[float]], labels: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the score over all questions of a column's tasks, in percent. labels: as in `score_column`.
-
-    The standard error is lm-eval's. The 95% interval is Wilson's if answers are right or wrong: four wrong answers of
-    four do not prove 0.0 ± 0.0. Otherwise it is Student's t, which is wider than the normal interval for few questions.
-
-    With clusters, error and interval are those of an effective number of independent questions: as many as would have
-    the clustered error (CR2) of `Paired`, but never more than there are. If the clusters show no spread, as at 0% and
-    100%, it is Kish's effective number of clusters: as if all questions of a cluster were answered alike.
-    """
-    sizes = [len(p) for p in points]
-    every = np.array([*chain(*points)])
-    value, n = statistics.fmean(every), len(every)
-    numbers = None if labels is None else np.unique(labels, return_inverse=True)[1]
-    if clustered := Paired(every, numbers).clustered_error():
-        error, degrees = clustered
-        variance = float(every.var())
-        effective = min(variance / error**2, n) if error > EQUAL else degrees + 1
-        stderr, quantile = sqrt(variance / effective), t95(degrees)
-    else:
-        errors = [statistics.stdev(p) / sqrt(len(p)) if len(p) > 1 else 0.0 for p in points]
-        stderr = errors[0]
-        if len(points) > 1:
-            stderr = float(pooled_sample_stderr(errors, sizes)) if n > len(points) else 0.0  # --limit 1
-        effective, quantile = n, t95(n - len(points))
-    if np.isin(every, (0.0, 1.0)).all():
-        low, high = _wilson(value, effective, quantile if clustered else Z95)
-    else:
-        low, high = max(value - quantile * stderr, 0.0), min(value + quantile * stderr, 1.0)
-    return {"value": 100 * value, "stderr": 100 * stderr, "low": 100 * low, "high": 100 * high, "n": n}
-
-
-def _wilson(share: float, n: float, quantile: float) -> tuple[float, float]:
-    """Return Wilson's interval of a share of n answers (1927). Also for n that is no whole number."""
-    weight = n / (n + quantile**2)
-    middle = weight * share + (1 - weight) / 2
-    half = sqrt(weight * (1 - weight) * share * (1 - share) + ((1 - weight) / 2) ** 2)
-    return max(middle - half, 0.0), min(middle + half, 1.0)

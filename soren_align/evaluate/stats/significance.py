@@ -6,6 +6,7 @@ Scores from different prompts are never compared.
 """
 
 import statistics
+from collections.abc import Sequence
 from math import sqrt
 from typing import Any
 
@@ -13,16 +14,15 @@ import numpy as np
 from scipy.stats import binomtest, t
 
 from ...core.errors import UserError
-from ..run.harness import ModelResults
 from .contamination import Overlaps
-from .paired import MODELS_OWN, Z95, Paired, holm, least_p, t95
+from .paired import MODELS_OWN, Z95, ModelAnswers, Paired, cluster_numbers, holm, least_p, t95
 
 RESAMPLES = 10_000
 SEED = 1234
 """Equal for all rows, so that an additional row changes no interval."""
 
 
-def compare(rows: list[tuple[str, ModelResults]], average: bool) -> list[dict[str, dict[str, Any]] | None]:
+def compare(rows: Sequence[tuple[str, ModelAnswers]], average: bool) -> list[dict[str, dict[str, Any]] | None]:
     """Return for each row its differences to the first row, by column, without `unpaired` ones; None for the first.
 
     average: add "average", the difference of the plain means of the columns.
@@ -39,7 +39,7 @@ def compare(rows: list[tuple[str, ModelResults]], average: bool) -> list[dict[st
     return [None, *compare_pairs([(first, later) for _, later in rows[1:]], average)]
 
 
-def compare_pairs(pairs: list[tuple[ModelResults, ModelResults]], average: bool) -> list[dict[str, dict[str, Any]]]:
+def compare_pairs(pairs: Sequence[tuple[ModelAnswers, ModelAnswers]], average: bool) -> list[dict[str, dict[str, Any]]]:
     """Return for each pair the differences of the second to the first; "p_holm" is for all pairs. See `compare`."""
     differences = [_differences(first, later, average) for first, later in pairs]
     columns = [difference for row in differences for difference in row.values()]
@@ -49,14 +49,14 @@ def compare_pairs(pairs: list[tuple[ModelResults, ModelResults]], average: bool)
     return differences
 
 
-def _differences(first: ModelResults, later: ModelResults, average: bool) -> dict[str, dict[str, Any]]:
+def _differences(first: ModelAnswers, later: ModelAnswers, average: bool) -> dict[str, dict[str, Any]]:
     """Return the differences of a row, before any correction."""
     reasons = unpaired(first, later)
     row, columns = {}, []
     for column in first.points:
         if column in reasons:
             continue
-        columns.append(_paired(first, later, column))
+        columns.append(pair_column(first, later, column))
         row[column], clusters, also = _difference(columns[-1:]), columns[-1].clusters, {}
         for label, points in first.also_points.get(column, {}).items():
             each = [np.subtract(b, a) for a, b in zip(points, later.also_points[column][label], strict=True)]
@@ -71,13 +71,14 @@ def _differences(first: ModelResults, later: ModelResults, average: bool) -> dic
     return row
 
 
-def _paired(first: ModelResults, later: ModelResults, column: str) -> Paired:
+def pair_column(first: ModelAnswers, later: ModelAnswers, column: str) -> Paired:
+    """Return the differences of two models' points on a column."""
     labels = first.clusters.get(column)
-    clusters = None if labels is None else np.unique(labels, return_inverse=True)[1]
+    clusters = None if labels is None else cluster_numbers(labels)
     return Paired(np.subtract(later.points[column], first.points[column]), clusters)
 
 
-def unpaired(first: ModelResults, later: ModelResults) -> dict[str, str]:
+def unpaired(first: ModelAnswers, later: ModelAnswers) -> dict[str, str]:
     """Return the columns whose scores cannot be compared, with the reason: what differs in `later`."""
     for key, reason in MODELS_OWN.items():
         a, b = first.settings.get(key), later.settings.get(key)
@@ -98,7 +99,7 @@ def unpaired(first: ModelResults, later: ModelResults) -> dict[str, str]:
     return reasons
 
 
-def refuse_unlike(first: tuple[str, ModelResults], later: tuple[str, ModelResults]) -> None:
+def refuse_unlike(first: tuple[str, ModelAnswers], later: tuple[str, ModelAnswers]) -> None:
     """Raises UserError if two models were evaluated with settings that must be equal for all rows of a table."""
     (first_name, a), (later_name, b) = first, later
     for key in a.settings | b.settings:
@@ -187,7 +188,7 @@ def _percent(value: float, low: float, high: float, p: float) -> dict[str, float
     }
 
 
-def contamination_section(overlaps: Overlaps, rows: list[tuple[str, ModelResults]]) -> dict[str, Any]:
+def contamination_section(overlaps: Overlaps, rows: Sequence[tuple[str, ModelAnswers]]) -> dict[str, Any]:
     """Return results.json's "contamination": `Overlaps.by_column`, with the scores without the overlapping questions.
 
     "scores": by row, if some questions overlap and others do not, {"value":
@@ -206,9 +207,9 @@ def contamination_section(overlaps: Overlaps, rows: list[tuple[str, ModelResults
             value = 100 * float(points[others].mean())
             score: dict[str, Any] = {"value": value, "change": value - 100 * float(points.mean())}
             if results is not first and column not in unpaired(first, results):
-                each, clusters = _paired(first, results, column)
+                each, clusters = pair_column(first, results, column)
                 if clusters is not None:
-                    clusters = np.unique(clusters[others], return_inverse=True)[1]
+                    clusters = cluster_numbers(clusters[others].tolist())
                 score["difference"] = _difference([Paired(each[others], clusters)])
             entry["scores"][name] = score
     return section

@@ -1,0 +1,406 @@
+"""`soren-align stats`: compare models by anybody's evaluation results, with the tests of our own table."""
+
+import json
+import sys
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core.errors import UserError, did_you_mean
+from ...core.text import Table, Terminal, count, join_words, number, print_labelled
+from ..report.results import NAME, Results, read_results
+from ..report.tables import has_too_few, markdown, terminal
+from ..stats.intervals import average, score_points
+from ..stats.paired import ModelAnswers, read_points
+from ..stats.power import POWER, Part, detectable_by, mean_part, part_of, questions_for
+from ..stats.significance import compare, pair_column, unpaired
+from .files import FILE_NAMES, Columns, Scores, read_path, read_scores
+
+AVERAGE = "average"
+SHARES = (0.05, 0.1, 0.2)
+"""Of answers that differ between two models, where a plan has no two models to measure it: two runs of one training
+differ in 6 to 10% (study/estimates.py, `Assumed`), different models in more."""
+QUESTIONS = 1000
+"""Of a plan without a file."""
+
+
+Model = dict[str, Scores]
+"""A row of the table: its scores by task."""
+REMEDY = "add --common to compare only the tasks and questions that all models have"
+
+
+def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
+    """Return the models by name. arguments: files or folders, or `name=path`.
+
+    Raises UserError if one cannot be read, or if two have the same name.
+    """
+    models: dict[str, Model] = {}
+    for argument in arguments:
+        name, equals, path_text = argument.partition("=")
+        if not equals or Path(argument).exists():
+            name, path_text = "", argument
+        path = read_path(path_text)
+        if (path / NAME).is_file():
+            rows = _own_rows(path)
+        else:
+            place = path.absolute()
+            is_named = place.is_dir() or not any(pattern.fullmatch(place.name) for pattern in FILE_NAMES)
+            own = name or (place.name if place.is_dir() else place.stem if is_named else place.parent.name)
+            rows = {own if name or own not in models else f"{place.parent.name}/{own}": read_scores(path, columns)}
+        for row, model in rows.items():
+            if row in models and _values(model) == _values(models[row]):
+                continue  # such as the base of two runs
+            key = f"{name}/{row}" if name and len(rows) > 1 else name or row
+            if key in models:
+                raise UserError(f"{argument}: two models have the name {key}; write NAME={path_text}")
+            models[key] = model
+    return models
+
+
+def _values(model: Model) -> Any:
+    return {task: (scores.digest, scores.points) for task, scores in model.items()}
+
+
+def _own_rows(folder: Path) -> dict[str, Model]:
+    """Return the rows of an evaluation of our own; points.json has no ids, but a hash of all questions and prompts."""
+    results, rows = read_results(folder), {}
+    assert results is not None
+    metrics = results["settings"].get("metrics", {})
+    for row, (name, points) in zip(results["rows"], read_points(folder).items(), strict=True):
+        tasks = {}
+        for column, each in points.items():
+            scores = Scores(metrics.get(column, "score").removesuffix(",none"), str(folder))
+            scores.numbers = {str(i): i for i in range(len(each.each))}
+            scores.points.extend(each.each)
+            scores.clusters = [] if each.clusters is None else each.clusters.tolist()
+            scores.digest, scores.score = each.prompts, dict(row["scores"][column])
+            scores.has_average = AVERAGE in row["scores"]
+            tasks[column] = scores
+        rows[name] = tasks
+    return rows
+
+
+def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswers], list[str]]:
+    """Return the points of all models on the same questions, in the order of the first model's, and notes.
+
+    common: leave out the questions that not all have. Raises UserError if questions differ otherwise.
+    """
+    first_name, first = next(iter(models.items()))
+    names = [*dict.fromkeys(task for model in models.values() for task in model if task)]
+    if len(names) < 2 and all(len(model) == 1 for model in models.values()):
+        for model in models.values():  # files of one task, some or all of which do not name it
+            ((task, scores),) = model.items()
+            model[names[0] if names else scores.metric] = model.pop(task)
+    answers = {name: ModelAnswers({}) for name in models}
+    notes: list[str] = []
+    for task in dict.fromkeys(task for model in models.values() for task in model):
+        chosen = {name: model[task] for name, model in models.items() if task in model}
+        if absent := [name for name in models if name not in chosen]:
+            if not common:
+                owner = next(iter(chosen))
+                raise UserError(f"{owner} has the task {task or 'without a name'}, but {absent[0]} has not; {REMEDY}")
+            notes.append(f"{task}: left out, because {absent[0]} has no such task")
+            continue
+        reference = first[task]
+        for name, scores in chosen.items():
+            if scores.metric != reference.metric:
+                raise UserError(
+                    f"{task}: {first_name} is scored by {reference.metric}, but {name} by {scores.metric}; name a"
+                    " metric that both have: --metric NAME"
+                )
+            if bool(scores.digest) != bool(reference.digest):
+                raise UserError(
+                    f"{scores.source}: is compared with {reference.source}, but only one of them is a folder of results"
+                    " of soren-align; name the folder of a row in its samples folder instead"
+                )
+        keys, orders = _shared(task, chosen, common)
+        if any(len(scores.numbers) > len(keys) for scores in chosen.values()):
+            listed = ", ".join(f"{len(scores.numbers) - len(keys):,} of {name}" for name, scores in chosen.items())
+            notes.append(f"{task}: compared on the {len(keys):,} questions that all have; left out: {listed}")
+        labels = next((scores for scores in chosen.values() if scores.clusters), None)
+        prompts = np.array(reference.prompts)
+        for name, scores in chosen.items():
+            model, order = answers[name], orders[name]
+            model.points[task] = np.array(scores.points)[order]  # pyright: ignore[reportArgumentType]
+            if labels:
+                model.clusters[task] = [labels.clusters[labels.numbers[key]] for key in keys]
+            if scores.digest:
+                model.prompt_hashes[task] = [("", scores.digest)]
+            elif changed := _differ(prompts[orders[first_name]], np.array(scores.prompts)[order]).sum():
+                notes.append(
+                    f"{task}: {changed:,} of {len(keys):,} prompts of {name} are not those of {first_name} (few-shot"
+                    " examples or chat template), so the difference is one of model and prompt"
+                )
+    if not answers[first_name].points:
+        raise UserError("the models have no task in common; name results of the same tasks")
+    return answers, notes
+
+
+def _shared(task: str, chosen: dict[str, Scores], common: bool) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Return the ids of the questions that all models have, and where they are in the points of each.
+
+    Raises UserError if some differ, unless `common`, or if there are none.
+    """
+    (first_name, first), *others = chosen.items()
+    keys = [key for key in first.numbers if all(key in scores.numbers for _, scores in others)]
+
+    def order(scores: Scores) -> np.ndarray:
+        return np.fromiter((scores.numbers[key] for key in keys), int, len(keys))
+
+    same = np.ones(len(keys), bool)
+    for name, scores in others:
+        differing = np.zeros(len(keys), bool)
+        if first.contents and scores.contents:
+            differing = _differ(np.array(first.contents)[order(first)], np.array(scores.contents)[order(scores)])
+        same &= ~differing
+        unpaired_keys = first.numbers.keys() ^ scores.numbers.keys()
+        if common or not (unpaired_keys or differing.any()):
+            continue
+        number = len(unpaired_keys) + int(differing.sum())
+        key = next((key for each in (first, scores) for key in each.numbers if key in unpaired_keys), None)
+        reason = "its content differs" if key is None else f"only {first_name if key in first.numbers else name} has it"
+        key = keys[int(differing.argmax())] if key is None else key
+        raise UserError(
+            f"{task}: {number:,} question{'s differ' if number > 1 else ' differs'} between {first_name}"
+            f" ({len(first.numbers):,} questions) and {name} ({len(scores.numbers):,}), first {key[:60]} ({reason});"
+            f" {REMEDY}"
+        )
+    keys = [key for key, is_same in zip(keys, same, strict=True) if is_same]
+    if not keys:
+        raise UserError(f"{task}: no question is in the results of all models; check the ids (--id COLUMN)")
+    return keys, {name: order(scores) for name, scores in chosen.items()}
+
+
+def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Whether hashes differ, of those that are known."""
+    return (a != b) & (a != 0) & (b != 0)
+
+
+def join_tasks(answers: dict[str, ModelAnswers], prefix: str) -> None:
+    """Join the tasks whose names begin with `prefix` to one, with the tasks as clusters. Raises UserError for none."""
+    names = [task for task in next(iter(answers.values())).points if task.startswith(prefix)]
+    if not names:
+        tasks = list(next(iter(answers.values())).points)
+        raise UserError(f"--group {prefix}: no task begins with it{did_you_mean(prefix, tasks, 'correct --group')}")
+    for model in answers.values():
+        labels = [label for name in names for label in model.clusters.pop(name, [name] * len(model.points[name]))]
+        each = np.concatenate([model.points.pop(name) for name in names])
+        model.points[prefix], model.clusters[prefix] = each, labels  # pyright: ignore[reportArgumentType]
+        hashes = [pair for name in names for pair in model.prompt_hashes.pop(name, [])]
+        model.prompt_hashes |= {prefix: hashes} if hashes else {}
+
+
+def make_results(models: dict[str, Model], answers: dict[str, ModelAnswers], notes: list[str], mean: bool) -> Results:
+    """Return the table's content, as results.json has it; the first model is the reference.
+
+    mean: add the plain mean of the tasks.
+    """
+    rows: list[Any] = []
+    first = next(iter(answers.values()))
+    for (name, model), differences in zip(answers.items(), compare([*answers.items()], mean), strict=True):
+        # A score of our own knows the subjects of its questions, if it has any.
+        own = {task: scores.score for task, scores in models[name].items() if scores.score}
+        scores = {
+            task: own.get(task) or score_points([p], model.clusters.get(task)) for task, p in model.points.items()
+        }
+        if mean:
+            scores[AVERAGE] = average(list(scores.values()))
+        row: dict[str, Any] = {"name": name, "model": None, "scores": scores, "differences": differences}
+        if reasons := unpaired(first, model):
+            row["unpaired"] = reasons | ({AVERAGE: "not all tasks are compared"} if mean else {})
+        rows.append(row)
+    title = f"{count(len(rows), 'model')}, {count(len(first.points), 'task')}"
+    return {"format": 1, "title": title, "suite": "", "rows": rows, "published": [], "settings": {}, "notes": notes,
+            "intervals": True}  # fmt: skip
+
+
+def effects(answers: dict[str, ModelAnswers], results: Results) -> dict[str, dict[str, float]]:
+    """Return the minimum detectable effects of all differences, in points, by model and column."""
+    first = next(iter(answers.values()))
+    differences = {row["name"]: row.get("differences") or {} for row in results["rows"]}
+    num_tests = sum(map(len, differences.values()))
+    smallest: dict[str, dict[str, float]] = {}
+    for name, columns in differences.items():
+        parts = {task: variance_of(first, answers[name], task) for task in columns if task != AVERAGE}
+        if AVERAGE in columns:
+            parts[AVERAGE] = mean_part([*parts.values()], len(parts))
+        smallest[name] = {task: 100 * (detectable_by(part, num_tests) or 0.0) for task, part in parts.items()}
+    return smallest
+
+
+def variance_of(first: ModelAnswers, later: ModelAnswers, task: str) -> Part:
+    """Return the variance of the mean difference of two models on a task."""
+    column = pair_column(first, later, task)
+    return part_of(column, smooth=column.is_right_or_wrong)
+
+
+def stats(
+    arguments: Sequence[str],
+    columns: Columns,
+    *,
+    reference: str | None = None,
+    groups: Sequence[str] = (),
+    common: bool = False,
+    mean: bool = False,
+    as_json: bool = False,
+    as_markdown: bool = False,
+) -> None:
+    """Print the table of the models, what it shows, and what so many questions can detect."""
+    models, answers, notes = load(arguments, columns, reference, groups, common)
+    first, *later = answers
+    mean = mean or any(scores.has_average for scores in models[first].values())
+    metrics = {task: scores.metric for task, scores in models[first].items()}
+    results = make_results(models, answers, notes, mean)
+    smallest = effects(answers, results)
+    if as_json:
+        content = _json(results, metrics, smallest)
+        sys.stdout.write(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        return
+    sizes = {task: len(points) for task, points in answers[first].points.items()}
+    if named := [f"{task} {metric}" for task, metric in metrics.items() if task != metric]:
+        notes.append(f"metrics: {', '.join(named)}")
+    notes.append(f"questions: {', '.join(f'{task} {size:,}' for task, size in sizes.items())}")
+    if as_markdown:
+        sys.stdout.write(markdown(results))
+        return
+    console = Terminal()
+    console.print(terminal(results), highlight=False)
+    console.print()
+    for row in results["rows"][1:]:
+        print_labelled(console, "result", _finding(first, row))
+    if later:
+        tasks = dict.fromkeys(task for columns in smallest.values() for task in columns)
+        largest = [max(each[task] for each in smallest.values() if task in each) for task in tasks]
+        listed = [f"{effect:.2g} points ({task})" for task, effect in zip(tasks, largest, strict=True)]
+        power = f"{POWER:.0%} for a true difference of {join_words(listed)}; smaller ones are often missed"
+        print_labelled(console, "power", power)
+    else:
+        print_labelled(console, "next", "name a second model to compare, or add --plan POINTS")
+
+
+def load(
+    arguments: Sequence[str], columns: Columns, reference: str | None, groups: Sequence[str], common: bool
+) -> tuple[dict[str, Model], dict[str, ModelAnswers], list[str]]:
+    """Return the models, the reference first, their points on the same questions, and notes."""
+    models = read_models(arguments, columns)
+    if reference is not None:
+        if reference not in models:
+            hint = did_you_mean(reference, models, f"write one of {', '.join(models)}")
+            raise UserError(f"--reference: no model has the name {reference}{hint}")
+        models = {reference: models[reference]} | models
+    answers, notes = align(models, common)
+    for prefix in groups:
+        join_tasks(answers, prefix)
+    return models, answers, notes
+
+
+def _finding(first: str, row: Any) -> str:
+    """Return a sentence about which differences of a row are significant, and which are not."""
+    columns: dict[str, list[str]] = {}
+    for column, d in (row.get("differences") or {}).items():
+        is_open, word = d["p_holm"] >= 0.05, "better" if d["value"] > 0 else "worse"
+        key = "too few questions" if has_too_few(row, column) else "no significant difference" if is_open else word
+        columns.setdefault(key, []).append(column)
+    parts = []
+    for word in ("better", "worse"):
+        parts += [f"{word} than {first} in {join_words(columns[word])}"] if word in columns else []
+    for words in ("no significant difference", "too few questions"):
+        to = f" to {first}" if not parts and words == "no significant difference" else ""
+        parts += [f"{words}{to} in {join_words(columns[words])}"] if words in columns else []
+    parts += [f"not compared in {join_words(list(row['unpaired']))}"] if row.get("unpaired") else []
+    return f"{row['name']}: {'; '.join(parts)}"
+
+
+def _json(results: Any, metrics: dict[str, str], smallest: dict[str, dict[str, float]]) -> dict[str, Any]:
+    first, *later = results["rows"]
+    comparisons = []
+    for row in later:
+        for task, d in (row.get("differences") or {}).items():
+            a, b = first["scores"][task], row["scores"][task]
+            entry: dict[str, Any] = {"model": row["name"], "task": task, "metric": metrics.get(task), "n": a.get("n")}
+            entry |= {"reference_score": a["value"], "score": b["value"], "difference": d["value"]}
+            entry |= {key: d[key] for key in ("low", "high", "p", "p_holm", "num_clusters") if key in d}
+            comparisons.append(entry | {"detectable": smallest[row["name"]][task]})
+    keys = ("value", "stderr", "low", "high", "n")
+    scores = {
+        row["name"]: {task: {key: score[key] for key in keys if key in score} for task, score in row["scores"].items()}
+        for row in results["rows"]
+    }
+    content = {"reference": first["name"], "unit": "percent", "power": POWER, "scores": scores}
+    skipped = {row["name"]: row["unpaired"] for row in later if row.get("unpaired")}
+    return content | {"comparisons": comparisons, "not_compared": skipped, "notes": results["notes"]}
+
+
+def plan(
+    points: float,
+    arguments: Sequence[str],
+    columns: Columns,
+    *,
+    reference: str | None = None,
+    groups: Sequence[str] = (),
+    common: bool = False,
+    expected: float | None = None,
+    questions: int | None = None,
+    as_json: bool = False,
+) -> None:
+    """Print the number of questions that a difference of so many points needs.
+
+    From two models, by the variance of their differences. From one, or from an expected score in percent, for several
+    shares of answers that differ. questions: also print what so many questions detect; default: those of the file.
+    """
+    if not isfinite(points) or not 0 < points < 100:
+        raise UserError(f"--plan: found {points:g}; write a number of points between 0 and 100")
+    if expected is not None and not 0 <= expected <= 100:
+        raise UserError(f"--expected: found {expected:g}; write a score in percent, from 0 to 100")
+    cases: list[tuple[str, float, Part, int]] = []
+    """The name, the share of answers that differ, the variance of a mean difference over so many questions."""
+    num_tests, answers = 1, {}
+    if arguments:
+        _, answers, _ = load(arguments, columns, reference, groups, common)
+    if len(answers) > 1:
+        (_, first), *later = answers.items()
+        num_tests = len(later) * len(first.points)
+        for name, model in later:
+            for task in first.points:
+                column, part = pair_column(first, model, task), variance_of(first, model, task)
+                share = float(np.count_nonzero(column.each)) / len(column.each)
+                cases.append((f"{name}, {task}", share, part, len(column.each)))
+    else:
+        model = next(iter(answers.values()), None)
+        scores = {task: float(np.mean(each)) for task, each in model.points.items()} if model else {"": 0.5}
+        for task, score in scores.items():
+            score = score if expected is None else expected / 100
+            num = len(model.points[task]) if model else QUESTIONS
+            for share in sorted({*SHARES, 2 * score * (1 - score)} - {0.0}):
+                variance = max(share - (points / 100) ** 2, 0.0) if share > points / 100 else float("inf")
+                label = f"{task} " * bool(task) + f"at {100 * score:.1f}%"
+                cases.append((label, share, Part(variance / num, num - 1.0), num))
+    entries = []
+    for name, share, part, num in cases:
+        size, is_known = questions or num, isfinite(float(part.variance))
+        needed = questions_for(points / 100, part, num, num_tests) if is_known else None
+        scaled = Part(part.variance * num / size, max(part.degrees * size / num, 1.0))
+        effect = detectable_by(scaled, num_tests) if is_known else None
+        entries.append({"case": name, "share_that_differs": share, "questions_needed": needed, "questions": size,
+                        "detectable": 100 * effect if effect else None})  # fmt: skip
+    if as_json:
+        content = {"points": points, "power": POWER, "num_tests": num_tests, "cases": entries}
+        sys.stdout.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        return
+    console = Terminal()
+    console.print(f"How many questions? Two-sided p < 0.05, power {POWER:.0%}\n", highlight=False)
+    rows = [[entry["case"], f"{entry['share_that_differs']:.1%}", number(entry["questions_needed"]),
+             f"{number(entry['detectable'], '.1f')} with {entry['questions']:,}"] for entry in entries]  # fmt: skip
+    needs = f"questions for\n{points:g} point{'s' * (points != 1)}"
+    console.print(Table(["", "answers that\ndiffer", needs, "points with\nquestions"], rows).rich(), highlight=False)
+    console.print()
+    if len(answers) > 1:
+        print_labelled(console, "notice", f"Holm's first threshold for {count(num_tests, 'comparison')}")
+    else:
+        print_labelled(
+            console, "notice", "for one comparison. The largest share is that of two unrelated models; a model and the"
+            " checkpoint that it was trained from differ in fewer answers. Two results measure it: stats A B --plan N",
+        )  # fmt: skip

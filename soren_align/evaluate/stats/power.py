@@ -1,0 +1,96 @@
+"""The variance of a mean difference, and the true difference that so many questions can detect."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+from scipy.special import nctdtrinc, stdtrit
+
+from .paired import Paired
+
+Real = float | np.ndarray
+"""One study's, or those of many simulated studies."""
+FAMILY_ERROR = 0.05
+"""The probability of any wrong answer in a study, or in a table."""
+POWER = 0.8
+"""The probability with which a minimum detectable effect is detected."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a variance, as estimated with so many degrees of freedom."""
+
+    variance: Real
+    degrees: Real
+
+    def at(self, alpha: float) -> Real:
+        """Return the square of the margin of a two-sided interval if there was only this part."""
+        return stdtrit(self.degrees, alpha / 2) ** 2 * self.variance
+
+
+NOTHING = Part(0.0, 1.0)
+
+
+def detectable(error: float, degrees: float, margin: float, power: float = POWER) -> float:
+    """Return the true difference whose interval, of this margin, excludes 0 with this power.
+
+    error: the standard error of the difference, estimated with so many degrees of freedom.
+    """
+    return error * float(nctdtrinc(degrees, 1 - power, margin / error))
+
+
+def detectable_by(part: Part, num_tests: int = 1) -> float | None:
+    """Return the minimum detectable effect of a mean difference with this variance, at Holm's first threshold.
+
+    None: all differences are equal, which shows no spread.
+    """
+    if not part.variance:
+        return None
+    margin = sqrt(part.at(FAMILY_ERROR / num_tests))
+    return detectable(sqrt(part.variance), float(part.degrees), margin)
+
+
+def questions_for(difference: float, part: Part, num_questions: float, num_tests: int = 1) -> int | None:
+    """Return the number of questions that detect a true difference, if all are like these.
+
+    part: the variance of the mean difference over `num_questions` questions. None: more than 10^12.
+    """
+
+    def is_enough(n: int) -> bool:
+        scale = n / num_questions
+        effect = detectable_by(Part(part.variance / scale, max(part.degrees * scale, 1.0)), num_tests)
+        return effect is None or effect <= difference
+
+    low, high = 1, 2
+    while not is_enough(high):
+        low, high = high, 2 * high
+        if high > 10**12:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
+
+def part_of(column: Paired, smooth: bool = False) -> Part:
+    """Return the variance of a mean over questions. smooth: as if each model had won one more (Bonett, Price 2012)."""
+    column = column.without_equal_clusters()
+    each = column.each
+    if clustered := column.clustered_error():
+        return Part(clustered[0] ** 2, clustered[1])
+    n = len(each) + 2 * smooth
+    if n == 1:
+        return NOTHING
+    if smooth:
+        return Part((float((each**2).sum()) + 2 - float(each.sum()) ** 2 / n) / n**2, n - 1)
+    return Part(float(each.var(ddof=1)) / n, n - 1)
+
+
+def mean_part(parts: Sequence[Part], count: int) -> Part:
+    """Return the part of a mean over independent columns, with Satterthwaite's degrees of freedom."""
+    variance = sum(part.variance for part in parts) / count**2
+    if variance == 0:
+        return parts[0]
+    degrees = variance**2 / sum((part.variance / count**2) ** 2 / part.degrees for part in parts)
+    return Part(variance, degrees)

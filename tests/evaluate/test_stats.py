@@ -1,0 +1,405 @@
+"""`soren-align stats`: the results of other tools, by our own tests; broken files get one sentence."""
+
+import csv
+import json
+import subprocess
+import sys
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from statsmodels.stats.contingency_tables import mcnemar
+from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.proportion import proportion_confint
+
+from soren_align.core.errors import UserError
+from soren_align.evaluate.answers import files
+from soren_align.evaluate.answers.comparison import align, make_results, read_models
+from soren_align.evaluate.answers.files import Columns, read_scores
+from soren_align.evaluate.stats.intervals import average, score_points
+from soren_align.evaluate.stats.paired import ModelAnswers, Paired, points_json
+from soren_align.evaluate.stats.power import Part, detectable_by, part_of, questions_for
+from soren_align.evaluate.stats.significance import compare
+from tests.support import command
+
+N = 60
+RIGHT = {"a": [i % 3 > 0 for i in range(N)], "b": [i % 4 > 0 or i < 20 for i in range(N)]}
+"""The answers of two models, which every format below holds."""
+
+
+# Writers of the formats: a function from a folder and the answers to the path of a model's results.
+
+
+def lm_eval(folder, right, task="arc", name="samples_{}_2026-11-20T10-11-12.123456.jsonl", **changes):
+    """As lm-eval 0.4.13 writes them, with a second metric, and a second filter that gets nothing right."""
+    folder.mkdir(exist_ok=True, parents=True)
+    with (folder / name.format(task)).open("w") as stream:
+        for filter_name in ("strict-match", "flexible-extract"):
+            for i, is_right in enumerate(right):
+                points = {"acc": 0.0, "acc_norm": float(is_right and filter_name == "strict-match")}
+                hashes = {f"{kind}_hash": f"{kind}{i}" for kind in ("doc", "prompt", "target")} | changes
+                sample = {"doc_id": i, "doc": {"passage": f"p{i // 5}"}, "target": "x", "arguments": {}, "resps": []}
+                sample |= {"filtered_resps": [], "filter": filter_name, "metrics": [*points], **hashes, **points}
+                stream.write(json.dumps(sample) + "\n")
+    return folder
+
+
+def records(kind):
+    def write(folder, right):
+        folder.mkdir(exist_ok=True, parents=True)
+        rows = [{"id": f"q{i}", "task": "arc", "score": int(r)} for i, r in enumerate(right)]
+        file = folder / f"{folder.name}.{kind}"
+        if kind == "jsonl":
+            file.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+        elif kind == "json":
+            file.write_text(json.dumps(rows, indent=1))
+        elif kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), file)
+        else:
+            with file.open("w", newline="", encoding="utf-8-sig") as stream:
+                writer = csv.writer(stream, delimiter="\t" if kind == "tsv" else ",")
+                writer.writerow(["question_id", "note", "is_correct", "task"])
+                writer.writerows([f"q{i}", "two\nlines, quoted", bool(r), "arc"] for i, r in enumerate(right))
+        return file
+
+    return write
+
+
+def olmo_eval(folder, right):
+    (folder / "predictions").mkdir(parents=True)
+    with (folder / "predictions" / "arc_12ab34-predictions.jsonl").open("w") as stream:
+        for i, r in enumerate(right):
+            scores = {"acc": {"acc": float(r)}, "bpb": {"bpb": 1.5}}
+            stream.write(json.dumps({"doc_id": i, "native_id": f"q{i}", "instance_metrics": scores, "label": 0}) + "\n")
+    return folder
+
+
+def log(right, epochs=1):
+    samples = [
+        {"id": i, "epoch": epoch + 1, "input": f"q{i}", "target": "x", "scores": {"match": {"value": "IC"[r]}}}
+        for epoch in range(epochs) for i, r in enumerate(right)
+    ]  # fmt: skip
+    return {"version": 2, "status": "success", "eval": {"task": "arc"}, "samples": samples}
+
+
+def inspect_json(folder, right):
+    folder.mkdir(parents=True)
+    (folder / "log.json").write_text(json.dumps(log(right), indent=2))
+    return folder / "log.json"
+
+
+def inspect_zip(folder, right):
+    folder.mkdir(parents=True)
+    content = log(right)
+    with zipfile.ZipFile(folder / "log.eval", "w", zipfile.ZIP_DEFLATED) as stream:
+        stream.writestr("summaries.json", json.dumps(content.pop("samples")))
+        stream.writestr("header.json", json.dumps(content))
+    return folder
+
+
+def lighteval(folder, right):
+    folder.mkdir(parents=True)
+    rows = [
+        {"doc": {"id": str(i), "query": f"q{i}", "choices": ["x"]}, "metric": {"acc": int(r)},
+         "model_response": {"text": ["x"]}}
+        for i, r in enumerate(right)
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), folder / "details_arc_2025-11-26T15-41-16.123.parquet")
+    return folder
+
+
+FORMATS = {"lm-eval": lm_eval, "olmo-eval": olmo_eval, "inspect json": inspect_json, "inspect eval": inspect_zip,
+           "lighteval": lighteval}  # fmt: skip
+FORMATS |= {kind: records(kind) for kind in ("jsonl", "json", "csv", "tsv", "parquet")}
+
+
+def run(*arguments, code=0, **options):
+    result = command.run("stats", *map(str, arguments), **options)
+    assert result.returncode == code, result.stderr
+    return result
+
+
+def comparisons(*arguments):
+    return json.loads(run(*arguments, "--json").stdout)["comparisons"]
+
+
+@pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
+def test_all_formats_of_the_same_answers_give_the_same_comparison(write, tmp_path):
+    paths = [write(tmp_path / name, right) for name, right in RIGHT.items()]
+    (d,) = comparisons(f"a={paths[0]}", f"b={paths[1]}")
+    a, b = (np.array(right, float) for right in RIGHT.values())
+    expected = compare([("a", ModelAnswers({}, {"x": a})), ("b", ModelAnswers({}, {"x": b}))], False)[1]["x"]
+    assert (d["model"], d["task"], d["n"]) == ("b", "arc", N)
+    assert (d["reference_score"], d["score"]) == (100 * a.mean(), 100 * b.mean())
+    assert {key: d[key] for key in ("low", "high", "p", "p_holm")} == {
+        key: expected[key] for key in ("low", "high", "p", "p_holm")
+    }
+    assert d["difference"] == expected["value"]
+    part = part_of(Paired(b - a), smooth=True)
+    assert d["detectable"] == 100 * detectable_by(part)
+
+
+def test_the_metric_is_that_of_our_suites_unless_an_option_names_one(tmp_path):
+    a, b = (lm_eval(tmp_path / name, right) for name, right in RIGHT.items())
+    assert "arc acc_norm" in run(a, b).stdout
+    assert comparisons(a, b, "--metric", "exact_match", "--metric", "acc")[0]["metric"] == "acc"
+    assert comparisons(a, b, "--metric", "acc_norm,flexible-extract")[0]["difference"] == 0
+    assert comparisons(a, b, "--metric", "acc_norm,strict-match")[0]["difference"] != 0
+    assert comparisons(a, b, "--score", "acc")[0]["metric"] == "acc"
+
+
+def test_the_results_equal_our_own_table_to_the_last_digit(tmp_path):
+    rng = np.random.default_rng(0)
+    evaluated = []
+    for name in ("base", "SFT", "DPO"):
+        points = {"facts": (rng.random(90) < 0.6) * 1.0, "mc2": rng.random(50), "law": (rng.random(80) < 0.5) * 1.0}
+        points = {column: each.tolist() for column, each in points.items()}
+        hashes = {column: [("q", name if column == "law" and name == "DPO" else "p")] for column in points}
+        clusters = {"law": [f"text {i // 4}" for i in range(80)]}
+        evaluated.append((name, ModelAnswers({}, points, clusters=clusters, prompt_hashes=hashes)))
+    rows = []
+    for (name, model), differences in zip(evaluated, compare(evaluated, average=True), strict=True):
+        scores = {c: score_points([p], model.clusters.get(c)) for c, p in model.points.items()}
+        scores["average"] = average([*scores.values()])
+        rows.append({"name": name, "model": None, "scores": scores, "differences": differences})
+    rows[2]["unpaired"] = {"law": "its prompts differ", "average": "not all columns are compared"}
+    head = {"format": 1, "title": "t", "suite": "s", "published": [], "settings": {}, "notes": []}
+    (tmp_path / "results.json").write_text(json.dumps(head | {"rows": rows}))
+    (tmp_path / "points.json").write_text(points_json(dict(evaluated)))
+    printed = json.loads(run(tmp_path, "--json").stdout)
+    found = {row["name"]: {} for row in rows[1:]}
+    for d in printed["comparisons"]:
+        found[d["model"]][d["task"]] = {"value": d["difference"]} | {k: d[k] for k in ("low", "high", "p", "p_holm")}
+    keys = ("value", "low", "high", "p", "p_holm")
+    assert found == {row["name"]: {c: {k: d[k] for k in keys} for c, d in row["differences"].items()}
+                     for row in rows[1:]}  # fmt: skip
+    assert printed["scores"] == {row["name"]: {c: {k: v for k, v in score.items() if k != "chance"}
+                                               for c, score in row["scores"].items()} for row in rows}  # fmt: skip
+    assert [*printed["not_compared"]] == ["DPO"]
+    assert run(tmp_path, tmp_path, "--json").stdout == json.dumps(printed, indent=2) + "\n"  # the same rows, once
+
+
+def test_500_random_tables_are_those_of_statsmodels(tmp_path, monkeypatch):
+    monkeypatch.setattr("gc.collect", lambda: 0)  # statsmodels collects in each correction, for 0.3 s
+    rng = np.random.default_rng(1)
+    for _ in range(500):
+        n, num_models, num_tasks = rng.integers([2, 2, 1], [40, 5, 4])
+        right = rng.random((num_models, num_tasks, n)) < rng.uniform(0.2, 0.9, (num_models, num_tasks, 1))
+        for model in range(num_models):
+            order = rng.permutation(num_tasks * n)
+            lines = [f"{task},{i},{right[model, task, i]}" for task, i in (divmod(k, n) for k in order)]
+            (tmp_path / f"m{model}.csv").write_text("task,id,score\n" + "\n".join(f"t{line}" for line in lines))
+        models = read_models([str(tmp_path / f"m{model}.csv") for model in range(num_models)], Columns())
+        answers, notes = align(models, common=False)
+        rows = make_results(models, answers, notes, mean=False)["rows"]
+        tested = [(m, t) for m in range(1, num_models) for t in range(num_tasks)]
+        p = []
+        for m, t in tested:
+            a, b = right[0, t], right[m, t]
+            p.append(mcnemar([[(a & b).sum(), (a & ~b).sum()], [(~a & b).sum(), (~a & ~b).sum()]], exact=True).pvalue)
+        d = [rows[m]["differences"][f"t{t}"] for m, t in tested]
+        assert [each["p"] for each in d] == pytest.approx(p, abs=1e-12)
+        assert [each["p_holm"] for each in d] == pytest.approx(multipletests(p, method="holm")[1], abs=1e-12)
+        for model, row in enumerate(rows):
+            for task, score in row["scores"].items():
+                count = int(right[model, int(task[1:])].sum())
+                interval = proportion_confint(count, n, method="wilson")
+                assert (score["low"], score["high"]) == pytest.approx([100 * end for end in interval], abs=1e-9)
+
+
+def table(tmp_path, name, lines, head="id,score"):
+    (tmp_path / f"{name}.csv").write_text("\n".join([head, *lines]) + "\n")
+    return tmp_path / f"{name}.csv"
+
+
+def test_different_questions_are_refused_or_left_out(tmp_path):
+    a = table(tmp_path, "a", [f"q{i},{i % 2}" for i in range(40)])
+    b = table(tmp_path, "b", [f"q{i},1" for i in range(39, 4, -1)])
+    problem = run(a, b, code=2).stderr
+    assert "5 questions differ between a (40 questions) and b (35), first q0 (only a has it); add --common" in problem
+    result = run(a, b, "--common").stdout
+    assert "compared on the 35 questions that all have; left out: 5 of a, 0 of b" in " ".join(result.split())
+    assert comparisons(a, b, "--common")[0]["reference_score"] == pytest.approx(100 * 18 / 35)
+    other = lm_eval(tmp_path / "other", RIGHT["a"], doc_hash="another text")
+    same = lm_eval(tmp_path / "same", RIGHT["a"])
+    assert "60 questions differ" in run(same, other, code=2).stderr
+    assert "its content differs" in run(same, other, code=2).stderr
+    assert "no question is in the results of all models" in run(same, other, "--common", code=2).stderr
+    other = lm_eval(tmp_path / "other", RIGHT["b"], prompt_hash="a chat template")
+    assert "60 of 60 prompts of other are not those of same" in " ".join(run(same, other).stdout.split())
+    two = lm_eval(tmp_path / "same", RIGHT["b"], task="boolq")
+    assert "same has the task boolq, but other has not; add --common" in run(two, other, code=2).stderr
+    assert [d["task"] for d in comparisons(two, other, "--common")] == ["arc"]
+
+
+def test_clusters_groups_and_names(tmp_path):
+    paths = [lm_eval(tmp_path / name, right) for name, right in RIGHT.items()]
+    (d,) = comparisons(*paths, "--cluster", "doc.passage")
+    columns = [np.array(right, float) for right in RIGHT.values()]
+    clusters = {"x": [i // 5 for i in range(N)]}
+    rows = [(name, ModelAnswers({}, {"x": c}, clusters=clusters)) for name, c in zip("ab", columns, strict=True)]
+    assert (d["p"], d["num_clusters"]) == (compare(rows, False)[1]["x"]["p"], 12)
+    for name, right in RIGHT.items():
+        lm_eval(tmp_path / name, right[::-1], task="arc_easy")
+    (d,) = comparisons(*paths, "--group", "arc")
+    assert (d["task"], d["n"], d["num_clusters"]) == ("arc", 2 * N, 2)
+    assert [d["task"] for d in comparisons(*paths, "--average")] == ["arc", "arc_easy", "average"]
+    assert [d["model"] for d in comparisons(*paths, "--reference", "b")] == ["a"] * 2
+    assert "no model has the name c" in run(*paths, "--reference", "c", code=2).stderr
+    assert "two models have the name x" in run(f"x={paths[0]}", f"x={paths[1]}", code=2).stderr
+    assert "has results in 2 folders" in run(tmp_path, code=2).stderr
+    epochs = [tmp_path / f"{name}.json" for name in RIGHT]
+    for file, right in zip(epochs, RIGHT.values(), strict=True):
+        file.write_text(json.dumps(log(right, epochs=3)))
+    (d,) = comparisons(*epochs)
+    assert (d["n"], d["num_clusters"]) == (3 * N, N)
+
+
+def test_scores_on_another_scale_are_divided(tmp_path):
+    a = table(tmp_path, "a", [f"{i},{i % 11}" for i in range(50)])
+    b = table(tmp_path, "b", [f"{i},{min(i % 11 + 1, 10)}" for i in range(50)])
+    assert "a.csv:4: score is 2, but scores are from 0 to 1; name the largest" in run(a, b, code=2).stderr
+    (d,) = comparisons(a, b, "--max-score", "10")
+    assert d["difference"] == pytest.approx(100 * (46 / 50) / 10)
+
+
+GOOD = "id,score\n" + "".join(f"q{i},{i % 2}\n" for i in range(30))
+BAD = {
+    "empty.csv": (b"", "is empty"),
+    "blank.jsonl": (b"\n\n", "has no scores"),
+    "head.csv": (b"id,score\n", "has no scores"),
+    "text.txt": (b"Dear reader,\nthis is a letter.\n", "a column's name is empty or occurs twice"),
+    "prose.txt": (b"Dear reader\nthis is a letter\n", "has no id of the question, only Dear reader"),
+    "noid.csv": (b"x,score\n1,1\n", "has no id of the question, only x, score; name its column: --id"),
+    "noscore.csv": (b"id,points\n1,1\n", "has no column of scores, only id, points; name it: --score COLUMN"),
+    "nocolumn.jsonl": (b'{"id": 1, "text": 1}\n', "name it: --score COLUMN"),
+    "nan.csv": (b"id,score\nq0,1\nq1,nan\n", "nan.csv:3: score is 'nan', which is not a number"),
+    "nan.jsonl": (b'{"id": 1, "score": NaN}\n', "nan.jsonl:1: score is 'nan'"),
+    "missing.csv": (b"id,score\nq0,1\nq1,\n", "missing.csv:3: score is ''"),
+    "null.jsonl": (b'{"id": 1, "score": 1}\n{"id": 2, "score": null}\n', "null.jsonl:2: score is 'None'"),
+    "huge.jsonl": (b'{"id": 1, "score": 1}\n{"id": 2, "score": 1' + b"0" * 5000 + b"}\n", "huge.jsonl:2: is not JSON"),
+    "minus.csv": (b"id,score\nq0,-1.5\n", "scores are from 0 to 1; choose another --metric"),
+    "twice.csv": (b"id,score\nq0,1\nq1,1\nq0,0\n", "twice.csv:4: the question q0 occurs a second time"),
+    "cut.jsonl": (b'{"id": 1, "score": 1}\n{"id": 2, "sco', "cut.jsonl:2: is not JSON"),
+    "first.jsonl": (b'{"id": 1, "score"', "first.jsonl:1: is not JSON"),
+    "deep.jsonl": (b'{"id": 1, "score": 1}\n' + b"[" * 100_000 + b"\n", "deep.jsonl:2: is not JSON"),
+    "list.jsonl": (b'{"id": 1, "score": 1}\n7\n', "list.jsonl:2: is not an object"),
+    "results.json": (b'{"results": {"arc": {"acc": 0.5}}}', "has no id of the question"),
+    "indented.json": (b'{\n "results": {\n "arc": 1}}', "has no answers to single questions"),
+    "cut.csv": (b'id,score\nq0,1\nq1,"1', "is no valid CSV"),
+    "short.csv": (b"id,score\nq0,1\nq1\n", "short.csv:3: has 1 fields, but the header has 2"),
+    "columns.csv": (b"id,id,score\n1,1,1\n", "occurs twice"),
+    "latin.csv": ("id,score,text\nq0,1,é\n".encode("latin-1"), "is neither text in UTF-8"),
+    "wide.csv": ("id,score\nq0,1\n".encode("utf-16"), "is in UTF-16"),
+    "pickle.pkl": (b"\x80\x04\x95\xffabc", "is neither text in UTF-8"),
+    "cut.parquet": (b"PAR1abc", "is no valid Parquet file"),
+    "cut.eval": (b"PK\x03\x04abc", "is no valid log of inspect-ai"),
+    "clusters.jsonl": (b'{"id": 1, "score": 1, "cluster": 1}\n{"id": 2, "score": 1}\n', "has no cluster"),
+    "unscored.json": (json.dumps(log([1]) | {"samples": [{"id": 1, "epoch": 1, "scores": None}]}).encode(),
+                      "sample 1: has no score (status of the log: success); run `inspect eval-retry"),
+    "nosamples.json": (json.dumps(log([1]) | {"samples": None}).encode(), "has no samples"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_gets_one_sentence(name, tmp_path):
+    content, problem = BAD[name]
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "good.csv").write_text(GOOD)
+    result = run(tmp_path / "good.csv", tmp_path / name, code=2)
+    assert problem in result.stderr
+    assert (result.stdout, result.stderr.count("\n")) == ("", 1)
+    assert "; " in result.stderr  # the remedy
+
+
+def test_other_mistakes_get_one_sentence(tmp_path):
+    good = tmp_path / "good.csv"
+    good.write_text(GOOD)
+    (tmp_path / "none").mkdir()
+    for arguments, problem in [
+        ([], "no results; name a file or folder"), ([tmp_path / "goood.csv"], "there is no such file or folder"),
+        ([tmp_path / "none"], "has no file of results"), ([good, f"b={good}", "--metric", "f1"], "has no metric f1"),
+        ([good, "--questions", 5], "--questions: has no effect without --plan"), (["--plan", 0], "--plan: found 0"),
+        ([good, f"b={good}", "--id", "key"], "has no key"), (["--plan", 1, "--expected", 120], "--expected: found 120"),
+        ([good, f"b={good}", "--group", "arc"], "--group arc: no task begins with it"),
+        (["/dev/null"], "no regular file"),
+    ]:  # fmt: skip
+        assert problem in run(*arguments, code=2).stderr
+
+
+def test_a_zip_bomb_and_a_long_line_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_DOCUMENT", 1 << 20)
+    monkeypatch.setattr(files, "MAX_LINE", 1 << 10)
+    with zipfile.ZipFile(tmp_path / "bomb.eval", "w", zipfile.ZIP_DEFLATED) as stream:
+        stream.writestr("header.json", "{}")
+        stream.writestr("summaries.json", " " * (2 << 20))
+    (tmp_path / "line.jsonl").write_text(json.dumps({"id": "x" * 2000, "score": 1}))
+    for name, problem in (("bomb.eval", "summaries.json is larger than"), ("line.jsonl", ":1: is longer than 1,024")):
+        with pytest.raises(UserError, match=problem):
+            read_scores(tmp_path / name, Columns())
+
+
+def test_memory_does_not_grow_with_the_length_of_the_answers(tmp_path):
+    file = tmp_path / "a.jsonl"
+    with file.open("w") as stream:
+        for i in range(8000):
+            stream.write(json.dumps({"id": i, "score": i % 2, "answer": "x" * 2000}) + "\n")
+    tracemalloc.start()
+    try:
+        scores = read_scores(file, Columns())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(scores[""].numbers) == 8000
+    assert peak < file.stat().st_size / 5
+
+
+def test_the_planned_number_of_questions_finds_the_difference_with_this_power():
+    """Simulated: right or wrong answers, 20% of them differ, a true difference of 5 points."""
+    share, difference = 0.2, 0.05
+    n = questions_for(difference, Part(share - difference**2, 1.0), 1)
+    rng = np.random.default_rng(0)
+    shares = [(share + difference) / 2, (share - difference) / 2, 1 - share]
+    significant = []
+    for won, lost, _ in rng.multinomial(n, shares, 2000):
+        each = np.repeat([1.0, -1.0, 0.0], [won, lost, n - won - lost])
+        a, b = ModelAnswers({}, {"x": np.zeros(n)}), ModelAnswers({}, {"x": each})
+        significant.append(compare([("a", a), ("b", b)], False)[1]["x"]["p"] < 0.05)
+    assert np.mean(significant) == pytest.approx(0.8, abs=0.06)  # McNemar's exact test is conservative: 0.76
+
+
+def test_a_plan_needs_no_file_one_or_two(tmp_path):
+    a = table(tmp_path, "a", [f"q{i},{int(i % 10 < 7)}" for i in range(500)])
+    b = table(tmp_path, "b", [f"q{i},{int(i % 10 < 7 or i % 50 == 9)}" for i in range(500)])
+
+    def cases(*arguments):
+        return json.loads(run(*arguments, "--plan", 2, "--json").stdout)["cases"]
+
+    assert [case["share_that_differs"] for case in cases()] == [0.05, 0.1, 0.2, 0.5]
+    assert cases("--expected", 70) == [
+        case | {"questions": 1000} for case in cases("--expected", 70, "--questions", 1000)
+    ]
+    assert [round(case["share_that_differs"], 6) for case in cases(a)] == [0.05, 0.1, 0.2, 0.42]
+    (measured,) = cases(a, b)
+    assert measured["share_that_differs"] == 0.02
+    smaller = json.loads(run(a, b, "--plan", 1, "--json").stdout)["cases"][0]["questions_needed"]
+    assert 3.9 < smaller / measured["questions_needed"] < 4.1
+    assert "2 points" in " ".join(run(a, "--plan", 2).stdout.split())
+
+
+@pytest.mark.process
+def test_stats_imports_no_library_of_models(tmp_path):
+    good = tmp_path / "good.csv"
+    good.write_text(GOOD)
+    source = "import sys; from soren_align.cli import app; app.main({}); print(sorted({{*sys.modules}} & {}))"
+    heavy = {"torch", "transformers", "datasets", "lm_eval", "pandas", "matplotlib.pyplot"}
+    for words, modules in (
+        (["stats", str(good), f"b={good}"], heavy),
+        (["stats", "--help"], heavy | {"numpy", "scipy"}),
+    ):
+        code = [sys.executable, "-c", source.format(words, modules)]
+        result = subprocess.run(code, capture_output=True, text=True)
+        assert result.stdout.splitlines()[-1] == "[]", result.stdout + result.stderr
