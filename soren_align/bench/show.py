@@ -57,7 +57,8 @@ def _notes(results: dict[str, Any]) -> list[str]:
             "util.: FLOP/s divided by the FLOP/s of a large matrix product in the same dtype on this device",
             "/Muon: time divided by the time of Muon's iteration, in bfloat16 (as in torch.optim.Muon) and in float32",
             "errors: largest / mean relative error of a singular value, against the sigmoid (Muon and peers: "
-            "against 1)",
+            "against 1), on matrices whose singular values are all equal (flat), 1, 1/2, 1/3, ... (power law), or "
+            "those of independent normal numbers (gaussian)",
         ]
     else:
         lines = ["ms: median of rounds in which the optimizers take turns; ±: half the interquartile range"]
@@ -101,7 +102,7 @@ def _tables(results: dict[str, Any]) -> list[Table]:
         speeds = shape["matmul_flops_per_second"].items()
         rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {dtype}" for dtype, rate in speeds)
         matrices = "1 matrix" if shape["count"] == 1 else f"{shape['count']} matrices"
-        title = f"{name}: {matrices}, {shape['num_rounds']} rounds; matrix products reach {rates}"
+        title = f"time of each map, {name}: {matrices}, {shape['num_rounds']} rounds; matrix products reach {rates}"
         header = ["map", "ms", "±", "GFLOP", "util.", "/Muon bf16", "/Muon fp32"]
         rows = []
         for row in shape["maps"]:
@@ -110,7 +111,9 @@ def _tables(results: dict[str, Any]) -> list[Table]:
             rows.append([row["name"], *_milliseconds(row["seconds"]), flops, share, *cells])
         tables.append(Table(header, rows, title))
         small = "x".join(map(str, shape["error_shape"]))
-        title = f"errors at {name}" if small == name else f"errors at {small}, in place of {name}"
+        title = f"errors of the singular values of each map's output, {small}"
+        if small != name:
+            title += f" (the exact decomposition of {name} takes too long)"
         rows = [
             [row["name"], *(f"{_error(e['max'])} / {_error(e['mean'])}" for e in row["errors"].values())]
             for row in shape["maps"]
@@ -121,7 +124,7 @@ def _tables(results: dict[str, Any]) -> list[Table]:
         statistics = [row[key] or {} for key in ratios]
         cells = [number(values.get(key), ".2f") for values in statistics for key in ("geometric_mean", "max")]
         rows.append([row["name"], *cells])
-    title = f"all {len(results['shapes'])} shapes: geometric mean and maximum"
+    title = f"time relative to Muon's, all {len(results['shapes'])} shapes: geometric mean and maximum"
     return [*tables, Table(["map", "/Muon bf16", "max", "/Muon fp32", "max"], rows, title)]
 
 
