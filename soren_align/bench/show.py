@@ -111,9 +111,9 @@ def _tables(results: dict[str, Any]) -> list[Table]:
             rows.append([row["name"], *_milliseconds(row["seconds"]), flops, share, *cells])
         tables.append(Table(header, rows, title))
         small = "x".join(map(str, shape["error_shape"]))
-        title = f"errors of the singular values of each map's output, {small}"
+        title = f"errors of the singular values of each map's output, measured on {small}"
         if small != name:
-            title += f" (the exact decomposition of {name} takes too long)"
+            title += f", because the exact decomposition of {name} takes too long"
         rows = [
             [row["name"], *(f"{_error(e['max'])} / {_error(e['mean'])}" for e in row["errors"].values())]
             for row in shape["maps"]
