@@ -315,9 +315,7 @@ _NO_EFFECT_ON_WEIGHTS |= {"trackio_space_id", "trackio_bucket_id", "trackio_stat
 def training_part(recipe: Recipe) -> dict[str, Any]:
     """The part of the recipe that determines the trained weights: a run resumes only with an equal one."""
     part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
-    part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size", "early_stopping"})
-    if recipe.run.perturb is not None:  # without it, the hash is that of recipes before this key
-        part["run"]["perturb"] = recipe.run.perturb.model_dump()
+    part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size", "early_stopping", "perturb"})
     del part["data"]["cache"], part["data"]["retention"], part["data"]["eval_part"]
     evaluation = part["data"].pop("eval") or {}
     if "path" not in evaluation and evaluation:  # the other examples are trained on
@@ -332,9 +330,19 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
 
 
 def recipe_hash(recipe: Recipe, *, with_optimizer: bool = False) -> str:
-    """A hash of `training_part`; without the optimizer it is equal for runs that differ in the optimizer alone."""
+    """A hash of `training_part`; without the optimizer it is equal for runs that differ in the optimizer alone.
+
+    Keys without a value do not count, so that a run has the same hash in a later version with more optional keys.
+    """
     part = {key: value for key, value in training_part(recipe).items() if with_optimizer or key != "optimizer"}
+    part = _without_nulls(part)
     return hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> list[str]:

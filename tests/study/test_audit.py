@@ -170,7 +170,7 @@ def test_a_trial_less_for_one_optimizer_is_caught_and_less_for_all_is_not(study)
     shutil.rmtree(study.folder / "search/soren/02")
     study.runs = [run for run in study.runs if not run.folder.endswith("02") or run.stage == "verdict"]
     assert study.problems() == []
-    assert "2 of the declared 3 trials" in " ".join(study.cautions())
+    assert "2 trials instead of the declared 3" in " ".join(study.cautions())
 
 
 def test_a_search_that_was_extended_for_all_is_no_problem(study):

@@ -263,14 +263,16 @@ def test_of_all_pairs_each_candidate_is_a_reference_of_those_after_it():
     assert [line.partition(", ")[2].split()[0] for line in headline(study)] == ["soren", "soren", "adamw,"]
     assert headline(study)[1] == "On held-out loss, soren is better than muon."
     assert comparisons(study, "muon")[0].lead == "soren is better than muon on held-out loss"
-    assert "- soren is better than muon on held-out loss: +0.020" in screen(study)
+    assert "- soren is better than muon on held-out loss: its held-out loss is 0.020 lower" in " ".join(
+        screen(study).split()
+    )
 
 
 def test_a_worse_candidate_is_called_worse_and_a_loss_of_retention_shown():
     worse = difference("muon", "base", "zoo_mc", -5.0, 1.0, margin=2.0, retained=False)
     item = comparisons(make_study(differences=[worse]), "base")[0]
     assert item.lead == "muon is worse than the starting checkpoint on zoo_mc"
-    assert "-5.0 points (95% interval -6.0 to -4.0, p < 0.001)" in item.text
+    assert "its zoo_mc is 5.0 points lower (95% interval 4.0 to 6.0, p < 0.001)" in item.text
     assert "It is not shown to lose less than the margin of 2.0 points on zoo_mc." in item.text
 
 

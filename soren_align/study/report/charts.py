@@ -45,7 +45,11 @@ def curves_figure(study: Study) -> Figure | None:
     panels = {label: _along(study, about, "metric", key, label) for key, label in axes.items()}
     cut = "below" if study.higher_is_better else "above"
     thin_lines = ", with the runs as thin lines" if len(study.candidates) <= MAX_WITH_RUNS else ""
-    caption = f"Mean over the seeds{thin_lines}. The axis is cut {cut}, so that the ends show."
+    caption = (
+        f"Mean over the seeds of the final runs{thin_lines}. The axis is cut off {cut}, so that the ends of the curves "
+        "can be told apart. Each point is a mean over batches; the table of the verdict has the mean over all trained "
+        "tokens of the held-out examples, which is slightly different."
+    )
     return _figure(study, panels, caption)
 
 
@@ -131,8 +135,8 @@ def differences_figure(study: Study, reference: str) -> Figure:
         panels.append(_panel(about, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences))))
     caption = (
         f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. Grey bars"
-        " cover the differences that this study cannot detect. Filled dots are better, worse or equivalent; hollow dots"
-        " are not distinguishable."
+        " cover true differences that are too small for this study to detect reliably. Filled dots are better, worse or"
+        " equivalent; hollow dots are not distinguishable."
     )
     return Figure(panels, caption)
 
@@ -152,8 +156,9 @@ def search_figure(study: Study) -> Figure | None:
     caption = (
         "Every trial of the search against its setting. A ring marks the selected trial. At the edge of the axis,"
         " triangles mark trials with a worse metric than the axis shows, x marks diverged trials and + failed trials."
-        " The expected best is that of n trials drawn from the trials of the search; a trial without a result counts"
-        " as the starting checkpoint. Where lines cross, the better optimizer depends on the budget for tuning."
+        " The expected best is the best metric that n of these trials, drawn at random, reach on average. A trial"
+        " without a result counts as the starting checkpoint. Where lines cross, the better optimizer depends on the"
+        " number of trials."
     )
     if left := keys[MAX_KEYS:]:
         caption += f" Not shown: {join_words(left)}; trials.csv has all values."
@@ -209,7 +214,7 @@ def _sensitivity_panel(study: Study, key: str, limits: tuple[float, float]) -> P
         own = [run for run in candidate.trials if key in run.parameters]
         metrics = [run.metric for run in finished(own) if run.metric is not None]
         chosen = [run for run in finished(own) if candidate.is_selected(run)]
-        parts = [count(len(metrics), "finished trial")]
+        parts = [count(len(metrics), "finished run")]
         parts += [f"best {metric_text(best_of(metrics))}"] if metrics else []
         parts += [f"selected {setting(chosen[0].parameters[key])}"] if chosen else []
         for status in ("diverged", "failed"):

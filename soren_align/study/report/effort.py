@@ -65,12 +65,13 @@ def tuning_blocks(study: Study) -> list[Block]:
         (
             "selected again",
             _selected_again,
-            "Selected again: the settings that searches with resampled seeds would select from the same trials.",
+            "Selected again: how often each setting is selected if the seeds of the trials are drawn again, with "
+            "replacement.",
         ),
         (
             "selection sd",
             lambda each: number(each.selection.variance**0.5, ".4f") if each.selection else "-",
-            f"Selection sd: the standard deviation of the selected setting's {metric} over these searches.",
+            f"Selection sd: the standard deviation of the selected setting's {metric} over these draws.",
         ),
     ]
     columns = [column for column in columns if any(column[1](each) != "-" for each in tunings)]
@@ -117,7 +118,12 @@ def target_blocks(study: Study) -> list[Block]:
         return []
     metric = text.metric_name(study)
     target = f"{reference.name}'s final {metric}"
-    items = [_statement(name, each, reference.name, target) for name, each in times.items() if name != reference.name]
+    own, length = times[reference.name], max(run.curve[-1].step for run in finished(reference.verdict) if run.curve)
+    items = [
+        _statement(name, each, (reference.name, own), target, length)
+        for name, each in times.items()
+        if name != reference.name
+    ]
     head = ["", "reached", "steps", f"share of {reference.name}'s steps"]
     is_comparable = curves.are_times_comparable(curves.cpu_loads(study))
     has_seconds = is_comparable and all(len(each.seconds) == len(each.steps) for each in times.values())
@@ -131,8 +137,8 @@ def target_blocks(study: Study) -> list[Block]:
     note = (
         f"The target is {target} with the same seed. The cells have the median over the seeds, with the smallest and "
         "the largest value; > marks a target that was not reached. Between evaluations, the metric is interpolated. "
-        "With the same seed, a step costs all candidates the same forward and backward FLOPs; soren-align plan STUDY "
-        "also counts the FLOPs of the maps."
+        "A step costs all optimizers the same forward and backward FLOPs. soren-align plan STUDY also counts the FLOPs "
+        "of the optimizers themselves."
     )
     if not is_comparable:
         note += " Seconds are not shown, because the CPU's load differed between the runs."
@@ -172,13 +178,16 @@ def target_times(candidate: Candidate, reference: Candidate, *, higher_is_better
     return times
 
 
-def _statement(name: str, times: TargetTimes, reference: str, target: str) -> Item:
+def _statement(name: str, times: TargetTimes, reference: tuple[str, TargetTimes], target: str, length: int) -> Item:
+    """Return when a candidate first reaches the target, beside the reference's own time. length: steps of a run."""
     num, seeds = sum(not time.is_longer for time in times.steps), count(len(times.steps), "seed")
-    middle, least, most = (_time(time, ".0%") for time in _summary(times.step_shares))
     if 2 * num <= len(times.steps):
         return Item(f"{name} reached {target} with {num} of {seeds}", ".")
-    interval = f": {least} to {most}" if least != most else ""
-    return Item(f"{name} reached {target} after {middle} of {reference}'s steps", f" ({seeds}{interval}).")
+    own, usual = (_time(_summary(each.steps)[0], ".0f") for each in (times, reference[1]))
+    middle, least, most = (_time(time, ".0%") for time in _summary(times.step_shares))
+    interval = f", {least} to {most} over {seeds}" if least != most else f", {seeds}"
+    lead = f"{name} first reached {target} at step {own} of {length}, {reference[0]} itself at step {usual}"
+    return Item(lead, f" (medians; {middle} of the steps{interval}).")
 
 
 def _spread(times: Sequence[Time], form: str) -> str:

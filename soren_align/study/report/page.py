@@ -40,6 +40,8 @@ LAST = ("step", "tokens", "train_loss", *(metric.key for metric in IN_STUDIES))
 """Quantities of a run's last evaluation, in trials.csv."""
 OWN = ("recipe", "num_batches", "versions")
 """Parts of a run's identity that are not shown: its own recipe, and what stands elsewhere."""
+MOST_PROBLEMS = 10
+"""In a terminal; the page has all."""
 CONTAMINATION = {"exact": "as a whole", "scores": "scores without these (change)"}
 
 
@@ -86,7 +88,7 @@ def write_report(study: Study, folder: Path) -> None:
     write(folder / REPORT, page_html(study.name, subtitle, sections))
     write(folder / "report.md", page_markdown(study.name, subtitle, sections))
     write(folder / "trials.csv", trials_csv(study))
-    write(folder / VERDICT, verdict_file(study, folder).model_dump_json(indent=1) + "\n")
+    write(folder / VERDICT, json.dumps(verdict_file(study, folder).model_dump(), indent=1) + "\n")
 
 
 def verdict_blocks(study: Study) -> list[Block]:
@@ -108,8 +110,9 @@ def verdict_blocks(study: Study) -> list[Block]:
     num = num_declared_tests(rules, len(study.candidates), text.measures_of(study))
     note = (
         "Intervals cover the spread over seeds, and over questions or held-out examples. Each answer depends on a "
-        f"p-value, corrected for {count(num, 'test')} by Holm's method; intervals are not corrected. "
-        "Positive differences are better, whatever the measure's direction."
+        f"p-value, which Holm's method corrects for the {count(num, 'test')} of this study. The intervals are not "
+        'corrected: an interval can exclude 0 although the answer is "not distinguishable". In tables and figures, '
+        "positive differences are better, also for a loss."
     )
     return [*blocks, Paragraph(note, kind="muted")]
 
@@ -125,7 +128,7 @@ def score_blocks(study: Study) -> list[Block]:
         settings = [f"{key} {text.setting(value)}" for key, value in searched if key not in derived] or ["none"]
         rows.append([candidate.name, *scores, str(len(finished(candidate.verdict))), "\n".join(settings)])
     head = ["", text.metric_name(study), *columns, "runs", "selected setting"]
-    note = "Mean ± standard deviation over the seeds of the verdict; scores in percent."
+    note = "Mean ± standard deviation over the seeds of the final runs; scores in percent."
     if legend := text.legend(study):
         note = f"{note} {legend}"
     align = "l" + "r" * (len(head) - 2) + "l"
@@ -155,11 +158,13 @@ def difference_blocks(study: Study) -> list[Block]:
                 row += [value, f"[{low}, {high}]", p_value(d.p_holm).removeprefix("p ")]
                 row += [text.seen_size(d).removesuffix(" points"), f"{d.seed_share:.0%}", retained]
                 rows.append(row)
+    power = VerdictSection.model_validate(study.file["verdict"]).power
     head = ["", "answer", "difference", "95% interval", "Holm's p", "detectable", "by seeds", "retained"]
     note = (
-        "Detectable: with the declared power, at Holm's first threshold. By seeds: the share of the variance that the "
+        f"Detectable: a study like this one finds a true difference of this size in {power:.0%} of repetitions. By "
+        "seeds: the share of the variance that the seeds cause. More seeds lower this part, and more questions or "
+        "examples lower the other part."
     )
-    note += "seeds cause; more seeds lower this part, more questions or examples the other one."
     return [Table(head, rows, align="ll", groups=frozenset(groups)), Paragraph(note, kind="muted")]
 
 
@@ -192,7 +197,10 @@ def answer_blocks(study: Study, folder: Path) -> list[Block]:
     complete = [row for row in rows.values() if len(row) == 2 + len(names)]
     if not complete:
         return []
-    note = "The first questions that are answered in words, by the first run of the verdict of each candidate."
+    note = (
+        "The answers of the starting checkpoint, and of each optimizer's first final run, to the first questions that "
+        "are answered in words."
+    )
     return [TextTable(["", "start", *names], complete, align="l" * (2 + len(names))), Paragraph(note, kind="muted")]
 
 
@@ -232,8 +240,9 @@ def matched(study: Study) -> list[Block]:
     if len(head) == 1:
         return []
     note = (
-        "Values where each run first reaches the largest displacement (or KL) that all runs reach. A run that moves"
-        " further is read before its schedule has ended, while its learning rate is still high."
+        "The table has the values at the step at which each run first reaches the largest displacement (or KL) that all"
+        " runs reach. For runs that end with a larger displacement, this step is in the middle of the schedule, where"
+        " the learning rate is still high, so their loss is higher here than that of a run that ends at this step."
     )
     if any("†" in cell for row in rows for cell in row):
         note += (
@@ -322,7 +331,10 @@ def identities(study: Study) -> list[Block]:
                     names.setdefault(_identity(run.identity.get(key)), {})[run.candidate] = None
                 lines = [f"{join_words([*each])}: {value}" for value, each in names.items()]
                 rows[-1].append("\n".join(lines) if len(names) > 1 else next(iter(names)))
-        note = "One value where all candidates are equal, else a value for each; study.json has the whole hashes."
+        note = (
+            "Hashes of what may differ between seeds. One value: equal for all candidates with this seed. Several "
+            "values: one for each candidate. study.json has the complete hashes."
+        )
         table = Table(["seed", *(key.replace("_", " ") for key in own)], rows, align="l" * (1 + len(own)))
         blocks += [table, Paragraph(note, kind="muted")]
     return blocks
@@ -346,7 +358,10 @@ def terminal_verdict(study: Study) -> Group:
     parts: list[Any] = [name, Text()]
     if study.problems:
         parts.append(Text("No verdict: the runs cannot be compared", style="bold red"))
-        return Group(*parts, *(_point(Text(problem, style="red")) for problem in study.problems))
+        parts += [_point(Text(problem, style="red")) for problem in study.problems[:MOST_PROBLEMS]]
+        if (more := len(study.problems) - MOST_PROBLEMS) > 0:
+            parts.append(Text(f"The report has {count(more, 'further problem')}.", style="red"))
+        return Group(*parts)
     if not study.differences:
         parts.append(Text(f"{text.no_verdict(study)}\n"))
     parts += [Text(f"{sentence}\n", style="bold") for sentence in text.headline(study)]
@@ -359,8 +374,6 @@ def terminal_verdict(study: Study) -> Group:
     parts += [Text(f"{sentence}\n", style="dim") for sentence in text.draw_sentences(study)[:1]]
     for item in (item for name in text.references_of(study) for item in text.comparisons(study, name, most=1)):
         parts.append(_point(Text.assemble((item.lead, STYLES[item.kind]), item.text)))
-    if study.differences:
-        parts.append(Text("\nPositive differences are better, whatever the measure's direction.", style="dim"))
     if study.cautions:
         title = Text("\nHow this conclusion could be wrong", style="bold")
         parts += [title, *(_point(Text(caution)) for caution in study.cautions)]

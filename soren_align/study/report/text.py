@@ -88,20 +88,36 @@ def comparisons(study: Study, reference: str, *, most: int | None = None) -> lis
                 answers.append(f"{than} {other} on {all_of_them or join_words(measures)}")
         for i, d in enumerate(own):
             name, points = measure_name(study, d.measure), POINTS[d.unit]
-            interval = f"{signed_size(d.low, d.unit)} to {signed_size(d.high, d.unit)}"
             seen = f"; {resolution(study, d)}" if d.answer == "not distinguishable" else ""
             if d.is_equivalent and d.equivalence is not None:
                 seen = f"; equivalent within {size(d.equivalence, d.unit)}{points}"
-            numbers.append(
-                f"{f'{name} ' if len(own) > 1 else ''}{signed_size(d.value, d.unit)}{points}"
-                f" ({'' if i else '95% interval '}{interval}, {p_value(d.p_holm)}{seen})"
-            )
+            interval = f"{'' if i else '95% interval '}{change_interval(study, d)}"
+            numbers.append(f"{'its ' * (not i)}{name} is {change(study, d)} ({interval}, {p_value(d.p_holm)}{seen})")
             if d.margin is not None and d.retained is not None:
                 shown = "is shown" if d.retained else "is not shown"
                 retained += f" It {shown} to lose less than the margin of {size(d.margin, d.unit)}{points} on {name}."
         kind = "open" if own[0].answer == "not distinguishable" else own[0].answer
         items.append(Item(f"{candidate} is {join_words(answers)}", f": {'; '.join(numbers[:most])}.{retained}", kind))
     return items
+
+
+def change(study: Study, d: Difference) -> str:
+    """Return a difference in words: "0.545 lower", "3.2 points higher"."""
+    return f"{size(abs(d.value), d.unit)}{POINTS[d.unit]} {_direction(study, d.unit, d.value)}"
+
+
+def change_interval(study: Study, d: Difference) -> str:
+    """Return the interval of a difference in the words of `change`: "0.420 to 0.671", "0.1 higher to 0.2 lower"."""
+    ends = sorted((d.low, d.high), key=lambda end: end if d.value >= 0 else -end)
+    if d.low * d.high > 0:
+        return " to ".join(size(abs(end), d.unit) for end in ends)
+    return " to ".join(f"{size(abs(end), d.unit)} {_direction(study, d.unit, end)}" for end in ends)
+
+
+def _direction(study: Study, unit: str, value: float) -> str:
+    """Return the direction in which a measure changed. value: positive where better."""
+    is_higher = (value > 0) == (unit == "percent" or study.higher_is_better)
+    return "higher" if is_higher else "lower"
 
 
 def headline(study: Study) -> list[str]:
@@ -135,7 +151,9 @@ def legend(study: Study) -> str:
     reference = _only_reference(study)
     if reference is None:
         return ""
-    return f"▲ better than {reference}, ▼ worse, = equivalent; without a sign: not distinguishable from {reference}."
+    signs = f"▲ better than {reference}, ▼ worse, = equivalent; without a sign: not distinguishable from {reference}."
+    others = len({d.candidate for d in study.differences if d.reference == reference})
+    return f"{signs} The others are not compared with one another." if others > 1 else signs
 
 
 def _only_reference(study: Study) -> str | None:
@@ -188,10 +206,13 @@ def subtitle(study: Study) -> str:
         fresh += f" with {count(len(draws), 'draw')} each"
     without = f", {lost} of them without a result" if lost else ""
     recipe = study.file.get("recipe", "one recipe")
+    steps = {run.curve[-1].step for run in study.runs if run.status == "finished" and run.curve}
+    length = f", {count(max(steps), 'step')} per run" if len(steps) == 1 else ""
+    declared = f" Declared before the first run: {study.declaration[:DIGITS]}." if study.declaration else ""
     return (
-        f"{count(len(study.candidates), 'optimizer')} on {recipe}: {each} trials{with_seeds} each "
-        f"({len(ended)} of {len(trials)} runs ended{without}), selected by {metric_name(study)}, then compared on "
-        f"{fresh}.{f' Declaration {study.declaration[:DIGITS]}.' if study.declaration else ''}"
+        f"{count(len(study.candidates), 'optimizer')} on {recipe}{length}. Search: {each} settings of each optimizer"
+        f"{with_seeds} ({len(ended)} of {len(trials)} runs ended{without}); the {metric_name(study)} selected one. "
+        f"Final runs: the selected settings with {fresh}.{declared}"
     )
 
 
