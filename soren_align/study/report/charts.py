@@ -47,8 +47,8 @@ def curves_figure(study: Study) -> Figure | None:
     thin_lines = ", with the runs as thin lines" if len(study.candidates) <= MAX_WITH_RUNS else ""
     caption = (
         f"Mean over the seeds of the final runs{thin_lines}. The axis is cut off {cut}, so that the ends of the curves "
-        "can be told apart. Each point is a mean over batches; the table of the verdict has the mean over all trained "
-        "tokens of the held-out examples, which is slightly different."
+        "are easy to distinguish. Each point is a mean over batches; the table of the verdict has the mean over all "
+        "trained tokens of the held-out examples, which is slightly different."
     )
     return _figure(study, panels, caption)
 
