@@ -124,7 +124,7 @@ def _tables(results: dict[str, Any]) -> list[Table]:
         statistics = [row[key] or {} for key in ratios]
         cells = [number(values.get(key), ".2f") for values in statistics for key in ("geometric_mean", "max")]
         rows.append([row["name"], *cells])
-    title = f"time relative to Muon's, all {len(results['shapes'])} shapes: geometric mean and maximum"
+    title = f"time of each map relative to Muon's time: geometric mean and maximum over {len(results['shapes'])} shapes"
     return [*tables, Table(["map", "/Muon bf16", "max", "/Muon fp32", "max"], rows, title)]
 
 

@@ -236,7 +236,7 @@ class Run(Section):
     main_keys: ClassVar[dict[type, str]] = {str: "output_dir"}
 
     output_dir: Annotated[str, Field(min_length=1)]
-    """The run folder, for the recipe, run.json, metrics, checkpoints, the model and the evaluation."""
+    """The run folder. A run writes all its files into this folder."""
     resume: str = "auto"
     """`auto`: resume from the last complete checkpoint. `never`: refuse a folder with an unfinished run. A path: resume
     from this checkpoint."""
