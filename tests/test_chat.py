@@ -262,7 +262,7 @@ def test_slash_new_forgets_the_earlier_questions(run, monkeypatch):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["nowhere/model", "--prompt", "hi"], "nowhere/model: is no folder, and cannot be downloaded"),
-    (["./nowhere", "--prompt", "hi"], "has neither run.json nor config.json"),
+    (["./nowhere", "--prompt", "hi"], "contains no run.json (a run), no config.json"),
     (["MODEL", "--compare", "start", "--prompt", "hi"], "--compare start: the checkpoint that "),
     (["MODEL", "--dtype", "int8", "--prompt", "hi"], "--dtype: found 'int8'; write float32, bfloat16, float16"),
     (["MODEL", "--prompt", ""], "the question is empty"),

@@ -468,7 +468,7 @@ def test_a_recipe_yaml_of_another_version_is_one_sentence(folder):
 
 @pytest.mark.parametrize("suite", ["..", "a/b", "/tmp", "\x1b[2J", ""])
 def test_a_suites_name_leads_nowhere_else(folder, suite):
-    with pytest.raises(UserError, match="cannot be the name of a folder of results"):
+    with pytest.raises(UserError, match="cannot be such a name"):
         folder.evaluation(suite)
 
 

@@ -92,7 +92,10 @@ def _measure(
             reason = too_slow(f"{name}: {entry.name}", flops, entry.dtype, rates)
         decomposes = entry.counted_as is not None and entry.counted_as.flops is None
         if decomposes and min(shape) > DECOMPOSITION_ROWS[device.type]:
-            reason = f"{entry.name} is not measured for matrices above {DECOMPOSITION_ROWS[device.type]} rows"
+            reason = (
+                f"{entry.name} decomposes each matrix, and is not measured for matrices of more than "
+                f"{DECOMPOSITION_ROWS[device.type]} rows, because this would take too long"
+            )
         if entry.dtype == PEERS_OWN:
             try:
                 entry.function(make_input())

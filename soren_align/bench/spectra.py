@@ -118,7 +118,9 @@ def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[st
                 f"{folder}: has no spectra.jsonl, and no checkpoint with the momentum of whole matrices; "
                 "train with --set run.log_spectra.steps=[1,100] to record spectra"
             )
-        source = f"the momentum in {checkpoint.name}, which lacks the Nesterov term of the next gradient"
+        source = (
+            f"the momentum in {checkpoint.name}, without the part that Nesterov's method adds from the next gradient"
+        )
         if contents([file]) != [read_seal(checkpoint)["files"].get(file.name)]:
             raise UserError(f"{file}: {CHANGED}; {PREVIOUS}")
         momenta: list[tuple[str, Tensor]] = []
@@ -130,7 +132,10 @@ def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[st
                         layout = group.get("weight_layouts", {}).get(name, "linear")
                         momenta += matrices_of(name, momentum_of(saved["state"][index]), layout)
         except (AttributeError, pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
-            raise UserError(f"{file}: has no momentum of matrices; name a run of another optimizer") from None
+            raise UserError(
+                f"{file}: contains no momentum of whole matrices, which the checkpoints of soren, muon and htmuon "
+                "have; choose a run of one of these optimizers"
+            ) from None
         for name, momentum in momenta:
             if any(fnmatchcase(name, glob) for glob in globs):
                 values = tuple(singular_values(momentum).tolist())
@@ -139,7 +144,10 @@ def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[st
     chosen = [spectrum for spectrum in spectra if any(fnmatchcase(spectrum.name, glob) for glob in globs)]
     if not chosen:
         names = ", ".join(sorted({spectrum.name for spectrum in spectra})[:3]) or "none"
-        raise UserError(f"{folder}: has no spectrum of a matrix {' or '.join(globs)}; write one of {names}")
+        raise UserError(
+            f"--matrices: {folder} has spectra, but none of a matrix with a name like {' or '.join(globs)}; write "
+            f"a name such as {names}"
+        )
     return source, chosen
 
 

@@ -102,7 +102,10 @@ def run(
         lambda done, total: report(f"round {done + 1} of {total}"),
     )
     if not {"Soren exact", "HTMuon"} & subjects.keys():
-        notes.append(f"the exact map and HTMuon are not measured, as a matrix has more than {DECOMPOSED_ROWS} rows")
+        notes.append(
+            "the exact map and HTMuon decompose each matrix, and are not measured, because a matrix has more than "
+            f"{DECOMPOSED_ROWS} rows"
+        )
 
     scale, rows = matrices.num_layers / num_layers, []
     training = 6 * matrices.num_parameters * num_tokens / rates["bfloat16"] if device.type == "cuda" else None

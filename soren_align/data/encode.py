@@ -185,8 +185,8 @@ def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSp
         lost = set(split.source_indices) - set(sources)
         name = split.source["sources"][min(lost)]["path"] if lost else split.name
         raise UserError(
-            f"{name}: in each example {_REASON}; write a model.chat_template that prints tool calls, or leave this "
-            "split out"
+            f"{name}: in each example {_REASON}; set model.chat_template to a template that prints tool calls, or "
+            "remove this split"
         )
     dropped = {**split.dropped, _REASON: len(rows) - len(indices)}
     rest = replace(split, dataset=split.dataset.select(indices), dropped=dropped, source_indices=sources)

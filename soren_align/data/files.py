@@ -67,7 +67,7 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | InvalidReco
                 excerpt = json.dumps(record, default=str)[:40]
             except RecursionError:
                 excerpt = "lists within lists"
-            record = InvalidRecord(f"is not an object but {excerpt}")
+            record = InvalidRecord(f"is {excerpt}, not a JSON object")
         yield number, record
 
 

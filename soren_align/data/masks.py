@@ -238,10 +238,10 @@ class Rendering:
 
     def _unstable(self) -> UserError:
         return UserError(
-            "the chat template renders earlier turns differently when later turns are added, so the assistant's tokens "
-            f"of {str(self.turns[-1]['content'])[:60]!r} cannot be identified. Write a model.chat_template with "
-            "{% generation %}...{% endgeneration %} around the assistant's turns; or train all tokens, without "
-            "assistant_only_loss and without weights of turns"
+            "the chat template renders earlier turns differently when later turns are added, so the assistant's "
+            f"tokens of {str(self.turns[-1]['content'])[:60]!r} cannot be identified. Set model.chat_template to a "
+            "template with {% generation %}...{% endgeneration %} around the assistant's turns; or train all "
+            "tokens, without assistant_only_loss and without weights of turns"
         )
 
 

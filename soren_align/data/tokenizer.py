@@ -42,7 +42,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, 
             name = tokenizer.name_or_path or "the tokenizer"
             added: Any = tokenizer.added_tokens_encoder
             hint = did_you_mean(eos_token, added, f"remove this key to stop at {tokenizer.eos_token!r}")
-            raise UserError(f"model.eos_token: {eos_token!r} is not one token of {name}{hint}")
+            raise UserError(f"model.eos_token: {eos_token!r} is not a single token of {name}{hint}")
         tokenizer.eos_token = eos_token
 
 
@@ -197,8 +197,8 @@ def train_tokenizer(texts: Iterator[list[str]], vocab_size: int) -> PreTrainedTo
     tokenizer.train_from_iterator(texts, trainer)
     if (size := tokenizer.get_vocab_size()) < vocab_size:
         raise UserError(
-            f"model.tokenizer.vocab_size: the training texts give only {size} tokens, not {vocab_size}; write {size} "
-            "or less"
+            f"model.tokenizer.vocab_size: the training texts are enough for a vocabulary of only {size} tokens, "
+            f"not {vocab_size}; write {size} or less"
         )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
 

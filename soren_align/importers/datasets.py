@@ -153,11 +153,11 @@ def _split(entry: dict[str, Any], root: str, c: Conversion) -> dict[str, Any]:
         elif key == "weight":
             if value != 1:
                 part["weight"] = value
-                c.rename(place, "weight in data.train; trainer.seed draws the examples")
+                c.rename(place, "weight in data.train; the examples are drawn with trainer.seed")
         elif key == "not_read":
             c.drop(f"{at}.columns", f"soren-align does not read the columns {value}", True)
         elif key == "type" and value == "completion":
-            cut = "means plain text; the recipe truncates a text longer than max_length, which the source divides"
+            cut = "means plain text; where the source divides a text longer than max_length, the recipe truncates it"
             c.drop(place, cut, True)
         elif key in explained:
             explanation, changes = explained[key]
@@ -199,7 +199,9 @@ def _eval(root: str, train: list[dict[str, Any]], held_out: list[dict[str, Any]]
             c.recipe["data"]["eval"]["name"] = str(same[0]["config"])
         c.recipe["data"]["eval"] |= same[0].get("names") or _axolotl_names(same[0])[0]
         if same[0] in held_out:
-            c.ours["data.eval.split"] = "the source holds out examples of its mixture instead"
+            c.ours["data.eval.split"] = (
+                "this split is evaluated; the source evaluates on held-out examples of its mixture instead"
+            )
 
 
 def _held_out(size: Any) -> dict[str, Any] | None:
@@ -225,9 +227,9 @@ def _note_others(root: str, c: Conversion) -> None:
             reason += "out examples"
             c.drop(key, reason, True)
         elif size is not None or key in source:
-            c.drop(key, "no examples are held out" if evaluation is None else "data.eval replaces this key")
+            c.drop(key, "no examples are held out" if evaluation is None else "is replaced by data.eval")
     if "seed" in inside:
-        c.drop(f"{root}.seed", "trainer.seed shuffles the examples")
+        c.drop(f"{root}.seed", "the examples are shuffled with trainer.seed")
     known = ("datasets", "seed", "test_split_size")
     c.notes += [Note(f"{root}.{key}", "unknown") for key in inside if key not in known]
     splits = {"dataset_mixer": "dataset_splits", "dataset_name": "dataset_train_split"}.get(root)
@@ -308,7 +310,10 @@ def _axolotl_names(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tup
     where = _READ if not names else "data.train." + " and data.train.".join(names)
     explained = {key: (where, False) for key in FIELDS if key in entry}
     if renamed := {key: name for key, name in mappings.items() if key not in ("role", "content") and key != name}:
-        explained["message_property_mappings"] = (f"of {renamed}, the recipe has only role and content", True)
+        explained["message_property_mappings"] = (
+            f"a turn of a recipe has only role and content, so this part of the mapping is ignored: {renamed}",
+            True,
+        )
     for key in ("field_thinking", "template_thinking_key"):
         if entry.get(key) not in (None, *_REASONING):
             explained[key] = (f"found {entry[key]}; rename this key of a turn: {' or '.join(_REASONING)}", True)

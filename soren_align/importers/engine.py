@@ -198,7 +198,7 @@ def _convert_key(key: str, c: Conversion) -> Note:
     if name == ours and section == "trainer" and not word:
         return c.add(Note(key, "unchanged"))
     if target == "optimizer.weight_decay" and value:
-        effect = "the recipe decays only matrices, but the source also embeddings and output head "
+        effect = "the recipe applies weight decay only to matrices, but the source also to embeddings and output head "
         effect += "(optimizer.aux_weight_decay would decay norms too)"
     explanation = target + (f": {str(value).lower()}" if word else "") + (f"; {effect}" if effect else "")
     return c.rename(key, explanation, bool(effect))
@@ -267,7 +267,10 @@ def _lora(key: str, name: str, value: Any, c: Conversion) -> Note | None:
         model["name_or_path"] = c.start
         if name in START:
             is_dpo = flat.get("stage") == "dpo" or bool(flat.get("rl"))
-            reference = ", but the reference is this adapter, and in the source the model without an adapter" * is_dpo
+            reference = (
+                "; the reference model is the model with this adapter, but in the source the model without an adapter"
+                * is_dpo
+            )
             return c.rename(key, f"model.name_or_path; training continues with this adapter{reference}", is_dpo)
         if name in ("model_name_or_path", "base_model"):
             return c.drop(key, "not needed, because the adapter's folder names its base model")

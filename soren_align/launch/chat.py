@@ -165,8 +165,8 @@ def start_conversations(
     if compare == START:
         if len(rows) < 2:
             raise UserError(
-                f"--compare {START}: the checkpoint that {model} was trained from is not on this machine; name another "
-                "model"
+                f"--compare {START}: the checkpoint that {model} was trained from is not on this machine; write "
+                "--compare MODEL, with the folder or hub name of another model"
             )
         rows = rows[:-3:-1]
     else:

@@ -323,9 +323,14 @@ def bench(
     if device:
         shapes.check_device(device)
     if output and not Path(output).absolute().parent.is_dir():
-        raise UserError(f"--output: {output}: its folder does not exist; create the folder, or name another file")
+        raise UserError(
+            f"--output: the folder of {output} does not exist; create this folder, or write the path of a file in "
+            "an existing folder"
+        )
     if output and Path(output).is_dir():
-        raise UserError(f"--output: {output}: is a folder; name a file, such as {Path(output) / 'benchmarks.md'}")
+        raise UserError(
+            f"--output: {output} is a folder; write the path of a file, such as {Path(output) / 'benchmarks.md'}"
+        )
     refuse_ranks("bench")
     set_environment(None)
     console = stderr_console()
@@ -358,7 +363,7 @@ def spectrum(
     folder.record()
     pictures = None if output is None else Path(output)
     if pictures is not None and pictures.exists() and not pictures.is_dir():
-        raise UserError(f"--output: {output}: is a file; name a folder")
+        raise UserError(f"--output: {output} is a file; write the path of a folder")
     with folder.locked(shared=True):
         set_environment(None)
         console = stderr_console()

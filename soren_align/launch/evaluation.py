@@ -68,7 +68,7 @@ def evaluate(
         settings = evaluation_settings(recipe, options)
         check_suite(settings)
         if output is None and (recipe is None or len(models) > 1):
-            raise UserError("--output: is required, because the results belong to no single run; name a folder")
+            raise UserError("--output: is required, because the results belong to no single run; write --output FOLDER")
         refuse_ranks("eval")
         set_environment(recipe, num_gpus=settings.processes or (run or {}).get("processes") or 1)
         run_evaluation(models, settings, stderr_console(), output=output, summary=summary, cache=cache)
@@ -82,8 +82,11 @@ def refuse_missing(model: str) -> None:
     files = [local_path(model) / name for name in ("run.json", "config.json", ADAPTER)]
     if is_local(model) and not any(file.is_file() for file in files):
         runs = [str(Path(model, file.parent.name)) for file in sorted(local_path(model).glob("*/run.json"))]
-        hint = f"one of its runs: {', '.join(runs)[:300]}" if runs else "the folder of a run, model or adapter"
-        raise UserError(f"{model}: has neither run.json nor config.json nor {ADAPTER}; name {hint}")
+        hint = f"one of its runs: {', '.join(runs)[:300]}" if runs else "a folder with one of these files"
+        raise UserError(
+            f"{model}: contains no run.json (a run), no config.json (a model) and no {ADAPTER} (an adapter); give "
+            f"the path of {hint}"
+        )
     if "/" in model and not is_local(model) and Path(model).parent.is_dir():
         raise UserError(
             f"{model}: there is no such folder, and the name is not looked up on the hub, because {Path(model).parent} "
@@ -183,7 +186,10 @@ def overlaps_of_runs(
 
     runs = {name: RunFolder(run) for name, model in rows if (run := run_of(Path(model))) is not None}
     if not runs:
-        return "not checked, because no model of the table is a run, and only runs have known training examples"
+        return (
+            "not checked, because the training examples are known only for models of runs, and no model of the "
+            "table is from a run"
+        )
     questions = question_texts(tasks, limit)
     known: dict[str, Overlaps] = {}
     with working(console, "Reading training examples") as show:

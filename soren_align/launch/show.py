@@ -243,7 +243,7 @@ def curves(names: Sequence[str], *, output: str = "curves.png") -> None:
     drawn = [(name, curves) for name, curves in named if curves.by_key]
     if not drawn:
         raise UserError(
-            f"{', '.join(map(str, folders))}: nothing was logged; train again with smaller trainer.logging_steps"
+            f"{', '.join(map(str, folders))}: training logged no loss; train again with a smaller trainer.logging_steps"
         )
     rows = []
     for name, run in named:

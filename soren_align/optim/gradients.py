@@ -81,7 +81,9 @@ def checked_numbers(
         with_grad = [(name, local(parameter.grad)) for name, parameter in named if parameter.grad is not None]
         broken = [name for name, g in with_grad if g.numel() and not g.abs().amax().isfinite()]  # amax: NaN too
         shown = ", ".join(broken[:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")
-        problem = FloatingPointError(f"NaN or infinity in the gradient of {shown}; this step changed nothing")
+        problem = FloatingPointError(
+            f"NaN or infinity in the gradient of {shown}; the optimizer did not apply this step"
+        )
         strategy.check_gradients(named, problem if broken else None, torch.zeros(2, dtype=torch.float64))
     # Of a tensor's own dtype, in which torch computes with it.
     read = iter([torch.tensor(rate, dtype=lr.dtype) for rate, lr in zip(on_host, rates, strict=True)])

@@ -140,7 +140,7 @@ def compute(
 
     try:
         if not kinds:
-            raise ValueError("the model's config has no number of blocks (num_hidden_layers)")
+            raise ValueError("the model's config does not state the number of blocks (num_hidden_layers)")
         # Without torch's own traceback of an operation that fails on fake tensors.
         with log_level(logging.CRITICAL, "torch._subclasses.fake_tensor"):
             if max_tokens > MAX_LOOP:

@@ -188,8 +188,8 @@ def accumulation(recipe: Recipe, num_ranks: int) -> int:
             largest = max(d for d in range(1, min(share, per_device) + 1) if share % d == 0)
             remedy = f"write trainer.per_device_train_batch_size: {largest}, or another divisor of {share}"
         raise UserError(
-            f"run.global_batch_size: {batch} is no multiple of {micro_batch}, the examples of {processes} with "
-            f"trainer.per_device_train_batch_size {per_device}; {remedy}"
+            f"run.global_batch_size: {batch} is not a multiple of {micro_batch} ({processes} with "
+            f"trainer.per_device_train_batch_size {per_device}); {remedy}"
         )
     return batch // micro_batch
 

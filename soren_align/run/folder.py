@@ -92,7 +92,10 @@ class RunFolder:
     def evaluation(self, suite: str) -> Path:
         """Return the folder for a suite's results. Raises UserError if the name is a path to another folder."""
         if not is_component(suite):
-            raise UserError(f"suite {suite!r}: cannot be the name of a folder of results; rename the suite")
+            raise UserError(
+                f"--suite: the results are written into a folder with the suite's name, but {suite!r} cannot be such a "
+                "name; rename the suite's folder: printable characters without / and \\, at most 200 bytes"
+            )
         return self.path / "eval" / suite
 
     def read(self) -> dict[str, Any] | None:

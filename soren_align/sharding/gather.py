@@ -91,14 +91,15 @@ class RankStrategy(ABC):
             raise error
         if num_errors:
             raise (ValueError if num_value_errors else FloatingPointError)(
-                "another rank has an invalid gradient, so this step changed nothing; read the message of that rank"
+                "another rank has an invalid gradient, so no rank applied this optimizer step; the error message of "
+                "that rank names the parameter"
             )
         nums, num_ranks = numbers[: len(named)], dist.get_world_size(group)
         uneven = [name for (name, _), num in zip(named, nums, strict=True) if num not in (0, num_ranks)]
         if uneven:
             raise ValueError(
-                f"{', '.join(uneven[:5])}: only some ranks have a gradient, so this step changed nothing; use this "
-                "parameter on all ranks or on none"
+                f"{', '.join(uneven[:5])}: only some ranks have a gradient, so no rank applied this optimizer "
+                "step; use this parameter in the forward pass of all ranks, or of no rank"
             )
         return tuple(numbers[len(named) :])
 
@@ -137,10 +138,11 @@ class RankStrategy(ABC):
             raise problem
         if failed:
             raise ValueError(
-                "another rank cannot plan this step, so this step changed nothing; read the message of that rank"
+                "the optimizer step failed on another rank before any weight changed; the error message of that rank "
+                "has the cause"
             )
         if largest != -minus_smallest:
-            raise ValueError("the ranks have different matrices or shards; load the same model on all ranks")
+            raise ValueError("the matrices or their shards differ between the ranks; load the same model on all ranks")
         assert plan is not None
         return self.exchange(plan, [parameter for _, parameter in named], group, device, map_state)
 

@@ -175,12 +175,15 @@ def _file_problems(runs: list[RunFiles], folder: Path) -> Iterator[str]:
         weights = written["weights_sha256"]
         other = run if weights is None else by_weights.setdefault(weights, run)
         if other.record.get("identity", {}).get("batches") != run.record.get("identity", {}).get("batches"):
-            yield f"{run.place}: has the weights of {other.place}, which trained on other batches; {MATCHED}"
+            yield (
+                f"{run.place}: has the same weights as {other.place}, although the two runs trained on different "
+                f"batches; {MATCHED}"
+            )
         options = run.recipe.eval if run.stage == "verdict" else None
         results = read_results(RunFolder(folder / run.place).evaluation(options.name)) if options else None
         if results and results["rows"][-1].get("weights_sha256") != weights:
             remedy = f"evaluate the run again (soren-align eval {folder / run.place})"
-            yield f"{run.place}: the evaluation used other weights than this run's; {remedy}"
+            yield f"{run.place}: the evaluated weights are not the weights of this run's model; {remedy}"
         if results and options:
             yield from _sample_problems(RunFolder(folder / run.place).evaluation(options.name), suite_of(options))
 
@@ -193,7 +196,7 @@ def _sample_problems(output: Path, suite: Suite) -> Iterator[str]:
             for task in (task for task in suite.tasks if task.column in points):
                 own = read_sample_points(output / "samples" / name / f"{task.column}.jsonl", task.metric, task.filter)
                 if own is not None and own != points[task.column].each.tolist():
-                    yield f"{output}: the points of {name} in {task.column} are not those of its samples; {RESTORE}"
+                    yield f"{output}: the scores of {name} in {task.column} differ from its samples; {RESTORE}"
     except UserError as error:
         yield str(error)
 
@@ -257,7 +260,10 @@ def _recipe_problems(
     """Recipes that differ in more than the study declares: from its keys, from each other, from their candidate's."""
     for run in runs:
         if not run.record.get("identity"):
-            yield f"{run.place}: run.json has no identity, so its batches are unknown; {MATCHED}"
+            yield (
+                f"{run.place}: run.json has no section `identity`, so it is unknown which batches the run trained on; "
+                f"{MATCHED}"
+            )
         for key, value in declared_settings(file, run.candidate).items():
             trained = run.settings.get(key, value)
             if value is not None and key not in searched.get(run.candidate, ()) and trained != value:
@@ -282,7 +288,7 @@ def _recipe_problems(
             for key in sorted({*run.settings, *declared.settings} - searched[name]):
                 theirs, own = declared.settings.get(key), run.settings.get(key)
                 if theirs != own and not (is_derived(declared.recipe, key) and is_derived(run.recipe, key)):
-                    yield f"{run.place}: {key} is {own!r}, but {theirs!r} in {place}; {MATCHED}"
+                    yield f"{run.place}: {key} is {own!r} in this run, but {theirs!r} in {place}; {MATCHED}"
 
 
 def declared_settings(file: dict[str, Any], candidate: str, *, shared: bool = True) -> dict[str, Any]:
@@ -417,7 +423,10 @@ def cautions(
         numbers[name] = sum(not isinstance(values, str) for values in space.values())
     if len({*numbers.values()}) > 1:
         counts = ", ".join(f"{name} {number}" for name, number in numbers.items())
-        yield f"the candidates search different numbers of keys ({counts}) with equal numbers of trials"
+        yield (
+            f"the candidates search different numbers of keys ({counts}) with equal numbers of trials, so the "
+            "candidates with more keys are tuned less thoroughly"
+        )
     own = {name: declared_settings(file, name, shared=False) for name in sections}
     for name in sections:
         keys = sorted(key for key in own[name] if not key.startswith("optimizer."))

@@ -23,9 +23,12 @@ def export(path: str, output: str, *, owner: str, samples: bool = False) -> list
     """
     folder, target = local_path(path), local_path(output)
     if not re.fullmatch(r"\w[\w.-]*", owner, re.ASCII) or owner.lower() in ("data", "unknown"):
-        raise UserError(f"--owner {owner}: cannot be the name of a folder of records; write a user or an organization")
+        raise UserError(
+            f"--owner {owner}: the records are written into a folder with this name, which may have only letters, "
+            "digits, _, - and ., and may not be data or unknown; write the name of a user or an organization"
+        )
     if target.exists() and not target.is_dir():
-        raise UserError(f"--output: {target} is not a folder; name another one")
+        raise UserError(f"--output: {target} is not a folder; write the path of a folder")
     if (folder / STUDY_FILE).is_file():
         return _export_study(folder, target, owner, samples=samples)
     run = RunFolder(folder)
@@ -43,8 +46,8 @@ def _export_study(folder: Path, target: Path, owner: str, *, samples: bool) -> l
     verdict, name = read_verdict_file(folder), folder.resolve().name
     if verdict.problems:
         raise UserError(
-            f"{folder}: has no verdict because of {count(len(verdict.problems), 'problem')}, as its report shows; "
-            f"solve them and rerun soren-align compare. The first: {verdict.problems[0]}"
+            f"{folder}: has no verdict because of {count(len(verdict.problems), 'problem')}, which its report "
+            f"lists; fix each problem and rerun soren-align compare. The first problem: {verdict.problems[0]}"
         )
     if not verdict.differences or not verdict.digits:
         raise UserError(f"{folder}: has no verdict yet; rerun soren-align compare until all runs have ended")

@@ -66,7 +66,9 @@ def merge(names: Sequence[str]) -> Merged:
     """
     folders = [local_path(name) for name in names]
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
-        raise UserError(f"--merge: found {' '.join(names) or 'no folder'}; name two or more different studies' folders")
+        raise UserError(
+            f"--merge: found {' '.join(names) or 'no folder'}; write the folders of two or more different studies"
+        )
     for folder in folders:
         if not (folder / STUDY_FILE).is_file():
             raise UserError(f"{folder}: is no study's folder; name folders that soren-align compare has written")
@@ -74,7 +76,7 @@ def merge(names: Sequence[str]) -> Merged:
     for folder in folders[1:]:
         if lines := differences(first, _comparable(read_declaration(folder))):
             raise UserError(
-                f"{folder}: is another study than {folders[0]}:",
+                f"{folder}: differs from the study in {folders[0]} in these values:",
                 *(f"  {line}" for line in lines[:5]),
                 "Merge only studies that differ in the machine, run.perturb or verdict.draws",
             )
@@ -83,7 +85,10 @@ def merge(names: Sequence[str]) -> Merged:
         study = read_verdict(folder)
         if not study.differences:
             reason = study.problems[0] if study.problems else text.no_verdict(study)
-            raise UserError(f"{folder}: has no verdict, so that it cannot be merged ({reason})")
+            raise UserError(
+                f"{folder}: has no verdict ({reason}), so it cannot be merged; rerun soren-align compare on this "
+                "study, or leave it out"
+            )
         studies.append(study)
     by_key = [
         {(d.candidate, d.reference, d.measure): d for d in text.in_order(s, text.references_of(s))} for s in studies
@@ -157,14 +162,19 @@ def terminal_merged(merged: Merged) -> Group:
         measure, points = text.measure_name(study, spread.measure), text.POINTS[spread.unit]
         of_seeds, of_studies = (f"{value:.2g}{points}" for value in (spread.seeds, spread.draws))
         sentence = (
-            f"{measure}: the standard deviation is {of_seeds} over seeds and {of_studies} over studies of a seed."
+            f"{measure}: the standard deviation is {of_seeds} between seeds, and {of_studies} between the studies "
+            "at an equal seed."
         )
         parts.append(Text(sentence, style="dim"))
     for name, each in zip(merged.names, merged.studies, strict=True):
         if each.cautions:
-            parts.append(Text(f"{name}: its report has {count(len(each.cautions), 'caution')}.", style="dim"))
+            parts.append(
+                Text(f"{name}: the report of this study has {count(len(each.cautions), 'caution')}.", style="dim")
+            )
     for a, b in merged.equal:
-        parts.append(Text(f"{a} and {b} have equal runs, bit for bit: count them as one study.", style="yellow"))
+        parts.append(
+            Text(f"{a} and {b} have bit-identical runs, so they are evidence of only one study.", style="yellow")
+        )
     return Group(*parts)
 
 

@@ -242,8 +242,9 @@ def read_answers(
         different = sum(not np.array_equal(other.each, first[column].each) for other in others)
         if column != HELD_OUT and different:
             sentences.append(
-                f"{column}: {different} of {len(others)} evaluations scored the starting checkpoint otherwise than "
-                "the first evaluation; each run is compared with the starting checkpoint in the run's own evaluation"
+                f"{column}: {different} of {len(others)} later evaluations gave the starting checkpoint other "
+                "scores than the first evaluation; each run is compared with the starting checkpoint in the run's "
+                "own evaluation"
             )
         name = "held-out metric" if column == HELD_OUT else column
         if not all(are_alike(every[0], other, [column]) for other in every):

@@ -141,8 +141,9 @@ def refuse_unaveraged_gradients(attached: AttachedOptimizer, step: int) -> None:
     smallest, largest = attached.ranks.min_and_max(math.sqrt(squares.totals()[0]))
     if not math.isclose(smallest, largest, rel_tol=1e-6):
         raise UserError(
-            f"step {step}: the processes did not average their gradients: the norm of the momentum is between "
-            f"{smallest:g} and {largest:g}. The loss was computed without DDP's wrapper; use one process, or ZeRO"
+            f"step {step}: the processes did not average their gradients: the norm of the momentum differs between "
+            f"the processes, from {smallest:g} to {largest:g}. The loss was computed without DDP's wrapper; use "
+            "one process, or ZeRO"
         )
 
 

@@ -145,7 +145,9 @@ class SorenTrainerMixin(Trainer):
         *wrappers, inner = chain_of(self.optimizer)
         expected, actual = type(self.expected_optimizer), type(inner)
         if actual is not expected:
-            raise OptimizerMismatch(f"the recipe names {expected.__name__}, but {actual.__name__} would step")
+            raise OptimizerMismatch(
+                f"the recipe's optimizer is {expected.__name__}, but the trainer would use {actual.__name__}"
+            )
         try:
             kind, tensors = set_strategy(self.optimizer, self._ranks)
         except ValueError as error:

@@ -37,8 +37,8 @@ def test_step_prints_tables_of_80_columns(tmp_path):
     (["maps", "--shapes", "qwen2.5-7b"], "did you mean 'qwen2.5-3b'?"),
     (["step", "--shapes", "0x5"], "write shapes with sides of at least 1"),
     (["maps", "--device", "cudaa"], "did you mean 'cuda'?"),
-    (["maps", "--output", "nowhere/page.md"], "nowhere/page.md: its folder does not exist"),
-    (["maps", "--output", "."], ".: is a folder; name a file, such as benchmarks.md"),
+    (["maps", "--output", "nowhere/page.md"], "the folder of nowhere/page.md does not exist"),
+    (["maps", "--output", "."], ". is a folder; write the path of a file, such as benchmarks.md"),
     (["step", "--tokens", "0"], "--tokens"),
 ])  # fmt: skip
 def test_a_mistake_is_a_sentence_and_exit_code_2(tmp_path, arguments, message):

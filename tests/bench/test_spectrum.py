@@ -147,7 +147,10 @@ def test_globs_choose_matrices(run):
     assert {line["name"] for line in shown(run, "--matrices", "*.1.*")["spectra"]} == {NAMES[1]}
     done = command.run("spectrum", run.path, "--matrices", "*query*")
     assert done.returncode == 2
-    assert "no spectrum of a matrix *query*; write one of model.layers.0.self_attn.q_proj.weight" in done.stderr
+    assert (
+        "none of a matrix with a name like *query*; write a name such as model.layers.0.self_attn.q_proj.weight"
+        in done.stderr
+    )
 
 
 def test_without_records_the_momentum_of_the_last_checkpoint_is_shown(run):
@@ -166,7 +169,10 @@ def test_without_records_the_momentum_of_the_last_checkpoint_is_shown(run):
         seal = {"step": step, "origin": {}, "files": {"optimizer.pt": content}}
         (checkpoint / "soren_align.json").write_text(json.dumps(seal))
     found = shown(run)
-    assert found["source"] == "the momentum in checkpoint-10, which lacks the Nesterov term of the next gradient"
+    assert (
+        found["source"]
+        == "the momentum in checkpoint-10, without the part that Nesterov's method adds from the next gradient"
+    )
     (line,) = found["spectra"]
     assert (line["name"], line["step"], line["largest"]) == (NAMES[0], 10, pytest.approx(0.1 * 0.05, rel=1e-5))
     flip_bit(checkpoint / "optimizer.pt")

@@ -62,7 +62,7 @@ def test_columns_of_no_task_are_named(write):
 
 SFT_ROWS = {
     "is not JSON: Expecting value at column 14": '{"messages": }',
-    "not an object but [1]": "[1]",
+    "is [1], not a JSON object": "[1]",
     "no 'messages'": {"text": "x"},
     "messages is text, not a list": {"messages": "hello"},
     "messages is an empty list": {"messages": []},

@@ -183,7 +183,8 @@ def test_after_a_kill_no_request_is_computed_twice(models, tmp_path):
     assert resumed["rows"][0].pop("num_requests") == {"computed": 840 - cached, "cached": cached}
     assert whole["rows"][0].pop("num_requests") == {"computed": 840, "cached": 0}
     assert (
-        "contamination: not checked, because no model of the table is a run" in resumed.pop("notes")[0]
+        "contamination: not checked, because the training examples are known only for models of runs"
+        in resumed.pop("notes")[0]
     )  # of the command alone
     assert whole.pop("notes") == []
     assert resumed == whole
@@ -232,7 +233,9 @@ def test_truncated_prompts_are_counted_and_an_error_if_strict(models, tmp_path, 
     assert 0 < len(long) < 120
     rows = [("base", evaluate_model(models[0], only, Options(device="cpu"))), ("SFT", found)]
     assert compare(rows, average=False) == [None, {}]
-    reason = f"{len(long)} prompts were truncated instead of 0, because its context length differs"
+    reason = (
+        f"{len(long)} of its prompts were truncated, but 0 of the first model's, because the context lengths differ"
+    )
     assert unpaired(rows[0][1], found) == {"zoo_mc": reason}
     assert whole.truncated == {}
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 6}))
@@ -255,7 +258,7 @@ def test_a_repetition_penalty_in_the_models_folder_is_reported_and_not_compared_
     found = [evaluate_model(m, small[0], Options(device="cpu", limit=2)) for m in (models[0], model)]
     assert [answers.settings["generation_config"] for answers in found] == [{}, {"repetition_penalty": 1.3}]
     assert compare([("base", found[0]), ("SFT", found[1])], average=False) == [None, {}]
-    reason = "its generation config is {'repetition_penalty': 1.3} instead of {}"
+    reason = "its generation config is {'repetition_penalty': 1.3}, but the first model's is {}"
     assert unpaired(*found) == dict.fromkeys(found[0].points, reason)
 
 

@@ -230,7 +230,9 @@ def test_the_examples_of_a_run_are_read_again_unless_they_were_changed(run, quic
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "load_resolved", lambda path: streamed)
         assert "the run streamed its examples" in overlaps_of_runs(rows, None, tmp_path, console, quickstart_tasks)
-    assert "no model of the table is a run" in overlaps_of_runs(rows[:1], None, tmp_path, console, quickstart_tasks)
+    assert "no model of the table is from a run" in overlaps_of_runs(
+        rows[:1], None, tmp_path, console, quickstart_tasks
+    )
     with file.open("a") as stream:
         stream.write(file.read_text().splitlines()[0] + "\n")
     changed = overlaps_of_runs(rows, None, tmp_path, console, quickstart_tasks)

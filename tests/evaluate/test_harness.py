@@ -135,7 +135,7 @@ def test_missing_weights_are_an_error_and_not_drawn_at_random(models, suite, tmp
 @pytest.mark.parametrize(
     ("damage", "finding"),
     [
-        ("gone", "has neither config.json nor adapter_config.json"),
+        ("gone", "contains no config.json \\(a model\\) and no adapter_config.json"),
         ("no weights", "the model cannot be loaded"),
         ("cut", "its weight files have only 1,000 bytes"),
     ],

@@ -196,14 +196,14 @@ def test_models_evaluated_with_different_prompts_are_not_compared():
     assert list(compare([("base", first), ("SFT", other)], average=True)[1]) == ["x"]
     assert unpaired(first, other) == {
         "y": "its prompts differ, for example by the chat template",
-        "z": "its questions differ: 0 instead of 1",
+        "z": "it was evaluated on 0 questions, but the first model on 1",
     }
 
 
 @pytest.mark.parametrize(("key", "reason"), [
-    ("generation_config", "its generation config is 2 instead of 1"),
-    ("chat_template", "only one of the two has prompts with a chat template"),
-    ("bos", "only one of the two has prompts with a BOS token"),
+    ("generation_config", "its generation config is 2, but the first model's is 1"),
+    ("chat_template", "only one of the two models was prompted with a chat template"),
+    ("bos", "only one of the two models got prompts with a BOS token"),
 ])  # fmt: skip
 def test_settings_that_come_with_a_model_leave_its_row_unpaired(key, reason):
     first, other = answers({"x": [0]}, **{key: 1}), answers({"x": [0]}, **{key: 2})

@@ -57,7 +57,7 @@ def test_the_hash_differs_if_the_models_were_evaluated_differently(tmp_path, oth
     ({"points": [1.0, 1.0, 1.0, 1.0]}, "the score of SFT in acc is 100.0, but 56.25 in results.json"),
     ({"points": []}, "at least 1 item"),
     ({"points": [1e999, 0.0, 0.0, 0.0]}, "less than or equal to 1"), ({"points": ["1", 0.0, 0.0, 0.0]}, "valid number"),
-    ({"clusters": [0, 1]}, "the clusters of 2 questions"),
+    ({"clusters": [0, 1]}, "has cluster labels for 2 questions"),
     ({"clusters": [0, 0, 0, 10**15]}, "the clusters are not numbered from 0 without gaps"),
     ({"clusters": [0, -1, 0, 0]}, "greater than or equal to 0"), ({"prompts": "../../etc"}, "match pattern"),
     ({"code": "x"}, "not permitted"),

@@ -92,7 +92,7 @@ def test_a_base_without_its_template_is_shown_beside_a_run_with_one(models, tmp_
     none = CHAT.model_copy(update={"base_template": "none"})
     results, screen, page = table([("base", models[0]), ("SFT", models[1])], tmp_path / "out", none)
     assert [row["chat_template_of"] for row in results["rows"]] == [None, "SFT"]
-    assert "- not compared with base: SFT (only one of the two has prompts with a chat template)" in page
+    assert "- not compared with base: SFT (only one of the two models was prompted with a chat template)" in page
     assert "will not be compared with base: only one of the two models has a chat template" in " ".join(screen.split())
 
 

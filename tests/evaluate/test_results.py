@@ -200,7 +200,7 @@ def test_results_stay_inside_of_a_runs_folder(tmp_path, monkeypatch):
     assert stage.output_of(run, Eval(suite="..")) == run.path / "eval" / "mine"
     assert stage.output_of(run, Eval(suite="../suite.yaml")) == run.path / "eval" / "mine"
     assert stage.output_of(run, Eval(suite="../../../suites/mine/")) == run.path / "eval" / "mine"
-    with pytest.raises(UserError, match="cannot be the name of a folder of results"):
+    with pytest.raises(UserError, match="cannot be such a name"):
         stage.output_of(run, Eval(suite="/suite.yaml"))
     (run.path / "eval" / "quickstart").symlink_to(tmp_path / "suites")
     with pytest.raises(UserError, match="is a symbolic link"):
@@ -224,5 +224,5 @@ def test_of_a_folder_of_runs_the_runs_are_named(tmp_path):
     for name in ("sft", "dpo"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text("{}")
-    with pytest.raises(UserError, match=f"; name one of its runs: {tmp_path}/dpo, {tmp_path}/sft$"):
+    with pytest.raises(UserError, match=f"; give the path of one of its runs: {tmp_path}/dpo, {tmp_path}/sft$"):
         refuse_missing(str(tmp_path))

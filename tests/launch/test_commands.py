@@ -179,8 +179,8 @@ def test_accumulation_follows_from_the_global_batch(make, rows, per_device, proc
 
 
 @pytest.mark.parametrize(("rows", "processes", "message"), [
-    (96, 1, r"96 is no multiple of 64, the examples of one process .*; write .*per_device_train_batch_size: 48"),
-    (64, 2, r"64 is no multiple of 128, the examples of 2 processes .*; write .*per_device_train_batch_size: 32"),
+    (96, 1, r"96 is not a multiple of 64 .one process with .*; write .*per_device_train_batch_size: 48"),
+    (64, 2, r"64 is not a multiple of 128 .2 processes with .*; write .*per_device_train_batch_size: 32"),
     (64, 3, r"choose a multiple of 3"),
 ])  # fmt: skip
 def test_a_global_batch_that_cannot_be_dealt_is_refused_with_the_numbers(make, rows, processes, message):

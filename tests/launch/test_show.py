@@ -282,5 +282,5 @@ def test_curves_are_refused_where_they_cannot_be_written(run, output):
 
 def test_curves_of_a_run_without_logs_are_refused(run):
     run.metrics.unlink()
-    with pytest.raises(UserError, match="nothing was logged"):
+    with pytest.raises(UserError, match="training logged no loss"):
         show.curves([str(run)])

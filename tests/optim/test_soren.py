@@ -173,7 +173,7 @@ def test_a_gradient_that_is_not_finite_stops_the_step_and_changes_nothing(bad, w
     before = snapshot(optimizer)
     {"matrix": matrix, "vector": vector}[where].grad.view(-1)[5] = bad
     with pytest.raises(
-        FloatingPointError, match=f"NaN or infinity in the gradient of {where}; this step changed nothing"
+        FloatingPointError, match=f"NaN or infinity in the gradient of {where}; the optimizer did not apply this step"
     ):
         optimizer.step()
     assert_unchanged(optimizer, before)

@@ -7,8 +7,8 @@ from tests.support import step_plan_jobs as planned
 
 @pytest.mark.parametrize(("fault", "there", "elsewhere"), [
     ("two dtypes", "use one dtype per group", "use one dtype per group"),
-    ("two dtypes on one rank", "use one dtype per group", "another rank cannot plan this step"),
-    ("another model", "the ranks have different matrices", "the ranks have different matrices"),
+    ("two dtypes on one rank", "use one dtype per group", "the optimizer step failed on another rank"),
+    ("another model", "the matrices or their shards differ", "the matrices or their shards differ"),
 ])  # fmt: skip
 def test_a_step_that_cannot_be_planned_changes_nothing_not_even_momentum(ranks, fault, there, elsewhere):
     for rank, (message, unchanged) in enumerate(ranks.run(planned.unplannable_step, fault)):

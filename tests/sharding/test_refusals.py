@@ -24,7 +24,7 @@ def test_a_gradient_that_one_rank_cannot_use_stops_all_before_anything_changes(r
 def test_ranks_with_different_models_are_refused_on_all(ranks):
     for answer in ranks.run(jobs.refused_step, "another model"):
         assert answer is not None
-        assert answer[1].startswith("the ranks have different matrices or shards")
+        assert answer[1].startswith("the matrices or their shards differ between the ranks")
         assert answer[2]
 
 

@@ -69,7 +69,7 @@ def test_evaluations_that_disagree_about_the_start_are_a_caution(tmp_path):
     candidates = put_study(tmp_path, lambda run: [0.0, 1.0] * 50 if run.seed < 103 else [1.0] * 100)
     answers, (sentence,) = read(tmp_path, candidates)
     assert [start["x"].each.mean() for start in answers.starts["adamw"]] == [0.5, 0.5, 1.0]
-    assert sentence.startswith("x: 2 of 6 evaluations scored the starting checkpoint otherwise than the first")
+    assert sentence.startswith("x: 2 of 6 later evaluations gave the starting checkpoint other scores than the first")
 
 
 def test_runs_on_other_held_out_examples_are_not_compared(tmp_path):

@@ -275,7 +275,7 @@ def test_a_recipe_that_was_edited_after_training_and_a_run_without_an_identity_a
     folder.replace(**{key: value for key, value in folder.read().items() if key != "identity"})
     problems = study.problems()
     assert any("search/soren/00: recipe.yaml differs from the recipe of the training" in p for p in problems)
-    assert any("search/soren/01: run.json has no identity" in p for p in problems)
+    assert any("search/soren/01: run.json has no section `identity`" in p for p in problems)
 
 
 def test_metrics_that_were_edited_after_training_are_caught(study):
@@ -324,7 +324,7 @@ def test_an_undeclared_key_that_all_runs_of_a_candidate_have_is_caught(study):
         study.seal(place)
     problems = study.problems()
     assert len(problems) == 6
-    assert "search/soren/00: optimizer.weight_decay is 0.0, but 0.1 in candidates/soren.yaml" in problems[0]
+    assert "search/soren/00: optimizer.weight_decay is 0.0 in this run, but 0.1 in candidates/soren.yaml" in problems[0]
     (study.folder / "candidates/soren.yaml").unlink()
     only(study.problems(), "candidates/soren.yaml: is missing; rerun the study")
 
@@ -391,7 +391,7 @@ def test_points_that_were_edited_with_their_scores_are_caught(study):
     file = put_evaluation(study, "verdict/soren/102") / "samples/SFT/zoo_mc.jsonl"
     assert study.problems() == []
     file.write_text(file.read_text().replace("1.0", "0.0", 1))
-    only(study.problems(), "the points of SFT in zoo_mc are not those of its samples")
+    only(study.problems(), "the scores of SFT in zoo_mc differ from its samples")
     file.unlink()
     only(study.problems(), "SFT/zoo_mc.jsonl: is missing; evaluate the run again")
 
@@ -403,7 +403,7 @@ def test_answers_of_another_run_are_caught(study):
     evaluations = {name: study.folder / f"verdict/{name}/eval" for name in ("adamw/101", "soren/101", "soren/103")}
     shutil.rmtree(evaluations["soren/103"])
     shutil.copytree(evaluations["soren/101"], evaluations["soren/103"])
-    only(study.problems(), "verdict/soren/103: the evaluation used other weights than this run's")
+    only(study.problems(), "verdict/soren/103: the evaluated weights are not the weights of this run's model")
     shutil.rmtree(evaluations["adamw/101"])
     shutil.copytree(evaluations["soren/101"], evaluations["adamw/101"])
     assert len(study.problems()) == 2
@@ -411,7 +411,7 @@ def test_answers_of_another_run_are_caught(study):
 
 def test_the_weights_of_one_seed_for_two_are_caught(study):
     study.seal("verdict/soren/103", weights="verdict/soren/101")
-    only(study.problems(), "verdict/soren/103: has the weights of verdict/soren/101, which trained on other batches")
+    only(study.problems(), "verdict/soren/103: has the same weights as verdict/soren/101, although the two runs")
 
 
 def test_a_run_without_hashes_of_its_files_is_caught(study):

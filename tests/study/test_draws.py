@@ -115,8 +115,8 @@ def test_the_report_states_the_share_of_the_draws():
     study = Study("s", {}, False, candidates, None, draws=spreads)
     first, second = text.draw_sentences(study)
     assert first == (
-        "held-out loss: 100% of the variance between runs with different seeds is that between draws of a seed "
-        "(standard deviations: 0.14 of draws, 0 of seeds)."
+        "held-out loss: 100% of the variance between runs with different seeds also occurs between the draws of "
+        "one seed (standard deviations: 0.14 of draws, 0 of seeds)."
     )
     assert second.startswith("x: 100% of ")
     assert "0.14 points of draws" in second

@@ -96,9 +96,9 @@ def test_the_command_prints_the_studies_side_by_side(folders):
 @pytest.mark.parametrize(
     ("names", "finding"),
     [
-        (["a"], "name two or more different studies' folders"),
-        (["a", "a"], "name two or more different studies' folders"),
-        (["a", "seeds"], "is another study than .*verdict.seeds"),
+        (["a"], "write the folders of two or more different studies"),
+        (["a", "a"], "write the folders of two or more different studies"),
+        (["a", "seeds"], "differs from the study in .*verdict.seeds"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(folders, names, finding):
@@ -112,7 +112,7 @@ def test_a_folder_without_a_verdict_is_refused(folders, tmp_path):
     broken = shutil.copytree(folders["b"], tmp_path / "b")
     metrics = broken / "verdict" / "soren" / "101" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"relative_change": 0.1', '"relative_change": 0.2'))
-    with pytest.raises(UserError, match="has no verdict, so that it cannot be merged"):
+    with pytest.raises(UserError, match=r"has no verdict \(.*\), so it cannot be merged"):
         merge([str(folders["a"]), str(broken)])
 
 

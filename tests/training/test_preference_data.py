@@ -35,13 +35,15 @@ FAULTS = {
 NOTICES = {
     "equal": "1 of 20 pairs have two answers with the same tokens and are dropped; the first one is pair 4 "
              f"('{QUESTIONS[3][:50]}')",
-    "copy": f"1 of 21 pairs are copies of earlier pairs; the first one is pair 21 ('{QUESTIONS[2][:50]}')",
-    "contradictory": "2 of 21 pairs contradict another pair, which has the same answers to the same prompt, but "
-                     f"swapped; the first one is pair 3 ('{QUESTIONS[2][:50]}')",
-    "longer": "the chosen answer is the longer one in 100% of the pairs, so that length alone predicts the label "
-              "(AUC 1.00): DPO may make answers longer",
-    "shorter": "the chosen answer is the shorter one in 100% of the pairs, so that length alone predicts the label "
-               "(AUC 0.00): DPO may make answers shorter",
+    "copy": "1 of 21 pairs are copies of earlier pairs, and are trained on more than once; the first one is "
+            f"pair 21 ('{QUESTIONS[2][:50]}')",
+    "contradictory": "2 of 21 pairs contradict another pair: prompt and answers are the same, but chosen "
+                     f"and rejected are swapped. Both pairs are trained on; the first one is "
+                     f"pair 3 ('{QUESTIONS[2][:50]}')",
+    "longer": "the chosen answer is the longer one in 100% of the pairs, so that length alone predicts which "
+              "answer was chosen (AUC 1.00, where 0.5 is chance): DPO may make the model's answers longer",
+    "shorter": "the chosen answer is the shorter one in 100% of the pairs, so that length alone predicts which "
+               "answer was chosen (AUC 0.00, where 0.5 is chance): DPO may make the model's answers shorter",
 }  # fmt: skip
 
 

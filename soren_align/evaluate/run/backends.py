@@ -102,7 +102,10 @@ def model_folder(model: str | Path, revision: str | None = None, *, weights: boo
     if is_local(str(model)):
         folder = local_path(model)
         if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
-            raise UserError(f"{model}: has neither config.json nor {ADAPTER}; name the folder of a model or adapter")
+            raise UserError(
+                f"{model}: contains no config.json (a model) and no {ADAPTER} (an adapter); give the path of a folder "
+                "with one of these files"
+            )
         refuse_special_files(folder)
         return folder
     try:

@@ -83,7 +83,10 @@ def _lineage(path: str | Path, on_omitted: OnOmitted | None) -> list[Row]:
             base_rows = _lineage(base, on_omitted)
             return [*(base_rows if len(base_rows) > 1 else [("base", base)]), (name, folder)]
         if not (folder / "config.json").is_file():
-            raise UserError(f"{path}: has neither run.json nor config.json; name the folder of a run or model")
+            raise UserError(
+                f"{path}: contains no run.json (a run) and no config.json (a model); give the path of a folder with "
+                "one of these files"
+            )
         return [(name, folder)]
     if not (run / "model").is_dir():
         raise UserError(f"{path}: {RunFolder(run).why_no_model()}")

@@ -218,7 +218,10 @@ def preflight_of_training(
 def output_of(run: RunFolder, options: Eval) -> Path:
     """Return the folder of an evaluation's results in a run folder. Raises UserError if it would lie outside."""
     if not is_component(options.name):
-        raise UserError(f"--suite: {options.suite!r} cannot be the name of a folder of results; rename the suite")
+        raise UserError(
+            f"--suite: the results are written into a folder with the suite's name, but {options.suite!r} cannot "
+            "be such a name; rename the suite's folder: printable characters without / and \\, at most 200 bytes"
+        )
     output = run.evaluation(options.name)
     for link in (output.parent, output):
         if link.is_symlink():

@@ -35,9 +35,9 @@ Z95 = statistics.NormalDist().inv_cdf(0.975)
 EQUAL = 1e-12
 """Of numbers that differ by less, relative to their size, the difference is rounding."""
 MODELS_OWN = {
-    "generation_config": "its generation config is {1} instead of {0}",
-    "chat_template": "only one of the two has prompts with a chat template",
-    "bos": "only one of the two has prompts with a BOS token",
+    "generation_config": "its generation config is {1}, but the first model's is {0}",
+    "chat_template": "only one of the two models was prompted with a chat template",
+    "bos": "only one of the two models got prompts with a BOS token",
 }
 """Settings that come with a model, with the reason if they differ. All others are equal for all rows of a table."""
 
@@ -209,8 +209,8 @@ def read_points(folder: Path) -> dict[str, Points]:
             points, clusters = np.array(entry["points"], float), entry.get("clusters")
             if clusters is not None and len(clusters) != len(points):
                 raise UserError(
-                    f"{file} rows.{name}.{column}: has the clusters of {len(clusters)} questions, but the points "
-                    f"of {len(points)}; {remedy}"
+                    f"{file} rows.{name}.{column}: has cluster labels for {len(clusters)} questions, but scores "
+                    f"for {len(points)}; {remedy}"
                 )
             if clusters is not None and len(set(clusters)) != max(clusters) + 1:
                 raise UserError(

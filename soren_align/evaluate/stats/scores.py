@@ -119,7 +119,7 @@ def _points(output: dict[str, Any], name: str, key: str, model: str) -> list[flo
             )
     if abs(statistics.fmean(points) - output["results"][name][key]) > 1e-9:
         raise UserError(
-            f"{name}: {metric} is not a mean over questions; choose a metric that is one, as other metrics cannot "
-            "be compared"
+            f"{name}: {metric} is not a mean over questions, and models can be compared only by such means; choose "
+            "another metric of the task"
         )
     return points

@@ -90,12 +90,17 @@ def unpaired(first: ModelAnswers, later: ModelAnswers) -> dict[str, str]:
         num_a, num_b = first.truncated.get(column, 0), later.truncated.get(column, 0)
         if [question for question, _ in a] != [question for question, _ in b]:
             reasons[column] = (
-                f"its questions differ: {len(b)} instead of {len(a)}" if len(a) != len(b) else "its questions differ"
+                f"it was evaluated on {len(b)} questions, but the first model on {len(a)}"
+                if len(a) != len(b)
+                else "its questions differ"
             )
         elif a != b:
             reasons[column] = "its prompts differ, for example by the chat template"
         elif num_a != num_b:
-            reasons[column] = f"{num_b} prompts were truncated instead of {num_a}, because its context length differs"
+            reasons[column] = (
+                f"{num_b} of its prompts were truncated, but {num_a} of the first model's, because the context "
+                "lengths differ"
+            )
     return reasons
 
 

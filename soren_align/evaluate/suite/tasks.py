@@ -70,7 +70,9 @@ def load_tasks(
             if empty := [name for name, size in sizes.items() if not size]:
                 raise UserError(f"{file}: task {empty[0]} has no questions; add questions, or remove the task")
             if any(getattr(subtask, "UNSAFE_CODE", False) for subtask in members):
-                raise UserError(f"{file}: runs code that a model writes; choose another task")
+                raise UserError(
+                    f"{file}: this task runs code that a model writes, which is not supported; choose another task"
+                )
             if missing := missing_field(*_own_data(suite, task)):
                 raise UserError(missing)
             lines = [f"{place}:{number}" for place, number, _ in _questions(*_own_data(suite, task))]

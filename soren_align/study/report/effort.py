@@ -48,14 +48,15 @@ def tuning_blocks(study: Study) -> list[Block]:
         (
             "at twice",
             lambda each: _reading(each.twice),
-            f"At half and at twice the selected {RATE}, the {metric} is interpolated between trials, on a logarithmic "
-            "axis. Not tried: no trials on both sides. No result: a neighbouring trial diverged or failed.",
+            f"At half and at twice the selected {RATE}, the {metric} is interpolated between trials, on a "
+            'logarithmic axis. "Not tried" means that no trials lie on both sides of this rate. "No result" '
+            "means that a neighbouring trial diverged or failed.",
         ),
         (
             "interpolated optimum",
             lambda each: f"{each.optimum.rate:.3g}, gain {each.optimum.gain:.3f}" if each.optimum else "-",
-            "The interpolated optimum is that of a parabola through the selected trial and its neighbours. No run has "
-            "measured its gain, which is too large if one neighbour is much worse than the other.",
+            "The interpolated optimum is the vertex of a parabola through the selected trial and its neighbours. "
+            "No run has measured its gain, which is too large if one neighbour is much worse than the other.",
         ),
         (
             f"trials within {NEAR:.0%}",
@@ -135,8 +136,8 @@ def target_blocks(study: Study) -> list[Block]:
         row.append(_spread(each.step_shares, ".0%"))
         rows.append(row + ([_spread(each.seconds, ".1f"), _spread(each.second_shares, ".0%")] if has_seconds else []))
     note = (
-        f"The target is {target} with the same seed. The cells have the median over the seeds, with the smallest and "
-        "the largest value; > marks a target that was not reached. Between evaluations, the metric is interpolated. "
+        f"The target of each run is {target} with the same seed. The cells have the median over the seeds, with the "
+        "smallest and the largest value; > marks a target that was not reached. Between evaluations, the metric is interpolated. "
         "A step costs all optimizers the same forward and backward FLOPs. soren-align plan STUDY also counts the FLOPs "
         "of the optimizers themselves."
     )

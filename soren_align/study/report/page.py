@@ -53,7 +53,12 @@ def write_report(study: Study, folder: Path) -> None:
     """
     cautions: list[Block] = [Items([Item("", caution, "caution") for caution in study.cautions])]
     if not study.cautions:
-        cautions = [Paragraph("The audit has no cautions: no selected value at an edge, no overlap, enough seeds.")]
+        cautions = [
+            Paragraph(
+                "The audit has no cautions: no selected value is the smallest or largest that was tried, no question "
+                "is in the training data, and there are enough seeds."
+            )
+        ]
     general = (
         "The conclusion holds for this model, these data, this schedule and these search spaces: a longer training, "
         "a larger model or other spaces may order the optimizers differently."
@@ -79,7 +84,7 @@ def write_report(study: Study, folder: Path) -> None:
         "Time and memory": _costs(study),
         "Contamination": [_contamination(study)],
         "Every difference": difference_blocks(study),
-        "Every run": [_runs(study), Paragraph("The same with more columns: trials.csv.", kind="muted")],
+        "Every run": [_runs(study), Paragraph("trials.csv has these trials with more columns.", kind="muted")],
         "To repeat it": [*repeat, *identities(study), Code(resolved, folded="The study's file, resolved")],
     }
     sections = {name: [block for block in blocks if block is not None] for name, blocks in parts.items()}

@@ -167,11 +167,14 @@ def draw_sentences(study: Study) -> list[str]:
     sentences = []
     for spread in study.draws:
         if spread.share is None:
-            text = "all draws and all seeds gave the same"
+            text = "all draws and all seeds gave equal results"
         else:
             points = POINTS[spread.unit]
             deviations = f"{spread.draws:.2g}{points} of draws, {spread.seeds:.2g}{points} of seeds"
-            text = f"{spread.share:.0%} of the variance between runs with different seeds is that between draws of a "
+            text = (
+                f"{spread.share:.0%} of the variance between runs with different seeds also occurs between the draws "
+                "of one "
+            )
             text += f"seed (standard deviations: {deviations})"
         sentences.append(f"{measure_name(study, spread.measure)}: {text}.")
     return sentences
