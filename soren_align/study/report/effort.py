@@ -137,7 +137,8 @@ def target_blocks(study: Study) -> list[Block]:
         rows.append(row + ([_spread(each.seconds, ".1f"), _spread(each.second_shares, ".0%")] if has_seconds else []))
     note = (
         f"The target of each run is {target} with the same seed. The cells have the median over the seeds, with the "
-        "smallest and the largest value; > marks a target that was not reached. Between evaluations, the metric is interpolated. "
+        "smallest and the largest value; > marks a target that was not reached. Between evaluations, the metric is "
+        "interpolated. "
         "A step costs all optimizers the same forward and backward FLOPs. soren-align plan STUDY also counts the FLOPs "
         "of the optimizers themselves."
     )
