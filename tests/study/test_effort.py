@@ -92,7 +92,7 @@ def test_the_statement_has_the_median_share_and_its_range():
     (item,) = items.items
     assert item.lead + item.text == (
         "soren first reached adamw's final held-out loss at step 20 of 40, adamw itself at step 40 "
-        "(medians; 50% of the steps, 25% to 75% over 3 seeds)."
+        "(medians over 3 seeds); with equal seeds, soren needed 50% of adamw's steps (median; 25% to 75%)."
     )
     assert "curves of longer runs" in caveat.text
     assert table.rows == [
@@ -103,7 +103,9 @@ def test_the_statement_has_the_median_share_and_its_range():
 
 def test_seeds_that_do_not_reach_the_target_are_censored():
     items, _, table, _ = blocks_of([4, 3, 2, 1, 0], [4, 3, 3, 3, 3], [4, 3, 3, 2, 1])
-    assert items.items[0].text == " (medians; 75% of the steps, 50% to > 100% over 3 seeds)."
+    assert items.items[0].text == (
+        " (medians over 3 seeds); with equal seeds, soren needed 75% of adamw's steps (median; 50% to > 100%)."
+    )
     assert table.rows[1][1:4] == ["2 of 3 seeds", "30 (20 to > 40)", "75% (50% to > 100%)"]
     items, _, table, _ = blocks_of([4, 3, 2, 1, 0], [4, 3, 3, 3, 3])
     assert items.items[0].lead + items.items[0].text == "soren reached adamw's final held-out loss with 1 of 2 seeds."

@@ -44,11 +44,11 @@ def curves_figure(study: Study) -> Figure | None:
     about = metric_name(study)
     panels = {label: _along(study, about, "metric", key, label) for key, label in axes.items()}
     cut = "below" if study.higher_is_better else "above"
-    thin_lines = ", with the runs as thin lines" if len(study.candidates) <= MAX_WITH_RUNS else ""
+    thin_lines = ", with the single runs as thin lines" if len(study.candidates) <= MAX_WITH_RUNS else ""
     caption = (
-        f"Mean over the seeds of the final runs{thin_lines}. The axis is cut off {cut}, so that the ends of the curves "
-        "are easy to distinguish. Each point is a mean over batches; the table of the verdict has the mean over all "
-        "trained tokens of the held-out examples, which is slightly different."
+        f"The {about} during the final runs: the mean over the seeds{thin_lines}. The axis is cut off {cut}, so that "
+        "the ends of the curves are easy to distinguish. Each point is a mean over batches; the table of the verdict "
+        "has the mean over all trained tokens of the held-out examples, which is slightly different."
     )
     return _figure(study, panels, caption)
 
@@ -154,11 +154,11 @@ def search_figure(study: Study) -> Figure | None:
     tuning = "the expected best of n trials"
     panels[tuning] = _lines_panel(study, f"expected best {metric_name(study)}", "trials", lines, cut=True)
     caption = (
-        "Every trial of the search against its setting. A ring marks the selected trial. At the edge of the axis,"
-        " triangles mark trials with a worse metric than the axis shows, x marks diverged trials and + failed trials."
-        " The expected best is the best metric that n of these trials, drawn at random, reach on average. A trial"
-        " without a result counts as the starting checkpoint. Where lines cross, the better optimizer depends on the"
-        " number of trials."
+        "Every run of the search against its setting. A trial is one setting; with several seeds, its metric is the"
+        " mean over its runs. A ring marks the selected trial. At the edge of the axis, triangles mark runs with a"
+        " worse metric than the axis shows, x marks diverged runs and + failed runs. The expected best at n is the best"
+        " metric that one gets on average among n of these trials. A trial without a result counts as the starting"
+        " checkpoint. Where lines cross, the better optimizer depends on the number of trials."
     )
     if left := keys[MAX_KEYS:]:
         caption += f" Not shown: {join_words(left)}; trials.csv has all values."

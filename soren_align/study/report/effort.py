@@ -39,6 +39,13 @@ def tuning_blocks(study: Study) -> list[Block]:
     tunings = [tuning(candidate, higher_is_better=study.higher_is_better) for candidate in study.candidates]
     tunings = [each for each in tunings if each is not None]
     metric = text.metric_name(study)
+    readings = [each for tuned in tunings for each in (tuned.half, tuned.twice) if each]
+    meanings = {
+        "not tried": "no trials lie on both sides of this rate",
+        "no result": "a neighbouring trial diverged or failed",
+    }
+    present = [reason for reason in meanings if any(each.reason == reason for each in readings)]
+    reasons = "".join(f' "{reason.capitalize()}" means that {meanings[reason]}.' for reason in present)
     columns: list[tuple[str, Callable[[Tuning], str], str]] = [
         ("", lambda each: each.candidate.name, ""),
         (f"selected {RATE}", lambda each: text.setting(each.rate), ""),
@@ -49,14 +56,14 @@ def tuning_blocks(study: Study) -> list[Block]:
             "at twice",
             lambda each: _reading(each.twice),
             f"At half and at twice the selected {RATE}, the {metric} is interpolated between trials, on a "
-            'logarithmic axis. "Not tried" means that no trials lie on both sides of this rate. "No result" '
-            "means that a neighbouring trial diverged or failed.",
+            f"logarithmic axis.{reasons}",
         ),
         (
             "interpolated optimum",
             lambda each: f"{each.optimum.rate:.3g}, gain {each.optimum.gain:.3f}" if each.optimum else "-",
-            "The interpolated optimum is the vertex of a parabola through the selected trial and its neighbours. "
-            "No run has measured its gain, which is too large if one neighbour is much worse than the other.",
+            "The interpolated optimum is the vertex of a parabola through the selected trial and its neighbours. The "
+            f"gain is the estimated improvement of the {metric} from the selected trial to this optimum. No run has "
+            "measured it, and it is overestimated if one neighbour is much worse than the other.",
         ),
         (
             f"trials within {NEAR:.0%}",
@@ -138,15 +145,15 @@ def target_blocks(study: Study) -> list[Block]:
     note = (
         f"The target of each run is {target} with the same seed. The cells have the median over the seeds, with the "
         "smallest and the largest value; > marks a target that was not reached. Between evaluations, the metric is "
-        "interpolated. "
-        "A step costs all optimizers the same forward and backward FLOPs. soren-align plan STUDY also counts the FLOPs "
-        "of the optimizers themselves."
+        f"interpolated. {reference.name} itself reaches its final {metric} before its last step if the curve is flat "
+        "at the end. A step costs all optimizers the same forward and backward FLOPs. soren-align plan STUDY also "
+        "counts the FLOPs of the optimizers themselves."
     )
     if not is_comparable:
         note += " Seconds are not shown, because the CPU's load differed between the runs."
     caveat = (
-        "These times are read from the curves of longer runs: a run whose schedule ends at this step would have "
-        f"another {metric}."
+        "These steps are read from the curves of longer runs: a run whose learning rate schedule ends at one of these "
+        f"steps would have another {metric}."
     )
     return [Items(items), Paragraph(caveat), Table(head, rows), Paragraph(note, kind="muted")]
 
@@ -187,9 +194,10 @@ def _statement(name: str, times: TargetTimes, reference: tuple[str, TargetTimes]
         return Item(f"{name} reached {target} with {num} of {seeds}", ".")
     own, usual = (_time(_summary(each.steps)[0], ".0f") for each in (times, reference[1]))
     middle, least, most = (_time(time, ".0%") for time in _summary(times.step_shares))
-    interval = f", {least} to {most} over {seeds}" if least != most else f", {seeds}"
+    interval = f"; {least} to {most}" if least != most else ""
     lead = f"{name} first reached {target} at step {own} of {length}, {reference[0]} itself at step {usual}"
-    return Item(lead, f" (medians; {middle} of the steps{interval}).")
+    shares = f"with equal seeds, {name} needed {middle} of {reference[0]}'s steps"
+    return Item(lead, f" (medians over {seeds}); {shares} (median{interval}).")
 
 
 def _spread(times: Sequence[Time], form: str) -> str:

@@ -167,8 +167,8 @@ def difference_blocks(study: Study) -> list[Block]:
     head = ["", "answer", "difference", "95% interval", "Holm's p", "detectable", "by seeds", "retained"]
     note = (
         f"Detectable: a study like this one finds a true difference of this size in {power:.0%} of repetitions. By "
-        "seeds: the share of the variance that the seeds cause. More seeds lower this part, and more questions or "
-        "examples lower the other part."
+        "seeds: the share of the difference's variance that the seeds cause. More seeds lower this part, and more "
+        "questions or examples lower the other part."
     )
     return [Table(head, rows, align="ll", groups=frozenset(groups)), Paragraph(note, kind="muted")]
 
@@ -247,7 +247,7 @@ def matched(study: Study) -> list[Block]:
     note = (
         "The table has the values at the step at which each run first reaches the largest displacement (or KL) that all"
         " runs reach. For runs that end with a larger displacement, this step is in the middle of the schedule, where"
-        " the learning rate is still high, so their loss is higher here than that of a run that ends at this step."
+        " the learning rate is still high. Their loss would be lower if their schedule ended at this step."
     )
     if any("†" in cell for row in rows for cell in row):
         note += (

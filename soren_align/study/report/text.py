@@ -151,9 +151,10 @@ def legend(study: Study) -> str:
     reference = _only_reference(study)
     if reference is None:
         return ""
-    signs = f"▲ better than {reference}, ▼ worse, = equivalent; without a sign: not distinguishable from {reference}."
-    others = len({d.candidate for d in study.differences if d.reference == reference})
-    return f"{signs} The others are not compared with one another." if others > 1 else signs
+    equivalent = ", = equivalent" if (study.file.get("verdict") or {}).get("equivalence") else ""
+    signs = f"▲ better than {reference}, ▼ worse{equivalent}; without a sign: not distinguishable from {reference}."
+    others = [*dict.fromkeys(d.candidate for d in study.differences if d.reference == reference)]
+    return f"{signs} Not compared with one another: {join_words(others)}." if len(others) > 1 else signs
 
 
 def _only_reference(study: Study) -> str | None:
@@ -211,11 +212,13 @@ def subtitle(study: Study) -> str:
     recipe = study.file.get("recipe", "one recipe")
     steps = {run.curve[-1].step for run in study.runs if run.status == "finished" and run.curve}
     length = f", {count(max(steps), 'step')} per run" if len(steps) == 1 else ""
-    declared = f" Declared before the first run: {study.declaration[:DIGITS]}." if study.declaration else ""
+    digits = study.declaration[:DIGITS]
+    declared = f" The study was declared before its first run (hash {digits})." if digits else ""
+    best = f"{'highest' if study.higher_is_better else 'lowest'} {'mean ' * bool(with_seeds)}{metric_name(study)}"
     return (
         f"{count(len(study.candidates), 'optimizer')} on {recipe}{length}. Search: {each} settings of each optimizer"
-        f"{with_seeds} ({len(ended)} of {len(trials)} runs ended{without}); the {metric_name(study)} selected one. "
-        f"Final runs: the selected settings with {fresh}.{declared}"
+        f"{with_seeds} ({len(ended)} of {len(trials)} runs ended{without}); each optimizer's setting with the {best} "
+        f"is selected. Final runs: the selected settings with {fresh}, judged on other held-out examples.{declared}"
     )
 
 
