@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -180,6 +181,47 @@ def test_the_results_equal_our_own_table_to_the_last_digit(tmp_path):
                                                for c, score in row["scores"].items()} for row in rows}  # fmt: skip
     assert [*printed["not_compared"]] == ["DPO"]
     assert run(tmp_path, tmp_path, "--json").stdout == json.dumps(printed, indent=2) + "\n"  # the same rows, once
+
+
+def own_evaluation(folder, **rows):
+    """Write results.json and points.json of rows with these points on one benchmark of 60 questions."""
+    evaluated = [
+        (
+            name,
+            ModelAnswers({}, {"facts": [float(i < right) for i in range(60)]}, prompt_hashes={"facts": [("q", "p")]}),
+        )
+        for name, right in rows.items()
+    ]
+    table = [
+        {
+            "name": name,
+            "model": None,
+            "scores": {"facts": score_points([model.points["facts"]], None)},
+            "differences": d,
+        }
+        for (name, model), d in zip(evaluated, compare(evaluated, average=False), strict=True)
+    ]
+    head = {"format": 1, "title": "t", "suite": "s", "published": [], "settings": {}, "notes": []}
+    folder.mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps(head | {"rows": table}))
+    (folder / "points.json").write_text(points_json(dict(evaluated)))
+
+
+def test_a_run_is_its_only_evaluation_and_its_name_is_that_of_its_own_model(tmp_path):
+    for name, right in (("a", 20), ("b", 50)):
+        own_evaluation(tmp_path / name / "eval/zoo", base=10, SFT=right)
+        (tmp_path / name / "run.json").write_text("{}")
+        (tmp_path / name / "checkpoints").mkdir()
+        (tmp_path / name / "checkpoints/state.json").write_text("{}")
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert [d["model"] for d in comparisons(f"adamw={a}", f"soren={b}")] == ["adamw", "soren"]
+    (_, d) = comparisons(f"adamw={a}", f"soren={b}", "--reference", "adamw")
+    assert (d["model"], d["difference"]) == ("soren", pytest.approx(50))
+    assert "two models have the name SFT; write NAME=" in run(a, b, code=2).stderr
+    own_evaluation(a / "eval/other", base=10, SFT=20)
+    assert "was evaluated with 2 suites (other and zoo); name one: " in run(a, code=2).stderr
+    shutil.rmtree(b / "eval")
+    assert f"this run has no evaluation; run soren-align eval {b} first" in run(b, code=2).stderr
 
 
 def test_500_random_tables_are_those_of_statsmodels(tmp_path, monkeypatch):

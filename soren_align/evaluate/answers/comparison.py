@@ -43,6 +43,8 @@ def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
         if not equals or Path(argument).exists():
             name, path_text = "", argument
         path = read_path(path_text)
+        if (path / "run.json").is_file():
+            path = _evaluation(path)
         if (path / NAME).is_file():
             rows = _own_rows(path)
         else:
@@ -50,14 +52,28 @@ def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
             is_named = place.is_dir() or not any(pattern.fullmatch(place.name) for pattern in FILE_NAMES)
             own = name or (place.name if place.is_dir() else place.stem if is_named else place.parent.name)
             rows = {own if name or own not in models else f"{place.parent.name}/{own}": read_scores(path, columns)}
+        *_, last = rows
         for row, model in rows.items():
-            if row in models and _values(model) == _values(models[row]):
+            key = name if name and row == last else row  # the last row of a table is the run's own model
+            if key in models and _values(model) == _values(models[key]):
                 continue  # such as the base of two runs
-            key = f"{name}/{row}" if name and len(rows) > 1 else name or row
+            if key in models and name and row != last:
+                key = f"{name}/{row}"
             if key in models:
                 raise UserError(f"{argument}: two models have the name {key}; write NAME={path_text}")
             models[key] = model
     return models
+
+
+def _evaluation(run: Path) -> Path:
+    """Return the folder of a run's only evaluation. Raises UserError if it has none, or several."""
+    folders = sorted(file.parent for file in run.glob(f"eval/*/{NAME}"))
+    if not folders:
+        raise UserError(f"{run}: this run has no evaluation; run soren-align eval {run} first")
+    if len(folders) > 1:
+        names = join_words([folder.name for folder in folders])
+        raise UserError(f"{run}: this run was evaluated with {len(folders)} suites ({names}); name one: {folders[0]}")
+    return folders[0]
 
 
 def _values(model: Model) -> Any:
@@ -274,9 +290,10 @@ def stats(
     if later:
         tasks = dict.fromkeys(task for columns in smallest.values() for task in columns)
         largest = [max(each[task] for each in smallest.values() if task in each) for task in tasks]
-        listed = [f"{effect:.2g} points ({task})" for task, effect in zip(tasks, largest, strict=True)]
+        known = {task: effect for task, effect in zip(tasks, largest, strict=True) if effect <= 100}
+        listed = [f"{effect:.2g} points ({task})" for task, effect in known.items()]
         power = f"{POWER:.0%} for a true difference of {join_words(listed)}; smaller ones are often missed"
-        print_labelled(console, "power", power)
+        print_labelled(console, "power", power if known else "too few questions to detect any difference")
     else:
         print_labelled(console, "next", "name a second model to compare, or add --plan POINTS")
 
