@@ -121,7 +121,7 @@ def page_markdown(title: str, subtitle: str, sections: Sections) -> str:
                 text = markdown_line(block.text)
             elif isinstance(block, Figure):
                 pictures = [f"- {markdown_line(picture.alt)}" for picture in block.panels]
-                text = "\n".join([markdown_line(block.caption), "", *pictures])
+                text = "\n".join([f"Figure in report.html. {markdown_line(block.caption)}", "", *pictures])
             elif isinstance(block, Alert):
                 items = [f"> - {markdown_line(item)}" for item in block.items]
                 text = "\n".join([f"> **{markdown_line(block.title)}**", ">", *items])

@@ -133,10 +133,11 @@ def differences_figure(study: Study, reference: str) -> Figure:
         alt = f"Differences on {about} to {reference_name(reference)}: {'; '.join(words)}."
         label = "percent points better" if unit == "percent" else "better by"
         panels.append(_panel(about, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences))))
+    power = (study.file.get("verdict") or {}).get("power", 0.8)
     caption = (
         f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. Grey bars"
-        " cover true differences that are too small for this study to detect reliably. Filled dots are better, worse or"
-        " equivalent; hollow dots are not distinguishable."
+        f" cover true differences that this study would detect in fewer than {power:.0%} of its repetitions. Filled dots"
+        " are better, worse or equivalent; hollow dots are not distinguishable."
     )
     return Figure(panels, caption)
 
@@ -157,8 +158,8 @@ def search_figure(study: Study) -> Figure | None:
         "Every run of the search against its setting. A trial is one setting; with several seeds, its metric is the"
         " mean over its runs. A ring marks the selected trial. At the edge of the axis, triangles mark runs with a"
         " worse metric than the axis shows, x marks diverged runs and + failed runs. The expected best at n is the best"
-        " metric that one gets on average among n of these trials. A trial without a result counts as the starting"
-        " checkpoint. Where lines cross, the better optimizer depends on the number of trials."
+        " metric that one gets on average among n of these trials. A trial without a result enters with the metric of"
+        " the starting checkpoint. Where lines cross, the better optimizer depends on the number of trials."
     )
     if left := keys[MAX_KEYS:]:
         caption += f" Not shown: {join_words(left)}; trials.csv has all values."

@@ -146,8 +146,8 @@ def target_blocks(study: Study) -> list[Block]:
         f"The target of each run is {target} with the same seed. The cells have the median over the seeds, with the "
         "smallest and the largest value; > marks a target that was not reached. Between evaluations, the metric is "
         f"interpolated. {reference.name} itself reaches its final {metric} before its last step if the curve is flat "
-        "at the end. A step costs all optimizers the same forward and backward FLOPs. soren-align plan STUDY also "
-        "counts the FLOPs of the optimizers themselves."
+        "at the end. A step costs all optimizers the same forward and backward FLOPs. The FLOPs of the optimizers "
+        "themselves are not in this table; `soren-align plan` counts them."
     )
     if not is_comparable:
         note += " Seconds are not shown, because the CPU's load differed between the runs."
@@ -194,10 +194,10 @@ def _statement(name: str, times: TargetTimes, reference: tuple[str, TargetTimes]
         return Item(f"{name} reached {target} with {num} of {seeds}", ".")
     own, usual = (_time(_summary(each.steps)[0], ".0f") for each in (times, reference[1]))
     middle, least, most = (_time(time, ".0%") for time in _summary(times.step_shares))
-    interval = f"; {least} to {most}" if least != most else ""
-    lead = f"{name} first reached {target} at step {own} of {length}, {reference[0]} itself at step {usual}"
-    shares = f"with equal seeds, {name} needed {middle} of {reference[0]}'s steps"
-    return Item(lead, f" (medians over {seeds}); {shares} (median{interval}).")
+    interval = f"; smallest {least}, largest {most}" if least != most else ""
+    lead = f"{name} first reached {target} at step {own} of {length}, and the curve of {reference[0]} at step {usual}"
+    shares = f"With equal seeds, {name} needed {middle} of {reference[0]}'s steps"
+    return Item(lead, f" (medians over {seeds}). {shares} (median{interval}).")
 
 
 def _spread(times: Sequence[Time], form: str) -> str:

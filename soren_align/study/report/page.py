@@ -114,10 +114,11 @@ def verdict_blocks(study: Study) -> list[Block]:
     rules = VerdictSection.model_validate(study.file["verdict"])
     num = num_declared_tests(rules, len(study.candidates), text.measures_of(study))
     note = (
-        "Intervals cover the spread over seeds, and over questions or held-out examples. Each answer depends on a "
-        f"p-value, which Holm's method corrects for the {count(num, 'test')} of this study. The intervals are not "
-        'corrected: an interval can exclude 0 although the answer is "not distinguishable". In tables and figures, '
-        "positive differences are better, also for a loss."
+        "Intervals cover the spread over seeds, and over questions or held-out examples. Two optimizers are compared "
+        "seed by seed and question by question. A candidate is better or worse if its p-value is below 0.05 after "
+        f"Holm's correction for the {count(num, 'test')} of this study. The intervals are not corrected: an interval "
+        'can exclude 0 although the candidate is "not distinguishable". In tables and figures, positive differences '
+        "are better, also for a loss."
     )
     return [*blocks, Paragraph(note, kind="muted")]
 
@@ -203,8 +204,8 @@ def answer_blocks(study: Study, folder: Path) -> list[Block]:
     if not complete:
         return []
     note = (
-        "The answers of the starting checkpoint, and of each optimizer's first final run, to the first questions that "
-        "are answered in words."
+        "Answers to the first questions that are answered in words: of the starting checkpoint, and of each "
+        "optimizer's final run with the first seed."
     )
     return [TextTable(["", "start", *names], complete, align="l" * (2 + len(names))), Paragraph(note, kind="muted")]
 
@@ -337,8 +338,8 @@ def identities(study: Study) -> list[Block]:
                 lines = [f"{join_words([*each])}: {value}" for value, each in names.items()]
                 rows[-1].append("\n".join(lines) if len(names) > 1 else next(iter(names)))
         note = (
-            "Hashes of what may differ between seeds. One value: equal for all candidates with this seed. Several "
-            "values: one for each candidate. study.json has the complete hashes."
+            "The cells have hashes. One hash means that the runs of all candidates with this seed are equal in this "
+            "respect; otherwise each candidate has its own. study.json has the complete hashes."
         )
         table = Table(["seed", *(key.replace("_", " ") for key in own)], rows, align="l" * (1 + len(own)))
         blocks += [table, Paragraph(note, kind="muted")]

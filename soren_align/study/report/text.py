@@ -152,7 +152,7 @@ def legend(study: Study) -> str:
     if reference is None:
         return ""
     equivalent = ", = equivalent" if (study.file.get("verdict") or {}).get("equivalence") else ""
-    signs = f"▲ better than {reference}, ▼ worse{equivalent}; without a sign: not distinguishable from {reference}."
+    signs = f"▲ better than {reference}, ▼ worse{equivalent}; optimizers without a sign: not distinguishable."
     others = [*dict.fromkeys(d.candidate for d in study.differences if d.reference == reference)]
     return f"{signs} Not compared with one another: {join_words(others)}." if len(others) > 1 else signs
 
