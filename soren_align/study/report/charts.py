@@ -135,8 +135,8 @@ def differences_figure(study: Study, reference: str) -> Figure:
         panels.append(_panel(about, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences))))
     power = (study.file.get("verdict") or {}).get("power", 0.8)
     caption = (
-        f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. Grey bars"
-        f" cover true differences that this study would detect in fewer than {power:.0%} of its repetitions. Filled dots"
+        f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. Grey"
+        f" bars cover true differences that this study would detect in fewer than {power:.0%} of repetitions. Filled dots"
         " are better, worse or equivalent; hollow dots are not distinguishable."
     )
     return Figure(panels, caption)

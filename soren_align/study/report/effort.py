@@ -147,7 +147,7 @@ def target_blocks(study: Study) -> list[Block]:
         "smallest and the largest value; > marks a target that was not reached. Between evaluations, the metric is "
         f"interpolated. {reference.name} itself reaches its final {metric} before its last step if the curve is flat "
         "at the end. A step costs all optimizers the same forward and backward FLOPs. The FLOPs of the optimizers "
-        "themselves are not in this table; `soren-align plan` counts them."
+        "themselves are not in this table; the command soren-align plan counts them."
     )
     if not is_comparable:
         note += " Seconds are not shown, because the CPU's load differed between the runs."
