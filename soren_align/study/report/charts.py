@@ -136,7 +136,7 @@ def differences_figure(study: Study, reference: str) -> Figure:
     power = (study.file.get("verdict") or {}).get("power", 0.8)
     caption = (
         f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. Grey"
-        f" bars cover true differences that this study would detect in fewer than {power:.0%} of repetitions. Filled dots"
+        f" bars cover true differences that this study would find in fewer than {power:.0%} of repetitions. Filled dots"
         " are better, worse or equivalent; hollow dots are not distinguishable."
     )
     return Figure(panels, caption)
