@@ -184,7 +184,7 @@ TRAININGS = {
         "max_steps: 2", "dataloader_drop_last: true\n  per_device_train_batch_size: 4",
         r"trainer.dataloader_drop_last: would drop all data, as 1 examples are less than one batch of 4"),
     "aux that matches nothing": ("name: soren", "name: soren\n  aux: ['*.experts.*']", r"optimizer: aux: .*matches no"),
-    "everything is aux": ("name: soren", "name: soren\n  aux: ['*']", r"optimizer: .*no matrix"),
+    "everything is aux": ("name: soren", "name: soren\n  aux: ['*']", r"optimizer: .*no weight matrix"),
     "nothing fits": (
         "max_length: 64", "max_length: 2\n  assistant_only_loss: true", r"none of 1 examples can be trained on"),
     "no answer fits": (

@@ -115,7 +115,13 @@ def test_examples_and_questions_of_the_page_can_be_read(tmp_path):
     for task, text in (("sft", chat), ("sft", alpaca), ("dpo", pair)):
         (tmp_path / "my.jsonl").write_text(text)
         spec = {"path": str(tmp_path / "my.jsonl"), "name": None, "split": "train", "limit": None, "revision": None}
-        spec |= {"bad_examples": "refuse", "mask_history": False, "columns": {}, "roles": {}}
+        spec |= {
+            "bad_examples": "refuse",
+            "mask_history": False,
+            "columns": {},
+            "roles": {},
+            "apply_chat_template": None,
+        }
         assert len(load_split(SimpleNamespace(**spec), task).dataset) == 1
     assert chat in (NEW / "chat.jsonl").read_text()
     assert pair in (NEW / "pairs.jsonl").read_text()

@@ -86,7 +86,9 @@ def loaded_state(
             raise ValueError(f"the checkpoint has no {', '.join(missing)} of {name}; resume from another checkpoint")
         step = torch.as_tensor(s, dtype=torch.float32) if isinstance(s := state["step"], int | float | Tensor) else None
         if step is None or step.numel() != 1:
-            raise ValueError(f"the checkpoint has no number for the step of {name}; resume from another checkpoint")
+            raise ValueError(
+                f"the checkpoint's optimizer state has no valid step count for {name}; resume from another checkpoint"
+            )
         loaded[parameter] = {"step": step.detach().reshape(()).to("cpu", copy=True)}
         for key, dtype in form.dtypes.items():
             value = state[key]

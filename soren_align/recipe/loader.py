@@ -242,7 +242,7 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
         raise UserError(f"{where} extends: {error}") from None
     if base_path.resolve() in (path.resolve(), *extending):
         raise UserError(
-            f"{where} extends: {base_name} extends this recipe too; remove `extends` from one of the two files"
+            f"{where} extends: this recipe and {base_name} extend each other; remove `extends` from one of them"
         )
     base = _read(base_path, notify, (*extending, path.resolve()))
     raw["extends"] = [base_name, *base.content.pop("extends", [])]

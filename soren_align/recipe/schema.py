@@ -185,8 +185,8 @@ class Model(Section):
     }
 
     name_or_path: Annotated[str, Field(min_length=1)]
-    """A model's folder (`shipped:...` for a shipped folder), or a model on the Hugging Face hub. If the folder contains
-    a LoRA adapter, training continues with that adapter."""
+    """A model's folder (`shipped:...` for one that comes with soren-align), or a model's name on the Hugging Face hub.
+    If the folder contains a LoRA adapter, training continues with that adapter."""
     revision: str | None = None
     """The branch, tag or commit on the hub. run.json records the commit that was loaded."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -68,7 +68,9 @@ def check_parts(checkpoint: Path) -> None:
             continue
         tag = (checkpoint / name).read_text(encoding="utf-8", errors="replace").strip()
         if not is_component(tag) or not (checkpoint / tag).is_dir():
-            raise UserError(f"{checkpoint / name}: has a name that is no folder of this checkpoint; restore the file")
+            raise UserError(
+                f"{checkpoint / name}: names a folder that this checkpoint does not have; restore this file from a copy"
+            )
     for file in checkpoint.rglob(".metadata"):
         try:
             with file.open("rb") as stream:

@@ -166,7 +166,7 @@ def _flat_tensors(zero: Any) -> Iterator[_FlatTensor]:
     elif hasattr(zero, "fp32_groups_flat_partition"):  # BF16_Optimizer
         flats, groups, all_starts = zero.fp32_groups_flat_partition, zero.bf16_groups, None
     else:
-        raise ValueError(f"{type(zero).__name__} is an unknown kind of ZeRO; use stage 1, 2 or 3")
+        raise ValueError(f"{type(zero).__name__} is an unknown ZeRO optimizer; use DeepSpeed's ZeRO stage 1, 2 or 3")
     for i, flat in enumerate(flats):
         shapes, group = _shapes(zero, groups[i], rules[i]), zero.real_dp_process_group[i]
         starts, num_ranks = all_starts[i] if all_starts else None, dist.get_world_size(group)

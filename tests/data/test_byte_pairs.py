@@ -20,7 +20,7 @@ def test_every_text_is_read_back_from_exactly_as_many_tokens():
     for text in (*TEXTS, "ünknown\t🦓\r\n", "<|im_end|>"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer(TEXTS[0])["input_ids"]) < len(TEXTS[0]) / 2
-    with pytest.raises(UserError, match=r"give only (\d+) tokens, not 4000; write \1 or less"):
+    with pytest.raises(UserError, match=r"vocabulary of only (\d+) tokens, not 4000; write \1 or less"):
         train_tokenizer(iter([[text] for text in TEXTS]), 4000)
 
 

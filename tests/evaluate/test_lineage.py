@@ -141,7 +141,7 @@ def test_an_unfinished_run_has_no_rows_nor_one_whose_model_was_removed(runs):
 
 
 def test_what_is_neither_run_nor_model_is_an_error(tmp_path):
-    with pytest.raises(UserError, match="has neither run"):
+    with pytest.raises(UserError, match="contains no run"):
         lineage(tmp_path)
 
 

@@ -82,7 +82,7 @@ def test_a_mistake_is_named_by_the_path_of_the_file_where_it_stands(write, tmp_p
 @pytest.mark.parametrize(("text", "message"), [
     ("extends: nothing\n", "my.yaml:1 extends: nothing: no such file, nor a shipped recipe"),
     ("task: sft\nextends: [a]\n", "my.yaml:2 extends: found ['a']"),
-    ("extends: other.yaml\n", "other.yaml:1 extends: my.yaml extends this recipe too"),
+    ("extends: other.yaml\n", "other.yaml:1 extends: this recipe and my.yaml extend each other"),
 ])  # fmt: skip
 def test_what_cannot_be_extended_is_said(write, text, message):
     write("extends: my.yaml\n", "other.yaml")

@@ -87,7 +87,7 @@ def test_a_tag_that_leads_elsewhere_is_refused(tmp_path, name, tag):
     checkpoint = tmp_path / "checkpoint-5"
     checkpoint.mkdir()
     (checkpoint / name).write_text(tag)
-    with pytest.raises(UserError, match=f"{name}: has a name that is no folder of this checkpoint"):
+    with pytest.raises(UserError, match=f"{name}: names a folder that this checkpoint does not have"):
         check_parts(checkpoint)
     (checkpoint / "global_step6").mkdir()
     (checkpoint / name).write_text("global_step6\n")

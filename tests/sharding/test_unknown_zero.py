@@ -20,7 +20,7 @@ def zero(**attributes):
      ({"zenflow": True}, "zenflow is not supported, because this option updates parameters outside of the optimizer"),
      ({"swap_optimizer": True}, "swap_optimizer is not supported, .* \(offload to cpu"),
      ({"partial_offload": 0.5}, r"offload_optimizer\.ratio is 0\.5, but only 1 is supported"),
-     ({}, "SimpleNamespace is an unknown kind of ZeRO; use stage 1, 2 or 3"),
+     ({}, "SimpleNamespace is an unknown ZeRO optimizer; use DeepSpeed's ZeRO stage 1, 2 or 3"),
      ({"fp32_partitioned_groups_flat": []}, "DeepSpeed has 0 data-parallel groups")],
     ids=lambda value: next(iter(value), "unknown") if isinstance(value, dict) else None,
 )  # fmt: skip

@@ -91,7 +91,7 @@ def test_the_statement_has_the_median_share_and_its_range():
     items, caveat, table, _ = blocks_of([4, 3, 2, 1, 0], [4, 2, 1, 1, 1], [4, 3, 3, 2, 1])
     (item,) = items.items
     assert item.lead + item.text == (
-        "soren first reached adamw's final held-out loss at step 20 of 40, and the curve of adamw at step 40 (medians "
+        "soren first reached adamw's final held-out loss at step 20 of 40, adamw itself first at step 40 (medians "
         "over 3 seeds). With equal seeds, soren needed 50% of adamw's steps (median; smallest 25%, largest 75%)."
     )
     assert "curves of longer runs" in caveat.text

@@ -272,7 +272,7 @@ def test_a_worse_candidate_is_called_worse_and_a_loss_of_retention_shown():
     worse = difference("muon", "base", "zoo_mc", -5.0, 1.0, margin=2.0, retained=False)
     item = comparisons(make_study(differences=[worse]), "base")[0]
     assert item.lead == "muon is worse than the starting checkpoint on zoo_mc"
-    assert "its zoo_mc is 5.0 points lower (95% interval 4.0 to 6.0, p < 0.001)" in item.text
+    assert "its zoo_mc is 5.0 points lower (95% interval 4.0 to 6.0, corrected p < 0.001)" in item.text
     assert "It is not shown to lose less than the margin of 2.0 points on zoo_mc." in item.text
 
 
@@ -469,12 +469,17 @@ def test_searched_words_stand_beside_each_other():
 
 def test_hashes_are_shown_once_if_all_runs_share_them(report):
     text = report["report.md"].split("## To repeat it")[1]
-    assert f"starting weights: {'9f' * 8}…; precision: weights float32, autocast no; processes: 1." in text
+    for row in (
+        f"| starting weights | {'9f' * 8}… |",
+        "| precision | weights float32, autocast no |",
+        "| processes | 1 |",
+    ):
+        assert row in text
     assert f"| 102 | {102:016x}… |".replace(f"{102:016x}", "0" * 16) in text
     study = make_study(names=("adamw", "muon"))
     changed = replace(study.candidates[1].verdict[0], identity={"batches": "other"})
     candidates = [study.candidates[0], replace(study.candidates[1], verdict=[changed])]
-    table = next(b for b in identities(replace(study, candidates=candidates)) if isinstance(b, Table))
+    *_, table = (b for b in identities(replace(study, candidates=candidates)) if isinstance(b, Table))
     column = table.head.index("batches")
     assert table.rows[0][column] == "adamw: 0000000000000000…\nmuon: other"
 

@@ -67,7 +67,7 @@ def test_the_model_is_saved_with_the_recipes_template_and_stop_token(tiny_run, t
 def test_an_optimizer_that_is_not_the_recipes_stops_the_run(tiny_run):
     trainer = tiny_run().trainer()
     trainer.optimizer = torch.optim.AdamW(trainer.model.parameters())
-    with pytest.raises(OptimizerMismatch, match="names Soren, but AdamW would step"):
+    with pytest.raises(OptimizerMismatch, match="the recipe's optimizer is Soren, but the trainer would use AdamW"):
         trainer.train()
 
 

@@ -132,7 +132,7 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
             names = {str(content["dataset_path"]) for content in contents if content.get("dataset_path")}
             if len(names) != 1:
                 raise UserError(
-                    f"{file}: has {len(names)} dataset_paths; write one dataset_path, relative to the data_root of "
+                    f"{file}: has {len(names)} dataset_path entries; write exactly one, relative to the data_root of "
                     f"{suite.path}"
                 )
             data = root / names.pop()
@@ -260,8 +260,8 @@ def refuse_wrong_keys(task: Any, file: Any, lines: Sequence[str] = ()) -> None:
         where = lines[number - 1] if is_known else f"{file}: {task.task_name}, question {number}"
         raise UserError(
             f"{where}{more}: doc_to_target gives {key!r:.60}, which is none of the question's"
-            f" {len(choices)} choices ({', '.join(map(repr, choices)):.200}); write the number of the right"
-            f" choice, from 0, or the text of this choice{remedy}"
+            f" {len(choices)} choices ({', '.join(map(repr, choices)):.200}); let doc_to_target give the"
+            f" number of the right choice (the first is 0) or its text{remedy}"
         )
 
 

@@ -47,8 +47,8 @@ def curves_figure(study: Study) -> Figure | None:
     thin_lines = ", with the single runs as thin lines" if len(study.candidates) <= MAX_WITH_RUNS else ""
     caption = (
         f"The {about} during the final runs: the mean over the seeds{thin_lines}. The axis is cut off {cut}, so that "
-        "the ends of the curves are easy to distinguish. Each point is a mean over batches; the table of the verdict "
-        "has the mean over all trained tokens of the held-out examples, which is slightly different."
+        "the ends of the curves are easy to distinguish. A point of a curve is the mean over the batches of the "
+        "held-out examples. The verdict has the mean over all their tokens that count in the loss, so the two differ."
     )
     return _figure(study, panels, caption)
 
@@ -133,11 +133,14 @@ def differences_figure(study: Study, reference: str) -> Figure:
         alt = f"Differences on {about} to {reference_name(reference)}: {'; '.join(words)}."
         label = "percent points better" if unit == "percent" else "better by"
         panels.append(_panel(about, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences))))
-    power = (study.file.get("verdict") or {}).get("power", 0.8)
+    rules = study.file.get("verdict") or {}
+    power, answers = rules.get("power", 0.8), "better or worse"
+    if rules.get("equivalence"):
+        answers = "better, worse or equivalent"
     caption = (
         f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. Grey"
-        f" bars cover true differences that this study would find in fewer than {power:.0%} of repetitions. Filled dots"
-        " are better, worse or equivalent; hollow dots are not distinguishable."
+        f" bars cover true differences that this study would find in fewer than {power:.0%} of repetitions. A filled"
+        f" dot is {answers}; a hollow dot is not distinguishable."
     )
     return Figure(panels, caption)
 

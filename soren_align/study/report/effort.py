@@ -195,7 +195,7 @@ def _statement(name: str, times: TargetTimes, reference: tuple[str, TargetTimes]
     own, usual = (_time(_summary(each.steps)[0], ".0f") for each in (times, reference[1]))
     middle, least, most = (_time(time, ".0%") for time in _summary(times.step_shares))
     interval = f"; smallest {least}, largest {most}" if least != most else ""
-    lead = f"{name} first reached {target} at step {own} of {length}, and the curve of {reference[0]} at step {usual}"
+    lead = f"{name} first reached {target} at step {own} of {length}, {reference[0]} itself first at step {usual}"
     shares = f"With equal seeds, {name} needed {middle} of {reference[0]}'s steps"
     return Item(lead, f" (medians over {seeds}). {shares} (median{interval}).")
 

@@ -84,7 +84,7 @@ def write_report(study: Study, folder: Path) -> None:
         "Time and memory": _costs(study),
         "Contamination": [_contamination(study)],
         "Every difference": difference_blocks(study),
-        "Every run": [_runs(study), Paragraph("trials.csv has these trials with more columns.", kind="muted")],
+        "Every run": [_runs(study), Paragraph("trials.csv has these runs with more columns.", kind="muted")],
         "To repeat it": [*repeat, *identities(study), Code(resolved, folded="The study's file, resolved")],
     }
     sections = {name: [block for block in blocks if block is not None] for name, blocks in parts.items()}
@@ -246,9 +246,9 @@ def matched(study: Study) -> list[Block]:
     if len(head) == 1:
         return []
     note = (
-        "The table has the values at the step at which each run first reaches the largest displacement (or KL) that all"
-        " runs reach. For runs that end with a larger displacement, this step is in the middle of the schedule, where"
-        " the learning rate is still high. Their loss would be lower if their schedule ended at this step."
+        "The values of each run are those of the step at which it first reaches this displacement or KL, the largest"
+        " that all runs reach. A run that ends with a larger one passes this step in the middle of its schedule, where"
+        " the learning rate is still high. Its loss would be lower if its schedule ended there."
     )
     if any("†" in cell for row in rows for cell in row):
         note += (
@@ -325,8 +325,11 @@ def identities(study: Study) -> list[Block]:
     own = [key for key in keys if key not in shared]
     blocks: list[Block] = []
     if shared:
-        values = "; ".join(f"{key.replace('_', ' ')}: {_identity(runs[0].identity.get(key))}" for key in shared)
-        blocks.append(Paragraph(f"Equal for all runs: {values}."))
+        rows = [[key.replace("_", " "), _identity(runs[0].identity.get(key))] for key in shared]
+        blocks += [
+            Paragraph("All runs are equal in the following; long numbers are hashes."),
+            Table(["", ""], rows, align="ll"),
+        ]
     if own:
         rows = []
         for seed in sorted({run.seed for run in runs}):
@@ -338,8 +341,8 @@ def identities(study: Study) -> list[Block]:
                 lines = [f"{join_words([*each])}: {value}" for value, each in names.items()]
                 rows[-1].append("\n".join(lines) if len(names) > 1 else next(iter(names)))
         note = (
-            "The cells have hashes. One hash means that the runs of all candidates with this seed are equal in this "
-            "respect; otherwise each candidate has its own. study.json has the complete hashes."
+            "The cells have hashes. One hash is that of all candidates with this seed; if they differ, the cell lists "
+            "the hash of each candidate. study.json has the complete hashes."
         )
         table = Table(["seed", *(key.replace("_", " ") for key in own)], rows, align="l" * (1 + len(own)))
         blocks += [table, Paragraph(note, kind="muted")]

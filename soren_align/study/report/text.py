@@ -92,7 +92,9 @@ def comparisons(study: Study, reference: str, *, most: int | None = None) -> lis
             if d.is_equivalent and d.equivalence is not None:
                 seen = f"; equivalent within {size(d.equivalence, d.unit)}{points}"
             interval = f"{'' if i else '95% interval '}{change_interval(study, d)}"
-            numbers.append(f"{'its ' * (not i)}{name} is {change(study, d)} ({interval}, {p_value(d.p_holm)}{seen})")
+            numbers.append(
+                f"{'its ' * (not i)}{name} is {change(study, d)} ({interval}, corrected {p_value(d.p_holm)}{seen})"
+            )
             if d.margin is not None and d.retained is not None:
                 shown = "is shown" if d.retained else "is not shown"
                 retained += f" It {shown} to lose less than the margin of {size(d.margin, d.unit)}{points} on {name}."
@@ -152,7 +154,7 @@ def legend(study: Study) -> str:
     if reference is None:
         return ""
     equivalent = ", = equivalent" if (study.file.get("verdict") or {}).get("equivalence") else ""
-    signs = f"▲ better than {reference}, ▼ worse{equivalent}; optimizers without a sign: not distinguishable."
+    signs = f"▲ better than {reference}, ▼ worse{equivalent}; values without a sign: not distinguishable."
     others = [*dict.fromkeys(d.candidate for d in study.differences if d.reference == reference)]
     return f"{signs} Not compared with one another: {join_words(others)}." if len(others) > 1 else signs
 
