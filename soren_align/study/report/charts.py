@@ -47,8 +47,9 @@ def curves_figure(study: Study) -> Figure | None:
     thin_lines = ", with the single runs as thin lines" if len(study.candidates) <= MAX_WITH_RUNS else ""
     caption = (
         f"The {about} during the final runs: the mean over the seeds{thin_lines}. The axis is cut off {cut}, so that "
-        "the ends of the curves are easy to distinguish. A point of a curve is the mean over the batches of the "
-        "held-out examples. The verdict has the mean over all their tokens that count in the loss, so the two differ."
+        f"the ends of the curves are easy to distinguish. The curves average over batches. The {about} of the verdict "
+        "averages over the tokens that count in the loss, so it differs from the end of the curve. Both use the same "
+        "held-out examples."
     )
     return _figure(study, panels, caption)
 
@@ -138,8 +139,9 @@ def differences_figure(study: Study, reference: str) -> Figure:
     if rules.get("equivalence"):
         answers = "better, worse or equivalent"
     caption = (
-        f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. Grey"
-        f" bars cover true differences that this study would find in fewer than {power:.0%} of repetitions. A filled"
+        f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. A grey"
+        " bar marks differences that are too small to find reliably: fewer than"
+        f" {power:.0%} of such studies would find a true difference within it. A filled"
         f" dot is {answers}; a hollow dot is not distinguishable."
     )
     return Figure(panels, caption)

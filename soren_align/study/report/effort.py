@@ -146,8 +146,8 @@ def target_blocks(study: Study) -> list[Block]:
         f"The target of each run is {target} with the same seed. The cells have the median over the seeds, with the "
         "smallest and the largest value; > marks a target that was not reached. Between evaluations, the metric is "
         f"interpolated. {reference.name} itself reaches its final {metric} before its last step if the curve is flat "
-        "at the end. A step costs all optimizers the same forward and backward FLOPs. The FLOPs of the optimizers "
-        "themselves are not in this table; the command soren-align plan counts them."
+        "at the end. A step of each optimizer has the same forward and backward FLOPs, so the share of steps is also "
+        "the share of these FLOPs. The optimizer's own FLOPs come on top; the command soren-align plan counts them."
     )
     if not is_comparable:
         note += " Seconds are not shown, because the CPU's load differed between the runs."

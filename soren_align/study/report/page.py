@@ -226,11 +226,12 @@ def _answers(folder: Path) -> Answers | None:
 def matched(study: Study) -> list[Block]:
     """Return the candidates at equal displacement and at equal KL: interpolated along their runs."""
     begin, name = curves.start(study, "retention_loss"), text.metric_name(study)
-    head, rows = [""], [[candidate.name] for candidate in study.candidates]
+    head, rows, names = [""], [[candidate.name] for candidate in study.candidates], []
     for along, label in (("relative_change", "displacement"), ("kl_to_start", "KL")):
         level = curves.common_level(study, along)
         if level is None:
             continue
+        names.append(label)
         head += [f"{label} at the end", f"{name} at {label} {level:.3g}"]
         head += [f"rise of the retention loss at {label} {level:.3g}"] if begin is not None else []
         for row, runs in zip(rows, map(curves.shown_runs, study.candidates), strict=True):
@@ -246,9 +247,9 @@ def matched(study: Study) -> list[Block]:
     if len(head) == 1:
         return []
     note = (
-        "The values of each run are those of the step at which it first reaches this displacement or KL, the largest"
-        " that all runs reach. A run that ends with a larger one passes this step in the middle of its schedule, where"
-        " the learning rate is still high. Its loss would be lower if its schedule ended there."
+        f"Each run's loss is taken where its {join_words(names, 'or')} first reaches the given value, the largest that all"
+        " runs reach. A run that ends beyond it reaches this value in the middle of its schedule, where the learning"
+        " rate is still high. Its loss would be lower if its schedule ended there."
     )
     if any("†" in cell for row in rows for cell in row):
         note += (
@@ -341,8 +342,8 @@ def identities(study: Study) -> list[Block]:
                 lines = [f"{join_words([*each])}: {value}" for value, each in names.items()]
                 rows[-1].append("\n".join(lines) if len(names) > 1 else next(iter(names)))
         note = (
-            "The cells have hashes. One hash is that of all candidates with this seed; if they differ, the cell lists "
-            "the hash of each candidate. study.json has the complete hashes."
+            "The cells have hashes. A single hash means that all candidates are equal with this seed; otherwise the "
+            "cell lists one hash for each candidate. study.json has the complete hashes."
         )
         table = Table(["seed", *(key.replace("_", " ") for key in own)], rows, align="l" * (1 + len(own)))
         blocks += [table, Paragraph(note, kind="muted")]
