@@ -247,9 +247,9 @@ def matched(study: Study) -> list[Block]:
     if len(head) == 1:
         return []
     note = (
-        f"Each run's loss is taken where its {join_words(names, 'or')} first reaches the given value, the largest that all"
-        " runs reach. A run that ends beyond it reaches this value in the middle of its schedule, where the learning"
-        " rate is still high. Its loss would be lower if its schedule ended there."
+        f"Each run's loss is taken where its {join_words(names, 'or')} first reaches the given value, the largest that"
+        " all runs reach. A run that ends beyond it reaches this value in the middle of its schedule, where the"
+        " learning rate is still high. Its loss would be lower if its schedule ended there."
     )
     if any("†" in cell for row in rows for cell in row):
         note += (
