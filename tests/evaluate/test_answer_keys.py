@@ -35,7 +35,7 @@ def test_any_other_key_is_refused(key):
 
 
 def test_the_number_of_a_letter_is_named():
-    with pytest.raises(UserError, match=r"or the text of this choice: for 'C' write 2$"):
+    with pytest.raises(UserError, match=r"or its text: for 'C' write 2$"):
         refuse_wrong_keys(task("C"), "colors.yaml")
 
 
