@@ -39,7 +39,7 @@ def assert_own_references(results):
     """What `trainer_jobs.references` returned on each rank: no log-probabilities of another model, or all stop."""
     (rewards, refusal), *others = results
     assert rewards == pytest.approx([0] * 4, abs=1e-5)  # beta times the rounding of 20 tokens
-    assert refusal.startswith("step 1: the reference is not the starting model")
+    assert refusal.startswith("step 1: the reference model is not the starting model")
     assert others == [(rewards, refusal)] * len(others)
 
 
