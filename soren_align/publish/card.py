@@ -18,7 +18,7 @@ from ..core.errors import UserError
 from ..core.files import write
 from ..core.text import Table, fenced, html_text, markdown_line, without_html
 from ..evaluate.report import tables
-from ..evaluate.report.results import Results, Row, read_results
+from ..evaluate.report.results import Results, Row, evaluations, read_results
 from ..recipe import Recipe, adapter_config, load_resolved, to_yaml
 from ..run.folder import RunFolder
 from ..run.preferences import describe_preferences
@@ -54,7 +54,7 @@ def write_card(run: RunFolder, merged: bool = False) -> None:
 def pictures(run: RunFolder) -> dict[str, Path]:
     """Return the pictures of a run by their names beside the card: curves.png, scores.png, scores-2.png, each also as
     NAME-dark.png."""
-    scores = [file.parent / "scores.png" for file in sorted(run.path.glob("eval/*/results.json"))]
+    scores = [folder / "scores.png" for folder in evaluations(run.path)]
     names = {"curves": run.curves} | {f"scores{f'-{i}' * (i > 1)}": file for i, file in enumerate(scores, 1)}
     files = {
         f"{name}{dark}.png": file.with_stem(file.stem + dark) for name, file in names.items() for dark in ("", "-dark")
@@ -148,11 +148,11 @@ class _Evaluations:
 def _evaluations(run: RunFolder, recipe: Recipe, shown: dict[str, Path], url: str) -> _Evaluations:
     """Return the tables of a run's evaluations, and what its own rows in them show."""
     page = _Evaluations(answers=of_samples(run))
-    for number, file in enumerate(sorted(run.path.glob("eval/*/results.json")), 1):
+    for number, folder in enumerate(evaluations(run.path), 1):
         try:
-            results = read_results(file.parent)
+            results = read_results(folder)
         except UserError:  # the page states it
-            page.scores.append(f"The results in `eval/{without_html(file.parent.name)}` could not be read.")
+            page.scores.append(f"The results in `eval/{without_html(folder.name)}` could not be read.")
             continue
         if results is None:
             continue
@@ -167,7 +167,7 @@ def _evaluations(run: RunFolder, recipe: Recipe, shown: dict[str, Path], url: st
         start, lines = tables.gains(results, own)
         page.gains.append(_gains(results, start if start is not own else None, lines))
         page.eval_results += _eval_results(results, own, run)
-        page.answers = page.answers or of_evaluation(file.parent, results, own, start)
+        page.answers = page.answers or of_evaluation(folder, results, own, start)
     return page
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ..core.errors import UserError
 from ..core.files import digest, read_text, write
-from ..evaluate.report.results import NAME, Results, Row, read_results
+from ..evaluate.report.results import NAME, Results, Row, evaluations, read_results
 from ..recipe import load_resolved
 from ..run.folder import RunFolder
 from ..tasks import TASKS
@@ -56,7 +56,7 @@ def export_run(run: RunFolder, output: Path, names: Names, *, samples: bool) -> 
     samples: write the instance-level records too. Raises UserError if there is no evaluation, or if one is damaged.
     """
     recipe, record, written = load_resolved(run.recipe), run.record(), []
-    for folder in sorted(file.parent for file in run.path.glob(f"eval/*/{NAME}")):
+    for folder in evaluations(run.path):
         results = read_results(folder)
         if results is None:
             continue

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...core.errors import UserError, did_you_mean
 from ...core.text import Table, Terminal, count, join_words, number, print_labelled
-from ..report.results import NAME, Results, read_results
+from ..report.results import NAME, Results, evaluations, read_results
 from ..report.tables import has_too_few, markdown, terminal
 from ..stats.intervals import average, score_points
 from ..stats.paired import ModelAnswers, read_points
@@ -67,7 +67,7 @@ def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
 
 def _evaluation(run: Path) -> Path:
     """Return the folder of a run's only evaluation. Raises UserError if it has none, or several."""
-    folders = sorted(file.parent for file in run.glob(f"eval/*/{NAME}"))
+    folders = evaluations(run)
     if not folders:
         raise UserError(f"{run}: this run has no evaluation; run soren-align eval {run} first")
     if len(folders) > 1:

@@ -148,6 +148,11 @@ class Results(TypedDict):
 _RESULTS = TypeAdapter(Results)
 
 
+def evaluations(run: Path) -> list[Path]:
+    """Return the folders of a run's evaluations, by name of the suite."""
+    return sorted(file.parent for file in run.glob(f"eval/*/{NAME}"))
+
+
 def read_results(folder: Path) -> Results | None:
     """Return the results of an evaluation in `folder`; None if there is no results.json.
 

@@ -22,7 +22,7 @@ from ...run.metrics import METRICS
 from ..study import Difference, Run, Study, finished
 from .blocks import Figure, Picture
 from .curves import Curve, curve, expected_best, focus, mean_curve, shown_runs, start, thin, trial_metrics
-from .text import in_order, measure_name, measures_of, metric_name, metric_text, reference_name, setting, size
+from .text import in_order, measure_name, measures_of, metric_name, metric_text, reference_name, rules_of, setting, size
 
 INCHES = (4.5, 3.0)
 """Of a panel: 324 units wide, so that its letters of 10 units have 11 pixels on a phone 390 pixels wide."""
@@ -134,10 +134,8 @@ def differences_figure(study: Study, reference: str) -> Figure:
         alt = f"Differences on {about} to {reference_name(reference)}: {'; '.join(words)}."
         label = "percent points better" if unit == "percent" else "better by"
         panels.append(_panel(about, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences))))
-    rules = study.file.get("verdict") or {}
-    power, answers = rules.get("power", 0.8), "better or worse"
-    if rules.get("equivalence"):
-        answers = "better, worse or equivalent"
+    rules = rules_of(study)
+    power, answers = rules.power, "better, worse or equivalent" if rules.equivalence else "better or worse"
     caption = (
         f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. A grey"
         " bar marks differences that are too small to find reliably: fewer than"

@@ -24,7 +24,6 @@ from ...recipe import load_resolved
 from ...run.folder import RunFolder
 from ...run.metrics import IN_STUDIES
 from ...run.provenance import DIGITS
-from ..config import VerdictSection
 from ..draws import mean_candidate
 from ..stats import num_declared_tests
 from ..study import BASE, HELD_OUT, Study, finished
@@ -111,8 +110,7 @@ def verdict_blocks(study: Study) -> list[Block]:
     for name in text.references_of(study):
         blocks.append(Items(text.comparisons(study, name, most=1), f"Against {text.reference_name(name)}"))
         blocks.append(charts.differences_figure(study, name))
-    rules = VerdictSection.model_validate(study.file["verdict"])
-    num = num_declared_tests(rules, len(study.candidates), text.measures_of(study))
+    num = num_declared_tests(text.rules_of(study), len(study.candidates), text.measures_of(study))
     note = (
         "Intervals cover the spread over seeds, and over questions or held-out examples. Two optimizers are compared "
         "seed by seed and question by question. A candidate is better or worse if its p-value is below 0.05 after "
@@ -164,7 +162,7 @@ def difference_blocks(study: Study) -> list[Block]:
                 row += [value, f"[{low}, {high}]", p_value(d.p_holm).removeprefix("p ")]
                 row += [text.seen_size(d).removesuffix(" points"), f"{d.seed_share:.0%}", retained]
                 rows.append(row)
-    power = VerdictSection.model_validate(study.file["verdict"]).power
+    power = text.rules_of(study).power
     head = ["", "answer", "difference", "95% interval", "Holm's p", "detectable", "by seeds", "retained"]
     note = (
         f"Detectable: a study like this one finds a true difference of this size in {power:.0%} of repetitions. By "

@@ -5,6 +5,7 @@ from typing import Any
 
 from ...core.text import count, join_words, number, p_value, signed
 from ...run.provenance import DIGITS
+from ..config import VerdictSection
 from ..study import AVERAGE, BASE, HELD_OUT, Difference, Study
 from .blocks import Item
 
@@ -25,6 +26,11 @@ THAN = {
 
 SIGNS = {"better": " ▲", "worse": " ▼", "equivalent": " ="}
 """By answer, after a score."""
+
+
+def rules_of(study: Study) -> VerdictSection:
+    """Return the section `verdict` of a study's file."""
+    return VerdictSection.model_validate(study.file["verdict"])
 
 
 def metric_name(study: Study) -> str:
@@ -153,7 +159,7 @@ def legend(study: Study) -> str:
     reference = _only_reference(study)
     if reference is None:
         return ""
-    equivalent = ", = equivalent" if (study.file.get("verdict") or {}).get("equivalence") else ""
+    equivalent = ", = equivalent" if rules_of(study).equivalence else ""
     signs = f"▲ better than {reference}, ▼ worse{equivalent}; values without a sign: not distinguishable."
     others = [*dict.fromkeys(d.candidate for d in study.differences if d.reference == reference)]
     return f"{signs} Not compared with one another: {join_words(others)}." if len(others) > 1 else signs
