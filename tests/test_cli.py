@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import typer
 
 from soren_align import __version__
 from soren_align.cli import app
@@ -28,6 +29,10 @@ def run(capsys, monkeypatch):
         return SimpleNamespace(returncode=code, stdout=out, stderr=err)
 
     return _run
+
+
+def command_of(name):
+    return typer.main.get_command(app.app).commands[name]
 
 
 @pytest.fixture
@@ -275,6 +280,38 @@ def test_a_wrong_name_is_a_sentence_and_exit_code_2(run, tmp_path, arguments, me
     assert refused.returncode == 2
     assert message in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("compare --merge a b search.trials=8 --jobs 2", "--set, --jobs: have no effect with --merge; remove these"),
+    ("compare --merge a b --processes 1", "--processes: has no effect with --merge; remove this option"),
+    ("compare quickstart/compare --report --jobs 2 --extend",
+     "--jobs, --extend: have no effect with --report, which starts no runs; remove these options"),
+    ("plan quickstart/compare --full", "--full: has no effect on a study; remove this option"),
+    ("plan quickstart/sft --full --json", "--full: has no effect with --json, which prints everything; remove this"),
+    ("show --full --json", "--full: has no effect with --json"), ("spectrum r --json --full", "--full: has no effect"),
+    ("new mine --question a --answer b", "--question, --answer: have no effect without --data; add --data FILE"),
+    ("stats a b --json --markdown", "--markdown: has no effect with --json"),
+    ("stats a b --metric acc --score s", "--metric: has no effect with --score, which names the column"),
+    ("stats --plan 2 --average --markdown", "--average, --markdown: have no effect with --plan"),
+    ("stats --plan 2 --id a --common", "--id, --common: have no effect without results; name a file or folder"),
+])  # fmt: skip
+def test_an_option_without_effect_is_refused(run, tmp_path, arguments, message):
+    refused = run(*arguments.split(), cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith(f"error: {message}")
+    assert refused.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_merge_refuses_every_other_option_of_compare(run, tmp_path):
+    options = [each for each in command_of("compare").params if each.param_type_name == "option"]
+    effective = {"--merge", "--json"}
+    assert len(options) > len(effective)
+    for option in options:
+        value = [] if option.is_flag else ["1"]
+        refused = run("compare", "a", "b", "--merge", option.opts[0], *value, cwd=tmp_path)
+        assert ("has no effect" in refused.stderr) == (option.opts[0] not in effective), option.opts
 
 
 @pytest.mark.parametrize(("variables", "arguments", "message"), [

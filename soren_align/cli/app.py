@@ -19,7 +19,7 @@ from ..core.files import local_path
 from ..core.version import __version__
 from ..tasks import TASKS
 from . import files
-from .grammar import HELP, KeyCommand
+from .grammar import HELP, KeyCommand, refuse_options
 
 RESUMABLE = (*TASKS, "eval", "compare")
 
@@ -76,6 +76,7 @@ Processes = Annotated[
     typer.Option("--processes", min=1, metavar="N", help="Start N processes on this machine, one per GPU. Default: 1."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+WITH_JSON = "with --json, which prints everything"
 Shapes = Annotated[
     str,
     typer.Option(metavar="SHAPES", help="Shapes of llama-60m, qwen2.5-3b or mistral-7b, or a list: 512x1376,512x512."),
@@ -161,6 +162,7 @@ def _print_notice(line: str) -> None:
 
 @app.command(cls=KeyCommand)
 def plan(
+    context: typer.Context,
     recipe: RecipeOrStudy,
     set_: Overrides = None,
     as_json: AsJson = False,
@@ -171,10 +173,13 @@ def plan(
     full: Annotated[bool, typer.Option("--full", help="Show all details (recipes only).")] = False,
 ) -> None:
     """Show what a recipe or a study would do and cost, without training."""
+    if as_json:
+        refuse_options(context, ["full"], WITH_JSON)
     words = [*(set_ or ()), *(["--processes", str(processes)] if processes > 1 else [])]
     path = local_path(recipe)
     is_file = path.is_file() and path.suffix in (".yaml", ".yml")
     if shipped.is_study(path) if is_file else not path.is_file() and recipe in shipped.studies():
+        refuse_options(context, ["full"], "on a study")
         from ..study import plan as study_planning
         from ..study.config import load_study
 
@@ -191,6 +196,7 @@ def plan(
 
 @app.command(cls=KeyCommand)
 def compare(
+    context: typer.Context,
     study: Annotated[
         list[str],
         files.named("STUDY", "A study's file or a shipped name; with --merge, studies' folders.", shipped.studies),
@@ -219,15 +225,16 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="With --merge: print JSON.")] = False,
 ) -> None:
     """Compare optimizers: tune each, then train it on fresh seeds."""
-    from ..core.errors import UserError
-
     if merge:
+        refuse_options(context, ["set_", "jobs", "processes", "extend", "report"], "with --merge")
         from ..study.merge import show
 
         show(study, as_json=as_json)
         return
     if len(study) > 1 or as_json:
         raise UserError("compare: several studies and --json need --merge; name one study, or add --merge")
+    if report:
+        refuse_options(context, ["jobs", "processes", "extend"], "with --report, which starts no runs")
     from ..study import runner
     from ..study.config import load_study
 
@@ -352,6 +359,7 @@ def chat(
 
 @app.command()
 def show(
+    context: typer.Context,
     run: Annotated[
         str | None, typer.Argument(metavar="RUN", help="A run folder. Default: the newest run below runs/.")
     ] = None,
@@ -359,6 +367,8 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show a run's status, curve, scores, samples and the next commands."""
+    if as_json:
+        refuse_options(context, ["full"], WITH_JSON)
     from ..launch import show as showing
 
     showing.show(run, full=full, as_json=as_json)
@@ -403,6 +413,7 @@ def reshard(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder o
 
 @app.command()
 def spectrum(
+    context: typer.Context,
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder with spectra.jsonl or a checkpoint.")],
     matrices: Annotated[
         list[str] | None,
@@ -413,6 +424,8 @@ def spectrum(
     as_json: AsJson = False,
 ) -> None:
     """Compare every map with the exact sigmoid on a run's momenta, without training."""
+    if as_json:
+        refuse_options(context, ["full"], WITH_JSON)
     from ..launch import commands
 
     commands.spectrum(run, matrices or ["*"], output=output, full=full, as_json=as_json)

@@ -16,6 +16,7 @@ from ..core import shipped
 from ..core.errors import UserError, did_you_mean, printable
 from ..core.files import local_path
 from ..core.shipped import MODELINE
+from .grammar import refuse_options
 from .questions import ENOUGH, read_pairs, write_questions
 
 recipes_app = typer.Typer(help="List or copy the shipped recipes.", invoke_without_command=True, rich_markup_mode=None)
@@ -40,6 +41,7 @@ def named(metavar: str, help_text: str, *tables: Callable[[], dict[str, Path]], 
 
 
 def new(
+    context: typer.Context,
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
     model: Annotated[
         str | None,
@@ -58,6 +60,8 @@ def new(
     run unchanged. With --data the examples come from your file; some of them become questions, which are not trained
     on.
     """
+    if data is None:
+        refuse_options(context, ["question", "answer"], "without --data", "add --data FILE")
     from ..core.document import with_modeline
     from ..core.text import print_labelled, stderr_console
 
@@ -403,7 +407,12 @@ def docs(
         console.print(Markdown(re.sub(r"<!--.*?-->\n", "", text), hyperlinks=False))
 
 
+OF_RESULTS = ("reference", "metric", "id_", "score", "task", "cluster", "max_score", "group", "common")
+"""The options of `stats` that name columns of the results, or select what to compare."""
+
+
 def stats(
+    context: typer.Context,
     results: Annotated[
         list[str] | None,
         typer.Argument(metavar="RESULTS...", help="A file or folder of results per model, or NAME=PATH."),
@@ -465,13 +474,17 @@ def stats(
 
     columns = Columns(tuple(metric or ()), id_, score, task, cluster, max_score)
     settings: dict[str, Any] = {"reference": reference, "groups": group or (), "common": common, "as_json": as_json}
+    if as_json:
+        refuse_options(context, ["as_markdown"], "with --json")
+    if score is not None:
+        refuse_options(context, ["metric"], "with --score, which names the column")
     if plan is not None:
+        refuse_options(context, ["average", "as_markdown"], "with --plan")
+        if not results:
+            refuse_options(context, OF_RESULTS, "without results", "name a file or folder per model")
         comparison.plan(plan, results or (), columns, expected=expected, questions=questions, **settings)
         return
     if not results:
         raise UserError("stats: no results; name a file or folder per model, or add --plan POINTS")
-    if expected is not None or questions is not None:
-        raise UserError(
-            f"--{'questions' if expected is None else 'expected'}: has no effect without --plan; add --plan POINTS"
-        )
+    refuse_options(context, ["expected", "questions"], "without --plan", "add --plan POINTS")
     comparison.stats(results, columns, mean=average, as_markdown=as_markdown, **settings)

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from typer import Context
 from typer.core import TyperCommand
+
+from ..core.errors import UserError
 
 HELP = """\
 Usage: soren-align COMMAND ...
@@ -80,3 +83,18 @@ def key_of(name: str) -> str | None:
     from ..recipe import trl
 
     return name if re.fullmatch(r"\w+(\.\w+)+", name) else trl.recipe_key(name.replace("-", "_"))
+
+
+def refuse_options(context: Context, names: Sequence[str], condition: str, remedy: str = "") -> None:
+    """Raise UserError if the command line has one of these options, which have no effect under the condition.
+
+    names: of the command's parameters, which are its function's. remedy: default: to remove the options.
+    """
+    options = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name) if parameter.name in names else None
+        if source is not None and source.name == "COMMANDLINE":
+            options.append(parameter.opts[0])
+    if options:
+        has, them = ("has", "this option") if len(options) == 1 else ("have", "these options")
+        raise UserError(f"{', '.join(options)}: {has} no effect {condition}; {remedy or f'remove {them}'}")

@@ -218,6 +218,8 @@ def test_a_run_is_its_only_evaluation_and_its_name_is_that_of_its_own_model(tmp_
     (_, d) = comparisons(f"adamw={a}", f"soren={b}", "--reference", "adamw")
     assert (d["model"], d["difference"]) == ("soren", pytest.approx(50))
     assert "two models have the name SFT; write NAME=" in run(a, b, code=2).stderr
+    for option in (["--metric", "acc"], ["--max-score", 10]):
+        assert "which has one metric per task; remove --metric" in run(f"x={a}", f"y={b}", *option, code=2).stderr
     own_evaluation(a / "eval/other", base=10, SFT=20)
     assert "was evaluated with 2 suites (other and zoo); name one: " in run(a, code=2).stderr
     shutil.rmtree(b / "eval")
@@ -368,6 +370,7 @@ def test_other_mistakes_get_one_sentence(tmp_path):
         ([good, f"b={good}", "--id", "key"], "has no key"), (["--plan", 1, "--expected", 120], "--expected: found 120"),
         ([good, f"b={good}", "--group", "arc"], "--group arc: no task begins with it"),
         (["/dev/null"], "no regular file"),
+        ([good, f"b={good}", "--plan", 2, "--expected", 50], "--expected: has no effect on several models"),
     ]:  # fmt: skip
         assert problem in run(*arguments, code=2).stderr
 

@@ -46,6 +46,12 @@ def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
         if (path / "run.json").is_file():
             path = _evaluation(path)
         if (path / NAME).is_file():
+            if columns != Columns():
+                raise UserError(
+                    f"{path}: is a folder of results of soren-align, which has one metric per task; remove --metric,"
+                    " --id, --score, --task, --cluster and --max-score, or name the folder of a row in its samples"
+                    " folder"
+                )
             rows = _own_rows(path)
         else:
             place = path.absolute()
@@ -378,6 +384,8 @@ def plan(
     if arguments:
         _, answers, _ = load(arguments, columns, reference, groups, common)
     if len(answers) > 1:
+        if expected is not None:
+            raise UserError("--expected: has no effect on several models, whose scores are known; remove this option")
         (_, first), *later = answers.items()
         num_tests = len(later) * len(first.points)
         for name, model in later:
