@@ -15,6 +15,7 @@ from soren_align.cli import app
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.study.config import load_study
+from tests.support.run_folders import add_results, finished_run
 
 
 @pytest.fixture
@@ -64,6 +65,28 @@ def test_help_and_refusals_do_not_import_torch(bad, tmp_path):
         code += "print(sorted(m for m in ('torch', 'transformers', 'trl', 'datasets') if m in sys.modules))"
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
         assert out.splitlines()[-1] == "[]", arguments
+
+
+@pytest.mark.process
+def test_show_and_runs_import_nothing_that_they_do_not_need(tmp_path):
+    add_results(finished_run(tmp_path / "runs/a"))
+    needless = (
+        "torch",
+        "numpy",
+        "matplotlib",
+        "ruamel.yaml",
+        "jinja2",
+        "soren_align.core.document",
+        "soren_align.recipe",
+        "soren_align.evaluate.stats.contamination",
+        "concurrent.futures",
+        "rich.live",
+    )
+    for arguments in (["runs"], ["show"]):
+        code = f"import sys; from soren_align.cli.app import main; assert main({arguments!r}) == 0\n"
+        code += f"print([name for name in {needless} if name in sys.modules])"
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.splitlines()[-1:] == ["[]"], done
 
 
 def test_the_version_is_printed(run):

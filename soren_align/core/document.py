@@ -27,7 +27,7 @@ from ruamel.yaml import YAML
 from .errors import UserError, closest, did_you_mean
 from .files import local_path, read_json, write
 from .shipped import MODELINE
-from .text import join_words
+from .text import dotted, join_words
 from .yaml import Key, parse_yaml
 
 MAX_PARTS = 10
@@ -212,11 +212,6 @@ def dump(content: Any) -> str:
     yaml.width = 100
     yaml.dump(content, stream)
     return stream.getvalue()
-
-
-def dotted(key: Iterable[str | int]) -> str:
-    """Return a key as it is written after --set: 'data.train.0.path'."""
-    return ".".join(map(str, key))
 
 
 def read_form(file: Path, form: TypeAdapter[Any], remedy: str, max_bytes: int) -> Any:

@@ -9,21 +9,25 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from threading import Barrier
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import TypedDict
 
 from .errors import REMEDIES, UserError
-from .yaml import MAX_DEPTH, MAX_YAML_BYTES, is_text
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 T = TypeVar("T")
 
+MAX_YAML_BYTES = 1 << 20
 MAX_JSON_BYTES = 1 << 26
+MAX_DEPTH = 50
+"""Levels of YAML and JSON."""
 MAX_JSON_DIGITS = 40
 CORRECT = "correct the file, or restore a copy"
 """The remedy for a file that is no valid JSON: the user's own file, or one that this tool wrote."""
@@ -128,6 +132,14 @@ def parse_json(text: str, name: str, max_depth: int = MAX_DEPTH) -> Any:
         if not level:
             return data
     raise UserError(f"{name}: cannot be read as JSON: nested more than {max_depth} levels deep; {CORRECT}")
+
+
+def is_text(value: str) -> bool:
+    """Whether `value` can be encoded in UTF-8: half of a surrogate pair cannot."""
+    try:
+        return value.isascii() or bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _json_int(digits: str) -> int:
@@ -256,11 +268,13 @@ def chunk_digests(chunks: Iterable[tuple[Path, int]]) -> Iterator[bytes]:
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
+def _threads() -> "ThreadPoolExecutor":
     """Return the threads that hash, all of them started: once, early, when there is memory.
 
     CPython's Thread.start (3.11) waits for ever for a thread that ends for lack of memory as it begins.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     number = min(_MAX_THREADS, os.cpu_count() or 1)
     threads, all_started = ThreadPoolExecutor(number), Barrier(number)
     try:

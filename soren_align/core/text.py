@@ -17,14 +17,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.segment import Segment
-from rich.status import Status
 from rich.text import Text
 
 from .errors import printable
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 LINE_SECONDS = 10.0
 """Between two lines of progress where there is no terminal."""
@@ -198,7 +200,7 @@ def stderr_console(*, quiet: bool = False) -> Terminal:
     return Terminal(file=sys.stderr, quiet=quiet)
 
 
-def loading(console: Console, text: str) -> Status:
+def loading(console: Console, text: str) -> "Status":
     """Return a spinner with this text; without a terminal, as in a cluster's logs, print the text as a line."""
     if not console.is_terminal:
         word, _, rest = text.partition(" ")
@@ -281,6 +283,11 @@ def count(num: int, noun: str, plural: str = "") -> str:
 def join_words(words: Sequence[str], conjunction: str = "and") -> str:
     """Return words as a list in a sentence: a, b and c."""
     return f" {conjunction} ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+def dotted(key: Iterable[str | int]) -> str:
+    """Return a key as it is written after --set: 'data.train.0.path'."""
+    return ".".join(map(str, key))
 
 
 def duration(seconds: float | None) -> str:

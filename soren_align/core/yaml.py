@@ -14,13 +14,12 @@ from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.resolver import implicit_resolvers
 
 from .errors import UserError
+from .files import MAX_DEPTH, MAX_YAML_BYTES, is_text
 
 Key = tuple[str | int, ...]
 """The position of a value: ('optimizer', 'lr'), ('data', 'train', 0)."""
 
 _LINE_END = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
-MAX_YAML_BYTES = 1 << 20
-MAX_DEPTH = 50
 MAX_NODES = 10_000
 """Keys and values of a YAML file, aliases expanded. The pure Python parser reads about 50,000 a second."""
 MAX_KEYS = 1000
@@ -196,11 +195,3 @@ _PATTERNS = [
     for versions, tag, pattern, first in implicit_resolvers
     if (1, 2) in versions and tag.rpartition(":")[2] in _KINDS.split()
 ]
-
-
-def is_text(value: str) -> bool:
-    """Whether `value` can be encoded in UTF-8: half of a surrogate pair cannot."""
-    try:
-        return value.isascii() or bool(value.encode())
-    except UnicodeEncodeError:
-        return False

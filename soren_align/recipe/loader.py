@@ -16,10 +16,10 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from ..core import document, shipped
-from ..core.document import Document, Key, Setting, dotted, tag_of
+from ..core.document import Document, Key, Setting, tag_of
 from ..core.errors import UserError
 from ..core.files import local_path, read_text
-from ..core.text import join_words
+from ..core.text import dotted, join_words
 from ..tasks import TASKS
 from . import trl
 from .checks import problems_beyond_schema

@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core import shipped
-from ..core.document import dotted, from_pydantic
+from ..core.document import from_pydantic
 from ..core.errors import OutOfReach, UserError, did_you_mean
 from ..core.files import local_path, read_json
 from ..core.hub import hub_answers
+from ..core.text import dotted
 from .data_files import PYTHON, SUFFIXES, data_suffix, is_pattern
 from .schema import ADAPTER, Quantize, Recipe
 

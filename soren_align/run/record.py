@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from ..core.document import dotted
 from ..core.errors import UserError
 from ..core.files import CHANGED, digest, read_json
+from ..core.text import dotted
 from ..tasks import TaskName
 
 FORMAT_VERSION = 2

@@ -11,10 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..core.document import dotted
 from ..core.errors import UserError
 from ..core.files import file_sha256, write
-from ..core.text import count
+from ..core.text import count, dotted
 from ..evaluate.report.results import read_results
 from ..evaluate.stats.paired import read_points, read_sample_points
 from ..evaluate.stats.power import Part

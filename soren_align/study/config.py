@@ -15,9 +15,10 @@ from pydantic_core import PydanticCustomError
 
 from .. import recipe as recipes
 from ..core import shipped
-from ..core.document import Document, Key, Section, dotted, find, parse, place, sentences
+from ..core.document import Document, Key, Section, find, parse, place, sentences
 from ..core.errors import UserError, did_you_mean
 from ..core.files import local_path, read_text
+from ..core.text import dotted
 from ..evaluate.suite.suites import suite_of
 from ..recipe import Recipe, trainer_value
 from ..recipe.optimizer import NonNegative, Positive

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from ...core.document import dotted
 from ...core.errors import UserError
 from ...core.files import is_component, read_json, write
+from ...core.text import dotted
 
 NAME = "results.json"
 POINTS = "points.json"

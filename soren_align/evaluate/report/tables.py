@@ -17,7 +17,6 @@ from rich.text import Text
 
 from ...core.figures import FONT, Colors, short, style_axes, write_pictures
 from ...core.text import Table, p_value, without_html
-from ..stats.contamination import NGRAM
 from .results import Interval, PublishedRow, Results, Row
 
 if TYPE_CHECKING:
@@ -256,6 +255,8 @@ def _truncation(results: Results) -> list[str]:
 
 def _contamination(results: Results) -> list[str]:
     """Return lines with the questions that the training examples contain, and the scores without them."""
+    from ..stats.contamination import NGRAM  # `show` and `runs` rarely need it
+
     columns = results.get("contamination") or {}
     lines, clean = [], [column for column, each in columns.items() if not each["overlapping"]]
     for column, each in columns.items():
