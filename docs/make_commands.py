@@ -96,6 +96,13 @@ for the models and datasets of the shipped recipes, `plan` needs no network.
 
     soren-align plan mistral-7b/soren --processes 8 --set run.parallel=zero3
 """,
+    "inspect": """\
+[models.md](models.md#inspect-a-model) explains the output of `inspect`. If a problem would stop every training of this
+model, the exit code is 2.
+
+    soren-align inspect Qwen/Qwen2.5-3B
+    soren-align inspect my-model --processes 4 --set optimizer.name=muon
+""",
     "reshard": "See [distributed.md](distributed.md), Checkpoints.\n",
     "spectrum": """\
 `spectrum` prints the distance between the output of every map and the output of the exact sigmoid, as a mean over all

@@ -195,6 +195,28 @@ def plan(
 
 
 @app.command(cls=KeyCommand)
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder with a config.json, or a hub name.")],
+    set_: Overrides = None,
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, metavar="N", help="GPUs that share the optimizer states.")
+    ] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Show from a model's config how it would be trained, and what would stop it.
+
+    No weights are needed: which optimizer updates which parameters, optimizer states per GPU, fused, expert and tied
+    weights, chat template, special tokens, packing.
+    """
+    from ..launch import commands
+    from ..recipe import load_for_model
+
+    recipe = load_for_model(model, set_, _print_notice)
+    next_command = shlex.join(["soren-align", "sft", "--model", model, *(set_ or [])]) + " --data DATA --output RUN"
+    raise typer.Exit(commands.inspect(recipe, next_command, processes=processes, as_json=as_json))
+
+
+@app.command(cls=KeyCommand)
 def compare(
     context: typer.Context,
     study: Annotated[

@@ -21,7 +21,7 @@ Fine-tune language models with AdamW, Muon or Soren, and find out whether it
 helped.
 
 Start     new        write a folder to start with: data, recipe, questions
-          recipes, suites, docs, import
+          inspect, recipes, suites, docs, import
 Train     sft        train on conversations, then evaluate
           dpo        train on preference pairs, then evaluate
           pretrain   train on plain texts, from random weights

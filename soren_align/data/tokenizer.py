@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def check_template(
                 f"{name}: the chat template has {{% generation %}}, but marks no token of the first example; put "
                 "{% generation %} and {% endgeneration %} around message['content'] of the assistant's turns"
             )
-        last = next((i for i in reversed(range(len(ids))) if str(tokenizer.decode([ids[i]])).strip()), 0)
+        last = last_visible(ids, tokenizer)
         end, eos = str(tokenizer.convert_ids_to_tokens(ids[last])), tokenizer.eos_token
         added: Any = tokenizer.added_tokens_encoder
         notices = []
@@ -121,6 +121,11 @@ def check_template(
         elif ids[last] != tokenizer.eos_token_id:
             notices = [f"answers end with {end}, but the model stops at {eos}: add model.eos_token: '{end}'"]
     return notices
+
+
+def last_visible(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
+    """The position of the last token that is not blank: of a conversation, the token that ends the last answer."""
+    return next((i for i in reversed(range(len(ids))) if str(tokenizer.decode([ids[i]])).strip()), 0)
 
 
 def _render(

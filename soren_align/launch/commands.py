@@ -248,6 +248,32 @@ def plan(recipe: Recipe, next_command: str, *, full: bool = False, as_json: bool
     return 2 if result["problems"] else 0
 
 
+def inspect(recipe: Recipe, next_command: str, *, processes: int, as_json: bool) -> int:
+    """Print what is known of the recipe's model without its weights. Returns the exit code: 2 if it cannot be trained.
+
+    processes: of the predicted optimizer states. next_command: printed last, unless the model cannot be trained.
+    """
+    from ..planning.offline import model_config, offline_without_hub
+
+    if model_config(recipe.model.name_or_path) is None:
+        refuse_unreachable(recipe)
+    set_environment(recipe)
+    console = stderr_console()
+    with deferred(), console.status("Loading torch and transformers"):
+        from ..planning.inspection import ALWAYS, inspect_model
+        from ..planning.show_inspection import print_inspection
+    with quiet_libraries(), console.status("Inspecting the model"), offline_without_hub():
+        inspection = inspect_model(recipe, processes)
+    is_refused = any(problem["when"] == ALWAYS for problem in inspection["problems"])
+    if as_json:
+        sys.stdout.write(json.dumps(inspection, indent=2) + "\n")
+    else:
+        print_inspection(inspection, terminal := Terminal())
+        if not is_refused:
+            print_labelled(terminal, "next", next_command, wrap=False)
+    return 2 if is_refused else 0
+
+
 def reshard(run: str) -> None:
     """Convert the last checkpoint of an unfinished run, so that any number of processes can resume from it."""
     folder = RunFolder(run)

@@ -319,7 +319,7 @@ def build_model(
     num_blocks = getattr(text_config, "num_hidden_layers", 0)
     are_first = blocks is not None and [*blocks] == [i % num_blocks for i in range(len(blocks))]
     if blocks is not None and are_first:
-        _select(text_config, blocks)
+        select_blocks(text_config, blocks)
     with as_user_error("no model can be built from config.json", Exception):  # transformers checks few of its values
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention if attention == "eager" else None
@@ -329,7 +329,7 @@ def build_model(
         return model
     path, chain = _chain_of_blocks(model, num_blocks)
     model.set_submodule(path, nn.ModuleList(deepcopy(chain[i]) for i in blocks))
-    _select(model.config.get_text_config(), blocks)
+    select_blocks(model.config.get_text_config(), blocks)
     return model
 
 
@@ -359,7 +359,7 @@ def _chain_of_blocks(model: nn.Module, num_blocks: int) -> tuple[str, nn.ModuleL
     return "", nn.ModuleList()
 
 
-def _select(config: Any, blocks: Sequence[int]) -> None:
+def select_blocks(config: Any, blocks: Sequence[int]) -> None:
     """Set the number of blocks, and in each list with an entry per block (`layer_types`, ...) those of `blocks`."""
     before = config.num_hidden_layers
     config.num_hidden_layers = len(blocks)

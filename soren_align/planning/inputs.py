@@ -1,6 +1,6 @@
 """Read the inputs of a plan: config, tokenizer and examples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,11 @@ from ..core.errors import OutOfReach
 from ..data import DatasetStats
 from ..recipe import Recipe
 from ..run.folder import RunFolder
+from ..training.adapters import add_empty_adapter, refuse_unmatched
 from ..training.model import load_config
 from ..training.setup import TrainingSetup, set_up_training
 from . import offline
+from .flops import build_model
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,20 @@ def load_inputs(recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], 
     )
     config = AutoConfig.from_pretrained(config_folder)
     return Inputs(config, name, None, num_published, num_published, (notice,))
+
+
+def outline(
+    recipe: Recipe, config: Any, start: str, blocks: Sequence[int] | None = None, dtype: torch.dtype = torch.float32
+) -> Any:
+    """The recipe's model without weights, with frozen parameters and adapter. blocks: see `build_model`.
+
+    start: folder or hub name of the starting checkpoint. Call it on the meta device.
+    """
+    frozen = () if recipe.model.lora else recipe.model.freeze
+    model = build_model(config, blocks, dtype, frozen, recipe.model.attn_implementation)
+    if blocks is None:
+        refuse_unmatched(model, recipe.model.freeze)
+    return add_empty_adapter(model, recipe, start)
 
 
 def on_this_machine(recipe: Recipe) -> Recipe:

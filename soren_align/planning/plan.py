@@ -9,6 +9,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ from ..optim import ADAMW_RMS, OPTIMIZERS, build_optimizer, route, routing_table
 from ..recipe import Recipe, accumulation, compute_dtype, few_steps, global_batch, parallel, trains_adapter
 from ..run.folder import RunFolder
 from ..sharding.ranks import Ranks
-from ..training import adapters, build
-from ..training.adapters import refuse_unmatched
+from ..training import build
 from ..training.setup import check_attention, trl_arguments
 from . import offline
-from .flops import UNBOUNDED_LENGTH, build_model, compute, joined_sequences, kinds_of_blocks
-from .inputs import Inputs, count_frozen, load_inputs, on_this_machine
+from .flops import UNBOUNDED_LENGTH, compute, joined_sequences, kinds_of_blocks
+from .inputs import Inputs, count_frozen, load_inputs, on_this_machine, outline
 from .memory import FLOAT32, ITEMSIZE
 from .step import processes
 
@@ -58,13 +58,7 @@ def plan_training(
         inputs = load_inputs(local, RunFolder(scratch), on_examples)
         args: Any = trl_arguments(local, Path(scratch), Ranks())
 
-    def build_outline(blocks: Sequence[int] | None = None, dtype: torch.dtype = torch.float32) -> Any:
-        frozen = () if recipe.model.lora else recipe.model.freeze
-        outline = build_model(inputs.config, blocks, dtype, frozen, recipe.model.attn_implementation)
-        if blocks is None:
-            refuse_unmatched(outline, recipe.model.freeze)
-        return adapters.add_empty_adapter(outline, recipe, inputs.start)
-
+    build_outline = partial(outline, recipe, inputs.config, inputs.start)
     with torch.device("meta"), as_user_error(f"model {recipe.model.name_or_path}"):
         model = build_outline()
         with as_user_error("optimizer", ValueError):

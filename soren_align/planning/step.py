@@ -151,15 +151,12 @@ def _map_workspace(plan: ExchangePlan, rank: Rank) -> int:
     return peak
 
 
-def processes(
-    recipe: Recipe, routes: Sequence[Route], frozen: tuple[int, int], num_ranks: int, costs: Compute
-) -> dict[str, Any]:
-    """The plan's section "processes". frozen: numbers and bytes of the parameters that are not trained."""
-    trainer, strategy, has_adapter = recipe.trainer, parallel(recipe.run.parallel), trains_adapter(recipe.model)
-    on_cpu, precomputes = bool(trainer.get("use_cpu")), bool(trainer.get("precompute_ref_log_probs"))
+def model_sizes(recipe: Recipe, routes: Sequence[Route], frozen: tuple[int, int]) -> ModelSizes:
+    """The sizes of the recipe's model. frozen: numbers and bytes of the parameters that are not trained."""
+    has_adapter, precomputes = trains_adapter(recipe.model), bool(recipe.trainer.get("precompute_ref_log_probs"))
     matrices = {route.name: route for route in routes if route.rule == "spectral"}
     others = [math.prod(route.shape) for route in routes if route.rule != "spectral"]
-    model = ModelSizes(
+    return ModelSizes(
         {name: route.shape for name, route in matrices.items()},
         num_others=sum(others),
         num_frozen=frozen[0],
@@ -171,6 +168,15 @@ def processes(
         has_reference=TASKS[recipe.task].has_reference and not precomputes and not has_adapter,
         quantize=recipe.model.quantize,
     )
+
+
+def processes(
+    recipe: Recipe, routes: Sequence[Route], frozen: tuple[int, int], num_ranks: int, costs: Compute
+) -> dict[str, Any]:
+    """The plan's section "processes". frozen: numbers and bytes of the parameters that are not trained."""
+    trainer, strategy, has_adapter = recipe.trainer, parallel(recipe.run.parallel), trains_adapter(recipe.model)
+    on_cpu, precomputes = bool(trainer.get("use_cpu")), bool(trainer.get("precompute_ref_log_probs"))
+    model = model_sizes(recipe, routes, frozen)
     rank = Rank(model, strategy, num_ranks, recipe.optimizer, compute_dtype(recipe), on_cpu)
     cost, with_adamw = step_cost(rank), step_cost(replace(rank, optimizer=as_adamw(recipe.optimizer)))
     saved = {}
@@ -191,7 +197,7 @@ def processes(
         if costs.activation_bytes is None:
             sums["device"]["forward_backward"] = None
         totals.append(sums)
-    num_rows = max((min(route.matrix) for route in matrices.values()), default=0)
+    num_rows = max((min(route.matrix) for route in routes if route.rule == "spectral"), default=0)
     flops = {"busiest_rank": cost.flops_busiest_rank, "all_ranks": cost.flops_all_ranks}
     global_batch_size, factors = global_batch(recipe, num_ranks)
     # Gradients are averaged in a ring: by DDP and stage 1 once a step, by the others after each micro-batch; an

@@ -4,7 +4,7 @@
 that it extends, and `checks` looks for missing files and conflicting keys. Nothing here imports torch.
 """
 
-from .checks import evaluation_problems
+from .checks import evaluation_problems, model_problems
 from .data_files import (
     FILE_KINDS,
     STDLIB,
@@ -16,7 +16,18 @@ from .data_files import (
     refuse_wide_characters,
 )
 from .data_section import Data, DataSplit, HeldOut, HeldOutNumber, TrainSplit
-from .loader import OPTIONS, differences, find, load, load_resolved, load_text, recipe_hash, to_yaml, training_part
+from .loader import (
+    OPTIONS,
+    differences,
+    find,
+    load,
+    load_for_model,
+    load_resolved,
+    load_text,
+    recipe_hash,
+    to_yaml,
+    training_part,
+)
 from .model import Quantization, adapter_config, compute_dtype, is_local, quantization, recorded_quantization
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, OptimizerSection, as_adamw
 from .parallel import Parallel, accumulation, batch_unit, few_steps, global_batch, parallel, trainer_value

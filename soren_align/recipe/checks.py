@@ -157,7 +157,7 @@ def _check_model(raw: _Raw) -> None:
             raw.report(("model", "tokenizer"), f"{tokenizer!r} has no tokenizer_config.json; {remedy}")
     if (model := raw.path("model", "name_or_path")) is None:
         return
-    raw.report(("model", "name_or_path"), *_folder_problems(model, init_seed, tokenizer))
+    raw.report(("model", "name_or_path"), *model_problems(model, init_seed, tokenizer))
     adapts, name = is_adapter(model), str(raw.get("run", "parallel") or "ddp")
     lora, quantize = section.get("lora"), section.get("quantize")
     if adapts and section.get("freeze"):
@@ -191,7 +191,7 @@ def _check_model(raw: _Raw) -> None:
         raw.report(("model", "quantize" if quantize else "name_or_path"), message)
 
 
-def _folder_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[str]:
+def model_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[str]:
     """The problems of the model or adapter at `path`. tokenizer: model.tokenizer, in the place of the folder's."""
     if not is_local(path):
         message = (
@@ -215,7 +215,7 @@ def _folder_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[s
             return [f"{path} is an adapter of trained weights, not of random weights; remove model.init_seed"]
         if is_local(base) and not Path(base).is_dir():
             return [f"{path} is an adapter of {base}, which does not exist; restore this base model"]
-        return _folder_problems(base, None)
+        return model_problems(base, None)
     needed = ("config.json", "tokenizer_config.json") if tokenizer is None else ("config.json",)
     missing = [name for name in needed if not (folder / name).is_file()]
     if missing:

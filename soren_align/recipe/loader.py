@@ -22,7 +22,7 @@ from ..core.files import local_path, read_text
 from ..core.text import dotted, join_words
 from ..tasks import TASKS
 from . import trl
-from .checks import problems_beyond_schema
+from .checks import model_problems, problems_beyond_schema
 from .data_files import question_columns
 from .data_section import kind_of_eval
 from .model import recorded_quantization
@@ -96,6 +96,29 @@ def load(
     if any(columns) or (name_or_path is None and task == "sft"):
         _add_columns(source, notify, *columns)
     return _checked(source, task)
+
+
+SOME_EXAMPLES = "shipped:recipes/quickstart/data/chat_train.jsonl"
+"""For a recipe whose data are not read."""
+
+
+def load_for_model(model: str, overrides: list[str] | None = None, notify: Notify = lambda _: None) -> Recipe:
+    """The recipe of an SFT of `model` without a recipe's file, whose data are not to be read.
+
+    A folder may lack weights and tokenizer (`checks.model_problems` lists these); it has a config.json, or an adapter.
+    """
+    values = ["data.eval=null", "trainer.eval_strategy=no", "trainer.eval_on_start=false", *(overrides or [])]
+    options = dict(zip(OPTIONS, (model, SOME_EXAMPLES, "runs/inspect", None), strict=True))
+    problems = model_problems(model, None)
+    if problems and not (shipped.resolve(model) / "config.json").is_file():
+        raise UserError(*problems)
+    try:
+        return load(None, values, "sft", notify, options)
+    except UserError:
+        if not problems:
+            raise
+        recipe = load(None, values, "sft", notify, options | {"--model": "any/model"})  # which nothing looks for
+        return recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": model})})
 
 
 def _add_columns(source: Document, notify: Notify, question: str | None, answer: str | None) -> None:

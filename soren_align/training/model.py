@@ -151,7 +151,7 @@ def generation_notices(recipe: Recipe, start: str) -> list[str]:
     return [notice] if notice else []
 
 
-_TWO_ANSWERS: list[dict[str, Any]] = [
+TWO_ANSWERS: list[dict[str, Any]] = [
     {"role": role, "content": content} for content in ("first", "second") for role in ("user", "assistant")
 ]
 """Templates that leave out parts of earlier turns render them differently as the second answer follows."""
@@ -168,7 +168,7 @@ def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
     set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
         try:
-            list(encode({"messages": [_TWO_ANSWERS]}, "sft", tokenizer, assistant_only_loss=True))
+            list(encode({"messages": [TWO_ANSWERS]}, "sft", tokenizer, assistant_only_loss=True))
         except ValueError:
             # TRL does not support the template, or it fails on a conversation of TRL's: check_template reports it.
             with contextlib.suppress(Exception):

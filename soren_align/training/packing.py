@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import pack_dataset
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..core.errors import UserError
 from ..core.silence import quiet_libraries
@@ -240,24 +241,34 @@ class IsolationCheck(TrainerCallback):
         examples = probe_examples(self.dataset)
         if len(examples) < 2:
             return
-        try:
-            change, noise = cross_talk(model, self.collator, examples, args.device)
-        except ValueError as error:  # such as an architecture that needs a kernel for it
-            raise UserError(
-                f"{self.place}: packed examples cannot be kept separate: {error}; write packing: false"
-            ) from error
-        if change > max(TOLERANCE, 10 * noise):
-            base = model.get_base_model() if hasattr(model, "get_base_model") else model
-            attention, other = str(getattr(base.config, "_attn_implementation", None)), ""
-            if base._supports_flash_attn and "flash" not in attention:
-                (flash, *_) = base._compatible_flash_implementations or ["flash_attention_2"]
-                other = f"model.attn_implementation: {flash} (on a GPU), "
-            raise UserError(
-                f"{self.place}: {type(base).__name__} with attention {attention} mixes the examples of one sequence: a "
-                "change of one example's tokens changes the logits of other examples, by "
-                f"{change:.1%} of the change of the example's own logits. Write {other}packing: false, or "
-                "packing_strategy: wrapped to let examples attend to each other"
-            )
+        refuse_mixing(model, self.collator, examples, args.device, self.place)
+
+
+def refuse_mixing(model: Any, collator: Any, examples: list[list[int]], device: Any, place: str) -> None:
+    """Raise UserError if the model mixes packed examples. place: the recipe's key that packs them. Collective."""
+    try:
+        change, noise = cross_talk(model, collator, examples, device)
+    except ValueError as error:  # such as an architecture that needs a kernel for it
+        raise UserError(f"{place}: packed examples cannot be kept separate: {error}; write packing: false") from error
+    if change <= max(TOLERANCE, 10 * noise):
+        return
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    attention, other = str(getattr(base.config, "_attn_implementation", None)), ""
+    if base._supports_flash_attn and "flash" not in attention:
+        (flash, *_) = base._compatible_flash_implementations or ["flash_attention_2"]
+        other = f"model.attn_implementation: {flash} (on a GPU), "
+    raise UserError(
+        f"{place}: {type(base).__name__} with attention {attention} mixes the examples of one sequence: a change of "
+        f"one example's tokens changes the logits of other examples, by {change:.1%} of the change of the example's "
+        f"own logits. Write {other}packing: false, or packing_strategy: wrapped to let examples attend to each other"
+    )
+
+
+def refuse_mixing_in(model: Any, place: str) -> None:
+    """Raise UserError if a model on the CPU mixes packed examples of the tokens 3 to 50, packed as TRL packs them."""
+    tokens = [*range(3, 3 + NUM_EXAMPLES * NUM_TOKENS)]
+    examples = [tokens[start : start + NUM_TOKENS] for start in range(0, len(tokens), NUM_TOKENS)]
+    refuse_mixing(model, DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True), examples, "cpu", place)
 
 
 def probe_examples(dataset: Any) -> list[list[int]]:

@@ -124,18 +124,7 @@ def set_up_training(
             f"{describe_dropped(counts.dropped)}; raise trainer.max_length ({config.max_length}), or fix the data"
         )
 
-    # Without an embedding of a token, its lookup on a GPU would end in an assertion.
-    vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
-    own: Any = getattr(config, "pad_token", None)  # which not every config of TRL has
-    pad_token: Any = own or tokenizer.pad_token or tokenizer.eos_token  # as TRL chooses it
-    pad_id = None if pad_token is None else tokenizer.convert_tokens_to_ids(pad_token)
-    for finding, token_id in {"examples have token": counts.max_token_id, "the padding is token": pad_id}.items():
-        if isinstance(vocab_size, int) and token_id is not None and token_id >= vocab_size:
-            raise UserError(
-                f"model.tokenizer: {finding} {token_id:,}, but the model's vocab_size is only {vocab_size:,}, because "
-                "the tokenizer or its chat template is that of another model, or was changed; restore the model's files"
-            )
-
+    refuse_unembedded(model_config, tokenizer, counts.max_token_id, getattr(config, "pad_token", None))
     held_out = None
     if evaluation := splits["eval"]:
         packs_held_out = getattr(config, "eval_packing", None)
@@ -191,6 +180,29 @@ def _count(
         num_truncated_tokens=packing.num_lost_tokens,
     )
     return counts, packing
+
+
+def refuse_unembedded(
+    model_config: Any, tokenizer: Any, max_token_id: int | None, own_pad_token: str | None = None
+) -> None:
+    """Raise UserError if the model has no embedding of a token of the examples, or of the padding.
+
+    Its lookup on a GPU would end in an assertion. own_pad_token: of TRL's config, which not every config of TRL has.
+    """
+    vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
+    pad_token = padding_token(tokenizer, own_pad_token)
+    pad_id = None if pad_token is None else tokenizer.convert_tokens_to_ids(pad_token)
+    for finding, token_id in {"examples have token": max_token_id, "the padding is token": pad_id}.items():
+        if isinstance(vocab_size, int) and token_id is not None and token_id >= vocab_size:
+            raise UserError(
+                f"model.tokenizer: {finding} {token_id:,}, but the model's vocab_size is only {vocab_size:,}, because "
+                "the tokenizer or its chat template is that of another model, or was changed; restore the model's files"
+            )
+
+
+def padding_token(tokenizer: Any, own: str | None = None) -> str | None:
+    """The token that TRL pads with. own: of TRL's config."""
+    return own or tokenizer.pad_token or tokenizer.eos_token
 
 
 def check_attention(recipe: Recipe, config: Any) -> None:

@@ -1,0 +1,240 @@
+"""The inspection of a model from its config and tokenizer, before any data exist.
+
+Every check is the one that training makes; what it refuses becomes a problem here.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+
+from ..core.errors import OutOfReach, UserError, as_user_error
+from ..data import check_template, dataset_of, has_marks, last_visible
+from ..optim import Route, build_optimizer, route, routing_table, share_notices, spectral_share
+from ..optim.blocks import fused_projections
+from ..optim.layout import num_matrices
+from ..recipe import OPTIMIZER_SECTIONS, Recipe, is_local, model_problems, parallel
+from ..recipe.model import refuse_unreachable
+from ..recipe.parallel import NAMES
+from ..run.folder import RunFolder
+from ..training import build
+from ..training.adapters import common_globs
+from ..training.model import TWO_ANSWERS, generation_notices, load_config, load_tokenizer, starting_checkpoint
+from ..training.setup import check_attention, padding_token, refuse_unembedded
+from . import offline
+from .inputs import count_frozen, on_this_machine, outline
+from .memory import ModelSizes, Rank
+from .probe import probe_packing
+from .step import model_sizes
+
+ALWAYS, CONVERSATIONS, ANSWERS, PACKING = "", "conversations", "trainer.assistant_only_loss", "trainer.packing"
+"""When a problem stops training: whatever the data and settings; on conversations; with this setting."""
+PARALLEL = tuple(name for name in NAMES if not name.endswith("offload"))
+
+
+def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
+    """Return the inspection of the recipe's model as plain data. recipe: its data are not read.
+
+    num_ranks: GPUs that share the model. Raises UserError if no model can be built from the config.
+    """
+    problems: list[dict[str, str]] = []
+    notices: list[str] = []
+    name, init_seed = recipe.model.name_or_path, recipe.model.init_seed
+    problems += ({"when": ALWAYS, "message": message} for message in model_problems(name, init_seed))
+    config, folder = _config(recipe, notices)
+    with _collected(problems, ALWAYS):
+        check_attention(recipe, config)
+    attention, recipe = recipe.model.attn_implementation, on_this_machine(recipe)
+    start, tokenizer_source = starting_checkpoint(recipe, RunFolder(recipe.run.output_dir))
+    with torch.device("meta"), as_user_error(f"model {name}"):
+        model = outline(recipe, config, start)
+        with as_user_error("optimizer", ValueError):
+            routes = route(model, recipe.optimizer.aux, recipe.optimizer.matrices)
+        with _collected(problems, ALWAYS), as_user_error("optimizer", ValueError):
+            build_optimizer(model, **build.optimizer_settings(recipe))
+    with _collected(problems, ALWAYS):
+        notices += generation_notices(recipe, folder or start)
+    missing, reached = _reached_by_text(model)
+    if missing and not recipe.model.lora:
+        message = f"text does not use {len(missing)} trained parameters, such as {missing[0]}"
+        message += f"; write model.freeze: {common_globs(missing, reached)}"
+        problems.append({"when": ALWAYS, "message": message})
+    tokens = None
+    if folder is not None:
+        with _collected(problems, ALWAYS):
+            refuse_unreachable(recipe)
+    elif not is_local(tokenizer_source) or (Path(tokenizer_source) / "tokenizer_config.json").is_file():
+        # Without this file transformers may make an empty tokenizer, by the model's type.
+        with _collected(problems, ALWAYS):
+            tokenizer: Any = load_tokenizer(recipe, tokenizer_source)
+            tokens = _tokens(config, tokenizer, folder or start, problems, notices)
+    is_separate, packing = probe_packing(config, model, attention)
+    if is_separate is False:
+        problems.append({"when": PACKING, "message": packing})
+
+    table = routing_table(routes)
+    notices += share_notices(recipe.optimizer.name, table)
+    sizes = model_sizes(recipe, routes, count_frozen(recipe, model))
+    dtype = getattr(config, "dtype", None)
+    return {
+        "model": {
+            "name_or_path": name,
+            "class": type(model).__name__,
+            "model_type": config.model_type,
+            "dtype": str(dtype).removeprefix("torch.") if dtype else None,
+            "num_parameters": sum(p.numel() for p in model.parameters()),
+            "num_trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "max_position_embeddings": getattr(config.get_text_config(), "max_position_embeddings", None),
+        },
+        "problems": problems,
+        "notices": notices,
+        "optimizer": recipe.optimizer.name,
+        "spectral_share": spectral_share(table),
+        "routing": table,
+        "parameters": _parameters(routes),
+        "fused": _fused(routes),
+        "experts": _experts(routes),
+        "tied": _tied(model),
+        "optimizer_states": {"num_processes": num_ranks, "bytes_per_gpu": _states(recipe, sizes, num_ranks)},
+        "tokens": tokens,
+        "packing": {"is_separate": is_separate, "message": packing},
+    }
+
+
+@contextmanager
+def _collected(problems: list[dict[str, str]], when: str) -> Iterator[None]:
+    """Within this context, what a check refuses is added to `problems`."""
+    try:
+        yield
+    except UserError as error:
+        problems += ({"when": when, "message": message} for message in error.problems)
+
+
+def _config(recipe: Recipe, notices: list[str]) -> tuple[Any, str | None]:
+    """The model's config, and its folder if it is the one that the package ships."""
+    try:
+        return load_config(recipe), None
+    except OutOfReach:
+        if (folder := offline.model_config(recipe.model.name_or_path)) is None:
+            raise
+        notices.append("the hub is out of reach; the config is the one that soren-align ships")
+        return AutoConfig.from_pretrained(folder), str(folder)
+
+
+def _reached_by_text(model: Any) -> tuple[list[str], list[str]]:
+    """The names of the trained parameters that text does not use, such as an image encoder's, and of those that it
+    uses."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    head, used = model.get_output_embeddings(), {p for _, p in trained}
+    if model.config.get_text_config() is not model.config:
+        used = {*model.get_decoder().parameters(), *(head.parameters() if head is not None else ())}
+    return [name for name, p in trained if p not in used], [name for name, p in trained if p in used]
+
+
+def _tokens(
+    config: Any, tokenizer: Any, start: str, problems: list[dict[str, str]], notices: list[str]
+) -> dict[str, Any]:
+    """The section "tokens": special tokens, and the chat template with the token that ends a turn."""
+    place, ids = tokenizer.name_or_path or "the tokenizer", []
+    examples = dataset_of([{"messages": TWO_ANSWERS}])
+    template: dict[str, Any] = {"exists": bool(tokenizer.chat_template)}
+    num_problems = len(problems)
+    with _collected(problems, CONVERSATIONS):
+        of_template = check_template(tokenizer, "sft", False, examples)
+        notices += of_template
+        ids = tokenizer.apply_chat_template(TWO_ANSWERS, return_dict=True)["input_ids"]
+        end = ids[last_visible(ids, tokenizer)]
+        template |= {"end": str(tokenizer.convert_ids_to_tokens(end)), "end_id": end}
+        template["end_is_eos"] = end == tokenizer.eos_token_id
+    if len(problems) == num_problems:
+        with _collected(problems, ANSWERS):
+            check_template(tokenizer, "sft", True, examples)
+            template["answers"] = "marked" if has_marks(tokenizer.get_chat_template()) else "derived"
+    with _collected(problems, ALWAYS):
+        refuse_unembedded(config, tokenizer, max(ids, default=None))
+    try:
+        generation: Any = GenerationConfig.from_pretrained(start).eos_token_id
+    except OSError:
+        generation = None
+    pad = padding_token(tokenizer)
+    if pad is None:
+        message = f"{place}: has neither pad_token nor eos_token; write model.eos_token"
+        problems.append({"when": ALWAYS, "message": message})
+    return {
+        "template": template,
+        "eos": tokenizer.eos_token,
+        "eos_id": tokenizer.eos_token_id,
+        "config_eos_ids": _ids(config.get_text_config().eos_token_id),
+        "generation_eos_ids": _ids(generation),
+        "pad": pad,
+        "pad_id": None if pad is None else tokenizer.convert_tokens_to_ids(pad),
+        "pad_is_own": tokenizer.pad_token is not None,
+        "num_tokens": len(tokenizer),
+        "vocab_size": getattr(config.get_text_config(), "vocab_size", None),
+    }
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _parameters(routes: Sequence[Route]) -> list[dict[str, Any]]:
+    """One entry per name, with * for numbers, and shape: {"name", "shape", "rule", "reason", "tensors", ...}."""
+    total = sum(math.prod(r.shape) for r in routes)
+    rows: dict[Any, dict[str, Any]] = {}
+    for r in routes:
+        name = re.sub(r"(?<=\.)\d+(?=\.)", "*", r.name)
+        new = {"name": name, "shape": list(r.shape), "rule": r.rule, "reason": r.reason}
+        row = rows.setdefault((name, r.shape, r.rule, r.reason), {**new, "tensors": 0, "matrices": 0, "share": 0.0})
+        row["tensors"] += 1
+        row["matrices"] += r.num_matrices if r.rule == "spectral" else 0
+        row["share"] += math.prod(r.shape) / total
+    return list(rows.values())
+
+
+def _fused(routes: Sequence[Route]) -> list[dict[str, Any]]:
+    """Matrices with several projections, by the name of their layer: whether the optimizer maps them apart."""
+    rows: dict[Any, dict[str, Any]] = {}
+    for r in routes:
+        if r.rule == "spectral" and (parts := fused_projections(r.name)):
+            layer, is_split = r.name.removesuffix(".weight").rpartition(".")[2], num_matrices(r.layout) > 1
+            row = rows.setdefault((layer, is_split), {"layer": layer, "projections": list(parts), "tensors": 0})
+            row |= {"is_split": is_split, "tensors": row["tensors"] + 1}
+    return list(rows.values())
+
+
+def _experts(routes: Sequence[Route]) -> dict[str, Any] | None:
+    """The tensors that store the experts of a layer, the experts in each, and their matrices."""
+    tensors = [r for r in routes if len(r.shape) == 3 and r.rule == "spectral"]
+    if not tensors:
+        return None
+    numbers = sorted({r.shape[0] for r in tensors})
+    return {"tensors": len(tensors), "experts": numbers, "matrices": sum(r.num_matrices for r in tensors)}
+
+
+def _tied(model: Any) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _states(recipe: Recipe, sizes: ModelSizes, num_ranks: int) -> list[dict[str, Any]]:
+    """{"optimizer", "states", and bytes per GPU by sharding strategy} of every optimizer; None where it is refused."""
+    rows = []
+    for states in ("float32", "8bit"):
+        for name, section in OPTIMIZER_SECTIONS.items():
+            optimizer, row = section(name=name, lr=recipe.optimizer.lr, states=states), {}
+            for strategy in PARALLEL:
+                is_refused = states == "8bit" and strategy == "fsdp2"
+                rank = Rank(sizes, parallel(strategy), num_ranks, optimizer)
+                row[strategy] = None if is_refused else rank.optimizer_states("", "device").num_bytes
+            rows.append({"optimizer": name, "states": states, **row})
+    return rows

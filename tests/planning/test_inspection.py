@@ -1,0 +1,139 @@
+"""`soren-align inspect`: a model's training from its config alone."""
+
+import io
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from soren_align.core.errors import UserError
+from soren_align.core.text import Terminal
+from soren_align.launch import commands
+from soren_align.planning.inspection import ALWAYS, inspect_model
+from soren_align.planning.show_inspection import print_inspection
+from soren_align.recipe import load_for_model
+from tests.support.architectures import ARCHITECTURES, config_of
+from tests.support.cpu_time import cpu_seconds
+from tests.support.tiny_models import BASE
+
+pytestmark = pytest.mark.model
+MIXING = {"opt", "falcon", "bloom", "gpt_oss", "mamba", "lfm2", "qwen3_next"}  # tests/training/test_isolation.py
+REFUSED = {"qwen2_vl", "t5"}
+SECONDS = 2
+
+
+def folder_of(tmp_path, name, **changes):
+    config_of(name, **changes).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(BASE).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def inspected(folder, *overrides, num_ranks=8):
+    return inspect_model(load_for_model(str(folder), list(overrides)), num_ranks)
+
+
+def messages(inspection, when=ALWAYS):
+    return [problem["message"] for problem in inspection["problems"] if problem["when"] == when]
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
+def test_every_architecture_is_inspected_in_two_seconds(name, tmp_path):
+    folder = folder_of(tmp_path, name)
+    start = cpu_seconds()
+    inspection = inspected(folder)
+    assert cpu_seconds() - start < SECONDS
+    assert sum(row["share"] for row in inspection["parameters"]) == pytest.approx(1)
+    assert sum(row["numel"] for row in inspection["routing"]) == inspection["model"]["num_trained_parameters"]
+    assert inspection["packing"]["is_separate"] == (name not in MIXING)
+    assert bool(messages(inspection, "trainer.packing")) == (name in MIXING)
+    others = [message for message in messages(inspection) if "has no weights" not in message]
+    assert len(others) == (name == "gemma3")
+    assert all("model.freeze: ['model.vision_tower.*', 'model.multi_modal_projector.*']" in text for text in others)
+    text = io.StringIO()
+    print_inspection(inspection, Terminal(file=text, width=80))
+    tables = [line for line in text.getvalue().splitlines() if line.startswith(" ")]
+    assert max(map(len, tables)) <= 80 or "problem" in text.getvalue()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_no_causal_language_model_is_refused_in_one_sentence(name, tmp_path):
+    with pytest.raises(UserError, match="name a causal language model"):
+        inspected(folder_of(tmp_path, name))
+
+
+def test_the_states_are_those_of_a_plan(tmp_path, planned):
+    plan, _ = planned("quickstart/sft", "run.parallel=zero2", num_ranks=2)
+    (states,) = [part["num_bytes"] for part in plan["processes"]["memory"] if part["name"] == "optimizer states"]
+    config_of("llama").save_pretrained(tmp_path)
+    inspection = inspected(BASE, num_ranks=2)
+    rows = {(row["optimizer"], row["states"]): row for row in inspection["optimizer_states"]["bytes_per_gpu"]}
+    assert rows["soren", "float32"]["zero2"] == states
+    assert rows["adamw", "float32"]["ddp"] > 1.5 * rows["soren", "float32"]["ddp"] > rows["soren", "float32"]["zero3"]
+    assert rows["soren", "8bit"]["fsdp2"] is None
+
+
+def test_a_template_is_judged_by_the_token_that_ends_its_answers(tmp_path):
+    folder = folder_of(tmp_path, "llama")
+    assert inspected(folder)["tokens"]["template"]["end_is_eos"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = tokenizer.chat_template.replace("content + '<|end|>'", "content + '<|user|>'")
+    tokenizer.save_pretrained(folder)
+    inspection = inspected(folder)
+    assert any(
+        "answers end with <|user|>, but the model stops at <|end|>: add model.eos_token" in notice
+        for notice in inspection["notices"]
+    )
+    assert not inspection["tokens"]["template"]["end_is_eos"]
+    assert inspected(folder, "model.eos_token=<|user|>")["tokens"]["template"]["end_is_eos"]
+    tokenizer.chat_template = None
+    (folder / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(folder)
+    (problem,) = messages(inspected(folder), "conversations")
+    assert "has no chat template; set model.chat_template" in problem
+
+
+def test_a_config_alone_is_enough_for_all_but_the_tokens(tmp_path):
+    config_of("qwen3_moe").save_pretrained(tmp_path)
+    inspection = inspected(tmp_path)
+    assert inspection["tokens"] is None
+    assert "has no tokenizer_config.json" in messages(inspection)[0]
+    assert inspection["experts"] == {"tensors": 4, "experts": [4], "matrices": 24}
+    assert inspection["fused"] == [
+        {"layer": "gate_up_proj", "projections": ["gate", "up"], "tensors": 2, "is_split": True}
+    ]
+
+
+def test_tokens_without_an_embedding_stop_every_training(tmp_path):
+    (weights, message) = messages(inspected(folder_of(tmp_path, "llama", vocab_size=3)))
+    assert "has no weights" in weights
+    assert "the model's vocab_size is only 3" in message
+
+
+@pytest.mark.parametrize(("overrides", "code"), [([], 2), (["model.init_seed=0"], 0)])
+def test_the_exit_code_is_2_if_every_training_would_stop(tmp_path, capsys, overrides, code):
+    recipe = load_for_model(str(folder_of(tmp_path, "phi3")), overrides)
+    assert commands.inspect(recipe, "soren-align sft", processes=8, as_json=True) == code
+    inspection = json.loads(capsys.readouterr().out)
+    assert inspection["model"]["class"] == "Phi3ForCausalLM"
+    assert commands.inspect(recipe, "soren-align sft", processes=8, as_json=False) == code
+    text = capsys.readouterr().out
+    assert text.startswith("problem" if code else "problems  none")
+    assert ("next      soren-align sft" in text) == (code == 0)
+
+
+def test_every_parameter_is_in_the_table_with_the_reason_of_its_route(tmp_path):
+    inspection = inspected(folder_of(tmp_path, "gpt2"), "optimizer.aux=['*.c_proj.weight']")
+    rows = {row["name"]: row for row in inspection["parameters"]}
+    assert rows["transformer.h.*.attn.c_proj.weight"]["reason"] == "named by aux '*.c_proj.weight'"
+    assert rows["transformer.h.*.attn.c_attn.weight"] | {"share": 0} == {
+        "name": "transformer.h.*.attn.c_attn.weight", "shape": [32, 96], "rule": "spectral", "reason": "linear layer",
+        "tensors": 2, "matrices": 2, "share": 0}  # fmt: skip
+    assert inspection["tied"] == [["transformer.wte.weight", "lm_head.weight"]]
+
+
+def test_a_folder_without_a_config_is_refused_before_torch(tmp_path):
+    with pytest.raises(UserError, match=r"has no config.json .*; name a model's folder"):
+        load_for_model(str(tmp_path))
+    with pytest.raises(UserError, match=r"no folder .*/nothing; correct the path"):
+        load_for_model(str(tmp_path / "nothing"))
