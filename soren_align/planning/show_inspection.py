@@ -60,7 +60,12 @@ def _print_routing(inspection: dict[str, Any], console: Console) -> None:
         )
         rows.append([f"{optimizers[group['rule']]}: {group['reason']}, {number}", "", "", ""])
         rows += (
-            ["  " + p["name"].removesuffix(".weight"), " x ".join(map(str, p["shape"])), f"{p['tensors']:,}", f"{p['share']:.2%}"]
+            [
+                "  " + p["name"].removesuffix(".weight"),
+                " x ".join(map(str, p["shape"])),
+                f"{p['tensors']:,}",
+                f"{p['share']:.2%}",
+            ]
             for p in inspection["parameters"]
             if (p["rule"], p["reason"]) == (group["rule"], group["reason"])
         )
