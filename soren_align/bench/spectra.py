@@ -34,6 +34,7 @@ from ..optim import Muon, Soren, SpectralOptimizer, matrices_of, momentum_of
 from ..run.folder import PREVIOUS, RunFolder, read_seal, step_of
 from ..spectral import SOREN_MAPS, singular_values
 from ..spectral.exact import null_space_bound
+from ..spectral.maps import sigmoid
 
 MAX_BYTES = 1 << 28  # of spectra.jsonl; 252 matrices with 2048 singular values are 6 MB a step
 MAX_RANK = 1 << 14  # of a matrix in it: the diagonal matrix of a larger one has more than 1 GB
@@ -152,11 +153,11 @@ def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[st
 
 
 def all_maps() -> dict[str, SpectralOptimizer]:
-    """Muon, and Soren with each of its maps and resolutions, by their labels ("minimax 0.01")."""
+    """Muon, and Soren with each approximation of the sigmoid, by their labels ("minimax 0.01")."""
     matrix = [torch.nn.Parameter(torch.zeros(1, 1))]
     maps: dict[str, SpectralOptimizer] = {"muon": Muon(matrix)}
     for name, spectral_map in SOREN_MAPS.items():
-        for settings in spectral_map.variants():
+        for settings in spectral_map.variants() if spectral_map.target is sigmoid else ():
             label = " ".join([name, *(f"{value:g}" for value in settings.values())])
             maps[label] = Soren(matrix, 0.0, map={"name": name, **settings}, adjust_lr_fn="none")
     return maps

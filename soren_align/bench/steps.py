@@ -12,7 +12,7 @@ import torch
 
 from ..core.errors import UserError
 from ..optim import HTMuon, Muon, Soren
-from ..spectral.maps import MUON, SOREN_MAPS
+from ..spectral.maps import MUON, SOREN_MAPS, sigmoid
 from .maps import DION, MUON_FLOAT32, newton_schulz_float32, scheduled_quintic
 from .shapes import Matrices, Shape
 from .timing import available_bytes, interleaved, machine, matmul_rates, too_slow
@@ -43,7 +43,7 @@ class DionsMuon(Muon):
 
 
 def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
-    """All optimizers on the same parameters; those that decompose matrices only if these are small."""
+    """The optimizers, and Soren's sigmoids; those that decompose matrices only if these are small."""
     small = max(min(p.shape) for p in parameters) <= DECOMPOSED_ROWS
     return {
         **{
@@ -51,7 +51,7 @@ def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Op
                 parameters, LR, map=name, adjust_lr_fn="none"
             )
             for name, spectral_map in SOREN_MAPS.items()
-            if small or spectral_map.flops
+            if spectral_map.target is sigmoid and (small or spectral_map.flops)
         },
         "Muon": Muon(parameters, LR),
         MUON_FLOAT32: MuonFloat32(parameters, LR),

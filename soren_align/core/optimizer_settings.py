@@ -49,6 +49,7 @@ COEFFICIENT = Bounds(least=0, below=1)
 NUM_STEPS = Bounds(least=1, most=99)
 """Of Newton-Schulz iterations: torch.optim.Muon refuses 100."""
 POWER = Bounds(above=0, most=1)
+NUM_SUPPRESSIONS = Bounds(least=0, most=99)
 
 WEIGHT_DECAY = 0.1
 AUX_WEIGHT_DECAY = 0.0
@@ -78,5 +79,6 @@ RELEASED_STEPS = 5
 """K of the authors' released code."""
 MUON_STEPS = 5
 HTMUON_POWER = 0.125
+PROMOTIONS, SUPPRESSIONS = 3, 2
 
 PRECISION: Precision = "auto"

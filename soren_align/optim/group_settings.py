@@ -137,7 +137,7 @@ def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_
         was, now = ([*group.get("weight_layouts", {}).values()] for group in groups)
         pairs.append(("weight_layouts", was, now))
         if all("param_names" in group for group in groups):
-            was, now = ([_WRAPPER.sub("", name) for name in group["param_names"]] for group in groups)
+            was, now = ([name_in_model(name) for name in group["param_names"]] for group in groups)
             numbers = (f"{len(was)} names", f"{len(now)} names")
             first = next(((a, b) for a, b in zip(was, now, strict=False) if a != b), numbers)
             pairs += [("param_names", *first)] if was != now else []
@@ -148,6 +148,11 @@ def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_
         raise ValueError(
             "the checkpoint has other optimizer settings; restore these settings:\n" + "\n".join(differences)
         )
+
+
+def name_in_model(name: str) -> str:
+    """A parameter's name without the parts that wrappers of modules add: torch.compile's, FSDP's, checkpointing's."""
+    return _WRAPPER.sub("", name)
 
 
 def names_of(group: dict[str, Any]) -> Sequence[str]:

@@ -47,7 +47,7 @@ class Soren(SpectralOptimizer, name="soren"):
     map: "minimax", accurate from a normalised singular value of 0.0004 on, or {"name": "minimax", "resolution": 0.01}
         for less work; "sns", the paper's Algorithm 1, less accurate and dearer, or {"name": "sns", "steps": 15};
         "exact", the definition; "released", the map of the authors' code, which has a smaller update and is closer to
-        momentum SGD, or {"name": "released", "steps": 5}.
+        momentum SGD, or {"name": "released", "steps": 5}. Others are no sigmoid: `spectral.maps` has them all.
     adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))), "match_rms_adamw" (0.2 sqrt(max(m, n)), divided by the
         sigmoid's 1/2 so that learning rates compare with AdamW's), or "match_rms_measured" (0.2 over the RMS of the
         map's output, so that every update has RMS 0.2 lr, whatever the spectrum and the map). None is "none", the
@@ -104,9 +104,11 @@ class Soren(SpectralOptimizer, name="soren"):
         return SOREN_MAPS[map_name].factor_precision(self.precision, min(x.shape[-2:]), on_gpu)
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
-        """The sigmoid of the singular values of x."""
+        """U f(S) V^T of x; f is the sigmoid, or what the group's map has in its place."""
         name, settings = group["map"]["name"], {key: group["map"][key] for key in group["map"] if key != "name"}
         precision = self.factor_precision(x, name)
+        if SOREN_MAPS[name].is_drawn:
+            settings["seeds"] = self.seeds
         output, num_guarded = SOREN_MAPS[name].function(x, precision=precision, max_norm=self.max_norm, **settings)
         self.num_guarded += int(num_guarded)  # a host read, where a norm is large
         return output

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from .maps import MAPS, SOREN_MAPS, SpectralMap
 
 if TYPE_CHECKING:
-    from .exact import distance_from_sigmoid, exact_sigmoid, singular_values, spectral_power
+    from .exact import distance_from_sigmoid, exact_sigmoid, identity, singular_values, spectral_power
     from .matrices import full_precision
     from .minimax import guarded_minimax_sigmoid, minimax_sigmoid, num_workspace_numbers
+    from .nulls import random_spectrum, shuffled_spectrum
+    from .pion import high_pass
     from .quintic import newton_schulz
     from .sns import guarded_soft_newton_schulz, released_level, released_sigmoid, soft_newton_schulz
 
@@ -24,11 +26,15 @@ __all__ = [
     "full_precision",
     "guarded_minimax_sigmoid",
     "guarded_soft_newton_schulz",
+    "high_pass",
+    "identity",
     "minimax_sigmoid",
     "newton_schulz",
     "num_workspace_numbers",
+    "random_spectrum",
     "released_level",
     "released_sigmoid",
+    "shuffled_spectrum",
     "singular_values",
     "soft_newton_schulz",
     "spectral_power",
@@ -36,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for module in ("exact", "matrices", "minimax", "quintic", "sns") if name in __all__ else ():
+    for module in ("exact", "matrices", "minimax", "nulls", "pion", "quintic", "sns") if name in __all__ else ():
         if hasattr(loaded := import_module(f".{module}", __name__), name):
             return getattr(loaded, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

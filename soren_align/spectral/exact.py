@@ -23,7 +23,7 @@ def exact_sigmoid(x: Tensor) -> Tensor:
     Returns [..., m, n] in the dtype of x. Zero on the numerical null space, so a zero matrix gives zero; a matrix
     that contains a NaN or an infinity gives all NaN. Source: the paper's definition of Soren.
     """
-    return _map_singular_values(x, torch.sigmoid)
+    return map_singular_values(x, torch.sigmoid)
 
 
 @in_full_precision
@@ -34,7 +34,13 @@ def spectral_power(x: Tensor, p: float) -> Tensor:
     Returns [..., m, n] in the dtype of x, with the null space and non-finite matrices as in `exact_sigmoid`.
     Not scale-free: 100 times the gradient is 100^p times the result. Source: HTMuon, arXiv 2603.10067, p = 0.125.
     """
-    return _map_singular_values(x, lambda sigma: sigma.pow(p))
+    return map_singular_values(x, lambda sigma: sigma.pow(p))
+
+
+def identity(x: Tensor) -> Tensor:
+    """A copy of x [..., m, n], floating point: momentum SGD. A matrix that contains a NaN or an infinity: all NaN."""
+    wide = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return from_wide(wide.masked_fill(~all_finite(wide), torch.nan), x)
 
 
 def null_space_bound(x: Tensor) -> float:
@@ -43,7 +49,11 @@ def null_space_bound(x: Tensor) -> float:
     return min(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps) * max(x.shape[-2:])
 
 
-def _map_singular_values(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+def map_singular_values(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """U f(S) V^T of x = U S V^T [..., m, n] for any f of [..., r] singular values, in no order; 0 on the null space.
+
+    function: gets 0 for each mode of the numerical null space.
+    """
     wide = to_wide(x, torch.float64)
     finite = all_finite(wide)
     wide = wide.where(finite, 0.0)
@@ -51,14 +61,14 @@ def _map_singular_values(x: Tensor, function: Callable[[Tensor], Tensor]) -> Ten
     if x.dtype == torch.float64:
         u, sigma, vh = torch.linalg.svd(wide, full_matrices=False)
         keep = sigma > threshold * sigma.amax(dim=-1, keepdim=True)
-        result = (u * function(sigma).where(keep, 0.0).unsqueeze(-2)) @ vh
+        result = (u * function(sigma.where(keep, 0.0)).where(keep, 0.0).unsqueeze(-2)) @ vh
     else:
         # The Gram matrix squares the condition number, which float64 can afford: sigma is accurate to 1e-8 of
         # sigma_max, and the threshold lies above 1e-7 of it.
         eigenvalues, u = torch.linalg.eigh(wide @ wide.mT)
         sigma = eigenvalues.clamp(min=0.0).sqrt()
         keep = sigma > threshold * sigma.amax(dim=-1, keepdim=True)
-        gain = (function(sigma) / sigma).where(keep, 0.0)
+        gain = (function(sigma.where(keep, 0.0)) / sigma).where(keep, 0.0)
         result = (u * gain.unsqueeze(-2)) @ (u.mT @ wide)
     return from_wide(result.masked_fill(~finite, torch.nan), x)
 

@@ -5,13 +5,22 @@ record and nothing else, so that a new map is one record here, with its function
 The recipe is validated before torch is imported, hence torch and a map's file are imported when a map is called.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..core import optimizer_settings as default
-from ..core.optimizer_settings import NUM_STEPS, POWER, RESOLUTIONS, Bounds, FactorPrecision, Precision
+from ..core.optimizer_settings import (
+    NUM_STEPS,
+    NUM_SUPPRESSIONS,
+    POWER,
+    RESOLUTIONS,
+    Bounds,
+    FactorPrecision,
+    Precision,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +58,26 @@ def power(sigma: "Tensor", p: float) -> "Tensor":
     return sigma.pow(p)
 
 
+def itself(sigma: "Tensor", **settings: Any) -> "Tensor":
+    """The target of momentum SGD."""
+    return sigma
+
+
+def pions(sigma: "Tensor", **settings: Any) -> "Tensor":
+    """Pion's target, which is its polynomials themselves."""
+    return _file("pion").high_pass(sigma.diag(), **settings).diagonal()
+
+
+def drawn(sigma: "Tensor") -> "Tensor":
+    """Uniform random numbers, of seed 0."""
+    return _file("nulls").drawn_spectra(sigma)
+
+
+def shuffled(sigma: "Tensor") -> "Tensor":
+    """The singular values, permuted by seed 0."""
+    return _file("nulls").shuffled_spectra(sigma)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpectralMap:
     """A map of singular values, U f(S) V^T of x = U S V^T."""
@@ -66,6 +95,8 @@ class SpectralMap:
     function: Callable[..., Output]
     """function(x, *, precision, max_norm, and the settings): x of [..., m, n] is not modified; max_norm is an upper
     bound of |x|_F of every matrix, or None where it is not known."""
+    is_drawn: bool = False
+    """Whether `function` draws random numbers: it then takes `seeds`, one for each matrix."""
     target: Callable[..., "Tensor"]
     """target(sigma, and the settings): f, which `function` is or approximates; `bench maps` shows its name."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
@@ -205,6 +236,64 @@ EXACT = SpectralMap(
     target=sigmoid,
 )
 
+IDENTITY = SpectralMap(
+    name="identity",
+    title="identity, momentum SGD",
+    label="identity",
+    doc="The momentum itself: SGD with Nesterov momentum.",
+    source="the paper's section 4.1, which compares Soren with it",
+    function=lambda x, *, precision, max_norm: (_file("exact").identity(x), 0),
+    target=itself,
+    flops=lambda m, n, precision: 0,
+    workspace=lambda m, n, precision: 7 * m * n // 4,  # with what the check for NaN needs
+    level=lambda m, n: 1 / math.sqrt(min(m, n)),  # of a norm of 1 at most, as clipped gradients have
+)
+
+HIGH_PASS = SpectralMap(
+    name="high_pass",
+    title="high_pass, Pion's map",
+    label="high_pass {promotions}+{suppressions}",
+    doc="Pion's map: the leading singular values become 1, the others fall towards 0.",
+    source="Pion, arXiv 2605.19282",
+    function=lambda x, *, precision, max_norm, **settings: (_file("pion").high_pass(x, **settings), 0),
+    target=pions,
+    settings={
+        "promotions": Setting(
+            default.PROMOTIONS, NUM_STEPS, doc="The number of steps that raise the leading singular values."
+        ),
+        "suppressions": Setting(
+            default.SUPPRESSIONS, NUM_SUPPRESSIONS, doc="The number of steps that lower the others."
+        ),
+    },
+    flops=lambda m, n, precision, promotions, suppressions: (promotions + suppressions) * (4 * m * m * n + 2 * m**3),
+    workspace=lambda m, n, precision: 2 * m * n + 2 * m * m,
+)
+
+RANDOM = SpectralMap(
+    name="random",
+    title="random, a null map",
+    label="random",
+    doc="A null map for studies: the singular values are random numbers between 0 and 1, new ones at each step. This "
+    "map is slow.",
+    source="Kaon, arXiv 2605.11181",
+    function=lambda x, *, precision, max_norm, seeds=(): (_file("nulls").random_spectrum(x, seeds), 0),
+    is_drawn=True,
+    target=drawn,
+)
+
+SHUFFLED = SpectralMap(
+    name="shuffled",
+    title="shuffled, a null map",
+    label="shuffled",
+    doc="A null map for studies: the momentum's singular values, exchanged at random between its modes at each step. "
+    "This map is slow.",
+    source="ours, after Kaon",
+    function=lambda x, *, precision, max_norm, seeds=(): (_file("nulls").shuffled_spectrum(x, seeds), 0),
+    is_drawn=True,
+    target=shuffled,
+    level=lambda m, n: 1 / math.sqrt(min(m, n)),
+)
+
 MUON = SpectralMap(
     name="muon",
     optimizer="muon",
@@ -230,6 +319,7 @@ HTMUON = SpectralMap(
     settings={"p": Setting(default.HTMUON_POWER, POWER)},
 )
 
-MAPS = {spectral_map.name: spectral_map for spectral_map in (MINIMAX, SNS, RELEASED, EXACT, MUON, HTMUON)}
+_MAPS = (MINIMAX, SNS, RELEASED, EXACT, IDENTITY, HIGH_PASS, RANDOM, SHUFFLED, MUON, HTMUON)
+MAPS = {spectral_map.name: spectral_map for spectral_map in _MAPS}
 SOREN_MAPS = {name: spectral_map for name, spectral_map in MAPS.items() if spectral_map.optimizer == "soren"}
 """The choices of Soren's `map`, the default first."""

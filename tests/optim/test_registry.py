@@ -73,6 +73,7 @@ def test_a_name_has_one_class(fifth):
 
 def test_every_spelling_of_a_map_is_stored_complete():
     complete = {"minimax": {"resolution": 0.0004}, "sns": {"steps": 15}, "released": {"steps": 5}, "exact": {}}
+    complete |= {"identity": {}, "high_pass": {"promotions": 3, "suppressions": 2}, "random": {}, "shuffled": {}}
     assert complete == {name: spectral_map.defaults for name, spectral_map in SOREN_MAPS.items()}
     for name, defaults in complete.items():
         for spelling in (name, {"name": name}, {"name": name, **defaults}):

@@ -6,9 +6,13 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from soren_align.spectral import (
     exact_sigmoid,
+    high_pass,
+    identity,
     minimax_sigmoid,
     newton_schulz,
+    random_spectrum,
     released_sigmoid,
+    shuffled_spectrum,
     soft_newton_schulz,
     spectral_power,
 )
@@ -18,6 +22,7 @@ MAPS = {
     "exact_sigmoid": exact_sigmoid, "sns": soft_newton_schulz, "sns gram": lambda x: soft_newton_schulz(x, form="gram"),
     "minimax": minimax_sigmoid, "minimax eigh": lambda x: minimax_sigmoid(x, "eigh"), "released": released_sigmoid,
     "newton_schulz": newton_schulz, "spectral_power": lambda x: spectral_power(x, 0.125),
+    "identity": identity, "high_pass": high_pass, "random": random_spectrum, "shuffled": shuffled_spectrum,
 }  # fmt: skip
 every_map = pytest.mark.parametrize("spectral_map", MAPS.values(), ids=MAPS.keys())
 

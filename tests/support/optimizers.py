@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from soren_align.optim import AdamW, HTMuon, Muon, Soren
+from soren_align.spectral import SOREN_MAPS
 
 OPTIMIZERS = {
-    "Soren": lambda params, lr=0.05, **kw: Soren(params, lr, **kw),
-    "Soren sns": lambda params, lr=0.05, **kw: Soren(params, lr, map="sns", **kw),
-    "Soren released": lambda params, lr=0.05, **kw: Soren(params, lr, map="released", **kw),
-    "Soren exact": lambda params, lr=0.05, **kw: Soren(params, lr, map="exact", **kw),
+    **{
+        f"Soren {name}": lambda params, lr=0.05, name=name, **kw: Soren(params, lr, map=name, **kw)
+        for name in SOREN_MAPS
+    },
     "Muon": lambda params, lr=0.05, **kw: Muon(params, lr, **kw),
     "HTMuon": lambda params, lr=0.05, **kw: HTMuon(params, lr, **kw),
     "AdamW": lambda params, lr=0.05, **kw: AdamW(params, lr, **kw),
