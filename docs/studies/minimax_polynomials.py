@@ -21,12 +21,13 @@ from studies import recorded_spectra
 
 from soren_align.core.optimizer_settings import MUON_STEPS, SNS_STEPS
 from soren_align.spectral import MAPS
-from soren_align.spectral.minimax import POLYNOMIAL_PRODUCTS, minimax_flops
-from soren_align.spectral.products import Sign
+from soren_align.spectral.composition import TOP, Composition
+from soren_align.spectral.fitting import best_odd
+from soren_align.spectral.flops import POLYNOMIAL_PRODUCTS
+from soren_align.spectral.minimax import minimax_flops
 from soren_align.spectral.quintic import A, B, C
 from soren_align.spectral.sns import T_LIMIT, T_STEPS
 
-TOP = 1.005  # by rounding a normalised singular value may exceed 1, where the first polynomial is steep
 SLACK = 0.005  # every later interval is wider by this share: what float16 products add (0.5% instead of 0.7% in error)
 RESOLUTIONS = {0.0004: (9, 9, 5, 9, 9), 0.001: (9, 9, 9, 3, 5), 0.01: (9, 9, 9)}
 NUM_RESTARTS = {0.01: 1}  # else 2; see `coefficients`
@@ -37,32 +38,11 @@ TANH_DOMAINS = {5: 2.5, 9: 4.3}  # degree: largest argument
 NUM_PRODUCTS = {2 * terms - 1: count for terms, count in POLYNOMIAL_PRODUCTS.items()}
 
 
-def best_odd(low, high, degree):
-    """(coefficients of u, u^3, ..., largest error): the best odd approximation of 1 on [low, high], by Remez exchange.
-
-    The extrema are found exactly: they are the ends and the roots of the derivative, a polynomial in u^2.
-    """
-    count = (degree + 1) // 2
-    powers = 2 * np.arange(count) + 1
-    low_share = low / high
-    middle, half = (low_share**2 + 1) / 2, (1 - low_share**2) / 2
-    points = np.sqrt(middle - half * np.cos(np.pi * np.arange(count + 1) / count))
-    signs = (-1.0) ** np.arange(count + 1)
-    for _ in range(100):
-        system = np.column_stack([points[:, None] ** powers, signs])
-        *coefficients, error = np.linalg.solve(system, np.ones(count + 1))
-        extrema = np.polynomial.polynomial.polyroots(powers * coefficients)
-        previous, points = points, np.concatenate([[low_share], np.sqrt(np.sort(extrema.real)), [1.0]])
-        if np.abs(points - previous).max() < 1e-14:
-            break
-    return coefficients / high**powers, abs(error)
-
-
 def compose(resolution, degrees, slack=SLACK):
     """(list of coefficient arrays, largest error of the last polynomial on [resolution, TOP])."""
     low, high, steps = resolution, TOP, []
     for degree in degrees:
-        coefficients, error = best_odd(low, high, degree)
+        coefficients, error = best_odd(low, high, (degree + 1) // 2)
         steps.append(coefficients)
         low, high = (1 - error) * (1 - slack), (1 + error) * (1 + slack)
     return steps, error
@@ -170,7 +150,7 @@ def print_recorded():
             degrees for error, degrees in front(resolution, restarts).values() if error <= MOST_ERROR
         )
         steps, error = compose(resolution, degrees)
-        table = Sign(tuple(map(tuple, steps)), (), restarts, error, 0.0)
+        table = Composition(tuple(map(tuple, steps)), (), restarts, error, 0.0)
         flops = [f"{minimax_flops(table, *sorted(shape)) / MAPS['muon'].num_flops(*shape):.2f}" for shape in shapes]
         name = f"{resolution:g} {degrees}, {num_square_products(degrees, restarts)} products"
         print_row(name, functools.partial(minimax_values, steps=steps), flops)

@@ -4,6 +4,7 @@ A map works on [m, n] or [batch, m, n] with m <= n, so that products and decompo
 """
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+from ..core.optimizer_settings import FactorPrecision
 
 
 def to_wide(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,6 +58,45 @@ def all_finite(x: Tensor) -> Tensor:
 def replace_zeros(norm: Tensor) -> Tensor:
     """`norm`, or 1 where it is 0, so that a zero matrix is divided by 1."""
     return norm.where(norm > 0, 1.0)
+
+
+SAFE_NORMS = (1e-12, 1e6)  # |x|_F in between needs no scaling: neither sigma^4 nor its sums leave float32
+
+
+def mapped_in_range(
+    x: Tensor,
+    function: Callable[[Tensor, Tensor | float, bool], tuple[Tensor, Tensor | int]],
+    precision: FactorPrecision,
+    max_norm: float | None,
+    large_from: float = math.inf,
+) -> tuple[Tensor, Tensor | int]:
+    """The map of x, and the number of guarded matrices, by a function whose products stay within the range of float32.
+
+    function(wide, scale, may_be_large) maps scale * wide, [..., m, n] with m <= n in float32 (float64 for float64, but
+    for narrow factors); may_be_large: whether |x|_F may be above large_from. max_norm: as in `minimax_sigmoid`.
+    Returns all NaN for a matrix that contains a NaN or an infinity.
+    """
+    narrow = precision != "float32"
+    double = x.dtype == torch.float64 and not narrow
+    wide = to_wide(x, torch.float64 if double else torch.float32)
+    low, high = SAFE_NORMS
+    if max_norm is not None:
+        is_safe, may_be_large = max_norm < high, not max_norm <= large_from
+    else:  # by one host read; NaN and overflow are as large matrices
+        norm = frobenius_norm(wide)
+        checks = [((norm > low) & (norm < high)).all(), (norm <= large_from).all()]
+        is_safe, is_small = torch.stack(checks).tolist()
+        may_be_large = not is_small
+    if is_safe and not narrow:
+        result, num_guarded = function(wide, 1.0, may_be_large)
+        return from_wide(result, x), num_guarded
+
+    finite = all_finite(wide)
+    wide = wide.where(finite, 0.0)
+    scale = replace_zeros(wide.abs().amax(dim=(-2, -1), keepdim=True))
+    with tf32_products(x.device.type, precision == "tf32"):
+        result, num_guarded = function(wide.div_(scale), scale, may_be_large)
+    return from_wide(result.masked_fill(~finite, torch.nan), x), num_guarded
 
 
 # Matrix products in full float32 and without autocast, whatever precision the process has set for its model.

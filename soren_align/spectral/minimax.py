@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ..core.optimizer_settings import RESOLUTION, FactorPrecision
-from .factors import HALVES_FROM
-from .matrices import all_finite, frobenius_norm, from_wide, in_full_precision, replace_zeros, tf32_products, to_wide
-from .products import PADDING, SIGN, WIDE_FROM, Sign, block_size, by_products, ends_thin, num_beyond, tanh_coefficients
-
-SAFE_NORMS = (1e-12, 1e6)  # |x|_F in between needs no scaling: neither sigma^4 nor its sums leave float32
+from .composition import Composition
+from .flops import block_size, composition_flops, ends_thin, narrow_composition_flops
+from .matrices import in_full_precision, mapped_in_range, replace_zeros
+from .products import PADDING, SIGN, WIDE_FROM, by_products, num_beyond, tanh_coefficients
 
 Method = Literal["products", "eigh"]
 
@@ -67,28 +66,8 @@ def guarded_minimax_sigmoid(
         raise ValueError(f"precision: found {precision!r}; write one of {', '.join(map(repr, choices))}")
     if precision != "float32" and method == "eigh":
         raise ValueError(f"precision: found {precision!r} with method 'eigh'; write precision='float32'")
-    narrow = precision != "float32"
-    double = x.dtype == torch.float64 and not narrow
-    wide = to_wide(x, torch.float64 if double else torch.float32)
-    low, high = SAFE_NORMS
-    if max_norm is not None:
-        is_safe, may_be_large = max_norm < high, not max_norm <= WIDE_FROM[0]
-    else:  # by one host read; NaN and overflow are as large matrices
-        norm = frobenius_norm(wide)
-        checks = [((norm > low) & (norm < high)).all(), (norm <= WIDE_FROM[0]).all()]
-        is_safe, is_small = torch.stack(checks).tolist()
-        may_be_large = not is_small
     evaluate = partial(by_products, precision=precision) if method == "products" else _by_eigh
-    if is_safe and not narrow:
-        result, num_guarded = evaluate(wide, 1.0, may_be_large, resolution)
-        return from_wide(result, x), num_guarded
-
-    finite = all_finite(wide)
-    wide = wide.where(finite, 0.0)
-    scale = replace_zeros(wide.abs().amax(dim=(-2, -1), keepdim=True))
-    with tf32_products(x.device.type, precision == "tf32"):
-        result, num_guarded = evaluate(wide.div_(scale), scale, may_be_large, resolution)
-    return from_wide(result.masked_fill(~finite, torch.nan), x), num_guarded
+    return mapped_in_range(x, partial(evaluate, resolution=resolution), precision, max_norm, WIDE_FROM[0])
 
 
 def _by_eigh(x: Tensor, scale: Tensor | float, may_be_large: bool, resolution: float) -> tuple[Tensor, Tensor | int]:
@@ -115,45 +94,18 @@ def _by_eigh(x: Tensor, scale: Tensor | float, may_be_large: bool, resolution: f
     return ((vectors * gain.unsqueeze(-2)) @ vectors.mT).to(x.dtype) @ x, num_beyond(top, known_share)
 
 
-POLYNOMIAL_PRODUCTS = {2: 0, 3: 1, 5: 2}
-"""Products of m x m matrices by the number of coefficients."""
-
-
-def minimax_flops(table: Sign, num_rows: int, num_columns: int) -> int:
+def minimax_flops(table: Composition, num_rows: int, num_columns: int) -> int:
     """Floating-point operations of the products of `minimax_sigmoid` with these polynomials, num_rows <= num_columns.
 
     For singular values up to 2. In units of m^3, for n = a m, in the default resolution 12a + 34 (22a + 18 near
     squares), of which the symmetric products, 6a + 30 (10a + 18), cost down to 9/16 of that from 128 rows on.
     """
-    m, n = num_rows, num_columns
-    thin, square = 2 * m * m * n, 2 * m**3
-    symmetric, later = _symmetric_share(m), len(table.steps) - 1
-    num_square = sum(POLYNOMIAL_PRODUCTS[len(step)] for step in table.steps)
-    num_square += len(table.steps[0]) == 2  # nu needs R^2 if the first polynomial does not
-    if ends_thin(m, n):
-        return round(((1 + later) * thin + num_square * square) * symmetric) + (later + 2) * thin
-    restarts = table.num_restarts
-    num_square += 3 * (later - restarts)  # R <- p R p, and the product of the polynomials
-    return round(((1 + restarts) * thin + num_square * square) * symmetric) + (restarts + 1) * thin + restarts * square
+    return composition_flops(table, num_rows, num_columns, has_base=True)
 
 
 def narrow_flops(num_rows: int, num_columns: int, resolution: float, device_type: str = "cuda") -> int:
     """As `minimax_flops`, with narrow factors, all of them for tensor cores on a GPU."""
-    m, n = num_rows, num_columns
-    thin, square, symmetric = 2 * m * m * n, 2 * m**3, _symmetric_share(m, device_type)
-    steps, slope = SIGN[resolution].steps, SIGN[resolution].slope
-    num_thin, num_symmetric = len(steps) + 1, sum(POLYNOMIAL_PRODUCTS[len(step)] for step in steps)
-    for number, step in enumerate(steps[:-1]):
-        if slope >= HALVES_FROM:  # the second factor is a sum of two, but for R^2 of the first step
-            num_thin, num_symmetric = num_thin + 1, num_symmetric + POLYNOMIAL_PRODUCTS[len(step)] - (number == 0)
-        slope /= step[0]
-    return round((len(steps) * thin + num_symmetric * square) * symmetric) + num_thin * thin
-
-
-def _symmetric_share(num_rows: int, device_type: str = "cpu") -> float:
-    """The computed share of a symmetric product, whose blocks below the diagonal are copied."""
-    block = block_size(num_rows, device_type)
-    return sum(min(block, num_rows - start) * (num_rows - start) for start in range(0, num_rows, block)) / num_rows**2
+    return narrow_composition_flops(SIGN[resolution], num_rows, num_columns, device_type, has_base=True)
 
 
 def num_workspace_numbers(num_rows: int, num_columns: int, device_type: str = "cpu") -> int:

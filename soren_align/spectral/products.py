@@ -1,8 +1,8 @@
-"""`minimax_sigmoid` by matrix products: its polynomials in the Gram matrix R, whose eigenvalues are u^2.
+"""Compositions of odd polynomials by matrix products: polynomials in the Gram matrix R, whose eigenvalues are u^2.
 
-An odd polynomial is given by its coefficients of x, x^3, x^5, ... docs/studies/minimax_polynomials.py computes them and
-prints the alternatives; tests/spectral/test_minimax_coefficients.py computes them again, and evaluates their
-certificates.
+An odd polynomial is given by its coefficients of x, x^3, x^5, ... Those of `minimax_sigmoid` are here:
+docs/studies/minimax_polynomials.py computes them and prints the alternatives;
+tests/spectral/test_minimax_coefficients.py computes them again, and evaluates their certificates.
 
 A polynomial in R is evaluated about the center c of its interval, in Z = R - c I: its coefficients are then thirty
 times smaller, and so is the rounding error. With float16 factors it is up to 0.2% in powers of R, 0.02% in powers of Z.
@@ -13,32 +13,22 @@ and 1.4e-4 with two.
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.optimizer_settings import FactorPrecision
+from .composition import TOP as TOP
+from .composition import Composition, all_weights
 from .factors import Factors
+from .flops import block_size, ends_thin, steepness
 from .matrices import frobenius_norm, replace_zeros
 
-
-class Sign(NamedTuple):
-    """f, a composition of odd polynomials that approximates 1 on u in [resolution, TOP]."""
-
-    steps: tuple[tuple[float, ...], ...]
-    centers: tuple[float, ...]  # of the interval of each step, in u^2
-    num_restarts: int  # of wide matrices: the Gram matrix is computed again after each of the first num_restarts steps
-    error: float  # |f(u) - 1| is at most this
-    slope: float  # f'(0)
-
-
-TOP = 1.005  # u is at most 1; the margin is for rounding
-
-# By resolution. Every later interval is 0.5% wider than the range of the step before it, for float16's rounding.
+# By resolution: f, a composition that approximates 1 on u in [resolution, TOP]. Every later interval is 0.5% wider than
+# the range of the step before it, for float16's rounding.
 SIGN = {
     # degrees (9, 9, 5, 9, 9)
-    0.0004: Sign(
+    0.0004: Composition(
         steps=(
             (15.08530945, -146.9692398, 484.9142501, -617.5342869, 266.1164541),
             (7.386197654, -17.95210715, 14.86212682, -4.75491647, 0.515020259),
@@ -52,7 +42,7 @@ SIGN = {
         slope=4977.7,
     ),
     # degrees (9, 9, 9, 3, 5)
-    0.001: Sign(
+    0.001: Composition(
         steps=(
             (15.00170263, -145.8817406, 481.0634255, -612.4696568, 263.8931793),
             (7.127204928, -17.23286016, 14.33546009, -4.618578823, 0.5041801681),
@@ -66,7 +56,7 @@ SIGN = {
         slope=1812.2,
     ),
     # degrees (9, 9, 9)
-    0.01: Sign(
+    0.01: Composition(
         steps=(
             (13.84676986, -130.8831892, 427.9914727, -542.6972287, 233.2723984),
             (4.826307337, -10.6428311, 9.359393927, -3.306409887, 0.4015702996),
@@ -86,19 +76,13 @@ TANH_WIDE = (4.97856604e-01, -3.83000524e-02, 2.68336953e-03, -1.12038574e-04, 1
 WIDE_LIMIT = 4.3  # (sum of sigma^128)^(1/128) is at most 7% above sigma_max, for up to 10 000 singular values
 WIDE_FROM = (2.0, 2.5)  # between these nu, TANH and TANH_WIDE are interpolated; below, five products are saved
 
-# Rows of a block of a symmetric product. The part below the diagonal is copied: with 8 blocks 9/16 of the work, in 0.69
-# (512 rows), 0.67 (1024) and 0.66 (2048) of the time (one thread of a CPU, MKL, float32).
-MIN_BLOCK, MAX_BLOCKS = 128, 8
-# Elsewhere: a guess, not measured. A block of 2048 rows has 32 tiles of 128 x 128 for the 132 multiprocessors of an
-# H100, and batches of matrices (`optim.layout.matrix_batches`) have more.
-MIN_BLOCK_ELSEWHERE = 64
-NEAR_SQUARE = 1.15  # n / m up to which restarts after all steps, which replace square products by thin ones, cost less
 # Elements after each row, if there are blocks: at 1024 and 2048 rows the copies across the diagonal take half the time
 # if the stride is no power of two.
 PADDING = 16
 # A matrix with a smaller |x|_F is divided by nu of this one, so that its result falls to 0: below 1e-19, sigma^2 leaves
 # float32. MIN_SQUARE is less than the Frobenius norm of R^2 for any R with a trace of 1 and up to 10^6 rows.
 MIN_NORM, MIN_SQUARE = 1e-15, 1e-9
+MIN_STEP = 1e-9  # of a step's first coefficient, which may be 0
 
 
 def by_products(
@@ -111,70 +95,104 @@ def by_products(
         value. precision: of the factors of all products; narrower ones need entries of x of about 1 at most.
     The host reads nothing, so torch.compile and CUDA graphs can take the whole function.
     """
-    table = SIGN[resolution]
-    steps = list(zip(table.steps, table.centers, strict=True))
-    thin = ends_thin(x.shape[-2], x.shape[-1], precision)
-    num_restarts = len(steps) - 1 if thin else table.num_restarts
-    work = _Workspace(x, precision)
+    work = Workspace(x, precision)
+    r, r2, nu = gram_over_nu(x, work)
+    tanh, beyond = _tanh_part(r, r2, nu, nu * scale, may_be_large, work)
+    return evaluate(SIGN[resolution], x, r, r2, nu, work, base=tanh, factor=0.5), beyond
 
+
+def gram_over_nu(x: Tensor, work: "Workspace") -> tuple[Tensor, Tensor, Tensor]:
+    """R = x x^T / nu^2, its square, and nu [..., 1, 1], (sum of sigma^8)^(1/8): |R^2|_F is 1."""
     r = work.symmetric(x, x.mT)
-    # R = x x^T / nu^2, in place, for the nu with |R^2|_F = 1
     trace = r.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None].clamp(min=work.least_trace)
     r2 = work.symmetric(r.div_(trace), r)
     square = frobenius_norm(r2).clamp(min=MIN_SQUARE)
     r.div_(square.sqrt())
-    r2, nu = r2.div_(square), (trace * square.sqrt()).sqrt()
+    return r, r2.div_(square), (trace * square.sqrt()).sqrt()
 
-    tanh, beyond = _tanh_part(r, r2, nu, nu * scale, may_be_large, work)
-    y, spare, lift, slope = x, None, None, table.slope  # y = lift @ x; slope: of the remaining steps, see `Factors`
-    for step, center in steps[:num_restarts]:
-        factor = _odd_step(step, center, r, r2, work, slope)
+
+def evaluate(
+    table: Composition,
+    x: Tensor,
+    r: Tensor,
+    r2: Tensor | None,
+    unit: Tensor,
+    work: "Workspace",
+    base: Tensor | None = None,
+    linear: float = 0.0,
+    factor: float = 1.0,
+) -> Tensor:
+    """U f(S / unit) V^T of x = U S V^T, where f is `factor` times the composition; R = x x^T / unit^2, and its square.
+
+    R and its square are released. base: a matrix polynomial in R, whose product with x is added. linear: the
+    coefficient of u, which is added too.
+    """
+    steps, weights = list(zip(table.steps, table.centers, strict=True)), all_weights(table)
+    thin = ends_thin(x.shape[-2], x.shape[-1], work.precision)
+    num_restarts = len(steps) - 1 if thin else table.num_restarts
+    y, spare, lift, slope = (
+        x,
+        None,
+        None,
+        steepness(table),
+    )  # y = lift @ x; slope: of the remaining steps, see `Factors`
+    total = None  # of the weighted iterates before the last one: of y, or of their factors of x
+    for (step, center), weight in zip(steps[:num_restarts], weights, strict=False):
+        polynomial = _odd_step(step, center, r, r2, work, slope)
         if r2 is not None:
-            factor, r2 = factor.div_(nu), None
+            polynomial, r2 = polynomial.div_(unit), None
         work.release(r)
-        y, spare = work.product(factor, y, spare, slope), None if y is x else y
-        slope /= step[0]
+        y, spare = work.product(polynomial, y, spare, slope), None if y is x else y
+        slope /= max(abs(step[0]), MIN_STEP)
         r = work.symmetric(y, y.mT)
         if thin:
-            work.release(factor)
+            work.release(polynomial)
         elif lift is None:
-            lift = factor
+            lift = polynomial
         else:
-            longer = work.product(factor, lift, work.take())
-            work.release(factor, lift)
+            longer = work.product(polynomial, lift, work.take())
+            work.release(polynomial, lift)
             lift = longer
+        if weight:
+            iterate = y if lift is None else lift
+            total = iterate * weight if total is None else total.add_(iterate, alpha=weight)
 
-    # f(u) / u / 2 in `sign`, for the composition f of the other steps, whose R follows from the one before
+    # f(u) / u in `sign`, for the composition of the other steps, whose R follows from the one before
     (step, center), *others = steps[num_restarts:]
-    factor = sign = _odd_step(step, center, r, None, work)
-    for step, center in others:
-        half_way = work.symmetric(r, factor)
+    polynomial = sign = _odd_step(step, center, r, r2, work)
+    combined = None  # of the weighted iterates among these steps
+    for (step, center), weight in zip(others, weights[num_restarts:], strict=False):
+        if weight:
+            combined = sign * weight if combined is None else combined.add_(sign, alpha=weight)
+        half_way = work.symmetric(r, polynomial)
         work.release(r)
-        r = work.symmetric(factor, half_way)
-        work.release(half_way, *(() if factor is sign else (factor,)))
-        factor = _odd_step(step, center, r, None, work)
-        longer = work.symmetric(factor, sign)
+        r = work.symmetric(polynomial, half_way)
+        work.release(half_way, *(() if polynomial is sign else (polynomial,)))
+        polynomial = _odd_step(step, center, r, None, work)
+        longer = work.symmetric(polynomial, sign)
         work.release(sign)
         sign = longer
-    sign.mul_(0.5)
+    sign = sign if combined is None else sign.add_(combined)
+    if factor != 1:
+        sign.mul_(factor)
+    if num_restarts == 0:
+        sign.div_(unit)
+    if thin:
+        result = work.product(sign, y, spare)
+        result = result if total is None else result.add_(total)
+        result = result.addcmul_(x, linear / unit) if linear else result
+        return result if base is None else work.add_product_(result, base, x)
     if lift is None:
-        return work.add_product_(work.product(sign, y, spare), tanh, x), beyond
-    # Not a symmetric product, on purpose: copying a half of sign @ lift would magnify the error of large singular
-    # values by the lift of small ones, 2e-4 of the result instead of 2e-5.
-    return work.product(work.add_product_(tanh, sign, lift), x, y), beyond
-
-
-def ends_thin(num_rows: int, num_columns: int, precision: FactorPrecision = "float32") -> bool:
-    """Whether the result is sign @ y + tanh @ x, with restarts after all steps, instead of (sign @ lift + tanh) @ x.
-
-    Narrow factors need it: 11 bits cannot hold a small singular value's lift of 14 and more beside a large one's 1.
-    """
-    return precision != "float32" or num_columns < NEAR_SQUARE * num_rows
-
-
-def block_size(num_rows: int, device_type: str = "cpu") -> int:
-    """Rows of a block of a symmetric product."""
-    return max(MIN_BLOCK if device_type == "cpu" else MIN_BLOCK_ELSEWHERE, -(-num_rows // MAX_BLOCKS))
+        matrix = sign if base is None else sign.add_(base)
+    elif base is not None:
+        # Not a symmetric product, on purpose: copying a half of sign @ lift would magnify the error of large singular
+        # values by the lift of small ones, 2e-4 of the result instead of 2e-5.
+        matrix = work.add_product_(base, sign, lift)
+    else:
+        matrix = work.product(sign, lift, work.take())
+    matrix = matrix if total is None else matrix.add_(total)
+    matrix = add_to_diagonal_(matrix, linear / unit[..., 0]) if linear else matrix
+    return work.product(matrix, x, y if lift is not None else None)
 
 
 def tanh_coefficients(top: Tensor, share: Tensor | None) -> list[Tensor]:
@@ -198,13 +216,13 @@ def num_beyond(top: Tensor, share: Tensor | None) -> Tensor | int:
 
 
 def _odd_step(
-    coefficients: tuple[float, ...], center: float, r: Tensor, r2: Tensor | None, work: "_Workspace", slope: float = 1.0
+    coefficients: tuple[float, ...], center: float, r: Tensor, r2: Tensor | None, work: "Workspace", slope: float = 1.0
 ) -> Tensor:
     """p(u) / u as a matrix polynomial in R = u^2, for p of degree 3, 5 or 9. R^2, if known, is released."""
     c0, c1, *c = _about(center, coefficients)
     if r2 is not None:
-        r2 = _add_to_diagonal_(r2.add_(r, alpha=-2 * center), center**2)
-    z = _add_to_diagonal_(r, -center)
+        r2 = add_to_diagonal_(r2.add_(r, alpha=-2 * center), center**2)
+    z = add_to_diagonal_(r, -center)
     if not c:
         result = torch.mul(z, c1, out=work.take())
     else:
@@ -213,11 +231,11 @@ def _odd_step(
             result = z2.mul_(c[0])
         else:
             inner = torch.mul(z2, c[2], out=work.take()).add_(z, alpha=c[1])
-            result = work.symmetric(z2, _add_to_diagonal_(inner, c[0]), slope)
+            result = work.symmetric(z2, add_to_diagonal_(inner, c[0]), slope)
             work.release(z2, inner)
         result.add_(z, alpha=c1)
-    _add_to_diagonal_(z, center)  # R again
-    return _add_to_diagonal_(result, c0)
+    add_to_diagonal_(z, center)  # R again
+    return add_to_diagonal_(result, c0)
 
 
 @cache
@@ -232,7 +250,7 @@ def _about(center: float, coefficients: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _tanh_part(
-    r: Tensor, r2: Tensor, nu: Tensor, top: Tensor, may_be_large: bool, work: "_Workspace"
+    r: Tensor, r2: Tensor, nu: Tensor, top: Tensor, may_be_large: bool, work: "Workspace"
 ) -> tuple[Tensor, Tensor | int]:
     """t(sigma) / (2 nu u) as a matrix polynomial in R, where sigma = top * u; and the number of guarded matrices."""
     powers, share = [r, r2], None
@@ -256,15 +274,16 @@ def _tanh_part(
     for coefficient, power in zip(c[1:], powers[1:], strict=True):
         result.addcmul_(coefficient, power)
     work.release(*powers[2:])
-    return _add_to_diagonal_(result, c0[..., 0]), num_beyond(top, share)
+    return add_to_diagonal_(result, c0[..., 0]), num_beyond(top, share)
 
 
-def _add_to_diagonal_(a: Tensor, value: float | Tensor) -> Tensor:
+def add_to_diagonal_(a: Tensor, value: float | Tensor) -> Tensor:
+    """`a` with `value` added to its diagonal, in place."""
     a.diagonal(dim1=-2, dim2=-1).add_(value)
     return a
 
 
-class _Workspace:
+class Workspace:
     """The matrix products of one call, and its m x m buffers, which are reused.
 
     With new memory for every product a map takes 5% longer from 1024 rows on (CPU), and needs more memory.
@@ -281,12 +300,14 @@ class _Workspace:
         self._free: list[Tensor] = []
 
     def take(self) -> Tensor:
+        """A buffer of m x m, whose content is arbitrary."""
         if self._free:
             return self._free.pop()
         *outer, rows = self._shape
         return torch.empty(*outer, rows + self._padding, **self._options)[..., :rows]
 
     def release(self, *buffers: Tensor) -> None:
+        """Take back buffers, for later products."""
         self._free.extend(buffers)
 
     def symmetric(self, a: Tensor, b: Tensor, slope: float = 1.0) -> Tensor:

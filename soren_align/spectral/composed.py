@@ -1,0 +1,97 @@
+"""A composition of odd polynomials on matrices, by products as `minimax`, and a formula on matrices by a decomposition.
+
+    U f(S / N) V^T  of  x = U S V^T
+
+N is nu, (sum of sigma^8)^(1/8), for `of: nu`; |x|_F for `norm`; the root mean square of the singular values for `rms`;
+and 1 for `none`. nu is at hand, since the first step computes (x x^T)^2, and the host reads none of them. With `rms`
+and `none`, f is matched up to `limit`: a matrix whose nu / N is larger is scaled down to it ("guarded"). nu is between
+the largest singular value and 2.4 times it (for 1000 equal ones).
+"""
+
+from functools import partial
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from ..core.optimizer_settings import FactorPrecision
+from .compose import Of
+from .composition import Composition
+from .exact import map_singular_values
+from .formula import Formula
+from .matrices import in_full_precision, mapped_in_range
+from .products import Workspace, add_to_diagonal_, evaluate, gram_over_nu
+
+
+@torch.no_grad()
+@in_full_precision
+def guarded_composition(
+    x: Tensor,
+    composition: Composition,
+    of: Of = "nu",
+    limit: float = 1.0,
+    precision: FactorPrecision = "float32",
+    max_norm: float | None = None,
+) -> tuple[Tensor, Tensor | int]:
+    """U f(S / N) V^T of x = U S V^T within the composition's certificate, and the number of guarded matrices.
+
+    x: [..., m, n], floating point; not modified. of, limit: see the module; limit is 1 for nu and norm.
+    precision, max_norm: as in `minimax_sigmoid`.
+    Returns [..., m, n] in the dtype of x. Zero for zero. A matrix that contains a NaN or an infinity gives all NaN.
+    """
+    function = partial(_by_products, composition=composition, of=of, limit=limit, precision=precision)
+    return mapped_in_range(x, function, precision, max_norm)
+
+
+def _by_products(
+    x: Tensor,
+    scale: Tensor | float,
+    may_be_large: bool,
+    composition: Composition,
+    of: Of,
+    limit: float,
+    precision: FactorPrecision,
+) -> tuple[Tensor, Tensor | int]:
+    """The map of scale * x for x of shape [..., m, n] with m <= n; scale is [..., 1, 1] or a number."""
+    work = Workspace(x, precision)
+    r, r2, unit = gram_over_nu(x, work)
+    num_guarded: Tensor | int = 0
+    if of != "nu":
+        nu = unit
+        trace = r.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None].clamp(min=1.0)  # |x|_F^2 / nu^2
+        norm = nu * trace.sqrt()
+        if of == "norm":
+            unit = norm
+        else:
+            unit = limit * norm / sqrt(x.shape[-2]) if of == "rms" else torch.as_tensor(limit / scale, dtype=x.dtype)
+            num_guarded = (nu > unit * (1 + 1e-6)).sum()
+            unit = torch.maximum(nu, unit.to(nu.device))
+        share = (nu / unit).square()
+        r.mul_(share)
+        r2.mul_(share.square())
+    linear, *others = composition.base or (0.0,)
+    base = None
+    if others:
+        base = torch.mul(r, others[0], out=work.take()).add_(r2, alpha=others[1])
+        base, linear = add_to_diagonal_(base, linear).div_(unit), 0.0
+    return evaluate(composition, x, r, r2, unit, work, base=base, linear=linear), num_guarded
+
+
+@in_full_precision
+def exact_formula(x: Tensor, formula: Formula, of: Of = "nu") -> Tensor:
+    """U f(S / N) V^T of x = U S V^T, by a decomposition in float64.
+
+    x: [..., m, n], floating point; not modified. Zero on the numerical null space, as `exact_sigmoid`.
+    """
+
+    def function(sigma: Tensor) -> Tensor:
+        if of == "nu":
+            largest = sigma.amax(dim=-1, keepdim=True)
+            unit = largest * torch.linalg.vector_norm(sigma / largest, 8, dim=-1, keepdim=True)
+        elif of == "norm":
+            unit = torch.linalg.vector_norm(sigma, dim=-1, keepdim=True)
+        else:
+            unit = sigma.square().mean(dim=-1, keepdim=True).sqrt() if of == "rms" else torch.ones_like(sigma[..., :1])
+        return formula(sigma / unit)
+
+    return map_singular_values(x, function)

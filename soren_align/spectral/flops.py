@@ -1,0 +1,97 @@
+"""Floating-point operations of the maps by products, and the choices that they depend on. Needs no torch.
+
+In units of m^3, for an m x n matrix with n = a m >= m, a thin product (x x^T, or m x m times x) has 2a operations, one
+of two m x m matrices 2. A symmetric product is computed, and counted, in blocks on one side of the diagonal only, down
+to 9/16 of the operations from 128 rows on.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+from ..core.optimizer_settings import FactorPrecision
+
+if TYPE_CHECKING:
+    from .composition import Composition
+
+POLYNOMIAL_PRODUCTS = {2: 0, 3: 1, 5: 2}
+"""Products of m x m matrices by the number of coefficients of an odd polynomial."""
+# Rows of a block of a symmetric product. The part below the diagonal is copied: with 8 blocks 9/16 of the work, in 0.69
+# (512 rows), 0.67 (1024) and 0.66 (2048) of the time (one thread of a CPU, MKL, float32).
+MIN_BLOCK, MAX_BLOCKS = 128, 8
+# Elsewhere: a guess, not measured. A block of 2048 rows has 32 tiles of 128 x 128 for the 132 multiprocessors of an
+# H100, and batches of matrices (`optim.layout.matrix_batches`) have more.
+MIN_BLOCK_ELSEWHERE = 64
+NEAR_SQUARE = 1.15  # n / m up to which restarts after all steps, which replace square products by thin ones, cost less
+
+
+def ends_thin(num_rows: int, num_columns: int, precision: FactorPrecision = "float32") -> bool:
+    """Whether the result is sign @ y + tanh @ x, with restarts after all steps, instead of (sign @ lift + tanh) @ x.
+
+    Narrow factors need it: 11 bits cannot hold a small singular value's lift of 14 and more beside a large one's 1.
+    """
+    return precision != "float32" or num_columns < NEAR_SQUARE * num_rows
+
+
+def block_size(num_rows: int, device_type: str = "cpu") -> int:
+    """Rows of a block of a symmetric product."""
+    return max(MIN_BLOCK if device_type == "cpu" else MIN_BLOCK_ELSEWHERE, -(-num_rows // MAX_BLOCKS))
+
+
+def symmetric_share(num_rows: int, device_type: str = "cpu") -> float:
+    """The computed share of a symmetric product, whose blocks below the diagonal are copied."""
+    block = block_size(num_rows, device_type)
+    return sum(min(block, num_rows - start) * (num_rows - start) for start in range(0, num_rows, block)) / num_rows**2
+
+
+def steepness(table: "Composition") -> float:
+    """By which the steps magnify a singular value near 0."""
+    return abs(math.prod(step[0] for step in table.steps))
+
+
+def composition_flops(table: "Composition", num_rows: int, num_columns: int, *, has_base: bool | None = None) -> int:
+    """Operations of a composition's products in float32, num_rows <= num_columns.
+
+    has_base: whether a polynomial of the Gram matrix is added to it, as minimax's tanh; None: if the table has one.
+    """
+    has_base = len(table.base) > 1 if has_base is None else has_base
+    m, n = num_rows, num_columns
+    thin, square = 2 * m * m * n, 2 * m**3
+    symmetric, later = symmetric_share(m), len(table.steps) - 1
+    num_square = sum(POLYNOMIAL_PRODUCTS[len(step)] for step in table.steps)
+    num_square += len(table.steps[0]) == 2  # nu needs R^2 if the first polynomial does not
+    if ends_thin(m, n):
+        return round(((1 + later) * thin + num_square * square) * symmetric) + (later + 1 + has_base) * thin
+    restarts = table.num_restarts
+    num_square += 3 * (later - restarts)  # R <- p R p, and the product of the polynomials
+    return round(((1 + restarts) * thin + num_square * square) * symmetric) + (restarts + 1) * thin + restarts * square
+
+
+def narrow_composition_flops(
+    table: "Composition", num_rows: int, num_columns: int, device_type: str = "cuda", *, has_base: bool | None = None
+) -> int:
+    """As `composition_flops`, with narrow factors, all of them for tensor cores on a GPU."""
+    from .factors import HALVES_FROM
+
+    has_base = len(table.base) > 1 if has_base is None else has_base
+    m, n = num_rows, num_columns
+    thin, square, symmetric = 2 * m * m * n, 2 * m**3, symmetric_share(m, device_type)
+    steps, slope = table.steps, steepness(table)
+    num_thin = len(steps) + has_base
+    num_symmetric = sum(POLYNOMIAL_PRODUCTS[len(step)] for step in steps)
+    for number, step in enumerate(steps[:-1]):
+        if slope >= HALVES_FROM:  # the second factor is a sum of two, but for R^2 of the first step
+            num_thin, num_symmetric = num_thin + 1, num_symmetric + POLYNOMIAL_PRODUCTS[len(step)] - (number == 0)
+        slope /= max(abs(step[0]), 1e-9)
+    return round((len(steps) * thin + num_symmetric * square) * symmetric) + num_thin * thin
+
+
+def num_products(table: "Composition") -> int:
+    """Matrix products of a composition for a matrix that is far from square."""
+    later, restarts = len(table.steps) - 1, table.num_restarts
+    num_square = sum(POLYNOMIAL_PRODUCTS[len(step)] for step in table.steps) + 3 * (later - restarts)
+    return 1 + restarts + num_square + (restarts + 1) + restarts
+
+
+def quintic_flops(num_rows: int, num_columns: int, steps: int) -> int:
+    """Operations of Muon's iteration, num_rows <= num_columns: x x^T, its square, and their sum times x."""
+    return steps * (4 * num_rows**2 * num_columns + 2 * num_rows**3)
