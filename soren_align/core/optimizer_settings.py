@@ -4,6 +4,7 @@ Read by the recipe's schema, the signatures of `optim`, the checks of a paramete
 (`spectral.maps`), and the documentation; tests/test_optimizer_settings.py compares them.
 """
 
+import math
 from typing import Any, Literal, NamedTuple
 
 AdjustLrFn = Literal["none", "original", "match_rms_adamw", "match_rms_measured"]
@@ -12,6 +13,10 @@ Matrices = Literal["inside-blocks", "all-2d"]
 Compensation = Literal["none", "kahan"]
 States = Literal["float32", "8bit"]
 """Of the optimizer: momentum, and AdamW's moments."""
+MapInput = Literal["momentum", "sign"]
+"""Of a map: the momentum (with Nesterov), or the sign of each of its numbers, as in AdaMuon."""
+SecondMoment = Literal["none", "rows", "elements"]
+"""Of a map's output, which is divided by its root: NorMuon's of `rows`, AdaMuon's of `elements`."""
 FactorPrecision = Literal["float32", "tf32", "float16", "bfloat16"]
 Precision = Literal["auto", FactorPrecision]
 """Of the factors of a map's matrix products, whose sums are float32."""
@@ -68,6 +73,13 @@ SOREN_ADJUST_LR_FN: AdjustLrFn = "none"
 """Of the class Soren used alone: the paper's text."""
 MUON_ADJUST_LR_FN: AdjustLrFn = "original"
 """Of the classes Muon and HTMuon used alone: their code."""
+MAP_INPUT: MapInput = "momentum"
+SECOND_MOMENT: SecondMoment = "none"
+SECOND_MOMENT_BETA = 0.95
+"""NorMuon's, and AdaMuon's, which is its momentum."""
+MATCH_RMS = 0.2
+"""RMS of AdamW's update over its learning rate, as observed after a few hundred steps (docs/studies/optimizers.md has
+the first ones): the aim of both `match_rms_` scales, if a recipe does not state another one."""
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 
@@ -82,3 +94,12 @@ HTMUON_POWER = 0.125
 PROMOTIONS, SUPPRESSIONS = 3, 2
 
 PRECISION: Precision = "auto"
+
+
+def adamw_rms(beta1: float) -> float:
+    """RMS of AdamW's update over its learning rate if gradients are noise without a mean: sqrt((1 - b) / (1 + b)).
+
+    That of an average of independent numbers with the weights (1 - b) b^k, over that of one of them. The `adamw` of the
+    key `match_rms`, as in verl's pull request 7120; 0.23 for b = 0.9.
+    """
+    return math.sqrt((1 - beta1) / (1 + beta1))

@@ -91,6 +91,10 @@ PATCHES = {
         "it creates a folder per parameter, at a path with the name that the checkpoint contains",
         "DeepSpeed refuses names that lead out of its folder (0.19.8 does not)",
     ),
+    "deepspeed.checkpoint.ds_to_universal.dump_param_fragment": Patch(
+        "it cannot cut a sparse tensor, as which checkpoints have the second moments of the rows",
+        "DeepSpeed converts states of other shapes than the parameter's (0.19.8 does not)",
+    ),
 }
 """By the full name of what is replaced; where that is a class's attribute, also in its subclasses."""
 

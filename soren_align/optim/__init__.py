@@ -14,4 +14,4 @@ from .optimizers import AdamW, HTMuon, Muon, Soren
 from .rounding import CHUNK, Sums, chunks, copied_to_cpu, master_weights, ulp
 from .routing import Route, param_groups, route, routing_table, share_notices, spectral_share
 from .state import momentum_of
-from .step import ADAMW_RMS, PendingUpdate, decay_and_add_
+from .step import PendingUpdate, decay_and_add_

@@ -10,7 +10,18 @@ from typing import Any, get_args
 from torch import Tensor
 
 from ..core import optimizer_settings as default
-from ..core.optimizer_settings import COEFFICIENT, LARGEST, NON_NEGATIVE, AdjustLrFn, Bounds, Compensation, States
+from ..core.optimizer_settings import (
+    COEFFICIENT,
+    LARGEST,
+    NON_NEGATIVE,
+    POSITIVE,
+    AdjustLrFn,
+    Bounds,
+    Compensation,
+    MapInput,
+    SecondMoment,
+    States,
+)
 from ..spectral import SpectralMap
 
 Check = Callable[[Any], Any]
@@ -18,10 +29,21 @@ Check = Callable[[Any], Any]
 
 _OF_BOTH = {"weight_decay": default.WEIGHT_DECAY, "compensation": default.COMPENSATION, "states": default.STATES}
 RULE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "spectral": {"momentum": default.MOMENTUM, "nesterov": default.NESTEROV, **_OF_BOTH, "adjust_lr_fn": "none"},
+    "spectral": {
+        "momentum": default.MOMENTUM,
+        "nesterov": default.NESTEROV,
+        **_OF_BOTH,
+        "map_input": default.MAP_INPUT,
+        "second_moment": default.SECOND_MOMENT,
+        "second_moment_beta": default.SECOND_MOMENT_BETA,
+        "adjust_lr_fn": "none",
+        "match_rms": default.MATCH_RMS,
+    },
     "adamw": {"betas": default.BETAS, "eps": default.EPS},
 }
 """The settings of a rule that its optimizer and group leave out."""
+ADDED_LATER = ("states", "map_input", "second_moment", "second_moment_beta", "match_rms")
+"""Settings that earlier checkpoints lack, which had the defaults."""
 # Keys that a group may have beside its settings: how its parameters store matrices (`layout`), a user's name for it,
 # and those that torch's schedulers write.
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
@@ -58,6 +80,15 @@ def choice(options: Sequence[Any]) -> Check:
     return check_that(lambda value: value in options, f"one of {', '.join(map(repr, options))}")
 
 
+def _match_rms(value: Any) -> Any:
+    """A positive number; "adamw" is that of AdamW's default betas."""
+    if isinstance(value, str) and value == "adamw":
+        return default.adamw_rms(default.BETAS[0])
+    if isinstance(value, str):
+        raise ValueError(f"found {value!r}; write a number, or 'adamw'")
+    return number(POSITIVE)(value)
+
+
 def setting_checks(spectral_map: SpectralMap) -> dict[str, Check]:
     """The checks of a map's settings."""
     checks: dict[str, Check] = {}
@@ -85,7 +116,11 @@ RULES: dict[str, dict[str, Check]] = {
         **_SHARED_SETTINGS,
         "momentum": number(COEFFICIENT),
         "nesterov": check_that(lambda value: isinstance(value, bool), "True or False"),
+        "map_input": choice(get_args(MapInput)),
+        "second_moment": choice(get_args(SecondMoment)),
+        "second_moment_beta": number(COEFFICIENT),
         "adjust_lr_fn": choice(get_args(AdjustLrFn)),
+        "match_rms": _match_rms,
     },
     "adamw": {
         **_SHARED_SETTINGS,
@@ -110,6 +145,25 @@ def checked_settings(group: dict[str, Any], checks: Mapping[str, Check], where: 
     return group
 
 
+def refuse_combinations(group: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError, naming `where`, for settings of a spectral group that exclude one another."""
+    if group["second_moment"] == "elements" and group["states"] == "8bit":
+        raise ValueError(
+            f"{where} states: found '8bit', which cannot store the second moment of elements; write 'float32', or "
+            "second_moment='rows', whose moments stay in float32"
+        )
+    if group["second_moment"] == "none" and group["second_moment_beta"] != default.SECOND_MOMENT_BETA:
+        raise ValueError(
+            f"{where} second_moment_beta: has no effect without a second moment; write second_moment='rows' or "
+            "'elements'"
+        )
+    if not group["adjust_lr_fn"].startswith("match_rms_") and group["match_rms"] != default.MATCH_RMS:
+        raise ValueError(
+            f"{where} match_rms: has no effect with adjust_lr_fn={group['adjust_lr_fn']!r}; write 'match_rms_measured' "
+            "or 'match_rms_adamw'"
+        )
+
+
 def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_keys: Collection[str]) -> None:
     """Raise ValueError naming every setting that differs between a checkpoint's groups and the current ones.
 
@@ -129,8 +183,7 @@ def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_
         keys = {"rule", *(map_keys if "spectral" in rules else ())}.union(*(RULES.get(rule, ()) for rule in rules))
         is_scheduled = any("base_momentum" in group for group in groups)  # loaded like a learning rate
         for key in sorted(keys - ({"lr", "momentum", "betas"} if is_scheduled else {"lr"})):
-            # Checkpoints from before 8-bit states lack the setting.
-            absent = default.STATES if key == "states" else "nothing"
+            absent = RULE_DEFAULTS["spectral"][key] if key in ADDED_LATER else "nothing"
             was, now = (group.get(key, absent) for group in groups)
             was, now = (tuple(value) if isinstance(value, list) else value for value in (was, now))
             pairs.append((key, was, now))

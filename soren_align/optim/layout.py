@@ -12,7 +12,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -29,7 +28,7 @@ alternate. qkv: queries above keys above values."""
 WeightLayouts = Mapping[str, WeightLayout]
 """By a parameter's name; parameters that are one linear matrix are left out."""
 MapState = Mapping[str, Callable[[int, int], tuple[int, ...]]]
-"""A map's state for each matrix, beside the momentum: name -> its shape for a matrix that is stored as m x n."""
+"""A map's state for each matrix, beside the momentum: name -> its shape for a matrix of m outputs and n inputs."""
 Named = Sequence[tuple[str, Tensor]]
 
 WeightKind = tuple[tuple[int, int], WeightLayout, torch.dtype, torch.device]
@@ -92,6 +91,15 @@ def _axes(layout: WeightLayout) -> tuple[int, int]:
     return -1, (-1 if "interleaved" in layout else -2)
 
 
+def matrix_numbers(shard: "Shard", start: int, numel: int, device: torch.device) -> Tensor:
+    """Which matrix of its weight each of `numel` elements of a shard is of, from the shard's element `start` on."""
+    (rows, columns), number = shard.shape, num_matrices(shard.layout)
+    places = torch.arange(shard.offset + start, shard.offset + start + numel, device=device)
+    if "transposed" not in shard.layout:
+        return places // (rows // number * columns)
+    return places % columns % number if "interleaved" in shard.layout else places % columns // (columns // number)
+
+
 def matrices_of(name: str, parameter: Tensor, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
     """The names and views of all matrices of a parameter, as they are stored."""
     weights = parameter.unbind() if parameter.ndim == 3 else [parameter]
@@ -106,6 +114,7 @@ class Shard:
 
     They are those from `start` on of the flattened `parameter`, in whose state those of the momentum are; for a DTensor
     `start` counts within the local tensor. map_state: places of the map's state for these elements, in the parameter's.
+    squares: see `second_moment`.
     """
 
     name: str
@@ -117,6 +126,7 @@ class Shard:
     numel: int
     state: dict[str, Tensor] = field(default_factory=dict)
     map_state: dict[str, slice] = field(default_factory=dict)
+    squares: Tensor | None = None
 
     def view_of(self, tensor: Any) -> Tensor:
         """The shard's elements of `tensor`, which has the parameter's shape: its gradient or a state. Shares memory.
@@ -145,7 +155,12 @@ class Shard:
 
     def numbers_of(self, key: str) -> Tensor:
         """This shard's numbers of the map's state `key`, one-dimensional, sharing memory."""
-        return self.state[key][self.map_state[key]]
+        return local(self.state[key]).view(-1)[self.map_state[key]]
+
+    @property
+    def second_moments(self) -> Tensor:
+        """Those of the elements of the map's output; only in a group that has them."""
+        return self.view_of(self.state["exp_avg_sq"])
 
     @property
     def compensation(self) -> Tensor | None:
@@ -171,7 +186,7 @@ def with_map_state(shards: Sequence[Shard], map_state: MapState) -> Sequence[Sha
 
 def map_state_sizes(shape: Sequence[int], layout: WeightLayout, map_state: MapState) -> dict[str, int]:
     """The numbers of a map's state for all matrices of a weight, by name."""
-    matrix = map_shape(shape, layout)
+    matrix = matrix_shape(shape, layout)
     return {key: num_matrices(layout) * math.prod(shape_of(*matrix)) for key, shape_of in map_state.items()}
 
 
@@ -266,9 +281,10 @@ def whole_batches(
     shards: Sequence[Shard],
     map_input: Callable[[Shard], Tensor],
     workspace_mb: float | None,
+    adapt: "Adapt | None" = None,
     device: torch.device | None = None,
 ) -> Iterator[Batch]:
-    """Shards that are whole weights, in batches on `device`; None: each where it is."""
+    """Shards that are whole weights, in batches on `device`; None: each where it is. adapt: of their outputs."""
     kinds: list[WeightKind] = [
         (s.shape, s.layout, momentum_dtype(s.parameter), device or s.parameter.device) for s in shards
     ]
@@ -276,7 +292,12 @@ def whole_batches(
         members = [shards[i] for i in indices]
         inputs = (staged(map_input(shard).reshape(shard.shape), device) for shard in members)
         states = {key: [shard.numbers_of(key) for shard in members] for key in members[0].map_state}
-        yield batch_of(kinds[indices[0]], members, inputs, states, partial(zip, members))
+
+        def pairs(outputs: Sequence[Tensor], members=members) -> Iterator[tuple[Shard, Tensor]]:
+            for shard, output in zip(members, outputs, strict=True):
+                yield shard, output if adapt is None else adapt(shard, output)
+
+        yield batch_of(kinds[indices[0]], members, inputs, states, pairs)
 
 
 def batch_of(
@@ -312,6 +333,10 @@ def batch_of(
     return Batch(stacked, layout, names, returned, state)
 
 
+Adapt = Callable[[Shard, Tensor], Tensor]
+"""Changes a shard's part of an output and sets `shard.squares`, which the exchange then adds over the ranks."""
+
+
 class Exchange(Protocol):
     """Gathers the matrices of one spectral group's tensors for a step, and returns what becomes of them."""
 
@@ -320,11 +345,16 @@ class Exchange(Protocol):
         ...
 
     def whole_matrices(
-        self, shards: Sequence[Shard], map_input: Callable[[Shard], Tensor], workspace_mb: float | None
+        self,
+        shards: Sequence[Shard],
+        map_input: Callable[[Shard], Tensor],
+        workspace_mb: float | None,
+        adapt: Adapt | None = None,
     ) -> Iterator[Batch]:
         """Gather the map inputs of all shards: every matrix is in one batch on one rank. Collective.
 
-        map_input: N of a shard, in any shape; not modified. workspace_mb: see `matrix_batches`.
+        map_input: N of a shard, in any shape; not modified. workspace_mb: see `matrix_batches`. adapt: of each part of
+        an output, before it is returned.
         """
         ...
 
@@ -407,7 +437,11 @@ class WholeWeights:
         return self.weights
 
     def whole_matrices(
-        self, shards: Sequence[Shard], map_input: Callable[[Shard], Tensor], workspace_mb: float | None
+        self,
+        shards: Sequence[Shard],
+        map_input: Callable[[Shard], Tensor],
+        workspace_mb: float | None,
+        adapt: Adapt | None = None,
     ) -> Iterator[Batch]:
         """All of them, in batches."""
-        return whole_batches(shards, map_input, workspace_mb)
+        return whole_batches(shards, map_input, workspace_mb, adapt)

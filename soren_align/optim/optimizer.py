@@ -8,7 +8,6 @@ differ only in `map_matrix`, its settings and its state. Nothing here depends on
 import inspect
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +23,12 @@ from ..core.optimizer_settings import (
     AUX_WEIGHT_DECAY,
     BETAS,
     EPS,
+    MATCH_RMS,
     MATRICES,
     WEIGHT_DECAY,
     AdjustLrFn,
     Matrices,
+    adamw_rms,
 )
 from ..spectral import full_precision
 from ..spectral.nulls import seed_of
@@ -42,11 +43,13 @@ from .group_settings import (
     name_in_model,
     names_of,
     refuse_changed_settings,
+    refuse_combinations,
 )
-from .layout import MapState, OneProcess, ShardingStrategy, with_map_state
+from .layout import MapState, OneProcess, ShardingStrategy, map_state_sizes, with_map_state
 from .routing import param_groups
+from .second_moment import row_moments
 from .state import StateForm, loaded_state, new_state, state_form
-from .step import ADAMW_RMS, PendingUpdate, lr_scale, spectral_step_
+from .step import PendingUpdate, lr_scale, spectral_step_
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,10 +119,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
         num_rows, num_columns = max((tuple(p.shape[-2:]) for p in matrices if p.ndim > 1), key=max, default=(1, 1))
         rms = self.lr_scale(self.own_adjust_lr_fn, num_rows, num_columns) * self.map_level
         rms /= math.sqrt(max(num_rows, num_columns))  # of an update at learning rate 1
-        if SMALL_UPDATES * rms <= ADAMW_RMS:
+        if SMALL_UPDATES * rms <= MATCH_RMS:
             warnings.warn(
                 f"{type(self).__name__} without adjust_lr_fn uses {self.own_adjust_lr_fn!r}: the update of a "
-                f"{num_rows} x {num_columns} matrix has an RMS of about {rms:.2g} lr, {ADAMW_RMS / rms:.0f} times "
+                f"{num_rows} x {num_columns} matrix has an RMS of about {rms:.2g} lr, {MATCH_RMS / rms:.0f} times "
                 f"smaller than AdamW's update. For AdamW's learning rates, write adjust_lr_fn={ADJUST_LR_FN!r}, the "
                 f"default of recipes and trainers. To keep small updates, write adjust_lr_fn={self.own_adjust_lr_fn!r}",
                 stacklevel=4,
@@ -180,7 +183,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         ]
         # Plans and states of all groups, before one is changed: if memory is exhausted here too, no weight has changed.
         plans = [
-            self.strategy.plan(named, group.get("weight_layouts", {}), self.map_state)
+            self.strategy.plan(named, group.get("weight_layouts", {}), self._state_of_maps(group))
             if named and group["rule"] == "spectral"  # a launcher may have emptied the group, on all ranks
             else None
             for named, group in zip(with_grad, groups, strict=True)
@@ -198,7 +201,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     self.state,
                     exchange,
                     lr=lr,
-                    scale=partial(self.lr_scale, group["adjust_lr_fn"]),
+                    scale=partial(self.lr_scale, group["adjust_lr_fn"], match_rms=group["match_rms"]),
                     map_matrices=partial(self._mapped, group),
                     workspace_mb=self.workspace_mb,
                     observers=observers,
@@ -218,9 +221,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return output
 
     @classmethod
-    def lr_scale(cls, adjust_lr_fn: str, num_rows: int, num_columns: int) -> float:
+    def lr_scale(cls, adjust_lr_fn: str, num_rows: int, num_columns: int, *, match_rms: float = MATCH_RMS) -> float:
         """The factor by which `adjust_lr_fn` scales the learning rate of an m x n matrix."""
-        return lr_scale(adjust_lr_fn, num_rows, num_columns, cls.map_level)
+        return lr_scale(adjust_lr_fn, num_rows, num_columns, cls.map_level, match_rms)
+
+    def _state_of_maps(self, group: dict[str, Any]) -> MapState:
+        """The state of the map's class, and that of the group's second moment of the rows."""
+        return {**self.map_state, **row_moments(group["second_moment"])}
 
     def _complete_state(self, group: dict[str, Any]) -> None:
         # Also for parameters without a gradient, so that a checkpoint that lacks a state is known to be broken.
@@ -229,13 +236,23 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 self.state[parameter].update(new_state(parameter, self._state_form(name, parameter, group)))
 
     def _state_form(self, name: str, parameter: Tensor, group: dict[str, Any]) -> StateForm:
-        sizes: dict[str, int] = defaultdict(int)
-        if self.map_state and group["rule"] == "spectral":
-            shards = self.strategy.shards([(name, parameter)], group.get("weight_layouts", {}))
-            for shard in with_map_state(shards, self.map_state):
+        of_maps = self._state_of_maps(group) if group["rule"] == "spectral" else {}
+        layouts, shapes = group.get("weight_layouts", {}), {}
+        if of_maps and hasattr(parameter, "to_local"):  # FSDP2: divided as the parameter is, by its first axis
+            sizes = map_state_sizes(parameter.shape[-2:], layouts.get(name, "linear"), of_maps)
+            for key, size in sizes.items():
+                columns, rest = divmod(size * math.prod(parameter.shape[:-2]), len(parameter))
+                if rest:
+                    raise ValueError(
+                        f"{key} of {name}, which is stored as [inputs, outputs], is not supported under FSDP2; use DDP "
+                        "or ZeRO"
+                    )
+                shapes[key] = (len(parameter), columns)
+        elif of_maps:
+            for shard in with_map_state(self.strategy.shards([(name, parameter)], layouts), of_maps):
                 for key, place in shard.map_state.items():
-                    sizes[key] = place.stop  # of the last shard
-        return state_form(parameter, group, self.strategy.parts(parameter), sizes)
+                    shapes[key] = (place.stop,)  # of the last shard
+        return state_form(parameter, group, self.strategy.parts(parameter), shapes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, completed with the settings of its own rule.
@@ -262,6 +279,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         defaults = {**RULE_DEFAULTS["adamw"], **self.defaults}
         group = {**{key: defaults[key] for key in checks if key in defaults}, **group}
         group = checked_settings(group, checks, where)
+        if group["rule"] == "spectral":
+            refuse_combinations(group, where)
         if not isinstance(group["params"], Tensor | set):  # torch wraps the one and refuses the other
             group["params"] = list(group["params"])  # once: it may be a generator
         params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
@@ -346,6 +365,8 @@ def build_optimizer(
         allowed = [*dict.fromkeys([*allowed, *RULE_DEFAULTS[cls.rule], *cls.map_settings])]
     for key in settings.keys() - set(allowed):
         raise ValueError(f"{key}: is no setting of the optimizer {name}; write one of {', '.join(allowed)}")
+    if settings.get("match_rms") == "adamw":
+        settings["match_rms"] = adamw_rms(betas[0])
     is_adamw = cls.rule == "adamw"
     groups = param_groups(model, lr=lr, aux_lr=aux_lr, aux_weight_decay=aux_weight_decay, aux=aux, matrices=matrices)
     for group in groups:

@@ -5,14 +5,23 @@ settings and, if it has one, its state: see `SpectralOptimizer`.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..core import optimizer_settings as default
-from ..core.optimizer_settings import NON_NEGATIVE, AdjustLrFn, Compensation, FactorPrecision, Precision, States
+from ..core.optimizer_settings import (
+    NON_NEGATIVE,
+    AdjustLrFn,
+    Compensation,
+    FactorPrecision,
+    MapInput,
+    Precision,
+    SecondMoment,
+    States,
+)
 from ..spectral.maps import HTMUON, MUON, SOREN_MAPS
 from .group_settings import checked_settings, choice, number, setting_checks
 from .optimizer import SpectralOptimizer
@@ -44,6 +53,11 @@ class Soren(SpectralOptimizer, name="soren"):
     compensation: "kahan" keeps the rounding error of each bfloat16 parameter beside it (see `rounding`), so that its
         updates are those of float32; other parameters do not need it.
     states: "8bit" keeps the momentum, and AdamW's moments, in 8 bits per number (see `eight_bits`).
+    map_input: "momentum", or "sign", that of each number of it, as in AdaMuon.
+    second_moment: "rows" divides the map's output by the root of a running average, with the coefficient
+        second_moment_beta, of its squares over each row, as NorMuon does; "elements" by that of each square, as AdaMuon
+        does, whose settings are Muon(map_input="sign", second_moment="elements", adjust_lr_fn="match_rms_measured").
+        Both leave its norm as it is (see `second_moment`).
     map: "minimax", accurate from a normalised singular value of 0.0004 on, or {"name": "minimax", "resolution": 0.01}
         for less work; "sns", the paper's Algorithm 1, less accurate and dearer, or {"name": "sns", "steps": 15};
         "exact", the definition; "released", the map of the authors' code, which has a smaller update and is closer to
@@ -52,6 +66,7 @@ class Soren(SpectralOptimizer, name="soren"):
         sigmoid's 1/2 so that learning rates compare with AdamW's), or "match_rms_measured" (0.2 over the RMS of the
         map's output, so that every update has RMS 0.2 lr, whatever the spectrum and the map). None is "none", the
         paper's text, with a warning for matrices whose updates it makes much smaller than AdamW's.
+    match_rms: instead of the 0.2 of both; "adamw" is sqrt((1 - b) / (1 + b)), b AdamW's default beta1.
     workspace_mb: MB (2^20 bytes) for mapping matrices of one shape in a batch; one that needs more is mapped alone.
         None is 16 on a CPU, 2048 elsewhere. It changes a step by rounding only.
     precision: of the factors of the map's matrix products, whose sums are float32: "auto" is float16 for minimax on
@@ -76,13 +91,18 @@ class Soren(SpectralOptimizer, name="soren"):
         weight_decay: float = default.WEIGHT_DECAY,
         compensation: Compensation = default.COMPENSATION,
         states: States = default.STATES,
+        map_input: MapInput = default.MAP_INPUT,
+        second_moment: SecondMoment = default.SECOND_MOMENT,
+        second_moment_beta: float = default.SECOND_MOMENT_BETA,
+        match_rms: float | Literal["adamw"] = default.MATCH_RMS,
         map: str | Mapping[str, Any] = "minimax",
         adjust_lr_fn: AdjustLrFn | None = None,
         workspace_mb: float | None = None,
         precision: Precision = default.PRECISION,
     ):
         shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
-        spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+        spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn, "match_rms": match_rms}
+        spectral |= {"map_input": map_input, "second_moment": second_moment, "second_moment_beta": second_moment_beta}
         super().__init__(params, lr, **shared, **spectral, map=map)
         if workspace_mb is not None:
             checked_settings({"workspace_mb": workspace_mb}, {"workspace_mb": number(NON_NEGATIVE)}, "Soren")
@@ -109,7 +129,8 @@ class Soren(SpectralOptimizer, name="soren"):
         precision = self.factor_precision(x, name)
         if SOREN_MAPS[name].is_drawn:
             settings["seeds"] = self.seeds
-        output, num_guarded = SOREN_MAPS[name].function(x, precision=precision, max_norm=self.max_norm, **settings)
+        max_norm = self.max_norm if group["map_input"] == "momentum" else None
+        output, num_guarded = SOREN_MAPS[name].function(x, precision=precision, max_norm=max_norm, **settings)
         self.num_guarded += int(num_guarded)  # a host read, where a norm is large
         return output
 
@@ -132,11 +153,16 @@ class Muon(SpectralOptimizer, name="muon"):
         weight_decay: float = default.WEIGHT_DECAY,
         compensation: Compensation = default.COMPENSATION,
         states: States = default.STATES,
+        map_input: MapInput = default.MAP_INPUT,
+        second_moment: SecondMoment = default.SECOND_MOMENT,
+        second_moment_beta: float = default.SECOND_MOMENT_BETA,
+        match_rms: float | Literal["adamw"] = default.MATCH_RMS,
         ns_steps: int = default.MUON_STEPS,
         adjust_lr_fn: AdjustLrFn = default.MUON_ADJUST_LR_FN,
     ):
         shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
-        spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+        spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn, "match_rms": match_rms}
+        spectral |= {"map_input": map_input, "second_moment": second_moment, "second_moment_beta": second_moment_beta}
         super().__init__(params, lr, **shared, **spectral, ns_steps=ns_steps)
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
@@ -163,11 +189,16 @@ class HTMuon(SpectralOptimizer, name="htmuon"):
         weight_decay: float = default.WEIGHT_DECAY,
         compensation: Compensation = default.COMPENSATION,
         states: States = default.STATES,
+        map_input: MapInput = default.MAP_INPUT,
+        second_moment: SecondMoment = default.SECOND_MOMENT,
+        second_moment_beta: float = default.SECOND_MOMENT_BETA,
+        match_rms: float | Literal["adamw"] = default.MATCH_RMS,
         p: float = default.HTMUON_POWER,
         adjust_lr_fn: AdjustLrFn | None = None,
     ):
         shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
-        spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+        spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn, "match_rms": match_rms}
+        spectral |= {"map_input": map_input, "second_moment": second_moment, "second_moment_beta": second_moment_beta}
         super().__init__(params, lr, **shared, **spectral, p=p)
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:

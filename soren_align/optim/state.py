@@ -1,9 +1,10 @@
 """The optimizer state of a parameter: zeros before the first step, or a checkpoint's tensors.
 
-step: a float32 on the CPU. exp_avg: the momentum, and exp_avg_sq AdamW's second moment, of the parameter's shape.
-compensation: see `rounding`. With 8-bit states the moments are codes, with a float32 scale for each of their blocks in
-exp_avg_scale and exp_avg_sq_scale, and the blocks themselves: see `eight_bits`. A map's state is flat: see
-`layout.with_map_state`.
+step: a float32 on the CPU. exp_avg: the momentum, and exp_avg_sq AdamW's second moment, of the parameter's shape; of a
+matrix exp_avg_sq is the second moment of its map's output, if the group has that of elements. compensation: see
+`rounding`. With 8-bit states the moments are codes, with a float32 scale for each of their blocks in exp_avg_scale and
+exp_avg_sq_scale, and the blocks themselves: see `eight_bits`. A map's state, and the second moments of the rows, are flat:
+see `layout.with_map_state`. Under FSDP2 they are a DTensor, which is divided as the parameter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,36 +21,37 @@ MOMENTS = {"spectral": ("exp_avg",), "adamw": ("exp_avg", "exp_avg_sq")}
 
 
 class StateForm(NamedTuple):
-    """dtypes: of the tensors of a parameter's shape, by name. sizes: of the flat ones. blocks: of 8-bit states."""
+    """dtypes: of the tensors of a parameter's shape, by name. shapes: of the others. blocks: of 8-bit states."""
 
     dtypes: dict[str, torch.dtype]
-    sizes: dict[str, int]
+    shapes: dict[str, tuple[int, ...]]
     blocks: Tensor | None
 
 
 def state_form(
-    parameter: Tensor, group: dict[str, Any], parts: Sequence[Part] | None = None, map_state: Mapping[str, int] = {}
+    parameter: Tensor,
+    group: dict[str, Any],
+    parts: Sequence[Part] | None = None,
+    map_state: Mapping[str, tuple[int, ...]] = {},
 ) -> StateForm:
     """The form of a parameter's state, but for the step.
 
-    parts: of the parameters in a flat shard; None: it is one whole parameter. map_state: the numbers of the map's state
-    on this rank, by name. Raises ValueError for 8-bit states or a map's state of a DTensor.
+    parts: of the parameters in a flat shard; None: it is one whole parameter. map_state: the shapes of the map's state
+    by name: on this rank, or of a DTensor. Raises ValueError for 8-bit states of a DTensor.
     """
     is_sharded_by_rows, in_8_bits = hasattr(parameter, "to_local"), group.get("states") == "8bit"
     if is_sharded_by_rows and in_8_bits:
         raise ValueError("8-bit optimizer states are not supported under FSDP2; use float32 states, DDP or ZeRO")
-    if is_sharded_by_rows and map_state:
-        raise ValueError(f"the map's state ({', '.join(map_state)}) is not supported under FSDP2; use DDP or ZeRO")
     # Not of float64 and of weights with other strides, which are rare.
     in_8_bits = in_8_bits and parameter.dtype != torch.float64 and parameter.is_contiguous()
-    moments = MOMENTS[group["rule"]]
+    moments = MOMENTS["adamw" if group.get("second_moment") == "elements" else group["rule"]]
     dtypes = {key: CODES[key] if in_8_bits else momentum_dtype(parameter) for key in moments}
     if group.get("compensation") == "kahan" and parameter.dtype == torch.bfloat16:  # float32 is as wide as its update
         dtypes["compensation"] = COMPENSATION_DTYPE
     if not in_8_bits:
         return StateForm(dtypes, dict(map_state), None)
     blocks, number = new_blocks([(0, parameter.numel(), parameter.numel())] if parts is None else parts)
-    return StateForm(dtypes, {**{f"{key}_scale": number for key in moments}, **map_state}, blocks)
+    return StateForm(dtypes, {**{f"{key}_scale": (number,) for key in moments}, **map_state}, blocks)
 
 
 def new_state(parameter: Tensor, form: StateForm) -> dict[str, Tensor]:
@@ -58,9 +60,20 @@ def new_state(parameter: Tensor, form: StateForm) -> dict[str, Tensor]:
     state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     for key, dtype in form.dtypes.items():
         state[key] = torch.zeros_like(parameter, dtype=dtype)
-    for key, size in form.sizes.items():
-        state[key] = torch.zeros(size, dtype=momentum_dtype(parameter), device=parameter.device)
+    for key, shape in form.shapes.items():
+        state[key] = _zeros(shape, parameter)
     return state if form.blocks is None else {**state, "blocks": form.blocks}
+
+
+def _zeros(shape: tuple[int, ...], parameter: Tensor) -> Tensor:
+    """Zeros for a map's state; beside a DTensor those of its rows, of which each rank has as many."""
+    settings: dict[str, Any] = {"dtype": momentum_dtype(parameter), "device": parameter.device}
+    if not hasattr(parameter, "to_local"):
+        return torch.zeros(shape, **settings)
+    sharded: Any = parameter
+    here = torch.zeros(len(sharded.to_local()), *shape[1:], **settings)
+    whole = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride(), "run_check": False}
+    return sharded.from_local(here, sharded.device_mesh, sharded.placements, **whole)
 
 
 def loaded_state(
@@ -105,7 +118,7 @@ def loaded_state(
             if value.stride() != parameter.stride():  # the weight had other strides when the checkpoint was made
                 value = torch.empty_like(parameter, dtype=dtype).copy_(value)
             loaded[parameter][key] = value
-        wrong = [key for key, n in form.sizes.items() if getattr(state.get(key), "shape", None) != (n,)]
+        wrong = [key for key, shape in form.shapes.items() if getattr(state.get(key), "shape", None) != shape]
         saved_blocks = torch.as_tensor(state.get("blocks", -1)).cpu()
         has_scales = not any(key.endswith("_scale") for key in wrong)
         if form.blocks is not None and not (has_scales and torch.equal(saved_blocks, form.blocks)):
@@ -119,7 +132,7 @@ def loaded_state(
                 "checkpoint"
             )
         dtype = momentum_dtype(parameter)
-        loaded[parameter] |= {key: state[key].detach().to(parameter.device, dtype, copy=True) for key in form.sizes}
+        loaded[parameter] |= {key: state[key].detach().to(parameter.device, dtype, copy=True) for key in form.shapes}
         if form.blocks is not None:
             loaded[parameter]["blocks"] = form.blocks
     return loaded

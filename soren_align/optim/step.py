@@ -4,13 +4,16 @@ For a matrix W [m, n] with gradient G and momentum M (zeros before the first ste
 
     M <- momentum * M + (1 - momentum) * G                update_momentum_
     N <- momentum * M + (1 - momentum) * G                nesterov; without it N <- M
+    N <- sign(N)                                          only for map_input: sign
     O <- U f(S) V^T  for  N = U S V^T                     map_matrix of the optimizer's class; Soren: f = sigmoid
+    O <- O / root of its second moments, norm unchanged   only for second_moment: rows or elements
     O <- O / RMS(O)                                       only for match_rms_measured: with_unit_rms
     W <- (1 - lr * weight_decay) * W                      decay_and_add_
     W <- W - lr * scale(m, n) * O                         decay_and_add_ with lr_scale
 
-Only the map and the RMS need a whole matrix; all else is elementwise. So each matrix has one rank that maps it, its
-owner, and `spectral_step_` is the same function everywhere. Its exchange decides what is sent:
+Only the map, the moments of the rows and the RMS need a whole matrix; all else is elementwise. (With moments of elements
+the RMS is a sum over the shards, see `second_moment`.) So each matrix has one rank that maps it, its owner, and
+`spectral_step_` is the same function everywhere. Its exchange decides what is sent:
 
     one process    nothing. Matrices of one shape are mapped in batches, as many as the workspace holds.
     ZeRO, FSDP2    Each rank has shards of W, G and M. N is gathered on the matrix's owner and O is scattered to the
@@ -31,14 +34,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.optimizer_settings import MATCH_RMS
 from ..spectral.matrices import frobenius_norm
 from .eight_bits import blocks_of, decoded, encode_
 from .layout import Exchange, Named, Shard, local, matrix_shape
 from .rounding import chunks, master_weights, store_master_weights_
-
-ADAMW_RMS = 0.2
-"""RMS of AdamW's update over its learning rate, as observed after a few hundred steps (docs/studies/optimizers.md has
-the first ones): the aim of both `match_rms_` scales."""
+from .second_moment import ROWS, divided_by_elements, divided_by_rows, rescaled_
 
 
 def spectral_step_(
@@ -65,14 +66,26 @@ def spectral_step_(
         state[parameter]["step"] = state[parameter]["step"] + 1  # a new tensor: a state dict may hold the old one
         update_momentum_(state[parameter], local(parameter.grad), group["momentum"])
 
-    def mapped(matrices: Tensor, names: Sequence[str], **map_state: Tensor) -> Tensor:
-        output = map_matrices(matrices, names, **map_state)
-        return with_unit_rms(output) if group["adjust_lr_fn"] == "match_rms_measured" else output
+    is_measured, beta = group["adjust_lr_fn"] == "match_rms_measured", group["second_moment_beta"]
+    adapt = partial(divided_by_elements, beta=beta) if group["second_moment"] == "elements" else None
+
+    def mapped(is_transposed: bool, matrices: Tensor, names: Sequence[str], **map_state: Tensor) -> Tensor:
+        row_moments = map_state.pop(ROWS, None)
+        if is_transposed and map_state:  # whose shape is that of a matrix as nn.Linear stores it
+            output = map_matrices(matrices.mT, names, **map_state).mT
+        else:
+            output = map_matrices(matrices, names, **map_state)
+        if row_moments is not None:
+            output = divided_by_rows(output, row_moments, beta, transposed=is_transposed)
+        return with_unit_rms(output) if is_measured and adapt is None else output
 
     shards = exchange.shards(state)
-    for batch in exchange.whole_matrices(shards, partial(nesterov_of, group=group), workspace_mb):
-        output = batch.map(mapped) if batch.names else None  # none in a batch that only brings outputs of other ranks
+    for batch in exchange.whole_matrices(shards, partial(map_input_of, group=group), workspace_mb, adapt):
+        # None in a batch that only brings outputs of other ranks.
+        output = batch.map(partial(mapped, "transposed" in batch.layout)) if batch.names else None
         for shard, direction in batch.returned(output):
+            if adapt is not None:
+                direction = rescaled_(shard, direction, to_unit_rms=is_measured)
             weight, compensation = shard.weight, shard.compensation
             direction = direction.reshape(weight.shape).to(weight.device)  # flat, and on a GPU where weights are not
             factor, decay = scale(*matrix_shape(shard.shape, shard.layout)), group["weight_decay"]
@@ -99,24 +112,27 @@ def nesterov(momentum: Tensor, grad: Tensor, coefficient: float) -> Tensor:
     return grad.to(momentum.dtype).lerp(momentum, coefficient)
 
 
-def nesterov_of(shard: Shard, group: dict[str, Any]) -> Tensor:
-    """N of a shard, in the shape of its weight; may be the momentum itself: do not modify it."""
-    if not group["nesterov"]:
-        return shard.momentum
-    return nesterov(shard.momentum, shard.view_of(shard.parameter.grad), group["momentum"])
+def map_input_of(shard: Shard, group: dict[str, Any]) -> Tensor:
+    """N of a shard, or its sign, in the shape of its weight; may be the momentum itself: do not modify it."""
+    numbers = shard.momentum
+    if group["nesterov"]:
+        numbers = nesterov(numbers, shard.view_of(shard.parameter.grad), group["momentum"])
+    return numbers.sign() if group["map_input"] == "sign" else numbers
 
 
-def lr_scale(adjust_lr_fn: str, num_rows: int, num_columns: int, map_level: float) -> float:
+def lr_scale(
+    adjust_lr_fn: str, num_rows: int, num_columns: int, map_level: float, match_rms: float = MATCH_RMS
+) -> float:
     """The factor of the learning rate of an m x n matrix; map_level: s of an ordinary singular value, Soren's is 1/2.
 
-    "original" is sqrt(max(1, m / n)), "match_rms_adamw" 0.2 sqrt(max(m, n)) / map_level, "match_rms_measured" 0.2,
-    of an output that is divided by its RMS, "none" 1.
+    "original" is sqrt(max(1, m / n)), "match_rms_adamw" match_rms sqrt(max(m, n)) / map_level, "match_rms_measured"
+    match_rms, of an output that is divided by its RMS, "none" 1.
     """
     if adjust_lr_fn == "original":
         return math.sqrt(max(1, num_rows / num_columns))
     if adjust_lr_fn == "match_rms_adamw":
-        return ADAMW_RMS * math.sqrt(max(num_rows, num_columns)) / map_level
-    return ADAMW_RMS if adjust_lr_fn == "match_rms_measured" else 1.0
+        return match_rms * math.sqrt(max(num_rows, num_columns)) / map_level
+    return match_rms if adjust_lr_fn == "match_rms_measured" else 1.0
 
 
 def with_unit_rms(output: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from ..optim import OPTIMIZERS
 from ..optim.adamw import workspace
 from ..optim.eight_bits import BLOCK, SMALL
 from ..optim.layout import WeightLayouts, map_state_sizes
+from ..optim.second_moment import row_moments
 from ..recipe import OptimizerSection, Parallel
 from ..sharding.layout import Shapes
 
@@ -133,20 +134,24 @@ class Rank:
         return f", 1/{self.num_ranks}" if self.num_ranks > 1 else ""
 
     def optimizer_states(self, part: str, location: Location) -> Component:
-        """The moments: AdamW has two, a spectral optimizer one. part: of the detail.
+        """The moments: AdamW has two, and so has a spectral optimizer with second moments of elements, else one.
+
+        part: of the detail.
 
         In 8 bits a number is one byte and its part of a block's scale; small parameters have a scale per number.
         """
         in_8_bits, num_bytes = self.optimizer.states == "8bit", 0.0
+        second_moment = getattr(self.optimizer, "second_moment", None)
+        num_of_matrices = 2 if second_moment == "elements" or not self.optimizer.spectral_map else 1
         num_small = sum(numel for numel in map(math.prod, self.model.matrices.values()) if numel < SMALL)
         for numel, total, small, num_moments in (
-            (self.shard.matrices, self.whole.matrices, num_small, 1 if self.optimizer.spectral_map else 2),
+            (self.shard.matrices, self.whole.matrices, num_small, num_of_matrices),
             (self.shard.others, self.whole.others, self.model.num_small_others, 2),
         ):
             share = small / total if total else 0
             itemsize = (1 + FLOAT32 / BLOCK) * (1 - share) + (1 + FLOAT32) * share
             num_bytes += numel * num_moments * (itemsize if in_8_bits else FLOAT32)
-        map_state = OPTIMIZERS[self.optimizer.name].map_state
+        map_state = {**OPTIMIZERS[self.optimizer.name].map_state, **row_moments(second_moment)}
         for name, shape in self.model.matrices.items() if map_state else ():
             layout = self.model.weight_layouts.get(name, "linear")
             numbers = sum(map_state_sizes(shape[-2:], layout, map_state).values()) * math.prod(shape[:-2])

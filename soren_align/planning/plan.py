@@ -18,9 +18,10 @@ from transformers import get_scheduler
 
 from ..core.errors import UserError, as_user_error
 from ..core.files import default_cache_folder
+from ..core.optimizer_settings import MATCH_RMS
 from ..data import DatasetStats
 from ..evaluate.suite.suites import suite_of
-from ..optim import ADAMW_RMS, OPTIMIZERS, build_optimizer, route, routing_table, share_notices, ulp
+from ..optim import OPTIMIZERS, build_optimizer, route, routing_table, share_notices, ulp
 from ..recipe import Recipe, accumulation, compute_dtype, few_steps, global_batch, parallel, trains_adapter
 from ..run.folder import RunFolder
 from ..sharding.ranks import Ranks
@@ -215,7 +216,12 @@ def _update_sizes(recipe: Recipe, inputs: Inputs, routes: Any, rates: Sequence[d
     sizes = []
     for (rule, shape), number in sorted(num_tensors.items(), key=lambda item: item[0][0] == "adamw"):
         key = "lr" if rule == "spectral" or name == "adamw" else "aux_lr"
-        factor = optimizer.lr_scale(adjust_lr_fn, *shape) if shape else ADAMW_RMS  # update RMS at learning rate 1
+        # The update RMS at learning rate 1.
+        factor = (
+            optimizer.lr_scale(adjust_lr_fn, *shape, match_rms=getattr(section, "rms", MATCH_RMS))
+            if shape
+            else MATCH_RMS
+        )
         if shape and adjust_lr_fn != "match_rms_measured":
             # An ordinary singular value's; for the released map its largest mean, on a flat spectrum.
             level = optimizer.map_level

@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from ..core.optimizer_settings import MATCH_RMS
 from ..core.text import Table, can_print, count, estimated_time, print_labelled, with_prefix
 from ..data import DatasetStats, show_example
 from ..evaluate.stats.contamination import NGRAM
-from ..optim import ADAMW_RMS, spectral_share
+from ..optim import spectral_share
 from ..run.record import describe_dropped, describe_held_out
 from ..training.packing import Packing
 from ..training.report import describe_source
@@ -174,7 +175,7 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
             write("", f"sum / {weight:g}: {meaning}; an upper bound of the relative change")
         else:
             write("", "sum: update RMS, summed over all steps; an upper bound of the change of a factor")
-        write("", f"adamw: assumed update RMS {ADAMW_RMS} x learning rate; the first updates are larger")
+        write("", f"adamw: assumed update RMS {MATCH_RMS} x learning rate; the first updates are larger")
     else:
         changes = sorted(size["relative_update" if weight else "update_sum"] for size in sizes)
         bounds = " to ".join(dict.fromkeys(f"{float(f'{change:.2g}'):,g}" for change in (changes[0], changes[-1])))

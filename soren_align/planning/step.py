@@ -82,14 +82,17 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
 
     flops = [_map_flops(plan, rank) for plan in plans]
     busiest, total = sum(map(max, flops)), sum(map(sum, flops))
-    sent = [sum(numels) * FLOAT32 for numels in zip(*(elements_sent(p.layout, p.owners) for p in plans), strict=True)]
+    has_elements = getattr(rank.optimizer, "second_moment", None) == "elements"
+    # Replicas get their owner's second moments too. (A number per row is not counted.)
+    itemsize = FLOAT32 * (2 if has_elements and rank.parallel.kind == "ddp" else 1)
+    sent = [sum(numels) * itemsize for numels in zip(*(elements_sent(p.layout, p.owners) for p in plans), strict=True)]
     is_counted = plans and spectral_map and spectral_map.flops
 
     *memory, adamw = components(rank)
     workspace = max((_map_workspace(plan, rank) for plan in plans), default=0)
     if plans and adamw.location == "device":  # its step comes after the maps
         workspace, adamw = max(workspace, adamw.num_bytes), adamw._replace(num_bytes=0)
-    exchanged = max(map(_exchange_bytes, plans), default=0)
+    exchanged = max((_exchange_bytes(plan, has_elements) for plan in plans), default=0)
     memory += [adamw, Component("exchange buffers", exchanged, "float32, 3 buckets", phase="optimizer_step")]
     memory.append(Component("map workspace", workspace, "float32", phase="optimizer_step"))
     return StepCost(
@@ -116,8 +119,11 @@ def _map_flops(plan: ExchangePlan, rank: Rank) -> Sequence[int]:
     return flops
 
 
-def _exchange_bytes(plan: ExchangePlan) -> int:
-    """Peak bytes of the buffers of an Exchange, of three consecutive buckets, on the rank that has most."""
+def _exchange_bytes(plan: ExchangePlan, has_elements: bool) -> int:
+    """Peak bytes of the buffers of an Exchange, of three consecutive buckets, on the rank that has most.
+
+    has_elements: the outputs for its shards, divided by second moments of elements, wait for the sums of their squares.
+    """
     if plan.layout.replicated:  # the weights themselves are the buffers
         return 0
     peak, before_last, last = 0, Counter(), Counter()
@@ -125,6 +131,7 @@ def _exchange_bytes(plan: ExchangePlan) -> int:
         numel = Counter()
         for index in indices:
             for shard in plan.layout.weights[index].shards:
+                numel[shard.rank] += shard.numel * has_elements
                 if shard.rank != plan.owners[index]:
                     numel[shard.rank] += shard.numel
                     numel[plan.owners[index]] += shard.numel

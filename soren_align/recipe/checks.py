@@ -249,6 +249,16 @@ def _check_optimizer(raw: _Raw) -> None:
         raw.report(
             ("optimizer", "states"), f"8-bit states need ddp or ZeRO, but run.parallel is {mode}; change one of the two"
         )
+    if section.get("states") == "8bit" and section.get("second_moment") == "elements":
+        message = "8-bit states have no second moment of elements; write `states: float32`, or `second_moment: rows`, "
+        raw.report(("optimizer", "states"), f"{message}whose moments stay in float32")
+    if section.get("second_moment_beta") is not None and section.get("second_moment") in (None, "none"):
+        message = "has no effect without a second moment; write `second_moment: rows` or `elements`, or remove this key"
+        raw.report(("optimizer", "second_moment_beta"), message)
+    scale = section.get("adjust_lr_fn")
+    if section.get("match_rms") is not None and scale in ("none", "original"):
+        message = f"has no effect with `adjust_lr_fn: {scale}`; write a match_rms_ scale, or remove this key"
+        raw.report(("optimizer", "match_rms"), message)
     precision, spectral_map = raw.text("optimizer", "precision"), section.get("map")
     name = (spectral_map.get("name") if isinstance(spectral_map, dict) else spectral_map) or next(iter(SOREN_MAPS))
     known = SOREN_MAPS.get(name) if isinstance(name, str) else None

@@ -14,7 +14,17 @@ from pydantic_core import PydanticCustomError
 
 from ..core import optimizer_settings as settings
 from ..core.document import Section, members, tag_of
-from ..core.optimizer_settings import AdjustLrFn, Bounds, Compensation, FactorPrecision, Matrices, Precision, States
+from ..core.optimizer_settings import (
+    AdjustLrFn,
+    Bounds,
+    Compensation,
+    FactorPrecision,
+    MapInput,
+    Matrices,
+    Precision,
+    SecondMoment,
+    States,
+)
 from ..spectral.maps import MAPS, SOREN_MAPS, SpectralMap
 
 
@@ -161,6 +171,19 @@ class MatrixOptimizer(OptimizerSection):
     `match_rms_adamw`: 0.2 sqrt(max(m, n)), and 0.4 sqrt(max(m, n)) for Soren. With this scale, the update has an RMS
     of 0.2 `lr` only if the momentum has no small singular values. `original`: sqrt(max(1, m/n)). `none`: 1, as in
     the paper's text."""
+    match_rms: Positive | Literal["adamw"] | None = None
+    """The number in the place of the 0.2 of the two `match_rms_` scales. `adamw`: sqrt((1 - b) / (1 + b)) with the
+    first of the `betas`, the RMS of AdamW's update if the gradients are noise without a mean: 0.23 for b = 0.9. null:
+    0.2."""
+    map_input: MapInput | None = None
+    """`sign`: apply the map to the sign of each number of the momentum, as AdaMuon does. null: `momentum`."""
+    second_moment: SecondMoment | None = None
+    """Divide the map's output by the square root of a running average of its squares, without a change of its norm.
+    `rows`: of the mean square of each row, one number per output of a layer, as NorMuon does (arXiv 2510.05491).
+    `elements`: of each square, one number per weight, as AdaMuon does (arXiv 2507.11005, which also has `map_input:
+    sign`). null: `none`."""
+    second_moment_beta: Coefficient | None = None
+    """Coefficient of the running average of `second_moment`. null: 0.95."""
 
     @property
     def spectral_map(self) -> SpectralMap:
@@ -175,7 +198,15 @@ class MatrixOptimizer(OptimizerSection):
     @property
     def description(self) -> str:
         """Name, map and scale: "soren (released, the authors' code, K = 5; scale original)"."""
-        return f"{self.name} ({f'{self.map_title}; ' if self.map_title else ''}scale {self.adjust_lr_fn})"
+        parts = [self.map_title, "map of signs" if self.map_input == "sign" else ""]
+        parts.append(f"second moment of {self.second_moment}" if self.second_moment not in (None, "none") else "")
+        parts.append(f"scale {self.adjust_lr_fn}{'' if self.match_rms is None else f', RMS {self.rms:.3g}'}")
+        return f"{self.name} ({'; '.join(part for part in parts if part)})"
+
+    @property
+    def rms(self) -> float:
+        """The RMS of an update at learning rate 1 with a `match_rms_` scale."""
+        return settings.adamw_rms(self.betas[0]) if self.match_rms == "adamw" else self.match_rms or settings.MATCH_RMS
 
 
 class SorenSettings(MatrixOptimizer):

@@ -32,7 +32,7 @@ _ALL = (
         "update_rms",
         "root mean square of the change of the weights in this step, after weight decay and rounding. With "
         "`adjust_lr_fn: match_rms_measured`, the root mean square of the matrices' updates is 0.2 x `learning_rate` "
-        "before weight decay",
+        "(or `match_rms` x `learning_rate`) before weight decay",
         "aux_update_rms",
     ),
     Metric(

@@ -110,10 +110,19 @@ def to_universal(checkpoint: Path) -> None:
         strict=True,
         inject_missing_state=True,
     )
+    dump: Any = ds_to_universal.dump_param_fragment
+
+    def dump_dense(*arguments: Any) -> None:
+        *places, values, name, offset, numel = arguments
+        if isinstance(values, torch.Tensor) and values.is_sparse:  # moments of the rows, see `zero.with_second_moments`
+            values, offset = torch.narrow_copy(values, 0, offset, numel).to_dense(), 0
+        dump(*places, values, name, offset, numel)
+
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
         folders_confined_to(checkpoint),
+        patched("deepspeed.checkpoint.ds_to_universal.dump_param_fragment", dump_dense),
     ):
         ds_to_universal.main(options)
 

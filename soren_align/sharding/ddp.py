@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..optim.layout import Batch, Named, Shard, whole_batches
+from ..optim.layout import Adapt, Batch, Named, Shard, whole_batches
 from .gather import Exchange, RankStrategy
 from .layout import Layout, replicas
 from .plan import BUCKET_MB
@@ -60,16 +60,22 @@ class ReplicaExchange(Exchange):
     """Carries out a plan between ranks that have all weights. The weights themselves are the buffers."""
 
     def whole_matrices(
-        self, shards: Sequence[Shard], map_input: Callable[[Shard], Tensor], workspace_mb: float | None
+        self,
+        shards: Sequence[Shard],
+        map_input: Callable[[Shard], Tensor],
+        workspace_mb: float | None,
+        adapt: Adapt | None = None,
     ) -> Iterator[Batch]:
         """The weights owned here, bucket by bucket; a bucket is broadcast, updated, while the next one is mapped."""
         works, copies = [], []
         for indices in (self.plan.local, *self.plan.buckets):
             owned = [shards[i] for i in indices if self.plan.owners[i] == self.rank]
-            yield from whole_batches(owned, map_input, workspace_mb)
+            yield from whole_batches(owned, map_input, workspace_mb, adapt)
             for index in indices if self.plan.layout.num_ranks > 1 else ():
                 shard, owner = shards[index], self.plan.owners[index]
                 tensors = [shard.weight.detach(), *map(shard.numbers_of, shard.map_state)]
+                if adapt is not None:
+                    tensors.append(shard.second_moments)
                 if shard.compensation is not None:  # as bfloat16: neither gloo nor NCCL sends int16
                     tensors.append(shard.view_of(shard.state["compensation"].view(shard.parameter.dtype)))
                 source = dist.get_global_rank(self.process_group, owner)

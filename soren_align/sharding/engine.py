@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from ..core.patches import patched
 from ..optim import SpectralOptimizer
+from ..optim.second_moment import ROWS
 from .checkpoints import refuse_pickles
 from .ddp import DDPStrategy
 from .fsdp import FSDP2Strategy
 from .plan import BUCKET_MB
 from .ranks import Ranks, current_ranks
-from .zero import ZeroStrategy, set_zero_strategy
+from .zero import ZeroStrategy, row_places, set_zero_strategy
 
 
 def start_deepspeed(on_cpu: bool) -> None:
@@ -43,14 +44,19 @@ def start_deepspeed(on_cpu: bool) -> None:
 def restore_groups_(optimizer: SpectralOptimizer, settings: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
     """Undo the side effects of loading a universal checkpoint.
 
-    DeepSpeed gives all groups of stage 3 the first one's settings, and matrices a second moment of zeros.
+    DeepSpeed gives all groups of stage 3 the first one's settings, and matrices a second moment of zeros, or of their
+    rows at their places (`zero.row_places`).
     settings: the groups' correct settings; rates: their current learning rates.
     """
     for group, right, rate in zip(optimizer.param_groups, settings, rates, strict=True):
         group.update({key: value for key, value in right.items() if key not in ("params", "param_names")}, lr=rate)
-    if isinstance(optimizer.strategy, ZeroStrategy):
-        for tensor in optimizer.strategy.tensors:
-            optimizer.state[tensor].pop("exp_avg_sq", None)
+    kind = next((group["second_moment"] for group in settings if group["rule"] == "spectral"), "none")  # of all of them
+    if not isinstance(optimizer.strategy, ZeroStrategy) or kind == "elements":
+        return
+    for tensor in optimizer.strategy.tensors:
+        moments = optimizer.state[tensor].pop("exp_avg_sq", None)
+        if kind == "rows" and moments is not None:
+            optimizer.state[tensor][ROWS] = moments[row_places(optimizer, tensor).to(moments.device)]
 
 
 def sum_in_float32(fsdp: Any) -> None:

@@ -9,6 +9,7 @@ plan is made at the first step, from the tensors that step, since launchers repl
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..optim.eight_bits import Part
 from ..optim.layout import (
+    Adapt,
     Batch,
     MapState,
     Named,
@@ -198,15 +200,19 @@ class Exchange:
         return with_map_state(shards_on(self.rank, self.plan.layout, self.tensors, state), self.map_state)
 
     def whole_matrices(
-        self, shards: Sequence[Shard], map_input: Callable[[Shard], Tensor], workspace_mb: float | None
+        self,
+        shards: Sequence[Shard],
+        map_input: Callable[[Shard], Tensor],
+        workspace_mb: float | None,
+        adapt: Adapt | None = None,
     ) -> Iterator[Batch]:
         """Gather the weights bucket by bucket, each on its owner rank; see `optim.layout.Exchange`. Collective."""
         here = dict(zip(self.indices, shards, strict=True))
-        buckets = [_Bucket(self, indices, here, map_input) for indices in self.plan.buckets]
+        buckets = [_Bucket(self, indices, here, map_input, adapt) for indices in self.plan.buckets]
         if buckets:
             buckets[0].gather()
         local = [here[i] for i in self.plan.local if self.plan.owners[i] == self.rank and i in here]
-        yield from whole_batches(local, map_input, workspace_mb, self.device)
+        yield from whole_batches(local, map_input, workspace_mb, adapt, self.device)
         for number, current in enumerate(buckets):
             if number + 1 < len(buckets):
                 buckets[number + 1].gather()
@@ -222,7 +228,8 @@ class _Bucket:
     """The weights of one bucket and their buffers on this rank: gather, then batches, then scatter, then arrived.
 
     The buffers have the same order for gather and scatter: outgoing shards by owner, incoming ones by rank, and between
-    two ranks that of the plan. Behind each shard's elements lie its numbers of the map's state.
+    two ranks that of the plan. Behind each shard's elements lie its numbers of the map's state. With `adapt` all parts
+    of outputs are returned on arrival, when the squares of all ranks can be added.
     """
 
     def __init__(
@@ -231,8 +238,11 @@ class _Bucket:
         indices: Sequence[int],
         here: Mapping[int, Shard],
         map_input: Callable[[Shard], Tensor],
+        adapt: Adapt | None,
     ):
-        self.exchange, self.here, self.map_input = exchange, here, map_input
+        self.exchange, self.here, self.map_input, self.adapt = exchange, here, map_input, adapt
+        self.indices = indices
+        self.adapted: list[tuple[int, Shard, Tensor]] = []
         weights, owners, rank = exchange.plan.layout.weights, exchange.plan.owners, exchange.rank
         self.owned = [i for i in indices if owners[i] == rank]
         self.num_sent, self.num_received = ([0] * exchange.plan.layout.num_ranks for _ in range(2))
@@ -287,7 +297,12 @@ class _Bucket:
 
             def pairs(outputs: Sequence[Tensor], indices=indices, states=states) -> Iterator[tuple[Shard, Tensor]]:
                 for number, (index, output) in enumerate(zip(indices, outputs, strict=True)):
-                    yield from self._split(index, {"": output.reshape(-1)} | {k: v[number] for k, v in states.items()})
+                    whole = {"": output.reshape(-1)} | {k: v[number] for k, v in states.items()}
+                    for shard, part in self._split(index, whole):
+                        if self.adapt is None:
+                            yield shard, part
+                        else:
+                            self.adapted.append((index, shard, self.adapt(shard, part)))
 
             yield batch_of(kinds[numbers[0]], [weights[number] for number in numbers], inputs, states, pairs)
 
@@ -305,9 +320,30 @@ class _Bucket:
             (_, _, elements), *of_state = self._places(index, shard, start)
             for key, _, place in of_state:
                 shard.numbers_of(key).copy_(self._out[place])
-            yield shard, self._out[elements]
+            if self.adapt is None:
+                yield shard, self._out[elements]
+            else:
+                self.adapted.append((index, shard, self.adapt(shard, self._out[elements])))
         self.exchange.buffer_bytes -= self.num_bytes
         del self._out, self._in, self._work  # which holds the buffers too
+        if self.adapt is not None:
+            self._add_squares()
+            for _, shard, part in self.adapted:
+                yield shard, part
+
+    def _add_squares(self) -> None:
+        """Make the squares of the shards here those of their whole matrices. Collective."""
+        weights, device = self.exchange.plan.layout.weights, self.exchange.device
+        ends = list(accumulate(2 * weights[i].num_matrices for i in self.indices))
+        places = {i: slice(end - 2 * weights[i].num_matrices, end) for i, end in zip(self.indices, ends, strict=True)}
+        sums = torch.zeros(ends[-1], dtype=torch.float64, device=device)
+        for index, shard, _ in self.adapted:
+            assert shard.squares is not None
+            sums[places[index]] += shard.squares.view(-1).to(device)
+        dist.all_reduce(sums, group=self.exchange.process_group)
+        self.exchange.bytes_sent += sums.nbytes
+        for index, shard, _ in self.adapted:
+            shard.squares = sums[places[index]].view(2, -1)
 
     def _values(self, shard: Shard, key: str) -> Tensor:
         """The map input of a shard here, or its numbers of a map state, flat and on the device of the exchange."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..optim import SpectralOptimizer
 from ..optim.eight_bits import Part
-from ..optim.layout import Named
+from ..optim.layout import Named, map_state_sizes, share_of_state
+from ..optim.second_moment import ROWS, row_moments
 from .gather import RankStrategy
 from .layout import Layout, flat_partitions, parameter_slices
 from .plan import BUCKET_MB
@@ -183,9 +184,30 @@ def _shapes(zero: Any, parameters: Sequence[Any], rule: str) -> dict[str, tuple[
 
 
 def with_second_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state_dict hook that adds `exp_avg_sq`, which DeepSpeed's universal checkpoints need. It adds no bytes."""
-    state = {
-        number: {"exp_avg_sq": saved["exp_avg"].new_zeros(1).expand(saved["exp_avg"].shape), **saved}
-        for number, saved in state_dict["state"].items()
-    }
+    """A state_dict hook that adds `exp_avg_sq`, which DeepSpeed's universal checkpoints need. It adds no bytes.
+
+    Moments of the rows, which such checkpoints lack, are in it at their places (`row_places`), as a sparse tensor. They
+    stand beside it as well, so that the same ranks resume without a conversion.
+    """
+    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {}
+    for number, saved in state_dict["state"].items():
+        zeros = saved["exp_avg"].new_zeros(1).expand(saved["exp_avg"].shape)
+        if ROWS in saved:
+            places = row_places(optimizer, tensors[number]).to(saved[ROWS].device)
+            zeros = torch.sparse_coo_tensor(places[None], saved[ROWS], zeros.shape).cpu()
+        state[number] = {"exp_avg_sq": zeros, **saved}
     return {**state_dict, "state": state}
+
+
+def row_places(optimizer: SpectralOptimizer, tensor: Tensor) -> Tensor:
+    """Where the second moment of each row is in a moment of the flat tensor's shape: at the row's first element."""
+    layouts = {
+        name: layout for group in optimizer.param_groups for name, layout in group.get("weight_layouts", {}).items()
+    }
+    places = [torch.zeros(0, dtype=torch.int64)]
+    for shard in optimizer.strategy.shards([("", tensor)], layouts):
+        size, numel = map_state_sizes(shard.shape, shard.layout, row_moments("rows"))[ROWS], math.prod(shard.shape)
+        first, last = share_of_state(shard.shape, shard.offset, shard.numel, size)
+        places.append(torch.arange(first, last) * numel // size - shard.offset + shard.start)
+    return torch.cat(places)

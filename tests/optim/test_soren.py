@@ -290,7 +290,7 @@ def test_groups_hold_the_settings_of_their_rule_and_no_others():
     spectral, adamw = Soren(groups, lr=0.1).param_groups
     assert spectral.keys() == {
         *("params", "rule", "lr", "weight_decay", "compensation", "states", "momentum", "nesterov"),
-        *("adjust_lr_fn", "map"),
+        *("adjust_lr_fn", "map", "map_input", "second_moment", "second_moment_beta", "match_rms"),
     }
     assert adamw.keys() == {"params", "rule", "lr", "weight_decay", "compensation", "states", "betas", "eps"}
     assert spectral["map"] == {"name": "minimax", "resolution": 0.0004}

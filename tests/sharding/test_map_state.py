@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from soren_align.optim import OPTIMIZERS
 from soren_align.planning.memory import ModelSizes, Rank
@@ -56,6 +57,20 @@ def test_each_number_of_the_state_lies_on_one_rank_of_flat_shards(ranks):
     torch.testing.assert_close(torch.cat([weights for weights, _ in shards])[: whole.numel()], whole)
     in_8_bits = torch.cat([moments for _, moments in ranks.run(normuon.flat_shards, "8bit")])
     assert in_8_bits.shape == expected.shape
+
+
+def test_a_map_with_a_state_gets_a_transposed_weight_as_linear_layers_store_it():
+    weights = []
+    for layout in ("linear", "transposed"):
+        weight = nn.Parameter(torch.zeros(6, 9) if layout == "linear" else torch.zeros(9, 6))
+        groups = [{"params": [("w", weight)], "weight_layouts": {"w": layout}}]
+        optimizer = normuon.NorMuon(groups, lr=0.1, beta2=0.9)
+        for step in range(3):
+            grad = normuon.gradients(step)["a"]
+            weight.grad = grad if layout == "linear" else grad.T
+            optimizer.step()
+        weights.append(weight.detach() if layout == "linear" else weight.detach().T)
+    torch.testing.assert_close(*weights)
 
 
 @pytest.mark.parametrize(("kind", "share"), [("ddp", 1), ("zero", 4)])

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from tests.support import toy_jobs as jobs
 from tests.support.toy import MINIMAX, Run, one_process
 
@@ -28,6 +30,9 @@ class Configuration:
 
 COMMON = Configuration("minimax 0.01", Run())  # its map is that of the configurations that name none
 DEFAULT = Configuration("default map, full rank", Run({}, full_rank=True))
+MEASURED = {"name": "muon", "adjust_lr_fn": "match_rms_measured", "lr": 1e-2}
+ELEMENTS = {"second_moment": "elements", "map_input": "sign"}
+IN_FLOAT64: dict[str, Any] = {"dtype": torch.float64, "full_rank": True}
 CONFIGURATIONS = (
     COMMON,
     DEFAULT,
@@ -35,6 +40,14 @@ CONFIGURATIONS = (
     Configuration("measured RMS", Run({"map": MINIMAX, "adjust_lr_fn": "match_rms_measured", "lr": 1e-2})),
     Configuration("released", Run({"map": "released", "adjust_lr_fn": "original", "lr": 1e-1})),
     Configuration("Muon, map in float64", Run({"name": "muon"}, float64_map=True)),
+    Configuration("NorMuon, map in float64", Run({**MEASURED, "second_moment": "rows"}, float64_map=True)),
+    Configuration("rows, Soren", Run({"map": MINIMAX, "second_moment": "rows"})),
+    # In float64: an element near zero is divided by its own size, and so is its rounding. In float32 test_second_moment
+    # compares steps whose gradients have no rounding. (DeepSpeed trains no float64.)
+    Configuration("AdaMuon in float64", Run({**MEASURED, **ELEMENTS}, **IN_FLOAT64), ("DDP", "FSDP2")),
+    Configuration(
+        "elements, float64", Run({"map": MINIMAX, "second_moment": "elements"}, **IN_FLOAT64), ("DDP", "FSDP2")
+    ),
     Configuration("HTMuon, full rank", Run({"name": "htmuon"}, full_rank=True)),
     Configuration("exact, full rank", Run({"map": "exact"}, full_rank=True)),
     Configuration("identity", Run({"map": "identity"})),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -144,6 +145,31 @@ def error_of(call, *arguments):
     except ValueError as error:
         return str(error)
     return None
+
+
+def transposed_step(shape, group=None):
+    """A weight [inputs, outputs] after a step with moments of rows, on one process or under FSDP2."""
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(shape))
+    if group:
+        fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
+    groups = [{"params": [("w", model.w)], "weight_layouts": {"w": "transposed"}}]
+    optimizer = Soren(groups, lr=0.1, second_moment="rows", adjust_lr_fn="match_rms_measured")
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 0, shape[1])
+    if group:
+        optimizer.strategy = FSDP2Strategy()
+        grad = distribute_tensor(grad, model.w.device_mesh, model.w.placements)
+    model.w.grad = grad
+    optimizer.step()
+    return model.w.detach()
+
+
+def transposed_under_fsdp2(group, shape):
+    """The whole weight after a `transposed_step`, or its error."""
+    try:
+        return transposed_step(shape, group).full_tensor()
+    except ValueError as error:
+        return str(error)
 
 
 def sharded_without_placement(group):
@@ -295,13 +321,13 @@ class Given(nn.Module):
         return sum(module(step + i) for i, module in enumerate((self.embedding, *self.layers, self.lm_head)))
 
 
-def with_exact_gradients(group, way, name, num_steps=6, states="8bit"):
-    """The weights of Given after steps with these states. way: None, "DDP", or ZeRO's stage."""
+def with_exact_gradients(group, way, name, num_steps=6, states="8bit", more=None):
+    """The weights of Given after steps with these states and more settings. way: None, "DDP", "FSDP2", ZeRO's stage."""
     model = Given()
 
     def make_optimizer(_, model):
         settings = {} if name == "adamw" else {"adjust_lr_fn": "original"}
-        return build_optimizer(model, name=name, lr=0.02, aux_lr=0.01, states=states, **settings)
+        return build_optimizer(model, name=name, lr=0.02, aux_lr=0.01, states=states, **settings | (more or {}))
 
     if isinstance(way, int):
         made = SimpleNamespace(model=lambda: model, clip=0.0)
@@ -309,16 +335,21 @@ def with_exact_gradients(group, way, name, num_steps=6, states="8bit"):
         engine, _ = deepspeed_engine(group, way, made, config, make_optimizer)
         from deepspeed.utils import safe_get_full_fp32_param
 
-        set_zero_strategy(engine.optimizer)
+        set_zero_strategy(engine.optimizer, bucket_mb=0.05)
         for step in range(num_steps):
             engine.backward(engine(torch.tensor(step)))
             engine.step()
         return {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+    if way == "FSDP2":
+        mesh = init_device_mesh("cpu", (group.size(),))
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh)
     optimizer: Any = make_optimizer(None, model)
-    if way == "DDP":
-        optimizer.strategy = DDPStrategy()
+    if way in ("DDP", "FSDP2"):
+        optimizer.strategy = DDPStrategy() if way == "DDP" else FSDP2Strategy(bucket_mb=0.05)
     for step in range(num_steps):
         optimizer.zero_grad()
         model(step).backward()
         optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = dict(model.named_parameters())
+    return {name: (p.full_tensor() if way == "FSDP2" else p).detach().clone() for name, p in weights.items()}

@@ -189,6 +189,37 @@ def small_memory(make):
     make("killed-zero2", "sft", "run.parallel=zero2", *EIGHT_BITS).train()
 
 
+MOMENTS = {"rows": ("optimizer.second_moment=rows",),
+           "elements": ("optimizer.second_moment=elements", "optimizer.map_input=sign")}  # fmt: skip
+
+
+def moments(make):
+    """All that test_second_moments.py asks of two ranks."""
+    with mock.patch.object(checks, "_check_parallel"), fsdp2_on_cpus(), mock.patch.dict(os.environ):
+        for kind in MOMENTS:
+            interrupted(make, kind, "fsdp2")
+    for mode in ("ddp", "zero2", "zero3"):  # ZeRO last: accelerate keeps it
+        for kind in MOMENTS:
+            interrupted(make, kind, mode)
+    for mode in ("zero2", "zero3"):
+        for kind, overrides in MOMENTS.items():
+            assert killed(make, f"freed-{kind}-{mode}", mode, *FOR_TWO_OR_THREE, *overrides[:1])
+
+
+def interrupted(make, kind, mode):
+    """A run, and one that all ranks leave after step 3 and take up again."""
+    make(f"whole-{kind}-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *MOMENTS[kind]).train()
+    assert killed(make, f"killed-{kind}-{mode}", mode, *GLOBAL, *MOMENTS[kind])
+    make(f"killed-{kind}-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *MOMENTS[kind]).train()
+
+
+def freed_moments(make):
+    """Three ranks go on where two have left."""
+    for mode in ("zero2", "zero3"):
+        for kind, overrides in MOMENTS.items():
+            make(f"freed-{kind}-{mode}", "sft", f"run.parallel={mode}", *FOR_TWO_OR_THREE, *overrides[:1]).train()
+
+
 def narrow(make, mode):
     """A run of bfloat16 weights at the paper's rate, and under DDP what becomes of one without a compensation."""
     slow = ("model.dtype=bfloat16", "trainer.bf16=true", "optimizer.lr=1e-6", "optimizer.adjust_lr_fn=none")
@@ -471,7 +502,7 @@ def run(group, job, folder):
     make.ranks, make.folder = current_ranks(), folder
     jobs = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision, "adapters": adapters}
     jobs |= {"watched": watched, "c4": c4}
-    jobs |= {"small_memory": small_memory, "perturbed": perturbed}
+    jobs |= {"small_memory": small_memory, "perturbed": perturbed, "moments": moments, "freed_moments": freed_moments}
     with mock.patch.object(quintic, "newton_schulz", quintic.newton_schulz):  # without_bfloat16() replaces it
         try:
             return jobs[job](make)

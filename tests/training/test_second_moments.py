@@ -1,0 +1,49 @@
+"""Runs with second moments resume bit for bit under every mode, and on another number of ranks under ZeRO."""
+
+import pytest
+
+from soren_align.run.folder import RunFolder
+from tests.support import command
+from tests.support.tiny_run import TinyRun
+from tests.support.trainer_jobs import FOR_TWO_OR_THREE, MOMENTS
+from tests.support.trainer_parity import furthest, ranks_do, weights
+
+MODES = ("ddp", "fsdp2", "zero2", "zero3")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(rank_pools, tmp_path_factory):
+    """The folder in which two ranks have done `moments` of trainer_jobs.py."""
+    folder = tmp_path_factory.mktemp("moments")
+    ranks_do(rank_pools(2), "moments", folder)
+    return folder
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", MOMENTS)
+def test_two_ranks_resume_bit_for_bit(two_ranks, kind, mode):
+    whole, killed = (RunFolder(two_ranks / f"{name}-{kind}-{mode}") for name in ("whole", "killed"))
+    assert killed.read()["resumed_from_steps"] == [2]
+    assert furthest(weights(whole.path), weights(killed.path)) == 0
+    assert killed.read()["optimizer"]["groups"][0]["second_moment"] == kind
+
+
+@pytest.fixture(scope="module")
+def three_ranks(rank_pools, two_ranks):
+    """The same folder after three ranks have gone on with its runs under ZeRO."""
+    for mode in ("zero2", "zero3"):
+        for kind in MOMENTS:
+            done = command.run_process("reshard", two_ranks / f"freed-{kind}-{mode}")
+            assert done.returncode == 0, done.stderr
+    ranks_do(rank_pools(3), "freed_moments", two_ranks)
+    return two_ranks
+
+
+@pytest.mark.parametrize("kind", MOMENTS)
+def test_three_ranks_go_on_where_two_have_left(three_ranks, tmp_path, kind):
+    alone = TinyRun(tmp_path / "alone", "sft", *FOR_TWO_OR_THREE, *MOMENTS[kind][:1])
+    alone.train()
+    for mode in ("zero2", "zero3"):
+        run = RunFolder(three_ranks / f"freed-{kind}-{mode}")
+        assert (run.read()["processes"], run.read()["resumed_from_steps"]) == (3, [2])
+        print(kind, mode, furthest(weights(alone.folder.path), weights(run.path)))
