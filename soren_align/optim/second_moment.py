@@ -15,9 +15,9 @@ without bias correction, before the scale of `adjust_lr_fn`. That is the order o
 
 A row is an output of the layer, a row of nn.Linear's weight, whatever the layout in which a model stores it.
 
-Where they lie: the moments of the rows are a map's state (`layout.MapState`), which is sent to the matrix's owner with the
-map's input and back with its output: m numbers beside m n. Those of elements are of the weight's shape and are updated
-where the shard of the weight is. Only the sums of squares of a matrix are then added over the ranks, for its scale.
+Where they lie: the moments of the rows are a map's state (`layout.MapState`), which is sent to the matrix's owner with
+the map's input and back with its output: m numbers beside m n. Those of elements are of the weight's shape and are
+updated where the shard of the weight is. Only a matrix's sums of squares are then added over the ranks, for its scale.
 """
 
 import math

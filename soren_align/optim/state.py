@@ -3,8 +3,8 @@
 step: a float32 on the CPU. exp_avg: the momentum, and exp_avg_sq AdamW's second moment, of the parameter's shape; of a
 matrix exp_avg_sq is the second moment of its map's output, if the group has that of elements. compensation: see
 `rounding`. With 8-bit states the moments are codes, with a float32 scale for each of their blocks in exp_avg_scale and
-exp_avg_sq_scale, and the blocks themselves: see `eight_bits`. A map's state, and the second moments of the rows, are flat:
-see `layout.with_map_state`. Under FSDP2 they are a DTensor, which is divided as the parameter.
+exp_avg_sq_scale, and the blocks themselves: see `eight_bits`. A map's state, and the second moments of the rows, are
+flat: see `layout.with_map_state`. Under FSDP2 they are a DTensor, which is divided as the parameter.
 """
 
 from collections.abc import Callable, Mapping, Sequence

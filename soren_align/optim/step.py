@@ -11,9 +11,9 @@ For a matrix W [m, n] with gradient G and momentum M (zeros before the first ste
     W <- (1 - lr * weight_decay) * W                      decay_and_add_
     W <- W - lr * scale(m, n) * O                         decay_and_add_ with lr_scale
 
-Only the map, the moments of the rows and the RMS need a whole matrix; all else is elementwise. (With moments of elements
-the RMS is a sum over the shards, see `second_moment`.) So each matrix has one rank that maps it, its owner, and
-`spectral_step_` is the same function everywhere. Its exchange decides what is sent:
+Only the map, the moments of the rows and the RMS need a whole matrix; all else is elementwise. (With moments of
+elements the RMS is a sum over the shards, see `second_moment`.) So each matrix has one rank that maps it, its owner,
+and `spectral_step_` is the same function everywhere. Its exchange decides what is sent:
 
     one process    nothing. Matrices of one shape are mapped in batches, as many as the workspace holds.
     ZeRO, FSDP2    Each rank has shards of W, G and M. N is gathered on the matrix's owner and O is scattered to the

@@ -39,11 +39,12 @@ def three_ranks(rank_pools, two_ranks):
     return two_ranks
 
 
-@pytest.mark.parametrize("kind", MOMENTS)
-def test_three_ranks_go_on_where_two_have_left(three_ranks, tmp_path, kind):
+# Elements near zero are divided by their own size, and so is the rounding of their gradients, summed in another order.
+@pytest.mark.parametrize(("kind", "tolerance"), [("rows", 2e-6), ("elements", 2e-5)])
+def test_three_ranks_go_on_where_two_have_left(three_ranks, tmp_path, kind, tolerance):
     alone = TinyRun(tmp_path / "alone", "sft", *FOR_TWO_OR_THREE, *MOMENTS[kind][:1])
     alone.train()
     for mode in ("zero2", "zero3"):
         run = RunFolder(three_ranks / f"freed-{kind}-{mode}")
         assert (run.read()["processes"], run.read()["resumed_from_steps"]) == (3, [2])
-        print(kind, mode, furthest(weights(alone.folder.path), weights(run.path)))
+        assert furthest(weights(alone.folder.path), weights(run.path)) <= tolerance
