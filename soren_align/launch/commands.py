@@ -16,7 +16,7 @@ from ..core.files import read_json
 from ..core.signals import deferred
 from ..core.silence import quiet_libraries
 from ..core.text import Terminal, counting, join_words, loading, print_labelled, stderr_console, working
-from ..evaluate.suite.suites import check_suite
+from ..evaluate.suite.suites import benchmark_suite, check_suite
 from ..recipe import Recipe, accumulation, adapter_config, load_resolved, parallel, recorded_quantization, trainer_value
 from ..recipe.model import refuse_unloadable, refuse_unquantizable, refuse_unreachable
 from ..run import lock
@@ -43,6 +43,7 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
     refuse_unquantizable(recipe.model.quantize)
     if recipe.eval:
         check_suite(recipe.eval)
+    benchmark_suite(recipe)
     folder = RunFolder(recipe.run.output_dir)
     timeout_seconds = float(trainer_value(recipe, "ddp_timeout"))
     refusal = None
@@ -102,6 +103,7 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
             if ranks.is_first:
                 folder.forget_failure()
             if ranks.broadcast(folder.record()["status"] if ranks.is_first else None) != "trained":
+                benchmark = None
                 with working(console, "Checking data and evaluation") as show, ranks.main_process_first():
                     setup = training_setup.set_up_training(recipe, folder, counting(show, "Counting tokens"), ranks)
                     if recipe.eval and ranks.is_first:  # before training: whether the evaluation after it could run
@@ -116,7 +118,12 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
                         )
                         for notice in notices:
                             print_labelled(console, "notice", notice)
-                if not training.train(setup, folder, console, ranks):
+                    if recipe.run.benchmark:  # on every rank: each answers a share of the questions
+                        from ..evaluate.run.benchmark import read_benchmark
+
+                        show("Checking benchmarks")
+                        benchmark = read_benchmark(recipe, setup.start, setup.tokenizer, ranks)
+                if not training.train(setup, folder, console, ranks, benchmark):
                     if ranks.is_first:
                         record_stop(folder, requeue=True)
                     ranks.destroy()  # srun ends the other ranks when one has ended
@@ -227,6 +234,7 @@ def plan(recipe: Recipe, next_command: str, *, full: bool = False, as_json: bool
     accumulation(recipe, processes)  # raises before torch is imported
     if recipe.eval:
         check_suite(recipe.eval)
+    benchmark_suite(recipe)
     from ..planning.offline import model_config, num_examples, offline_without_hub
 
     if model_config(recipe.model.name_or_path) is None or num_examples(recipe.data) is None:

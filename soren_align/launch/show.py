@@ -16,7 +16,7 @@ from ..core.text import Table, Terminal, can_print, count, number, print_labelle
 from ..evaluate.report.results import Results, read_results
 from ..evaluate.report.tables import MIN_QUESTIONS, TOO_FEW, has_too_few
 from ..evaluate.report.tables import terminal as results_table
-from ..run.curves import HELD_OUT, LOSS, MARGIN, Curves, braille, describe, draw_curves, read_curves
+from ..run.curves import HELD_OUT, LOSS, MARGIN, Curves, braille, describe, describe_scores, draw_curves, read_curves
 from ..run.folder import RunFolder, read_metrics
 from ..run.preferences import describe_preferences
 from ..run.record import describe_earlier_runs, describe_losses
@@ -68,13 +68,16 @@ def show(run: str | None, *, full: bool = False, as_json: bool = False) -> None:
 
 
 def print_chart(console: Terminal, curves: Curves) -> None:
-    """Print the loss of a run, if it was logged and the terminal has the characters: dots, o held-out, * the lowest."""
-    if len(curves[LOSS]) + len(curves[HELD_OUT]) < 2 or not can_print(console, "\u28ff"):
-        return
-    legend = "loss" + ", o held-out loss, * lowest held-out loss" * bool(curves[HELD_OUT])
-    width = min(console.width, 100) - 10
-    chart = braille(curves[LOSS] or curves[HELD_OUT], width, CHART_LINES, curves[HELD_OUT], curves.best)
-    _print_lines(console, "curve", [legend, *chart])
+    """Print the loss of a run, if it was logged and the terminal has the characters: dots, o held-out, * the lowest.
+
+    Below it, a line for each benchmark.
+    """
+    if len(curves[LOSS]) + len(curves[HELD_OUT]) > 1 and can_print(console, "\u28ff"):
+        legend = "loss" + ", o held-out loss, * lowest held-out loss" * bool(curves[HELD_OUT])
+        width = min(console.width, 100) - 10
+        chart = braille(curves[LOSS] or curves[HELD_OUT], width, CHART_LINES, curves[HELD_OUT], curves.best)
+        _print_lines(console, "curve", [legend, *chart])
+    _print_lines(console, "benchmark", describe_scores(curves))
 
 
 def print_next(console: Terminal, folder: RunFolder, record: dict[str, Any]) -> None:
@@ -251,5 +254,7 @@ def curves(names: Sequence[str], *, output: str = "curves.png") -> None:
         best = f"{run.best[1]:.4g} at step {run.best[0]:g}" if run.best else "-"
         rows.append([name, f"{run.last_step:g}", *ends[:2], best, ends[2]])
     console.print(Table(["run", "step", "loss", "held-out", "lowest held-out", "margin"], rows, align="lrrr").rich())
+    for name, run in named:
+        _print_lines(console, "benchmark", [f"{name}: {line}" for line in describe_scores(run)])
     dark = draw_curves(drawn, path)
     print_labelled(console, "written", f"{path} and {dark}", wrap=False)

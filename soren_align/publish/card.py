@@ -398,6 +398,7 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
         "validation perplexity": validation
         and f"{validation['perplexity']:.2f}, of {validation['num_tokens']:,} held-out tokens",
         "model of step": f"{best['step']}, the best by {best['metric']}: {best['value']:.4g}" if best else None,
+        "benchmarks during training": _benchmarks(record["benchmark"]) if "benchmark" in record else None,
         "processes": f"{processes} ({record['parallel']}, {device})" if processes > 1 else f"1 ({device})",
         "parameters": f"{parameters['total']:,}, of which {parameters['trainable']:,} trained",
         "dtype": f"{', '.join(parameters['dtype'])} in training" + (f", saved in {saved}" if saved else ""),
@@ -406,6 +407,14 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
         "commit": record.get("commit"),
         "started": record.get("started"),
     }
+
+
+def _benchmarks(record: dict[str, Any]) -> str:
+    """Return the questions of `run.benchmark`, and whether the saved weights were chosen by them."""
+    numbers = (f"{own['questions']:,} of {own['of']:,} of {name}" for name, own in record["columns"].items())
+    text = f"{record['suite']}, questions {', '.join(numbers)}"
+    selected = record.get("selected_by")
+    return f"{text}; these of {selected} chose the saved weights and are not held out" if selected else text
 
 
 def _start(recipe: Recipe, record: dict[str, Any]) -> str:

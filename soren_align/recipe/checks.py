@@ -17,7 +17,7 @@ from ..core.files import local_path, refuse_special_files
 from ..core.optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision
 from ..core.yaml import Key
 from ..spectral.maps import SOREN_MAPS
-from ..tasks import TASKS
+from ..tasks import BENCHMARK, TASKS
 from .data_files import STDLIB, STDLIB_SPLITS, data_problems, first_line_problems, is_test_split
 from .model import adapter_config, attention_problems, is_adapter, is_local, recorded_quantization
 from .parallel import Parallel, parallel
@@ -128,6 +128,8 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
     settings: dict[str, Any] = {key: raw.path("eval", key) for key in ("suite", "data_root")}
     settings |= {"published": [path for path in paths if path], "backend": raw.text("eval", "backend")}
     raw.problems += [(("eval", key), message) for key, message in evaluation_problems(settings)]
+    benchmark = {key: raw.path("run", "benchmark", key) for key in ("suite", "data_root")}
+    raw.problems += [(("run", "benchmark", key), message) for key, message in evaluation_problems(benchmark)]
     return [*raw.problems, *raw.no_paths.items()]
 
 
@@ -348,13 +350,25 @@ def _check_training(raw: _Raw) -> None:
             ("trainer", "use_liger_kernel"),
             "liger-kernel is not installed; run `pip install 'soren-align[liger]'`, or remove this key",
         )
+    benchmark = raw.section("run", "benchmark")
+    if benchmark and benchmark.get("every") is None and (held_out is None or strategy in ("no", False)):
+        message = "without `every`, benchmarks are measured at evaluations, of which there are none; write `every`, "
+        raw.report(("run", "benchmark"), message + "the number of steps between two measurements, or add data.eval")
     for key in (("run", "early_stopping"), ("run", "kl_to_start"), ("data", "retention")):
         remedy = "add data.eval" if held_out is None else "write trainer.eval_strategy: steps or epoch"
         if raw.get(*key) not in (None, 0) and (held_out is None or strategy in ("no", False)):
             raw.report(key, f"needs evaluations during training; {remedy}")
     task, metric = raw.get("task"), trainer.get("metric_for_best_model")
     metrics = TASKS[task].metrics if isinstance(task, str) and task in TASKS else ()
-    if metrics and isinstance(metric, str) and (name := metric.removeprefix("eval_")) not in metrics:
+    name = metric.removeprefix("eval_") if isinstance(metric, str) else ""
+    if name.startswith(BENCHMARK):  # whether the suite has this column: `suites.benchmark_suite`
+        key = ("trainer", "metric_for_best_model")
+        if not benchmark:
+            raw.report(key, f"found {metric!r}, which needs run.benchmark; add this section, or name another metric")
+        elif benchmark.get("every") is not None:
+            message = "checkpoints are compared at the evaluations of trainer.eval_strategy, but run.benchmark.every "
+            raw.report(key, message + "sets other steps; remove run.benchmark.every")
+    elif metrics and name and name not in metrics:
         message = f"found {metric!r}; write one of {', '.join(metrics)}{did_you_mean(name, metrics)}"
         raw.report(("trainer", "metric_for_best_model"), message)
     _check_parallel(raw)

@@ -68,6 +68,33 @@ class Samples(Section):
         return super().meant_by([value] if is_prompt else value)
 
 
+class Benchmark(Section):
+    """Benchmarks during training: scores of the model on a few questions of a suite, always the same ones. The scores
+    are written into metrics.jsonl as `eval_benchmark/COLUMN`, drawn by `soren-align curves`, and have no effect on the
+    training, unless `trainer.metric_for_best_model` names one, as in `benchmark/arc_challenge` or
+    `benchmark/average`."""
+
+    main_keys: ClassVar[dict[type, str]] = {str: "suite"}
+
+    suite: Annotated[str, Field(min_length=1)]
+    """The name of a shipped suite, or the path of a suite.yaml."""
+    columns: list[Annotated[str, Field(pattern=r"^\w[\w.-]*$")]] = []
+    """The benchmarks of the suite, by the names of their columns in the table. []: all of them."""
+    questions: Annotated[int, Field(ge=1)] = 50
+    """The number of questions of each benchmark: those whose hash (lm-eval's `doc_hash`) is smallest. The choice
+    depends neither on the order of the questions nor on the run. The 95% interval of a score on 50 questions is up to
+    14 points wide in each direction."""
+    every: Annotated[int, Field(ge=1)] | None = None
+    """Measure at step 0, after every so many optimizer steps, and at the last step. null: at the evaluations of
+    `trainer.eval_strategy`, which `trainer.metric_for_best_model` needs."""
+    batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Prompts per forward pass. null: the suite's own batch size."""
+    data_root: str | None = None
+    """A folder with downloaded hub datasets; see `eval.data_root`."""
+    trust_suite: bool = False
+    """true: run the code in the files of a suite that is not shipped; see `eval.trust_suite`."""
+
+
 class EarlyStopping(Section):
     """End training when evaluations no longer improve (transformers' EarlyStoppingCallback).
     `trainer.metric_for_best_model` selects the metric (default: the loss). `trainer.load_best_model_at_end` saves
@@ -271,6 +298,8 @@ class Run(Section):
     """Measure the KL divergence from the starting checkpoint at every evaluation, on this number of answer tokens of
     held-out examples, such as 256. metrics.jsonl has this divergence as `kl_to_start`. 0: do not measure the
     divergence."""
+    benchmark: Benchmark | None = None
+    """Scores of the model during training, on a few questions of a suite."""
     early_stopping: EarlyStopping | None = None
     """End training when evaluations no longer improve."""
     perturb: Perturb | None = None

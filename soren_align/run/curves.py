@@ -1,4 +1,5 @@
-"""The curves of a training: losses and margins along the steps, from metrics.jsonl; in a terminal and as pictures.
+"""The curves of a training: losses, margins and benchmarks along the steps, from metrics.jsonl; in a terminal and as
+pictures.
 
 A file of any length is read once, line by line, in bounded memory: a curve has at most 2 MAX_POINTS points, each the
 mean of equally many logged values; of a long file only every k-th log is taken. The lowest held-out loss is found
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import printable
 from ..core.figures import Colors, compact, line_style, style_axes, write_pictures
+from ..tasks import BENCHMARK
 from .folder import parse_metrics
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 LOSS, HELD_OUT = "loss", "eval_loss"
 MARGIN, HELD_OUT_MARGIN = "rewards/margins", "eval_rewards/margins"
 KEYS = (LOSS, HELD_OUT, MARGIN, HELD_OUT_MARGIN)
+SCORE = f"eval_{BENCHMARK}"
+"""Begins the key of a benchmark's score."""
 MAX_POINTS = 600
 """Of a curve: a figure is 800 pixels wide, a terminal 160 dots."""
 MAX_MARKERS = 60
@@ -91,7 +95,8 @@ def read_curves(file: Path) -> Curves:
                 continue
             try:
                 step = float(record["step"])
-                values = {key: float(record[key]) for key in KEYS if record.get(key) is not None}
+                keys = [*KEYS, *(key for key in record if key.startswith(SCORE))]
+                values = {key: float(record[key]) for key in keys if record.get(key) is not None}
             except (ValueError, TypeError, OverflowError):
                 continue
             curves.last_step = max(curves.last_step, step)
@@ -152,7 +157,7 @@ def braille(
 
 
 def draw_curves(runs: Sequence[tuple[str, Curves]], path: Path) -> Path:
-    """Write a PNG of the losses of runs, and of the margins of preference pairs where there are some.
+    """Write a PNG of the losses of runs, and of the margins of preference pairs and of benchmarks where there are some.
 
     Beside it NAME-dark.png, for a dark page, whose path is returned. One run: training loss as a line, held-out losses
     with marks, the lowest of them named. Several: a colour each, training dotted, held-out solid. The same numbers give
@@ -167,6 +172,8 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
 
     is_alone = len(runs) == 1
     panels = [("loss", LOSS, HELD_OUT), ("reward margin of preference pairs", MARGIN, HELD_OUT_MARGIN)]
+    keys = dict.fromkeys(key for _, curves in runs for key in curves.by_key if key.startswith(SCORE))
+    panels += [(f"{key.removeprefix(SCORE)}, questions of run.benchmark", "", key) for key in keys]
     panels = [panel for panel in panels if any(curves[key] for _, curves in runs for key in panel[1:])]
     figure = Figure(figsize=(6.0, 0.2 + 2.3 * len(panels)), dpi=200, layout="constrained", facecolor=colors.paper)
     for axes, (title, *keys) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
@@ -181,7 +188,8 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
             style = {"linewidth": 1.0, "linestyle": "-" if is_alone or not held_out else ":", "color": first}
             if is_alone or not held_out:  # else the held-out line has the run's name
                 style["label"] = "training" if is_alone else f"{printable(name)}, training"
-            axes.plot(*zip(*training, strict=True), **style)
+            if training:
+                axes.plot(*zip(*training, strict=True), **style)
             style = {"marker": "o" if len(held_out) < MAX_MARKERS else "", "markersize": 4, "color": second}
             axes.plot(*zip(*held_out, strict=True), **style, label="held-out" if is_alone else printable(name))
             if is_alone and keys[1] == HELD_OUT and curves.best:
@@ -197,6 +205,18 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
         axes.xaxis.set_major_formatter(compact)
         axes.legend(frameon=False, fontsize=9, labelcolor=colors.ink)
     return figure
+
+
+def describe_scores(curves: Curves) -> list[str]:
+    """Return a line for each benchmark: its first and its last score, and the highest between them."""
+    lines = []
+    for key, curve in curves.by_key.items():
+        if key.startswith(SCORE):
+            (_, first), *_, (last_step, last) = [*curve.points[:1], *curve.points]
+            step, highest = max(curve.points, key=lambda point: (point[1], -point[0]))
+            best = f", highest {highest:.1%} at step {step:g}" if highest > last else ""
+            lines.append(f"{key.removeprefix(SCORE)} {first:.1%} -> {last:.1%} at step {last_step:g}{best}")
+    return lines
 
 
 def describe(curves: Curves) -> list[str]:

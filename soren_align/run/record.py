@@ -32,6 +32,17 @@ little below that of random weights. Where the start was not evaluated, all loss
 have to be above PEAK times the first one, which is of few examples."""
 Count = Annotated[int, Field(ge=0)]
 
+
+def form(kind: Any) -> Any:
+    """Return pydantic's form of a type in such a table: a dict is a mapping of its own, [kind] a list of them."""
+    if isinstance(kind, list):
+        return list[form(kind[0])]
+    if not isinstance(kind, dict):
+        return kind
+    types = {key: NotRequired[form(value)] if key.endswith("?") else form(value) for key, value in kind.items()}
+    return TypedDict("Keys", {key.removesuffix("?"): value for key, value in types.items()})  # pyright: ignore
+
+
 _BEST = {"metric": str, "value": float | None, "step": Annotated[int | None, Field(ge=0)]}
 _ENDS = Annotated[list[float], Field(min_length=2, max_length=2)]
 _SOURCE = {
@@ -113,6 +124,13 @@ _KEYS = {
         "held_out_sha256?": str | None,
         "weights_sha256": str | None,
     },
+    # The questions of run.benchmark, by column: those of lm-eval's task whose doc_hash is at most last_doc_hash.
+    # selected_by: the column, or "average", by which the saved weights were chosen.
+    "benchmark?": {
+        "suite": str,
+        "columns": dict[str, form({"task": str, "questions": Count, "of": Count, "last_doc_hash": str})],
+        "selected_by?": str,
+    },
     # What must be equal for runs that are compared at one seed; see training/reference.py.
     "identity?": {
         **dict.fromkeys(("starting_weights", "data", "recipe", "device"), str),
@@ -125,16 +143,6 @@ _KEYS = {
     },
 }
 """Key -> type; a key that ends with ? may be missing."""
-
-
-def form(kind: Any) -> Any:
-    """Return pydantic's form of a type in such a table: a dict is a mapping of its own, [kind] a list of them."""
-    if isinstance(kind, list):
-        return list[form(kind[0])]
-    if not isinstance(kind, dict):
-        return kind
-    types = {key: NotRequired[form(value)] if key.endswith("?") else form(value) for key, value in kind.items()}
-    return TypedDict("Keys", {key.removesuffix("?"): value for key, value in types.items()})  # pyright: ignore
 
 
 TRAINED = ("start", "data", "parallel", "global_batch_size", "seeds", "device", "parameters", "training")

@@ -37,10 +37,16 @@ SMALL_CHANGE = 0.01
 
 
 def report_setup(
-    folder: RunFolder, console: Console, setup: TrainingSetup, trainer: Any, ranks: Ranks, identity: dict[str, Any]
+    folder: RunFolder,
+    console: Console,
+    setup: TrainingSetup,
+    trainer: Any,
+    ranks: Ranks,
+    identity: dict[str, Any],
+    retention: dict[str, Any] | None,
 ) -> None:
     """Write data, starting checkpoint, batch, parameters, routing and identity into run.json; print them and the
-    notices.
+    notices. retention: the source of the examples of `data.retention`.
     """
     recipe, stream, train, counts = setup.recipe, setup.stream, setup.splits["train"], setup.account
     optimizer, quantization = recipe.optimizer, quantization_of(trainer.model)
@@ -75,7 +81,7 @@ def report_setup(
         data={
             "train": train.source | {"layout": train.layout} | examples,
             "eval": setup.splits["eval"].source | setup.held_out if setup.held_out else None,
-            **({"retention": trainer.retention.probes.source} if trainer.retention else {}),
+            **({"retention": retention} if retention else {}),
         },
         parallel=recipe.run.parallel,
         global_batch_size=size,

@@ -32,6 +32,7 @@ from ..tasks import TASKS
 from . import build, checkpoints
 from .checkpoints import PICKLE_REFUSED, model_bytes, refuse_full_disk, write_errors
 from .lost_updates import LostUpdatesPolicy, change_after_saving
+from .measure.benchmark import BenchmarkRecorder, selected_score
 from .measure.held_out import HeldOutRecorder
 from .measure.progress import LogsOfShortRuns, TrainingProgress
 from .measure.retention import Retention, read_probes
@@ -53,11 +54,13 @@ READERS = {
 """The functions of transformers that read a checkpoint to resume from it."""
 
 
-def train(setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Ranks = Ranks()) -> bool:
+def train(
+    setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Ranks = Ranks(), benchmark: Any = None
+) -> bool:
     """Train to `folder.model`, from the last checkpoint if there is one. Collective.
 
-    Returns False if a signal came, after saving a checkpoint, or the model if it was the last step. Only the first rank
-    writes and prints.
+    benchmark: of `run.benchmark`, an `evaluate.run.benchmark.Benchmark`. Returns False if a signal came, after saving a
+    checkpoint, or the model if it was the last step. Only the first rank writes and prints.
     """
     recipe, run = setup.recipe, setup.recipe.run
     with working(console, "Loading the model, tokenizing the examples"):
@@ -76,7 +79,9 @@ def train(setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Rank
 
     with ranks.main_process_first():  # the others read the retention examples that it caches
         probes = read_probes(recipe, setup.tokens["eval"], setup.tokenizer)
-    trainer.retention = None if probes is None else Retention(trainer, probes, folder, ranks)
+    retention = None if probes is None else Retention(trainer, probes, folder, ranks)
+    scored = BenchmarkRecorder(trainer, benchmark, run.benchmark.every) if run.benchmark else None
+    trainer.evaluated_with = [measurement for measurement in (retention, scored) if measurement]
     stop, stopping = StopOnSignal(ranks), run.early_stopping
     early = EarlyStopping(stopping.patience, stopping.threshold) if stopping else None
     progress = TrainingProgress(console, recipe.task, partial(few_steps, recipe, num_ranks=ranks.num_ranks))
@@ -91,7 +96,8 @@ def train(setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Rank
         LogsOfShortRuns(),
         shown,
         samples,
-        trainer.retention,
+        retention,
+        scored,
         held_out,
         LockCheck(folder, ranks),
     ):
@@ -100,7 +106,9 @@ def train(setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Rank
 
     identity = run_identity(setup, trainer, ranks)
     if ranks.is_first:
-        report_setup(folder, console, setup, trainer, ranks, identity)
+        report_setup(folder, console, setup, trainer, ranks, identity, probes and probes.source)
+        if scored:
+            scored.report(folder, console, selected_score(trainer.args, stops_early=early is not None))
         logged = read_json(checkpoint / "trainer_state.json")["log_history"] if checkpoint else ()
         for notice in folder.drop_measurements_after(resumed_from, logged):
             print_labelled(console, "notice", notice)

@@ -99,7 +99,7 @@ class SorenTrainerMixin(Trainer):
             self.optimizer_settings = completed_settings(optimizer_settings or {}, self.args)
         # Never stepped: a model that it refuses is refused before training, and `_attach_optimizer` compares with it.
         self.expected_optimizer = build_optimizer(model, **self.optimizer_settings)
-        self.retention: Any = None  # a callback whose values belong to the log of an evaluation
+        self.evaluated_with: list[Any] = []  # callbacks whose `values()` belong to the log of an evaluation
         self.attached: Any = None  # these four: from `create_scheduler` on
         self.optimizer_check: Any = None
         self.measurements: Any = None
@@ -219,8 +219,9 @@ class SorenTrainerMixin(Trainer):
                 logs["num_skipped_steps"] = num_skipped_steps
             if self.attached.parallel == "ddp":
                 refuse_unaveraged_gradients(self.attached, self.state.global_step)
-        elif "eval_loss" in logs and self.retention is not None:
-            logs.update(self.retention.values())
+        elif "eval_loss" in logs:
+            for measurement in self.evaluated_with:
+                logs.update(measurement.values())
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

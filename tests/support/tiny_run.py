@@ -8,6 +8,7 @@ from rich.console import Console
 
 from soren_align import recipe
 from soren_align.core.shipped import ROOT
+from soren_align.evaluate.run.benchmark import read_benchmark
 from soren_align.launch.preparation import prepare
 from soren_align.run.folder import RunFolder, read_seal
 from soren_align.sharding.ranks import Ranks
@@ -44,7 +45,11 @@ class TinyRun:
             return set_up_training(self.recipe, self.folder, ranks=self.ranks)
 
     def train(self):
-        return run.train(self.prepare(), self.folder, self.console, self.ranks)
+        setup, benchmark = self.prepare(), None
+        if self.recipe.run.benchmark:
+            with self.ranks.main_process_first():
+                benchmark = read_benchmark(self.recipe, setup.start, setup.tokenizer, self.ranks)
+        return run.train(setup, self.folder, self.console, self.ranks, benchmark)
 
     def metrics(self):
         """The lines of metrics.jsonl."""

@@ -95,7 +95,7 @@ class Row(TypedDict):
 
 
 class CleanScore(TypedDict):
-    """A score without the questions that training examples contain."""
+    """A score without the questions that training examples contain, or that chose the weights."""
 
     value: float
     change: float
@@ -109,6 +109,16 @@ class Contamination(TypedDict):
     overlapping: int
     exact: int
     examples_read: int
+    scores: NotRequired[dict[str, CleanScore]]
+
+
+class Selection(TypedDict):
+    """Questions of a benchmark that chose the weights of rows; see `significance.selection_section`."""
+
+    rows: list[str]
+    questions: int
+    selected: int
+    indices: list[int]
     scores: NotRequired[dict[str, CleanScore]]
 
 
@@ -139,6 +149,7 @@ class Results(TypedDict):
     """The first one is the starting checkpoint."""
     published: list[PublishedRow]
     contamination: NotRequired[dict[str, Contamination] | None]
+    selection: NotRequired[dict[str, Selection]]
     settings: Settings
     notes: list[str]
     intervals: NotRequired[bool]

@@ -35,6 +35,8 @@ LABELS["commit"] = "commit of soren-align"
 MIN_QUESTIONS = 20
 """Below it an interval covers nearly all that is possible, [-45.6, +85.6] of five questions: it is not shown."""
 TOO_FEW = "too few questions"
+MAX_NUMBERS = 10
+"""Of questions in a note."""
 MAX_BELOW = 4
 """Panels of the figure below each other; more stand in two columns."""
 INCHES, DPI = 5.2, 200
@@ -100,6 +102,7 @@ def notes(results: Results, brief: bool = False) -> list[str]:
         *_legend(results, brief),
         *_details(results),
         *_contamination(results),
+        *_selection(results),
         *results["notes"],
         *([] if brief else _settings(results)),
     ]
@@ -108,7 +111,8 @@ def notes(results: Results, brief: bool = False) -> list[str]:
 def warnings(results: Results) -> list[str]:
     """Return the notes that put the scores in question: questions in the training data, truncated prompts, others."""
     is_found = any(each["overlapping"] for each in (results.get("contamination") or {}).values())
-    return [*(_contamination(results) if is_found else []), *_truncation(results), *results["notes"]]
+    overlaps = _contamination(results) if is_found else []
+    return [*overlaps, *_selection(results), *_truncation(results), *results["notes"]]
 
 
 def _rows(results: Results) -> list[tuple[Row | PublishedRow, str, bool]]:
@@ -266,11 +270,7 @@ def _contamination(results: Results) -> list[str]:
         whole = f"{each['exact']:,} as whole texts" if each["exact"] else ""
         parts = each["overlapping"] - each["exact"]
         how = ", ".join(filter(None, (whole, f"{parts:,} with {NGRAM} words in a row" if parts else "")))
-        scores = []
-        for row, score in each.get("scores", {}).items():
-            d, is_too_few = score.get("difference"), each["questions"] - each["overlapping"] < MIN_QUESTIONS
-            scores.append(f"{row} {score['value']:.1f}{f', difference {_interval(d, is_too_few)}' if d else ''}")
-        others = f"scores without these questions: {', '.join(scores)}" if scores else "no questions remain"
+        others = _others(each, each["overlapping"])
         lines.append(f"contamination, {column}: {counts} ({how}); {others}")
     if clean:
         number = next(iter(columns.values()))["examples_read"]
@@ -279,6 +279,29 @@ def _contamination(results: Results) -> list[str]:
             f" whole nor by {NGRAM} words in a row"
         )
     return lines
+
+
+def _selection(results: Results) -> list[str]:
+    """Return lines with the questions that chose the weights of a row, and the scores without them."""
+    lines = []
+    for column, each in (results.get("selection") or {}).items():
+        numbers = ", ".join(map(str, each["indices"][:MAX_NUMBERS]))
+        more = " and others (results.json lists all)" if each["selected"] > MAX_NUMBERS else ""
+        lines.append(
+            f"selection, {column}: {each['selected']:,} of {each['questions']:,} questions are not held out, because"
+            f" they chose the saved checkpoint of {' and '.join(each['rows'])} (run.benchmark): numbers"
+            f" {numbers}{more}, from 0; {_others(each, each['selected'])}"
+        )
+    return lines
+
+
+def _others(each: Any, num_left_out: int) -> str:
+    """Return the scores of a column without some of its questions, and the differences."""
+    scores, is_too_few = [], each["questions"] - num_left_out < MIN_QUESTIONS
+    for row, score in each.get("scores", {}).items():
+        d = score.get("difference")
+        scores.append(f"{row} {score['value']:.1f}{f', difference {_interval(d, is_too_few)}' if d else ''}")
+    return f"scores without these questions: {', '.join(scores)}" if scores else "no questions remain"
 
 
 def _settings(results: Results) -> list[str]:

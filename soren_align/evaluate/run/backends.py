@@ -59,8 +59,7 @@ class BackendSettings:
 def load_lm(folder: Path, tokenizer: Any, settings: BackendSettings) -> Any:
     """Return lm-eval's object for the model in a folder."""
     if settings.backend == "hf":
-        loaded = _load_hf(folder, settings).to(settings.device)
-        return _count_truncated(HFLM, 1)(pretrained=loaded, tokenizer=tokenizer, batch_size=settings.batch_size)
+        return hf_lm(_load_hf(folder, settings).to(settings.device), tokenizer, settings.batch_size)
     if (folder / ADAPTER).is_file():
         raise UserError(
             f"{folder}: is an adapter, which vLLM does not load; run `soren-align merge RUN` and evaluate RUN/merged, "
@@ -81,6 +80,11 @@ def load_lm(folder: Path, tokenizer: Any, settings: BackendSettings) -> Any:
     return _count_truncated(VLLM, -1)(
         pretrained=str(folder), dtype=settings.dtype, batch_size=settings.batch_size, seed=1234
     )
+
+
+def hf_lm(model: Any, tokenizer: Any, batch_size: int) -> Any:
+    """Return lm-eval's object for a loaded model."""
+    return _count_truncated(HFLM, 1)(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
 
 def run_requests(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any], int]:

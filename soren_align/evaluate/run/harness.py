@@ -187,7 +187,7 @@ def evaluate_model(
             lm.label, lm.num_truncated = f"{name}: {task.column}", 0
             if display:
                 lm.on_progress = partial(display.on_progress, task.column)
-            output = _simple_evaluate(lm, suite, tasks[task.column], options.limit)
+            output = run_lm_eval(lm, suite, [tasks[task.column]], limit=options.limit)
             results.add(task, tasks[task.column], output, name)
             if lm.num_truncated:
                 results.truncated[task.column] = lm.num_truncated
@@ -204,8 +204,19 @@ def evaluate_model(
     return results
 
 
-def _simple_evaluate(lm: RequestDispatcher, suite: Suite, task: Any, limit: int | None) -> dict[str, Any]:
-    """Return lm-eval's output for one column."""
+def run_lm_eval(
+    lm: RequestDispatcher,
+    suite: Suite,
+    tasks: list[Any],
+    *,
+    limit: int | None = None,
+    samples: dict[str, list[int]] | None = None,
+) -> dict[str, Any]:
+    """Return lm-eval's output for the tasks of one column.
+
+    limit: only the first questions of each task. samples: only these, by the task's name. lm-eval seeds the generators
+    of random, numpy and torch.
+    """
     seeds = {f"{name}_random_seed": seed for name, seed in suite.seeds.model_dump().items() if name != "random"}
     without_git = patched("lm_eval.evaluator.get_git_commit_hash", lambda: None)
     without_machine = patched("lm_eval.evaluator.add_env_info", lambda results: None)
@@ -213,11 +224,12 @@ def _simple_evaluate(lm: RequestDispatcher, suite: Suite, task: Any, limit: int 
         with silence(), without_git, without_machine, rendering():
             output = cast(Callable[..., Any], simple_evaluate)(  # its decorator hides the signature
                 model=lm,
-                tasks=[task],
+                tasks=tasks,
                 task_manager=TaskManager(include_defaults=False),
                 apply_chat_template=suite.apply_chat_template,
                 bootstrap_iters=0,
                 limit=limit,
+                samples=samples,
                 random_seed=suite.seeds.random,
                 **seeds,
             )

@@ -146,6 +146,25 @@ def check(
     return tasks, [*_row_notices(rows, suite, probes), *_question_notices(rows[-1], suite, tasks, options)]
 
 
+def check_questions(row: PlannedRow, suite: Suite, questions: dict[str, list[Any]], omit: str) -> list[str]:
+    """Return notices about the prompts of some questions: by column, pairs of lm-eval's task and its questions.
+
+    omit: the remedy for a column that cannot be scored. Raises UserError with all reasons why one cannot.
+    """
+    if suite.apply_chat_template and not row.template_of:
+        raise UserError(
+            f"run.benchmark: the tokenizer has no chat template, but suite {suite.name} applies one; set "
+            "model.chat_template, or choose another suite"
+        )
+    probe = _Probe(row, suite, Eval(suite=suite.name), omit)
+    for task in suite.tasks:
+        probe.add(task, questions[task.column])
+    if probe.problems:
+        raise UserError(*dict.fromkeys(probe.problems))
+    context = f"the context of {row.context} tokens"
+    return [f"run.benchmark: {context} truncates prompts of {', '.join(probe.truncated)}"] if probe.truncated else []
+
+
 def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "_Probe"]) -> list[str]:
     """Return notices about rows that will not be compared, and prompts that lose their beginning."""
     first, *others = rows
@@ -233,8 +252,9 @@ def _as_list(requests: Any) -> list[Any]:
 class _Probe:
     """The requests of one row for the longest questions, and the problems of these."""
 
-    def __init__(self, row: PlannedRow, suite: Suite, options: Eval):
-        self.row, self.suite, self.options = row, suite, options
+    def __init__(self, row: PlannedRow, suite: Suite, options: Eval, omit: str = ""):
+        """omit: the remedy for a column that cannot be evaluated; "": to omit it from the evaluation."""
+        self.row, self.suite, self.options, self.omit = row, suite, options, omit
         settings = BackendSettings("hf", suite.dtype, "cpu", suite.batch_size)
         self.lm = RequestDispatcher(
             InProcess(Path(row.model), row.tokenizer, settings), row.tokenizer, settings, ResponseCache(None, {})
@@ -265,7 +285,7 @@ class _Probe:
             reason = in_one_line(error).removeprefix(f"{self.lm.label}: ")
             self.problems.append(
                 f"{self.lm.label}: a question cannot be rendered as a prompt: {reason}; choose another chat "
-                f"template, or omit this column: eval.omit: [{task.column}] (--omit {task.column})"
+                f"template, or {self._remedy(task)}"
             )
             return
         self.prompts[task.column] = [request.args[0] for request in requests]
@@ -287,8 +307,7 @@ class _Probe:
                     )
                 is_truncated |= num > context + 1
         if too_long:
-            remedy = f"omit this column: eval.omit: [{task.column}] (--omit {task.column})"
-            self.problems.append(f"{self.lm.label}: {too_long[0]}; {remedy}")
+            self.problems.append(f"{self.lm.label}: {too_long[0]}; {self._remedy(task)}")
         elif is_truncated:
             self.truncated.append(task.column)
             if self.options.strict:
@@ -296,6 +315,9 @@ class _Probe:
                     f"{self.lm.label}: prompts do not fit the context of {self.row.context} tokens, and eval.strict is "
                     "true; write eval.strict: false (--no-strict) to truncate and count such prompts"
                 )
+
+    def _remedy(self, task: SuiteTask) -> str:
+        return self.omit or f"omit this column: eval.omit: [{task.column}] (--omit {task.column})"
 
     def _num_tokens(self, text: str) -> int:
         return len(self.row.tokenizer(text, add_special_tokens=False)["input_ids"])

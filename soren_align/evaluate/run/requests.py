@@ -118,11 +118,12 @@ class RequestDispatcher(LM):
         cache: ResponseCache,
         *,
         strict: bool = False,
+        batches_per_chunk: int = BATCHES_PER_CHUNK,
     ):
-        """strict: a truncated prompt is an error."""
+        """strict: a truncated prompt is an error. batches_per_chunk: of requests for log-likelihoods."""
         super().__init__()
         self.workers, self.tokenizer, self.settings, self.cache = workers, tokenizer, settings, cache
-        self.strict = strict
+        self.strict, self.batches_per_chunk = strict, batches_per_chunk
         self.chat_template_args: dict[str, Any] = {}  # read by HFLM.apply_chat_template
         self.num_computed = self.num_cached = self.num_truncated = 0
         self.label = ""
@@ -145,7 +146,7 @@ class RequestDispatcher(LM):
     def _responses(self, kind: str, requests: list[tuple]) -> list[Any]:
         """Return the responses in the order of the requests; those not cached are computed and cached."""
         single = kind == "generate_until" and self.settings.backend == "hf"  # vLLM schedules batches itself
-        chunks = make_chunks(requests, self.settings.batch_size * (1 if single else BATCHES_PER_CHUNK))
+        chunks = make_chunks(requests, self.settings.batch_size * (1 if single else self.batches_per_chunk))
         keys = [digest([kind, [requests[i] for i in chunk]]) for chunk in chunks]
         missing = {key: chunk for key, chunk in zip(keys, chunks, strict=True) if key not in self.cache.responses}
         work = [(key, kind, [requests[i] for i in chunk]) for key, chunk in missing.items()]

@@ -37,14 +37,14 @@ class InProcess:
         """Yield (key, responses, number of truncated prompts) of each chunk, in order."""
         if chunks and self.lm is None:
             try:
-                self.lm = _guarded(load_lm, self.folder, self.tokenizer, self.settings)
+                self.lm = guarded(load_lm, self.folder, self.tokenizer, self.settings)
             except OutOfMemory as error:  # a smaller batch would not help
                 raise UserError(
                     f"{self.folder}: the model itself does not fit the device's memory: {error}; free memory, or write "
                     "eval.dtype: bfloat16"
                 ) from error
         for key, kind, requests in chunks:
-            yield key, *_guarded(run_requests, self.lm, kind, requests)
+            yield key, *guarded(run_requests, self.lm, kind, requests)
 
     def close(self) -> None:
         """Release the model and its memory."""
@@ -96,7 +96,7 @@ class WorkerPool:
         self.pool.shutdown(cancel_futures=True)
 
 
-def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
+def guarded(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function with silenced libraries. Raises OutOfMemory if the device's memory does not suffice."""
     with as_user_error("the model cannot be evaluated", Exception):  # values in its files that are read only now
         try:

@@ -17,6 +17,10 @@ from ..suite.tasks import score_keys, subtasks
 from .intervals import average, score_points
 
 
+class NotNumbers(UserError):
+    """Log-likelihoods or scores are NaN or infinite."""
+
+
 def score_column(
     task: SuiteTask, loaded: Any, output: dict[str, Any], model: str, labels: Sequence[str] | None = None
 ) -> tuple[dict[str, Any], list[float], dict[str, list[list[float]]], list[dict[str, Any]]]:
@@ -31,7 +35,7 @@ def score_column(
     """
     names = [subtask.task_name for subtask in subtasks(loaded)]
     main, *others = score_keys(task)
-    points = [_points(output, name, main, model) for name in names]
+    points = [points_of(output, name, main, model) for name in names]
     score = score_points(points, labels)
     if (chance := _chance(task, loaded, output)) is not None:
         score["chance"] = chance
@@ -43,7 +47,7 @@ def score_column(
         also_points["mean over subjects"] = points
         score["subjects"] = subjects
     for other in others:
-        label, each = other.removesuffix(",none"), [_points(output, name, other, model) for name in names]
+        label, each = other.removesuffix(",none"), [points_of(output, name, other, model) for name in names]
         also[label], also_points[label] = score_points(each, labels), [[*chain(*each)]]
     if also:
         score["also"] = {label: {key: each[key] for key in ("value", "stderr")} for label, each in also.items()}
@@ -103,8 +107,12 @@ def cluster_labels(task: SuiteTask, questions: list[tuple[Any, dict[str, Any]]])
     return labels if len({*labels}) < len(labels) else None
 
 
-def _points(output: dict[str, Any], name: str, key: str, model: str) -> list[float]:
-    """Return the points of each question of a task."""
+def points_of(output: dict[str, Any], name: str, key: str, model: str) -> list[float]:
+    """Return the points of each question of a task.
+
+    name: the task's. key: lm-eval's, of the metric. Raises UserError if the metric is not a mean over questions,
+    NotNumbers if log-likelihoods or points are no numbers.
+    """
     metric, filter_name = key.split(",")
     samples = [sample for sample in output["samples"][name] if sample["filter"] == filter_name]
     responses = [resp[0] for sample in samples for resp in sample["filtered_resps"] if isinstance(resp, tuple | list)]
@@ -113,7 +121,7 @@ def _points(output: dict[str, Any], name: str, key: str, model: str) -> list[flo
     # as mc2's 0/0, if all log-likelihoods are below -745.
     for kind, numbers in (("log-likelihoods", responses), (f"scores ({metric})", points)):
         if broken := sum(not isfinite(number) for number in numbers):
-            raise UserError(
+            raise NotNumbers(
                 f"{model}: {broken} of {len(numbers)} {kind} of {name} are not numbers;"
                 " check the model's weights, which a diverged training may have broken"
             )

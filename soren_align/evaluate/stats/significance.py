@@ -6,7 +6,7 @@ Scores from different prompts are never compared.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Any
 
@@ -201,20 +201,51 @@ def contamination_section(overlaps: Overlaps, rows: Sequence[tuple[str, ModelAns
     row's "differences" but without Holm's correction; if it is compared}.
     """
     section = overlaps.by_column()
-    first = rows[0][1]
     for column, entry in section.items():
-        if not 0 < entry["overlapping"] < entry["questions"]:
-            continue
-        others = np.delete(np.arange(entry["questions"]), entry["indices"])
-        entry["scores"] = {}
-        for name, results in rows:
-            points = np.array(results.points[column])
-            value = 100 * float(points[others].mean())
-            score: dict[str, Any] = {"value": value, "change": value - 100 * float(points.mean())}
-            if results is not first and column not in unpaired(first, results):
-                each, clusters = pair_column(first, results, column)
-                if clusters is not None:
-                    clusters = cluster_numbers(clusters[others].tolist())
-                score["difference"] = _difference([Paired(each[others], clusters)])
-            entry["scores"][name] = score
+        if 0 < entry["overlapping"] < entry["questions"]:
+            entry["scores"] = _scores_without(entry["indices"], column, rows)
     return section
+
+
+def selection_section(
+    selections: Mapping[str, Mapping[str, Any]], tasks: Mapping[str, str], rows: Sequence[tuple[str, ModelAnswers]]
+) -> dict[str, Any]:
+    """Return results.json's "selection": by column, the questions by which the saved weights of rows were chosen.
+
+    selections: by row, `run.benchmark` of its run.json. tasks: lm-eval's task of each column.
+    {"rows": the rows that were chosen by them, "questions": their number, "selected", "indices", "scores": those of the
+    other questions, as in `contamination_section`}.
+    """
+    section: dict[str, Any] = {}
+    for row, record in selections.items():
+        for name, chosen in record["columns"].items():
+            column = next((column for column, task in tasks.items() if task == chosen["task"]), None)
+            if column is None or record["selected_by"] not in (name, "average"):
+                continue
+            hashes = [question for question, _ in rows[0][1].prompt_hashes[column]]
+            entry = section.setdefault(column, {"rows": [], "questions": len(hashes), "indices": []})
+            entry["rows"].append(row)
+            entry["indices"] += [i for i, question in enumerate(hashes) if question <= chosen["last_doc_hash"]]
+    for column, entry in section.items():
+        entry["indices"] = sorted({*entry["indices"]})
+        entry["selected"] = len(entry["indices"])
+        if entry["selected"] < entry["questions"]:
+            entry["scores"] = _scores_without(entry["indices"], column, rows)
+    return {column: entry for column, entry in section.items() if entry["selected"]}
+
+
+def _scores_without(indices: Sequence[int], column: str, rows: Sequence[tuple[str, ModelAnswers]]) -> dict[str, Any]:
+    """Return the scores of the other questions of a column, by row; see `contamination_section`."""
+    first, scores = rows[0][1], {}
+    for name, results in rows:
+        points = np.array(results.points[column])
+        others = np.delete(np.arange(len(points)), indices)
+        value = 100 * float(points[others].mean())
+        score: dict[str, Any] = {"value": value, "change": value - 100 * float(points.mean())}
+        if results is not first and column not in unpaired(first, results):
+            each, clusters = pair_column(first, results, column)
+            if clusters is not None:
+                clusters = cluster_numbers(clusters[others].tolist())
+            score["difference"] = _difference([Paired(each[others], clusters)])
+        scores[name] = score
+    return scores

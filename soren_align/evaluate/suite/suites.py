@@ -17,7 +17,8 @@ from ...core import shipped
 from ...core.document import Section, parse
 from ...core.errors import UserError, did_you_mean
 from ...core.files import read_text
-from ...recipe import Eval
+from ...recipe import Eval, Recipe
+from ...tasks import BENCHMARK
 
 LM_EVAL = "lm-eval:"
 # Not imported: that takes 8 seconds, and `plan` needs only the numbers of requests.
@@ -172,6 +173,37 @@ def suite_of(options: Eval) -> Suite:
         if not changes["tasks"]:
             raise UserError(f"eval.omit: all columns of suite {suite.name} are omitted; keep at least one column")
     return suite.model_copy(update=changes)
+
+
+def benchmark_suite(recipe: Recipe) -> Suite | None:
+    """Return the suite of `run.benchmark` with its columns alone; None if the recipe has no such section.
+
+    Raises UserError if the suite does not have one of the columns, or none of them has the name that
+    `trainer.metric_for_best_model` gives.
+    """
+    section = recipe.run.benchmark
+    if section is None:
+        return None
+    suite = suite_of(Eval(suite=section.suite, batch_size=section.batch_size, data_root=section.data_root))
+    columns = [task.column for task in suite.tasks]
+    for column in section.columns:
+        if column not in columns:
+            hint = did_you_mean(column, columns, f"write one of {', '.join(columns)}")
+            raise UserError(f"run.benchmark.columns: suite {suite.name} has no column {column!r}{hint}")
+    if section.columns:
+        suite = suite.model_copy(update={"tasks": [task for task in suite.tasks if task.column in section.columns]})
+    metric = str(recipe.trainer.get("metric_for_best_model", "")).removeprefix("eval_")
+    names = [BENCHMARK + name for name in benchmark_scores(suite)]
+    if metric.startswith(BENCHMARK) and metric not in names:
+        hint = did_you_mean(metric, names, f"write one of {', '.join(names)}")
+        raise UserError(f"trainer.metric_for_best_model: run.benchmark measures no {metric!r}{hint}")
+    return suite
+
+
+def benchmark_scores(suite: Suite) -> list[str]:
+    """Return the names of a suite's scores during training: its columns, and of several their average."""
+    columns = [task.column for task in suite.tasks]
+    return [*columns, *(["average"] if len(columns) > 1 else [])]
 
 
 class PublishedScore(Section):

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from ...core.text import LINE_SECONDS, print_labelled, with_prefix
-from ...tasks import TASKS
+from ...tasks import BENCHMARK, TASKS
 
 
 class Display(Progress):
@@ -95,6 +95,10 @@ class TrainingProgress(TrainerCallback):
         if "eval_loss" in logs:
             step = f"step {state.global_step}: "
             print_labelled(self.console, "eval", step + ", ".join(self._values(logs, "eval_")))
+        prefix = f"eval_{BENCHMARK}"
+        if scores := {key.removeprefix(prefix): value for key, value in logs.items() if key.startswith(prefix)}:
+            texts = [f"{name} {value:.1%}" for name, value in scores.items()]
+            print_labelled(self.console, "benchmark", f"step {state.global_step}: {', '.join(texts)}")
         if "loss" in logs or "eval_loss" in logs:
             self._logs |= logs
             self._show(self._measurements())
