@@ -98,15 +98,6 @@ _ALL = (
         title="retention loss",
         label="retention loss, nats per token",
     ),
-    Metric(
-        "eval_benchmark/COLUMN",
-        "share of right answers, or another score in [0, 1], of the model in training on the questions of "
-        "`run.benchmark`; of several columns also their plain mean. The questions are always the same ones. With "
-        "`every`, the score is measured at step 0, after every so many steps, and at the last step. It is NaN if a "
-        "log-likelihood is not a number",
-        "eval_benchmark/average",
-        recipe="run.benchmark: {suite: ...}",
-    ),
 )
 METRICS = {metric.key: metric for metric in _ALL}
 IN_STUDIES = tuple(metric for metric in _ALL if metric.title)

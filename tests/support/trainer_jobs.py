@@ -521,7 +521,7 @@ def run(group, job, folder):
 
     make.ranks, make.folder = current_ranks(), folder
     jobs = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision, "adapters": adapters}
-    jobs |= {"watched": watched, "c4": c4}
+    jobs |= {"watched": watched, "c4": c4, "benchmarked": benchmarked, "benchmarked_fsdp2": benchmarked_fsdp2}
     jobs |= {"small_memory": small_memory, "perturbed": perturbed, "moments": moments, "freed_moments": freed_moments}
     with mock.patch.object(quintic, "newton_schulz", quintic.newton_schulz):  # without_bfloat16() replaces it
         try:

@@ -113,7 +113,7 @@ class Contamination(TypedDict):
 
 
 class Selection(TypedDict):
-    """Questions of a benchmark that chose the weights of rows; see `significance.selection_section`."""
+    """Questions of a benchmark that chose the weights of models; see `significance.selection_section`."""
 
     rows: list[str]
     questions: int

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import torch
@@ -220,8 +221,10 @@ def run_lm_eval(
     seeds = {f"{name}_random_seed": seed for name, seed in suite.seeds.model_dump().items() if name != "random"}
     without_git = patched("lm_eval.evaluator.get_git_commit_hash", lambda: None)
     without_machine = patched("lm_eval.evaluator.add_env_info", lambda results: None)
+    # It returns nothing where LOCAL_RANK is not 0.
+    without_rank = patched("lm_eval.evaluator.os", SimpleNamespace(environ={}))
     try:
-        with silence(), without_git, without_machine, rendering():
+        with silence(), without_git, without_machine, without_rank, rendering():
             output = cast(Callable[..., Any], simple_evaluate)(  # its decorator hides the signature
                 model=lm,
                 tasks=tasks,
@@ -237,5 +240,5 @@ def run_lm_eval(
         raise UserError(
             f"{lm.label}: a template of the task cannot be rendered: {error}; correct the task file"
         ) from None
-    assert output is not None  # None on other ranks only
+    assert output is not None
     return output

@@ -26,7 +26,7 @@ from ...core.files import digest
 from ...data.rendering import template_errors
 from ...run.provenance import fingerprint
 from .backends import FILES, BackendSettings, ContextTooShort, base_folder
-from .workers import InProcess, WorkerPool
+from .workers import Workers
 
 FORMAT = 2
 """Of a cache file. Increased when this package loads or runs models differently, so that responses change."""
@@ -112,7 +112,7 @@ class RequestDispatcher(LM):
 
     def __init__(
         self,
-        workers: InProcess | WorkerPool,
+        workers: Workers,
         tokenizer: Any,
         settings: BackendSettings,
         cache: ResponseCache,

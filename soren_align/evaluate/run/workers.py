@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -24,6 +24,17 @@ Chunk = tuple[str, str, list[tuple]]
 
 class OutOfMemory(Exception):
     """A batch did not fit the device's memory."""
+
+
+class Workers(Protocol):
+    """What runs the requests to a model."""
+
+    def run(self, chunks: list[Chunk]) -> Iterator[tuple[str, list[Any], int]]:
+        """Yield (key, responses, number of truncated prompts) of each chunk."""
+        ...
+
+    def close(self) -> None:
+        """Release the model."""
 
 
 class InProcess:

@@ -210,7 +210,7 @@ def contamination_section(overlaps: Overlaps, rows: Sequence[tuple[str, ModelAns
 def selection_section(
     selections: Mapping[str, Mapping[str, Any]], tasks: Mapping[str, str], rows: Sequence[tuple[str, ModelAnswers]]
 ) -> dict[str, Any]:
-    """Return results.json's "selection": by column, the questions by which the saved weights of rows were chosen.
+    """Return results.json's "selection": by column, the questions that chose the weights of models.
 
     selections: by row, `run.benchmark` of its run.json. tasks: lm-eval's task of each column.
     {"rows": the rows that were chosen by them, "questions": their number, "selected", "indices", "scores": those of the
