@@ -453,6 +453,38 @@ def spectrum(
     commands.spectrum(run, matrices or ["*"], output=output, full=full, as_json=as_json)
 
 
+@app.command("map")
+def show_map(
+    context: typer.Context,
+    formula: Annotated[
+        str, typer.Argument(metavar="FORMULA", help="A function of x: 'tanh(x / 0.1)'; or a map's name: minimax.")
+    ],
+    of: Annotated[
+        str | None,
+        typer.Option(metavar="NORM", help="x is sigma over nu, norm, rms or none. Default: nu."),
+    ] = None,
+    error: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="The largest error, of the function's largest value. Default: 0.01."),
+    ] = None,
+    resolution: Annotated[
+        float | None, typer.Option(metavar="X", help="The x from which on the error holds. Default: 0.0004.")
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option(metavar="X", help="The largest x, with --of rms and none. Default: 1.")
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also draw the function and its polynomials: .png or .svg.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the polynomials of a function of singular values: their proved error, their cost, and a picture."""
+    from ..launch import commands
+
+    settings = {"of": of, "error": error, "resolution": resolution, "limit": limit}
+    commands.show_map(formula, {key: v for key, v in settings.items() if v is not None}, plot=plot, as_json=as_json)
+
+
 @app.command()
 def merge(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run that trained an adapter.")],

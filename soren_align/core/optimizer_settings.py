@@ -86,6 +86,11 @@ EPS = 1e-8
 RESOLUTIONS = (0.0004, 0.001, 0.01)
 """The normalised singular values from which a minimax polynomial of `spectral.coefficients` is accurate."""
 RESOLUTION = 0.0004
+NORMALIZATIONS = ("nu", "norm", "rms", "none")
+"""Of the singular values, for maps by a formula."""
+ERROR = Bounds(least=1e-6, below=1)
+"""Of the polynomials of a formula, as a share of its largest value."""
+FORMULA_RESOLUTION = Bounds(least=1e-5, most=0.1)
 SNS_STEPS = 15
 RELEASED_STEPS = 5
 """K of the authors' released code."""

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from ..bench import shapes
 from ..core.errors import UserError, known_failure
 from ..core.files import read_json
+from ..core.optimizer_settings import ERROR, FORMULA_RESOLUTION, NORMALIZATIONS, POSITIVE
 from ..core.signals import deferred
 from ..core.silence import quiet_libraries
 from ..core.text import Terminal, counting, join_words, loading, print_labelled, stderr_console, working
@@ -384,6 +386,27 @@ def bench(
         sys.stdout.write(json.dumps(results, indent=2) + "\n")
     else:
         Terminal().print(show.terminal(results), highlight=False)
+
+
+def show_map(text: str, settings: dict[str, Any], *, plot: str | None = None, as_json: bool = False) -> None:
+    """Show a map by a formula or by its name: certificate, cost, errors. plot: the file of a picture."""
+    file = None if plot is None else Path(plot)
+    if file is not None and (file.suffix not in (".png", ".svg") or not file.parent.is_dir()):
+        raise UserError(f"--plot: found {plot}; write the path of a .png or .svg file in a folder that exists")
+    if (of := settings.get("of", "nu")) not in NORMALIZATIONS:
+        raise UserError(f"--of: found {of!r}; write one of {', '.join(NORMALIZATIONS)}")
+    for key, bounds in {"error": ERROR, "resolution": FORMULA_RESOLUTION, "limit": POSITIVE}.items():
+        if key in settings and settings[key] not in bounds:
+            raise UserError(f"--{key}: found {settings[key]:g}; write a number, {bounds}")
+    with stderr_console().status("Loading torch"):
+        from ..bench import formulas
+    with quiet_libraries(), stderr_console().status("Composing polynomials"):
+        result, target = formulas.describe(text, settings)
+    sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else "\n".join(formulas.lines(result)) + "\n")
+    if file is not None:
+        if target is None or not result["steps"]:
+            raise UserError(f"--plot: the map {text} has no polynomials by a formula; remove this option")
+        formulas.draw(result, target, file)
 
 
 def spectrum(

@@ -94,7 +94,10 @@ def setting_checks(spectral_map: SpectralMap) -> dict[str, Check]:
     checks: dict[str, Check] = {}
     for key, setting in spectral_map.settings.items():
         if not (bounds := setting.bounds):
-            checks[key] = choice(setting.choices)
+            kind = dict | None if setting.default is None else type(setting.default)
+            words = {str: "a text", bool: "True or False"}.get(kind, "a record, or None")
+            free = check_that(lambda value, kind=kind: isinstance(value, kind), words)
+            checks[key] = choice(setting.choices) if setting.choices else free
         elif isinstance(setting.default, int):
             checks[key] = check_that(
                 lambda value, bounds=bounds: isinstance(value, int) and not isinstance(value, bool) and value in bounds,
@@ -195,6 +198,11 @@ def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_
             first = next(((a, b) for a, b in zip(was, now, strict=False) if a != b), numbers)
             pairs += [("param_names", *first)] if was != now else []
         for key, was, now in pairs:
+            if key == "map":  # its composition may be another one of equal settings; the checkpoint's is loaded
+                was, now = (
+                    {k: v for k, v in value.items() if k != "composition"} if isinstance(value, dict) else value
+                    for value in (was, now)
+                )
             if was != now:
                 differences.append(f"group {index} {key}: {was} in the checkpoint, {now} in this optimizer")
     if differences:

@@ -33,14 +33,17 @@ def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError for an unknown name, a setting of another map, and a value that is not allowed.
     """
     settings = {"name": spectral_map} if isinstance(spectral_map, str) else dict(spectral_map)
+    if "formula" in settings:
+        settings.setdefault("name", "formula")
     name = choice(tuple(SOREN_MAPS))(settings.pop("name", None))
-    defaults = SOREN_MAPS[name].defaults
+    defaults = SOREN_MAPS[name].plain_defaults
     for key in settings.keys() - defaults.keys():
         raise ValueError(
             f"map {name!r} has no setting {key!r}; "
             + (f"write one of {', '.join(map(repr, defaults))}" if defaults else f"remove {key!r}")
         )
-    return {"name": name, **checked_settings({**defaults, **settings}, setting_checks(SOREN_MAPS[name]), name)}
+    checked = checked_settings({**defaults, **settings}, setting_checks(SOREN_MAPS[name]), name)
+    return {"name": name, **SOREN_MAPS[name].complete(checked)}
 
 
 class Soren(SpectralOptimizer, name="soren"):

@@ -9,11 +9,12 @@ import operator
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, create_model
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..core import optimizer_settings as settings
 from ..core.document import Section, members, tag_of
+from ..core.errors import UserError
 from ..core.optimizer_settings import (
     AdjustLrFn,
     Bounds,
@@ -52,22 +53,34 @@ def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
     name = spectral_map.name
     fields: dict[str, Any] = {"name": (Literal[name], name) if is_default else Literal[name]}
     for key, setting in spectral_map.settings.items():
-        kind: Any = type(setting.default)
+        kind: Any = dict[str, Any] | None if setting.default is None else type(setting.default)
         if setting.choices:
             schema: Any = {"enum": list(setting.choices)}
             kind = Annotated[kind, AfterValidator(partial(_one_of, setting.choices)), Field(json_schema_extra=schema)]
-        else:
-            assert setting.bounds
+        elif setting.bounds:
             kind = Annotated[kind, within(setting.bounds)]
         fields[key] = (kind, Field(setting.default, description=setting.doc))
     title = "".join(word.capitalize() for word in name.split("_"))
-    return create_model(f"{title}Map", __base__=Section, __module__=__name__, __doc__=spectral_map.doc, **fields)
+
+    def complete(section: Any) -> Any:
+        try:
+            settings = spectral_map.complete(section.model_dump(exclude={"name"}))
+        except UserError as error:
+            raise PydanticCustomError("map", "{message}", {"message": str(error)}) from None
+        section.__dict__.update(settings)
+        return section
+
+    validators: Any = {"complete": model_validator(mode="after")(complete)}
+    options = {"__base__": Section, "__module__": __name__, "__doc__": spectral_map.doc, "__validators__": validators}
+    return create_model(f"{title}Map", **options, **fields)
 
 
 def _as_section(value: Any) -> Any:
     """`sns` as `{name: sns}`, null as the default map; anything else unchanged."""
     if value is None:
         return {}
+    if isinstance(value, dict) and "formula" in value:
+        return {"name": "formula", **value}
     return {"name": value} if isinstance(value, str) else value
 
 

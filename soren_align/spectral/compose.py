@@ -23,7 +23,6 @@ from ..core.optimizer_settings import MUON_STEPS
 from . import intervals
 from .certificate import largest_error
 from .composition import TOP, Composition, value
-from .fitting import as_composition, fit, grid
 from .flops import composition_flops, num_products, quintic_flops
 from .formula import Formula, parse
 from .intervals import Jet
@@ -68,7 +67,12 @@ class Target:
     @property
     def key(self) -> dict[str, Any]:
         """What identifies it, as plain data."""
-        return {"formula": str(self.formula), "of": self.of, "resolution": self.resolution, "limit": self.limit}
+        return {
+            "formula": str(self.formula),
+            "of": self.of,
+            "resolution": float(self.resolution),
+            "limit": float(self.limit),
+        }
 
 
 @dataclass(frozen=True)
@@ -129,15 +133,20 @@ def from_dict(record: Mapping[str, Any]) -> Composed:
     return Composed(composition, largest, error, None if below is None else float(below))
 
 
-def checked_target(
+def target_of(
     text: str,
     parameters: Mapping[str, float] | None = None,
     of: Of = "nu",
     resolution: float = 4e-4,
     limit: float = 1.0,
 ) -> Target:
-    """The target of a formula. Raises UserError for one that is no formula, or not finite, negative or 0 everywhere."""
-    target = Target(parse(text, parameters), of, resolution, 1.0 if of in ("nu", "norm") else limit)
+    """The target of a formula. Raises UserError for a text that is none."""
+    return Target(parse(text, parameters), of, resolution, 1.0 if of in ("nu", "norm") else limit)
+
+
+def refuse_unsuitable(target: Target) -> None:
+    """Raise UserError for a formula that is not finite, negative, or 0 everywhere on its domain."""
+    resolution = target.resolution
     u = np.unique(np.concatenate([np.geomspace(resolution, 1, NUM_SAMPLES), np.linspace(resolution, 1, NUM_SAMPLES)]))
     numbers, name = target(u), str(target.formula)
     domain = f"on [{resolution * target.limit:g}, {target.limit:g}]"
@@ -163,7 +172,6 @@ def checked_target(
             f"formula: {name} is {least:.3g} at x = {place:.3g}, and a negative value is a step uphill; write "
             f"max({name}, 0) or another function"
         )
-    return target
 
 
 def compose(target: Target, error: float, folder: Path | None = None) -> Composed:
@@ -171,7 +179,7 @@ def compose(target: Target, error: float, folder: Path | None = None) -> Compose
 
     Raises UserError if there is none, with what is reachable at which cost.
     """
-    name = digest({"version": VERSION, **target.key, "error": error})
+    name = key_of(target, error)
     record = shipped().get(name)
     file = (folder or default_cache_folder() / "maps") / f"{name}.json"
     if record is None and file.is_file():
@@ -182,6 +190,7 @@ def compose(target: Target, error: float, folder: Path | None = None) -> Compose
             record = None  # of a damaged file: computed again
     if record is not None:
         return from_dict(record)
+    refuse_unsuitable(target)
     reached: list[Composed] = []
     for composed in search(target, error):
         reached.append(composed)
@@ -194,6 +203,11 @@ def compose(target: Target, error: float, folder: Path | None = None) -> Compose
     raise UserError(refusal(target, error, reached))
 
 
+def key_of(target: Target, error: float) -> str:
+    """The name of a composition in the cache: a digest of what it matches."""
+    return digest({"version": VERSION, **target.key, "error": float(error)})
+
+
 @cache
 def shipped() -> dict[str, Any]:
     """The records that are shipped, by the digest of what they match."""
@@ -202,6 +216,8 @@ def shipped() -> dict[str, Any]:
 
 def search(target: Target, error: float) -> Iterator[Composed]:
     """Compositions of more and more products, each improved until its largest error is within `error`, if it can be."""
+    from .fitting import as_composition, fit, grid  # with scipy, which takes as long to import as a search
+
     start = grid(target.resolution)
     largest = float(np.abs(target(start)).max())
     jumps = target(start[:1])[0] > JUMP * largest

@@ -18,9 +18,10 @@ from ..core.optimizer_settings import FactorPrecision
 from .compose import Of
 from .composition import Composition
 from .exact import map_singular_values
+from .flops import block_size, ends_thin
 from .formula import Formula
-from .matrices import in_full_precision, mapped_in_range
-from .products import Workspace, add_to_diagonal_, evaluate, gram_over_nu
+from .matrices import in_full_precision, mapped_in_range, replace_zeros
+from .products import PADDING, Workspace, add_to_diagonal_, evaluate, gram_over_nu
 
 
 @torch.no_grad()
@@ -84,14 +85,24 @@ def exact_formula(x: Tensor, formula: Formula, of: Of = "nu") -> Tensor:
     x: [..., m, n], floating point; not modified. Zero on the numerical null space, as `exact_sigmoid`.
     """
 
-    def function(sigma: Tensor) -> Tensor:
-        if of == "nu":
-            largest = sigma.amax(dim=-1, keepdim=True)
-            unit = largest * torch.linalg.vector_norm(sigma / largest, 8, dim=-1, keepdim=True)
-        elif of == "norm":
-            unit = torch.linalg.vector_norm(sigma, dim=-1, keepdim=True)
-        else:
-            unit = sigma.square().mean(dim=-1, keepdim=True).sqrt() if of == "rms" else torch.ones_like(sigma[..., :1])
-        return formula(sigma / unit)
+    return map_singular_values(x, lambda sigma: formula(sigma / unit_of(sigma, of)))
 
-    return map_singular_values(x, function)
+
+def unit_of(sigma: Tensor, of: Of) -> Tensor:
+    """N of singular values [..., r]: [..., 1], and 1 where all are 0."""
+    largest = replace_zeros(sigma.amax(dim=-1, keepdim=True))
+    share = sigma / largest  # neither its eighth power nor its square overflows
+    if of == "none":
+        return torch.ones_like(largest)
+    if of == "rms":
+        return replace_zeros(largest * share.square().mean(dim=-1, keepdim=True).sqrt())
+    return replace_zeros(largest * torch.linalg.vector_norm(share, 8 if of == "nu" else 2, dim=-1, keepdim=True))
+
+
+def usual_workspace_numbers(num_rows: int, num_columns: int, is_narrow: bool) -> int:
+    """As that of `minimax`, num_rows <= num_columns: the most of any composition; two polynomials need half of it."""
+    m, n = num_rows, num_columns
+    padding = PADDING if block_size(m, "cuda" if is_narrow else "cpu") < m else 0
+    if is_narrow:
+        return (13 * m * (m + padding) + 12 * m * n) // 2
+    return (6 if ends_thin(m, n) else 9) * m * (m + padding) + 2 * m * n

@@ -21,6 +21,7 @@ from ..core.optimizer_settings import (
     FactorPrecision,
     Precision,
 )
+from . import formula_maps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,10 +36,13 @@ NARROW_FROM = 64
 class Setting:
     """A setting of a map: its default, the numbers that it may be, and its documentation."""
 
-    default: float
+    default: Any
+    """A number; or a text, true or false, or a record (None: computed), which have no bounds."""
     bounds: Bounds | None = None
-    choices: tuple[float, ...] = ()
+    choices: tuple[Any, ...] = ()
     """In place of bounds."""
+    is_variant: bool = True
+    """Whether `variants` has each of the choices."""
     doc: str = ""
     """In the recipe; empty for keys of the optimizer section, which has it."""
 
@@ -110,18 +114,26 @@ class SpectralMap:
     """workspace(m, n, precision): numbers that it allocates at once, its result included, for m <= n and a matrix of
     norm 1 at most, as clipped gradients are. Measured: tests/spectral/test_cost.py. By default that of a decomposition,
     without the workspace of its library."""
+    complete: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """complete(settings): with those that follow from others. Raises UserError for settings that contradict others."""
     level: Callable[..., float] | None = None
     """level(m, n, and the settings): the largest mean that an output's singular values can have, where that is not the
     optimizer's `map_level`."""
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The settings with their defaults."""
+        """The settings with their defaults, complete."""
+        return self.complete(self.plain_defaults)
+
+    @property
+    def plain_defaults(self) -> dict[str, Any]:
+        """The settings with their defaults, without those that follow from others."""
         return {key: setting.default for key, setting in self.settings.items()}
 
     def variants(self) -> Iterator[dict[str, Any]]:
         """The settings to measure: the defaults, with each choice of a setting that has choices."""
-        choices = [(key, choice) for key, setting in self.settings.items() for choice in setting.choices]
+        varied = {key: setting for key, setting in self.settings.items() if setting.is_variant}
+        choices = [(key, choice) for key, setting in varied.items() for choice in setting.choices]
         yield from ({**self.defaults, key: choice} for key, choice in choices)
         if not choices:
             yield self.defaults
@@ -138,7 +150,7 @@ class SpectralMap:
         settings: those that are not the defaults.
         """
         m, n = sorted((num_rows, num_columns))
-        return self.flops(m, n, precision, **{**self.defaults, **settings}) if self.flops else None
+        return self.flops(m, n, precision, **self.complete({**self.plain_defaults, **settings})) if self.flops else None
 
     def num_workspace_numbers(self, num_rows: int, num_columns: int, precision: FactorPrecision = "float32") -> int:
         """The numbers that the map of one matrix allocates at once, its result included, see `workspace`."""
@@ -319,7 +331,113 @@ HTMUON = SpectralMap(
     settings={"p": Setting(default.HTMUON_POWER, POWER)},
 )
 
-_MAPS = (MINIMAX, SNS, RELEASED, EXACT, IDENTITY, HIGH_PASS, RANDOM, SHUFFLED, MUON, HTMUON)
+
+def _by_formula(
+    name: str, own: Mapping[str, Setting], of: str = "nu", error: float = 0.005, **record: Any
+) -> SpectralMap:
+    """The record of a formula with the settings `own`, of which `formula_maps` makes polynomials."""
+    settings = {
+        **own,
+        "of": Setting(
+            of,
+            choices=default.NORMALIZATIONS,
+            is_variant=False,
+            doc="x is the singular value, divided by this quantity of the matrix. `nu`: (sum of sigma^8)^(1/8), a "
+            "little more than the largest one. `norm`: the Frobenius norm. `rms`: the root mean square of the "
+            "singular values. `none`: 1.",
+        ),
+        "error": Setting(
+            error,
+            default.ERROR,
+            doc="The largest error of the polynomials, as a share of the function's largest value. It is proved before "
+            "training. If no polynomials are within it, the recipe is refused, with what is reachable.",
+        ),
+        "resolution": Setting(
+            default.RESOLUTION,
+            default.FORMULA_RESOLUTION,
+            doc="The error holds from this x on (this share of `limit`). For a function with f(0) > 0, the polynomials "
+            "fall to 0 below it.",
+        ),
+        "limit": Setting(
+            1.0,
+            default.POSITIVE,
+            doc="For `of: rms` and `of: none`: the largest x. A matrix beyond it is scaled down, and counted.",
+        ),
+        "exact": Setting(False, doc="`true`: use a singular value decomposition, without an error. This is slow."),
+        "composition": Setting(None, doc="The polynomials. They are computed; runs contain them. Leave this key out."),
+    }
+    return SpectralMap(
+        name=name,
+        **formula_maps.named(name),
+        settings=settings,
+        precisions=MINIMAX.precisions,
+        auto_precision=MINIMAX.auto_precision,
+        flops=formula_maps.flops,
+        workspace=lambda m, n, precision: _file("composed").usual_workspace_numbers(
+            m, n, is_narrow=precision != "float32"
+        ),
+        level=formula_maps.level,
+        **record,
+    )
+
+
+def _tau(doc: str) -> dict[str, Setting]:
+    return {"tau": Setting(0.1, default.POSITIVE, doc=doc)}
+
+
+SOFT_SIGN = _by_formula(
+    "soft_sign",
+    _tau("The x that becomes 1 / sqrt(2)."),
+    title="soft_sign, tau = {tau:g} {of}",
+    label="soft_sign {tau:g}",
+    doc="x / sqrt(x^2 + tau^2): 1 for large singular values, proportional to small ones.",
+    source="SoftMuon, arXiv 2605.31371",
+)
+TANH = _by_formula(
+    "tanh",
+    _tau("The x that becomes 0.76."),
+    title="tanh, tau = {tau:g} {of}",
+    label="tanh {tau:g}",
+    doc="tanh(x / tau): 1 for large singular values, proportional to small ones.",
+    source="a soft clip as SPECTRA's, arXiv 2603.14315",
+)
+CLIP = _by_formula(
+    "clip",
+    _tau("The x from which on all become 1."),
+    error=0.03,
+    title="clip, tau = {tau:g} {of}",
+    label="clip {tau:g}",
+    doc="min(x / tau, 1): 1 from tau on, proportional below. Polynomials round the corner: the error is 3% by default.",
+    source="MuCon, arXiv 2605.26459",
+)
+SOREN_LAMBDA = _by_formula(
+    "soren_lambda",
+    {"strength": Setting(0.2, default.POSITIVE, doc="lambda. Its authors use 0.2 to 1.")},
+    of="norm",
+    error=0.03,
+    title="soren_lambda, lambda = {strength:g}",
+    label="soren_lambda {strength:g}",
+    doc="(x + sqrt(x^2 + lambda)) / (1 + sqrt(1 + lambda)): a map of Soren's authors, between Muon and momentum SGD.",
+    source="soren_lamda.py of github.com/ngovuminh2005/SPFT",
+)
+FORMULA = _by_formula(
+    "formula",
+    {
+        "formula": Setting(
+            "tanh(x / 0.1)",
+            doc="A function of x: numbers, x, + - * / ^, parentheses, exp, log, tanh, sqrt, min and max. `soren-align "
+            "map FORMULA` shows its polynomials.",
+        )
+    },
+    error=0.01,
+    title="{formula}, of {of}",
+    label="{formula}",
+    doc="Any function of the singular values, by a formula. You may leave out `name`.",
+    source="yours",
+)
+
+_MAPS = (MINIMAX, SNS, RELEASED, EXACT, IDENTITY, HIGH_PASS, RANDOM, SHUFFLED)
+_MAPS += (SOFT_SIGN, TANH, CLIP, SOREN_LAMBDA, FORMULA, MUON, HTMUON)
 MAPS = {spectral_map.name: spectral_map for spectral_map in _MAPS}
 SOREN_MAPS = {name: spectral_map for name, spectral_map in MAPS.items() if spectral_map.optimizer == "soren"}
 """The choices of Soren's `map`, the default first."""

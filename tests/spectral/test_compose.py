@@ -12,7 +12,7 @@ import pytest
 from soren_align.core.errors import UserError
 from soren_align.spectral import compose as composing
 from soren_align.spectral.certificate import largest_error
-from soren_align.spectral.compose import checked_target, compose, from_dict
+from soren_align.spectral.compose import compose, from_dict, refuse_unsuitable, target_of
 from soren_align.spectral.composition import TOP, Composition, value
 
 EXAMPLES = {  # the formula, its parameters, the normalization, the limit, the error
@@ -26,9 +26,16 @@ EXAMPLES = {  # the formula, its parameters, the normalization, the limit, the e
 EVERY_EXAMPLE = pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
 
 
+def made(*arguments, **settings):
+    """The target of a suitable formula."""
+    target = target_of(*arguments, **settings)
+    refuse_unsuitable(target)
+    return target
+
+
 def composed(example, folder):
     text, parameters, of, limit, error = example
-    target = checked_target(text, parameters, of, limit=limit)
+    target = made(text, parameters, of, limit=limit)
     return target, compose(target, error, folder)
 
 
@@ -93,8 +100,8 @@ def test_a_certificate_holds_in_40_digits_at_100_000_points(example, tmp_path):
 
 
 def test_a_bound_is_proved_where_a_sample_misses_the_error():
-    target = checked_target("tanh(x / 0.1) + exp(-((x - 0.50001) / 0.00003)^2) / 10")
-    plain = compose(checked_target("tanh(x / 0.1)"), 0.005).composition
+    target = made("tanh(x / 0.1) + exp(-((x - 0.50001) / 0.00003)^2) / 10")
+    plain = compose(made("tanh(x / 0.1)"), 0.005).composition
     grid = np.linspace(target.resolution, 1, 1000)
     assert np.abs(value(plain, grid) - target(grid)).max() < 0.03
     bound, where = largest_error(plain, target, target.resolution, TOP)
@@ -104,11 +111,11 @@ def test_a_bound_is_proved_where_a_sample_misses_the_error():
 
 def test_a_gap_of_the_domain_between_the_samples_is_seen():
     with pytest.raises(UserError, match=r"not finite at or near x = 0\.5"):
-        checked_target("tanh(x) + min(0.001, exp(log((x - 0.50001)^2 - 0.0000000001)))")
+        made("tanh(x) + min(0.001, exp(log((x - 0.50001)^2 - 0.0000000001)))")
 
 
 def test_a_bound_of_a_wrong_composition_is_its_error():
-    target = checked_target("x")
+    target = made("x")
     bound, where = largest_error(Composition(((1.1,),), (0.5,), 0, 0.0, 1.1), target, 0.01, 1.0)
     assert bound == pytest.approx(0.1, rel=0.03)
     assert bound >= 0.1
@@ -127,14 +134,14 @@ def test_a_bound_of_a_wrong_composition_is_its_error():
 def test_a_formula_without_finite_positive_values_is_refused(text, message):
     start = time.process_time()
     with pytest.raises(UserError) as caught:
-        checked_target(text)
+        made(text)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert time.process_time() - start < 2
 
 
 def test_a_refusal_states_what_is_reachable_at_which_cost_and_that_is_reached(tmp_path):
-    target = checked_target("min(x / 0.03, 1)")
+    target = made("min(x / 0.03, 1)")
     with pytest.raises(UserError) as caught:
         compose(target, 0.001, tmp_path)
     sentence = str(caught.value)
@@ -149,12 +156,12 @@ def test_a_refusal_states_what_is_reachable_at_which_cost_and_that_is_reached(tm
 def test_a_function_that_nothing_matches_is_refused_within_seconds(tmp_path):
     start = time.process_time()
     with pytest.raises(UserError, match=r"no composition of at most 5 polynomials is within 0\.3 of"):
-        compose(checked_target("1 + tanh((x - 0.3) / 0.000001)"), 0.01, tmp_path)
+        compose(made("1 + tanh((x - 0.3) / 0.000001)"), 0.01, tmp_path)
     assert time.process_time() - start < 20
 
 
 def test_the_cheapest_composition_is_chosen(tmp_path):
-    target = checked_target("tanh(x / 0.1)")
+    target = made("tanh(x / 0.1)")
     errors = (0.1, 0.005, 0.0005)
     products = [compose(target, error, tmp_path).num_products for error in errors]
     assert products == sorted(products)
@@ -163,7 +170,7 @@ def test_the_cheapest_composition_is_chosen(tmp_path):
 
 
 def test_a_composition_is_cached_by_content_and_a_damaged_file_is_replaced(tmp_path, monkeypatch):
-    target = checked_target("tanh(x / 0.17)")
+    target = made("tanh(x / 0.17)")
     first = compose(target, 0.01, tmp_path)
     (file,) = tmp_path.iterdir()
     assert from_dict(json.loads(file.read_text())["composition"]) == first
@@ -192,7 +199,7 @@ def random_formula(source, depth=0):
 def assert_certified_or_refused(text, folder, error=0.02):
     start, refusal = time.process_time(), ""
     try:
-        target = checked_target(text)
+        target = made(text)
         result = compose(target, error, folder)
     except UserError as refused:
         refusal = str(refused)

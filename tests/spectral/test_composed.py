@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from soren_align.spectral.compose import checked_target, compose
+from soren_align.spectral.compose import compose, target_of
 from soren_align.spectral.composed import exact_formula, guarded_composition
 
 EXAMPLES = {  # the formula, the normalization, the limit, the error
@@ -24,7 +24,7 @@ EVERY_EXAMPLE = pytest.mark.parametrize("name", EXAMPLES)
 def examples(tmp_path_factory):
     """The target and the composition of each example."""
     folder = tmp_path_factory.mktemp("maps")
-    targets = {name: checked_target(text, None, of, limit=limit) for name, (text, of, limit, _) in EXAMPLES.items()}
+    targets = {name: target_of(text, None, of, limit=limit) for name, (text, of, limit, _) in EXAMPLES.items()}
     return {name: (target, compose(target, EXAMPLES[name][-1], folder)) for name, target in targets.items()}
 
 

@@ -15,6 +15,9 @@ def test_usual_workspace(name, shape):
     with Meter() as meter:
         MAPS[name].function(x, precision="float32", max_norm=None, **MAPS[name].defaults)
     near = 0.05 if MAPS[name].flops else 0.12  # decompositions of squares take a copy more
+    if "composition" in MAPS[name].settings:  # stated is the most of any composition
+        assert 0.4 < meter.peak / (4 * MAPS[name].num_workspace_numbers(*shape)) < 1.01
+        return
     assert 4 * MAPS[name].num_workspace_numbers(*shape) == pytest.approx(meter.peak, rel=near)
 
 

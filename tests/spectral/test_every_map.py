@@ -5,6 +5,7 @@ import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from soren_align.spectral import (
+    SOREN_MAPS,
     exact_sigmoid,
     high_pass,
     identity,
@@ -24,6 +25,10 @@ MAPS = {
     "newton_schulz": newton_schulz, "spectral_power": lambda x: spectral_power(x, 0.125),
     "identity": identity, "high_pass": high_pass, "random": random_spectrum, "shuffled": shuffled_spectrum,
 }  # fmt: skip
+MAPS |= {
+    name: lambda x, record=SOREN_MAPS[name]: record.function(x, precision="float32", max_norm=None, **record.defaults)[0]
+    for name in ("soft_sign", "tanh", "clip", "soren_lambda", "formula")
+}
 every_map = pytest.mark.parametrize("spectral_map", MAPS.values(), ids=MAPS.keys())
 
 

@@ -52,6 +52,7 @@ CONFIGURATIONS = (
     Configuration("exact, full rank", Run({"map": "exact"}, full_rank=True)),
     Configuration("identity", Run({"map": "identity"})),
     Configuration("high_pass", Run({"map": "high_pass"})),
+    Configuration("soft_sign", Run({"map": "soft_sign"})),
     Configuration("random, full rank", Run({"map": "random"}, full_rank=True)),
     Configuration("shuffled, full rank", Run({"map": "shuffled"}, full_rank=True)),
     Configuration("all 2-D", Run({"map": "released", "adjust_lr_fn": "original", "matrices": "all-2d", "aux": ()})),

@@ -1,0 +1,145 @@
+"""`soren-align map FORMULA`: a map's certificate, cost and errors, without a model and without training."""
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean, geometric_mean
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from ..core.errors import UserError
+from ..core.shipped import ROOT
+from ..core.text import number
+from ..spectral.compose import SHAPES, Target, from_dict
+from ..spectral.composed import unit_of
+from ..spectral.composition import value
+from ..spectral.formula_maps import target_of
+from ..spectral.maps import MAPS, SpectralMap
+from .spectra import Spectrum
+
+RECORDED = ROOT / "docs/studies/spectra.jsonl.gz"
+"""Singular values of momenta in two trainings; docs/studies/recorded_spectra.py explains them."""
+ROWS = 256
+"""Of the matrices of float16's error."""
+EVERY = 6
+"""Of the recorded spectra one in so many, for maps that are no composition: their matrices are mapped."""
+Settings = Mapping[str, Any]
+
+
+def describe(text: str, chosen: Settings) -> tuple[dict[str, Any], Target | None]:
+    """The numbers of a formula, or of a map by name, and what its polynomials match. chosen: some of its settings.
+
+    Raises UserError for a formula without a certificate, and for a setting that a map does not have.
+    """
+    name = text if text in MAPS else "formula"
+    spectral_map, own = MAPS[name], {"formula": text} if name == "formula" else {}
+    for key in chosen.keys() - spectral_map.settings.keys():
+        raise UserError(f"--{key}: the map {name} has no such setting; remove this option")
+    settings = spectral_map.complete({**spectral_map.plain_defaults, **own, **chosen})
+    flops = [(spectral_map.num_flops(*shape, **settings), MAPS["muon"].num_flops(*shape)) for shape in SHAPES]
+    composed, target = None, None
+    result = {
+        "formula": text,
+        "settings": {key: setting for key, setting in settings.items() if key != "composition"},
+        "resolution": settings.get("resolution"),
+        "certified_error": None,
+        "error_below": None,
+        "num_products": None,
+        "steps": None,
+        "flops_over_muon": geometric_mean(ours / muons for ours, muons in flops) if all(f[0] for f in flops) else None,
+        "float16_error": _float16_error(spectral_map, settings) if "float16" in spectral_map.precisions else None,
+        "recorded_error": None,
+    }
+    if settings.get("composition"):
+        composed = from_dict(settings["composition"])
+        target = target_of(name, settings)
+        result["formula"] = str(target.formula)
+        result |= {"certified_error": composed.error, "error_below": composed.error_below}
+        result |= {"num_products": composed.num_products, "steps": settings["composition"]}
+
+    if not spectral_map.is_drawn and RECORDED.is_file():
+        distances = []
+        for spectrum in recorded()[:: 1 if composed else EVERY]:
+            sigma = spectrum.without_null_space
+            exact = spectral_map.target(sigma, **settings).where(sigma > 0, 0.0)
+            if composed and target:
+                u = (sigma / unit_of(sigma, target.of) / target.limit).numpy()
+                output = torch.from_numpy(value(composed.composition, np.minimum(u, 1.0)))
+            else:
+                x = sigma.float().diag()
+                output = spectral_map.function(x, precision="float32", max_norm=None, **settings)[0].diagonal().double()
+            distances.append(float((output - exact).norm() / exact.norm()))
+        result["recorded_error"] = fmean(distances)
+    return result, target
+
+
+def recorded() -> list[Spectrum]:
+    """The recorded spectra of momenta."""
+    with gzip.open(RECORDED, "rt") as file:
+        records = [json.loads(line) for line in file]
+    return [
+        Spectrum(r["name"], r["step"], (r["shape"][0], r["shape"][1]), tuple(r["singular_values"]))
+        for r in records
+        if r["set"] in ("smollm2", "quickstart")
+    ]
+
+
+def _float16_error(spectral_map: SpectralMap, settings: Settings) -> float:
+    """The largest relative distance of float16's update from float32's, on four spectra; on a CPU by emulation."""
+    generator = torch.Generator().manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(ROWS, ROWS, generator=generator, dtype=torch.float64)).Q for _ in range(2))
+    index = torch.arange(1, ROWS + 1, dtype=torch.float64)
+    distances = []
+    for sigma in (torch.ones_like(index), 1 / index, index**-0.5, 1.0 * (index <= ROWS // 8)):
+        x = ((u * (sigma / sigma.norm())) @ v.mT).float()
+        wide, narrow = (
+            spectral_map.function(x, precision=precision, max_norm=1.0, **settings)[0]
+            for precision in ("float32", "float16")
+        )
+        distances.append(float((narrow - wide).norm() / wide.norm()))
+    return max(distances)
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The numbers as text, one line each."""
+    settings = result["settings"]
+    domain = f", x = sigma / {settings['of']}" if settings.get("of", "none") != "none" else ""
+    rows = [("map", f"{result['formula']}{domain}")]
+    if result["certified_error"] is not None:
+        below = result["error_below"]
+        certificate = f"{result['certified_error']:.2%} of the largest value"
+        rows.append(("certified error", f"{certificate}, from x = {result['resolution'] * settings['limit']:g} on"))
+        rows.append(("below", "not bounded" if below is None else f"{below:.2%}: the update falls to 0"))
+        degrees = ", ".join(str(2 * len(step) - 1) for step in result["steps"]["steps"])
+        rows.append(("products", f"{result['num_products']}: polynomials of degree {degrees}"))
+    rows.append(("FLOPs over Muon's", number(result["flops_over_muon"], ".2f")))
+    rows.append(("float16", f"{number(result['float16_error'], '.2%')} from float32 (emulated)"))
+    rows.append(("recorded momenta", f"{number(result['recorded_error'], '.2%')} from the formula, on average"))
+    width = max(len(label) for label, _ in rows)
+    return [f"{label:{width}}  {text}" for label, text in rows]
+
+
+def draw(result: dict[str, Any], target: Target, file: Path) -> None:
+    """Write the picture of a composition: the formula, the polynomials, and their difference. file: .png or .svg."""
+    composed = from_dict(result["steps"])
+    u = np.geomspace(target.resolution / 10, 1, 1000)
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    x, exact, ours = u * target.limit, target(u), value(composed.composition, u)
+    top.semilogx(x, exact, color="#767676", linewidth=3, label=str(target.formula))
+    top.semilogx(x, ours, color="#D55E00", linestyle="--", label=f"polynomials, {result['num_products']} products")
+    top.legend(frameon=False)
+    bottom.semilogx(x, (ours - exact) / composed.largest, color="#0072B2")
+    for side in (-1, 1):
+        bottom.axhline(side * composed.error, color="#767676", linestyle=":")
+    bottom.axvline(target.resolution * target.limit, color="#767676", linestyle=":")
+    bottom.set_ylim(-2 * composed.error, 2 * composed.error)
+    bottom.set_ylabel("error")
+    bottom.set_xlabel("x")
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
