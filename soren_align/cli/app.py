@@ -443,14 +443,19 @@ def spectrum(
     ] = None,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Also draw the spectra into this folder.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Show every matrix, not only the means.")] = False,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="Show how far maps take an update from Muon's and from momentum SGD's.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare every map with the exact sigmoid on a run's momenta, without training."""
+    if advise:
+        refuse_options(context, ["full", "output"], "with --advise, which prints one table")
     if as_json:
         refuse_options(context, ["full"], WITH_JSON)
     from ..launch import commands
 
-    commands.spectrum(run, matrices or ["*"], output=output, full=full, as_json=as_json)
+    commands.spectrum(run, matrices or ["*"], output=output, full=full, advise=advise, as_json=as_json)
 
 
 @app.command("map")

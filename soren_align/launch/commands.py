@@ -410,14 +410,22 @@ def show_map(text: str, settings: dict[str, Any], *, plot: str | None = None, as
 
 
 def spectrum(
-    run: str, globs: Sequence[str], *, output: str | None = None, full: bool = False, as_json: bool = False
+    run: str,
+    globs: Sequence[str],
+    *,
+    output: str | None = None,
+    full: bool = False,
+    advise: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Show the spectra of a run and the output of every map on them, without training, in tables or JSON.
 
-    output: a folder for pictures. full: the numbers of every matrix, in place of their means.
+    output: a folder for pictures. full: the numbers of every matrix, in place of their means. advise: in place of all
+    this how far maps take an update from Muon's and from momentum SGD's.
     """
     folder = RunFolder(run)
     folder.record()
+    recipe = load_resolved(folder.recipe) if advise else None
     pictures = None if output is None else Path(output)
     if pictures is not None and pictures.exists() and not pictures.is_dir():
         raise UserError(f"--output: {output} is a file; write the path of a folder")
@@ -425,9 +433,16 @@ def spectrum(
         set_environment(None)
         console = stderr_console()
         with console.status("Loading torch"):
-            from ..bench import spectra
+            from ..bench import advice, spectra
         with quiet_libraries(), console.status("Reading the spectra") as status:
             source, momenta = spectra.spectra_of_run(folder, globs)
+            if recipe:
+                contrasts = advice.advice(momenta, recipe)
+                if as_json:
+                    sys.stdout.write(json.dumps({"source": source, **contrasts}, indent=2) + "\n")
+                else:
+                    Terminal().print(advice.show(source, contrasts, recipe), highlight=False)
+                return
             maps, records = spectra.all_maps(), []
             for number, momentum in enumerate(momenta, 1):
                 status.update(f"Mapping spectrum {number} of {len(momenta)}")

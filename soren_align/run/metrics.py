@@ -54,6 +54,20 @@ _ALL = (
         "map_min_singular_value",
     ),
     Metric(
+        "map_contrast",
+        "how much the map's output depends on the singular values of its input: the largest singular value of the "
+        "output over the median one. A mean over the matrices of `map_max_singular_value` with at most 1024 rows or "
+        "at most 1024 columns",
+    ),
+    Metric(
+        "map_cosine_to_muon",
+        "cosines of the angles between the map's output and Muon's exact update (all singular values 1), and between "
+        "the output and the momentum; means over the same matrices. The cosine of the sigmoid's update to Muon's is at "
+        "least 0.943 ([proof](studies/theorems.md#how-far-the-sigmoid-can-be-from-muon)), and the cosine of momentum "
+        "SGD's update to the momentum is 1",
+        "map_cosine_to_momentum",
+    ),
+    Metric(
         "map_error",
         "relative distance (Frobenius norm) between the map's output and the exact sigmoid's output for one matrix, "
         "and the number of this matrix. The model's matrices are numbered from 0, and each log measures the next "

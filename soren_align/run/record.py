@@ -257,6 +257,11 @@ def describe_losses(training: dict[str, Any]) -> list[str]:
         texts.append(
             f"the model prefers the chosen answer in {preferences['share']:.0%} of {pairs}, margin {margin:.3g}"
         )
+    if updates := training.get("updates"):
+        texts.append(
+            f"matrix updates: cosine {updates['cosine_to_muon']:.3f} to Muon's, {updates['cosine_to_momentum']:.3f} to "
+            "momentum SGD's"
+        )
     return texts
 
 

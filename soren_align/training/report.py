@@ -29,6 +29,7 @@ from ..run.record import (
 )
 from ..sharding.ranks import Ranks
 from ..tasks import TASKS
+from .measure.measurements import CONTRAST
 from .measure.progress import peak_memory
 from .setup import TrainingSetup
 
@@ -186,6 +187,9 @@ def report_result(
         if folder.samples.is_file() and (changes := sample_changes(read_metrics(folder.samples))):
             losses["samples"] = changes
 
+    if contrasts := [log for log in history if "map_contrast" in log]:
+        losses["updates"] = {key.removeprefix("map_"): contrasts[-1][key] for key in CONTRAST}
+
     if stream:
         data = (folder.read() or {})["data"]
         folder.update(data={**data, "train": {**data["train"], **stream.counts()}})
@@ -208,6 +212,8 @@ def report_result(
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
     print_labelled(console, "trained", f"{steps} step{'s' * (steps != 1)}{resumed} in {seconds:.0f} s{loss}")
     lines = describe_losses({"steps": steps, **losses})
+    if "updates" in losses:
+        lines[-1] += "; other maps: soren-align spectrum RUN --advise"
     if stream:
         counts = stream.counts()
         dropped = f", {text}" if (text := describe_dropped(counts["dropped"])) else ""

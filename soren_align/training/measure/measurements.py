@@ -13,12 +13,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import TrainerCallback
 
 from ...core.errors import UserError
 from ...core.files import append
 from ...optim import AppliedMap, PendingUpdate, Sums
 from ...spectral import distance_from_sigmoid, singular_values
+from ...spectral.contrast import contrast_numbers
+from ...spectral.exact import null_space_bound
 from ..trained_optimizer import AttachedOptimizer, StartingWeights, relative_changes
 from .progress import logs_for_short_run
 
@@ -29,7 +32,9 @@ MAX_COMPARED = 2**21
 Qwen2.5-3B are 6 GB to copy to the GPU, these 4 MB. All of 7M weights took 13 ms on a CPU. After training all are
 compared."""
 MAX_ROWS = 1024
-"""Of the smaller dimension of a matrix whose map is compared with the exact sigmoid (docs/metrics.md has the cost)."""
+"""Of the smaller dimension of a matrix whose map is compared with the exact sigmoid, or has its contrast measured
+(docs/metrics.md has the cost)."""
+CONTRAST = ("map_contrast", "map_cosine_to_muon", "map_cosine_to_momentum")
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,9 @@ class Measurements(TrainerCallback):
 
     def _reset(self) -> None:
         # Of the squared updates of the matrices and of the other parameters; of the largest and the smallest singular
-        # values of map outputs; and the error of one map, on the owner rank of the matrix `_compared`.
-        self._sums = Sums(5)
+        # values of map outputs; the error of one map, on the owner rank of the matrix `_compared`; and of the three
+        # numbers of a map's contrast, with the number of matrices that have one.
+        self._sums = Sums(9)
         self._numel, self._num_decomposed, self._num_compared = [0, 0], 0, 0
         self._shapes: set[tuple[int, ...]] = set()
 
@@ -78,8 +84,8 @@ class Measurements(TrainerCallback):
             values["aux_learning_rate"] = self._aux_learning_rate
         counts = [*self._numel, self._num_decomposed, self._num_compared, self.attached.optimizer.num_guarded]
         sums = self.attached.ranks.sums([*self._sums.totals(), *counts])
-        squares, aux_squares, largest, smallest, map_error = sums[:5]
-        numel, aux_numel, num_decomposed, num_compared, num_guarded = sums[5:]
+        squares, aux_squares, largest, smallest, map_error, *contrasts, num_contrasts = sums[:9]
+        numel, aux_numel, num_decomposed, num_compared, num_guarded = sums[9:]
         if numel:
             values["update_rms"] = math.sqrt(squares / numel)
         if aux_numel:
@@ -88,6 +94,8 @@ class Measurements(TrainerCallback):
         if num_decomposed:
             values["map_max_singular_value"] = largest / num_decomposed
             values["map_min_singular_value"] = smallest / num_decomposed
+        if num_contrasts:
+            values |= {key: total / num_contrasts for key, total in zip(CONTRAST, contrasts, strict=True)}
         if num_compared:
             values |= {"map_error": map_error, "map_error_matrix": self._compared[0]}
         values["num_out_of_range"] = int(num_guarded)
@@ -141,10 +149,23 @@ class Measurements(TrainerCallback):
             values = singular_values(applied.output)
             self._sums.add(2, values[0], values[-1])
             self._num_decomposed += 1
+            if min(shape) <= MAX_ROWS:
+                self._add_contrast(applied, values)
         approximates = applied.group.get("map", {"name": "exact"})["name"] != "exact"
         if self.log.map_error and approximates and applied.name == self._compared[1] and min(shape) <= MAX_ROWS:
             self._sums.add(4, distance_from_sigmoid(applied.input, applied.output))
             self._num_compared += 1
+
+    def _add_contrast(self, applied: AppliedMap, values: Tensor) -> None:
+        """values: the singular values of the output, in descending order."""
+        sigma, output = singular_values(applied.input), applied.output.flatten()
+        sigma = sigma.where(sigma > null_space_bound(applied.input) * sigma[0], 0.0)
+        numbers = contrast_numbers(sigma, values)
+        # Of the matrices themselves: a map that is not increasing exchanges the order of the singular values.
+        x = applied.input.flatten()
+        numbers[2] = x.dot(output) / (x.norm() * output.norm())
+        has_contrast = numbers.isfinite().all()  # a zero momentum has none
+        self._sums.add(5, *numbers.where(has_contrast, 0.0), has_contrast)
 
 
 class SpectraRecorder(TrainerCallback):

@@ -1,0 +1,110 @@
+"""`soren-align spectrum RUN --advise`: how far a run's map, and others, take an update from Muon's and from SGD's.
+
+All numbers follow from the singular values of the momenta. They state how updates differ, and not which learns better.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.text import Text
+from torch import Tensor
+
+from ..core.text import Table, count, number
+from ..recipe import Recipe
+from ..spectral.contrast import LOWEST_COSINE_OF_THE_SIGMOID, contrast
+from ..spectral.maps import HIGH_PASS, sigmoid
+from .spectra import Spectrum
+
+MIDDLE = 0.405
+"""The sigmoid of it is 0.6."""
+LARGE = 10_000
+"""A larger ratio is not shown: the map takes the median singular value to almost 0."""
+NUMBERS = ("ratio", "to_muon", "to_momentum")
+"""Of `contrast.Contrast`."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A map. of: the singular values of a momentum, with 0 for the null space -> those of the update."""
+
+    label: str
+    of: Callable[[Tensor], Tensor]
+
+
+def candidates(spectra: Sequence[Spectrum], recipe: Recipe) -> list[Candidate]:
+    """The map of the recipe's optimizer, and others; a threshold in them is that of the momenta, see `threshold`."""
+    tau, own = threshold(spectra), recipe.optimizer.spectral_map
+    return [
+        *([Candidate(f"this run: {own.label.format(**recipe.optimizer.map_settings)}", _own(recipe))] if own else []),
+        Candidate("sigmoid(x / T), T for a contrast", lambda sigma: torch.sigmoid(MIDDLE * sigma / _median(sigma))),
+        Candidate(f"soft_sign, tau: {tau:g}", lambda sigma: (u := sigma / nu(sigma)) / (u.square() + tau**2).sqrt()),
+        Candidate(f"tanh, tau: {tau:g}", lambda sigma: torch.tanh(sigma / nu(sigma) / tau)),
+        Candidate("identity: momentum SGD", lambda sigma: sigma),
+        Candidate("high_pass: Pion", lambda sigma: HIGH_PASS.target(sigma, **HIGH_PASS.defaults)),
+    ]
+
+
+def _own(recipe: Recipe) -> Callable[[Tensor], Tensor]:
+    spectral_map, settings = recipe.optimizer.spectral_map, recipe.optimizer.map_settings
+    assert spectral_map
+
+    def of(sigma: Tensor) -> Tensor:
+        output, _ = spectral_map.function(sigma.float().diag(), precision="float32", max_norm=None, **settings)
+        return output.diagonal().double()
+
+    return of
+
+
+def nu(sigma: Tensor) -> Tensor:
+    """(sum of sigma^8)^(1/8), by which maps normalise a matrix: the largest singular value, or a little more."""
+    return torch.linalg.vector_norm(sigma, 8)
+
+
+def threshold(spectra: Sequence[Spectrum]) -> float:
+    """The median over the momenta of the singular value, over nu, that 90% lie below, to two digits."""
+    sigmas = [spectrum.without_null_space for spectrum in spectra]
+    return float(f"{median(float(sigma[sigma > 0].quantile(0.9) / nu(sigma)) for sigma in sigmas):.2g}")
+
+
+def _median(sigma: Tensor) -> Tensor:
+    return sigma.masked_fill(sigma == 0, torch.nan).nanmedian()
+
+
+def advice(spectra: Sequence[Spectrum], recipe: Recipe) -> dict[str, Any]:
+    """The contrast of each candidate on each momentum that is not zero, as plain data."""
+    momenta = [spectrum for spectrum in spectra if spectrum.nu]
+    maps = []
+    for candidate in candidates(momenta, recipe) if momenta else ():
+        values = [asdict(contrast(s.without_null_space, candidate.of(s.without_null_space))) for s in momenta]
+        numbers = {key: [each[key] for each in values if each[key] is not None] for key in NUMBERS}
+        spread = {key: {"median": median(v), "min": min(v), "max": max(v)} for key, v in numbers.items() if v}
+        maps.append({"map": candidate.label, **spread})
+    about = {"num_momenta": len(momenta), "num_zero": len(spectra) - len(momenta)}
+    return {**about, "sigmoids_lowest_cosine_to_muon": LOWEST_COSINE_OF_THE_SIGMOID, "maps": maps}
+
+
+def show(source: str, contrasts: dict[str, Any], recipe: Recipe) -> Group:
+    """The table of `advice` and what follows from it, in at most 80 columns."""
+    rows = []
+    for row in contrasts["maps"]:
+        medians = [row.get(key, {}).get("median") for key in NUMBERS]
+        ratio = f"over {LARGE:,}" if medians[0] and medians[0] > LARGE else number(medians[0], ".3g")
+        rows.append([row["map"], ratio, *(number(cosine, ".3f") for cosine in medians[1:])])
+    header = ["map", "largest / median\nsingular value", "cosine to\nMuon's", "cosine to\nthe momentum"]
+    title = f"updates on {count(contrasts['num_momenta'], 'momentum', 'momenta')}, {source}: medians"
+    own = recipe.optimizer.spectral_map
+    notes = [
+        f"For any momentum and any T, the cosine of the sigmoid's update to Muon's is at least "
+        f"{LOWEST_COSINE_OF_THE_SIGMOID:.3f}. An update differs more only if the map falls to 0 for small singular "
+        "values, as soft_sign and tanh do: a singular value of tau * nu is mapped to 0.71 and 0.76. nu: (sum of "
+        "sigma^8)^(1/8).",
+        "These numbers describe how updates differ. They do not predict which map learns better; `soren-align "
+        "compare` measures that.",
+    ]
+    if own and own.target is not sigmoid:
+        notes = notes[1:]
+    return Group(Table(header, rows, title).rich(collapse_padding=True), *(Text(f"\n{note}") for note in notes))
