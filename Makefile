@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart
 
-.PHONY: setup demo test test-all test-rest test-cpus fuzz soak races parity site check clean
+.PHONY: setup demo test test-all test-rest test-cpus fuzz soak races parity site check release clean
 
 setup: .venv/installed
 
@@ -63,6 +63,10 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
+
+# Whether this commit can be published: builds dist/, tries it in an empty environment, prints the commands. No upload.
+release: setup
+	.ci/release
 
 clean:
 	rm -rf .venv runs dist build site

@@ -1,9 +1,11 @@
-"""The built wheel brings recipes, data and suites along, and no test tools."""
+"""The built wheel brings recipes, data and suites along, and no test tools; what is no release is not built."""
 
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -14,25 +16,81 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parent.parent
 
 
+FOLDERS = ("recipes", "configs", "eval")
+"""Shipped as they are."""
+RELEASE = {
+    "CHANGELOG.md": "# Changelog\n\n## 0.1.0 (2026-12-01)\n",
+    "pyproject.toml": 'version = "0.1.0"\n',
+    "soren_align/core/version.py": '__version__ = "0.1.0"\n',
+}
+"""What is compared before a release."""
+
+
+def build(source, folder, *options):
+    """Build with the installed build backend, without a network."""
+    command = [sys.executable, "-m", "hatchling", "build", "-d", folder, *options]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", folder, ROOT]
-    subprocess.run(build, check=True, capture_output=True)
-    return next(folder.glob("*.whl"))
+def built(tmp_path_factory):
+    """A folder with the wheel and the source distribution."""
+    folder = tmp_path_factory.mktemp("dist")
+    build(ROOT, folder)
+    return folder
 
 
-def test_it_brings_the_shipped_folders_and_nothing_of_the_tests(wheel):
-    names = set(zipfile.ZipFile(wheel).namelist())
-    for name in (
-        "recipes/quickstart/sft.yaml", "recipes/quickstart/data/chat_train.jsonl", "eval/quickstart/suite.yaml",
-        "configs/templates/qwen2.5.jinja", "configs/recipe.schema.json", "configs/study.schema.json",
-        "configs/verdict.schema.json",
-    ):  # fmt: skip
-        assert f"soren_align/_shipped/{name}" in names
-    pages = {name for name in names if name.endswith(".md") or name.startswith("soren_align/_shipped/docs/")}
-    assert pages == {f"soren_align/_shipped/{name}" for group in shipped.NAVIGATION.values() for name in group}
-    assert not [name for name in names if "test" in name.split("/")[-1] and name.endswith(".py")]
+@pytest.fixture(scope="module")
+def wheel(built):
+    return next(built.glob("*.whl"))
+
+
+def names_in(wheel):
+    """Names of files -> their checksums."""
+    return {info.filename: info.CRC for info in zipfile.ZipFile(wheel).infolist()}
+
+
+def test_it_brings_the_package_the_shipped_folders_and_the_pages_and_nothing_else(wheel):
+    pages = (ROOT / name for group in shipped.NAVIGATION.values() for name in group)
+    files = [*(file for folder in FOLDERS for file in (ROOT / folder).rglob("*")), *pages]
+    paths = {f"soren_align/_shipped/{file.relative_to(ROOT)}": file for file in files}
+    paths |= {str(file.relative_to(ROOT)): file for file in (ROOT / "soren_align").rglob("*")}
+    expected = {
+        name: zlib.crc32(file.read_bytes())
+        for name, file in paths.items()
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert len(expected) > 300
+    assert {name: checksum for name, checksum in names_in(wheel).items() if ".dist-info/" not in name} == expected
+    assert not [name for name in expected if "test" in name.split("/")[-1] and name.endswith(".py")]
+
+
+def test_the_source_distribution_builds_the_same_wheel(built, wheel, tmp_path):
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    build(next(tmp_path.iterdir()), tmp_path / "again", "-t", "wheel")
+    assert names_in(next((tmp_path / "again").iterdir())) == names_in(wheel)
+
+
+@pytest.mark.parametrize(("change", "problem"), [
+    ({"CHANGELOG.md": "# Changelog\n\n## 0.1.0 (unreleased)\n"}, "CHANGELOG.md begins with '## 0.1.0 (unreleased)'; "),
+    ({"CHANGELOG.md": "# Changelog\n\n## 0.2.0 (2026-12-01)\n"}, "CHANGELOG.md begins with '## 0.2.0 (2026-12-01)'; "),
+    ({"soren_align/core/version.py": '__version__ = "0.1.1"\n'}, "pyproject.toml has version 0.1.0, soren_align/core"),
+    ({}, "the working tree has changes; commit or remove them"),
+])  # fmt: skip
+def test_a_commit_that_is_no_release_is_refused_before_anything_is_built(tmp_path, change, problem):
+    for name, text in (RELEASE | {".ci/release": (ROOT / ".ci/release").read_text()} | change).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in ([*git, "init", "-q"], [*git, "add", "."], [*git, "commit", "-qm", "a"]):
+        subprocess.run(command, cwd=tmp_path, check=True)
+    if not change:
+        (tmp_path / "more.txt").touch()
+    env = {**os.environ, "PYTHON": "/bin/false"}
+    refused = subprocess.run(["bash", ".ci/release"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr.startswith(f"error: {problem}")
 
 
 def test_installing_it_does_not_install_test_tools(wheel):
