@@ -7,6 +7,7 @@ candidate at both ends of its space are checked before anything runs.
 import json
 import math
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -93,7 +94,8 @@ class Search(Section):
     logarithm is uniform (`log: false`: the value itself); a list of values; `=optimizer.lr`, equal to that key."""
     method: Literal["grid", "random", "tpe"] = "random"
     """`random`: all trials are drawn when the study is created, at the same quantiles for every candidate. `grid`: all
-    combinations of lists, as many as `trials`. `tpe`: Optuna's TPE, each trial after those before it."""
+    combinations of lists, as many as `trials`. `tpe`: Optuna's TPE (pip install 'soren-align[tpe]'), each trial after
+    those before it."""
     trials: Annotated[int, Field(ge=1)]
     """Of each candidate."""
     seeds: Annotated[list[Seed], Field(min_length=1)] = [0]
@@ -212,6 +214,9 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
     study = source.validate(StudyFile)
     if study is not None:
         source.problems += dict.fromkeys(study_problems(study))
+        if study.search.method == "tpe" and find_spec("optuna") is None:
+            message = "tpe needs Optuna, which is not installed; run `pip install 'soren-align[tpe]'`, or write random"
+            source.problems.append((("search", "method"), message))
     source.refuse_problems()
     assert study is not None
     beside = local_path(path.parent / study.recipe)

@@ -1,46 +1,42 @@
 """Choose the trials of a study, and list the runs that can start and the runs that have ended.
 
-A trial's parameters, and its result, are recorded by Optuna's journal in the folder. Trial i of a candidate depends on
-the study, on i and, for TPE, on the candidate's trials before it: not on the order in which runs end, nor on kills. A
-trial is one line of the journal, so that a kill leaves none incomplete. Callers hold the study's lock.
+A trial's parameters are a line of TRIALS in the folder; its result is that of its runs. Trial i of a candidate depends
+on the study, on i and, for TPE, on the candidate's trials before it: not on the order in which runs end, nor on kills.
+Callers hold the study's lock.
 """
 
 import hashlib
-import io
 import json
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, product
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
-import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
-from optuna.storages import JournalStorage
-from optuna.storages.journal import BaseJournalBackend, JournalFileBackend, JournalFileOpenLock
-from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import ValidationError
 from scipy.stats import qmc
 
 from ..core.document import dump
 from ..core.errors import UserError
-from ..core.files import drop_incomplete_line, read_json, write
+from ..core.files import append, drop_incomplete_line, read_json, write
 from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
 from ..run.folder import RunFolder
 from ..run.provenance import read_declaration
 from ..tasks import TASKS
-from .config import Range, StudyFile, first_run, load_resolved_study, recipe_of_run, verdict_runs
+from .config import METRICS, Range, StudyFile, Values, first_run, load_resolved_study, recipe_of_run, verdict_runs
 from .declaration import CHANGEABLE, note, write_declaration
 from .runs import STAGES, edges, read_run, read_scores, select
 from .study import ENDED, Candidate, Run, Study, by_trial, metric_of_trial
 
-STUDY_FILE, STUDY_RESULT, EXTENSIONS, JOURNAL = "study.yaml", "study.json", "extensions.json", "optuna.journal"
+STUDY_FILE, STUDY_RESULT, EXTENSIONS, TRIALS = "study.yaml", "study.json", "extensions.json", "trials.jsonl"
 WIDER = 0.5
 """How much wider an interval becomes at an end, as a share of its width."""
 MOST_STARTING_TRIALS = 10
 """Of TPE: as many trials, or half of them, are drawn as by `random`. Optuna's default is 10."""
+Free = Mapping[str, Range | Values]
+"""The keys that are searched, and what their values are drawn from."""
 End = Literal["low", "high"]
 
 
@@ -58,7 +54,6 @@ def create(folder: Path, study: StudyFile) -> None:
 
     Raises UserError, with the differences, if the folder is another study's.
     """
-    drop_incomplete_line(folder / JOURNAL)
     recipes = {name: recipe_of_run(study, first_run(study, name)) for name in study.candidates}
     files = {name: folder / "candidates" / f"{name}.yaml" for name in recipes}
     changed = []
@@ -97,48 +92,58 @@ class Progress:
                 "restore this file, which was edited or written by another version"
             )
         self.higher_is_better = metrics[metric]
-        self.trials = Trials(folder, self.study, higher_is_better=self.higher_is_better)
+        self.trials = Trials(folder, self.study)
         self.failures: dict[str, str] = {}
         self._ended: dict[str, Run] = {}
 
     def update(self) -> list[Run]:
-        """Record results, draw trials, and return all runs that can start, run or have ended, in their order.
+        """Draw trials, and return all runs that can start, run or have ended, in their order.
 
         The caller holds the study's lock.
         """
-        drop_incomplete_line(self.folder / JOURNAL)  # of another command, killed since `create`
+        self.trials.read()  # another command may have drawn some
         while True:
             runs = self.search()
-            for name in self.study.candidates:
-                for number, trial in by_trial(run for run in runs if run.candidate == name).items():
-                    if all(run.status in ENDED for run in trial):
-                        is_failure = any(run.status == "failed" for run in trial)
-                        metric = None if is_failure else metric_of_trial(trial)
-                        self.trials.record(name, number, metric, is_failure=is_failure)
             chained, is_spent, has_new = self.study.search.method == "tpe", self._is_spent(runs), False
             spaces: list[dict[str, Any]] = [{}] * self.study.search.trials  # by trial, those of its extension
             for extension in self._extensions():
                 spaces += [extension.spaces] * extension.trials
             for name in self.study.candidates:
-                for number in range(len(self.trials.frozen_trials(name)), len(spaces)):
-                    num_recorded = sum(trial.state.is_finished() for trial in self.trials.frozen_trials(name))
-                    if is_spent or (chained and num_recorded < number):
+                results = self._results(run for run in runs if run.candidate == name)
+                free: list[Free] = []
+                for space in spaces:
+                    intervals = space.get(name, {}).items()
+                    free.append(self.study.free(name) | {key: Range(**values) for key, values in intervals})
+                for number in range(len(self.trials.parameters[name]), len(spaces)):
+                    if is_spent or (chained and len(results) < number):
                         break  # of TPE one, once all before it have a result
-                    intervals = spaces[number].get(name, {}).items()
-                    self.trials.draw(name, {key: Range(**values) for key, values in intervals})
+                    self.trials.draw(name, free[: number + 1], results)
                     has_new = True
             if not has_new:
                 final = [run for name in self.study.candidates for run in self.candidate(name, runs).verdict]
                 # A seed of all candidates before the next: a load that changes meanwhile slows all of them alike.
                 return runs + sorted(final, key=lambda run: (run.number, run.draw or 0))
 
+    def _results(self, runs: Iterable[Run]) -> list[float | None]:
+        """The metrics of a candidate's trials, up to the first one that has not ended: None of one that failed, the
+        worst of one that diverged. TPE draws the next trial by them."""
+        results: list[float | None] = []
+        for trial in by_trial(runs).values():
+            if any(run.status not in ENDED for run in trial):
+                break
+            metric = metric_of_trial(trial)
+            worst = -inf if self.higher_is_better else inf
+            is_failure = any(run.status == "failed" for run in trial)
+            results.append(None if is_failure else worst if metric is None else metric)
+        return results
+
     def search(self) -> list[Run]:
         """The search's runs of the drawn trials: trial 0 of every candidate, then trial 1, ...; within the budget."""
-        drawn = {name: self.trials.frozen_trials(name) for name in self.study.candidates}
+        drawn = self.trials.parameters
         seeds, runs = self.study.search.seeds, []
         for number in range(max(map(len, drawn.values()), default=0)):
             for name in (name for name, trials in drawn.items() if number < len(trials)):
-                parameters = self.study.parameters(name, drawn[name][number].params)
+                parameters = self.study.parameters(name, drawn[name][number])
                 for seed in seeds:
                     folder = f"search/{name}/{number:02}{f'-{seed}' if len(seeds) > 1 else ''}"
                     runs.append(self._read(Run(name, "search", number, seed, folder, parameters, "waiting")))
@@ -220,7 +225,7 @@ class Progress:
                 return run  # of the setting that was selected before an extension
             raise UserError(
                 f"{folder}: recipe.yaml has other values than trial {run.number + 1} of {run.candidate} in "
-                f"{self.folder / JOURNAL}, because one of the two files was changed. Remove the journal to draw the "
+                f"{self.folder / TRIALS}, because one of the two files was changed. Remove {TRIALS} to draw the "
                 "same trials again, or remove this run's folder to train the trial again; then rerun the same command"
             )
         run = read_run(run, folder, self.study.search.metric)
@@ -288,86 +293,109 @@ def read_study(folder: Path, failures: Mapping[str, str] | None = None) -> Study
 
 
 class Trials:
-    """The trials of all candidates: one Optuna study each, named like the candidate, in the folder's journal."""
+    """The parameters of all trials, in the order in which they were drawn: a line of TRIALS each."""
 
-    def __init__(self, folder: Path, study: StudyFile, *, higher_is_better: bool):
-        """Open the journal, which may be new, and then gets a line per candidate; nothing is drawn.
+    def __init__(self, folder: Path, study: StudyFile):
+        """Read the trials that were drawn. Raises UserError as `read` does."""
+        self.study, self.file = study, folder / TRIALS
+        self.parameters: dict[str, list[dict[str, Any]]] = {}
+        """By candidate and trial: the searched values, of the keys that are not equal to another one."""
+        self.read()
 
-        Raises UserError, with the line, if it is damaged.
+    def read(self) -> None:
+        """Read the file again. Raises UserError, with the line, if it is damaged."""
+        self.parameters = {name: [] for name in self.study.candidates}
+        lines = self.file.read_bytes().split(b"\n") if self.file.is_file() else [b""]
+        for number, line in enumerate(lines[:-1], 1):  # the last one is empty, or a killed command has left it
+            try:
+                trial = json.loads(line.decode())
+                name, parameters = trial["candidate"], trial["parameters"]
+                if name not in self.study.candidates:
+                    continue  # removed from study.yaml, which the audit reports
+                free = self.study.free(name)
+                if parameters.keys() != free.keys() or not all(_is_of(free[key], parameters[key]) for key in free):
+                    raise ValueError(parameters)
+                self.parameters[name].append(parameters)
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+                raise UserError(
+                    f"{self.file}:{number} is damaged ({type(error).__name__}). Remove this file and rerun the same "
+                    "command, which draws the same trials again and reads their results from the run folders"
+                ) from None
+
+    def draw(self, candidate: str, free: Sequence[Free], results: Sequence[float | None]) -> None:
+        """Draw one more trial, and append it to the file.
+
+        free: of each trial, this one last; of an extension, with its intervals. results: of all trials before, for TPE;
+        None: failed.
         """
-        self.study = study
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        journal = folder / JOURNAL
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            _refuse_damaged(journal)
-            self._storage = JournalStorage(JournalFileBackend(str(journal), _NoLock(str(journal))))
-        direction = "maximize" if higher_is_better else "minimize"
-        # Not load_if_exists, with which Optuna adds a line to the journal whenever it is opened.
-        known = optuna.get_all_study_names(self._storage)
-        self._studies = {
-            name: optuna.load_study(storage=self._storage, study_name=name)
-            if name in known
-            else optuna.create_study(storage=self._storage, study_name=name, direction=direction)
-            for name in study.candidates
-        }
-
-    def frozen_trials(self, candidate: str) -> list[FrozenTrial]:
-        """The trials until now. params: the searched values, of the keys that are not equal to another one."""
-        return self._studies[candidate].get_trials(deepcopy=False)
-
-    def draw(self, candidate: str, space: Mapping[str, Range] | None = None) -> None:
-        """Draw one more trial. TPE's needs the results of all before it (`record`).
-
-        space: intervals of an extension, in the place of the study's.
-        """
-        search, frozen = self.study.search, self.frozen_trials(candidate)
-        number, free = len(frozen), self.study.free(candidate)
-        distributions: dict[str, BaseDistribution] = {
-            key: FloatDistribution(each.low, each.high, log=each.log)
-            if isinstance(each, Range)
-            else CategoricalDistribution(each)
-            for key, each in {**free, **(space or {})}.items()
-        }
+        search, number = self.study.search, len(self.parameters[candidate])
         if search.method == "grid":
-            points = product(*(values for values in free.values() if isinstance(values, list)))
-            params = dict(zip(free, next(islice(points, number, None)), strict=True))  # the last key changes fastest
+            points = product(*(values for values in free[-1].values() if isinstance(values, list)))
+            params = dict(
+                zip(free[-1], next(islice(points, number, None)), strict=True)
+            )  # the last key changes fastest
         elif search.method == "random" or number < min(search.trials // 2, MOST_STARTING_TRIALS):
-            params = _sobol_point(distributions, number, search.sampling_seed)
+            params = _sobol_point(free[-1], number, search.sampling_seed)
         else:
             digest = hashlib.sha256(f"{search.sampling_seed} {number}".encode()).digest()
-            sampler = optuna.samplers.TPESampler(seed=int.from_bytes(digest[:4], "little"), n_startup_trials=0)
-            memory = optuna.create_study(sampler=sampler, direction=self._studies[candidate].direction)
-            memory.add_trials(frozen)
-            params = memory.ask(distributions).params
-        drawn = create_trial(state=TrialState.RUNNING, params=params, distributions=distributions)
-        self._studies[candidate].add_trial(drawn)
-
-    def record(self, candidate: str, number: int, value: float | None, *, is_failure: bool) -> None:
-        """Record a trial's metric; None for a diverged trial, the worst. A recorded one is unchanged."""
-        state = TrialState.FAIL if is_failure else TrialState.COMPLETE
-        if value is None and not is_failure:
-            value = float("-inf" if self._studies[candidate].direction.name == "MAXIMIZE" else "inf")
-        self._studies[candidate].tell(number, None if is_failure else value, state=state, skip_if_finished=True)
+            higher_is_better = METRICS[search.metric]
+            params = _tpe_point(free, self.parameters[candidate], results, higher_is_better, digest)
+        drop_incomplete_line(self.file)
+        append(self.file, json.dumps({"candidate": candidate, "parameters": params}) + "\n")
+        self.parameters[candidate].append(params)
 
 
-def _sobol_point(space: dict[str, BaseDistribution], number: int, seed: int) -> dict[str, Any]:
+def _is_of(values: Range | Values, value: object) -> bool:
+    """Whether a value can be one of these; an extension's interval is another."""
+    return value in values if isinstance(values, list) else isinstance(value, float) and isfinite(value)
+
+
+def _tpe_point(
+    free: Sequence[Free],
+    parameters: Sequence[Mapping[str, Any]],
+    results: Sequence[float | None],
+    higher_is_better: bool,
+    digest: bytes,
+) -> dict[str, Any]:
+    """The parameters that Optuna's TPE draws after these trials."""
+    import optuna
+    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+    from optuna.trial import TrialState, create_trial
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    spaces: list[dict[str, BaseDistribution]] = [
+        {
+            key: FloatDistribution(values.low, values.high, log=values.log)
+            if isinstance(values, Range)
+            else CategoricalDistribution(values)
+            for key, values in each.items()
+        }
+        for each in free
+    ]
+    sampler = optuna.samplers.TPESampler(seed=int.from_bytes(digest[:4], "little"), n_startup_trials=0)
+    memory = optuna.create_study(sampler=sampler, direction="maximize" if higher_is_better else "minimize")
+    for params, space, result in zip(parameters, spaces[:-1], results, strict=True):
+        state = TrialState.FAIL if result is None else TrialState.COMPLETE
+        memory.add_trial(create_trial(state=state, value=result, params=dict(params), distributions=space))
+    return memory.ask(spaces[-1]).params
+
+
+def _sobol_point(free: Free, number: int, seed: int) -> dict[str, Any]:
     """The parameters at a point of a scrambled Sobol sequence, the same point of the unit cube for every candidate.
 
     A point is uniformly distributed, and the first few fill the space evenly: of six independent draws, none may lie in
     the middle half (1.6%), and the best setting of every candidate would be missed.
     """
-    if not space:
+    if not free:
         return {}
-    sequence = qmc.Sobol(len(space), scramble=True, rng=seed)
+    sequence = qmc.Sobol(len(free), scramble=True, rng=seed)
     if number:  # scipy's fast_forward(0) raises OverflowError
         sequence.fast_forward(number)
     point: dict[str, Any] = {}
-    for (key, values), quantile in zip(space.items(), sequence.random(1)[0].tolist(), strict=True):
-        if isinstance(values, CategoricalDistribution):
-            point[key] = values.choices[int(quantile * len(values.choices))]
+    for (key, values), quantile in zip(free.items(), sequence.random(1)[0].tolist(), strict=True):
+        if isinstance(values, list):
+            point[key] = values[int(quantile * len(values))]
             continue
-        assert isinstance(values, FloatDistribution)
         low, high = values.low, values.high
         point[key] = low * (high / low) ** quantile if values.log else low + (high - low) * quantile
     return point
@@ -388,45 +416,3 @@ def beyond(values: Range, tried: Iterable[float], end: End) -> Range:
     if end == "low":
         return Range(low=low, high=min(tried), log=values.log)
     return Range(low=max(tried), high=high, log=values.log)
-
-
-class _NoLock(JournalFileOpenLock):
-    """The journal's lock: none, since callers hold the study's, which ends with a killed process; Optuna's own locks
-    are files that a killed process leaves behind."""
-
-    def acquire(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        """Nothing is held."""
-
-
-class _FirstLines(BaseJournalBackend):
-    """The lines of a journal up to `end`, which are only read."""
-
-    def __init__(self, lines: list[bytes]):
-        self.lines, self.end = lines, 0
-
-    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
-        return (json.loads(line) for line in self.lines[log_number_from : self.end])
-
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        raise NotImplementedError
-
-
-def _refuse_damaged(journal: Path) -> None:
-    """Raise UserError with the first line of a journal that Optuna cannot read, or whose trials are none."""
-    # The lines as Optuna reads them: others would split at \r, and decode without the line's end.
-    backend = _FirstLines(io.BytesIO(journal.read_bytes()).readlines() if journal.is_file() else [])
-    storage = JournalStorage(backend)
-    for number in range(1, len(backend.lines) + 1):
-        backend.end = number
-        try:
-            for study in storage.get_all_studies():
-                for trial in storage.get_all_trials(study._study_id, deepcopy=False):
-                    trial._validate()
-        except Exception as error:  # bad JSON or UTF-8, missing keys, values of other types
-            raise UserError(
-                f"{journal}:{number} is damaged ({type(error).__name__}). Remove this file and rerun the same "
-                "command, which draws the same trials again and reads their results from the run folders"
-            ) from None

@@ -332,7 +332,7 @@ def tiny_model() -> Path:
 
 def journal(rng: random.Random, as_json: Mutator) -> Files:
     """The journal of `whole("study")`, with some of its lines changed, or all of it as bytes."""
-    name = "study/optuna.journal"
+    name = "study/trials.jsonl"
     lines = whole("study")[name].splitlines()
     if rng.random() < 0.2:
         return {name: mutate.content(rng, b"\n".join([*lines, b""]))}

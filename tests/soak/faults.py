@@ -720,12 +720,12 @@ def two_commands(trial: Trial) -> str:
 
 
 def damaged_journal(trial: Trial) -> str:
-    """optuna.journal cut, or with a flipped bit or garbage in the middle, after the command was killed."""
+    """trials.jsonl cut, or with a flipped bit or garbage in the middle, after the command was killed."""
     trial.fault(None, kill_all, when=study_has(trial, trial.rng.choice(STAGES)))
-    journal = trial.run / "optuna.journal"
+    journal = trial.run / "trials.jsonl"
     content = journal.read_bytes()
     trial.notes.append(trial.rng.choice([truncate, flip_bit, zeros])(journal, trial.rng))
-    return trial.conclude(lambda: journal.write_bytes(content) and None, "optuna.journal")
+    return trial.conclude(lambda: journal.write_bytes(content) and None, "trials.jsonl")
 
 
 @dataclass(frozen=True)
@@ -804,6 +804,6 @@ KINDS = [
     Kind("compare: one run killed", 2, ("compare",), compare_killed(signal.SIGKILL, "run")),
     Kind("compare: fork server killed", 1, ("compare",), compare_killed(signal.SIGKILL, "server")),
     Kind("compare: two commands, one killed", 1, ("compare",), two_commands),
-    Kind("compare: optuna.journal damaged", 2, ("compare",), damaged_journal),
+    Kind("compare: trials.jsonl damaged", 2, ("compare",), damaged_journal),
     Kind("compare: disk filled meanwhile", 2, ("compare",), disk_filled, needs_disk=True),
 ]  # fmt: skip

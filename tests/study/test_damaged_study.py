@@ -13,7 +13,7 @@ from tests.support import command
 from tests.support.large_study import plant
 
 RUN, EVALUATION = "verdict/soren/102", "verdict/soren/102/eval/open-llm-leaderboard-v1"
-WRITTEN = {"study.json", VERDICT, "history.jsonl", ".lock", "optuna.journal"}
+WRITTEN = {"study.json", VERDICT, "history.jsonl", ".lock", "trials.jsonl"}
 
 
 def cut(place, size=40):
@@ -36,7 +36,7 @@ REFUSED = {
     "another file as study.yaml": (put("study.yaml", "a: 1\n"), "study.yaml"),
     "a cut study.yaml": (cut("study.yaml"), "study.yaml"),
     "no study.yaml": (without("study.yaml"), "study's folder"),
-    "a cut journal": (put("optuna.journal", '{"op_code": 0}\n{\n'), "optuna.journal:1 "),
+    "a cut list of trials": (put("trials.jsonl", '{"candidate": "soren"}\n{\n'), "trials.jsonl:1 "),
     "no recipes of candidates": (without("candidates"), "candidates/adamw.yaml"),
     "a cut recipe of a run": (cut(f"{RUN}/recipe.yaml"), "verdict/soren/102/recipe.yaml"),
     "a cut run.json": (cut(f"{RUN}/run.json"), "run.json"),

@@ -1,5 +1,6 @@
 """Trials are drawn, selected and extended alike for all candidates, whatever the order in which runs end."""
 
+import hashlib
 import json
 import math
 import re
@@ -8,7 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import optuna
 import pytest
+from optuna.distributions import FloatDistribution
+from optuna.trial import TrialState, create_trial
 
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
@@ -20,7 +24,7 @@ from soren_align.study.config import first_run, recipe_of_run
 from soren_align.study.declaration import declare, note_ended
 from soren_align.study.runner import _move_another_setting
 from soren_align.study.runs import read_curve, read_files, run_folders
-from soren_align.study.search import JOURNAL, read_study
+from soren_align.study.search import TRIALS, read_study
 from soren_align.study.study import ENDED
 from tests.support.study_runs import end, end_all, progress_of, study_of
 
@@ -35,8 +39,7 @@ def loss_of(run):
 
 
 def trials_of(study):
-    progress = progress_of(study)
-    return {name: [trial.params for trial in progress.trials.frozen_trials(name)] for name in study.candidates}
+    return progress_of(study).trials.parameters
 
 
 @METHODS
@@ -334,14 +337,13 @@ def test_a_metric_that_was_written_into_a_study_folder_is_refused_in_one_sentenc
 def test_a_line_that_a_kill_left_incomplete_is_dropped(tmp_path):
     study = study_of(tmp_path)
     progress_of(study).update()
-    drawn = trials_of(study)
-    with (Path(study.output_dir) / JOURNAL).open("a") as stream:
-        stream.write('{"op_code": 4, "worker')
-    progress = progress_of(study)
-    assert trials_of(study) == drawn
-    end(study, progress.update()[0], 2.0)
-    progress.update()
-    assert sum(trial.state.is_finished() for trial in progress_of(study).trials.frozen_trials("adamw")) == 1
+    file = Path(study.output_dir) / TRIALS
+    content = file.read_bytes()
+    for size in (1, len(content.splitlines()[-1]) // 2, len(content.splitlines()[-1])):
+        file.write_bytes(content[: -size - 1])
+        assert sum(map(len, trials_of(study).values())) == 5  # nothing is written
+        progress_of(study).update()
+        assert file.read_bytes() == content
 
 
 DAMAGES = {
@@ -349,14 +351,14 @@ DAMAGES = {
     "no UTF-8": lambda line: line.replace(b"a", b"\xff", 1),
     "no object": lambda line: b"17\n",
     "empty": lambda line: b"\n",
-    "no such operation": lambda line: line.replace(b'"op_code":', b'"op_code":9', 1),
-    "another type": lambda line: line.replace(b'"op_code":', b'"op_code":"x", "was":', 1),
-    "another study": lambda line: line.replace(b'"study_id":', b'"study_id":7', 1),
-    "another trial": lambda line: line.replace(b'"trial_id":', b'"trial_id":7', 1),
-    "a text for a number": lambda line: line.replace(
-        b'"params":{"optimizer.lr":', b'"params":{"optimizer.lr":"a", "was":', 1
-    ),
-    "another number": lambda line: line.replace(b'"params":{"optimizer.lr":0.0', b'"params":{"optimizer.lr":0.01', 1),
+    "deep": lambda line: b"[" * 100_000 + b"\n",
+    "no parameters": lambda line: line.replace(b'"parameters"', b'"was"'),
+    "another key": lambda line: line.replace(b"optimizer.lr", b"optimizer.beta"),
+    "a key more": lambda line: line.replace(b'"optimizer.lr":', b'"a": 1, "optimizer.lr":'),
+    "a list as the candidate": lambda line: line.replace(b'"candidate": ', b'"candidate": [], "was": '),
+    "a text for a number": lambda line: line.replace(b'"optimizer.lr": ', b'"optimizer.lr": "a", "was": '),
+    "no number": lambda line: line[: line.index(b"0.")] + b"NaN}}\n",
+    "another number": lambda line: line.replace(b'"optimizer.lr": 0.0', b'"optimizer.lr": 0.01'),
     "in UTF-16": lambda line: line.decode().strip().encode("utf-16-le") + b"\n",
     "cut": lambda line: line[: len(line) // 2] + b"\n",
 }
@@ -364,59 +366,75 @@ DAMAGES = {
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """A study that has ended, its trials, and the lines of its journal."""
+    """A study that has ended, and the lines of its trials."""
     study = study_of(tmp_path_factory.mktemp("ended"))
     end_all(study, loss_of)
-    lines = (Path(study.output_dir) / JOURNAL).read_bytes().splitlines(keepends=True)
-    return study, trials_of(study), lines
+    return study, (Path(study.output_dir) / TRIALS).read_bytes().splitlines(keepends=True)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_journal_is_named_with_its_line(ended, damage):
-    """Also where Optuna would skip the line, or read another number: the trials would not be those of the runs."""
-    study, drawn, lines = ended
-    journal = Path(study.output_dir) / JOURNAL
-    num_refused = 0
-    for number in (1, 4, next(n for n, line in enumerate(lines, 1) if b'"op_code":6' in line)):
-        if (damaged := DAMAGES[damage](lines[number - 1])) == lines[number - 1]:
-            continue
-        journal.write_bytes(b"".join([*lines[: number - 1], damaged, *lines[number:]]))
-        refusal = ""
-        try:
-            study_search.Progress(journal.parent).update()
-        except UserError as error:
-            refusal = str(error)
-        if refusal:
-            num_refused += 1
-            assert (
-                f"{journal}:{number} is damaged (" in refusal
-                or f"in {journal}, because one of the two files was" in refusal
-            )
-            assert "emove" in refusal
-            assert "rerun the same command" in refusal
-        else:
-            assert trials_of(study) == drawn  # the line is skipped, and written again
-    assert num_refused or damage == "another trial"
-    journal.write_bytes(b"".join(lines))
+def test_a_damaged_trial_is_named_with_its_line(ended, damage):
+    study, lines = ended
+    file = Path(study.output_dir) / TRIALS
+    for number in (1, 4, len(lines)):
+        damaged = DAMAGES[damage](lines[number - 1])
+        assert damaged != lines[number - 1]
+        file.write_bytes(b"".join([*lines[: number - 1], damaged, *lines[number:]]))
+        with pytest.raises(UserError) as refused:
+            study_search.Progress(file.parent).update()
+        refusal = str(refused.value)
+        place = f"in {file}, because one of the two files was" if damage == "another number" else f"{file}:{number} is"
+        assert place in refusal
+        assert "emove" in refusal
+        assert "rerun the same command" in refusal
+    file.write_bytes(b"".join(lines))
+
+
+def test_a_trial_of_another_candidate_is_no_trial(ended):
+    study, lines = ended
+    file, drawn = Path(study.output_dir) / TRIALS, trials_of(study)
+    file.write_bytes(b"".join([lines[0].replace(b"adamw", b"sgd"), *lines]))
+    assert trials_of(study) == drawn
+    file.write_bytes(b"".join(lines))
 
 
 @METHODS
-def test_without_its_journal_a_study_draws_its_trials_again_and_repeats_no_run(tmp_path, method):
+def test_without_the_file_of_its_trials_a_study_draws_them_again_and_repeats_no_run(tmp_path, method):
     study = study_of(tmp_path, *method)
     end_all(study, loss_of)
-    folder, drawn = Path(study.output_dir), trials_of(study)
-    before, lines = read_study(folder), (folder / JOURNAL).read_bytes().splitlines()
-    (folder / JOURNAL).unlink()
+    file = Path(study.output_dir) / TRIALS
+    before, lines = read_study(file.parent), file.read_bytes().splitlines()
+    file.unlink()
     assert {run.status for run in progress_of(study).update()} == {"finished"}
-    assert trials_of(study) == drawn
-    assert read_study(folder) == before
-    assert sorted(map(values_of, (folder / JOURNAL).read_bytes().splitlines())) == sorted(map(values_of, lines))
+    assert read_study(file.parent) == before
+    assert sorted(file.read_bytes().splitlines()) == sorted(lines)
 
 
-def values_of(line):
-    """A line of the journal without times and processes."""
-    left_out = ("worker_id", "datetime_start", "datetime_complete")
-    return json.dumps({key: value for key, value in json.loads(line).items() if key not in left_out})
+def test_tpe_draws_what_optuna_draws_after_failed_and_diverged_trials_too(tmp_path):
+    study = study_of(tmp_path, "search.method=tpe", "search.trials=8")
+    space, trials = {"optimizer.lr": FloatDistribution(1e-3, 1e-1, log=True)}, []
+    for number, outcome in enumerate([2.0, 1.5, "diverged", "failed", 1.8, 1.7, 1.9, 1.6]):
+        waiting = [run for run in progress_of(study).update() if run.status == "waiting"]
+        (run,) = (run for run in waiting if run.candidate == "soren")
+        params = {"optimizer.lr": run.parameters["optimizer.lr"]}
+        if number >= 4:
+            digest = hashlib.sha256(f"0 {number}".encode()).digest()
+            sampler = optuna.samplers.TPESampler(seed=int.from_bytes(digest[:4], "little"), n_startup_trials=0)
+            reference = optuna.create_study(sampler=sampler)
+            reference.add_trials(trials)
+            assert params == reference.ask(space).params
+        error = "refused" if outcome == "failed" else None
+        end(study, run, outcome if isinstance(outcome, float) else 2.0, error=error, diverged=outcome == "diverged")
+        state = TrialState.FAIL if error else TrialState.COMPLETE
+        value = None if error else math.inf if outcome == "diverged" else outcome
+        trials.append(create_trial(state=state, value=value, params=params, distributions=space))
+
+
+def test_tpe_without_optuna_is_refused_with_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr("soren_align.study.config.find_spec", lambda name: None)
+    study_of(tmp_path)
+    with pytest.raises(UserError, match=r"search\.method: tpe needs Optuna, .* 'soren-align\[tpe\]'`, or write"):
+        study_of(tmp_path, "search.method=tpe")
 
 
 def test_the_study_is_plain_data(tmp_path):
@@ -461,7 +479,7 @@ def test_a_curve_has_the_tokens_of_training_at_each_evaluation(tmp_path, count):
 
 
 def test_a_study_without_the_recipes_of_its_candidates_is_refused(ended, tmp_path):
-    study, _, _ = ended
+    study, _ = ended
     folder = Path(shutil.copytree(study.output_dir, tmp_path / "copy"))
     shutil.rmtree(folder / "candidates")
     with pytest.raises(UserError, match=re.escape(f"{folder}/candidates/")):
