@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from importlib.metadata import distributions, packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
 
 from soren_align.core.yaml import parse_yaml
 
@@ -61,6 +63,38 @@ def test_every_import_is_a_declared_dependency():
 def test_an_undeclared_import_is_found(tmp_path):
     (tmp_path / "planted.py").write_text("def f():\n    from dill.source import getname\n    import numpy.linalg\n")
     assert list(undeclared([tmp_path / "planted.py"])) == ["dill (planted.py)"]
+
+
+def needed_packages(requirements, environment):
+    """The packages that an installation of these requirements has, by the metadata of those installed here."""
+    metadata = {distribution(each.metadata["Name"]): each.requires or [] for each in distributions()}
+    todo = [("", text) for text in requirements]
+    names, seen = set(), set()
+    while todo:
+        extra, text = todo.pop()
+        requirement = Requirement(text)
+        if requirement.marker and not requirement.marker.evaluate(environment | {"extra": extra}):
+            continue
+        name = distribution(requirement.name)
+        names.add(name)
+        for own in {"", *requirement.extras}:
+            if (name, own) not in seen:
+                seen.add((name, own))
+                todo += [(own, each) for each in metadata.get(name, [])]
+    return names
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_the_constraints_are_the_packages_of_an_installation(version):
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    extras = re.search(r"'\.\[(.+)\]'", text)[1].split(",")
+    pinned = {distribution(line) for line in text.splitlines() if "==" in line}
+    requirements = [*PROJECT["dependencies"], *(r for e in extras for r in PROJECT["optional-dependencies"][e])]
+    environment = default_environment() | {"python_version": version, "python_full_version": f"{version}.0"}
+    environment |= {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
+    names = needed_packages(requirements, environment)
+    # Torch takes any setuptools, and its builds for GPUs bring their own libraries.
+    assert {each for each in names if not each.startswith(("setuptools", "nvidia-", "cuda-", "triton"))} == pinned
 
 
 def declared_extras(text):
