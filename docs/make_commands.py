@@ -106,9 +106,10 @@ model, the exit code is 2.
     "reshard": "See [distributed.md](distributed.md), Checkpoints.\n",
     "map": """\
 `map` composes polynomials for a function of the singular values, and proves their largest error
-([optimizers.md](optimizers.md)). It prints that error, the number of matrix products, the FLOPs beside Muon's, the error
-of float16, and the mean distance from the function on recorded momenta. If no polynomials are within `--error`, the
-command exits with an error that states what is reachable. FORMULA may also be the name of a map (`minimax`, `muon`).
+([optimizers.md](optimizers.md)). It prints that error, the number of matrix products, the FLOPs beside Muon's, the
+error of float16, and the mean distance from the function on recorded momenta. If no polynomials are within `--error`,
+the command exits with an error that states what is reachable. FORMULA may also be the name of a map (`minimax`,
+`muon`).
 
     soren-align map "x / sqrt(x^2 + 0.01)" --error 0.005 --plot soft-sign.svg
 """,

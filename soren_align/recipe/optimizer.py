@@ -229,15 +229,16 @@ class SorenSettings(MatrixOptimizer):
 
     name: Literal["soren"]
     map: Map = next(iter(MAP_SECTIONS.values()))()
-    """The map that computes the sigmoid. If you write only the name of a map, the map has its default settings."""
+    """The map of the singular values: one that computes the sigmoid, or another function. If you write only the
+    name of a map, the map has its default settings."""
     workspace_mb: NonNegative | None = None
     """Memory in MB (2^20 bytes) for mapping matrices of equal shape together. A matrix that needs more memory is
     mapped alone. null: 16 on a CPU, 2048 elsewhere."""
     precision: Precision = settings.PRECISION
     """The precision of the numbers that the map's matrix products multiply. The sums are float32. `auto`: float16
     for minimax on a GPU if the matrix has at least 64 rows, otherwise float32. In an emulation on recorded momenta,
-    the float16 update differs from the float32 update by less than 1%. `minimax` accepts all values. `sns` accepts
-    auto, float32 and bfloat16. `released` accepts auto and float32. `exact` accepts only auto."""
+    the float16 update differs from the float32 update by less than 1%. `minimax` and maps by a formula accept all
+    values. `sns` accepts auto, float32 and bfloat16. `released` accepts auto and float32. `exact` accepts only auto."""
 
     @property
     def spectral_map(self) -> SpectralMap:

@@ -26,7 +26,7 @@ MAPS = {
     "identity": identity, "high_pass": high_pass, "random": random_spectrum, "shuffled": shuffled_spectrum,
 }  # fmt: skip
 MAPS |= {
-    name: lambda x, record=SOREN_MAPS[name]: record.function(x, precision="float32", max_norm=None, **record.defaults)[0]
+    name: lambda x, own=SOREN_MAPS[name]: own.function(x, precision="float32", max_norm=None, **own.defaults)[0]
     for name in ("soft_sign", "tanh", "clip", "soren_lambda", "formula")
 }
 every_map = pytest.mark.parametrize("spectral_map", MAPS.values(), ids=MAPS.keys())
