@@ -36,7 +36,7 @@ def describe(text: str, chosen: Settings) -> tuple[dict[str, Any], Target | None
 
     Raises UserError for a formula without a certificate, and for a setting that a map does not have.
     """
-    name = text if text in MAPS else "formula"
+    name = text if text in MAPS and text != "formula" else "formula"
     spectral_map, own = MAPS[name], {"formula": text} if name == "formula" else {}
     for key in chosen.keys() - spectral_map.settings.keys():
         raise UserError(f"--{key}: the map {name} has no such setting; remove this option")

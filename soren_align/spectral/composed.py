@@ -79,13 +79,14 @@ def _by_products(
 
 
 @in_full_precision
-def exact_formula(x: Tensor, formula: Formula, of: Of = "nu") -> Tensor:
+def exact_formula(x: Tensor, formula: Formula, of: Of = "nu", limit: float = 1.0) -> Tensor:
     """U f(S / N) V^T of x = U S V^T, by a decomposition in float64.
 
-    x: [..., m, n], floating point; not modified. Zero on the numerical null space, as `exact_sigmoid`.
+    x: [..., m, n], floating point; not modified. Zero on the numerical null space, as `exact_sigmoid`. Beyond `limit` f
+    has its value there.
     """
 
-    return map_singular_values(x, lambda sigma: formula(sigma / unit_of(sigma, of)))
+    return map_singular_values(x, lambda sigma: formula((sigma / unit_of(sigma, of)).clamp(max=limit)))
 
 
 def unit_of(sigma: Tensor, of: Of) -> Tensor:

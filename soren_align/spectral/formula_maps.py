@@ -62,9 +62,9 @@ def composed_of(settings: Settings) -> "Composed":
 def function(name: str, x: "Tensor", precision: FactorPrecision, max_norm: float | None, **settings: Any) -> Any:
     """U f(S / N) V^T of x, and the number of guarded matrices."""
     composed = import_module(".composed", __package__)
-    if settings["exact"]:
-        return composed.exact_formula(x, target_of(name, settings).formula, settings["of"]), 0
     limit = settings["limit"] if settings["of"] in ("rms", "none") else 1.0
+    if settings["exact"]:
+        return composed.exact_formula(x, target_of(name, settings).formula, settings["of"], limit), 0
     composition = composed_of(settings).composition
     return composed.guarded_composition(x, composition, settings["of"], limit, precision, max_norm)
 

@@ -108,7 +108,7 @@ class SpectralMap:
     """Of the factors of its products; the optimizer's setting `precision` is one of them."""
     auto_precision: Callable[[int, bool], FactorPrecision] = lambda num_rows, on_gpu: "float32"
     """auto_precision(rows of a matrix (its shorter side), whether it is on a GPU): what "auto" means."""
-    flops: Callable[..., int] | None = None
+    flops: Callable[..., int | None] | None = None
     """flops(m, n, precision, and the settings) of its matrix products, for m <= n; None: a decomposition."""
     workspace: Callable[[int, int, FactorPrecision], int] = lambda m, n, precision: 2 * m * m + 7 * m * n
     """workspace(m, n, precision): numbers that it allocates at once, its result included, for m <= n and a matrix of

@@ -1,0 +1,64 @@
+"""`soren-align map`: a map's certificate, cost and errors."""
+
+import json
+
+import pytest
+
+from soren_align.bench import formulas
+from soren_align.core.errors import UserError
+from soren_align.launch import commands
+from soren_align.spectral import MAPS
+
+KEYS = {"formula", "resolution", "certified_error", "num_products", "steps", "flops_over_muon", "float16_error",
+        "recorded_error"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _few_spectra(monkeypatch):
+    spectra = [spectrum for spectrum in formulas.recorded() if min(spectrum.shape) <= 64]
+    monkeypatch.setattr(formulas, "recorded", lambda: spectra[:12])
+
+
+def test_a_formula_has_all_numbers_in_json(capsys):
+    commands.show_map("x / sqrt(x^2 + 0.1^2)", {"error": 0.005}, as_json=True)
+    result = json.loads(capsys.readouterr().out)
+    assert result.keys() >= KEYS
+    assert result["formula"] == "x / sqrt(x^2 + 0.1^2)"
+    assert 0 < result["certified_error"] <= 0.005
+    assert 0 < result["flops_over_muon"] < 0.5
+    assert 0 < result["float16_error"] < 0.01
+    assert 0 < result["recorded_error"] < 0.05
+
+
+@pytest.mark.parametrize("name", sorted(MAPS.keys() - {"formula"}))
+def test_every_map_is_shown_by_its_name(name, capsys):
+    commands.show_map(name, {})
+    assert "FLOPs over Muon's" in capsys.readouterr().out
+    result, target = formulas.describe(name, {})
+    assert result.keys() >= KEYS
+    assert (target is not None) == ("composition" in MAPS[name].settings)
+    if name == "muon":
+        assert result["flops_over_muon"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_picture_is_drawn_and_the_same_each_time(tmp_path, capsys, suffix):
+    files = [tmp_path / f"{number}{suffix}" for number in range(2)]
+    for file in files:
+        commands.show_map("tanh(x / 0.1)", {}, plot=str(file))
+    assert files[0].read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+    assert suffix == ".svg" or files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(("text", "settings", "plot", "message"), [
+    ("minimax", {"of": "nu"}, None, "--of: the map minimax has no such setting"),
+    ("x", {"of": "size"}, None, "--of: found 'size'; write one of nu, norm, rms, none"),
+    ("x", {"error": 2.0}, None, "--error: found 2; write a number, at least 1e-06 and below 1"),
+    ("x", {}, "a.pdf", "--plot: found a.pdf; write the path of a .png or .svg file"),
+    ("sns", {}, "a.png", "--plot: the map sns has no polynomials by a formula"),
+    ("min(x / 0.01, 1)", {"error": 0.0001}, None, "is within the error 0.0001; reachable: "),
+])  # fmt: skip
+def test_what_cannot_be_shown_is_refused_with_a_remedy(text, settings, plot, message):
+    with pytest.raises(UserError) as caught:
+        commands.show_map(text, settings, plot=plot)
+    assert message in str(caught.value)
