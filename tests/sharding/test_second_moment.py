@@ -36,6 +36,15 @@ def test_n_ranks_take_the_steps_of_one(ranks, way, kind):
         assert farthest(weights, alone(kind)) <= TOLERANCE
 
 
+@pytest.mark.parametrize("kind", ["rows", "elements"])
+def test_every_replica_has_all_second_moments(ranks, kind):
+    """Only the owner rank of a matrix computes them; any rank may save a checkpoint."""
+    expected = jobs.second_moments_of_replicas(None, KINDS[kind])
+    assert expected.numel() == {"rows": 6 + 9 + 5, "elements": 54 + 54 + 35}[kind]
+    for moments in ranks.run(jobs.second_moments_of_replicas, KINDS[kind]):
+        torch.testing.assert_close(moments, expected)
+
+
 def test_the_kinds_differ():
     """Else the comparison would show nothing."""
     kinds = [alone(kind) for kind in KINDS]

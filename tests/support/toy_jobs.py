@@ -172,6 +172,21 @@ def transposed_under_fsdp2(group, shape):
         return str(error)
 
 
+def second_moments_of_replicas(group, settings):
+    """The second moments on this rank after two steps of DDP; group None: on one process."""
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in ((6, 9), (9, 6), (5, 7))]
+    optimizer = Soren(parameters, lr=0.1, adjust_lr_fn="original", **settings)
+    if group:
+        optimizer.strategy = DDPStrategy(group)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+    states = [optimizer.state[parameter] for parameter in parameters]
+    return torch.cat([state[key].flatten() for state in states for key in sorted(state) if key.startswith("exp_avg_sq")])
+
+
 def sharded_without_placement(group):
     """The error of a step of DTensors whose place nobody named."""
     model = nn.Linear(6, 4, bias=False)
