@@ -1,4 +1,4 @@
-"""The keys of second moments and of the scale's number in a recipe: what is accepted, and one sentence for the others."""
+"""Keys of second moments and of the scale in a recipe: a wrong combination gets one sentence."""
 
 import math
 
