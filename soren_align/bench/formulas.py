@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
@@ -13,11 +13,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ..core.errors import UserError
+from ..core.optimizer_settings import MUON_STEPS
 from ..core.shipped import ROOT
 from ..core.text import number
 from ..spectral.compose import SHAPES, Target, from_dict
 from ..spectral.composed import unit_of
 from ..spectral.composition import value
+from ..spectral.flops import quintic_flops
 from ..spectral.formula_maps import target_of
 from ..spectral.maps import MAPS, SpectralMap
 from .spectra import Spectrum
@@ -41,7 +43,8 @@ def describe(text: str, chosen: Settings) -> tuple[dict[str, Any], Target | None
     for key in chosen.keys() - spectral_map.settings.keys():
         raise UserError(f"--{key}: the map {name} has no such setting; remove this option")
     settings = spectral_map.complete({**spectral_map.plain_defaults, **own, **chosen})
-    flops = [(spectral_map.num_flops(*shape, **settings), MAPS["muon"].num_flops(*shape)) for shape in SHAPES]
+    counts = [spectral_map.num_flops(*shape, **settings) for shape in SHAPES]
+    muons = [quintic_flops(*sorted(shape), MUON_STEPS) for shape in SHAPES]
     composed, target = None, None
     result = {
         "formula": text,
@@ -51,7 +54,7 @@ def describe(text: str, chosen: Settings) -> tuple[dict[str, Any], Target | None
         "error_below": None,
         "num_products": None,
         "steps": None,
-        "flops_over_muon": geometric_mean(ours / muons for ours, muons in flops) if all(f[0] for f in flops) else None,
+        "flops_over_muon": _mean_ratio(counts, muons),
         "float16_error": _float16_error(spectral_map, settings) if "float16" in spectral_map.precisions else None,
         "recorded_error": None,
     }
@@ -76,6 +79,11 @@ def describe(text: str, chosen: Settings) -> tuple[dict[str, Any], Target | None
             distances.append(float((output - exact).norm() / exact.norm()))
         result["recorded_error"] = fmean(distances)
     return result, target
+
+
+def _mean_ratio(counts: Sequence[int | None], references: Sequence[int]) -> float | None:
+    ratios = [count / reference for count, reference in zip(counts, references, strict=True) if count]
+    return geometric_mean(ratios) if len(ratios) == len(references) else None
 
 
 def recorded() -> list[Spectrum]:

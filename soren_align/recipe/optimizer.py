@@ -71,7 +71,12 @@ def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
         return section
 
     validators: Any = {"complete": model_validator(mode="after")(complete)}
-    options = {"__base__": Section, "__module__": __name__, "__doc__": spectral_map.doc, "__validators__": validators}
+    options: Any = {
+        "__base__": Section,
+        "__module__": __name__,
+        "__doc__": spectral_map.doc,
+        "__validators__": validators,
+    }
     return create_model(f"{title}Map", **options, **fields)
 
 
