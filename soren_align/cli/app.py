@@ -171,6 +171,15 @@ def plan(
         typer.Option("--processes", min=1, metavar="N", help="Plan a run of N processes; this starts no processes."),
     ] = 1,
     full: Annotated[bool, typer.Option("--full", help="Show all details (recipes only).")] = False,
+    as_far_as: Annotated[
+        str | None,
+        typer.Option(
+            "--as-far-as",
+            metavar="RUN",
+            help="Also print the learning rate at which the matrices would change as much as in a finished run, such "
+            "as one with AdamW (recipes only).",
+        ),
+    ] = None,
 ) -> None:
     """Show what a recipe or a study would do and cost, without training."""
     if as_json:
@@ -179,7 +188,7 @@ def plan(
     path = local_path(recipe)
     is_file = path.is_file() and path.suffix in (".yaml", ".yml")
     if shipped.is_study(path) if is_file else not path.is_file() and recipe in shipped.studies():
-        refuse_options(context, ["full"], "on a study")
+        refuse_options(context, ["full", "as_far_as"], "on a study")
         from ..study import plan as study_planning
         from ..study.config import load_study
 
@@ -191,7 +200,8 @@ def plan(
 
     resolved = load(recipe, set_, notify=_print_notice)
     next_command = shlex.join(["soren-align", resolved.task, recipe, *words])
-    raise typer.Exit(commands.plan(resolved, next_command, full=full, as_json=as_json, processes=processes))
+    options = {"full": full, "as_json": as_json, "processes": processes, "as_far_as": as_far_as}
+    raise typer.Exit(commands.plan(resolved, next_command, **options))
 
 
 @app.command(cls=KeyCommand)

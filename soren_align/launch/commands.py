@@ -228,15 +228,28 @@ def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> i
     return failure.code
 
 
-def plan(recipe: Recipe, next_command: str, *, full: bool = False, as_json: bool = False, processes: int = 1) -> int:
+def plan(
+    recipe: Recipe,
+    next_command: str,
+    *,
+    full: bool = False,
+    as_json: bool = False,
+    processes: int = 1,
+    as_far_as: str | None = None,
+) -> int:
     """Print what `train` would do with this number of processes: a summary, or all of it. Returns the exit code.
 
-    next_command: the one that trains the recipe; printed last, unless training would not start.
+    next_command: the one that trains the recipe; printed last, unless training would not start. as_far_as: a finished
+    run, whose distance the plan compares; see `planning.travel`.
     """
     accumulation(recipe, processes)  # raises before torch is imported
     if recipe.eval:
         check_suite(recipe.eval)
     benchmark_suite(recipe)
+    from ..planning.travel import as_far_as as equal_walk
+    from ..planning.travel import travel
+
+    other = None if as_far_as is None else travel(RunFolder(as_far_as))
     from ..planning.offline import model_config, num_examples, offline_without_hub
 
     if model_config(recipe.model.name_or_path) is None or num_examples(recipe.data) is None:
@@ -249,6 +262,8 @@ def plan(recipe: Recipe, next_command: str, *, full: bool = False, as_json: bool
     with quiet_libraries(), working(console, "Checking data") as show, offline_without_hub():
         on_compared = counting(show, "Comparing training examples with questions")
         result, account = planning.plan_training(recipe, counting(show, "Counting tokens"), processes, on_compared)
+    if other:
+        result["as_far_as"] = equal_walk(other, result["update_sizes"], recipe.optimizer.lr)
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:

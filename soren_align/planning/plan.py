@@ -32,6 +32,7 @@ from .flops import UNBOUNDED_LENGTH, compute, joined_sequences, kinds_of_blocks
 from .inputs import Inputs, count_frozen, load_inputs, on_this_machine, outline
 from .memory import FLOAT32, ITEMSIZE
 from .step import processes
+from .travel import memory_of, walk
 
 _OF_THE_OPTIMIZER = ("optimizer states", "float32 master weights", "Kahan compensation")
 """Components of a rank's memory that a checkpoint contains beside the weights."""
@@ -194,10 +195,10 @@ def _update_sizes(recipe: Recipe, inputs: Inputs, routes: Any, rates: Sequence[d
     Returns {"update_sizes", "update_dtype", "typical_weight"}: sizes per shape of the matrices, and of all other
     parameters (AdamW).
     "update_rms": of a step at the peak learning rate. "update_sum": the sum of update_rms over all steps, an upper
-    bound of the change. "ulps": update_rms over the spacing of update_dtype at the typical weight; below 1/2, rounding
-    loses most of it. "relative_update": update_sum over that weight. "bfloat16_ulps": update_sum over the spacing of
-    bfloat16, the dtype of saved models. An adapter has no typical weight, since one of its factors starts at 0, and
-    none of the last three.
+    bound of the change. "update_walk": what a random walk of these updates travels; see travel.py. "ulps": update_rms
+    over the spacing of update_dtype at the typical weight; below 1/2, rounding loses most of it. "relative_update":
+    update_sum over that weight. "bfloat16_ulps": update_sum over the spacing of bfloat16, the dtype of saved models. An
+    adapter has no typical weight, since one of its factors starts at 0, and none of the last three.
     """
     section, has_adapter = recipe.optimizer, trains_adapter(recipe.model)
     name: Any = section.name
@@ -231,6 +232,8 @@ def _update_sizes(recipe: Recipe, inputs: Inputs, routes: Any, rates: Sequence[d
         peak, total = (factor * reduce(rate[key] for rate in rates) for reduce in (max, sum))
         size: dict[str, Any] = {"rule": rule, "shape": shape, "tensors": number}
         size |= {"update_rms": peak, "update_sum": total}
+        memory = section.betas[0] if rule == "adamw" else memory_of(section)
+        size["update_walk"] = factor * walk([rate[key] for rate in rates], memory)
         size["ulps"] = peak / ulp(weight, dtype) if weight else None
         size["relative_update"] = total / weight if weight else None
         size["bfloat16_ulps"] = total / ulp(weight, torch.bfloat16) if weight else None

@@ -1,0 +1,72 @@
+"""The distance that updates travel, and the learning rate at which a recipe travels as far as a finished run.
+
+Updates of a momentum are correlated: two that are k steps apart by about mu^k, where gradients are noise. So a training
+of n steps travels neither n updates nor sqrt(n): `walk` is what a random walk with this memory travels. Runs travel 0.9
+to 1.4 of it, the shorter ones more, AdamW's and Soren's alike (docs/optimizers.md, "An equal distance"). The size of
+AdamW's updates depends on its gradients, and no config determines it: so it is read from a finished run.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from ..core.errors import UserError
+from ..recipe import OptimizerSection, load_resolved
+from ..recipe.optimizer import MatrixOptimizer
+from ..run.folder import RunFolder, read_metrics
+
+MIN_LOGS = 10
+"""Updates of a run from which the sum over its steps is known to a few percent."""
+
+
+def walk(sizes: Sequence[float], memory: float) -> float:
+    """Return sqrt(sum over i, j of sizes[i] sizes[j] memory^|i - j|), the RMS distance of a walk whose steps have these
+    sizes and this correlation."""
+    square = recent = 0.0
+    for size in sizes:
+        recent = memory * recent + size
+        square += size * (2 * recent - size)
+    return math.sqrt(square)
+
+
+def memory_of(optimizer: OptimizerSection) -> float:
+    """Return the factor of the momentum of the matrices' updates: `momentum`, or AdamW's first beta."""
+    return optimizer.momentum if isinstance(optimizer, MatrixOptimizer) else optimizer.betas[0]
+
+
+def travel(run: RunFolder) -> dict[str, Any]:
+    """Return {"run": its folder, "optimizer", "lr", "walk": of its measured updates, "relative_change": at the end}.
+
+    Raises UserError if the run has no end, or logged too few updates.
+    """
+    training = run.record().get("training")
+    if not training or "relative_change" not in training:
+        raise UserError(f"--as-far-as: {run} has no finished training; name the folder of a finished run")
+    logs = [log for log in read_metrics(run.metrics) if "update_rms" in log]
+    if len(logs) < MIN_LOGS:
+        raise UserError(
+            f"--as-far-as: {run} logged {len(logs)} updates, too few for a sum over {training['steps']:,} steps; train "
+            "it again with a smaller trainer.logging_steps"
+        )
+    optimizer = load_resolved(run.recipe).optimizer
+    # Between two logs the RMS is taken to change linearly, before the first one not at all.
+    sizes = [logs[0]["update_rms"]] * logs[0]["step"]
+    for before, after in pairwise(logs):
+        num_steps = after["step"] - before["step"]
+        change = (after["update_rms"] - before["update_rms"]) / max(num_steps, 1)
+        sizes += [before["update_rms"] + change * k for k in range(1, num_steps + 1)]
+    values = {"walk": walk(sizes, memory_of(optimizer)), "relative_change": training["relative_change"]}
+    return {"run": str(run), "optimizer": optimizer.name, "lr": optimizer.lr, **values}
+
+
+def as_far_as(other: Mapping[str, Any], sizes: Sequence[Mapping[str, Any]], lr: float) -> dict[str, Any]:
+    """Return the plan's section: {"run": `travel` of the other run, "walk": of this recipe, "lr": for an equal walk}.
+
+    sizes: the plan's update_sizes. lr: the recipe's learning rate of the matrices, to which their walk is proportional.
+    """
+    matrices = [size for size in sizes if size["shape"]] or list(sizes)  # AdamW's have one entry
+    numels = [size["tensors"] * math.prod(size["shape"] or (1,)) for size in matrices]
+    squares = sum(numel * size["update_walk"] ** 2 for numel, size in zip(numels, matrices, strict=True))
+    own = math.sqrt(squares / sum(numels))
+    return {"run": dict(other), "walk": own, "lr": lr * other["walk"] / own}
