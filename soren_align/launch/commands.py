@@ -240,16 +240,16 @@ def plan(
     """Print what `train` would do with this number of processes: a summary, or all of it. Returns the exit code.
 
     next_command: the one that trains the recipe; printed last, unless training would not start. as_far_as: a finished
-    run, whose distance the plan compares; see `planning.travel`.
+    run, whose distance the plan compares; see `planning.distance`.
     """
     accumulation(recipe, processes)  # raises before torch is imported
     if recipe.eval:
         check_suite(recipe.eval)
     benchmark_suite(recipe)
-    from ..planning.travel import as_far_as as equal_walk
-    from ..planning.travel import travel
+    from ..planning.distance import as_far_as as equal_walk
+    from ..planning.distance import distance_of
 
-    other = None if as_far_as is None else travel(RunFolder(as_far_as))
+    other = None if as_far_as is None else distance_of(RunFolder(as_far_as))
     from ..planning.offline import model_config, num_examples, offline_without_hub
 
     if model_config(recipe.model.name_or_path) is None or num_examples(recipe.data) is None:

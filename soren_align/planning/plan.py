@@ -32,7 +32,7 @@ from .flops import UNBOUNDED_LENGTH, compute, joined_sequences, kinds_of_blocks
 from .inputs import Inputs, count_frozen, load_inputs, on_this_machine, outline
 from .memory import FLOAT32, ITEMSIZE
 from .step import processes
-from .travel import memory_of, walk
+from .distance import memory_of, walk
 
 _OF_THE_OPTIMIZER = ("optimizer states", "float32 master weights", "Kahan compensation")
 """Components of a rank's memory that a checkpoint contains beside the weights."""
@@ -195,7 +195,7 @@ def _update_sizes(recipe: Recipe, inputs: Inputs, routes: Any, rates: Sequence[d
     Returns {"update_sizes", "update_dtype", "typical_weight"}: sizes per shape of the matrices, and of all other
     parameters (AdamW).
     "update_rms": of a step at the peak learning rate. "update_sum": the sum of update_rms over all steps, an upper
-    bound of the change. "update_walk": what a random walk of these updates travels; see travel.py. "ulps": update_rms
+    bound of the change. "update_walk": what a random walk of these updates moves; see distance.py. "ulps": update_rms
     over the spacing of update_dtype at the typical weight; below 1/2, rounding loses most of it. "relative_update":
     update_sum over that weight. "bfloat16_ulps": update_sum over the spacing of bfloat16, the dtype of saved models. An
     adapter has no typical weight, since one of its factors starts at 0, and none of the last three.

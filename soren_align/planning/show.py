@@ -63,7 +63,7 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
     write("optimizer", f"{plan['optimizer_description']} for the weight matrices{others}")
     _print_updates(plan, console, full)
     if "as_far_as" in plan:
-        _print_travel(plan["as_far_as"], console)
+        _print_distance(plan["as_far_as"], console)
 
     console.print()
     if full or ranks["num_processes"] > 1:
@@ -193,7 +193,7 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
         write("notice", notice)
 
 
-def _print_travel(section: dict[str, Any], console: Console) -> None:
+def _print_distance(section: dict[str, Any], console: Console) -> None:
     """Print the learning rate of an equal distance. section: the plan's "as_far_as"."""
     write, other = partial(print_labelled, console), section["run"]
     run = f"{other['run']} ({other['optimizer']}, lr {other['lr']:g})"

@@ -8,7 +8,7 @@ import torch
 
 from soren_align import recipe
 from soren_align.core.errors import UserError
-from soren_align.planning import travel
+from soren_align.planning import distance
 from soren_align.recipe import to_yaml
 from soren_align.run.folder import RunFolder
 
@@ -21,10 +21,10 @@ def test_a_walk_is_the_mean_distance_of_steps_that_are_averages_of_noise():
         position += size * average * math.sqrt((1 + memory) / (1 - memory))
         average = memory * average + (1 - memory) * torch.randn(20_000)
     # 20,000 walks: 1% is two standard errors of their RMS
-    assert float(position.square().mean().sqrt()) == pytest.approx(travel.walk([size] * num_steps, memory), rel=0.02)
-    assert travel.walk([1.0, 2.0, 3.0], 0.0) == pytest.approx(math.sqrt(14))
-    assert travel.walk([1.0, 2.0, 3.0], 1.0) == pytest.approx(6.0)
-    assert travel.walk([1.0, 2.0], 0.5) == pytest.approx(math.sqrt(1 + 4 + 2 * 0.5 * 2))
+    assert float(position.square().mean().sqrt()) == pytest.approx(distance.walk([size] * num_steps, memory), rel=0.02)
+    assert distance.walk([1.0, 2.0, 3.0], 0.0) == pytest.approx(math.sqrt(14))
+    assert distance.walk([1.0, 2.0, 3.0], 1.0) == pytest.approx(6.0)
+    assert distance.walk([1.0, 2.0], 0.5) == pytest.approx(math.sqrt(1 + 4 + 2 * 0.5 * 2))
 
 
 @pytest.fixture
@@ -42,24 +42,24 @@ def run(tmp_path):
 
 
 def test_the_learning_rate_gives_a_walk_of_the_same_length(run):
-    measured = travel.travel(run)
-    assert measured["walk"] == pytest.approx(travel.walk([1e-4] * 100, 0.9))
+    measured = distance.distance_of(run)
+    assert measured["walk"] == pytest.approx(distance.walk([1e-4] * 100, 0.9))
     assert (measured["optimizer"], measured["lr"], measured["relative_change"]) == ("adamw", 1e-3, 0.25)
     sizes = [{"shape": (64, 64), "tensors": 2, "update_walk": 0.3}, {"shape": None, "tensors": 9, "update_walk": 7.0}]
-    section = travel.as_far_as(measured, sizes, 3e-3)
+    section = distance.as_far_as(measured, sizes, 3e-3)
     assert section["lr"] == pytest.approx(3e-3 * measured["walk"] / 0.3)
 
 
 def test_runs_without_an_end_or_with_few_logs_are_refused(run):
     run.metrics.write_text("".join(run.metrics.read_text().splitlines(keepends=True)[:3]))
     with pytest.raises(UserError, match=r"logged 3 updates, too few .*; train it again with a smaller trainer.logging"):
-        travel.travel(run)
+        distance.distance_of(run)
     run.update(training={"steps": 1, "first_loss": None, "last_loss": None})
     with pytest.raises(UserError, match="has no finished training; name the folder of a finished run"):
-        travel.travel(run)
+        distance.distance_of(run)
 
 
 def test_the_memory_is_the_momentum_or_adamws_first_beta():
     for name, memory in (("adamw", 0.9), ("soren", 0.95)):
         section = recipe.load("quickstart/sft", [f"optimizer.name={name}", "optimizer.betas=[0.9, 0.99]"]).optimizer
-        assert travel.memory_of(section) == memory
+        assert distance.memory_of(section) == memory

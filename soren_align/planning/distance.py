@@ -1,7 +1,7 @@
-"""The distance that updates travel, and the learning rate at which a recipe travels as far as a finished run.
+"""The distance that updates move the weights, and the learning rate at which a recipe moves them as far as a finished run.
 
 Updates of a momentum are correlated: two that are k steps apart by about mu^k, where gradients are noise. So a training
-of n steps travels neither n updates nor sqrt(n): `walk` is what a random walk with this memory travels. Runs travel 0.9
+of n steps moves neither n updates nor sqrt(n): `walk` is what a random walk with this memory moves. Runs move 0.9
 to 1.4 of it, the shorter ones more, AdamW's and Soren's alike (docs/optimizers.md, "An equal distance"). The size of
 AdamW's updates depends on its gradients, and no config determines it: so it is read from a finished run.
 """
@@ -35,7 +35,7 @@ def memory_of(optimizer: OptimizerSection) -> float:
     return optimizer.momentum if isinstance(optimizer, MatrixOptimizer) else optimizer.betas[0]
 
 
-def travel(run: RunFolder) -> dict[str, Any]:
+def distance_of(run: RunFolder) -> dict[str, Any]:
     """Return {"run": its folder, "optimizer", "lr", "walk": of its measured updates, "relative_change": at the end}.
 
     Raises UserError if the run has no end, or logged too few updates.
@@ -61,7 +61,7 @@ def travel(run: RunFolder) -> dict[str, Any]:
 
 
 def as_far_as(other: Mapping[str, Any], sizes: Sequence[Mapping[str, Any]], lr: float) -> dict[str, Any]:
-    """Return the plan's section: {"run": `travel` of the other run, "walk": of this recipe, "lr": for an equal walk}.
+    """Return the plan's section: {"run": `distance_of` of the other run, "walk": of this recipe, "lr": for an equal walk}.
 
     sizes: the plan's update_sizes. lr: the recipe's learning rate of the matrices, to which their walk is proportional.
     """
