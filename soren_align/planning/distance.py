@@ -1,4 +1,4 @@
-"""The distance that updates move the weights, and the learning rate at which a recipe moves them as far as a finished run.
+"""The distance that updates move the weights, and the learning rate of the same distance as in a finished run.
 
 Updates of a momentum are correlated: two that are k steps apart by about mu^k, where gradients are noise. So a training
 of n steps moves neither n updates nor sqrt(n): `walk` is what a random walk with this memory moves. Runs move 0.9
@@ -61,9 +61,9 @@ def distance_of(run: RunFolder) -> dict[str, Any]:
 
 
 def as_far_as(other: Mapping[str, Any], sizes: Sequence[Mapping[str, Any]], lr: float) -> dict[str, Any]:
-    """Return the plan's section: {"run": `distance_of` of the other run, "walk": of this recipe, "lr": for an equal walk}.
+    """Return the plan's section: {"run": the other run, "walk": of this recipe, "lr": for an equal walk}.
 
-    sizes: the plan's update_sizes. lr: the recipe's learning rate of the matrices, to which their walk is proportional.
+    other: of `distance_of`. sizes: the plan's update_sizes. lr: the recipe's, of the matrices; walks are proportional to it.
     """
     matrices = [size for size in sizes if size["shape"]] or list(sizes)  # AdamW's have one entry
     numels = [size["tensors"] * math.prod(size["shape"] or (1,)) for size in matrices]

@@ -28,11 +28,11 @@ from ..sharding.ranks import Ranks
 from ..training import build
 from ..training.setup import check_attention, trl_arguments
 from . import offline
+from .distance import memory_of, walk
 from .flops import UNBOUNDED_LENGTH, compute, joined_sequences, kinds_of_blocks
 from .inputs import Inputs, count_frozen, load_inputs, on_this_machine, outline
 from .memory import FLOAT32, ITEMSIZE
 from .step import processes
-from .distance import memory_of, walk
 
 _OF_THE_OPTIMIZER = ("optimizer states", "float32 master weights", "Kahan compensation")
 """Components of a rank's memory that a checkpoint contains beside the weights."""
