@@ -63,7 +63,7 @@ def distance_of(run: RunFolder) -> dict[str, Any]:
 def as_far_as(other: Mapping[str, Any], sizes: Sequence[Mapping[str, Any]], lr: float) -> dict[str, Any]:
     """Return the plan's section: {"run": the other run, "walk": of this recipe, "lr": for an equal walk}.
 
-    other: of `distance_of`. sizes: the plan's update_sizes. lr: the recipe's, of the matrices; walks are proportional to it.
+    other: of `distance_of`. sizes: the plan's update_sizes. lr: the recipe's; walks are proportional to it.
     """
     matrices = [size for size in sizes if size["shape"]] or list(sizes)  # AdamW's have one entry
     numels = [size["tensors"] * math.prod(size["shape"] or (1,)) for size in matrices]
