@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 AdjustLrFn = Literal["none", "original", "match_rms_adamw", "match_rms_measured"]
 Matrices = Literal["inside-blocks", "all-2d"]
 """The parameters of a model that are matrices to the optimizer, see `optim.route`."""
+BLOCKS = ("q", "k", "v", "gate", "up", "heads")
+"""Names of blocks into which a fused weight is split, see `optim.blocks`."""
 Compensation = Literal["none", "kahan"]
 States = Literal["float32", "8bit"]
 """Of the optimizer: momentum, and AdamW's moments."""

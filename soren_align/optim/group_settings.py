@@ -191,6 +191,8 @@ def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_
             was, now = (tuple(value) if isinstance(value, list) else value for value in (was, now))
             pairs.append((key, was, now))
         was, now = ([*group.get("weight_layouts", {}).values()] for group in groups)
+        of_some = [[*dict.fromkeys(layouts)] for layouts in (was, now)]  # of thousands of weights
+        was, now = of_some if of_some[0] != of_some[1] else (was, now)
         pairs.append(("weight_layouts", was, now))
         if all("param_names" in group for group in groups):
             was, now = ([name_in_model(name) for name in group["param_names"]] for group in groups)

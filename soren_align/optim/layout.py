@@ -4,15 +4,17 @@ A parameter is an expert weight of two dimensions [rows, columns], or the weight
 rows, columns], as transformers stores them. An expert weight is one matrix, or the matrices of gate and up-projection
 together: these are two matrices to a map, as in a layer without experts, and as transformers 4 and most published files
 have them. So no update depends on how a version of transformers stores weights. torch.nn.MultiheadAttention stores the
-projections of queries, keys and values in one parameter, above one another. `WeightLayout` names these; a `Shard` is
-this rank's elements of one expert weight; `matrix_batches` joins equal ones for the map.
+projections of queries, keys and values in one parameter, above one another. With `split` (`blocks`) a fused weight is
+several weights, one for each block of its rows. `WeightLayout` names these; a `Shard` is this rank's elements of one
+weight; `matrix_batches` joins equal ones for the map.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +23,12 @@ from ..spectral import num_workspace_numbers
 from .eight_bits import Part, decoded_range
 from .state import momentum_dtype
 
-WeightLayout = Literal["linear", "transposed", "gate_up", "transposed gate_up", "transposed interleaved gate_up", "qkv"]
-"""Of an expert weight, or of any weight of two dimensions. linear: a matrix as nn.Linear stores it, [outputs, inputs].
-transposed: [inputs, outputs]. gate_up: gate above up; transposed gate_up: gate left of up; interleaved: their columns
-alternate. qkv: queries above keys above values."""
+WeightLayout = str
+"""Of an expert weight, or of any weight of two dimensions. "linear": a matrix as nn.Linear stores it, [outputs,
+inputs]. "transposed": [inputs, outputs]. "gate_up": gate above up; "transposed gate_up": gate left of up; "transposed
+interleaved gate_up": their columns alternate. "qkv": queries above keys above values. "blocks q:64 k:32 v:32": blocks
+of so many rows, each a weight of its own; "blocks 12*8": 12 of 8 rows. "transposed blocks ...": of columns, of equal
+size."""
 WeightLayouts = Mapping[str, WeightLayout]
 """By a parameter's name; parameters that are one linear matrix are left out."""
 MapState = Mapping[str, Callable[[int, int], tuple[int, ...]]]
@@ -35,8 +39,44 @@ WeightKind = tuple[tuple[int, int], WeightLayout, torch.dtype, torch.device]
 """(shape, layout, dtype, device) of a whole weight's map input: equal ones are mapped in one batch."""
 
 
+class Weight(NamedTuple):
+    """An expert weight, a row block, or any other weight of two dimensions."""
+
+    name: str
+    shape: tuple[int, int]
+    layout: WeightLayout
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+
+def weights_in(name: str, shape: Sequence[int], layout: WeightLayout) -> list[Weight]:
+    """The weights of a parameter, which lie in its elements one after another."""
+    *experts, rows, columns = shape
+    if experts:
+        return [Weight(f"{name}.{expert}", (rows, columns), layout) for expert in range(experts[0])]
+    if layout.startswith("blocks"):
+        return [Weight(f"{name}.{block}", (size, columns), "linear") for block, size in blocks_in(layout)]
+    return [Weight(name, (rows, columns), layout)]
+
+
+@cache
+def blocks_in(layout: WeightLayout) -> tuple[tuple[str, int], ...]:
+    """(name, size) of the blocks that a layout states; none for a layout without blocks."""
+    blocks: list[tuple[str, int]] = []
+    for text in layout.partition("blocks ")[2].split():
+        number, times, size = text.partition("*")
+        name, _, own_size = text.partition(":")
+        blocks += [(str(i), int(size)) for i in range(int(number))] if times else [(name, int(own_size))]
+    return tuple(blocks)
+
+
 def num_matrices(layout: WeightLayout) -> int:
     """The number of matrices in an expert weight."""
+    if "blocks" in layout:
+        return len(blocks_in(layout))
     return 3 if layout == "qkv" else 2 if "gate_up" in layout else 1
 
 
@@ -56,18 +96,16 @@ def matrix_shape(shape: Sequence[int], layout: WeightLayout) -> tuple[int, int]:
 
 def matrix_names(name: str, layout: WeightLayout) -> list[str]:
     """The names of an expert weight's matrices."""
+    if "blocks" in layout:
+        return [f"{name}.{block}" for block, _ in blocks_in(layout)]
     parts = {1: [""], 2: [".gate", ".up"], 3: [".q", ".k", ".v"]}[num_matrices(layout)]
     return [name + part for part in parts]
 
 
-def expert_names(name: str, shape: Sequence[int]) -> list[str]:
-    """The names of a parameter's expert weights: its own if it has two dimensions."""
-    return [name] if len(shape) == 2 else [f"{name}.{expert}" for expert in range(shape[0])]
-
-
 def names_of_matrices(name: str, shape: Sequence[int], layout: WeightLayout) -> list[str]:
     """The names of all matrices of a parameter."""
-    return [matrix for expert in expert_names(name, shape) for matrix in matrix_names(expert, layout)]
+    weights = weights_in(name, shape, layout)
+    return [matrix for weight in weights for matrix in matrix_names(weight.name, weight.layout)]
 
 
 def split(weights: Tensor, layout: WeightLayout) -> Tensor:
@@ -102,10 +140,11 @@ def matrix_numbers(shard: "Shard", start: int, numel: int, device: torch.device)
 
 def matrices_of(name: str, parameter: Tensor, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
     """The names and views of all matrices of a parameter, as they are stored."""
-    weights = parameter.unbind() if parameter.ndim == 3 else [parameter]
-    for expert, weight in zip(expert_names(name, parameter.shape), weights, strict=True):
-        matrices = split(weight, layout) if num_matrices(layout) > 1 else [weight]
-        yield from zip(matrix_names(expert, layout), matrices, strict=True)
+    weights = weights_in(name, parameter.shape, layout)
+    tensors = parameter.unbind() if parameter.ndim == 3 else parameter.split([weight.shape[0] for weight in weights])
+    for weight, tensor in zip(weights, tensors, strict=True):
+        matrices = split(tensor, weight.layout) if num_matrices(weight.layout) > 1 else [tensor]
+        yield from zip(matrix_names(weight.name, weight.layout), matrices, strict=True)
 
 
 @dataclass(eq=False)
@@ -131,14 +170,16 @@ class Shard:
     def view_of(self, tensor: Any) -> Tensor:
         """The shard's elements of `tensor`, which has the parameter's shape: its gradient or a state. Shares memory.
 
-        All of a local tensor keeps its shape and strides, and so does one of its expert weights; any other shard is
-        one-dimensional.
+        All of a local tensor keeps its shape and strides, and so do one of its expert weights and a block of its rows;
+        any other shard is one-dimensional.
         """
         here = local(tensor)
         if self.numel == here.numel():
             return here
         if here.ndim == 3 and self.numel == math.prod(self.shape):
             return here[self.start // self.numel]
+        if here.ndim == 2:  # rows of it
+            return here[self.start // self.shape[1] : (self.start + self.numel) // self.shape[1]]
         return here.view(-1)[self.start : self.start + self.numel]
 
     @property
@@ -402,13 +443,13 @@ class OneProcess:
         return [(0, tensor.numel(), tensor.numel())]
 
     def shards(self, named: Named, layouts: WeightLayouts) -> list[Shard]:
-        """The weights of parameters [m, n], and of the experts in parameters [experts, m, n]."""
+        """The weights of parameters [m, n], of their blocks, and of the experts in parameters [experts, m, n]."""
         shards = []
         for name, parameter in named:
-            (rows, columns), layout = parameter.shape[-2:], layouts.get(name, "linear")
-            for number, expert in enumerate(expert_names(name, parameter.shape)):
-                numel = rows * columns
-                shards.append(Shard(expert, (rows, columns), layout, parameter, number * numel, 0, numel))
+            start = 0
+            for weight in weights_in(name, parameter.shape, layouts.get(name, "linear")):
+                shards.append(Shard(*weight, parameter, start, 0, weight.numel))
+                start += weight.numel
         return shards
 
     def check_gradients(

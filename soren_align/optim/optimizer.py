@@ -8,6 +8,7 @@ differ only in `map_matrix`, its settings and its state. Nothing here depends on
 import inspect
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ from ..core.optimizer_settings import (
 from ..spectral import full_precision
 from ..spectral.nulls import seed_of
 from .adamw import adamw_step_
+from .blocks import Split
 from .gradients import checked_numbers
 from .group_settings import (
     OTHER_KEYS,
@@ -45,7 +47,7 @@ from .group_settings import (
     refuse_changed_settings,
     refuse_combinations,
 )
-from .layout import MapState, OneProcess, ShardingStrategy, map_state_sizes, with_map_state
+from .layout import MapState, OneProcess, ShardingStrategy, map_state_sizes, weights_in, with_map_state
 from .routing import param_groups
 from .second_moment import row_moments
 from .state import StateForm, loaded_state, new_state, state_form
@@ -239,9 +241,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
         of_maps = self._state_of_maps(group) if group["rule"] == "spectral" else {}
         layouts, shapes = group.get("weight_layouts", {}), {}
         if of_maps and hasattr(parameter, "to_local"):  # FSDP2: divided as the parameter is, by its first axis
-            sizes = map_state_sizes(parameter.shape[-2:], layouts.get(name, "linear"), of_maps)
+            sizes: Counter[str] = Counter()
+            for weight in weights_in(name, parameter.shape, layouts.get(name, "linear")):
+                sizes.update(map_state_sizes(weight.shape, weight.layout, of_maps))
             for key, size in sizes.items():
-                columns, rest = divmod(size * math.prod(parameter.shape[:-2]), len(parameter))
+                columns, rest = divmod(size, len(parameter))
                 if rest:
                     raise ValueError(
                         f"{key} of {name}, which is stored as [inputs, outputs], is not supported under FSDP2; use DDP "
@@ -342,6 +346,7 @@ def build_optimizer(
     eps: float = EPS,
     aux: Sequence[str] = (),
     matrices: Matrices = MATRICES,
+    split: Split | None = None,
     **settings: Any,
 ) -> SpectralOptimizer:
     """The optimizer `name` for every trainable parameter of `model`.
@@ -349,7 +354,7 @@ def build_optimizer(
     name: "soren", "muon", "htmuon", "adamw", or that of any other subclass of SpectralOptimizer.
     lr: of the matrices; aux_lr, aux_weight_decay: of the other parameters, which AdamW updates with betas and eps.
         aux_lr=None is lr. For "adamw" the matrices are a group of their own.
-    aux: globs of parameter names, see `route`; matrices: also there.
+    aux: globs of parameter names, see `route`; matrices, split: also there.
     settings: keyword arguments of the class (weight_decay, momentum, map, p, ...). weight_decay is 0.1 for every class;
         adjust_lr_fn=None is the class's own default.
     Raises ValueError for an unknown name or setting, and whatever `param_groups` refuses.
@@ -368,7 +373,8 @@ def build_optimizer(
     if settings.get("match_rms") == "adamw":
         settings["match_rms"] = adamw_rms(betas[0])
     is_adamw = cls.rule == "adamw"
-    groups = param_groups(model, lr=lr, aux_lr=aux_lr, aux_weight_decay=aux_weight_decay, aux=aux, matrices=matrices)
+    rates = {"lr": lr, "aux_lr": aux_lr, "aux_weight_decay": aux_weight_decay}
+    groups = param_groups(model, **rates, aux=aux, matrices=matrices, split=None if is_adamw else split)
     for group in groups:
         if is_adamw:
             group["rule"] = "adamw"

@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,7 +22,8 @@ from typing import Any
 from torch import nn
 
 from ..core.optimizer_settings import AUX_WEIGHT_DECAY, MATRICES, Matrices
-from .layout import WeightLayout, matrix_shape
+from .blocks import Split, blocks_of, matches, split_layout
+from .layout import WeightLayout, blocks_in, matrix_shape, num_matrices, weights_in
 
 FACTOR = "LoRA factor (extension, not in the paper)"
 _ROUTER = re.compile(r"Router|TopKGating")
@@ -49,14 +50,17 @@ class Route:
     layout: WeightLayout = "linear"
 
     @property
-    def matrix(self) -> tuple[int, int]:
-        """(outputs, inputs) of its matrices."""
-        return matrix_shape(self.shape[-2:], self.layout)
+    def matrix_shapes(self) -> Counter[tuple[int, int]]:
+        """The numbers of its matrices by (outputs, inputs)."""
+        shapes: Counter[tuple[int, int]] = Counter()
+        for weight in weights_in(self.name, self.shape, self.layout):
+            shapes[matrix_shape(weight.shape, weight.layout)] += num_matrices(weight.layout)
+        return shapes
 
     @property
     def num_matrices(self) -> int:
-        """Of a parameter of the spectral rule: more than one for experts."""
-        return math.prod(self.shape) // math.prod(self.matrix)
+        """Of a parameter of the spectral rule: more than one for experts and blocks."""
+        return self.matrix_shapes.total()
 
     @property
     def is_stored_otherwise(self) -> bool:
@@ -102,13 +106,17 @@ class _Occurrence:
         return "transposed" if _is_of_transformers(owner, "Conv1D") else None
 
 
-def route(model: nn.Module, aux: Sequence[str] = (), matrices: Matrices = MATRICES) -> list[Route]:
+def route(
+    model: nn.Module, aux: Sequence[str] = (), matrices: Matrices = MATRICES, split: Split | None = None
+) -> list[Route]:
     """The route of every trainable parameter of `model`, in the order of `named_parameters`.
 
     aux: globs of parameter names that go to AdamW even if they are matrices, e.g. "*.o_proj.weight".
     matrices: "inside-blocks": the weights of linear layers inside the blocks, and of experts. "all-2d": also every
         other parameter of two dimensions, embeddings and head among them, but none of an adapter.
-    Raises ValueError for a glob that matches nothing, for PEFT adapters other than LoRA, and for FSDP1's wrappers.
+    split: the blocks of fused weights that are matrices of their own, see `blocks`.
+    Raises ValueError for a glob that matches nothing, for a weight that cannot be split so, for PEFT adapters other
+    than LoRA, and for FSDP1's wrappers.
     """
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
@@ -149,9 +157,25 @@ def route(model: nn.Module, aux: Sequence[str] = (), matrices: Matrices = MATRIC
         is_spectral = not obstacle
         if matrices == "all-2d" and len(shape) == 2:  # the obstacle remains as its reason
             is_spectral = not (parameter in of_adapters or _glob_of(occurrences, aux))
-        rule = "spectral" if is_spectral else "adamw"
-        routes.append(Route(occurrences[0].name, parameter, shape, rule, reason, layout))
+        rule, name = "spectral" if is_spectral else "adamw", occurrences[0].name
+        if is_spectral and parameter not in factors and (blocks := blocks_of(name, split or {})):
+            layout = split_layout(name, shape, layout, blocks, getattr(model, "config", None))
+            if min(min(m) for m in Route(name, parameter, shape, rule, reason, layout).matrix_shapes) == 1:
+                raise ValueError(f"split: {name}: a block of one row is no matrix; write larger blocks")
+            reason += f", split into {describe_blocks(layout)}"
+        routes.append(Route(name, parameter, shape, rule, reason, layout))
+    for glob in split or ():
+        if not any(matches(r.name, glob) for r in routes if r.rule == "spectral" and blocks_in(r.layout)):
+            raise ValueError(
+                f"split: {glob!r} matches no weight that is a matrix of the optimizer; correct or remove this name"
+            )
     return routes
+
+
+def describe_blocks(layout: WeightLayout) -> str:
+    """The blocks of a layout in words: "q, k, v", "12 blocks"."""
+    names = [name for name, _ in blocks_in(layout)]
+    return f"{len(names)} blocks" if names[0].isdigit() else ", ".join(names)
 
 
 def adapter_parameters(model: nn.Module) -> tuple[set[nn.Parameter], dict[nn.Parameter, str]]:
@@ -204,15 +228,16 @@ def param_groups(
     aux_weight_decay: float = AUX_WEIGHT_DECAY,
     aux: Sequence[str] = (),
     matrices: Matrices = MATRICES,
+    split: Split | None = None,
 ) -> list[dict[str, Any]]:
     """The parameter groups of `model` for Soren, Muon or HTMuon: the matrices, then the other parameters (AdamW).
 
     lr, weight_decay: of the matrices; None leaves them to the optimizer. aux_lr, aux_weight_decay: of the other
-    parameters; aux_lr=None is lr. aux, matrices: see `route`.
+    parameters; aux_lr=None is lr. aux, matrices, split: see `route`.
     Warns if the model's blocks were not found, so that its output layer may be among the matrices. Raises ValueError if
     no parameter goes to the spectral rule, if others have neither aux_lr nor lr, and whatever `route` refuses.
     """
-    routes = route(model, aux, matrices)
+    routes = route(model, aux, matrices, split)
     if matrices == MATRICES and not aux and not _is_language_model(model) and not _has_blocks(_occurrences(model)):
         for last in [r for r in routes if r.rule == "spectral" and r.reason == "linear layer"][-1:]:
             shape = " x ".join(map(str, last.shape))

@@ -17,7 +17,7 @@ from transformers import AutoConfig, GenerationConfig
 from ..core.errors import OutOfReach, UserError, as_user_error
 from ..data import check_template, dataset_of, has_marks, last_visible
 from ..optim import Route, build_optimizer, route, routing_table, share_notices, spectral_share
-from ..optim.blocks import fused_projections
+from ..optim.blocks import OF_HEADS, fused_projections, layer_of, split_layout
 from ..optim.layout import num_matrices
 from ..recipe import OPTIMIZER_SECTIONS, Recipe, is_local, model_problems, parallel
 from ..recipe.model import refuse_unreachable
@@ -55,7 +55,7 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
     with torch.device("meta"), as_user_error(f"model {name}"):
         model = outline(recipe, config, start)
         with as_user_error("optimizer", ValueError):
-            routes = route(model, recipe.optimizer.aux, recipe.optimizer.matrices)
+            routes = route(model, **recipe.optimizer.routing)
         with _collected(problems, ALWAYS), as_user_error("optimizer", ValueError):
             build_optimizer(model, **build.optimizer_settings(recipe))
     with _collected(problems, ALWAYS):
@@ -98,7 +98,7 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
         "spectral_share": spectral_share(table),
         "routing": table,
         "parameters": _parameters(routes),
-        "fused": _fused(routes),
+        "fused": _fused(routes, config),
         "experts": _experts(routes),
         "tied": _tied(model),
         "optimizer_states": {"num_processes": num_ranks, "bytes_per_gpu": _states(recipe, sizes, num_ranks)},
@@ -198,14 +198,24 @@ def _parameters(routes: Sequence[Route]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _fused(routes: Sequence[Route]) -> list[dict[str, Any]]:
-    """Matrices with several projections, by the name of their layer: whether the optimizer maps them apart."""
+def _fused(routes: Sequence[Route], config: Any) -> list[dict[str, Any]]:
+    """Matrices with several projections, by the name of their layer: whether they are split, or how to split them."""
     rows: dict[Any, dict[str, Any]] = {}
     for r in routes:
-        if r.rule == "spectral" and (parts := fused_projections(r.name)):
-            layer, is_split = r.name.removesuffix(".weight").rpartition(".")[2], num_matrices(r.layout) > 1
-            row = rows.setdefault((layer, is_split), {"layer": layer, "projections": list(parts), "tensors": 0})
-            row |= {"is_split": is_split, "tensors": row["tensors"] + 1}
+        layer, projections = layer_of(r.name), fused_projections(r.name)
+        if r.rule != "spectral" or not projections:
+            continue
+        is_split, remedy = "blocks" in r.layout or num_matrices(r.layout) > 1, None
+        if not is_split:
+            blocks, remedy = projections, ""
+            try:
+                split_layout(r.name, r.shape, r.layout, projections, config)
+            except ValueError as error:
+                blocks, remedy = ["heads"], str(error).removeprefix(f"split: {r.name}: ").partition(";")[0]
+            if not remedy or layer in OF_HEADS:
+                remedy = f'to split it, write optimizer.split: {{"*{layer}": [{", ".join(blocks)}]}}'
+        row = {"layer": layer, "projections": [*projections], "is_split": is_split, "split": remedy}
+        rows.setdefault((layer, is_split, remedy), {**row, "tensors": 0})["tensors"] += 1
     return list(rows.values())
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from ..optim import OPTIMIZERS
 from ..optim.adamw import workspace
 from ..optim.eight_bits import BLOCK, SMALL
-from ..optim.layout import WeightLayouts, map_state_sizes
+from ..optim.layout import WeightLayouts, map_state_sizes, weights_in
 from ..optim.second_moment import row_moments
 from ..recipe import OptimizerSection, Parallel
 from ..sharding.layout import Shapes
@@ -154,7 +154,8 @@ class Rank:
         map_state = {**OPTIMIZERS[self.optimizer.name].map_state, **row_moments(second_moment)}
         for name, shape in self.model.matrices.items() if map_state else ():
             layout = self.model.weight_layouts.get(name, "linear")
-            numbers = sum(map_state_sizes(shape[-2:], layout, map_state).values()) * math.prod(shape[:-2])
+            weights = weights_in(name, shape, layout)
+            numbers = sum(sum(map_state_sizes(w.shape, w.layout, map_state).values()) for w in weights)
             num_bytes += numbers * FLOAT32 * self.shard.matrices / self.whole.matrices
         return Component("optimizer states", round(num_bytes), ("8 bits" if in_8_bits else "float32") + part, location)
 

@@ -64,7 +64,7 @@ def plan_training(
     with torch.device("meta"), as_user_error(f"model {recipe.model.name_or_path}"):
         model = build_outline()
         with as_user_error("optimizer", ValueError):
-            routes = route(model, recipe.optimizer.aux, recipe.optimizer.matrices)
+            routes = route(model, **recipe.optimizer.routing)
             build_optimizer(model, **build.optimizer_settings(recipe))  # raises if it cannot be built for this model
         table = routing_table(routes)
     steps, rates = _schedule(recipe, args, inputs.num_sequences, num_ranks)
@@ -211,7 +211,8 @@ def _update_sizes(recipe: Recipe, inputs: Inputs, routes: Any, rates: Sequence[d
     num_tensors = defaultdict(int)
     for r in routes:
         if r.rule == "spectral" and name != "adamw":
-            num_tensors["spectral", r.matrix] += r.num_matrices
+            for shape, number in r.matrix_shapes.items():
+                num_tensors["spectral", shape] += number
         else:
             num_tensors["adamw", None] += 1
     sizes = []

@@ -71,7 +71,7 @@ def _print_routing(inspection: dict[str, Any], console: Console) -> None:
         )
     console.print(Table(["parameters", "shape", "number", "share"], rows, "", "l").rich(pad_edge=True))
     for row in inspection["fused"]:
-        verb = "each mapped by itself" if row["is_split"] else "mapped as one matrix"
+        verb = "each mapped by itself" if row["is_split"] else f"mapped as one matrix; {row['split']}"
         tensors = count(row["tensors"], "weight")
         write("fused", f"{row['layer']}, {tensors}: {join_words(row['projections'])}, {verb}")
     if experts := inspection["experts"]:

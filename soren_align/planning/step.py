@@ -15,7 +15,7 @@ from ..optim.eight_bits import SMALL
 from ..optim.layout import default_workspace_mb
 from ..recipe import Recipe, as_adamw, compute_dtype, trains_adapter
 from ..recipe.parallel import accumulation, global_batch, parallel, trainer_value
-from ..sharding.layout import flat_partitions, parameter_slices, replicas, row_blocks, split_experts
+from ..sharding.layout import flat_partitions, parameter_slices, replicas, row_blocks, split_weights
 from ..sharding.plan import BUCKET_MB, ExchangePlan, elements_sent, flops_per_rank, make_exchange_plan
 from ..spectral import num_workspace_numbers
 from ..tasks import TASKS
@@ -77,7 +77,7 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
         numel = rank.partition_numel(rank.whole.matrices)
         layouts = [flat_partitions(matrices, num_ranks, partition_numel=numel)]
     plans = [
-        make_exchange_plan(split_experts(layout, rank.model.weight_layouts), bucket_mb, FLOAT32) for layout in layouts
+        make_exchange_plan(split_weights(layout, rank.model.weight_layouts), bucket_mb, FLOAT32) for layout in layouts
     ]
 
     flops = [_map_flops(plan, rank) for plan in plans]
@@ -204,7 +204,7 @@ def processes(
         if costs.activation_bytes is None:
             sums["device"]["forward_backward"] = None
         totals.append(sums)
-    num_rows = max((min(route.matrix) for route in routes if route.rule == "spectral"), default=0)
+    num_rows = max((min(m) for route in routes if route.rule == "spectral" for m in route.matrix_shapes), default=0)
     flops = {"busiest_rank": cost.flops_busiest_rank, "all_ranks": cost.flops_all_ranks}
     global_batch_size, factors = global_batch(recipe, num_ranks)
     # Gradients are averaged in a ring: by DDP and stage 1 once a step, by the others after each micro-batch; an

@@ -9,7 +9,16 @@ import operator
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ..core import optimizer_settings as settings
@@ -40,6 +49,18 @@ def within(bounds: Bounds) -> Any:
 Positive = Annotated[float, within(settings.POSITIVE)]
 NonNegative = Annotated[float, within(settings.NON_NEGATIVE)]
 Coefficient = Annotated[float, within(settings.COEFFICIENT)]
+
+
+def _block(value: Any) -> Any:
+    if value in settings.BLOCKS or (isinstance(value, int) and not isinstance(value, bool) and value > 1):
+        return value
+    names = ", ".join(settings.BLOCKS)
+    raise PydanticCustomError("choice", "write {names}, or a row count (2 or more)", {"names": names})
+
+
+_BLOCK_SCHEMA = {"anyOf": [{"enum": [*settings.BLOCKS]}, {"type": "integer", "minimum": 2}]}
+Block = Annotated[Any, AfterValidator(_block), WithJsonSchema(_BLOCK_SCHEMA)]
+"""Of `split`: a projection, all heads, or a row count."""
 
 
 def _one_of(choices: tuple[float, ...], value: float) -> float:
@@ -149,6 +170,11 @@ class OptimizerSection(Section):
     error."""
 
     @property
+    def routing(self) -> dict[str, Any]:
+        """The keywords of `optim.route`."""
+        return {key: getattr(self, key) for key in ("aux", "matrices", "split") if hasattr(self, key)}
+
+    @property
     def spectral_map(self) -> SpectralMap | None:
         """The map of the matrices' momentum; None for AdamW."""
         return None
@@ -202,6 +228,11 @@ class MatrixOptimizer(OptimizerSection):
     sign`). null: `none`."""
     second_moment_beta: Coefficient | None = None
     """Coefficient of the running average of `second_moment`. null: 0.95."""
+
+    split: dict[str, Annotated[list[Block], Field(min_length=1)]] = {}
+    """Fused weights to split into row blocks, each of which is a matrix of its own: `{"*qkv_proj": [q, k, v],
+    "*gate_up_proj": [gate, up]}`. `*` matches anything. A block is a projection (its size is that of the model's
+    config) or a row count; `[heads]` makes a block of each head. A name that matches no matrix is an error."""
 
     @property
     def spectral_map(self) -> SpectralMap:

@@ -34,7 +34,7 @@ from ..optim.layout import (
     with_map_state,
 )
 from ..optim.state import momentum_dtype
-from .layout import Layout, RankShard, split_experts
+from .layout import Layout, RankShard, split_weights
 from .plan import BUCKET_MB, ExchangePlan, make_exchange_plan
 
 # Plans are cached per subset of a model's matrices that step together: one, unless some have no gradient at times, or
@@ -72,7 +72,7 @@ class RankStrategy(ABC):
 
     def shards(self, named: Named, layouts: WeightLayouts) -> list[Shard]:
         """This rank's shards of the weights in these tensors, without their state."""
-        layout = split_experts(self.layout(named), layouts)
+        layout = split_weights(self.layout(named), layouts)
         return shards_on(dist.get_rank(self.ranks()[0]), layout, [parameter for _, parameter in named], {})
 
     def check_gradients(
@@ -128,7 +128,7 @@ class RankStrategy(ABC):
                     "per group"
                 )
             itemsize = next(iter(dtypes), torch.float32).itemsize
-            plan = make_exchange_plan(split_experts(self.layout(named), layouts), self.bucket_mb, itemsize)
+            plan = make_exchange_plan(split_weights(self.layout(named), layouts), self.bucket_mb, itemsize)
         except ValueError as error:
             problem = error
         group, device = self.ranks()

@@ -1,16 +1,18 @@
 """Layouts: which rank has which elements of which weight, computed from shapes alone, the same on every rank.
 
 A parameter of shape (m, n) is its m * n elements in row-major order; a shard is an interval of them on one rank.
-Launchers divide parameters; `split_experts` then divides those of several experts into one weight (m, n) for each.
+Launchers divide parameters; `split_weights` then divides those of several experts or blocks into one weight (m, n) for
+each.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..optim.layout import WeightLayout, WeightLayouts, expert_names, map_shape, num_matrices
+from ..optim.layout import WeightLayout, WeightLayouts, map_shape, num_matrices, weights_in
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -25,8 +27,8 @@ class RankShard(NamedTuple):
 
 
 class ShardedWeight(NamedTuple):
-    """A parameter, (m, n) or (experts, m, n), or one of its expert weights; its shards lie in the optimizer's tensor
-    number `tensor` on every rank. `layout`: of the matrices in an expert weight.
+    """A parameter, (m, n) or (experts, m, n), or one of its weights; its shards lie in the optimizer's tensor number
+    `tensor` on every rank. `layout`: of the matrices in a weight.
     """
 
     name: str
@@ -60,32 +62,29 @@ class Layout:
     replicated: bool = False
 
 
-def split_experts(layout: Layout, weight_layouts: WeightLayouts) -> Layout:
-    """The layout with the expert weights of its parameters in their place, each with the layout of its matrices.
+def split_weights(layout: Layout, weight_layouts: WeightLayouts) -> Layout:
+    """The layout with the weights of its parameters in their place: experts, and row blocks.
 
     Raises ValueError for a parameter of three dimensions that `weight_layouts` does not name.
     """
     weights = []
     for parameter in layout.weights:
-        *experts, rows, columns = parameter.shape
-        if not experts:
-            weights.append(parameter._replace(layout=weight_layouts.get(parameter.name, "linear")))
-            continue
-        if parameter.name not in weight_layouts:
+        if len(parameter.shape) > 2 and parameter.name not in weight_layouts:
             raise ValueError(
                 f"{parameter.name} has shape {parameter.shape}, and is neither a matrix [m, n] nor experts "
                 "[experts, m, n] with a layout in the group's weight_layouts. Build the parameter groups with "
                 "soren_align.param_groups, or give this parameter to AdamW"
             )
-        names, numel = expert_names(parameter.name, parameter.shape), rows * columns
-        shards: list[list[RankShard]] = [[] for _ in names]
+        parts = weights_in(parameter.name, parameter.shape, weight_layouts.get(parameter.name, "linear"))
+        ends = [*accumulate(part.numel for part in parts)]
+        shards: list[list[RankShard]] = [[] for _ in parts]
         for rank, offset, start, size in parameter.shards:
-            for expert in range(offset // numel, -(-(offset + size) // numel)):
-                first, last = max(offset, expert * numel), min(offset + size, (expert + 1) * numel)
-                shards[expert].append(RankShard(rank, first - expert * numel, start + first - offset, last - first))
-        for name, parts in zip(names, shards, strict=True):
-            of_matrices = weight_layouts[parameter.name]
-            weights.append(ShardedWeight(name, (rows, columns), tuple(parts), parameter.tensor, of_matrices))
+            for number in range(bisect_right(ends, offset), bisect_left(ends, offset + size) + 1 if size else 0):
+                begin = ends[number] - parts[number].numel
+                first, last = max(offset, begin), min(offset + size, ends[number])
+                shards[number].append(RankShard(rank, first - begin, start + first - offset, last - first))
+        for part, of_ranks in zip(parts, shards, strict=True):
+            weights.append(ShardedWeight(part.name, part.shape, tuple(of_ranks), parameter.tensor, part.layout))
     return Layout(tuple(weights), layout.num_ranks, layout.replicated)
 
 

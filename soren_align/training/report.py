@@ -53,7 +53,7 @@ def report_setup(
     optimizer, quantization = recipe.optimizer, quantization_of(trainer.model)
     size, factors = global_batch(recipe, ranks.num_ranks)
     parameters = list(trainer.model.parameters())
-    routing = routing_table(route(trainer.model, optimizer.aux, optimizer.matrices))
+    routing = routing_table(route(trainer.model, **optimizer.routing))
     earlier, start = [], Path(setup.start)  # task and steps of the runs that trained the start, the first one first
     with suppress(UserError):  # damaged or of an older version: nothing is known of it
         record = RunFolder(start.parent).read() if start.name in ("model", "merged") else None

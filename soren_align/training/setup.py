@@ -36,6 +36,7 @@ from ..data import (
     tokenize,
     without_empty_answers,
 )
+from ..optim import route
 from ..recipe import DataSplit, HeldOut, HeldOutNumber, Recipe, TrainSplit, columns_text, compute_dtype
 from ..recipe.parallel import Parallel, accumulation, gradient_notice, parallel, refuse_no_batch, trainer_value
 from ..run.folder import RunFolder
@@ -43,6 +44,7 @@ from ..run.record import describe_dropped
 from ..sharding import start_deepspeed
 from ..sharding.ranks import Ranks
 from ..tasks import TASKS
+from .adapters import add_empty_adapter, freeze
 from .measure.samples import Prompt, read_prompts
 from .model import generation_notices, load_config, load_tokenizer, starting_checkpoint
 from .packing import Packing, TokenStream, pack
@@ -91,6 +93,7 @@ def set_up_training(
     """
     unset_hf_deepspeed_config()  # of an earlier run in this process: models would be sharded while they load
     model_config = load_config(recipe)
+    check_split(recipe, model_config)
     splits = load_splits(recipe)
     train, stream = splits["train"], None
     start, tokenizer_source = starting_checkpoint(recipe, folder, train.dataset, verify=ranks.is_first)
@@ -203,6 +206,16 @@ def refuse_unembedded(
 def padding_token(tokenizer: Any, own: str | None = None) -> str | None:
     """The token that TRL pads with. own: of TRL's config."""
     return own or tokenizer.pad_token or tokenizer.eos_token
+
+
+def check_split(recipe: Recipe, config: Any) -> None:
+    """Raise UserError if optimizer.split does not fit the model, on a model without weights. config: the model's."""
+    if not recipe.optimizer.routing.get("split"):
+        return
+    with torch.device("meta"), as_user_error("optimizer", ValueError):
+        model = AutoModelForCausalLM.from_config(config)
+        freeze(model, recipe.model.freeze)
+        route(add_empty_adapter(model, recipe, recipe.model.name_or_path), **recipe.optimizer.routing)
 
 
 def check_attention(recipe: Recipe, config: Any) -> None:

@@ -127,7 +127,7 @@ def test_the_projections_that_torchs_attention_stacks_are_three_matrices(name, n
     for parameter, part in zip(apart, grad.chunk(3) * num_layers, strict=True):
         parameter.grad = part
     stacked = route(layers)[0]
-    assert (stacked.rule, stacked.num_matrices, stacked.matrix) == ("spectral", 3, (8, 8))
+    assert (stacked.rule, stacked.num_matrices, stacked.matrix_shapes) == ("spectral", 3, {(8, 8): 3})
     settings = {"name": name, "lr": 0.1, "adjust_lr_fn": "match_rms_measured", "aux_lr": 0.1}
     build_optimizer(layers, **settings).step()
     build_optimizer(nn.ParameterList(apart), **settings, matrices="all-2d").step()

@@ -100,7 +100,7 @@ def test_a_config_alone_is_enough_for_all_but_the_tokens(tmp_path):
     assert "has no tokenizer_config.json" in messages(inspection)[0]
     assert inspection["experts"] == {"tensors": 4, "experts": [4], "matrices": 24}
     assert inspection["fused"] == [
-        {"layer": "gate_up_proj", "projections": ["gate", "up"], "tensors": 2, "is_split": True}
+        {"layer": "gate_up_proj", "projections": ["gate", "up"], "is_split": True, "split": None, "tensors": 2}
     ]
 
 

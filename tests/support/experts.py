@@ -1,10 +1,12 @@
-"""Tiny mixtures of experts, and a plain loop in which every expert has matrices of its own."""
+"""Tiny models with experts or fused weights, and a plain loop in which each of their matrices is a parameter."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from soren_align.core.optimizer_settings import AUX_WEIGHT_DECAY
 from soren_align.optim import Soren, build_optimizer
@@ -12,6 +14,9 @@ from tests.support.architectures import config_of
 from tests.support.toy import MINIMAX, NUM_STEPS, RATES, Run
 
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+# Each rank would have other random numbers for GPT-2's dropout.
+CHANGES = {"gpt2": dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)}
+HEADS = ("lm_head.weight", "embed_out.weight")
 OTHERS = ("granitemoe", "jetmoe")
 """Of one process alone."""
 
@@ -21,11 +26,16 @@ class WithLoss(nn.Module):
 
     def __init__(self, architecture):
         super().__init__()
-        self.inner = AutoModelForCausalLM.from_config(config_of(architecture, tie_word_embeddings=False))
+        changes = {"tie_word_embeddings": False, **CHANGES.get(architecture, {})}
+        self.inner = AutoModelForCausalLM.from_config(config_of(architecture, **changes))
 
     @property
     def blocks(self):
-        return self.inner.model.layers
+        return next(module for module in self.inner.modules() if isinstance(module, nn.ModuleList))
+
+    @property
+    def config(self):
+        return self.inner.config
 
     def forward(self, tokens):
         logits = self.inner(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
@@ -46,7 +56,59 @@ class ExpertsRun(Run):
         return model
 
     def optimizer(self, model):
-        return build_optimizer(model, aux=("*lm_head.weight",), **{**RATES, "name": "soren", **self.settings})
+        aux = [name for name, _ in model.named_parameters() if name.endswith(HEADS)]
+        return build_optimizer(model, aux=aux, **{**RATES, "name": "soren", **self.settings})
+
+    def views(self, name):
+        """The functions of the weight of a linear layer that view each of its matrices."""
+        return [lambda tensor: tensor]
+
+
+@dataclass(frozen=True)
+class FusedRun(ExpertsRun):
+    """A model with split fused weights. parts: by layer, the rows (of a transposed weight: columns) of its blocks."""
+
+    architecture: str = "phi3"
+    split: dict[str, list[str | int]] = field(default_factory=dict)
+    parts: dict[str, list[int]] = field(default_factory=dict)
+
+    def model(self):
+        model = super().model()
+        for name, parameter in model.named_parameters():  # k's bias has a gradient of rounding, which AdamW enlarges
+            parameter.requires_grad_(not (name.endswith("bias") and name.split(".")[-2] in self.parts))
+        return model
+
+    def optimizer(self, model):
+        return replace(self, settings={**self.settings, "split": self.split}).built(model)
+
+    def built(self, model):
+        """The optimizer of the settings."""
+        return super().optimizer(model)
+
+    def views(self, name):
+        layer, is_transposed = name.split(".")[-2], self.architecture == "gpt2"
+        if layer not in self.parts:
+            return [(lambda tensor: tensor.T) if is_transposed else (lambda tensor: tensor)]
+        axis, ends = int(is_transposed), [*accumulate(self.parts[layer])]
+        intervals = zip([0, *ends], ends, strict=False)
+        return [lambda tensor, a=a, b=b: _rows(tensor.narrow(axis, a, b - a), is_transposed) for a, b in intervals]
+
+
+def _rows(tensor, is_transposed):
+    return tensor.T if is_transposed else tensor
+
+
+FUSED = {
+    "projections": FusedRun(
+        split={"*qkv_proj": ["q", "k", "v"], "*gate_up_proj": ["gate", "up"]},
+        parts={"qkv_proj": [32, 16, 16], "gate_up_proj": [48, 48]},
+    ),
+    "rows": FusedRun(split={"*qkv_proj.weight": [19, 40, 5]}, parts={"qkv_proj": [19, 40, 5]}),
+    "columns": FusedRun(architecture="gpt2", split={"*c_attn": ["q", "k", "v"]}, parts={"c_attn": [32, 32, 32]}),
+    "heads": FusedRun(
+        architecture="gpt_neox", split={"*query_key_value": ["heads"]}, parts={"query_key_value": [8] * 12}
+    ),
+}
 
 
 def apart(architecture, name, weight):
@@ -61,8 +123,9 @@ def apart(architecture, name, weight):
 def reference(run):
     """The weights after the plain loop, and the number of matrices; the optimizer sees matrices alone."""
     model = run.model()
-    linear = {f"{path}.weight" for path, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in path}
-    linear = {name for name in linear if "router" not in name}
+    modules = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+    linear = {f"{path}.weight" for path, _ in modules}
+    linear = {name for name in linear if "router" not in name and not name.endswith(HEADS)}
     matrices, others = [], []  # (a function of a tensor that views the matrix in it, the parameter)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 3:
@@ -71,7 +134,7 @@ def reference(run):
                     view = lambda t, name=name, e=expert, i=i: apart(run.architecture, name, t[e])[i]  # noqa: E731
                     matrices.append((view, parameter))
         elif name in linear:
-            matrices.append((lambda t: t, parameter))
+            matrices += ((view, parameter) for view in run.views(name))
         else:
             others.append(parameter)
     copies = [nn.Parameter(view(p.detach()).clone(memory_format=torch.contiguous_format)) for view, p in matrices]
