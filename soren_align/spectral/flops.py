@@ -5,7 +5,6 @@ of two m x m matrices 2. A symmetric product is computed, and counted, in blocks
 to 9/16 of the operations from 128 rows on.
 """
 
-import math
 from typing import TYPE_CHECKING
 
 from ..core.optimizer_settings import FactorPrecision
@@ -45,7 +44,10 @@ def symmetric_share(num_rows: int, device_type: str = "cpu") -> float:
 
 def steepness(table: "Composition") -> float:
     """By which the steps magnify a singular value near 0."""
-    return abs(math.prod(step[0] for step in table.steps))
+    product = 1.0
+    for step in table.steps:  # a loop, which torch.compile can trace
+        product *= abs(step[0])
+    return product
 
 
 def composition_flops(table: "Composition", num_rows: int, num_columns: int, *, has_base: bool | None = None) -> int:
