@@ -71,13 +71,13 @@ def groups(trained):
 @pytest.mark.rest
 def test_every_block_of_the_page_runs(model):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     names, steps = {}, []
     for block in blocks:
         exec(re.sub(r'"Qwen/[\w.-]+"', repr(str(model)), block), names)
         steps.append(getattr(names["trainer"].state, "global_step", None))
         assert type(names["trainer"].create_optimizer()).__name__ in ("Soren", "AcceleratedOptimizer")
-    assert steps == [2, 2, 2, 0, 2, 2]  # the fourth only reads a recipe; the last is a loop without a trainer
+    assert steps == [2, 2, 2, 0, 2, 2, 2]  # the fourth reads a recipe, the last two have no trainer
     assert names["optimizer"].num_maps == 3 * 14
     assert (Path("out/model") / "model.safetensors").is_file()
 

@@ -1,5 +1,9 @@
 """The optimizers, the routing of parameters to their rules, and `build_optimizer` for a whole model."""
 
+from importlib import import_module
+from typing import Any
+
+from ..core import third_party
 from .eight_bits import norm
 from .layout import OneProcess, local, matrices_of, names_of_matrices
 from .optimizer import (
@@ -15,3 +19,12 @@ from .rounding import CHUNK, Sums, chunks, copied_to_cpu, master_weights, ulp
 from .routing import Route, param_groups, route, routing_table, share_notices, spectral_share
 from .state import momentum_of
 from .step import PendingUpdate, decay_and_add_
+
+
+def _import_module(section: Any, name: str) -> str:
+    import_module(section.module)
+    return "" if name in OPTIMIZERS else f"{section.module} defines no SpectralOptimizer with the name {name!r}"
+
+
+for _ in third_party.objects(third_party.OPTIMIZERS, (), _import_module):
+    pass  # each has registered itself in OPTIMIZERS

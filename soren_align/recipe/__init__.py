@@ -29,6 +29,6 @@ from .loader import (
     training_part,
 )
 from .model import Quantization, adapter_config, compute_dtype, is_local, quantization, recorded_quantization
-from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, OptimizerSection, as_adamw
+from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, MatrixOptimizer, OptimizerSection, as_adamw
 from .parallel import Parallel, accumulation, batch_unit, few_steps, global_batch, parallel, trainer_value
 from .schema import Eval, Model, Recipe, Samples, trains_adapter

@@ -22,7 +22,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ..core import optimizer_settings as settings
-from ..core.document import Section, members, tag_of
+from ..core import third_party
+from ..core.document import Section, tag_of
 from ..core.errors import UserError
 from ..core.optimizer_settings import (
     AdjustLrFn,
@@ -204,6 +205,8 @@ class MatrixOptimizer(OptimizerSection):
     """The keys of the optimizers that map a matrix of momentum: all but AdamW."""
 
     own_map: ClassVar[SpectralMap]
+    module: ClassVar[str] = ""
+    """Of another package's optimizer: the module that defines its class, a named `optim.SpectralOptimizer`."""
 
     momentum: Coefficient = settings.MOMENTUM
     """Coefficient of the exponential moving average of the matrices' gradients."""
@@ -317,14 +320,30 @@ class AdamWSettings(OptimizerSection):
     name: Literal["adamw"]
 
 
-Optimizer = Annotated[
-    Annotated[SorenSettings, Tag("soren")]
-    | Annotated[MuonSettings, Tag("muon")]
-    | Annotated[HTMuonSettings, Tag("htmuon")]
-    | Annotated[AdamWSettings, Tag("adamw")],
-    Discriminator(lambda value: tag_of(value, OPTIMIZER_SECTIONS)),
-]
-OPTIMIZER_SECTIONS: dict[str, type[OptimizerSection]] = members(Optimizer)
+def _problem(section: Any, name: str) -> str:
+    """What keeps another package's section from being an optimizer of recipes; "" if nothing does."""
+    if not (isinstance(section, type) and issubclass(section, MatrixOptimizer)):
+        return "it must be a subclass of soren_align.recipe.MatrixOptimizer"
+    own = section.model_fields["name"].annotation
+    if own != Literal[name]:
+        return f"its key `name` must have the type Literal[{name!r}]"
+    return "" if getattr(section, "module", "") else "it has no `module`, whose import defines the optimizer"
+
+
+_OWN: dict[str, type[OptimizerSection]] = {
+    "soren": SorenSettings, "muon": MuonSettings, "htmuon": HTMuonSettings, "adamw": AdamWSettings
+}  # fmt: skip
+OPTIMIZER_SECTIONS: dict[str, type[OptimizerSection]] = _OWN | {
+    section.model_fields["name"].annotation.__args__[0]: section
+    for section in third_party.objects(third_party.OPTIMIZERS, _OWN, _problem)
+}
+if TYPE_CHECKING:
+    Optimizer = SorenSettings | MuonSettings | HTMuonSettings | AdamWSettings
+else:
+    Optimizer = Annotated[
+        reduce(operator.or_, (Annotated[section, Tag(name)] for name, section in OPTIMIZER_SECTIONS.items())),
+        Discriminator(lambda value: tag_of(value, OPTIMIZER_SECTIONS)),
+    ]
 
 
 def as_adamw(optimizer: OptimizerSection) -> AdamWSettings:

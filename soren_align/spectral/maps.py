@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..core import optimizer_settings as default
+from ..core import third_party
 from ..core.optimizer_settings import (
     NUM_STEPS,
     NUM_SUPPRESSIONS,
@@ -438,6 +439,18 @@ FORMULA = _by_formula(
 
 _MAPS = (MINIMAX, SNS, RELEASED, EXACT, IDENTITY, HIGH_PASS, RANDOM, SHUFFLED)
 _MAPS += (SOFT_SIGN, TANH, CLIP, SOREN_LAMBDA, FORMULA, MUON, HTMUON)
+
+
+def _problem(spectral_map: Any, name: str) -> str:
+    """What keeps another package's map from being one of Soren's; "" if nothing does."""
+    if not isinstance(spectral_map, SpectralMap):
+        return f"it is a {type(spectral_map).__name__}; it must be a SpectralMap"
+    if spectral_map.name != name:
+        return f"the map's own name is {spectral_map.name!r}"
+    return "" if spectral_map.optimizer == "soren" else f"its optimizer is {spectral_map.optimizer!r}, not 'soren'"
+
+
+_MAPS += tuple(third_party.objects(third_party.MAPS, [spectral_map.name for spectral_map in _MAPS], _problem))
 MAPS = {spectral_map.name: spectral_map for spectral_map in _MAPS}
 SOREN_MAPS = {name: spectral_map for name, spectral_map in MAPS.items() if spectral_map.optimizer == "soren"}
 """The choices of Soren's `map`, the default first."""
