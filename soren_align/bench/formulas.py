@@ -44,7 +44,7 @@ def describe(text: str, chosen: Settings) -> tuple[dict[str, Any], Target | None
         raise UserError(f"--{key}: the map {name} has no such setting; remove this option")
     settings = spectral_map.complete({**spectral_map.plain_defaults, **own, **chosen})
     counts = [spectral_map.num_flops(*shape, **settings) for shape in SHAPES]
-    muons = [quintic_flops(*sorted(shape), MUON_STEPS) for shape in SHAPES]
+    muons = [quintic_flops(min(shape), max(shape), MUON_STEPS) for shape in SHAPES]
     composed, target = None, None
     result = {
         "formula": text,

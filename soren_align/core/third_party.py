@@ -11,14 +11,14 @@ A package that cannot be used is left out, with a warning that names it: it must
 import warnings
 from collections.abc import Collection, Iterator
 from functools import cache
-from importlib.metadata import EntryPoints, entry_points
+from importlib.metadata import entry_points
 from typing import Any
 
 MAPS, OPTIMIZERS = "soren_align.maps", "soren_align.optimizers"
 
 
 @cache
-def _all() -> EntryPoints:
+def _all() -> Any:
     return entry_points()  # reads the metadata of all installed packages: 30 ms
 
 

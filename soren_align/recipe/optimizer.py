@@ -99,7 +99,8 @@ def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
         "__doc__": spectral_map.doc,
         "__validators__": validators,
     }
-    return create_model(f"{title}Map", **options, **fields)
+    section: Any = create_model(f"{title}Map", **options, **fields)
+    return section
 
 
 def _as_section(value: Any) -> Any:
