@@ -96,7 +96,7 @@ def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
         datasets = [{"path": p, "weight": w, "config": c, "split": s} for (p, w), c in parts for s in splits]
     elif root == "dataset" and not isinstance(datasets, list):
         raise UserError(
-            f"dataset: found {datasets!r}; write the names of datasets in dataset_info.json, beside this file"
+            f"dataset: found {datasets!r}; write names that dataset_info.json, a file beside this one, lists"
         )
     elif root == "dataset_name":
         split = source.get("dataset_train_split") or "train"

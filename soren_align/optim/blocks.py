@@ -72,14 +72,18 @@ def split_layout(
     if [*blocks] == ["heads"]:
         size = _head_dim(name, place, config)
         if num_rows % size:
-            raise ValueError(f"{place}: has {num_rows} {row}s, no multiple of head_dim {size}; write {row} counts")
+            raise ValueError(
+                f"{place}: has {num_rows} {row}s, not a multiple of head_dim {size}; write the sizes of the blocks"
+            )
         return f"{'transposed ' * is_transposed}blocks {num_rows // size}*{size}"
     if layer_of(name) in FUSED and not _is_contiguous(name, config):
         projections, model_type = ", ".join(fused_projections(name)), getattr(config, "model_type", "this model")
         remedy = "write [heads] to map each head's by itself, or remove this name"
         remedy = remedy if layer_of(name) in OF_HEADS else "remove this name"
         if (layer_of(name), model_type) in INTERLEAVED or layer_of(name) not in OF_HEADS:
-            raise ValueError(f"{place}: in {model_type} the {row}s of {projections} are interleaved; {remedy}")
+            raise ValueError(
+                f"{place}: in {model_type} the {row}s of {projections} are interleaved, so they are no blocks; {remedy}"
+            )
         if not all(isinstance(block, int) for block in blocks):
             raise ValueError(
                 f"{place}: the order of {projections} in {model_type} is not known; write {row} counts if each "

@@ -143,7 +143,8 @@ class OptimizerSection(Section):
     """The optimizer of the matrices. AdamW updates norms, biases and, by default, embeddings and output head."""
     matrices: Matrices = settings.MATRICES
     """Which parameters are matrices. `inside-blocks`: the weights of linear layers inside the blocks, and of
-    experts. `all-2d`: all parameters of two dimensions, as in the authors' released code. These include embeddings,
+    experts. `all-2d`: all parameters of two dimensions, as in the code that the Soren paper's authors
+    released. These include embeddings,
     output head and routers."""
     lr: Positive
     """Peak learning rate of the matrices."""
@@ -310,7 +311,7 @@ class HTMuonSettings(MatrixOptimizer):
 
     name: Literal["htmuon"]
     p: Annotated[float, within(settings.POWER)] = settings.HTMUON_POWER
-    """The exponent of the singular values."""
+    """Each singular value of the momentum is raised to this power."""
 
 
 class AdamWSettings(OptimizerSection):

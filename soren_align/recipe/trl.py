@@ -32,7 +32,7 @@ ELSEWHERE = {
     "output_dir": "write run.output_dir",
     "resume_from_checkpoint": "write run.resume",
     "model_init_kwargs": "write the keys of the model section",
-    "chat_template_path": "write model.chat_template (qwen2.5, zephyr, or the path of a .jinja file)",
+    "chat_template_path": "write model.chat_template instead (qwen2.5, zephyr, or the path of a .jinja file)",
     "eos_token": "write model.eos_token",
     "trust_remote_code": "soren-align does not run a model's remote code; use a model that transformers supports",
     "dataset_text_field": "write data.train.columns, if the column has an unusual name",

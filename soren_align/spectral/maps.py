@@ -350,8 +350,9 @@ def _by_formula(
         "error": Setting(
             error,
             default.ERROR,
-            doc="The largest error of the polynomials, as a share of the function's largest value. It is proved before "
-            "training. If no polynomials are within it, the recipe is refused, with what is reachable.",
+            doc="The largest error that the polynomials may have, as a share of the function's largest value. Before "
+            "training, their error is proved to be smaller; if no polynomials are that accurate, a message states the "
+            "smallest error that is possible, and the training does not start.",
         ),
         "resolution": Setting(
             default.RESOLUTION,
@@ -365,7 +366,11 @@ def _by_formula(
             doc="For `of: rms` and `of: none`: the largest x. A matrix beyond it is scaled down, and counted.",
         ),
         "exact": Setting(False, doc="`true`: use a singular value decomposition, without an error. This is slow."),
-        "composition": Setting(None, doc="The polynomials. They are computed; runs contain them. Leave this key out."),
+        "composition": Setting(
+            None,
+            doc="The coefficients of the polynomials, which the keys above determine. Do not write this key: a run "
+            "adds it to its recipe.",
+        ),
     }
     return SpectralMap(
         name=name,
@@ -404,7 +409,7 @@ TANH = _by_formula(
 )
 CLIP = _by_formula(
     "clip",
-    _tau("The x from which on all become 1."),
+    _tau("The threshold: each x of at least `tau` becomes 1."),
     error=0.03,
     title="clip, tau = {tau:g} {of}",
     label="clip {tau:g}",

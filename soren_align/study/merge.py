@@ -78,7 +78,7 @@ def merge(names: Sequence[str]) -> Merged:
             raise UserError(
                 f"{folder}: differs from the study in {folders[0]} in these values:",
                 *(f"  {line}" for line in lines[:5]),
-                "Merge only studies that differ in the machine, run.perturb or verdict.draws",
+                "studies that are merged may differ only in the machine, run.perturb and verdict.draws",
             )
     studies = []
     for folder in folders:

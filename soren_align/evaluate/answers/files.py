@@ -211,7 +211,7 @@ def _lookup(record: dict[str, Any], path: str, option: str, place: str) -> Any:
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:
             names = list(map(str, value)) if isinstance(value, dict) else []
-            raise UserError(f"{place}: has no {path}{did_you_mean(key, names, f'correct {option}')}")
+            raise UserError(f"{place}: has no field {path}{did_you_mean(key, names, f'correct {option}')}")
         value = value[key]
     return value
 

@@ -131,7 +131,7 @@ def differences_figure(study: Study, reference: str) -> Figure:
         words = [
             f"{d.candidate} {size(d.value, unit)} [{size(d.low, unit)}, {size(d.high, unit)}]" for d in differences
         ]
-        alt = f"Differences on {about} to {reference_name(reference)}: {'; '.join(words)}."
+        alt = f"{about}, differences to {reference_name(reference)} (positive: better): {'; '.join(words)}."
         label = "percent points better" if unit == "percent" else "better by"
         panels.append(_panel(about, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences))))
     rules = rules_of(study)

@@ -245,8 +245,9 @@ def matched(study: Study) -> list[Block]:
     if len(head) == 1:
         return []
     note = (
-        f"Each run's loss is taken where its {join_words(names, 'or')} first reaches the given value, the largest that"
-        " all runs reach. A run that ends beyond it reaches this value in the middle of its schedule, where the"
+        f"Each run's loss is taken where its {join_words(names, 'or')} first reaches the value in the column's title,"
+        " the largest that all runs reach. Displacement is the change of the weights since the starting checkpoint,"
+        " ||W - W0|| / ||W0||. A run that ends beyond it reaches this value in the middle of its schedule, where the"
         " learning rate is still high. Its loss would be lower if its schedule ended there."
     )
     if any("†" in cell for row in rows for cell in row):
