@@ -246,7 +246,6 @@ def plan(
     if recipe.eval:
         check_suite(recipe.eval)
     benchmark_suite(recipe)
-    from ..planning.distance import as_far_as as equal_walk
     from ..planning.distance import distance_of
 
     other = None if as_far_as is None else distance_of(RunFolder(as_far_as))
@@ -261,9 +260,9 @@ def plan(
         from ..planning.show import print_plan
     with quiet_libraries(), working(console, "Checking data") as show, offline_without_hub():
         on_compared = counting(show, "Comparing training examples with questions")
-        result, account = planning.plan_training(recipe, counting(show, "Counting tokens"), processes, on_compared)
-    if other:
-        result["as_far_as"] = equal_walk(other, result["update_sizes"], recipe.optimizer.lr)
+        result, account = planning.plan_training(
+            recipe, counting(show, "Counting tokens"), processes, on_compared, other
+        )
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:

@@ -20,13 +20,16 @@ MIN_LOGS = 10
 """Updates of a run from which the sum over its steps is known to a few percent."""
 
 
-def walk(sizes: Sequence[float], memory: float) -> float:
-    """Return sqrt(sum over i, j of sizes[i] sizes[j] memory^|i - j|), the RMS distance of a walk whose steps have these
-    sizes and this correlation."""
+def walk(sizes: Sequence[float], memory: float, decays: Sequence[float] | None = None) -> float:
+    """Return the RMS distance of a walk: steps of these sizes, with the correlation memory^k if they are k steps apart.
+
+    decays: of each step the factor that the position is multiplied by before it; None: 1, and the distance is
+    sqrt(sum over i, j of sizes[i] sizes[j] memory^|i - j|).
+    """
     square = recent = 0.0
-    for size in sizes:
-        recent = memory * recent + size
-        square += size * (2 * recent - size)
+    for size, decay in zip(sizes, decays or [1.0] * len(sizes), strict=True):
+        recent = memory * decay * recent + size
+        square = decay**2 * square + size * (2 * recent - size)
     return math.sqrt(square)
 
 
@@ -50,23 +53,40 @@ def distance_of(run: RunFolder) -> dict[str, Any]:
             "it again with a smaller trainer.logging_steps"
         )
     optimizer = load_resolved(run.recipe).optimizer
-    # Between two logs the RMS is taken to change linearly, before the first one not at all.
-    sizes = [logs[0]["update_rms"]] * logs[0]["step"]
-    for before, after in pairwise(logs):
-        num_steps = after["step"] - before["step"]
-        change = (after["update_rms"] - before["update_rms"]) / max(num_steps, 1)
-        sizes += [before["update_rms"] + change * k for k in range(1, num_steps + 1)]
-    values = {"walk": walk(sizes, memory_of(optimizer)), "relative_change": training["relative_change"]}
+    sizes, rates = (_of_each_step(logs, key) for key in ("update_rms", "learning_rate"))
+    decays = [1 - rate * optimizer.weight_decay for rate in rates]
+    values = {"walk": walk(sizes, memory_of(optimizer), decays), "relative_change": training["relative_change"]}
     return {"run": str(run), "optimizer": optimizer.name, "lr": optimizer.lr, **values}
 
 
-def as_far_as(other: Mapping[str, Any], sizes: Sequence[Mapping[str, Any]], lr: float) -> dict[str, Any]:
+def _of_each_step(logs: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """The value of each step: between two logs it changes linearly, before the first one not at all."""
+    values = [logs[0][key]] * logs[0]["step"]
+    for before, after in pairwise(logs):
+        num_steps = after["step"] - before["step"]
+        change = (after[key] - before[key]) / max(num_steps, 1)
+        values += [before[key] + change * k for k in range(1, num_steps + 1)]
+    return values
+
+
+def as_far_as(
+    other: Mapping[str, Any], sizes: Sequence[Mapping[str, Any]], optimizer: OptimizerSection, rates: Sequence[float]
+) -> dict[str, Any]:
     """Return the plan's section: {"run": the other run, "walk": of this recipe, "lr": for an equal walk}.
 
-    other: of `distance_of`. sizes: the plan's update_sizes. lr: the recipe's; walks are proportional to it.
+    other: of `distance_of`. sizes: the plan's update_sizes. rates: the recipe's learning rate of each step.
     """
     matrices = [size for size in sizes if size["shape"]] or list(sizes)  # AdamW's have one entry
     numels = [size["tensors"] * math.prod(size["shape"] or (1,)) for size in matrices]
-    squares = sum(numel * size["update_walk"] ** 2 for numel, size in zip(numels, matrices, strict=True))
-    own = math.sqrt(squares / sum(numels))
-    return {"run": dict(other), "walk": own, "lr": lr * other["walk"] / own}
+    squares = sum(numel * size["update_rms"] ** 2 for numel, size in zip(numels, matrices, strict=True))
+    factor = math.sqrt(squares / sum(numels)) / max(rates)
+
+    def own_walk(scale: float) -> float:
+        scaled = [scale * rate for rate in rates]
+        decays = [1 - rate * optimizer.weight_decay for rate in scaled]
+        return factor * walk(scaled, memory_of(optimizer), decays)
+
+    scale = 1.0
+    for _ in range(20):  # the walk is proportional to the rates, but for the decay
+        scale *= other["walk"] / own_walk(scale)
+    return {"run": dict(other), "walk": own_walk(1.0), "lr": optimizer.lr * scale}

@@ -7,7 +7,7 @@ GPU nor, for the shipped recipes, the hub is needed: what is unknown without the
 import math
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from ..sharding.ranks import Ranks
 from ..training import build
 from ..training.setup import check_attention, trl_arguments
 from . import offline
-from .distance import memory_of, walk
+from .distance import as_far_as
 from .flops import UNBOUNDED_LENGTH, compute, joined_sequences, kinds_of_blocks
 from .inputs import Inputs, count_frozen, load_inputs, on_this_machine, outline
 from .memory import FLOAT32, ITEMSIZE
@@ -49,11 +49,12 @@ def plan_training(
     on_examples: Callable[[int], object] | None = None,
     num_ranks: int = 1,
     on_compared: Callable[[int], object] | None = None,
+    other: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], DatasetStats | None]:
     """The plan, and the account of the data if its examples can be read.
 
     on_examples, on_compared: called with the number of examples just tokenized, or compared with the evaluation's
-    questions, for a progress bar. num_ranks: processes.
+    questions, for a progress bar. num_ranks: processes. other: a finished run, as `distance_of` returns it.
     """
     local = on_this_machine(recipe)
     with tempfile.TemporaryDirectory() as scratch:  # the run folder stays as it is
@@ -96,6 +97,8 @@ def plan_training(
         "notices": [*notices, *share_notices(recipe.optimizer.name, table), *more_notices],
         "problems": problems,
     }
+    if other:
+        plan["as_far_as"] = as_far_as(other, plan["update_sizes"], recipe.optimizer, [rate["lr"] for rate in rates])
     return plan, inputs.account
 
 
@@ -195,7 +198,7 @@ def _update_sizes(recipe: Recipe, inputs: Inputs, routes: Any, rates: Sequence[d
     Returns {"update_sizes", "update_dtype", "typical_weight"}: sizes per shape of the matrices, and of all other
     parameters (AdamW).
     "update_rms": of a step at the peak learning rate. "update_sum": the sum of update_rms over all steps, an upper
-    bound of the change. "update_walk": what a random walk of these updates moves; see distance.py. "ulps": update_rms
+    bound of the change. "ulps": update_rms
     over the spacing of update_dtype at the typical weight; below 1/2, rounding loses most of it. "relative_update":
     update_sum over that weight. "bfloat16_ulps": update_sum over the spacing of bfloat16, the dtype of saved models. An
     adapter has no typical weight, since one of its factors starts at 0, and none of the last three.
@@ -233,8 +236,6 @@ def _update_sizes(recipe: Recipe, inputs: Inputs, routes: Any, rates: Sequence[d
         peak, total = (factor * reduce(rate[key] for rate in rates) for reduce in (max, sum))
         size: dict[str, Any] = {"rule": rule, "shape": shape, "tensors": number}
         size |= {"update_rms": peak, "update_sum": total}
-        memory = section.betas[0] if rule == "adamw" else memory_of(section)
-        size["update_walk"] = factor * walk([rate[key] for rate in rates], memory)
         size["ulps"] = peak / ulp(weight, dtype) if weight else None
         size["relative_update"] = total / weight if weight else None
         size["bfloat16_ulps"] = total / ulp(weight, torch.bfloat16) if weight else None

@@ -24,6 +24,8 @@ def test_a_walk_is_the_mean_distance_of_steps_that_are_averages_of_noise():
     assert float(position.square().mean().sqrt()) == pytest.approx(distance.walk([size] * num_steps, memory), rel=0.02)
     assert distance.walk([1.0, 2.0, 3.0], 0.0) == pytest.approx(math.sqrt(14))
     assert distance.walk([1.0, 2.0, 3.0], 1.0) == pytest.approx(6.0)
+    assert distance.walk([1.0, 2.0, 3.0], 0.0, [0.5, 0.5, 0.5]) == pytest.approx(math.sqrt(1 / 16 + 1 + 9))
+    assert distance.walk([1.0, 1.0], 1.0, [0.9, 0.9]) == pytest.approx(1.9)
     assert distance.walk([1.0, 2.0], 0.5) == pytest.approx(math.sqrt(1 + 4 + 2 * 0.5 * 2))
 
 
@@ -36,18 +38,25 @@ def run(tmp_path):
     folder.recipe.write_text(to_yaml(loaded))
     training = {"steps": 100, "first_loss": 1.0, "last_loss": 0.5, "relative_change": 0.25}
     folder.replace(status="finished", task="sft", versions={"soren-align": "0"}, training=training)
-    lines = [json.dumps({"step": step, "loss": 1.0, "update_rms": 1e-4}) + "\n" for step in range(10, 101, 10)]
+    lines = [
+        json.dumps({"step": step, "loss": 1.0, "update_rms": 1e-4, "learning_rate": 1e-3}) + "\n"
+        for step in range(10, 101, 10)
+    ]
     folder.metrics.write_text("".join(lines))
     return folder
 
 
 def test_the_learning_rate_gives_a_walk_of_the_same_length(run):
     measured = distance.distance_of(run)
-    assert measured["walk"] == pytest.approx(distance.walk([1e-4] * 100, 0.9))
+    assert measured["walk"] == pytest.approx(distance.walk([1e-4] * 100, 0.9, [1 - 1e-3 * 0.1] * 100))
     assert (measured["optimizer"], measured["lr"], measured["relative_change"]) == ("adamw", 1e-3, 0.25)
-    sizes = [{"shape": (64, 64), "tensors": 2, "update_walk": 0.3}, {"shape": None, "tensors": 9, "update_walk": 7.0}]
-    section = distance.as_far_as(measured, sizes, 3e-3)
-    assert section["lr"] == pytest.approx(3e-3 * measured["walk"] / 0.3)
+    soren = recipe.load("quickstart/sft", ["optimizer.lr=3e-3"]).optimizer
+    sizes = [{"shape": (64, 64), "tensors": 2, "update_rms": 6e-4}, {"shape": None, "tensors": 9, "update_rms": 7.0}]
+    rates = [3e-3 * (step + 1) / 50 for step in range(50)]
+    section = distance.as_far_as(measured, sizes, soren, rates)
+    equal = [rate * section["lr"] / 3e-3 for rate in rates]
+    walk = 0.2 * distance.walk(equal, soren.momentum, [1 - rate * soren.weight_decay for rate in equal])
+    assert walk == pytest.approx(measured["walk"], rel=1e-9)
 
 
 def test_runs_without_an_end_or_with_few_logs_are_refused(run):
