@@ -84,6 +84,7 @@ def advice(spectra: Sequence[Spectrum], recipe: Recipe) -> dict[str, Any]:
         spread = {key: {"median": median(v), "min": min(v), "max": max(v)} for key, v in numbers.items() if v}
         maps.append({"map": candidate.label, **spread})
     about = {"num_momenta": len(momenta), "num_zero": len(spectra) - len(momenta)}
+    about |= {"tau": threshold(momenta) if momenta else 0.1}
     return {**about, "sigmoids_lowest_cosine_to_muon": LOWEST_COSINE_OF_THE_SIGMOID, "maps": maps}
 
 
@@ -100,8 +101,8 @@ def show(source: str, contrasts: dict[str, Any], recipe: Recipe) -> Group:
     notes = [
         f"For any momentum and any T, the cosine of the sigmoid's update to Muon's is at least "
         f"{LOWEST_COSINE_OF_THE_SIGMOID:.3f}. An update differs more only if the map falls to 0 for small singular "
-        "values, as soft_sign and tanh do: a singular value of tau * nu is mapped to 0.71 and 0.76. nu: (sum of "
-        "sigma^8)^(1/8).",
+        "values, as soft_sign and tanh do. In a recipe, this soft_sign is `optimizer.map: {name: soft_sign, tau: "
+        f"{contrasts['tau']:g}}}`; tau is in units of nu, (sum of sigma^8)^(1/8) of a matrix.",
         "These numbers describe how updates differ. They do not predict which map learns better; `soren-align "
         "compare` measures that.",
     ]

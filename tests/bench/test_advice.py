@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from soren_align.optim.optimizers import complete_map
 from soren_align.spectral import minimax_sigmoid
 from soren_align.spectral.contrast import LOWEST_COSINE_OF_THE_SIGMOID, contrast
 from tests.support import command
@@ -30,6 +31,9 @@ def test_the_first_row_is_the_map_of_the_run(run):
     assert (found["num_momenta"], found["num_zero"]) == (1, 1)
     assert found["sigmoids_lowest_cosine_to_muon"] == LOWEST_COSINE_OF_THE_SIGMOID
     own, *others = found["maps"]
+    tau = float(SIGMA.quantile(0.9) / torch.linalg.vector_norm(SIGMA, 8))
+    assert found["tau"] == pytest.approx(tau, rel=0.05)
+    assert complete_map({"name": "soft_sign", "tau": found["tau"]})["tau"] == found["tau"]
     assert own["map"] == "this run: minimax 0.0004"
     expected = contrast(SIGMA, minimax_sigmoid(SIGMA.diag()).diagonal())
     assert own["to_muon"]["median"] == pytest.approx(expected.to_muon, abs=1e-5)
