@@ -1,8 +1,9 @@
 """The distance that updates move the weights, and the learning rate of the same distance as in a finished run.
 
 Updates of a momentum are correlated: two that are k steps apart by about mu^k, where gradients are noise. So a training
-of n steps moves neither n updates nor sqrt(n): `walk` is what a random walk with this memory moves. Runs move 0.9
-to 1.4 of it, the shorter ones more, AdamW's and Soren's alike (docs/optimizers.md, "An equal distance"). The size of
+of n steps moves neither n updates nor sqrt(n): `walk` is what a random walk with this memory moves, and with
+the decay of the weights. Runs moved 1.0 to 1.4 of it, those with small updates more, AdamW's and Soren's alike
+(docs/optimizers.md, "An equal distance"). The size of
 AdamW's updates depends on its gradients, and no config determines it: so it is read from a finished run.
 """
 

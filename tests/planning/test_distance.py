@@ -11,6 +11,7 @@ from soren_align.core.errors import UserError
 from soren_align.planning import distance
 from soren_align.recipe import to_yaml
 from soren_align.run.folder import RunFolder
+from tests.support import command
 
 
 def test_a_walk_is_the_mean_distance_of_steps_that_are_averages_of_noise():
@@ -72,3 +73,19 @@ def test_the_memory_is_the_momentum_or_adamws_first_beta():
     for name, memory in (("adamw", 0.9), ("soren", 0.95)):
         section = recipe.load("quickstart/sft", [f"optimizer.name={name}", "optimizer.betas=[0.9, 0.99]"]).optimizer
         assert distance.memory_of(section) == memory
+
+
+@pytest.mark.rest
+@pytest.mark.process
+def test_on_the_quickstart_the_printed_rate_goes_as_far_as_adamw_within_a_tenth(tmp_path):
+    def change(name, lr):
+        settings = {"optimizer.name": name, "optimizer.lr": lr, "run.output_dir": tmp_path / name, "eval": "null"}
+        done = command.run_process(
+            "sft", "quickstart/sft", *(f"--set={key}={value}" for key, value in settings.items())
+        )
+        assert done.returncode == 0, done.stderr
+        return RunFolder(tmp_path / name).record()["training"]["relative_change"]
+
+    adamw = change("adamw", 5e-3)
+    done = command.run_process("plan", "quickstart/sft", "--as-far-as", tmp_path / "adamw", "--json")
+    assert change("soren", json.loads(done.stdout)["as_far_as"]["lr"]) == pytest.approx(adamw, rel=0.1)
