@@ -84,7 +84,7 @@ RECIPES = {
     "a key of TRL at the top": ("task: sft", "task: sft\nmax_steps: 1", r"max_steps: .*'trainer.max_steps'\?"),
     "a name of TRL at the top": ("task: sft", "task: sft\noutput_dir: a", r"output_dir: .*mean 'run.output_dir'\?"),
     "a key of several sections": ("task: sft", "task: sft\npath: a", r"mean 'data.train.path', .* or 'data.ret"),
-    "a key of another section": ("  init_seed: 0", "  init_seed: 0\n  suite: a", r"model.suite: .*mean 'eval.suite'\?"),
+    "a key of another section": ("  init_seed: 0", "  init_seed: 0\n  suite: a", r"model.suite: .*or 'eval.suite'\?"),
     "PEFT's alpha": ("  init_seed: 0", "  init_seed: 0\n  lora: {r: 4, lora_alpha: 8}", r"lora_alpha: .*'alpha'\?"),
     "PEFT's dropout": ("  init_seed: 0", "  init_seed: 0\n  lora: {lora_dropout: 0.1}", r"lora_dropout: .*'dropout'\?"),
     "bitsandbytes' flag": (

@@ -17,7 +17,7 @@ from soren_align.core.silence import silence
 from soren_align.core.text import stderr_console
 from soren_align.evaluate.run.backends import BackendSettings, ContextTooShort, load_lm, run_requests
 from soren_align.evaluate.run.harness import Options, evaluate_model
-from soren_align.evaluate.stats.scores import _points
+from soren_align.evaluate.stats.scores import points_of
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.evaluate.suite.tasks import load_tasks
 
@@ -169,4 +169,4 @@ def test_a_score_that_is_no_number_is_broken_weights():
     found = {"samples": {"mc2": [{"filter": "none", "filtered_resps": [(-800.0, False)], "acc": float("nan")}] * 3},
              "results": {"mc2": {"acc,none": float("nan")}}}  # fmt: skip
     with pytest.raises(UserError, match=r"3 of 3 scores \(acc\) of mc2 are not numbers; check the model.s weights"):
-        _points(found, "mc2", "acc,none", "model")
+        points_of(found, "mc2", "acc,none", "model")
