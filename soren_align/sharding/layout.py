@@ -76,6 +76,9 @@ def split_weights(layout: Layout, weight_layouts: WeightLayouts) -> Layout:
                 "soren_align.param_groups, or give this parameter to AdamW"
             )
         parts = weights_in(parameter.name, parameter.shape, weight_layouts.get(parameter.name, "linear"))
+        if len(parts) == 1 and len(parameter.shape) == 2:  # itself; an empty one keeps its empty shards
+            weights.append(parameter._replace(layout=parts[0].layout))
+            continue
         ends = [*accumulate(part.numel for part in parts)]
         shards: list[list[RankShard]] = [[] for _ in parts]
         for rank, offset, start, size in parameter.shards:

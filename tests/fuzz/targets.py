@@ -188,7 +188,7 @@ def _without_models(cache: Path | None = None):
     def set_up_training(made: Any, folder: RunFolder, *_: Any, **__: Any) -> Any:
         return SimpleNamespace(recipe=made, start=starting_checkpoint(made, folder)[0], tokenizer=_tokenizer())
 
-    def train(ready: Any, folder: RunFolder, console: Any, ranks: Any) -> bool:
+    def train(ready: Any, folder: RunFolder, console: Any, ranks: Any, benchmark: Any = None) -> bool:
         found = run._find_checkpoint(ready.recipe, folder, folders.ORIGIN, console)
         if found:
             checkpoints.verify(found)
