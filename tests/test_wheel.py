@@ -63,7 +63,7 @@ def test_it_brings_the_package_the_shipped_folders_and_the_pages_and_nothing_els
     }
     assert len(expected) > 300
     assert {name: checksum for name, checksum in names_in(wheel).items() if ".dist-info/" not in name} == expected
-    assert not [name for name in expected if "test" in name.split("/")[-1] and name.endswith(".py")]
+    assert not [name for name in expected if name.split("/")[-1].startswith(("test_", "conftest"))]
 
 
 def test_the_source_distribution_builds_the_same_wheel(built, wheel, tmp_path):
