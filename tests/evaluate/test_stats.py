@@ -367,7 +367,7 @@ def test_other_mistakes_get_one_sentence(tmp_path):
         ([], "no results; name a file or folder"), ([tmp_path / "goood.csv"], "there is no such file or folder"),
         ([tmp_path / "none"], "has no file of results"), ([good, f"b={good}", "--metric", "f1"], "has no metric f1"),
         ([good, "--questions", 5], "--questions: has no effect without --plan"), (["--plan", 0], "--plan: found 0"),
-        ([good, f"b={good}", "--id", "key"], "has no key"), (["--plan", 1, "--expected", 120], "--expected: found 120"),
+        ([good, f"b={good}", "--id", "key"], "has no field key"), (["--plan", 1, "--expected", 120], "--expected: found 120"),
         ([good, f"b={good}", "--group", "arc"], "--group arc: no task begins with it"),
         (["/dev/null"], "no regular file"),
         ([good, f"b={good}", "--plan", 2, "--expected", 50], "--expected: has no effect on several models"),
