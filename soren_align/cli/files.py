@@ -16,7 +16,7 @@ from ..core import shipped
 from ..core.errors import UserError, did_you_mean, printable
 from ..core.files import local_path
 from ..core.shipped import MODELINE
-from .grammar import refuse_options
+from .grammar import AsJson, refuse_options
 from .questions import ENOUGH, read_pairs, write_questions
 
 recipes_app = typer.Typer(help="List or copy the shipped recipes.", invoke_without_command=True, rich_markup_mode=None)
@@ -461,7 +461,7 @@ def stats(
     questions: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="With --plan: what do N questions detect?")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
     """Compare anybody's evaluation results, question by question.

@@ -7,9 +7,9 @@ is none of a command's options, but a key, is rewritten before typer parses the 
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from typer import Context
+from typer import Context, Option
 from typer.core import TyperCommand
 
 from ..core.errors import UserError
@@ -40,6 +40,9 @@ Examples  soren-align sft quickstart/sft
 `soren-align COMMAND --help` explains a command, `soren-align docs` everything.
 """
 """23 lines, for a terminal of 24. tests/test_cli.py compares its names with the commands."""
+AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
+WITH_JSON = "with --json, which prints everything"
+"""A condition of `refuse_options`."""
 _KEY_VALUE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
 
 

@@ -1,0 +1,113 @@
+"""The commands for those who look into the optimizer: spectra, maps, checkpoints of several processes, benchmarks."""
+
+from typing import Annotated
+
+import typer
+
+from .grammar import WITH_JSON, AsJson, refuse_options
+
+bench_app = typer.Typer(
+    help="Measure the maps and the optimizers on this machine.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Shapes = Annotated[
+    str,
+    typer.Option(metavar="SHAPES", help="Shapes of llama-60m, qwen2.5-3b or mistral-7b, or a list: 512x1376,512x512."),
+]
+Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu or cuda. Default: the GPU, if there is one.")]
+Page = Annotated[
+    str | None,
+    typer.Option(
+        "--output", metavar="FILE.md", help="Also write the tables to this Markdown file, in place of earlier tables."
+    ),
+]
+
+
+def reshard(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an unfinished run.")]) -> None:
+    """Convert a checkpoint for another number of processes.
+
+    The command rewrites the run's last checkpoint. Rerun the training command afterwards. FSDP2 is not supported.
+    """
+    from ..launch import commands
+
+    commands.reshard(run)
+
+
+def spectrum(
+    context: typer.Context,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder with spectra.jsonl or a checkpoint.")],
+    matrices: Annotated[
+        list[str] | None,
+        typer.Option("--matrices", metavar="GLOB", help="Show only matrices of this name: '*q_proj*'. Repeatable."),
+    ] = None,
+    output: Annotated[str | None, typer.Option(metavar="DIR", help="Also draw the spectra into this folder.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Show every matrix, not only the means.")] = False,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="Show how far maps take an update from Muon's and from momentum SGD's.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare every map with the exact sigmoid on a run's momenta, without training."""
+    if advise:
+        refuse_options(context, ["full", "output"], "with --advise, which prints one table")
+    if as_json:
+        refuse_options(context, ["full"], WITH_JSON)
+    from ..launch import commands
+
+    commands.spectrum(run, matrices or ["*"], output=output, full=full, advise=advise, as_json=as_json)
+
+
+def show_map(
+    context: typer.Context,
+    formula: Annotated[
+        str, typer.Argument(metavar="FORMULA", help="A function of x: 'tanh(x / 0.1)'; or a map's name: minimax.")
+    ],
+    of: Annotated[
+        str | None,
+        typer.Option(metavar="NORM", help="x is sigma over nu, norm, rms or none. Default: nu."),
+    ] = None,
+    error: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="The largest error, of the function's largest value. Default: 0.01."),
+    ] = None,
+    resolution: Annotated[
+        float | None, typer.Option(metavar="X", help="The x from which on the error holds. Default: 0.0004.")
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option(metavar="X", help="The largest x, with --of rms and none. Default: 1.")
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also draw the function and its polynomials: .png or .svg.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the polynomials of a function of singular values: their proved error, their cost, and a picture."""
+    from ..launch import commands
+
+    settings = {"of": of, "error": error, "resolution": resolution, "limit": limit}
+    commands.show_map(formula, {key: v for key, v in settings.items() if v is not None}, plot=plot, as_json=as_json)
+
+
+@bench_app.command()
+def maps(shapes: Shapes = "llama-60m", device: Device = None, as_json: AsJson = False, output: Page = None) -> None:
+    """Measure time, FLOPs and error of every map, beside Muon's."""
+    from ..launch import commands
+
+    commands.bench("maps", shapes, device=device, as_json=as_json, output=output)
+
+
+@bench_app.command()
+def step(
+    shapes: Shapes = "llama-60m",
+    device: Device = None,
+    tokens: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Tokens per step, to compute the optimizer's share of a step's time."),
+    ] = 32768,
+    as_json: AsJson = False,
+    output: Page = None,
+) -> None:
+    """Measure time and memory of optimizer steps on a model's matrices."""
+    from ..launch import commands
+
+    commands.bench("step", shapes, device=device, tokens=tokens, as_json=as_json, output=output)
