@@ -6,23 +6,14 @@ They are in spectra.jsonl.gz, one JSON record per line; record_spectra.py writes
 import gzip
 import json
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from soren_align.bench.spectra import Spectrum
+from soren_align.bench.recorded import MOMENTA, RecordedSpectrum, recorded_spectra
 
 PATH = Path(__file__).with_name("spectra.jsonl.gz")
-MOMENTA = ("smollm2", "quickstart")
 ADAMW = "smollm2-adamw"
 """A set of updates, not of momenta."""
-
-
-@dataclass(frozen=True)
-class RecordedSpectrum(Spectrum):
-    """A spectrum, and its set."""
-
-    set: str = ""
-    """`load` explains the sets."""
 
 
 def load(path: Path = PATH, sets: Collection[str] = MOMENTA) -> list[RecordedSpectrum]:
@@ -39,13 +30,7 @@ def load(path: Path = PATH, sets: Collection[str] = MOMENTA) -> list[RecordedSpe
     of an AMD EPYC), Python 3.11.7, torch
     2.13.0 CPU, transformers 5.23, trl 1.16.
     """
-    with gzip.open(path, "rt") as file:
-        records = [json.loads(line) for line in file]
-    return [
-        RecordedSpectrum(r["name"], r["step"], (r["shape"][0], r["shape"][1]), tuple(r["singular_values"]), r["set"])
-        for r in records
-        if r["set"] in sets
-    ]
+    return recorded_spectra(path, sets)
 
 
 def save(spectra: Iterable[RecordedSpectrum], path: Path = PATH) -> None:

@@ -5,6 +5,7 @@ All numbers follow from the singular values of the momenta. They state how updat
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from ..core.text import Table, count, number
 from ..recipe import Recipe
-from ..spectral.contrast import LOWEST_COSINE_OF_THE_SIGMOID, contrast
-from ..spectral.maps import HIGH_PASS, sigmoid
+from ..spectral.composed import unit_of
+from ..spectral.contrast import LOWEST_COSINE_OF_THE_SIGMOID, contrast, median_of_modes
+from ..spectral.maps import HIGH_PASS, IDENTITY, SOFT_SIGN, TANH, SpectralMap, sigmoid
 from .spectra import Spectrum
 
 MIDDLE = 0.405
@@ -40,11 +42,11 @@ def candidates(spectra: Sequence[Spectrum], recipe: Recipe) -> list[Candidate]:
     tau, own = threshold(spectra), recipe.optimizer.spectral_map
     return [
         *([Candidate(f"this run: {own.label.format(**recipe.optimizer.map_settings)}", _own(recipe))] if own else []),
-        Candidate("sigmoid(x / T), T for a contrast", lambda sigma: torch.sigmoid(MIDDLE * sigma / _median(sigma))),
-        Candidate(f"soft_sign, tau: {tau:g}", lambda sigma: (u := sigma / nu(sigma)) / (u.square() + tau**2).sqrt()),
-        Candidate(f"tanh, tau: {tau:g}", lambda sigma: torch.tanh(sigma / nu(sigma) / tau)),
-        Candidate("identity: momentum SGD", lambda sigma: sigma),
-        Candidate("high_pass: Pion", lambda sigma: HIGH_PASS.target(sigma, **HIGH_PASS.defaults)),
+        Candidate("sigmoid(x / T), T for a contrast", _sigmoid_of_contrast),
+        Candidate(f"soft_sign, tau: {tau:g}", _target(SOFT_SIGN, tau=tau)),
+        Candidate(f"tanh, tau: {tau:g}", _target(TANH, tau=tau)),
+        Candidate("identity: momentum SGD", _target(IDENTITY)),
+        Candidate("high_pass: Pion", _target(HIGH_PASS)),
     ]
 
 
@@ -59,19 +61,20 @@ def _own(recipe: Recipe) -> Callable[[Tensor], Tensor]:
     return of
 
 
-def nu(sigma: Tensor) -> Tensor:
-    """(sum of sigma^8)^(1/8), by which maps normalise a matrix: the largest singular value, or a little more."""
-    return torch.linalg.vector_norm(sigma, 8)
+def _target(spectral_map: SpectralMap, **settings: float) -> Callable[[Tensor], Tensor]:
+    """A map's function of singular values, which needs no polynomials."""
+    return partial(spectral_map.target, **{**spectral_map.plain_defaults, **settings})
+
+
+def _sigmoid_of_contrast(sigma: Tensor) -> Tensor:
+    return torch.sigmoid(MIDDLE * sigma / median_of_modes(sigma, sigma))
 
 
 def threshold(spectra: Sequence[Spectrum]) -> float:
     """The median over the momenta of the singular value, over nu, that 90% lie below, to two digits."""
     sigmas = [spectrum.without_null_space for spectrum in spectra]
-    return float(f"{median(float(sigma[sigma > 0].quantile(0.9) / nu(sigma)) for sigma in sigmas):.2g}")
-
-
-def _median(sigma: Tensor) -> Tensor:
-    return sigma.masked_fill(sigma == 0, torch.nan).nanmedian()
+    shares = (sigma[sigma > 0].quantile(0.9) / unit_of(sigma, "nu") for sigma in sigmas)
+    return float(f"{median(map(float, shares)):.2g}")
 
 
 def advice(spectra: Sequence[Spectrum], recipe: Recipe) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """`soren-align map FORMULA`: a map's certificate, cost and errors, without a model and without training."""
 
-import gzip
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from statistics import fmean, geometric_mean
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -13,19 +12,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ..core.errors import UserError
-from ..core.optimizer_settings import MUON_STEPS
-from ..core.shipped import ROOT
 from ..core.text import number
-from ..spectral.compose import SHAPES, Target, from_dict
+from ..spectral.compose import SHAPES, Target, from_dict, over_muon
 from ..spectral.composed import unit_of
 from ..spectral.composition import value
-from ..spectral.flops import quintic_flops
 from ..spectral.formula_maps import target_of
 from ..spectral.maps import MAPS, SpectralMap
-from .spectra import Spectrum
+from .recorded import RECORDED, recorded_spectra
 
-RECORDED = ROOT / "docs/studies/spectra.jsonl.gz"
-"""Singular values of momenta in two trainings; docs/studies/recorded_spectra.py explains them."""
 ROWS = 256
 """Of the matrices of float16's error."""
 EVERY = 6
@@ -43,8 +37,7 @@ def describe(text: str, chosen: Settings) -> tuple[dict[str, Any], Target | None
     for key in chosen.keys() - spectral_map.settings.keys():
         raise UserError(f"--{key}: the map {name} has no such setting; remove this option")
     settings = spectral_map.complete({**spectral_map.plain_defaults, **own, **chosen})
-    counts = [spectral_map.num_flops(*shape, **settings) for shape in SHAPES]
-    muons = [quintic_flops(min(shape), max(shape), MUON_STEPS) for shape in SHAPES]
+    flops: Any = partial(spectral_map.num_flops, **settings)
     composed, target = None, None
     result = {
         "formula": text,
@@ -54,7 +47,7 @@ def describe(text: str, chosen: Settings) -> tuple[dict[str, Any], Target | None
         "error_below": None,
         "num_products": None,
         "steps": None,
-        "flops_over_muon": _mean_ratio(counts, muons),
+        "flops_over_muon": over_muon(flops) if flops(*SHAPES[0]) else None,
         "float16_error": _float16_error(spectral_map, settings) if "float16" in spectral_map.precisions else None,
         "recorded_error": None,
     }
@@ -67,7 +60,7 @@ def describe(text: str, chosen: Settings) -> tuple[dict[str, Any], Target | None
 
     if not spectral_map.is_drawn and RECORDED.is_file():
         distances = []
-        for spectrum in recorded()[:: 1 if composed else EVERY]:
+        for spectrum in recorded_spectra()[:: 1 if composed else EVERY]:
             sigma = spectrum.without_null_space
             exact = spectral_map.target(sigma, **settings).where(sigma > 0, 0.0)
             if composed and target:
@@ -79,22 +72,6 @@ def describe(text: str, chosen: Settings) -> tuple[dict[str, Any], Target | None
             distances.append(float((output - exact).norm() / exact.norm()))
         result["recorded_error"] = fmean(distances)
     return result, target
-
-
-def _mean_ratio(counts: Sequence[int | None], references: Sequence[int]) -> float | None:
-    ratios = [count / reference for count, reference in zip(counts, references, strict=True) if count]
-    return geometric_mean(ratios) if len(ratios) == len(references) else None
-
-
-def recorded() -> list[Spectrum]:
-    """The recorded spectra of momenta."""
-    with gzip.open(RECORDED, "rt") as file:
-        records = [json.loads(line) for line in file]
-    return [
-        Spectrum(r["name"], r["step"], (r["shape"][0], r["shape"][1]), tuple(r["singular_values"]))
-        for r in records
-        if r["set"] in ("smollm2", "quickstart")
-    ]
 
 
 def _float16_error(spectral_map: SpectralMap, settings: Settings) -> float:

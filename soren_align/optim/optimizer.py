@@ -32,7 +32,6 @@ from ..core.optimizer_settings import (
     adamw_rms,
 )
 from ..spectral import full_precision
-from ..spectral.nulls import seed_of
 from .adamw import adamw_step_
 from .blocks import Split
 from .gradients import checked_numbers
@@ -42,7 +41,6 @@ from .group_settings import (
     RULES,
     Check,
     checked_settings,
-    name_in_model,
     names_of,
     refuse_changed_settings,
     refuse_combinations,
@@ -87,7 +85,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     # clipping has computed it, the step need not read gradients and momenta once more.
     gradient_norm: Tensor | None
     max_norm: float | None  # at least |x|_F of every input of `map_matrix` in this step; None: not known
-    seeds: list[int]  # of the matrices in `map_matrix`, each from its name and the step: for a map that draws
+    matrix_names: Sequence[str]  # of the matrices in `map_matrix`
     num_maps: int  # matrices mapped
     num_guarded: int  # of these, matrices with a singular value beyond the domain of the map's polynomials
 
@@ -136,7 +134,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self.update_observers = frozenset()
         self.map_observers = frozenset()
         self.gradient_norm = self.max_norm = None
-        self.seeds = []
+        self.matrix_names = ()
         self.num_maps = self.num_guarded = 0
         self._bound = math.inf  # of the momenta and of the last step's gradients
 
@@ -212,8 +210,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _mapped(self, group: dict[str, Any], x: Tensor, names: Sequence[str], **numbers: Tensor) -> Tensor:
         shapes = {key: shape_of(*x.shape[-2:]) for key, shape_of in self.map_state.items()}
         state = {key: numbers[key].view(*x.shape[:-2], *shape) for key, shape in shapes.items()}
-        step = int(self.state[group["params"][0]]["step"])  # on the CPU
-        self.seeds = [seed_of(name_in_model(name), step) for name in names]
+        self.matrix_names = names
         output = self.map_matrix(x, group, **state)
         self.num_maps += len(names)
         for observe in self.map_observers:

@@ -23,7 +23,8 @@ from ..core.optimizer_settings import (
     States,
 )
 from ..spectral.maps import HTMUON, MUON, SOREN_MAPS
-from .group_settings import checked_settings, choice, number, setting_checks
+from ..spectral.nulls import seed_of
+from .group_settings import checked_settings, choice, name_in_model, number, setting_checks
 from .optimizer import SpectralOptimizer
 
 
@@ -131,7 +132,8 @@ class Soren(SpectralOptimizer, name="soren"):
         name, settings = group["map"]["name"], {key: group["map"][key] for key in group["map"] if key != "name"}
         precision = self.factor_precision(x, name)
         if SOREN_MAPS[name].is_drawn:
-            settings["seeds"] = self.seeds
+            step = int(self.state[group["params"][0]]["step"])  # on the CPU
+            settings["seeds"] = [seed_of(name_in_model(name), step) for name in self.matrix_names]
         max_norm = self.max_norm if group["map_input"] == "momentum" else None
         output, num_guarded = SOREN_MAPS[name].function(x, precision=precision, max_norm=max_norm, **settings)
         self.num_guarded += int(num_guarded)  # a host read, where a norm is large

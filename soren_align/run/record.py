@@ -236,8 +236,11 @@ def describe_early_stop(early: dict[str, Any]) -> str:
     return f"{evaluations} did not improve {best['metric']}{by}{value}{step}"
 
 
-def describe_losses(training: dict[str, Any]) -> list[str]:
-    """Describe the losses of a run, the held-out one first, and the preferences of DPO; a text for each."""
+def describe_losses(training: dict[str, Any], *, of_updates: str = "") -> list[str]:
+    """Describe the losses of a run, the held-out one first, the preferences of DPO, and the updates; a text for each.
+
+    of_updates: the end of the last one.
+    """
     texts = []
     if held_out := training.get("held_out"):
         ends = (0, training["steps"])
@@ -260,7 +263,7 @@ def describe_losses(training: dict[str, Any]) -> list[str]:
     if updates := training.get("updates"):
         texts.append(
             f"matrix updates: cosine {updates['cosine_to_muon']:.3f} to Muon's, {updates['cosine_to_momentum']:.3f} to "
-            "momentum SGD's"
+            f"momentum SGD's{of_updates}"
         )
     return texts
 

@@ -6,10 +6,10 @@ asked for. The work is bounded: some seconds for a formula that nothing matches.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import isfinite
 from pathlib import Path
 from statistics import geometric_mean
@@ -97,9 +97,7 @@ class Composed:
     @property
     def flops_over_muon(self) -> float:
         """Operations over those of Muon's five steps, the geometric mean over SHAPES."""
-        sides = [sorted(shape) for shape in SHAPES]
-        ratios = (composition_flops(self.composition, m, n) / quintic_flops(m, n, MUON_STEPS) for m, n in sides)
-        return geometric_mean(ratios)
+        return over_muon(partial(composition_flops, self.composition))
 
     def as_dict(self) -> dict[str, Any]:
         """The record as plain data, for a recipe, run.json and a checkpoint."""
@@ -107,6 +105,11 @@ class Composed:
         rest = {key: value for key, value in self.composition._asdict().items() if key != "steps"}
         record = {"steps": steps, **{key: list(v) if isinstance(v, tuple) else v for key, v in rest.items()}}
         return {**record, "largest": self.largest, "error": self.error, "error_below": self.error_below}
+
+
+def over_muon(flops: Callable[[int, int], int]) -> float:
+    """A map's operations over those of Muon's five steps, the geometric mean over SHAPES. flops: of m <= n."""
+    return geometric_mean(flops(m, n) / quintic_flops(m, n, MUON_STEPS) for m, n in map(sorted, SHAPES))
 
 
 def from_dict(record: Mapping[str, Any]) -> Composed:

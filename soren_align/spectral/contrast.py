@@ -6,7 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LOWEST_COSINE_OF_THE_SIGMOID = 2 * math.sqrt(2) / 3
+
+def lowest_cosine(least: float, largest: float) -> float:
+    """The lowest cosine to Muon's update that an output can have whose singular values lie in [least, largest]."""
+    return 2 * math.sqrt(least * largest) / (least + largest)
+
+
+LOWEST_COSINE_OF_THE_SIGMOID = lowest_cosine(1 / 2, 1)
 """Of the exact sigmoid's update to Muon's, for any momentum and any temperature; docs/studies/theorems.md proves it."""
 
 
@@ -36,11 +42,11 @@ def contrast_numbers(sigma: Tensor, values: Tensor) -> Tensor:
     """`contrast` as three numbers on the device of sigma, NaN or infinite in place of None."""
     sigma, values = sigma.double(), values.double().where(sigma > 0, 0.0)
     num_modes, norm = (sigma > 0).double().sum(), values.norm()
-    median = values.masked_fill(sigma == 0, torch.nan).nanmedian()
+    median = median_of_modes(values, sigma)
     to_muon, to_momentum = values.sum() / (norm * num_modes.sqrt()), values @ sigma / (norm * sigma.norm())
     return torch.stack([values.max() / median, to_muon, to_momentum])
 
 
-def lowest_cosine(least: float, largest: float) -> float:
-    """The lowest cosine to Muon's update that an output can have whose singular values lie in [least, largest]."""
-    return 2 * math.sqrt(least * largest) / (least + largest)
+def median_of_modes(values: Tensor, sigma: Tensor) -> Tensor:
+    """The median of `values` over the modes where sigma is not 0; NaN without one."""
+    return values.masked_fill(sigma == 0, torch.nan).nanmedian()

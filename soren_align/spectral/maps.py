@@ -249,6 +249,11 @@ EXACT = SpectralMap(
     target=sigmoid,
 )
 
+
+def _level_of_a_momentum(m: int, n: int) -> float:
+    return 1 / math.sqrt(min(m, n))  # of a norm of 1 at most, as clipped gradients have
+
+
 IDENTITY = SpectralMap(
     name="identity",
     title="identity, momentum SGD",
@@ -259,7 +264,7 @@ IDENTITY = SpectralMap(
     target=itself,
     flops=lambda m, n, precision: 0,
     workspace=lambda m, n, precision: 7 * m * n // 4,  # with what the check for NaN needs
-    level=lambda m, n: 1 / math.sqrt(min(m, n)),  # of a norm of 1 at most, as clipped gradients have
+    level=_level_of_a_momentum,
 )
 
 HIGH_PASS = SpectralMap(
@@ -278,7 +283,9 @@ HIGH_PASS = SpectralMap(
             default.SUPPRESSIONS, NUM_SUPPRESSIONS, doc="The number of steps that lower the others."
         ),
     },
-    flops=lambda m, n, precision, promotions, suppressions: (promotions + suppressions) * (4 * m * m * n + 2 * m**3),
+    flops=lambda m, n, precision, promotions, suppressions: _file("flops").quintic_flops(
+        m, n, promotions + suppressions
+    ),
     workspace=lambda m, n, precision: 2 * m * n + 2 * m * m,
 )
 
@@ -304,7 +311,7 @@ SHUFFLED = SpectralMap(
     function=lambda x, *, precision, max_norm, seeds=(): (_file("nulls").shuffled_spectrum(x, seeds), 0),
     is_drawn=True,
     target=shuffled,
-    level=lambda m, n: 1 / math.sqrt(min(m, n)),
+    level=_level_of_a_momentum,
 )
 
 MUON = SpectralMap(
@@ -316,8 +323,7 @@ MUON = SpectralMap(
     target=polar,
     settings={"ns_steps": Setting(default.MUON_STEPS, NUM_STEPS)},
     auto_precision=lambda num_rows, on_gpu: "bfloat16",  # as torch.optim.Muon's
-    # x x^T, its square, and their sum times x
-    flops=lambda m, n, precision, ns_steps: ns_steps * (4 * m * m * n + 2 * m**3),
+    flops=lambda m, n, precision, ns_steps: _file("flops").quintic_flops(m, n, ns_steps),
     # in bfloat16: elements of half the size
     workspace=lambda m, n, precision: max(3 * m * n, 2 * m * n + 2 * m * m) // 2,
 )

@@ -12,6 +12,7 @@ rows and rank 128 it is 1.2e-4 of the result without a restart, 1.1e-5 with one;
 and 1.4e-4 with two.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -130,12 +131,8 @@ def evaluate(
     steps, weights = list(zip(table.steps, table.centers, strict=True)), all_weights(table)
     thin = ends_thin(x.shape[-2], x.shape[-1], work.precision)
     num_restarts = len(steps) - 1 if thin else table.num_restarts
-    y, spare, lift, slope = (
-        x,
-        None,
-        None,
-        steepness(table),
-    )  # y = lift @ x; slope: of the remaining steps, see `Factors`
+    y, spare, lift = x, None, None  # y = lift @ x
+    slope = steepness(table)  # of the remaining steps, see `Factors`
     total = None  # of the weighted iterates before the last one: of y, or of their factors of x
     for (step, center), weight in zip(steps[:num_restarts], weights, strict=False):
         polynomial = _odd_step(step, center, r, r2, work, slope)
@@ -157,22 +154,7 @@ def evaluate(
             iterate = y if lift is None else lift
             total = iterate * weight if total is None else total.add_(iterate, alpha=weight)
 
-    # f(u) / u in `sign`, for the composition of the other steps, whose R follows from the one before
-    (step, center), *others = steps[num_restarts:]
-    polynomial = sign = _odd_step(step, center, r, r2, work)
-    combined = None  # of the weighted iterates among these steps
-    for (step, center), weight in zip(others, weights[num_restarts:], strict=False):
-        if weight:
-            combined = sign * weight if combined is None else combined.add_(sign, alpha=weight)
-        half_way = work.symmetric(r, polynomial)
-        work.release(r)
-        r = work.symmetric(polynomial, half_way)
-        work.release(half_way, *(() if polynomial is sign else (polynomial,)))
-        polynomial = _odd_step(step, center, r, None, work)
-        longer = work.symmetric(polynomial, sign)
-        work.release(sign)
-        sign = longer
-    sign = sign if combined is None else sign.add_(combined)
+    sign = _composed_factor(steps[num_restarts:], weights[num_restarts:], r, r2, work)
     if factor != 1:
         sign.mul_(factor)
     if num_restarts == 0:
@@ -193,6 +175,35 @@ def evaluate(
     matrix = matrix if total is None else matrix.add_(total)
     matrix = add_to_diagonal_(matrix, linear / unit[..., 0]) if linear else matrix
     return work.product(matrix, x, y if lift is not None else None)
+
+
+def _composed_factor(
+    steps: Sequence[tuple[tuple[float, ...], float]],
+    weights: Sequence[float],
+    r: Tensor,
+    r2: Tensor | None,
+    work: "Workspace",
+) -> Tensor:
+    """f(u) / u as a polynomial in R, where f is the composition of these steps and its weighted iterates.
+
+    steps: coefficients and center of each. The R of a later step follows from the one before. R and its square are
+    released.
+    """
+    (step, center), *others = steps
+    polynomial = sign = _odd_step(step, center, r, r2, work)
+    combined = None  # of the weighted iterates among these steps
+    for (step, center), weight in zip(others, weights, strict=False):
+        if weight:
+            combined = sign * weight if combined is None else combined.add_(sign, alpha=weight)
+        half_way = work.symmetric(r, polynomial)
+        work.release(r)
+        r = work.symmetric(polynomial, half_way)
+        work.release(half_way, *(() if polynomial is sign else (polynomial,)))
+        polynomial = _odd_step(step, center, r, None, work)
+        longer = work.symmetric(polynomial, sign)
+        work.release(sign)
+        sign = longer
+    return sign if combined is None else sign.add_(combined)
 
 
 def tanh_coefficients(top: Tensor, share: Tensor | None) -> list[Tensor]:

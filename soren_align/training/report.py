@@ -211,9 +211,8 @@ def report_result(
         loss = f", loss {mean:.3f} on average"
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
     print_labelled(console, "trained", f"{steps} step{'s' * (steps != 1)}{resumed} in {seconds:.0f} s{loss}")
-    lines = describe_losses({"steps": steps, **losses})
-    if "updates" in losses:
-        lines[-1] += "; other maps: soren-align spectrum RUN --advise"
+    advice = "; other maps: soren-align spectrum RUN --advise"
+    lines = describe_losses({"steps": steps, **losses}, of_updates=advice)
     if stream:
         counts = stream.counts()
         dropped = f", {text}" if (text := describe_dropped(counts["dropped"])) else ""

@@ -15,8 +15,8 @@ KEYS = {"formula", "resolution", "certified_error", "num_products", "steps", "fl
 
 @pytest.fixture(autouse=True)
 def _few_spectra(monkeypatch):
-    spectra = [spectrum for spectrum in formulas.recorded() if min(spectrum.shape) <= 64]
-    monkeypatch.setattr(formulas, "recorded", lambda: spectra[:12])
+    spectra = [spectrum for spectrum in formulas.recorded_spectra() if min(spectrum.shape) <= 64]
+    monkeypatch.setattr(formulas, "recorded_spectra", lambda: spectra[:12])
 
 
 def test_a_formula_has_all_numbers_in_json(capsys):

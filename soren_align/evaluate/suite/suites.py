@@ -8,6 +8,7 @@ known.
 """
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -163,16 +164,21 @@ def suite_of(options: Eval) -> Suite:
     changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
     if options.data_root is not None:
         changes["data_root"] = str(Path(options.data_root).expanduser().absolute())
-    columns = [task.column for task in suite.tasks]
-    for column in options.omit:
-        if column not in columns:
-            hint = did_you_mean(column, columns, f"write one of {', '.join(columns)}")
-            raise UserError(f"eval.omit: suite {suite.name} has no column {column!r}{hint}")
+    _refuse_unknown(options.omit, suite, "eval.omit")
     if options.omit:
         changes["tasks"] = [task for task in suite.tasks if task.column not in options.omit]
         if not changes["tasks"]:
             raise UserError(f"eval.omit: all columns of suite {suite.name} are omitted; keep at least one column")
     return suite.model_copy(update=changes)
+
+
+def _refuse_unknown(chosen: Sequence[str], suite: Suite, place: str) -> None:
+    """Raise UserError if a column that the recipe names at `place` is none of the suite's."""
+    columns = [task.column for task in suite.tasks]
+    for column in chosen:
+        if column not in columns:
+            hint = did_you_mean(column, columns, f"write one of {', '.join(columns)}")
+            raise UserError(f"{place}: suite {suite.name} has no column {column!r}{hint}")
 
 
 def benchmark_suite(recipe: Recipe) -> Suite | None:
@@ -185,11 +191,7 @@ def benchmark_suite(recipe: Recipe) -> Suite | None:
     if section is None:
         return None
     suite = suite_of(Eval(suite=section.suite, batch_size=section.batch_size, data_root=section.data_root))
-    columns = [task.column for task in suite.tasks]
-    for column in section.columns:
-        if column not in columns:
-            hint = did_you_mean(column, columns, f"write one of {', '.join(columns)}")
-            raise UserError(f"run.benchmark.columns: suite {suite.name} has no column {column!r}{hint}")
+    _refuse_unknown(section.columns, suite, "run.benchmark.columns")
     if section.columns:
         suite = suite.model_copy(update={"tasks": [task for task in suite.tasks if task.column in section.columns]})
     metric = str(recipe.trainer.get("metric_for_best_model", "")).removeprefix("eval_")
