@@ -14,12 +14,12 @@ from tests.support import command
 
 PACKAGE = Path(__file__).resolve().parent.parent / "soren_align"
 # A room imports from rooms below its own layer only.
-LAYERS = [{"cli"}, {"study"}, {"launch"}, {"planning", "publish"}, {"training", "evaluate", "bench", "plugins"},
-          {"sharding", "data"}, {"run", "importers"}, {"optim", "recipe", "testing"}, {"spectral", "tasks"},
-          {"core"}]  # fmt: skip
+LAYERS = [{"cli"}, {"study", "doctor"}, {"launch"}, {"planning", "publish"},
+          {"training", "evaluate", "bench", "plugins"}, {"sharding", "data"}, {"run", "importers"},
+          {"optim", "recipe", "testing"}, {"spectral", "tasks"}, {"core"}]  # fmt: skip
 # The rooms that may import each of these dependencies.
-DOORS = {"deepspeed": {"sharding", "launch", "bench"}, "torch.distributed": {"sharding", "launch"}, "trl": {"training"},
-         "datasets": {"data", "evaluate"}, "lm_eval": {"evaluate"}}  # fmt: skip
+DOORS = {"deepspeed": {"sharding", "launch", "bench"}, "torch.distributed": {"sharding", "launch", "doctor"},
+         "trl": {"training"}, "datasets": {"data", "evaluate"}, "lm_eval": {"evaluate"}}  # fmt: skip
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 # Rooms, and files of rooms, that are imported before torch.
 WITHOUT_TORCH = {"cli", "study", "publish", "importers", "recipe", "tasks", "core"}

@@ -465,6 +465,7 @@ app.command()(files.stats)
 app.command()(files.schema)
 app.command()(files.docs)
 app.add_typer(expert.bench_app, name="bench")
+app.command()(expert.doctor)
 
 
 def _report_words(error: Any) -> int:

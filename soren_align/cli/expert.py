@@ -88,6 +88,25 @@ def show_map(
     commands.show_map(formula, {key: v for key, v in settings.items() if v is not None}, plot=plot, as_json=as_json)
 
 
+def doctor(
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Number of processes of a training. Default: one per GPU; 2 without."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Check less, in at most 3 minutes.")] = False,
+    output: Annotated[
+        str, typer.Option(metavar="DIR", help="The folder of doctor.json, on the file system of your runs.")
+    ] = "runs/doctor",
+) -> None:
+    """Check whether this machine is fit to train, in at most 15 minutes.
+
+    Checked are libraries, GPUs, the file system, communication, Soren's maps, and short trainings.
+    """
+    from ..doctor import run
+
+    raise typer.Exit(run.doctor(processes, quick=quick, output=output))
+
+
 @bench_app.command()
 def maps(shapes: Shapes = "llama-60m", device: Device = None, as_json: AsJson = False, output: Page = None) -> None:
     """Measure time, FLOPs and error of every map, beside Muon's."""

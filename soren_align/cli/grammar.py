@@ -32,7 +32,7 @@ Judge     eval       evaluate models beside the checkpoints they started from
           chat       talk to a model
 Look      show, runs, curves
 Share     merge, push, export
-Expert    map, spectrum, reshard, bench, schema
+Expert    map, spectrum, reshard, bench, doctor, schema
 
 Examples  soren-align sft quickstart/sft
           soren-align sft --model MODEL --data faq.csv --output runs/faq

@@ -1,0 +1,51 @@
+"""What a check returns: findings, one line of the table each."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Verdict = Literal["ok", "FAILED", "skipped"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the checks need.
+
+    folder: the runs and temporary files are in it. num_processes: of trainings and of gloo's collectives. num_gpus:
+    visible ones; with none, the checks run on the CPU.
+    """
+
+    folder: Path
+    num_processes: int
+    quick: bool
+    num_gpus: int
+
+    @property
+    def device(self) -> str:
+        """The device of the maps and trainings: cuda or cpu."""
+        return "cuda" if self.num_gpus else "cpu"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. reason: why it failed or was skipped; for a failure with the remedy."""
+
+    check: str
+    measured: str
+    expected: str
+    verdict: Verdict = "ok"
+    reason: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the finding as plain data."""
+        return asdict(self)
+
+
+def judged(check: str, measured: str, expected: str, passes: bool, reason: str) -> Finding:
+    """A finding that is ok if it passes, and else failed for this reason."""
+    return Finding(check, measured, expected) if passes else Finding(check, measured, expected, "FAILED", reason)
+
+
+def skipped(check: str, reason: str) -> Finding:
+    """The finding of a check that does not apply here."""
+    return Finding(check, "", "", "skipped", reason)

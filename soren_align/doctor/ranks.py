@@ -1,0 +1,140 @@
+"""Collectives between processes of this machine: gloo on CPUs, NCCL on GPUs, right to the bit, and their bandwidth.
+
+A rank is a process of its own: python -m soren_align.doctor.ranks DEVICE FILE, with RANK and the like set.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .findings import Finding, Machine, judged, skipped
+
+NUM_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Of a tensor in float32."""
+NUM_ROUNDS = {"cpu": 5, "cuda": 10}
+RANKS_SECONDS = 50.0
+MAX_FLAG_SECONDS = 0.1
+"""For the small all-reduce of each training step; on one machine it takes less than 1 ms."""
+MIN_BANDWIDTH = 20e9
+"""Bytes per second between GPUs, of PCIe 4; NVLink reaches 250 to 350 GB/s on eight H100s."""
+
+
+def ranks(machine: Machine) -> Iterator[Finding]:
+    """Collectives of gloo, and of NCCL on each GPU."""
+    yield from _collectives("gloo", "cpu", max(2, machine.num_processes), machine.folder)
+    if machine.num_gpus:
+        yield from _collectives("NCCL", "cuda", min(machine.num_processes, machine.num_gpus), machine.folder)
+    else:
+        yield skipped("NCCL", "no GPUs")
+
+
+def _collectives(backend: str, device: str, num_ranks: int, folder: Path) -> Iterator[Finding]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env |= {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}
+    processes, output = [], folder / "ranks.json"
+    output.unlink(missing_ok=True)
+    for rank in range(num_ranks):
+        command = [sys.executable, "-m", "soren_align.doctor.ranks", device, str(output)]
+        own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True))
+    end, messages = time.monotonic() + RANKS_SECONDS, []
+    for rank, process in enumerate(processes):
+        try:
+            errors = process.communicate(timeout=max(0.1, end - time.monotonic()))[1]
+            if process.returncode:
+                lines = [line for line in errors.splitlines() if line.strip()] or [f"exit code {process.returncode}"]
+                messages.append(f"rank {rank}: {lines[-1]}")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            messages.append(f"rank {rank} did not end within {RANKS_SECONDS:.0f} s")
+    if messages or not output.is_file():
+        remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that connects the processes"
+        reason = f"{backend} fails between {num_ranks} processes ({messages[0]}); {remedy}"
+        yield Finding(f"{backend}, {num_ranks} processes", "an error", "results of each rank", "FAILED", reason)
+        return
+    results = json.loads(output.read_text())
+    output.unlink()
+    megabytes = f"{4 * NUM_ELEMENTS[device] / 1e6:.0f} MB"
+    for name in ("all_reduce", "all_to_all"):
+        bandwidth = results[name]["bytes_per_second"]
+        measured = f"{megabytes}, {bandwidth / 1e9:.3g} GB/s" if num_ranks > 1 else megabytes
+        is_slow = device == "cuda" and num_ranks > 1 and bandwidth < MIN_BANDWIDTH
+        problem = f"{name} of {backend} is slow: {bandwidth / 1e9:.1f} GB/s; look at nvidia-smi topo -m"
+        if not results[name]["is_right"]:
+            problem = f"{name} of {backend} returns wrong sums or elements; do not train with several processes"
+        expected = "exact" + (f", >= {MIN_BANDWIDTH / 1e9:.0f} GB/s" if device == "cuda" and num_ranks > 1 else "")
+        passes = results[name]["is_right"] and not is_slow
+        yield judged(f"{backend} {name}, {num_ranks} processes", measured, expected, passes, problem)
+    if device == "cpu":
+        seconds = results["flag_seconds"]
+        reason = f"a small all-reduce of gloo takes {1e3 * seconds:.0f} ms, and each step has one"
+        expected = f"< {1e3 * MAX_FLAG_SECONDS:.0f} ms"
+        yield judged("gloo latency", f"{1e3 * seconds:.2f} ms", expected, seconds < MAX_FLAG_SECONDS, reason)
+
+
+def main(arguments: list[str]) -> None:
+    """One rank. The first writes what all have measured."""
+    import torch
+    import torch.distributed as dist
+
+    from ..sharding.ranks import current_ranks, init_process_group
+
+    device, output = arguments
+    init_process_group(RANKS_SECONDS)
+    group = current_ranks()
+    num_ranks, numel = group.num_ranks, NUM_ELEMENTS[device] // group.num_ranks * group.num_ranks
+    # Small whole numbers: their sums are exact in any order.
+    index = torch.arange(numel, dtype=torch.int64) % 1000
+    results = {}
+    for name in ("all_reduce", "all_to_all"):
+        own = (index + group.rank).float().to(device)
+        if name == "all_reduce":
+            expected = num_ranks * index + num_ranks * (num_ranks - 1) // 2
+            share = 2 * (num_ranks - 1) / num_ranks
+        else:
+            part = index.view(num_ranks, -1)[group.rank]
+            expected = torch.cat([part + sender for sender in range(num_ranks)])
+            share = (num_ranks - 1) / num_ranks
+        received, seconds = torch.empty_like(own), []
+        for _ in range(1 + NUM_ROUNDS[device]):
+            received.copy_(own)
+            _synchronize(device)
+            group.barrier()
+            begin = time.perf_counter()
+            if name == "all_reduce":
+                dist.all_reduce(received)
+            else:
+                dist.all_to_all_single(received, own)
+            _synchronize(device)
+            seconds.append(time.perf_counter() - begin)
+        is_right = not group.any(not torch.equal(received.cpu(), expected.float()))
+        fastest = min(seconds[1:])
+        results[name] = {"is_right": is_right, "bytes_per_second": 4 * numel * share / fastest}
+    begin = time.perf_counter()
+    for _ in range(20):
+        group.any(False)
+    results["flag_seconds"] = (time.perf_counter() - begin) / 20
+    if group.is_first:
+        Path(output).write_text(json.dumps(results))
+    group.destroy()
+
+
+def _synchronize(device: str) -> None:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

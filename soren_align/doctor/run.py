@@ -1,0 +1,131 @@
+"""`soren-align doctor`: run all checks one after the other, print one table, and write doctor.json."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from ..core import files
+from ..core.errors import UserError
+from ..core.text import Table, Terminal, count, print_labelled, stderr_console, working
+from ..launch.environment import visible_gpus, without_ranks
+from ..run.folder import now
+from ..run.provenance import provenance
+from .checks import CHECKS
+from .findings import Finding, Machine, skipped
+
+RESULT, RUNS = "doctor.json", "runs"
+TOTAL_SECONDS, QUICK_SECONDS = 15 * 60.0, 3 * 60.0
+STOP_SECONDS = 20.0
+"""For a check's process, and the ranks that it started, to end after SIGTERM."""
+
+
+def doctor(num_processes: int | None, *, quick: bool, output: str) -> int:
+    """Check this machine; return the exit code: 0, or 1 if a check failed.
+
+    num_processes: None: one per GPU, or 2 without GPUs. output: a folder, best on the file system of future runs.
+    """
+    folder = Path(output).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be created ({error.strerror}); name another folder") from None
+    num_gpus = len(visible_gpus())
+    machine = Machine(folder, num_processes or num_gpus or 2, quick, num_gpus)
+    findings: list[Finding] = []
+    begin, console = time.monotonic(), stderr_console()
+    end = begin + (QUICK_SECONDS if quick else TOTAL_SECONDS)
+    with working(console, "Checking") as show:
+        for name, check in CHECKS.items():
+            show(f"Checking {name}")
+            limit = check.quick_seconds if quick else check.seconds
+            left = end - time.monotonic()
+            if not limit:
+                findings.append(skipped(name, "--quick leaves it out"))
+            elif left < 1:
+                findings.append(skipped(name, "the time is over"))
+            else:
+                findings += run_check(name, machine, min(limit, left))
+            _write_result(machine, findings, time.monotonic() - begin)
+    failures = [finding for finding in findings if finding.verdict == "FAILED"]
+    if not failures:
+        shutil.rmtree(folder / RUNS, ignore_errors=True)
+    rows = [[f.check, f.measured, f.expected, f.verdict] for f in findings]
+    signs = {"FAILED": ("bold red", "worse"), "ok": ("green", "better"), "skipped": ("dim", "")}
+    Terminal().print(Table(["check", "measured", "expected", "verdict"], rows, align="llll", signs=signs).rich())
+    for finding in findings:
+        if finding.reason:
+            print_labelled(console, finding.verdict, f"{finding.check}: {finding.reason}")
+    words = f"{count(len(failures), 'failure')} in {count(len(findings), 'line')}, {time.monotonic() - begin:.0f} s"
+    print_labelled(console, "done", f"{words}; {folder / RESULT}")
+    return int(bool(failures))
+
+
+def run_check(name: str, machine: Machine, seconds: float) -> list[Finding]:
+    """The findings of a check, run in a process of its own for at most so many seconds."""
+    file, log = machine.folder / f"{name}.jsonl".replace(" ", "_"), machine.folder / f"{name}.log".replace(" ", "_")
+    file.unlink(missing_ok=True)
+    values = json.dumps({**asdict(machine), "folder": str(machine.folder)})
+    command = [sys.executable, "-m", "soren_align.doctor.checks", name, str(file), values]
+    with log.open("w", encoding="utf-8") as stream:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment(), start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+            problem = f"its process ended with exit code {code}: {last_line(log)}" if code else ""
+        except subprocess.TimeoutExpired:
+            problem = f"it had not ended after {seconds:.0f} s; {log} has its output"
+        finally:
+            _stop(process)
+    findings = list(_read(file))
+    file.unlink(missing_ok=True)
+    if problem or not findings:
+        findings.append(Finding(name, "", "an end", "FAILED", problem or "it has no result"))
+    elif not any(finding.verdict == "FAILED" for finding in findings):
+        log.unlink()
+    return findings
+
+
+def environment() -> dict[str, str]:
+    """The environment of a check and of the processes that it starts: no launcher's, and this package importable."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    quiet = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15", "COLUMNS": "200"}
+    return {"HF_HUB_OFFLINE": "1"} | without_ranks(os.environ) | quiet | {"PYTHONPATH": path}
+
+
+def last_line(log: Path) -> str:
+    """The last line of an output that is not empty."""
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """End the processes of a check that are alive: SIGTERM first, with which torchrun ends its ranks."""
+    for number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
+        if process.poll() is not None and number == signal.SIGTERM:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+
+
+def _read(file: Path) -> Iterator[Finding]:
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        with suppress(ValueError):  # of a process that was killed while it wrote
+            yield Finding(**json.loads(line))
+
+
+def _write_result(machine: Machine, findings: Sequence[Finding], seconds: float) -> None:
+    content = {"time": now(), "seconds": round(seconds, 1), "processes": machine.num_processes, "quick": machine.quick}
+    content |= {"num_gpus": machine.num_gpus, **provenance(), "findings": [finding.as_json() for finding in findings]}
+    files.write(machine.folder / RESULT, json.dumps(content, indent=2) + "\n")
