@@ -23,7 +23,7 @@ NAVIGATION = {
         *("docs/data.md", "docs/evaluation.md", "docs/stats.md", "docs/comparison.md"),
         *("docs/distributed.md", "docs/runs.md"),
         *("recipes/qwen2.5-3b/README.md", "recipes/mistral-7b/README.md", "recipes/llama-c4/README.md"),
-        "recipes/studies/README.md",
+        *("recipes/qwen3-0.6b/README.md", "recipes/studies/README.md"),
     ],
     "Reference": [
         *("docs/recipe.md", "docs/commands.md", "docs/plan.md", "docs/metrics.md", "docs/models.md"),
