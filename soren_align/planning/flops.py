@@ -42,8 +42,9 @@ MEASURED_BLOCKS = (2, 3)
 PEAKS: dict[str, dict[str, float]] = {
     "H100": {"float32": 67e12, "tf32": 494e12, "float16": 989e12, "bfloat16": 989e12},
     "A100": {"float32": 19.5e12, "tf32": 156e12, "float16": 312e12, "bfloat16": 312e12},
+    "L40S": {"float32": 91.6e12, "tf32": 183e12, "float16": 362e12, "bfloat16": 362e12},
 }
-"""FLOP/s by the precision of the factors, dense, of the SXM modules' data sheets."""
+"""FLOP/s by the precision of the factors, dense, of NVIDIA's data sheets: SXM modules, and the L40S, a PCIe card."""
 UTILIZATION = 0.4
 """Of the peak, by models of billions of parameters: an assumption. The paper's 23 minutes for 5,000 steps of
 LLaMA-60M are 0.14 at most (recipes/llama-c4)."""

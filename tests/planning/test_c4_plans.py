@@ -12,6 +12,7 @@ from soren_align.core import shipped
 from soren_align.planning import offline
 from soren_align.planning import plan as planning
 from soren_align.planning.flops import PEAKS, UTILIZATION, Compute
+from soren_align.study.config import load_study
 
 pytestmark = pytest.mark.model
 SIZES = {  # parameters, steps; rates of soren, muon, htmuon, adamw
@@ -61,6 +62,21 @@ def test_the_rates_and_steps_are_the_papers(size):
         assert released.trainer["max_steps"] == {"350m": 10_000, "1b": 15_000}.get(size, steps)
 
 
+def test_the_papers_grids_have_the_rates_of_the_recipes_and_studies_that_search_all_of_them():
+    grids = json.loads((shipped.ROOT / "recipes/llama-c4/paper-grid.json").read_text())
+    assert grids["weight_decay"] == 0.1
+    assert {size: tuple(rates[name]["selected"] for name in OPTIMIZERS) for size, rates in grids["lr"].items()} == {
+        size: rates for size, (_, _, rates) in SIZES.items()
+    }
+    for size, rates in grids["lr"].items():
+        study = load_study(f"studies/llama-c4-{size}")
+        assert study.recipe == f"llama-c4/{size}-soren"
+        for name, rate in rates.items():
+            searched = study.space(name)["optimizer.lr"]
+            assert rate["selected"] in rate["grid"]
+            assert min(searched) <= min(rate["grid"]) <= max(rate["grid"]) <= max(searched)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_recipes_of_a_size_differ_in_optimizer_and_steps_alone(size):
     def rest(name):
@@ -107,6 +123,7 @@ def test_hours_are_of_the_passes_and_the_maps_each_at_its_precision(plan_of):
     assert plan["processes"]["map_precision"] == "float32"
     expected = 5_000 * (FLOPS_PER_STEP / of_passes + maps / of_maps) / 3600
     assert plan["compute"]["hours"]["H100"] == pytest.approx(expected)
+    assert plan["compute"]["hours"].keys() == {"H100", "A100", "L40S"}  # the paper's 350M and 1B ran on L40S
     svd, adamw = (plan_of(f"llama-c4/60m-{name}")["compute"] for name in ("htmuon", "adamw"))
     assert svd["hours"] == adamw["hours"]
     assert (svd["maps_are_counted"], adamw["maps_are_counted"]) == (False, True)
