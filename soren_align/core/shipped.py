@@ -112,5 +112,19 @@ def suite_hint(name: str) -> str:
 
 def published() -> dict[str, Path]:
     """Return every shipped table of published scores by name, e.g. {'paper/sft': .../eval/paper/sft.yaml}, sorted."""
+    return {name: file for name, file in _tables() if not _has_models(file)}
+
+
+def perplexities() -> dict[str, Path]:
+    """Return every shipped table of published perplexities by name: {'paper/pretraining': ...}, sorted."""
+    return {name: file for name, file in _tables() if _has_models(file)}
+
+
+def _tables() -> Iterator[tuple[str, Path]]:
     files = sorted((ROOT / "eval").glob("*/*.yaml"))
-    return {f"{f.parent.name}/{f.stem}": f for f in files if not (f.parent / "suite.yaml").exists()}
+    yield from ((f"{f.parent.name}/{f.stem}", f) for f in files if not (f.parent / "suite.yaml").exists())
+
+
+def _has_models(file: Path) -> bool:
+    """Whether a table has perplexities of models, and not scores of a suite."""
+    return "\nmodels:" in file.read_text(encoding="utf-8")

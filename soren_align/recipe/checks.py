@@ -21,6 +21,7 @@ from ..tasks import BENCHMARK, TASKS
 from .data_files import STDLIB, STDLIB_SPLITS, data_problems, first_line_problems, is_test_split
 from .model import adapter_config, attention_problems, is_adapter, is_local, recorded_quantization
 from .parallel import Parallel, parallel
+from .perplexities import published_problems
 from .schema import Quantize, trains_others
 
 PROMPT_FILES = (".txt", ".jsonl")
@@ -130,6 +131,9 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
     raw.problems += [(("eval", key), message) for key, message in evaluation_problems(settings)]
     benchmark = {key: raw.path("run", "benchmark", key) for key in ("suite", "data_root")}
     raw.problems += [(("run", "benchmark", key), message) for key, message in evaluation_problems(benchmark)]
+    if table := raw.path("run", "published", "table"):
+        problems = published_problems(table, raw.text("run", "published", "model"), raw.text("task"))
+        raw.problems += [(("run", "published", *key), message) for key, message in problems]
     return [*raw.problems, *raw.no_paths.items()]
 
 

@@ -257,6 +257,16 @@ class Model(Section):
     on quantized weights, null means the same quantization."""
 
 
+class Published(Section):
+    """Published perplexities of a model, printed below the validation perplexity of a pre-training. They have no effect
+    on the run and are never compared with it, because the runs behind them are not ours."""
+
+    table: Annotated[str, Field(min_length=1)]
+    """The name of a shipped table, `paper/pretraining`, or a YAML file of the same form."""
+    model: Annotated[str, Field(min_length=1)]
+    """The name of the model in the table, such as `LLaMA-60M`."""
+
+
 class Run(Section):
     """The run folder and the behaviour of the run."""
 
@@ -305,6 +315,8 @@ class Run(Section):
     perturb: Perturb | None = None
     """Change the starting weights by as much as rounding does, to get another result of the same training. null: do
     not change the starting weights."""
+    published: Published | None = None
+    """Published perplexities to print after a pre-training."""
     offline: bool = False
     """Never contact the Hugging Face hub."""
 

@@ -15,6 +15,7 @@ from ..core.text import print_labelled
 from ..data import start_margins
 from ..optim import route, routing_table, share_notices, spectral_share
 from ..recipe import Recipe, batch_unit, global_batch, recipe_hash
+from ..recipe.perplexities import describe_published, load_perplexities
 from ..run.folder import RunFolder, read_metrics
 from ..run.preferences import describe_preferences, log_probability_changes, sample_changes
 from ..run.provenance import fingerprint
@@ -227,6 +228,9 @@ def report_result(
     if validation := result.get("validation"):
         text = f"validation perplexity {validation['perplexity']:.2f}, on {validation['num_tokens']:,} tokens"
         lines.append(f"{text} (loss {validation['loss']:.4f})")
+        if published := recipe.run.published:
+            with suppress(UserError, KeyError):  # a file that has changed since the recipe was checked
+                lines += describe_published(load_perplexities(published.table), published.model)
     if result["relative_change"] < SMALL_CHANGE:
         lines.append(f"the weight matrices changed by {100 * result['relative_change']:.3g}% of their norm")
     for line in lines:

@@ -1,0 +1,73 @@
+"""Published perplexities, such as eval/paper/pretraining.yaml: shown after a pre-training, and never compared."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ..core import shipped
+from ..core.document import Section, parse
+from ..core.errors import UserError, did_you_mean
+from ..core.files import read_text
+
+
+class PublishedModel(Section):
+    """The runs of one model."""
+
+    perplexities: Annotated[dict[str, Annotated[float, Field(gt=1, allow_inf_nan=False)]], Field(min_length=1)]
+    """By optimizer."""
+    num_batches: Annotated[int, Field(ge=1)] | None = None
+    """N of a validation loop that divides the sum of N losses by N + 1. null: unknown, or the loop is right."""
+
+    def corrected(self) -> dict[str, float]:
+        """The perplexities of the sum divided by N; empty if N is unknown."""
+        n = self.num_batches
+        return {name: value ** ((n + 1) / n) for name, value in self.perplexities.items()} if n else {}
+
+
+class PublishedPerplexities(Section):
+    """One published table."""
+
+    source: str
+    """Authors and publication."""
+    data: str
+    """The documents of the perplexities."""
+    models: Annotated[dict[str, PublishedModel], Field(min_length=1)]
+    """By name."""
+
+
+def load_perplexities(name_or_path: str) -> PublishedPerplexities:
+    """Read a shipped table ('paper/pretraining') or a YAML file of the same form. Raises UserError with all errors."""
+    known = shipped.perplexities()
+    path = known.get(name_or_path) or shipped.resolve(name_or_path)
+    if not path.is_file():
+        hint = did_you_mean(name_or_path, known, f"write {', '.join(known)}, or the path of a file")
+        raise UserError(f"there is no table of published perplexities {name_or_path!r}{hint}")
+    form = f"is no mapping; write the keys {', '.join(PublishedPerplexities.model_fields)}"
+    return parse(read_text(path), str(path), form).validated(PublishedPerplexities)
+
+
+def published_problems(table: str, model: str | None, task: str | None) -> list[tuple[tuple[str, ...], str]]:
+    """(key below run.published, message) of each problem of the section."""
+    if task != "pretrain":
+        return [((), "only a pre-training reports a perplexity; remove this section")]
+    try:
+        models = load_perplexities(table).models
+    except UserError as error:
+        return [(("table",), problem) for problem in error.problems]
+    if model is None or model in models:
+        return []
+    hint = did_you_mean(model, models, f"write one of {', '.join(models)}")
+    return [(("model",), f"{table} has no model {model!r}{hint}")]
+
+
+def describe_published(table: PublishedPerplexities, model: str) -> list[str]:
+    """Return the lines of a model: the perplexities, those corrected for the loop's division, and the source."""
+    runs = table.models[model]
+    lines = [f"published for {model} on {table.data}, not compared: {_listed(runs.perplexities)}"]
+    if n := runs.num_batches:
+        lines.append(f"corrected, if their loop divided {n} losses by {n + 1}: {_listed(runs.corrected())}")
+    return [*lines, table.source]
+
+
+def _listed(perplexities: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.2f}" for name, value in perplexities.items())
