@@ -221,7 +221,9 @@ def _print_processes(section: dict[str, Any], console: Console) -> None:
     if is_alone:
         return
     busiest = f"{with_prefix(flops['busiest_rank'], 'FLOP')}, " if flops else ""
-    write("", f"maps of the busiest rank: {busiest}{section['max_over_mean_flops']:.3f} x the mean")
+    waits = section["num_exchanged_matrices"] and section["parallel"] != "DDP"
+    rank = "busiest rank in each bucket" if waits else "busiest rank"
+    write("", f"maps of the {rank}: {busiest}{section['max_over_mean_flops']:.3f} x the mean")
     write("", f"matrices exchanged between ranks: {section['num_exchanged_matrices']:,}")
     if section["num_exchanged_matrices"]:
         largest, mean = (with_prefix(section["bytes_sent"][key], "B") for key in ("max", "mean"))

@@ -16,7 +16,7 @@ from ..optim.layout import default_workspace_mb
 from ..recipe import Recipe, as_adamw, compute_dtype, trains_adapter
 from ..recipe.parallel import accumulation, global_batch, parallel, trainer_value
 from ..sharding.layout import flat_partitions, parameter_slices, replicas, row_blocks, split_weights
-from ..sharding.plan import BUCKET_MB, ExchangePlan, elements_sent, flops_per_rank, make_exchange_plan
+from ..sharding.plan import BUCKET_MB, ExchangePlan, elements_sent, make_exchange_plan, map_flops, schedule_flops
 from ..spectral import num_workspace_numbers
 from ..tasks import TASKS
 from .flops import Compute
@@ -39,7 +39,8 @@ class StepCost:
     """The cost of one optimizer step.
 
     num_matrices: with a spectral map. num_exchanged: those that their owner rank gathers, or sends to other ranks.
-    max_over_mean_flops: map FLOPs of the busiest rank over the mean of all ranks; None without matrices.
+    max_over_mean_flops: map FLOPs of the busiest rank in each bucket, summed, over the mean of all ranks; None without
+        matrices. See `sharding.plan.schedule_flops`.
     flops_busiest_rank, flops_all_ranks: of the maps; None where the map is a decomposition, or where there is none.
     bytes_sent_max, bytes_sent_mean: over the ranks, by the exchange of matrices. The communication of gradients and
         gathered weights belongs to DDP, ZeRO or FSDP2 and is the same with any optimizer.
@@ -81,7 +82,7 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
     ]
 
     flops = [_map_flops(plan, rank) for plan in plans]
-    busiest, total = sum(map(max, flops)), sum(map(sum, flops))
+    busiest, total = sum(map(schedule_flops, plans, flops)), sum(map(sum, flops))
     has_elements = getattr(rank.optimizer, "second_moment", None) == "elements"
     # Replicas get their owner's second moments too. (A number per row is not counted.)
     itemsize = FLOAT32 * (2 if has_elements and rank.parallel.kind == "ddp" else 1)
@@ -108,14 +109,15 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
 
 
 def _map_flops(plan: ExchangePlan, rank: Rank) -> Sequence[int]:
-    """By rank; for a decomposition those of the default map, by which owner ranks are assigned."""
+    """Of each weight; for a decomposition those of the default map, by which owner ranks are assigned."""
     spectral_map, settings = rank.optimizer.spectral_map, rank.optimizer.map_settings
     if not spectral_map or not spectral_map.flops:
-        return flops_per_rank(plan.layout, plan.owners)
-    flops = [0] * plan.layout.num_ranks
-    for matrix, owner in zip(plan.layout.weights, plan.owners, strict=True):
-        precision = rank.optimizer.map_precision(min(matrix.map_shape), not rank.on_cpu)
-        flops[owner] += matrix.num_matrices * (spectral_map.num_flops(*matrix.map_shape, precision, **settings) or 0)
+        return [map_flops(weight) for weight in plan.layout.weights]
+    flops = []
+    for weight in plan.layout.weights:
+        precision = rank.optimizer.map_precision(min(weight.map_shape), not rank.on_cpu)
+        of_one = spectral_map.num_flops(*weight.map_shape, precision, **settings) or 0
+        flops.append(weight.num_matrices * of_one)
     return flops
 
 

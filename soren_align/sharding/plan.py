@@ -6,7 +6,7 @@ computes the same plan from the same layout, which its fingerprint verifies.
 """
 
 import hashlib
-from collections import defaultdict
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -49,34 +49,73 @@ def make_exchange_plan(layout: Layout, bucket_mb: float = BUCKET_MB, itemsize: i
     A rank whose next matrix alone needs more has that one matrix and no other in the bucket.
     """
     owners = assign_owners(layout)
-    weights, at_owner = layout.weights, set()
-    for index, (weight, owner) in enumerate(zip(weights, owners, strict=True)):
-        if layout.num_ranks == 1 or all(shard.rank == owner for shard in weight.shards):
-            at_owner.add(index)
-    # The first matrix of each owner, then the second of each, so that all owners have work in every bucket. An owner's
-    # matrices come largest first and by shape, so that those of a bucket can be mapped together.
-    queues: dict[int, list[int]] = defaultdict(list)
-    for index in sorted(range(len(weights)), key=lambda i: (-weights[i].numel, weights[i].shape, i)):
-        if index not in at_owner:
-            queues[owners[index]].append(index)
-    turns = sorted((turn, owner, i) for owner, queue in queues.items() for turn, i in enumerate(queue))
+    local = tuple(
+        index
+        for index, (weight, owner) in enumerate(zip(layout.weights, owners, strict=True))
+        if layout.num_ranks == 1 or all(shard.rank == owner for shard in weight.shards)
+    )
+    max_numel = max(1, int(bucket_mb * 2**20 / itemsize))
+    return ExchangePlan(layout, owners, local, _buckets(layout, owners, local, max_numel))
 
-    buckets: list[list[int]] = []
-    used: list[int] = []
-    for _, owner, index in turns:
+
+def _buckets(
+    layout: Layout, owners: Sequence[int], local: Sequence[int], max_numel: int
+) -> tuple[tuple[int, ...], ...]:
+    """Buckets of at most `max_numel` elements per rank, of the matrices that are not local, with the least waiting.
+
+    In each bucket all ranks wait for the busiest one. So the matrices are put in the order in which their maps would
+    begin if no rank waited, in FLOPs. At the end of a bucket, ranks then wait from the next begin in this order to the
+    latest end before it. The sum of these times is the smallest possible in this order; among equal ones the number
+    of buckets is. For matrices of one shape, every owner has as many of them in each bucket as the others.
+    """
+    weights = layout.weights
+    flops = [0] * layout.num_ranks
+    for index in local:
+        flops[owners[index]] += map_flops(weights[index])
+    latest, maps = max(flops), []
+    # Largest first and by shape, so that those of a bucket can be mapped together.
+    for index in sorted(
+        set(range(len(weights))).difference(local), key=lambda i: (-weights[i].numel, weights[i].shape, i)
+    ):
+        begin, owner = flops[owners[index]], owners[index]
+        flops[owner] += map_flops(weights[index])
+        maps.append((begin, owner, flops[owner], index))
+    maps.sort()
+
+    needs: list[dict[int, int]] = []  # elements of each matrix that a rank sends or receives
+    for _, owner, _, index in maps:
         if layout.replicated:
             need = {owner: weights[index].numel}
-        else:  # elements that a rank sends or receives
+        else:
             need = {shard.rank: shard.numel for shard in weights[index].shards if shard.rank != owner}
             need[owner] = sum(need.values())
-        most = int(bucket_mb * 2**20 / itemsize)
-        if not buckets or any(used[rank] and used[rank] + numel > most for rank, numel in need.items()):
-            buckets.append([])
-            used = [0] * layout.num_ranks
-        buckets[-1].append(index)
-        for rank, numel in need.items():
-            used[rank] += numel
-    return ExchangePlan(layout, owners, tuple(sorted(at_owner)), tuple(map(tuple, buckets)))
+        needs.append({rank: min(numel, max_numel) for rank, numel in need.items()})  # a larger one is alone there
+
+    # After so many maps: the least sum of waiting times, the number of buckets, and the first map of the last bucket.
+    ends = [(0, 0, 0)]
+    begins = deque([0])  # of a bucket that ends here, the best first: the minimum of a sliding window
+    first, numels = 0, [0] * layout.num_ranks
+    for number, (_, _, end, _) in enumerate(maps, start=1):
+        for rank, numel in needs[number - 1].items():
+            numels[rank] += numel
+        while any(numels[rank] > max_numel for rank in needs[number - 1]):
+            for rank, numel in needs[first].items():
+                numels[rank] -= numel
+            first += 1
+        while begins[0] < first:
+            begins.popleft()
+        latest = max(latest, end)
+        waiting, num_buckets, _ = ends[begins[0]]
+        waiting += latest - maps[number][0] if number < len(maps) else 0
+        ends.append((waiting, num_buckets + 1, begins[0]))
+        while begins and ends[begins[-1]] > ends[-1]:
+            begins.pop()
+        begins.append(number)
+    buckets, number = [], len(maps)
+    while number:
+        buckets.append(tuple(index for *_, index in maps[ends[number][2] : number]))
+        number = ends[number][2]
+    return tuple(reversed(buckets))
 
 
 def assign_owners(layout: Layout) -> tuple[int, ...]:
@@ -94,10 +133,10 @@ def assign_owners(layout: Layout) -> tuple[int, ...]:
             shared.append(index)
         else:
             owners[index] = weight.shards[0].rank if weight.shards else 0  # an empty matrix has no map
-            flops[owners[index]] += _cost(weight)
-    for index in sorted(shared, key=lambda i: (-_cost(layout.weights[i]), i)):
+            flops[owners[index]] += map_flops(weight)
+    for index in sorted(shared, key=lambda i: (-map_flops(layout.weights[i]), i)):
         weight = layout.weights[index]
-        cost, largest = _cost(weight), max(f.numel for f in weight.shards) or 1  # 0: an empty matrix
+        cost, largest = map_flops(weight), max(f.numel for f in weight.shards) or 1  # 0: an empty matrix
         _, owner = min((flops[f.rank] + cost * (1 - f.numel / largest), f.rank) for f in weight.shards)
         owners[index] = owner
         flops[owner] += cost
@@ -108,8 +147,26 @@ def flops_per_rank(layout: Layout, owners: Sequence[int]) -> list[int]:
     """Floating-point operations of a step's maps, by rank."""
     flops = [0] * layout.num_ranks
     for weight, owner in zip(layout.weights, owners, strict=True):
-        flops[owner] += _cost(weight)
+        flops[owner] += map_flops(weight)
     return flops
+
+
+def schedule_flops(plan: ExchangePlan, flops: Sequence[int]) -> int:
+    """FLOPs of the busiest rank in each bucket, summed: a step's time if all ranks wait for it there.
+
+    flops: of the maps of each weight. The local matrices are mapped while the first bucket is gathered, so they count
+    with it. Replicas wait for each other only at the end. An upper bound: in fact a rank can be a bucket ahead.
+    """
+    phases = [[*plan.local, *(plan.buckets[0] if plan.buckets else ())], *plan.buckets[1:]]
+    if plan.layout.replicated:
+        phases = [range(len(flops))]
+    total = 0
+    for indices in phases:
+        by_rank = [0] * plan.layout.num_ranks
+        for index in indices:
+            by_rank[plan.owners[index]] += flops[index]
+        total += max(by_rank)
+    return total
 
 
 def elements_sent(layout: Layout, owners: Sequence[int]) -> list[int]:
@@ -130,11 +187,11 @@ def elements_sent(layout: Layout, owners: Sequence[int]) -> list[int]:
     return sent
 
 
-def _cost(weight: ShardedWeight) -> int:
+def map_flops(weight: ShardedWeight) -> int:
+    """Floating-point operations of the default map of a weight's matrices, in float32; other maps scale much alike."""
     return weight.num_matrices * _map_flops(*sorted(weight.map_shape))
 
 
 @cache
 def _map_flops(num_rows: int, num_columns: int) -> int:
-    # Those of the default map: the other maps scale with the shape in much the same way.
     return MINIMAX.num_flops(num_rows, num_columns) or 0 if num_rows else 0

@@ -12,7 +12,7 @@ from soren_align.recipe.parallel import NAMES
 from soren_align.sharding.plan import BUCKET_MB
 from tests.support import deepspeed_memory as observed
 from tests.support import toy_jobs as jobs
-from tests.support.mistral_shapes import MISTRAL_7B
+from tests.support.model_shapes import MISTRAL_7B
 from tests.support.toy import NUM_STEPS, Run
 
 SHAPES = {"a": (4, 6), "b": (3, 5)}  # 39 numbers; with 10 others 49

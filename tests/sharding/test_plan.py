@@ -17,7 +17,7 @@ from soren_align.sharding import (
     replicas,
     row_blocks,
 )
-from tests.support.mistral_shapes import BLOCK, MISTRAL_7B
+from tests.support.model_shapes import BLOCK, MISTRAL_7B
 
 BUILDERS = [replicas, flat_partitions, parameter_slices, row_blocks]
 
