@@ -124,23 +124,50 @@ def assign_owners(layout: Layout) -> tuple[int, ...]:
     A matrix that lies whole on one rank is owned by it. The others, most expensive first, go to the rank with the least
     FLOPs among those that hold a shard. For this choice the missing share of the matrix is added to a rank's FLOPs:
     the rank with the largest shard is preferred, unless it has more to do by that much. Ties go to the lowest rank.
+    In the end the busiest rank passes matrices on, where that saves 1% of its FLOPs.
     """
-    owners: dict[int, int] = {}
-    flops = [0.0] * layout.num_ranks
-    shared = []
-    for index, weight in enumerate(layout.weights):
-        if len(weight.shards) > 1:
-            shared.append(index)
-        else:
+    weights, owners = layout.weights, dict[int, int]()
+    flops = [0] * layout.num_ranks
+    shared: list[list[int]] = [[] for _ in flops]  # by owner: its matrices that another rank could own
+    for index, weight in enumerate(weights):
+        if len(weight.shards) <= 1:
             owners[index] = weight.shards[0].rank if weight.shards else 0  # an empty matrix has no map
             flops[owners[index]] += map_flops(weight)
-    for index in sorted(shared, key=lambda i: (-map_flops(layout.weights[i]), i)):
-        weight = layout.weights[index]
-        cost, largest = map_flops(weight), max(f.numel for f in weight.shards) or 1  # 0: an empty matrix
-        _, owner = min((flops[f.rank] + cost * (1 - f.numel / largest), f.rank) for f in weight.shards)
+    for index in sorted(set(range(len(weights))).difference(owners), key=lambda i: (-map_flops(weights[i]), i)):
+        cost, shards = map_flops(weights[index]), weights[index].shards
+        largest = max(shard.numel for shard in shards) or 1  # 0: an empty matrix
+        _, owner = min((flops[f.rank] + cost * (1 - f.numel / largest), f.rank) for f in shards)
         owners[index] = owner
         flops[owner] += cost
-    return tuple(owners[index] for index in range(len(layout.weights)))
+        shared[owner].append(index)
+
+    # Under ZeRO 1 and 2 a matrix lies on two ranks, so that the next rank must often pass one on itself: a search for
+    # the shortest chain whose ranks all stay below `limit`. Under ZeRO 3 there is rarely one.
+    while True:
+        busiest = max(range(layout.num_ranks), key=flops.__getitem__)
+        limit = 0.99 * flops[busiest]
+        gains: dict[int, int | None] = {busiest: None}  # the matrix that each rank of a chain would get
+        chain, last = [busiest], None
+        for rank in chain:
+            gain = gains[rank]
+            total = flops[rank] + (0 if gain is None else map_flops(weights[gain]))
+            if total < limit:
+                last = rank
+                break
+            for index in shared[rank]:
+                for shard in weights[index].shards if total - map_flops(weights[index]) < limit else ():
+                    if shard.rank not in gains:
+                        gains[shard.rank] = index
+                        chain.append(shard.rank)
+        if last is None:
+            return tuple(owners[index] for index in range(len(weights)))
+        while (index := gains[last]) is not None:
+            owner, owners[index] = owners[index], last
+            shared[owner].remove(index)
+            shared[last].append(index)
+            flops[owner] -= map_flops(weights[index])
+            flops[last] += map_flops(weights[index])
+            last = owner
 
 
 def flops_per_rank(layout: Layout, owners: Sequence[int]) -> list[int]:
