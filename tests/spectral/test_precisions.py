@@ -79,6 +79,24 @@ def test_factors_of_8_bits_are_beyond_it(resolution):
     assert distance(matrix(sigma, (256, 256)), "bfloat16", resolution) > LIMIT
 
 
+@pytest.mark.parametrize("resolution", SIGN)
+@pytest.mark.parametrize(("spectrum", "is_within"), [("1/i", True), ("rank m/8", False), ("rank one", False)])
+def test_an_input_of_11_bits_is_beyond_it_for_low_ranks_and_an_output_is_not(resolution, spectrum, is_within):
+    """So ranks send float32, though an output of float16 would do."""
+    x = matrix(SPECTRA[spectrum](torch.arange(1.0, 257, dtype=torch.float64)), (256, 256))
+    wanted = minimax_sigmoid(x, resolution=resolution)
+
+    def error(output):
+        return ((output - wanted).norm() / wanted.norm()).item()
+
+    def to_11_bits(numbers):
+        return (numbers * 2.0**14).half().float() / 2.0**14  # into the range of float16
+
+    assert error(to_11_bits(minimax_sigmoid(x, resolution=resolution, precision="float16"))) < LIMIT
+    narrow = minimax_sigmoid(to_11_bits(x), resolution=resolution, precision="float16")
+    assert (error(narrow) < LIMIT) == is_within
+
+
 @pytest.mark.parametrize("scale", [1e-12, 1e-3, 1e4])
 def test_narrow_factors_do_not_leave_their_range(scale):
     x = matrix(SPECTRA["1/i"](torch.arange(1.0, 97, dtype=torch.float64)), (96, 128)) * scale
