@@ -28,7 +28,7 @@ NAVIGATION = {
     "Reference": [
         *("docs/recipe.md", "docs/commands.md", "docs/plan.md", "docs/metrics.md", "docs/models.md"),
         *("docs/library.md", "docs/hosts.md"),
-        *("docs/environment.md", "docs/support.md", "docs/reliability.md"),
+        *("docs/doctor.md", "docs/environment.md", "docs/support.md", "docs/reliability.md"),
     ],
     "Science": [
         *("docs/optimizers.md", "docs/studies/README.md", "docs/studies/optimizers.md", "docs/studies/spectra.md"),

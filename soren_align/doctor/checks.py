@@ -36,7 +36,11 @@ CHECKS = {
     "file system": Check("system.file_system", 60, 30),
     "ranks": Check("ranks.ranks", 120, 60),
     "maps": Check("maps.maps", 180, 90),
-    "parity": Check("trainings.parity", 480, 150),
+    "times": Check("times.times", 120, 40),
+    "parity": Check("trainings.parity", 540, 150),
+    "DPO": Check("trainings.dpo", 120, 60),
+    "memory": Check("trainings.memory", 180, 0),
+    "interruptions": Check("interruptions.interruptions", 300, 0),
 }
 """In the order in which they run: what others need comes first."""
 

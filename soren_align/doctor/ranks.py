@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .findings import Finding, Machine, judged, skipped
 
@@ -64,16 +65,21 @@ def _collectives(backend: str, device: str, num_ranks: int, folder: Path) -> Ite
         return
     results = json.loads(output.read_text())
     output.unlink()
+    yield from judged_results(backend, device, num_ranks, results)
+
+
+def judged_results(backend: str, device: str, num_ranks: int, results: dict[str, Any]) -> Iterator[Finding]:
+    """The findings of what the first rank has written."""
     megabytes = f"{4 * NUM_ELEMENTS[device] / 1e6:.0f} MB"
+    has_bandwidth = device == "cuda" and num_ranks > 1
+    expected = "exact" + (f", >= {MIN_BANDWIDTH / 1e9:.0f} GB/s" if has_bandwidth else "")
     for name in ("all_reduce", "all_to_all"):
-        bandwidth = results[name]["bytes_per_second"]
+        is_right, bandwidth = results[name]["is_right"], results[name]["bytes_per_second"]
         measured = f"{megabytes}, {bandwidth / 1e9:.3g} GB/s" if num_ranks > 1 else megabytes
-        is_slow = device == "cuda" and num_ranks > 1 and bandwidth < MIN_BANDWIDTH
         problem = f"{name} of {backend} is slow: {bandwidth / 1e9:.1f} GB/s; look at nvidia-smi topo -m"
-        if not results[name]["is_right"]:
+        if not is_right:
             problem = f"{name} of {backend} returns wrong sums or elements; do not train with several processes"
-        expected = "exact" + (f", >= {MIN_BANDWIDTH / 1e9:.0f} GB/s" if device == "cuda" and num_ranks > 1 else "")
-        passes = results[name]["is_right"] and not is_slow
+        passes = is_right and not (has_bandwidth and bandwidth < MIN_BANDWIDTH)
         yield judged(f"{backend} {name}, {num_ranks} processes", measured, expected, passes, problem)
     if device == "cpu":
         seconds = results["flag_seconds"]

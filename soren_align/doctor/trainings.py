@@ -1,55 +1,77 @@
-"""Trainings of the quickstart's model by the command itself: parity of the sharding strategies.
+"""Trainings of the quickstart's model by the command itself: parity of the sharding strategies, and DPO's first step.
 
 Each is a process of its own: python -m soren_align sft quickstart/sft --set ...
 """
 
+import json
+import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 
+from ..core import shipped
 from .findings import Finding, Machine, judged, skipped
 
 TOLERANCE = 2e-6
 """float32, ten steps: other sums over ranks, magnified by the map's slope at zero (docs/studies/parity.md)."""
-NUM_STEPS = 10
+NUM_STEPS, PER_DEVICE = 10, 4
 SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
 QUICK = ("zero2", "fsdp2")
+DPO_LOSS = 1e-3
+"""The largest difference of DPO's first loss from ln 2, and of its rewards from 0: float32 has 1e-6."""
 
 
 class TrainingError(Exception):
     """A training that ended with another exit code than 0: the message is the last line of its output."""
 
 
-def settings(machine: Machine, num_ranks: int, folder: Path) -> list[str]:
-    """Those of all trainings: the same examples in each step on any number of processes, clipped, in float32."""
-    texts = [f"run.output_dir={folder}", "run.overwrite=true", f"trainer.max_steps={NUM_STEPS}"]
-    texts += [f"run.global_batch_size={4 * num_ranks}", "trainer.per_device_train_batch_size=2", "data.eval=null"]
+def ranks_of(machine: Machine) -> int:
+    """The processes of a training: no more than one per GPU."""
+    return min(machine.num_processes, machine.num_gpus) if machine.num_gpus else machine.num_processes
+
+
+def command(machine: Machine, name: str, *more: str, processes: int = 1, task: str = "sft") -> list[str]:
+    """The words of a training: the same examples in each step on any number of processes, clipped, in float32.
+
+    more: further settings, which replace these.
+    """
+    texts = [f"run.output_dir={folder_of(machine, name)}", f"trainer.max_steps={NUM_STEPS}", "data.eval=null"]
+    # At least 32 examples: fewer leave matrices of low rank, of which the map magnifies the rounding.
+    divisor = PER_DEVICE * ranks_of(machine)
+    texts += [f"run.global_batch_size={-(-32 // divisor) * divisor}"]
+    texts += [f"trainer.per_device_train_batch_size={PER_DEVICE}"]
     texts += ["trainer.eval_strategy=no", "trainer.save_strategy=no", "trainer.logging_steps=1"]
     texts += ["trainer.warmup_steps=0", "trainer.lr_scheduler_type=constant", "optimizer.precision=float32"]
-    return texts + (["trainer.use_cpu=false", "run.num_threads=null"] if machine.num_gpus else [])
+    texts += ["trainer.use_cpu=false", "run.num_threads=null"] if machine.num_gpus else []
+    words = [sys.executable, "-m", "soren_align", task, f"quickstart/{task}", "--no-eval"]
+    words += [word for text in (*texts, *more) for word in ("--set", text)]
+    return [*words, "--processes", str(processes)]
 
 
-def train(name: str, machine: Machine, num_ranks: int, *more: str, processes: int = 1, task: str = "sft") -> Path:
-    """Train and return the run's folder. num_ranks: of the global batch. Raises TrainingError."""
-    folder = machine.folder / "runs" / name
-    texts = [*settings(machine, num_ranks, folder), *more]
-    command = [sys.executable, "-m", "soren_align", task, f"quickstart/{task}", "--no-eval"]
-    command += [word for text in texts for word in ("--set", text)]
-    command += ["--processes", str(processes)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+def folder_of(machine: Machine, name: str) -> Path:
+    """The folder of a run."""
+    return machine.folder / "runs" / name
+
+
+def train(machine: Machine, name: str, *more: str, processes: int = 1, task: str = "sft") -> Path:
+    """Train from the start and return the run's folder. Raises TrainingError."""
+    words = command(machine, name, "run.overwrite=true", *more, processes=processes, task=task)
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     sys.stderr.write(done.stderr)
     if done.returncode:
-        raise TrainingError(last_words(done.stderr, done.returncode))
-    return folder
+        raise TrainingError(f"exit code {done.returncode}: {last_line(done.stderr)}")
+    return folder_of(machine, name)
 
 
-def last_words(errors: str, code: int) -> str:
-    """The last line of a training's output that is not empty."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    return f"exit code {code}: {lines[-1] if lines else 'no output'}"[:600]
+def last_line(text: str) -> str:
+    """The last line that is not empty."""
+    return next((line.strip()[:600] for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 
 def furthest(a: Path, b: Path) -> float:
@@ -61,33 +83,110 @@ def furthest(a: Path, b: Path) -> float:
 
 def parity(machine: Machine) -> Iterator[Finding]:
     """Ten steps under each sharding strategy, against one process."""
-    num_ranks = min(machine.num_processes, machine.num_gpus) if machine.num_gpus else machine.num_processes
-    alone = train("alone", machine, num_ranks)
+    num_ranks = ranks_of(machine)
+    alone = train(machine, "alone")
     strategies: Sequence[str] = SHARDED if num_ranks == 1 else ("ddp", *SHARDED)
-    for strategy in strategies:
-        name = f"parity {strategy}, {num_ranks} {'process' if num_ranks == 1 else 'processes'}"
+    runs = [(strategy, num_ranks) for strategy in strategies]
+    runs += [("zero2", 1)] if num_ranks > 1 and not machine.quick else []
+
+    def finding(run: tuple[str, int]) -> Finding:
+        strategy, processes = run
+        name = parity_name(strategy, processes)
         if machine.quick and strategy not in QUICK:
-            yield skipped(name, "--quick leaves it out")
-        elif strategy == "fsdp2" and not machine.num_gpus:
-            yield skipped(name, "FSDP2 needs GPUs")
-        else:
-            yield compared(name, strategy, machine, num_ranks, num_ranks, alone)
+            return skipped(name, "--quick leaves it out")
+        if strategy == "fsdp2" and not machine.num_gpus:
+            return skipped(name, "FSDP2 needs GPUs")
+        return compared(machine, strategy, processes, alone)
+
+    # These times do not count, and most of each is the import of libraries, by one core per process.
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // (2 * num_ranks))) as pool:
+        yield from pool.map(finding, runs)
     if num_ranks == 1:
-        yield skipped("parity ddp", "one GPU")
-    elif not machine.quick:
-        yield compared("parity zero2, 1 process", "zero2", machine, num_ranks, 1, alone)
+        yield skipped("parity ddp", "one process")
 
 
-def compared(name: str, strategy: str, machine: Machine, num_ranks: int, processes: int, alone: Path) -> Finding:
-    """The finding of one strategy."""
-    expected = f"<= {TOLERANCE:g} from one process"
+def parity_name(strategy: str, processes: int) -> str:
+    """The name of a line."""
+    return f"parity {strategy}, {processes} {'process' if processes == 1 else 'processes'}"
+
+
+def compared(machine: Machine, strategy: str, processes: int, alone: Path) -> Finding:
+    """The finding of one strategy, against the run of one process."""
+    name, expected = parity_name(strategy, processes), f"<= {TOLERANCE:g} from one process"
     try:
-        run = train(f"{strategy}-{processes}", machine, num_ranks, f"run.parallel={strategy}", processes=processes)
+        run = train(machine, f"{strategy}-{processes}", f"run.parallel={strategy}", processes=processes)
     except TrainingError as error:
-        return Finding(name, "an error", expected, "FAILED", f"training under {strategy} ends with {error}")
+        return Finding(name, "an error", expected, "FAILED", f"a training under {strategy} ends with {error}")
     difference = furthest(run, alone)
     reason = (
         f"{strategy} on {processes} processes takes other steps than one process: a weight differs by {difference:.2g} "
         f"after {NUM_STEPS} steps; do not train with {strategy} here"
     )
     return judged(name, f"{difference:.1e}", expected, difference <= TOLERANCE, reason)
+
+
+def dpo(machine: Machine) -> Iterator[Finding]:
+    """The first step of DPO, before any update: the policy is its reference, so rewards are 0 and the loss is ln 2."""
+    start = ("model.name_or_path=shipped:recipes/quickstart/base", "model.init_seed=1", "trainer.max_steps=1")
+    run = train(machine, "dpo", *start, task="dpo")
+    first = next(log for log in logs_of(run) if "loss" in log)
+    loss, rewards = first["loss"], [first["rewards/chosen"], first["rewards/rejected"]]
+    worst = max(abs(loss - math.log(2)), *map(abs, rewards))
+    measured = f"loss {loss:.4f}, rewards {rewards[0]:.1g} and {rewards[1]:.1g}"
+    reason = (
+        f"DPO's first loss is {loss:.4f}, and its rewards are {rewards[0]:.2g} and {rewards[1]:.2g}: the reference is "
+        "not the starting model; do not train DPO here"
+    )
+    yield judged("DPO's first step", measured, f"{math.log(2):.4f} and 0, +- {DPO_LOSS:g}", worst <= DPO_LOSS, reason)
+
+
+def logs_of(run: Path) -> list[dict[str, Any]]:
+    """The logged steps of a run."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+MODEL_CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096, "hidden_size": 1024,
+    "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "max_position_embeddings": 512, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 2,
+    "pad_token_id": 0, "dtype": "float32",
+}  # fmt: skip
+"""158 million parameters, so that the constants of CUDA's libraries are a small share of the peak."""
+MEMORY_SHARE, MEMORY_CONSTANT = 0.1, 0.3e9
+"""The allowed difference from the plan: a share of it, and the workspaces of CUDA's libraries."""
+
+
+def memory(machine: Machine) -> Iterator[Finding]:
+    """The peak of a training on the GPU, beside plan's figure."""
+    if not machine.num_gpus:
+        yield skipped("memory", "no GPU")
+        return
+    folder = machine.folder / "model"
+    folder.mkdir(exist_ok=True)
+    for file in shipped.resolve("shipped:recipes/quickstart/base").iterdir():
+        if file.name.startswith(("tokenizer", "chat_template")):
+            (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    more = (f"model.name_or_path={folder}", "trainer.bf16=true", "trainer.per_device_train_batch_size=32",
+            "run.global_batch_size=32", "trainer.max_steps=4", "optimizer.precision=auto")  # fmt: skip
+    words = command(machine, "memory", *more)
+    words[3] = "plan"
+    words[4:6] = ["quickstart/sft"]  # in place of the recipe and --no-eval
+    done = subprocess.run([*words, "--json"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        raise TrainingError(f"plan: exit code {done.returncode}: {last_line(done.stderr)}")
+    planned = max(json.loads(done.stdout)["processes"]["memory_total"]["device"].values())
+    record = json.loads((train(machine, "memory", *more) / "run.json").read_text(encoding="utf-8"))
+    yield compared_memory(record["training"]["peak_memory_bytes"], planned)
+
+
+def compared_memory(peak: float, planned: float) -> Finding:
+    """The finding of a peak on a device."""
+    allowed = MEMORY_SHARE * planned + MEMORY_CONSTANT
+    reason = (
+        f"a training's peak of memory is {peak / 1e9:.2f} GB, and plan predicts {planned / 1e9:.2f} GB; do not rely on "
+        "plan's memory on this machine"
+    )
+    expected = f"{planned / 1e9:.2f} +- {allowed / 1e9:.2f} GB (plan)"
+    return judged("memory", f"{peak / 1e9:.2f} GB", expected, abs(peak - planned) <= allowed, reason)
