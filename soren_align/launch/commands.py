@@ -62,7 +62,7 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
             refusal = error  # raised where the other ranks learn of it
         single = num_ranks == 1 and recipe.run.parallel == "ddp"
         if single or rank or folder.record()["status"] == "trained":
-            set_environment(recipe, num_ranks if rank else 1)
+            set_environment(recipe, num_ranks if rank else 1, is_rank=rank is not None and not single)
             return train_here(folder, timeout_seconds, refusal)
         set_environment(recipe, num_ranks)
         return _start_ranks(folder, num_ranks, timeout_seconds)

@@ -86,9 +86,9 @@ def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in _RANK_VARIABLES}
 
 
-def set_environment(recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1) -> None:
+def set_environment(recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1, is_rank: bool = False) -> None:
     """Set os.environ to `library_environment`. Comes before torch is imported."""
-    env = library_environment(recipe, num_ranks)
+    env = library_environment(recipe, num_ranks, is_rank)
     gpus = _gpus()
     if num_ranks == num_gpus == 1 and len(gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in env:
         # TRL refuses several visible GPUs in one process, and the batch must not depend on the machine.
@@ -99,9 +99,12 @@ def set_environment(recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1
     os.environ.update(env)
 
 
-def library_environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, str]:
-    """Return the environment for torch and its libraries in one of `num_ranks` processes. The user's values stay."""
-    env = launcher_environment() if num_ranks > 1 else without_ranks(os.environ)
+def library_environment(recipe: Recipe | None, num_ranks: int = 1, is_rank: bool = False) -> dict[str, str]:
+    """Return the environment for torch and its libraries in one of `num_ranks` processes. The user's values stay.
+
+    is_rank: whether a single process is a rank too, of ZeRO or FSDP2, which a launcher started.
+    """
+    env = launcher_environment() if num_ranks > 1 or is_rank else without_ranks(os.environ)
     env["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # a checkpoint's pickle runs no code, whichever library loads it
     env.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     env.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -37,8 +37,9 @@ class Failure:
 
 def start(num_ranks: int, arguments: list[str]) -> Failure | None:
     """Run `num_ranks` workers with these arguments; return the first one's failure, None if all succeed."""
-    seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
-    command = ["--standalone", f"--nproc-per-node={num_ranks}", f"--shutdown-timeout={seconds}"]
+    command = ["--standalone", f"--nproc-per-node={num_ranks}"]
+    if "--shutdown-timeout" in torchrun.get_args_parser().format_help():  # not in torch 2.11, which waits 30 seconds
+        command += [f"--shutdown-timeout={os.environ.get('TORCH_ELASTIC_SHUTDOWN_TIMEOUT', SHUTDOWN_SECONDS)}"]
     command += ["-m", "soren_align.launch.worker", *arguments]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup: torchrun would handle it all the same
         os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")

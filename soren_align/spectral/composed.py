@@ -18,10 +18,10 @@ from ..core.optimizer_settings import FactorPrecision
 from .compose import Of
 from .composition import Composition
 from .exact import map_singular_values
-from .flops import block_size, ends_thin
+from .flops import ends_thin, row_padding
 from .formula import Formula
 from .matrices import in_full_precision, mapped_in_range, replace_zeros
-from .products import PADDING, Workspace, add_to_diagonal_, evaluate, gram_over_nu
+from .products import Workspace, add_to_diagonal_, evaluate, gram_over_nu
 
 
 @torch.no_grad()
@@ -103,7 +103,6 @@ def unit_of(sigma: Tensor, of: Of) -> Tensor:
 def usual_workspace_numbers(num_rows: int, num_columns: int, is_narrow: bool) -> int:
     """As that of `minimax`, num_rows <= num_columns: the most of any composition; two polynomials need half of it."""
     m, n = num_rows, num_columns
-    padding = PADDING if block_size(m, "cuda" if is_narrow else "cpu") < m else 0
     if is_narrow:
-        return (13 * m * (m + padding) + 12 * m * n) // 2
-    return (6 if ends_thin(m, n) else 9) * m * (m + padding) + 2 * m * n
+        return (13 * m * m + 12 * m * n) // 2
+    return (6 if ends_thin(m, n) else 9) * m * (m + row_padding(m)) + 2 * m * n

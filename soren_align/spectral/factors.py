@@ -20,12 +20,15 @@ NARROW: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bf
 
 
 def rounded(a: Tensor, precision: FactorPrecision) -> Tensor:
-    """`a` as a factor in `precision`; float32, or of 16 bits on a GPU. In "float32" `a` itself, of any dtype."""
+    """`a` as a factor in `precision`; float32, or of 16 bits on a GPU. In "float32" `a` itself, of any dtype.
+
+    A meta tensor stands for one of a GPU.
+    """
     if precision in NARROW:
         narrow = a.to(NARROW[precision])
-        has_products = a.is_cuda and (torch.version.hip is None or _exists_on_rocm(a.device))
+        has_products = a.is_meta or (a.is_cuda and (torch.version.hip is None or _exists_on_rocm(a.device)))
         return narrow if has_products else narrow.float()
-    if precision == "tf32":  # on a GPU for `tf32_products`, which would round anyway, and for `halves`
+    if precision == "tf32":  # on a GPU for `tf32_products`, which would round anyway, and for `rest_of`
         return ((a.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
     return a
 
@@ -48,10 +51,11 @@ def _exists_on_rocm(device: torch.device) -> bool:
     return True
 
 
-def halves(a: Tensor, precision: FactorPrecision) -> tuple[Tensor, Tensor]:
-    """Two factors (b, c) with a = b + HALF_SCALE c to twice the bits of one."""
-    upper = rounded(a, precision)
-    return upper, rounded((a - upper).div_(HALF_SCALE), precision)  # scaled, since float16 ends at 6e-8
+def rest_of(a: Tensor, narrow: Tensor, precision: FactorPrecision) -> Tensor:
+    """The factor c of a = b + HALF_SCALE c, to twice the bits of one, where b = rounded(a) is `narrow`."""
+    scaled = a / HALF_SCALE  # since float16 ends at 6e-8
+    out = torch.empty_like(narrow) if narrow.dtype.itemsize == 2 else scaled  # 16 bits are written in the same pass
+    return rounded(torch.sub(scaled, narrow, alpha=1 / HALF_SCALE, out=out), precision)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -62,12 +66,21 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     function = torch.mm if a.ndim == 2 else torch.bmm
     if a.dtype.itemsize > 2:
         return function(a, b, out=out)
-    result = function(a, b, out_dtype=torch.float32)
-    return result if out is None else out.copy_(result)
+    return function(a, b, out_dtype=torch.float32) if out is None else function(a, b, torch.float32, out=out)
+
+
+def add_product_(c: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+    """c + alpha a @ b in c, of float32 or float64, for factors as in `multiply`."""
+    function = torch.addmm if c.ndim == 2 else torch.baddbmm
+    if a.dtype.itemsize > 2:
+        return function(c, a, b, alpha=alpha, out=c)
+    return function(c, a, b, torch.float32, alpha=alpha, out=c)
 
 
 class Factors:
     """Two factors, rounded to `precision`, and their product.
+
+    narrow: b in `precision`, if it is at hand.
 
     slope: by which a and all later polynomials magnify a singular value near 0, and with it rounding. Of narrow factors
     then a, m x m, has its diagonal in float32 from DIAGONAL_FROM on: it is about the polynomial's value at 0, up to 15,
@@ -76,24 +89,30 @@ class Factors:
     256, emulated on a CPU: notes/log.md).
     """
 
-    def __init__(self, a: Tensor, b: Tensor, precision: FactorPrecision, slope: float = 1.0):
+    def __init__(
+        self, a: Tensor, b: Tensor, precision: FactorPrecision, slope: float = 1.0, narrow: Tensor | None = None
+    ):
         slope = slope if precision != "float32" else 1.0
         self.left, self.b = rounded(a, precision), b
         self.diagonal = self.rest = None
+        if narrow is not None:
+            self.right = narrow
+        else:
+            self.right = self.left if a is b and slope < DIAGONAL_FROM else rounded(b, precision)
         if slope >= DIAGONAL_FROM:
             self.diagonal = a.diagonal(dim1=-2, dim2=-1)[..., None]
             self.left.diagonal(dim1=-2, dim2=-1).zero_()
         if slope >= HALVES_FROM:
-            self.right, self.rest = halves(b, precision)
-        else:
-            self.right = rounded(b, precision)
+            self.rest = rest_of(b, self.right, precision)
 
     def multiply(self, out: Tensor | None = None, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """These rows and columns of the product, in `out` if there is one."""
-        left = self.left[..., rows, :]
-        result = multiply(left, self.right[..., columns], out)
+        left, right = self.left[..., rows, :], self.right[..., columns]
+        if self.diagonal is None:
+            result = multiply(left, right, out)
+        else:  # first, because the product is then added to it in one pass
+            scaled = torch.mul(self.diagonal[..., rows, :], self.b[..., rows, columns], out=out)
+            result = add_product_(scaled, left, right)
         if self.rest is not None:
-            result.add_(multiply(left, self.rest[..., columns]), alpha=HALF_SCALE)
-        if self.diagonal is not None:
-            result.addcmul_(self.diagonal[..., rows, :], self.b[..., rows, columns])
+            add_product_(result, left, self.rest[..., columns], HALF_SCALE)
         return result

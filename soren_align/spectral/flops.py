@@ -16,10 +16,11 @@ POLYNOMIAL_PRODUCTS = {2: 0, 3: 1, 5: 2}
 """Products of m x m matrices by the number of coefficients of an odd polynomial."""
 # Rows of a block of a symmetric product. The part below the diagonal is copied: with 8 blocks 9/16 of the work, in 0.69
 # (512 rows), 0.67 (1024) and 0.66 (2048) of the time (one thread of a CPU, MKL, float32).
-MIN_BLOCK, MAX_BLOCKS = 128, 8
-# Elsewhere: a guess, not measured. A block of 2048 rows has 32 tiles of 128 x 128 for the 132 multiprocessors of an
-# H100, and batches of matrices (`optim.layout.matrix_batches`) have more.
-MIN_BLOCK_ELSEWHERE = 64
+MIN_BLOCK, MAX_BLOCKS, PADDING = 128, 8, 16
+# On a GPU each block is a launch, and blocks save time from LARGE_ROWS on only. Milliseconds of a float16 map on an
+# H200 (torch 2.11) with 1, 2 and 4 blocks: 9 of 2048 x 2048 12.1, 12.3, 12.5; 2048 x 11008 4.6, 4.9, 7.4; 4096 x 14336
+# 16.4, 15.8, 14.9; 8192 x 28672 106, 101, 96.
+LARGE_ROWS, LARGE_BLOCKS = 4096, 4
 NEAR_SQUARE = 1.15  # n / m up to which restarts after all steps, which replace square products by thin ones, cost less
 
 
@@ -33,7 +34,16 @@ def ends_thin(num_rows: int, num_columns: int, precision: FactorPrecision = "flo
 
 def block_size(num_rows: int, device_type: str = "cpu") -> int:
     """Rows of a block of a symmetric product."""
-    return max(MIN_BLOCK if device_type == "cpu" else MIN_BLOCK_ELSEWHERE, -(-num_rows // MAX_BLOCKS))
+    if device_type == "cpu":
+        return max(MIN_BLOCK, -(-num_rows // MAX_BLOCKS))
+    return num_rows if num_rows < LARGE_ROWS else -(-num_rows // LARGE_BLOCKS)
+
+
+def row_padding(num_rows: int, device_type: str = "cpu") -> int:
+    """Elements after each row of an m x m matrix, with blocks on a CPU: at 1024 and 2048 rows the copies across the
+    diagonal take half the time if the stride is no power of two. A GPU's elementwise kernels are slower with it.
+    """
+    return PADDING if device_type == "cpu" and num_rows > block_size(num_rows) else 0
 
 
 def symmetric_share(num_rows: int, device_type: str = "cpu") -> float:

@@ -91,12 +91,16 @@ def mapped_in_range(
         result, num_guarded = function(wide, 1.0, may_be_large)
         return from_wide(result, x), num_guarded
 
-    finite = all_finite(wide)
-    wide = wide.where(finite, 0.0)
-    scale = replace_zeros(wide.abs().amax(dim=(-2, -1), keepdim=True))
-    with tf32_products(x.device.type, precision == "tf32"):
-        result, num_guarded = function(wide.div_(scale), scale, may_be_large)
-    return from_wide(result.masked_fill(~finite, torch.nan), x), num_guarded
+    largest = torch.linalg.vector_norm(wide, torch.inf, dim=(-2, -1), keepdim=True)  # NaN if there is a NaN
+    finite = largest.isfinite()
+    if narrow:  # products alone, which carry a NaN to all entries
+        scale = replace_zeros(largest).where(finite, torch.nan)
+        with tf32_products(x.device.type, precision == "tf32"):
+            result, num_guarded = function(wide / scale, scale, may_be_large)
+        return from_wide(result, x), num_guarded
+    scale = replace_zeros(largest).where(finite, 1.0)
+    result, num_guarded = function((wide / scale).where(finite, 0.0), scale, may_be_large)
+    return from_wide(result.masked_fill_(~finite, torch.nan), x), num_guarded
 
 
 # Matrix products in full float32 and without autocast, whatever precision the process has set for its model.

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..core.optimizer_settings import RESOLUTION, FactorPrecision
 from .composition import Composition
-from .flops import block_size, composition_flops, ends_thin, narrow_composition_flops
+from .flops import PADDING, composition_flops, ends_thin, narrow_composition_flops, row_padding
 from .matrices import in_full_precision, mapped_in_range, replace_zeros
-from .products import PADDING, SIGN, WIDE_FROM, by_products, num_beyond, tanh_coefficients
+from .products import SIGN, WIDE_FROM, by_products, num_beyond, tanh_coefficients
 
 Method = Literal["products", "eigh"]
 
@@ -128,7 +128,6 @@ def usual_workspace_numbers(num_rows: int, num_columns: int, is_narrow: bool) ->
     Source: measured for the shapes of test_usual_workspace.
     """
     m, n = num_rows, num_columns
-    padding = PADDING if block_size(m, "cuda" if is_narrow else "cpu") < m else 0
     if is_narrow:
-        return (11 * m * (m + padding) + 10 * m * n) // 2
-    return (5 if ends_thin(m, n) else 7) * m * (m + padding) + 2 * m * n
+        return 6 * m * m + 4 * m * n
+    return (5 if ends_thin(m, n) else 7) * m * (m + row_padding(m)) + 2 * m * n

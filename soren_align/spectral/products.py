@@ -21,8 +21,8 @@ from torch import Tensor
 from ..core.optimizer_settings import FactorPrecision
 from .composition import TOP as TOP
 from .composition import Composition, all_weights
-from .factors import Factors
-from .flops import block_size, ends_thin, steepness
+from .factors import Factors, add_product_, rounded
+from .flops import block_size, ends_thin, row_padding, steepness
 from .matrices import frobenius_norm, replace_zeros
 
 # By resolution: f, a composition that approximates 1 on u in [resolution, TOP]. Every later interval is 0.5% wider than
@@ -77,9 +77,6 @@ TANH_WIDE = (4.97856604e-01, -3.83000524e-02, 2.68336953e-03, -1.12038574e-04, 1
 WIDE_LIMIT = 4.3  # (sum of sigma^128)^(1/128) is at most 7% above sigma_max, for up to 10 000 singular values
 WIDE_FROM = (2.0, 2.5)  # between these nu, TANH and TANH_WIDE are interpolated; below, five products are saved
 
-# Elements after each row, if there are blocks: at 1024 and 2048 rows the copies across the diagonal take half the time
-# if the stride is no power of two.
-PADDING = 16
 # A matrix with a smaller |x|_F is divided by nu of this one, so that its result falls to 0: below 1e-19, sigma^2 leaves
 # float32. MIN_SQUARE is less than the Frobenius norm of R^2 for any R with a trace of 1 and up to 10^6 rows.
 MIN_NORM, MIN_SQUARE = 1e-15, 1e-9
@@ -104,7 +101,7 @@ def by_products(
 
 def gram_over_nu(x: Tensor, work: "Workspace") -> tuple[Tensor, Tensor, Tensor]:
     """R = x x^T / nu^2, its square, and nu [..., 1, 1], (sum of sigma^8)^(1/8): |R^2|_F is 1."""
-    r = work.symmetric(x, x.mT)
+    r = work.gram(x)
     trace = r.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None].clamp(min=work.least_trace)
     r2 = work.symmetric(r.div_(trace), r)
     square = frobenius_norm(r2).clamp(min=MIN_SQUARE)
@@ -141,7 +138,7 @@ def evaluate(
         work.release(r)
         y, spare = work.product(polynomial, y, spare, slope), None if y is x else y
         slope /= max(abs(step[0]), MIN_STEP)
-        r = work.symmetric(y, y.mT)
+        r = work.gram(y)
         if thin:
             work.release(polynomial)
         elif lift is None:
@@ -306,9 +303,10 @@ class Workspace:
         # With narrow factors the largest entry of x is 1, unless x is 0: 1 / nu would leave float16's range.
         self.least_trace = MIN_NORM**2 if precision == "float32" else 1.0
         self.block = block_size(rows, x.device.type)
-        self._shape, self._padding = (*x.shape[:-1], rows), PADDING if rows > self.block else 0
+        self._shape, self._padding = (*x.shape[:-1], rows), row_padding(rows, x.device.type)
         self._options = {"dtype": x.dtype, "device": x.device}
         self._free: list[Tensor] = []
+        self._rounded: tuple[Tensor, Tensor] | None = None  # the last factor of `gram`, and as rounded there
 
     def take(self) -> Tensor:
         """A buffer of m x m, whose content is arbitrary."""
@@ -321,10 +319,19 @@ class Workspace:
         """Take back buffers, for later products."""
         self._free.extend(buffers)
 
+    def gram(self, a: Tensor) -> Tensor:
+        """a @ a.mT."""
+        narrow = rounded(a, self.precision)
+        self._rounded = a, narrow
+        return self._symmetric(Factors(narrow, narrow.mT, "float32"), a.shape[-2])
+
     def symmetric(self, a: Tensor, b: Tensor, slope: float = 1.0) -> Tensor:
-        """a @ b, which must be symmetric: the blocks above the diagonal are computed, those below are copied."""
-        result, rows = self.take(), a.shape[-2]
-        factors = Factors(a, b, self.precision, slope)
+        """a @ b, which must be symmetric."""
+        return self._symmetric(Factors(a, b, self.precision, slope), a.shape[-2])
+
+    def _symmetric(self, factors: Factors, rows: int) -> Tensor:
+        """A symmetric product: the blocks above the diagonal are computed, those below are copied."""
+        result = self.take()
         for start in range(0, rows, self.block):
             stop = min(start + self.block, rows)
             factors.multiply(result[..., start:stop, start:], slice(start, stop), slice(start, None))
@@ -334,10 +341,9 @@ class Workspace:
 
     def product(self, a: Tensor, b: Tensor, out: Tensor | None, slope: float = 1.0) -> Tensor:
         """a @ b, in `out` if there is one; b must not be `out`."""
-        return Factors(a, b, self.precision, slope).multiply(out)
+        narrow = self._rounded[1] if self._rounded and self._rounded[0] is b else None
+        return Factors(a, b, self.precision, slope, narrow).multiply(out)
 
     def add_product_(self, c: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """c + a @ b, in c."""
-        if self.precision != "float32":
-            return c.add_(self.product(a, b, None))
-        return (torch.addmm if c.ndim == 2 else torch.baddbmm)(c, a, b, out=c)
+        return add_product_(c, rounded(a, self.precision), rounded(b, self.precision))

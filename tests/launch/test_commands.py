@@ -316,3 +316,14 @@ def test_one_process_of_zero_has_a_launcher_too(make, monkeypatch):
     monkeypatch.setattr(commands, "_start_ranks", lambda folder, num_ranks, _: started.append(num_ranks) or 0)
     assert commands.train(make("run.parallel=zero2")[0]) == 0
     assert started == [1]
+
+
+@pytest.mark.parametrize(("parallel", "is_rank"), [("ddp", False), ("zero2", True)])
+def test_a_single_rank_of_a_launcher_trains_as_the_recipe_demands(make, monkeypatch, parallel, is_rank):
+    # torchrun --nproc-per-node 1 with zero2 once trained without ZeRO.
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    ranks = []
+    monkeypatch.setattr(commands, "train_here", lambda *_: ranks.append(os.environ.get("RANK")) or 0)
+    assert commands.train(make(f"run.parallel={parallel}")[0]) == 0
+    assert ranks == ["0" if is_rank else None]

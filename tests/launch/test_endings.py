@@ -1,5 +1,6 @@
 """A command that ends early prints one message, once for all ranks, and returns the exit code for it."""
 
+import argparse
 import errno
 import json
 import os
@@ -163,6 +164,20 @@ def test_torchrun_leaves_the_ranks_the_time_for_a_checkpoint(monkeypatch, enviro
     monkeypatch.setattr(torchrun.torchrun, "run", lambda args: seconds.append(config(args)[0].shutdown_timeout))
     assert torchrun.start(2, ["run"]) is None
     assert seconds == [expected]
+
+
+def test_an_older_torchrun_has_no_such_option(monkeypatch):
+    older = argparse.ArgumentParser()
+    for option in ("--standalone", "-m"):
+        older.add_argument(option, action="store_true")
+    older.add_argument("--nproc-per-node")
+    older.add_argument("rest", nargs=argparse.REMAINDER)
+    monkeypatch.setattr(torchrun.torchrun, "get_args_parser", lambda: older)
+    monkeypatch.setattr(torchrun.torchrun, "parse_args", older.parse_args)
+    started = []
+    monkeypatch.setattr(torchrun.torchrun, "run", started.append)
+    assert torchrun.start(2, ["run"]) is None
+    assert started[0].rest == ["soren_align.launch.worker", "run"]
 
 
 SLOW_WORKER = """

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from soren_align.planning.flops import Meter
-from soren_align.spectral import MAPS, factors, guarded_minimax_sigmoid, num_workspace_numbers
+from soren_align.spectral import MAPS, factors, guarded_minimax_sigmoid, num_workspace_numbers, products
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 176), (176, 64), (128, 512), (256, 256), (256, 1024)], ids=str)
@@ -16,19 +16,30 @@ def test_usual_workspace(name, shape):
         MAPS[name].function(x, precision="float32", max_norm=None, **MAPS[name].defaults)
     near = 0.05 if MAPS[name].flops else 0.12  # decompositions of squares take a copy more
     if "composition" in MAPS[name].settings:  # stated is the most of any composition
-        assert 0.4 < meter.peak / (4 * MAPS[name].num_workspace_numbers(*shape)) < 1.01
+        assert 0.39 < meter.peak / (4 * MAPS[name].num_workspace_numbers(*shape)) < 1.01
         return
     assert 4 * MAPS[name].num_workspace_numbers(*shape) == pytest.approx(meter.peak, rel=near)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 176), (176, 64), (128, 512), (256, 256), (256, 1024)], ids=str)
 def test_usual_workspace_of_narrow_factors_on_a_gpu(monkeypatch, shape):
-    def multiply(a, b, out=None):  # as on a GPU, where factors of 16 bits give a product of 32; the values are wrong
-        result = torch.ones(*a.shape[:-1], b.shape[-1])
-        return result if out is None else out.copy_(result)
+    # As on a GPU, where factors of 16 bits give a product of 32; the values are wrong.
+    def multiply(a, b, out=None):
+        result = torch.empty(*a.shape[:-1], b.shape[-1]) if out is None else out
+        return result.fill_(1.0)
 
-    monkeypatch.setattr(factors, "rounded", lambda a, precision: a.to(factors.NARROW[precision]))
+    def add_product_(c, a, b, alpha=1.0):
+        return c.add_(1.0)
+
+    def rounded(a, precision):
+        return a.to(factors.NARROW.get(precision, a.dtype))
+
     monkeypatch.setattr(factors, "multiply", multiply)
+    for module in (factors, products):
+        monkeypatch.setattr(module, "rounded", rounded)
+        monkeypatch.setattr(module, "add_product_", add_product_)
+    monkeypatch.setattr(products, "row_padding", lambda num_rows, device_type: 0)
+    monkeypatch.setattr(products, "block_size", lambda num_rows, device_type: num_rows)
     x = torch.randn(*shape)
     x /= x.norm()
     with Meter() as meter:

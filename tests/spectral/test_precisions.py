@@ -10,7 +10,7 @@ from studies import recorded_spectra
 from torch.utils.flop_counter import FlopCounterMode
 
 from soren_align.spectral import MAPS, factors, minimax_sigmoid, soft_newton_schulz
-from soren_align.spectral.factors import HALF_SCALE, halves, multiply, rounded
+from soren_align.spectral.factors import HALF_SCALE, multiply, rest_of, rounded
 from soren_align.spectral.minimax import narrow_flops
 from soren_align.spectral.products import SIGN
 
@@ -109,8 +109,8 @@ def test_narrow_factors_do_not_leave_their_range(scale):
 def test_two_halves_have_the_bits_of_both():
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     for precision, error in (("float16", 2.0**-21), ("tf32", 2.0**-21), ("bfloat16", 2.0**-15)):
-        upper, lower = halves(x, precision)
-        assert torch.equal(upper, rounded(x, precision))
+        upper = rounded(x, precision)
+        lower = rest_of(x, upper, precision)
         assert ((upper + lower * HALF_SCALE - x).abs() <= error * x.abs()).all()
 
 
@@ -122,9 +122,10 @@ def test_a_product_of_narrow_factors_is_summed_in_float32():
 
 @pytest.mark.parametrize("resolution", SIGN)
 @pytest.mark.parametrize("shape", [shape for shapes in MODELS.values() for shape in shapes], ids=str)
-def test_tensor_cores_do_at_most_1_2_times_the_work_of_muons_five_steps(resolution, shape):
+def test_tensor_cores_do_at_most_1_7_times_the_work_of_muons_five_steps(resolution, shape):
+    # With eight blocks for each symmetric product 1.2 times, which took longer on a GPU (`flops.LARGE_BLOCKS`).
     narrow = MAPS["minimax"].num_flops(*shape, "float16", resolution=resolution)
-    assert 5 * narrow <= 6 * MAPS["muon"].num_flops(*shape)
+    assert 10 * narrow <= 17 * MAPS["muon"].num_flops(*shape)
 
 
 @pytest.mark.parametrize("resolution", SIGN)
