@@ -24,7 +24,7 @@ HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_e
 # Rooms, and files of rooms, that are imported before torch.
 WITHOUT_TORCH = {"cli", "study", "publish", "importers", "recipe", "tasks", "core"}
 WITHOUT_TORCH |= {f"evaluate/answers/{name}.py" for name in ("comparison", "files")}
-WITHOUT_TORCH |= {f"evaluate/stats/{name}.py" for name in ("intervals", "paired", "power", "significance")}
+WITHOUT_TORCH |= {f"evaluate/stats/{name}.py" for name in ("intervals", "paired", "points", "power", "significance")}
 WITHOUT_TORCH |= {"run/folder.py", "run/lock.py", "run/record.py", "run/provenance.py", "run/metrics.py"}
 MOST_FILES_TO_A_STEP = 5
 

@@ -57,6 +57,10 @@ PATCHES = {
         "simple_evaluate has an option without it (0.4.13 has none)",
         "https://github.com/EleutherAI/lm-evaluation-harness/issues/2625",
     ),
+    "langdetect.DetectorFactory.seed": Patch(
+        "IFEval's check of a response's language draws n-grams from a generator without a seed: scores would vary",
+        "lm-eval sets it (0.4.13 does not)",
+    ),
     "lm_eval.evaluator.add_env_info": Patch(
         "starts a dozen programs to describe the machine at each evaluation; the result is not used",
         "simple_evaluate has an option without it (0.4.13 has none)",

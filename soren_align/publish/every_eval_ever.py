@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from ..core.errors import UserError
 from ..core.files import digest, read_text, write
 from ..evaluate.report.results import NAME, Results, Row, evaluations, read_results
+from ..evaluate.stats.points import metric_points
 from ..recipe import load_resolved
 from ..run.folder import RunFolder
 from ..tasks import TASKS
@@ -175,7 +176,7 @@ def _result(benchmark: _Benchmark, results: Results, row: Row) -> dict[str, Any]
             "metric_unit": "proportion",
             "lower_is_better": False,
             "score_type": "continuous",
-            "min_score": 0.0,
+            "min_score": -1.0 if column in _mapping(settings.get("num_choices")) else 0.0,
             "max_score": 1.0,
             "additional_details": _texts({"filter": filter_name, "chance": shares.get("chance")}),
         },
@@ -207,13 +208,13 @@ def _instances(folder: Path, results: Results, row: Row, content: dict[str, Any]
                 if sample["filter"] != filter_name:
                     continue
                 answer, choices = _answer(sample, metric)
-                question, target, points = sample["prompt"], sample["target"], float(sample[metric])
+                question, target, (points,) = sample["prompt"], sample["target"], metric_points([sample], metric)
                 question = question if isinstance(question, str) else json.dumps(question)
                 target = choices[target] if choices and isinstance(target, int) else str(target)
                 name = f"{sample.get('task', column)}/{sample['doc_id']}"
                 if not isfinite(points):
                     raise ValueError("no points")
-            except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+            except (ValueError, TypeError, KeyError, IndexError, RecursionError, ZeroDivisionError) as error:
                 raise UserError(
                     f"{file}:{number} is damaged ({type(error).__name__}); evaluate the run again, or leave out "
                     "--samples"

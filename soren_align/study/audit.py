@@ -193,7 +193,8 @@ def _sample_problems(output: Path, suite: Suite) -> Iterator[str]:
         rows = list(read_points(output).items())[-2:]  # the starting checkpoint's, and the run's own
         for name, points in rows:
             for task in (task for task in suite.tasks if task.column in points):
-                own = read_sample_points(output / "samples" / name / f"{task.column}.jsonl", task.metric, task.filter)
+                file = output / "samples" / name / f"{task.column}.jsonl"
+                own = read_sample_points(file, task.metric, task.filter, task.num_choices)
                 if own is not None and own != points[task.column].each.tolist():
                     yield f"{output}: the scores of {name} in {task.column} differ from its samples; {RESTORE}"
     except UserError as error:

@@ -6,7 +6,7 @@ with its 95% interval.
 
 import re
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, floor
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -26,11 +26,11 @@ NUM_COLUMNS = 3
 """Columns beside each other: with their intervals, three fit into 80 characters; the others follow in a table below."""
 SHA = re.compile(r"^([0-9a-f]{12})[0-9a-f]{28}")
 """A commit, which is shown by its first 12 digits."""
-DATA = ("versions", "task_versions", "num_fewshot", "metrics", "clusters", "seeds", "data")
+DATA = ("versions", "task_versions", "num_fewshot", "metrics", "num_choices", "clusters", "seeds", "data")
 MODEL = ("generation_config", "chat_template", "bos", "dtype", "device", "backend", "batch_size", "num_processes")
 """The settings under the table, in this order: data and prompts first, then the model's settings; last the commit."""
 LABELS = {"num_fewshot": "few-shot examples", "bos": "BOS token", "num_processes": "processes"}
-LABELS["commit"] = "commit of soren-align"
+LABELS |= {"commit": "commit of soren-align", "num_choices": "choices (a normalized score is 0 at random)"}
 """Of settings whose label is not their key."""
 MIN_QUESTIONS = 20
 """Below it an interval covers nearly all that is possible, [-45.6, +85.6] of five questions: it is not shown."""
@@ -333,7 +333,8 @@ def _text(value: Any) -> str:
 def draw(results: Results, path: Path) -> None:
     """Write the figure of `results` as a PNG, and NAME-dark.png for a dark page; the same results give the same bytes.
 
-    A panel for each column, all from 0 to 100, with a dot for each row in the table's order, and its score as a number.
+    A panel for each column, all from 0 to 100 (from a lower number, if a normalized score is below 0), with a dot for
+    each row in the table's order, and its score as a number.
     A line through each panel marks the first row's score, a dotted one the accuracy of answers at random. Published
     scores are hollow and grey, without an interval if none was published.
     """
@@ -349,7 +350,7 @@ def _figure(results: Results, colors: Colors) -> "Figure":
     down = ceil(len(columns) / across)
     title, chances = fill(short(results["title"], 160), 60), [first["scores"][c].get("chance") for c in columns]
     caption = f"percent, with the 95% interval of each score; line: {short(first['name'], 30)}"
-    caption = fill(f"{caption}{'; dotted: answers at random' if any(chances) else ''}", 62)
+    caption = fill(f"{caption}{'; dotted: answers at random' if {*chances} != {None} else ''}", 62)
     lines = title.count("\n") + caption.count("\n")
     height = 0.75 + 0.18 * lines + down * (0.34 + 0.23 * len(rows))
     figure = Figure(figsize=(INCHES, height), dpi=DPI, layout="constrained", facecolor=colors.paper)
@@ -383,8 +384,9 @@ def _figure(results: Results, colors: Colors) -> "Figure":
         panel.set_visible(False)
     for panel in panels[len(columns) - across : len(columns)]:  # the lowest ones
         panel.tick_params(axis="x", labelbottom=True)
-    panels[0].set_xlim(0, 100)
-    panels[0].set_xticks((0, 25, 50, 75, 100))
+    left = 25 * floor(min([0, *(row["scores"][c].get("low", 0) for row in results["rows"] for c in columns)]) / 25)
+    panels[0].set_xlim(left, 100)  # a normalized score may be below 0
+    panels[0].set_xticks([tick for tick in range(-100, 101, 25 if left >= -25 else 50) if tick >= left])
     panels[0].set_yticks(range(len(rows)), [short(name, 24) for _, name, _ in rows], parse_math=False)
     panels[0].set_ylim(len(rows) - 0.5, -0.5)
     figure.supxlabel(caption, fontsize=FONT - 1, **font | {"color": colors.muted})

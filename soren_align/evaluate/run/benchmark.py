@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from lm_eval.utils import handle_non_serializable, hash_string
@@ -19,6 +20,7 @@ from ...core.silence import silence
 from ...recipe import Recipe, parallel
 from ...sharding.ranks import Ranks
 from ...tasks import BENCHMARK
+from ..stats.points import normalize
 from ..stats.scores import NotNumbers, points_of
 from ..suite.suites import Suite, benchmark_suite
 from ..suite.tasks import load_tasks, num_questions, score_keys, subtasks
@@ -63,7 +65,7 @@ class Benchmark:
         }
 
     def scores(self, model: Any, config: Any, device: Any) -> dict[str, float]:
-        """Return {"eval_benchmark/COLUMN": score in [0, 1]}, and of several columns "eval_benchmark/average".
+        """Return {"eval_benchmark/COLUMN": score, at most 1}, and of several columns "eval_benchmark/average".
 
         A score is NaN if a log-likelihood is not a number. model: in evaluation mode. config: its PretrainedConfig.
         The generators of random, numpy and torch are seeded. Collective.
@@ -84,8 +86,8 @@ class Benchmark:
             output = run_lm_eval(lm, self.suite, [subtask for subtask, _ in chosen], samples=samples)
             key = score_keys(task)[0]
             try:
-                points = [point for name in samples for point in points_of(output, name, key, lm.label)]
-                score = statistics.fmean(points)
+                points = {name: points_of(output, name, key, lm.label) for name in samples}
+                score = statistics.fmean(chain(*normalize(points, task.num_choices).values()))
             except NotNumbers:
                 score = math.nan
             scores[f"eval_{BENCHMARK}{task.column}"] = score

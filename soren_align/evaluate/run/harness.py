@@ -4,6 +4,7 @@ All that makes scores comparable is fixed here: the suite's dtype, batch size, s
 every prompt is recorded.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,9 @@ from ...core.patches import patched
 from ...core.silence import silence
 from ..stats.intervals import average
 from ..stats.paired import ModelAnswers
+from ..stats.points import CLIPPED
 from ..stats.scores import cluster_labels, score_column
+from ..suite.reproducible import scoring
 from ..suite.sandbox import rendering
 from ..suite.suites import Suite, SuiteTask
 from ..suite.tasks import Tasks, load_tasks, score_keys, subtasks
@@ -115,6 +118,8 @@ class ModelResults(ModelAnswers):
         questions = [sample for sample in samples if sample["filter"] == task.filter]
         self.scores[task.column], self.points[task.column], self.samples[task.column] = score, points, samples
         self.also_points[task.column] = also_points
+        if isinstance(task.num_choices, dict):
+            self.subtasks[task.column] = [question["task"] for question in questions]
         self.prompt_hashes[task.column] = [(q["doc_hash"], q["prompt_hash"]) for q in questions]
         if labels:
             self.clusters[task.column] = labels
@@ -182,6 +187,8 @@ def evaluate_model(
         "backend": settings.backend,
         "generation_config": generation,
     }
+    if normalized := {task.column: task.num_choices for task in suite.tasks if task.num_choices}:
+        reported["num_choices"] = {c: n if isinstance(n, int) else "by subtask" for c, n in normalized.items()}
     results = ModelResults(reported, eos_token_id=eos_token_id)
     try:
         for task in suite.tasks:
@@ -200,7 +207,11 @@ def evaluate_model(
     tokens = tokenizer(prompt)["input_ids"]
     results.settings["bos"] = bool(tokens) and tokens[0] == tokenizer.bos_token_id
     if suite.average:
-        results.scores["average"] = average(list(results.scores.values()))
+        columns = list(results.scores.values())
+        results.scores["average"] = average(columns)
+        if normalized:
+            clipped = statistics.fmean(score.get("also", {}).get(CLIPPED, score)["value"] for score in columns)
+            results.scores["average"]["also"] = {CLIPPED: {"value": clipped}}
     results.num_requests = {"computed": lm.num_computed, "cached": lm.num_cached}
     return results
 
@@ -224,12 +235,12 @@ def run_lm_eval(
     # It returns nothing where LOCAL_RANK is not 0.
     without_rank = patched("lm_eval.evaluator.os", SimpleNamespace(environ={}))
     try:
-        with silence(), without_git, without_machine, without_rank, rendering():
+        with silence(), without_git, without_machine, without_rank, scoring(suite.seeds), rendering():
             output = cast(Callable[..., Any], simple_evaluate)(  # its decorator hides the signature
                 model=lm,
                 tasks=tasks,
                 task_manager=TaskManager(include_defaults=False),
-                apply_chat_template=suite.apply_chat_template,
+                apply_chat_template=suite.apply_chat_template,  # few-shot examples are then turns of the conversation
                 bootstrap_iters=0,
                 limit=limit,
                 samples=samples,

@@ -40,7 +40,7 @@ def score_points(points: Sequence[Sequence[float]], labels: Sequence[Any] | None
     if np.isin(every, (0.0, 1.0)).all():
         low, high = _wilson(value, effective, quantile if clustered else Z95)
     else:
-        low, high = max(value - quantile * stderr, 0.0), min(value + quantile * stderr, 1.0)
+        low, high = max(value - quantile * stderr, min(0.0, every.min())), min(value + quantile * stderr, 1.0)
     return {"value": 100 * value, "stderr": 100 * stderr, "low": 100 * low, "high": 100 * high, "n": n}
 
 

@@ -7,6 +7,8 @@ that runs can be compared later:
     points.json    {"format": 1, "rows": {row: {column: {"points": [1.0, 0.0, ...], "clusters": [0, 0, 1, ...],
                    "prompts": hash of the questions and prompts}}}}
 
+Points lie in [0, 1], unless the score is normalized (`points.py`).
+
 A run folder may come from anyone: only a file of this form is read, and its points must give the scores in
 results.json.
 """
@@ -16,6 +18,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import sqrt
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired
@@ -30,6 +33,7 @@ from ...core.errors import UserError
 from ...core.files import file_sha256
 from ..report.results import NAME as RESULTS
 from ..report.results import POINTS, read_results
+from .points import NumChoices, metric_points, normalize
 
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 EQUAL = 1e-12
@@ -50,6 +54,8 @@ class ModelAnswers:
     """All that is needed to reproduce the scores; equal for all rows of a table."""
     points: dict[str, Sequence[float]] = field(default_factory=dict)
     """The points of each question; a score is 100 times their mean."""
+    subtasks: dict[str, Sequence[str]] = field(default_factory=dict)
+    """Of columns that are a mean over subtasks, the subtask of each question."""
     also_points: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
     """By column and label, the points of the column's other scores, each 100 times the mean of the lists' means."""
     clusters: dict[str, Sequence[Any]] = field(default_factory=dict)
@@ -141,12 +147,16 @@ MAX_BYTES = 64 << 20
 """Of points.json. The leaderboard's 28,659 questions are 0.3 MB a row."""
 
 
+MAX_POINTS = 1e6
+"""Of a normalized score, those of a subtask's only question among many others: their number."""
+
+
 @dataclass(frozen=True)
 class ColumnPoints:
     """The points of one model on one column, in the order of the questions."""
 
     each: np.ndarray
-    """In [0, 1]; the score is 100 times their mean."""
+    """The score is 100 times their mean."""
     clusters: np.ndarray | None
     """Numbers from 0; None: the questions are independent."""
     prompts: str
@@ -159,7 +169,7 @@ Points = Mapping[str, ColumnPoints]
 
 @with_config(ConfigDict(extra="forbid"))
 class _Column(TypedDict):
-    points: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)]
+    points: Annotated[list[Annotated[float, Field(ge=-MAX_POINTS, le=MAX_POINTS)]], Field(min_length=1)]
     clusters: NotRequired[list[Annotated[int, Field(ge=0)]] | None]
     prompts: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -231,17 +241,24 @@ MAX_SAMPLES = 64 << 20
 """Bytes of a column's samples. Those of few-shot prompts are larger, and would take minutes to read."""
 
 
-def read_sample_points(file: Path, metric: str, filter_name: str) -> list[float] | None:
+def read_sample_points(
+    file: Path, metric: str, filter_name: str, num_choices: NumChoices | None = None
+) -> list[float] | None:
     """Return the points that lm-eval's samples of a column have; None of a file above MAX_SAMPLES.
 
-    file: samples/<row>/<column>.jsonl. Raises UserError if it is missing or damaged.
+    file: samples/<row>/<column>.jsonl. num_choices: see `normalize`.
+    Raises UserError if the file is missing or damaged.
     """
     if file.is_symlink() or not file.is_file():
         raise UserError(f"{file}: is missing; evaluate the run again")
     if file.stat().st_size > MAX_SAMPLES:
         return None
     try:
-        samples = map(json.loads, file.read_bytes().splitlines())
-        return [float(sample[metric]) for sample in samples if sample["filter"] == filter_name]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        by_subtask: dict[str, list[Any]] = {}
+        for sample in map(json.loads, file.read_bytes().splitlines()):
+            if sample["filter"] == filter_name:
+                by_subtask.setdefault(str(sample["task"]) if num_choices else "", []).append(sample)
+        points = {name: metric_points(samples, metric) for name, samples in by_subtask.items()}
+        return [*chain(*normalize(points, num_choices).values())]
+    except (ValueError, TypeError, KeyError, RecursionError, ZeroDivisionError) as error:
         raise UserError(f"{file}: is damaged ({type(error).__name__}); evaluate the run again") from None

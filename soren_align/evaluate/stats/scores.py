@@ -15,6 +15,7 @@ from ..suite.sandbox import rendering
 from ..suite.suites import SuiteTask
 from ..suite.tasks import score_keys, subtasks
 from .intervals import average, score_points
+from .points import CLIPPED, above_random, metric_points, normalize
 
 
 class NotNumbers(UserError):
@@ -27,50 +28,63 @@ def score_column(
     """Return (score, points, points of the other scores, samples) of a column.
 
     score: {"value", "stderr", "low", "high": of the 95% interval, all in percent, "n": number of questions}; "chance":
-    see `_chance`; "also": other scores, {"value", "stderr"} each; "subjects": those of a group. points: of each
-    question, in [0, 1]; of the other scores by label, in one list, or in one per subject if all subjects have equal
-    weight.
+    the score of answers at random; "also": other scores, {"value", "stderr"} each; "subjects": those of a group.
+    points: of each question, see `normalize`; of the other scores by label, in one list, or in one per subject if all
+    subjects have equal weight.
     output: of lm-eval's simple_evaluate. labels: the cluster of each question; None: they are independent.
     Raises UserError if log-likelihoods or points are not numbers, or if the metric is not a mean over questions.
     """
     names = [subtask.task_name for subtask in subtasks(loaded)]
     main, *others = score_keys(task)
-    points = [points_of(output, name, main, model) for name in names]
-    score = score_points(points, labels)
-    if (chance := _chance(task, loaded, output)) is not None:
-        score["chance"] = chance
+    raw = {name: points_of(output, name, main, model) for name in names}
+    points = normalize(raw, task.num_choices)
+    score = score_points([*points.values()], labels)
+    shares = _chances(task, loaded, output)
+    if shares:
+        score["chance"] = 100 * statistics.fmean(chain(*normalize(shares, task.num_choices).values()))
+    if task.num_choices and (isinstance(task.num_choices, int) or score["stderr"] == 0):
+        # Wilson's interval of the accuracy: points that are not 0 or 1 have none.
+        accuracy = score_points([*raw.values()], labels)
+        score |= {key: 100 * above_random(accuracy[key] / 100, task.num_choices) for key in ("low", "high")}
     also: dict[str, Any] = {}
     also_points: dict[str, list[list[float]]] = {}
     if isinstance(loaded, Group):
-        subjects = {name: score_points([p]) for name, p in zip(names, points, strict=True)}
-        also["mean over subjects"] = average(list(subjects.values()))
-        also_points["mean over subjects"] = points
-        score["subjects"] = subjects
+        own = {name: normalize({name: raw[name]}, task.num_choices)[name] for name in names}
+        score["subjects"] = {name: score_points([own[name]]) for name in names}
+        if not isinstance(task.num_choices, dict):  # else this is the score
+            also["mean over subjects"] = average([*score["subjects"].values()])
+            also_points["mean over subjects"] = [*points.values()]
+    if task.num_choices:
+        parts = score["subjects"].values() if isinstance(task.num_choices, dict) else [score]
+        also[CLIPPED] = {"value": statistics.fmean(max(part["value"], 0.0) for part in parts)}
     for other in others:
         label, each = other.removesuffix(",none"), [points_of(output, name, other, model) for name in names]
         also[label], also_points[label] = score_points(each, labels), [[*chain(*each)]]
     if also:
-        score["also"] = {label: {key: each[key] for key in ("value", "stderr")} for label, each in also.items()}
+        score["also"] = {
+            label: {key: each[key] for key in ("value", "stderr") if key in each} for label, each in also.items()
+        }
     samples = [{"task": name} | sample for name in names for sample in output["samples"][name]]
-    return score, [*chain(*points)], also_points, samples
+    return score, [*chain(*points.values())], also_points, samples
 
 
-def _chance(task: SuiteTask, loaded: Any, output: dict[str, Any]) -> float | None:
-    """Return the accuracy of answers at random, in percent; None where lm-eval takes no accuracy over choices.
+def _chances(task: SuiteTask, loaded: Any, output: dict[str, Any]) -> dict[str, list[float]]:
+    """Return by subtask the share of right answers among each question's; {} where the metric is no such accuracy.
 
     A task's own code may score choices otherwise, as that of mc2 does.
     """
-    shares = []
+    shares: dict[str, list[float]] = {}
     for subtask in subtasks(loaded):
         is_accuracy = subtask.OUTPUT_TYPE == "multiple_choice" and task.metric in ("acc", "acc_norm")
         if not is_accuracy or subtask.config.process_results is not None:
-            return None
+            return {}
+        own = shares[subtask.task_name] = []
         for sample in output["samples"][subtask.task_name]:
             if "acc_mutual_info" in sample["metrics"]:  # its requests have each choice twice
-                return None
+                return {}
             num_right = len({*sample["target"]}) if subtask.multiple_target else 1
-            shares.append(num_right / len(sample["arguments"]))
-    return 100 * statistics.fmean(shares)
+            own.append(num_right / len(sample["arguments"]))
+    return shares
 
 
 def cluster_labels(task: SuiteTask, questions: list[tuple[Any, dict[str, Any]]]) -> list[str] | None:
@@ -116,7 +130,7 @@ def points_of(output: dict[str, Any], name: str, key: str, model: str) -> list[f
     metric, filter_name = key.split(",")
     samples = [sample for sample in output["samples"][name] if sample["filter"] == filter_name]
     responses = [resp[0] for sample in samples for resp in sample["filtered_resps"] if isinstance(resp, tuple | list)]
-    points = [float(sample[metric]) for sample in samples]
+    points = metric_points(samples, metric)
     # The argmax of NaNs is the first choice: a broken model could score 100%. A score may be no number by itself, such
     # as mc2's 0/0, if all log-likelihoods are below -745.
     for kind, numbers in (("log-likelihoods", responses), (f"scores ({metric})", points)):
@@ -125,7 +139,8 @@ def points_of(output: dict[str, Any], name: str, key: str, model: str) -> list[f
                 f"{model}: {broken} of {len(numbers)} {kind} of {name} are not numbers;"
                 " check the model's weights, which a diverged training may have broken"
             )
-    if abs(statistics.fmean(points) - output["results"][name][key]) > 1e-9:
+    own = statistics.fmean(output["results"][name][f"{part},{filter_name}"] for part in metric.split("+"))
+    if abs(statistics.fmean(points) - own) > 1e-9:
         raise UserError(
             f"{name}: {metric} is not a mean over questions, and models can be compared only by such means; choose "
             "another metric of the task"

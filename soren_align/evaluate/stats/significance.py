@@ -16,6 +16,7 @@ from scipy.stats import binomtest, t
 from ...core.errors import UserError
 from .contamination import Overlaps
 from .paired import MODELS_OWN, Z95, ModelAnswers, Paired, cluster_numbers, holm, least_p, t95
+from .points import points_without
 
 RESAMPLES = 10_000
 SEED = 1234
@@ -187,8 +188,8 @@ def _deviations(column: Paired, rng: np.random.Generator) -> np.ndarray:
 def _percent(value: float, low: float, high: float, p: float) -> dict[str, float]:
     return {
         "value": 100 * float(value),
-        "low": 100 * max(float(low), -1.0),
-        "high": 100 * min(float(high), 1.0),
+        "low": 100 * max(float(low), min(-1.0, float(value))),  # normalized scores may differ by more than 100%
+        "high": 100 * min(float(high), max(1.0, float(value))),
         "p": p,
     }
 
@@ -238,14 +239,13 @@ def _scores_without(indices: Sequence[int], column: str, rows: Sequence[tuple[st
     """Return the scores of the other questions of a column, by row; see `contamination_section`."""
     first, scores = rows[0][1], {}
     for name, results in rows:
-        points = np.array(results.points[column])
-        others = np.delete(np.arange(len(points)), indices)
-        value = 100 * float(points[others].mean())
-        score: dict[str, Any] = {"value": value, "change": value - 100 * float(points.mean())}
+        subtasks = results.subtasks.get(column)
+        value = 100 * float(points_without(results.points[column], subtasks, indices).mean())
+        score: dict[str, Any] = {"value": value, "change": value - 100 * statistics.fmean(results.points[column])}
         if results is not first and column not in unpaired(first, results):
             each, clusters = pair_column(first, results, column)
             if clusters is not None:
-                clusters = cluster_numbers(clusters[others].tolist())
-            score["difference"] = _difference([Paired(each[others], clusters)])
+                clusters = cluster_numbers(np.delete(clusters, indices).tolist())
+            score["difference"] = _difference([Paired(points_without(each, subtasks, indices), clusters)])
         scores[name] = score
     return scores

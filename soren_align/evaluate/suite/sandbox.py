@@ -20,6 +20,7 @@ from ...core import shipped
 from ...core.errors import UserError
 from ...core.patches import patched
 from ...data.rendering import BoundedEnvironment
+from .reproducible import processing_once
 from .suites import LM_EVAL_TASKS
 
 OWN = (LM_EVAL_TASKS.resolve(), (shipped.ROOT / "eval").resolve())
@@ -40,11 +41,13 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
 
     def guarded_function(name: str, folder: Path) -> Any:
         resolved = Path(folder).expanduser().resolve()
+        if trusted:
+            return processing_once(load_function(name, folder))
         if not any(resolved.is_relative_to(own) for own in OWN):
             raise UserError(f"a task file in {folder} runs code (!function {name}); {REMEDY}")
         if _runs_generated_code(resolved):
             raise UserError(f"the functions in {resolved} run code that a model writes; {REMEDY}")
-        return load_function(name, folder)
+        return processing_once(load_function(name, folder))
 
     def guarded_metric(name: Any, hf_evaluate_metric: bool = False) -> Any:
         if hf_evaluate_metric or name not in registry.metric_registry:
@@ -65,10 +68,8 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(rendering())
+        load_function = stack.enter_context(patched("lm_eval.tasks._yaml_loader._import_func_in_yml", guarded_function))
         if not trusted:
-            load_function = stack.enter_context(
-                patched("lm_eval.tasks._yaml_loader._import_func_in_yml", guarded_function)
-            )
             load_metric = stack.enter_context(patched("lm_eval.api.task.get_metric", guarded_metric))
             load_dataset = stack.enter_context(patched("datasets.load_dataset", guarded_dataset))
         yield

@@ -18,6 +18,7 @@ from ...core import shipped
 from ...core.document import Section, parse
 from ...core.errors import UserError, did_you_mean
 from ...core.files import read_text
+from ...core.text import join_words
 from ...recipe import Eval, Recipe
 from ...tasks import BENCHMARK
 
@@ -33,6 +34,9 @@ Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=100)]
 """A single path component, since files are named after it."""
 Place = Annotated[str, Field(pattern=r"^[^\x00]+$", max_length=1000)]
 """A path, or the first part of one."""
+
+
+_Choices = Annotated[int, Field(ge=2)]
 
 
 class Seeds(Section):
@@ -55,8 +59,9 @@ class SuiteTask(Section):
 
     task: Name
     """lm-eval's name of the task or group. In a group all questions have equal weight."""
-    metric: str
-    """The metric, e.g. acc; it must be a mean over questions."""
+    metric: Annotated[str, Field(pattern=r"^[\w-]+(\+[\w-]+)*$")]
+    """The metric, e.g. acc; it must be a mean over questions, or over the outcomes of all questions. a+b: the mean of
+    two."""
     column: Name = Field(default_factory=lambda values: values.get("task", ""))
     """The name of its score in results and tables, and of its file of samples."""
     file: Place = Field(default_factory=lambda values: f"{values.get('task', '')}.yaml")
@@ -73,7 +78,14 @@ class SuiteTask(Section):
     requests: int | None = None
     """The number of lm-eval's requests: one per answer choice. `plan` computes the cost from it."""
     also: list[Annotated[str, Field(pattern=r"^[\w-]+(,[\w-]+)?$")]] = Field(default_factory=list)
-    """Other scores to report: `metric`, or `metric,filter`."""
+    """Other scores to report: `metric`, or `metric,filter`; they are not normalized."""
+    num_choices: _Choices | dict[str, _Choices] | None = None
+    """Choices of a question: the score is (metric - 1/n) / (1 - 1/n), 0 for answers at random. By subtask: the plain
+    mean of the subtasks' scores."""
+    imports: list[Annotated[str, Field(pattern=r"^[a-zA-Z_]\w*$")]] = Field(default_factory=list)
+    """Python packages that lm-eval's code of this task imports, and that soren-align does not require."""
+    nltk_data: list[Annotated[str, Field(pattern=r"^\w+/\w+$")]] = Field(default_factory=list)
+    """Files of nltk that this code reads, e.g. tokenizers/punkt_tab."""
 
 
 class Suite(Section):
@@ -92,6 +104,8 @@ class Suite(Section):
     seeds: Seeds = Seeds()
     average: bool = False
     """Whether to add a column with the plain mean of the others."""
+    extra: Name | None = None
+    """The extra of soren-align that installs the tasks' `imports`."""
     notes: list[str] = Field(default_factory=list)
     """Notes under the table."""
     tasks: Annotated[list[SuiteTask], Field(min_length=1)]
@@ -206,6 +220,35 @@ def benchmark_scores(suite: Suite) -> list[str]:
     """Return the names of a suite's scores during training: its columns, and of several their average."""
     columns = [task.column for task in suite.tasks]
     return [*columns, *(["average"] if len(columns) > 1 else [])]
+
+
+def refuse_missing_packages(suite: Suite) -> None:
+    """Raise UserError if packages or files that the code of tasks needs are not installed. Runs nothing of them."""
+    problems = []
+    for task in suite.tasks:
+        missing = [package for package in task.imports if importlib.util.find_spec(package) is None]
+        omit = f"leave the column out (eval.omit: [{task.column}]; --omit {task.column})"
+        if missing:
+            install = f"soren-align[{suite.extra}]" if suite.extra else " ".join(missing)
+            problems.append(
+                f"{task.column}: lm-eval's task {task.task} needs {join_words(missing)}, not installed here; run "
+                f"`pip install '{install}'`, or {omit}"
+            )
+        elif task.nltk_data:
+            import nltk
+
+            for file in task.nltk_data:
+                try:
+                    nltk.data.find(file)
+                except LookupError:
+                    name = file.rpartition("/")[2]
+                    problems.append(
+                        f"{task.column}: lm-eval's task {task.task} needs nltk's data {name}, which no folder of nltk "
+                        f"contains; run `python -m nltk.downloader {name}`, or copy its folder from another machine to "
+                        f"DIR/{file} and set NLTK_DATA=DIR, or {omit}"
+                    )
+    if problems:
+        raise UserError(*problems)
 
 
 class PublishedScore(Section):

@@ -21,8 +21,9 @@ from ...core.errors import UserError, closest
 from ...core.files import default_cache_folder, digest
 from ...core.silence import silence
 from ...data.files import InvalidRecord, read_records
+from .reproducible import documents
 from .sandbox import loading, rendering
-from .suites import Suite, SuiteTask
+from .suites import Suite, SuiteTask, refuse_missing_packages
 
 Tasks = dict[str, Task | Group]
 """By column: a task, or a group of tasks (MMLU's 57 subjects)."""
@@ -49,9 +50,10 @@ def load_tasks(
     Raises UserError, with the task, if a task, metric or dataset is missing, if an untrusted file would run code, or if
     a task cannot be scored: without questions or right answers, or with code that a model writes.
     """
+    refuse_missing_packages(suite)
     tasks: Tasks = {}
     cache = cache or default_cache_folder()
-    with tempfile.TemporaryDirectory() as folder, loading(trusted, cache):
+    with tempfile.TemporaryDirectory() as folder, loading(trusted, cache), documents(suite.seeds) as seed:
         manager = _manager(suite, Path(folder), cache)
         for task in suite.tasks:
             if on_column:
@@ -59,6 +61,7 @@ def load_tasks(
             file = suite.file_of(task)
             with silence():
                 try:
+                    seed()
                     loaded = manager.load([_wrapper(task)])
                     tasks[task.column] = (loaded.get("groups", {}) | loaded["tasks"])[task.task]
                     sizes = num_questions(tasks[task.column])
@@ -80,8 +83,16 @@ def load_tasks(
                 refuse_wrong_keys(subtask, file, lines)
             metrics = set(members[0].aggregation())  # without a metric_list: lm-eval's defaults for the output_type
             filters = {entry["name"] for entry in members[0].config.filter_list or []} or {"none"}
+            if isinstance(task.num_choices, dict) and task.num_choices.keys() != sizes.keys():
+                differing = sorted(task.num_choices.keys() ^ sizes.keys())
+                raise UserError(
+                    f"{suite.path} {task.column}: num_choices and the subtasks of {task.task} differ in "
+                    f"{', '.join(differing)}; write the number of choices of {', '.join(sizes)}"
+                )
             for key in score_keys(task):
-                for word, name, allowed in zip(("metric", "filter"), key.split(","), (metrics, filters), strict=True):
+                metric, filter_name = key.split(",")
+                names = [*(("metric", name, metrics) for name in metric.split("+")), ("filter", filter_name, filters)]
+                for word, name, allowed in names:
                     if name not in allowed:
                         raise UserError(
                             f"{suite.path} {task.column}: {task.task} has no {word} {name!r};"
