@@ -1,6 +1,7 @@
 """The Open LLM Leaderboard v2 on invented questions in the hub's formats: as plain lm-eval, question by question."""
 
 import contextlib
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -9,14 +10,19 @@ import nltk
 import pytest
 import yaml
 from lm_eval.tasks import TaskManager
+from rich.console import Console
 from sympy.parsing.latex import parse_latex
 from transformers import AutoTokenizer
 
 from soren_align.evaluate.run import harness
 from soren_align.evaluate.run.harness import Options, evaluate_model
+from soren_align.evaluate.run.stage import evaluate
+from soren_align.evaluate.stats.paired import read_points
 from soren_align.evaluate.stats.significance import compare
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.evaluate.suite.tasks import load_tasks, subtasks
+from soren_align.recipe import Eval
+from soren_align.study.audit import _sample_problems
 from tests.support.leaderboard_v2_data import EQUAL, followed, write_nltk_data, write_v2_datasets
 from tests.support.lm_eval_reference import TASKS
 from tests.support.scripted_model import Script, ScriptedLM, workers
@@ -184,6 +190,26 @@ def test_questions_of_one_text_are_one_cluster(results):
     assert clusters["math_hard"] == 7
     assert clusters["gpqa"] < len(results[0].points["gpqa"]) / 2  # three subsets of each other
     assert clusters["musr"] == len(results[0].points["musr"]) / 2
+
+
+def test_the_files_of_an_evaluation_have_the_normalized_points(suite, folder, scripts):
+    """Points, samples and the exported records; the table has a row for each model."""
+    options = Eval(suite=suite.name, data_root=str(folder / "data"), limit=2, contamination=False)
+    output = folder / "output"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "InProcess", workers(scripts[0]))
+        rows = [("base", folder / "model"), ("same", shutil.copytree(folder / "model", folder / "same"))]
+        results = evaluate(rows, options, output, device="cpu", cache=folder / "cache", console=Console(quiet=True))
+    assert list(_sample_problems(output, suite)) == []  # reads both files
+    assert read_points(output)["same"]["bbh"].each.mean() == pytest.approx(
+        results["rows"][1]["scores"]["bbh"]["value"] / 100
+    )
+    for column, difference in results["rows"][1]["differences"].items():
+        assert (difference["value"], difference["p"]) == (0, 1), column
+    assert "bbh, below random as 0: base" in (output / "table.md").read_text()
+    changed = output / "samples" / "same" / "musr.jsonl"
+    changed.write_text(changed.read_text().replace('"acc_norm": 0.0', '"acc_norm": 1.0', 1))
+    assert "the scores of same in musr differ from its samples" in next(_sample_problems(output, suite))
 
 
 def test_the_choices_do_not_depend_on_what_was_loaded_before(suite, tasks, folder):
