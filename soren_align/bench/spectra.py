@@ -66,12 +66,13 @@ FLOOR = 3e-4
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The singular values of one matrix's momentum before one step, in descending order."""
+    """The singular values of one matrix's momentum, or gradient, before one step, in descending order."""
 
     name: str
     step: int
     shape: tuple[int, int]
     singular_values: tuple[float, ...]
+    of: str = "momentum"
 
     @cached_property
     def sigma(self) -> Tensor:
@@ -90,19 +91,24 @@ class Spectrum:
         return self.sigma.where(self.sigma > bound * self.sigma[0], 0.0)
 
 
-def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[str, list[Spectrum]]:
+def spectra_of_run(
+    folder: RunFolder, globs: Sequence[str] = ("*",), of: str = "momentum"
+) -> tuple[str, list[Spectrum]]:
     """The recorded spectra of a run, or those of its last checkpoint, and a description of the source.
 
-    globs: names of the matrices. Raises UserError if there are none, and if a file is damaged.
+    globs: names of the matrices. of: momentum, or gradient, which only a recording has. Raises UserError if there are
+    none, and if a file is damaged.
     """
     spectra: list[Spectrum] = []
     if folder.spectra.is_file():
         file, source = folder.spectra, "the map's input, recorded in training"
+        source = source if of == "momentum" else "the gradients, recorded in training"
         for line_number, line in enumerate(read_text(file, MAX_BYTES).splitlines(), 1):
             record = parse_json(line, f"{file.name}:{line_number}")
             try:
                 shape, values = tuple(record["shape"]), sorted(map(float, record["singular_values"]), reverse=True)
-                spectra.append(Spectrum(str(record["name"]), int(record["step"]), shape, tuple(values)))
+                kind = str(record.get("of", "momentum"))
+                spectra.append(Spectrum(str(record["name"]), int(record["step"]), shape, tuple(values), kind))
                 damaged = len(shape) != 2 or len(values) != min(shape) or not 0 < min(shape) <= MAX_RANK
                 damaged = damaged or not all(math.isfinite(value) and value >= 0 for value in values)
             except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
@@ -112,7 +118,8 @@ def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[st
                 raise UserError(
                     f"{file}:{line_number}: invalid spectrum; restore the fields {fields}, or remove the line"
                 )
-    else:
+        spectra = [spectrum for spectrum in spectra if spectrum.of == of]
+    elif of == "momentum":
         checkpoint = next(reversed(folder.complete_checkpoints()), None)
         if checkpoint is None or not (file := checkpoint / "optimizer.pt").is_file():
             raise UserError(
@@ -142,6 +149,11 @@ def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[st
                 values = tuple(singular_values(momentum).tolist())
                 shape = (momentum.shape[0], momentum.shape[1])
                 spectra.append(Spectrum(name, step_of(checkpoint), shape, values))
+    if not spectra and of != "momentum":
+        raise UserError(
+            f"{folder}: has no spectra of gradients; train with --set run.log_spectra.steps=[1,100] --set "
+            "'run.log_spectra.of=[momentum, gradient]' to record them"
+        )
     chosen = [spectrum for spectrum in spectra if any(fnmatchcase(spectrum.name, glob) for glob in globs)]
     if not chosen:
         names = ", ".join(sorted({spectrum.name for spectrum in spectra})[:3]) or "none"
@@ -285,7 +297,8 @@ def draw(spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], folder
     """
     kinds: dict[str, list[Spectrum]] = {}
     for spectrum in spectra:
-        kinds.setdefault(re.sub(r"\.\d+\b", "", spectrum.name.removesuffix(".weight")), []).append(spectrum)
+        kind = re.sub(r"\.\d+\b", "", spectrum.name.removesuffix(".weight"))
+        kinds.setdefault(kind + "-gradient" * (spectrum.of == "gradient"), []).append(spectrum)
     # A name may come from anyone, and must not lead to another folder.
     names = [re.sub(r"[^\w.-]", "_", name)[-100:] for name in short_names([*kinds], 2)]
     files = [folder / f"{name}.png" for name in names]
@@ -317,7 +330,9 @@ def _draw_panel(panel: Axes, spectrum: Spectrum, maps: dict[str, SpectralOptimiz
     if not spectrum.nu:
         panel.text(0.5, 0.5, "zero", transform=panel.transAxes, ha="center", fontsize=8)
     # 0 / 0 is nan, which is not drawn: the lines stay for the legend.
-    panel.semilogy(numbers, _drawn(spectrum.without_null_space / spectrum.nu), color="black", label="momentum / nu")
+    panel.semilogy(
+        numbers, _drawn(spectrum.without_null_space / spectrum.nu), color="black", label=f"{spectrum.of} / nu"
+    )
     for i, (label, optimizer) in enumerate(maps.items()):
         style = EXACT_STYLE if label == EXACT else STYLES[i % len(STYLES)]
         drawn = _drawn(mapped(spectrum, optimizer))

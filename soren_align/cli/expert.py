@@ -40,6 +40,12 @@ def spectrum(
         list[str] | None,
         typer.Option("--matrices", metavar="GLOB", help="Show only matrices of this name: '*q_proj*'. Repeatable."),
     ] = None,
+    gradients: Annotated[
+        bool,
+        typer.Option(
+            "--gradients", help="Map the gradients, if run.log_spectra.of names them, in place of the momenta."
+        ),
+    ] = False,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Also draw the spectra into this folder.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Show every matrix, not only the means.")] = False,
     advise: Annotated[
@@ -49,12 +55,13 @@ def spectrum(
 ) -> None:
     """Compare every map with the exact sigmoid on a run's momenta, without training."""
     if advise:
-        refuse_options(context, ["full", "output"], "with --advise, which prints one table")
+        refuse_options(context, ["full", "output", "gradients"], "with --advise, which prints one table")
     if as_json:
         refuse_options(context, ["full"], WITH_JSON)
     from ..launch import commands
 
-    commands.spectrum(run, matrices or ["*"], output=output, full=full, advise=advise, as_json=as_json)
+    of = "gradient" if gradients else "momentum"
+    commands.spectrum(run, matrices or ["*"], of=of, output=output, full=full, advise=advise, as_json=as_json)
 
 
 def show_map(

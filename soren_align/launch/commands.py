@@ -427,6 +427,7 @@ def spectrum(
     run: str,
     globs: Sequence[str],
     *,
+    of: str = "momentum",
     output: str | None = None,
     full: bool = False,
     advise: bool = False,
@@ -449,7 +450,7 @@ def spectrum(
         with console.status("Loading torch"):
             from ..bench import advice, spectra
         with quiet_libraries(), console.status("Reading the spectra") as status:
-            source, momenta = spectra.spectra_of_run(folder, globs)
+            source, momenta = spectra.spectra_of_run(folder, globs, of)
             if recipe:
                 contrasts = advice.advice(momenta, recipe)
                 if as_json:

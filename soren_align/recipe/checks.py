@@ -131,6 +131,7 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
     raw.problems += [(("eval", key), message) for key, message in evaluation_problems(settings)]
     benchmark = {key: raw.path("run", "benchmark", key) for key in ("suite", "data_root")}
     raw.problems += [(("run", "benchmark", key), message) for key, message in evaluation_problems(benchmark)]
+    _check_spectra(raw)
     if table := raw.path("run", "published", "table"):
         problems = published_problems(table, raw.text("run", "published", "model"), raw.text("task"))
         raw.problems += [(("run", "published", *key), message) for key, message in problems]
@@ -307,6 +308,17 @@ def _check_precision(raw: _Raw) -> None:
     elif has_masters and trainer.get("bf16") is False and not trainer.get("fp16"):
         message = f"under {name}, bfloat16 weights get float32 master weights only with `trainer: {{bf16: true}}`"
         raw.report(("model", "dtype"), f"{message}; write that, or `dtype: float32`")
+
+
+def _check_spectra(raw: _Raw) -> None:
+    """Check that gradients are whole and unscaled where their spectra are recorded."""
+    of = raw.get("run", "log_spectra", "of")
+    if isinstance(of, list) and "gradient" in of:
+        key = ("run", "log_spectra", "of")
+        if raw.parallel and raw.parallel.kind != "ddp":
+            raw.report(key, "gradients are whole with run.parallel ddp alone; write ddp, or remove `gradient`")
+        if raw.get("trainer", "fp16") is True:
+            raw.report(key, "fp16 scales the gradients; write trainer.bf16, or remove `gradient`")
 
 
 def _check_perturbation(raw: _Raw) -> None:

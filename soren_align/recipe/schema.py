@@ -26,6 +26,10 @@ class LogSpectra(Section):
     matrices: Annotated[list[str], Field(min_length=1)] = ["*"]
     """Names of the matrices whose singular values are written. `*` matches anything: `["*.0.*q_proj*"]`. A name that
     matches no matrix is an error."""
+    of: Annotated[list[Literal["momentum", "gradient"]], Field(min_length=1)] = ["momentum"]
+    """The matrices that are decomposed: the momenta (the map's inputs), and the gradients after clipping, as in the
+    figures of the Soren paper. `gradient` needs whole gradients, so it is refused with ZeRO and FSDP2, and with fp16,
+    which scales the gradients."""
     map_error: bool = True
     """At every logging step, measure the difference between the map's output and the exact sigmoid's output for one
     matrix. metrics.jsonl has this difference as `map_error`. `map_error` is measured only for Soren, with any map

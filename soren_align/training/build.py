@@ -71,7 +71,7 @@ def build_trainer(
     origin["chat_template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
     spectra = recipe.run.log_spectra
     files = (folder.metrics, folder.spectra) if ranks.is_first else (None, None)
-    log = MeasurementLog(*files, tuple(spectra.steps), tuple(spectra.matrices), spectra.map_error)
+    log = MeasurementLog(*files, tuple(spectra.steps), tuple(spectra.matrices), tuple(spectra.of), spectra.map_error)
     # TRL prints while it truncates and packs; data/stats.py has already counted and shown the same.
     with as_user_error("trainer", ValueError, RuntimeError), contextlib.redirect_stdout(io.StringIO()):
         return getattr(trainer, task.trainer)(

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from soren_align import recipe
+from soren_align.bench.spectra import spectra_of_run
 from soren_align.core.errors import UserError
 from soren_align.optim import AdamW, Muon, Soren, SpectralOptimizer
 from soren_align.optim.step import nesterov
@@ -71,6 +73,47 @@ def test_recorded_spectra_are_those_of_an_svd_in_float64(recorded):
         values, sigma = torch.tensor(line["singular_values"], dtype=torch.float64), torch.linalg.svdvals(x.double())
         # Seven digits, and 1e-8 of the largest from the Gram matrix.
         assert torch.allclose(values, sigma, rtol=1e-6, atol=3e-8 * float(sigma[0]))
+
+
+def test_gradients_are_recorded_beside_momenta_as_the_optimizer_gets_them(tmp_path):
+    run = TinyRun(tmp_path / "run", "sft", *RECORDED, "run.log_spectra.of=[gradient, momentum]")
+    gradients = []
+
+    def hook(optimizer, *_):
+        if isinstance(optimizer, SpectralOptimizer):
+            group = optimizer.param_groups[0]
+            named = zip(group["param_names"], group["params"], strict=True)
+            gradients.append({name: p.grad.clone() for name, p in named})
+
+    handle = register_optimizer_step_post_hook(hook)
+    assert run.train()
+    handle.remove()
+    momenta, recorded = ([r for r in spectra(run.folder) if ("of" in r) == is_of] for is_of in (False, True))
+    assert [(r["step"], r["name"]) for r in momenta] == [(r["step"], r["name"]) for r in recorded]
+    assert len(recorded) == 9
+    for line in recorded:
+        sigma = torch.linalg.svdvals(gradients[line["step"] - 1][line["name"]].double())
+        values = torch.tensor(line["singular_values"], dtype=torch.float64)
+        assert torch.allclose(values, sigma, rtol=1e-6, atol=3e-8 * float(sigma[0]))
+    source, read = spectra_of_run(run.folder, of="gradient")
+    assert (len(read), {s.of for s in read}) == (9, {"gradient"})
+    assert "gradients" in source
+    assert {s.of for s in spectra_of_run(run.folder)[1]} == {"momentum"}
+
+
+def test_a_run_without_recorded_gradients_names_the_setting(recorded):
+    with pytest.raises(UserError, match=r"has no spectra of gradients; train with .*run.log_spectra.of"):
+        spectra_of_run(recorded[0], of="gradient")
+
+
+@pytest.mark.parametrize(("key", "message"), [
+    ("run.parallel=zero2", "gradients are whole with run.parallel ddp alone"),
+    ("trainer.fp16=true", "fp16 scales the gradients"),
+])  # fmt: skip
+def test_sharded_or_scaled_gradients_are_refused_before_training(key, message):
+    with pytest.raises(UserError) as error:
+        recipe.load("quickstart/sft", ["run.log_spectra.of=[gradient]", key])
+    assert message in str(error.value)
 
 
 def test_map_error_is_the_distance_of_one_matrix_after_the_other(recorded):

@@ -267,7 +267,9 @@ def _read_spectra(folder: Path, run: Run) -> dict[tuple[int, str], list[float]]:
             return {}
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         spectra = {
-            (int(line["step"]), str(line["name"])): [float(s) for s in line["singular_values"]] for line in lines
+            (int(line["step"]), str(line["name"])): [float(s) for s in line["singular_values"]]
+            for line in lines
+            if "of" not in line  # of the gradient
         }
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}

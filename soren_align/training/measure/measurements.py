@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from ...core.errors import UserError
 from ...core.files import append
-from ...optim import AppliedMap, PendingUpdate, Sums
+from ...optim import AppliedMap, PendingUpdate, Sums, matrices_of
 from ...spectral import distance_from_sigmoid, singular_values
 from ...spectral.contrast import contrast_numbers
 from ...spectral.exact import null_space_bound
@@ -48,6 +48,7 @@ class MeasurementLog:
     spectra: Path | None = None
     steps: tuple[int, ...] = ()
     matrices: tuple[str, ...] = ("*",)
+    of: tuple[str, ...] = ("momentum",)
     map_error: bool = True
 
 
@@ -169,11 +170,11 @@ class Measurements(TrainerCallback):
 
 
 class SpectraRecorder(TrainerCallback):
-    """Appends the singular values of the map's inputs to `log.spectra` at `log.steps`.
+    """Appends the singular values of the map's inputs, or of the gradients, to `log.spectra` at `log.steps`.
 
     One line per matrix and step, in the order of the model: {"step", "name", "shape", "singular_values"}, the latter in
-    descending order, to seven digits. `bench/spectra.py` reads the file. Collective at these steps; a matrix is
-    decomposed on its owner rank.
+    descending order, to seven digits; a gradient's has "of": "gradient". `bench/spectra.py` reads the file. Collective
+    at these steps; a momentum is decomposed on the matrix's owner rank, gradients on the first rank.
 
     Raises UserError if one of `log.matrices` matches no matrix.
     """
@@ -192,8 +193,18 @@ class SpectraRecorder(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Observe the coming step if it is one of `steps`."""
-        if state.global_step + 1 in self.log.steps:
+        if state.global_step + 1 in self.log.steps and "momentum" in self.log.of:
             self.attached.optimizer.map_observers |= {self._add}
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """Record the gradients, averaged over ranks and clipped."""
+        if state.global_step + 1 in self.log.steps and "gradient" in self.log.of and self.attached.ranks.is_first:
+            for group in self.attached.optimizer.param_groups:
+                for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                    if group["rule"] == "spectral" and parameter.grad is not None:
+                        layout = group.get("weight_layouts", {}).get(name, "linear")
+                        for matrix, gradient in matrices_of(name, parameter.grad.float(), layout):
+                            self._record(matrix, gradient, of="gradient")
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Gather the records of all ranks, and append them."""
@@ -204,11 +215,13 @@ class SpectraRecorder(TrainerCallback):
         records = [record for part in self.attached.ranks.gather(self._records) for record in part]
         self._records = []
         if self.log.spectra:
-            records = sorted(records, key=lambda record: self._positions[record["name"]])
+            records = sorted(records, key=lambda record: ("of" in record, self._positions[record["name"]]))
             append(self.log.spectra, "".join(json.dumps({"step": step, **record}) + "\n" for record in records))
 
     def _add(self, applied: AppliedMap) -> None:
-        if applied.name in self._positions:
-            values = [float(f"{value:.7g}") for value in singular_values(applied.input).tolist()]
-            record = {"name": applied.name, "shape": list(applied.input.shape), "singular_values": values}
-            self._records.append(record)
+        self._record(applied.name, applied.input)
+
+    def _record(self, name: str, matrix: Tensor, **about: str) -> None:
+        if name in self._positions:
+            values = [float(f"{value:.7g}") for value in singular_values(matrix).tolist()]
+            self._records.append({"name": name, **about, "shape": list(matrix.shape), "singular_values": values})
