@@ -98,8 +98,6 @@ def distances(spectral_map: SpectralMap, matrices: list[Momentum], device: torch
             exact = mapped(spectral_map, matrix.x)
             on_device = mapped(spectral_map, matrix.x.float().to(device), precision)
             own = relative(on_device, exact, spectral_map)
-            if spectral_map.optimizer == "muon":
-                precision = "bfloat16"
             if precision in LIMITS:
                 bound = LIMITS[precision]
             else:

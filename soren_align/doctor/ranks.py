@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..core.text import count
 from .findings import Finding, Machine, judged, skipped
 
 NUM_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -61,7 +62,13 @@ def _collectives(backend: str, device: str, num_ranks: int, folder: Path) -> Ite
     if messages or not output.is_file():
         remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that connects the processes"
         reason = f"{backend} fails between {num_ranks} processes ({messages[0]}); {remedy}"
-        yield Finding(f"{backend}, {num_ranks} processes", "an error", "results of each rank", "FAILED", reason)
+        yield Finding(
+            f"{backend}, {count(num_ranks, 'process', 'processes')}",
+            "an error",
+            "results of each rank",
+            "FAILED",
+            reason,
+        )
         return
     results = json.loads(output.read_text())
     output.unlink()
@@ -80,7 +87,9 @@ def judged_results(backend: str, device: str, num_ranks: int, results: dict[str,
         if not is_right:
             problem = f"{name} of {backend} returns wrong sums or elements; do not train with several processes"
         passes = is_right and not (has_bandwidth and bandwidth < MIN_BANDWIDTH)
-        yield judged(f"{backend} {name}, {num_ranks} processes", measured, expected, passes, problem)
+        yield judged(
+            f"{backend} {name}, {count(num_ranks, 'process', 'processes')}", measured, expected, passes, problem
+        )
     if device == "cpu":
         seconds = results["flag_seconds"]
         reason = f"a small all-reduce of gloo takes {1e3 * seconds:.0f} ms, and each step has one"

@@ -16,6 +16,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from ..core import shipped
+from ..core.text import count
 from .findings import Finding, Machine, judged, skipped
 
 TOLERANCE = 2e-6
@@ -107,7 +108,7 @@ def parity(machine: Machine) -> Iterator[Finding]:
 
 def parity_name(strategy: str, processes: int) -> str:
     """The name of a line."""
-    return f"parity {strategy}, {processes} {'process' if processes == 1 else 'processes'}"
+    return f"parity {strategy}, {count(processes, 'process', 'processes')}"
 
 
 def compared(machine: Machine, strategy: str, processes: int, alone: Path) -> Finding:
@@ -161,8 +162,8 @@ def memory(machine: Machine) -> Iterator[Finding]:
     if not machine.num_gpus:
         yield skipped("memory", "no GPU")
         return
-    folder = machine.folder / "model"
-    folder.mkdir(exist_ok=True)
+    folder = folder_of(machine, "model")
+    folder.mkdir(parents=True, exist_ok=True)
     for file in shipped.resolve("shipped:recipes/quickstart/base").iterdir():
         if file.name.startswith(("tokenizer", "chat_template")):
             (folder / file.name).write_bytes(file.read_bytes())
