@@ -52,6 +52,22 @@ def test_the_command_plans_without_hub_files_or_memory_for_weights(tmp_path):
 
 
 @pytest.mark.rest
+def test_the_leaderboard_v2_is_planned_without_the_hub(planned):
+    from soren_align.core.errors import OutOfReach
+    from soren_align.planning import inputs
+
+    def unreachable(*_):
+        raise OutOfReach("the hub cannot be reached")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "set_up_training", unreachable)
+        plan, text = planned("qwen2.5-3b/paper-soren", "eval.suite=open-llm-leaderboard-v2", "eval.published=[]")
+    assert plan["evaluation"]["num_requests_per_model"] == 154_816
+    assert plan["evaluation"]["columns"] == ["ifeval", "bbh", "math_hard", "gpqa", "musr", "mmlu_pro"]
+    assert "154,816 requests" in " ".join(text.split())
+
+
+@pytest.mark.rest
 def test_every_matrix_of_the_blocks_goes_to_soren_and_the_rest_once_to_adamw(shipped):
     name, plan = shipped
     matrices, parameters, *_ = WANTED[name]
