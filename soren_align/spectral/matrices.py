@@ -93,13 +93,13 @@ def mapped_in_range(
 
     largest = torch.linalg.vector_norm(wide, torch.inf, dim=(-2, -1), keepdim=True)  # NaN if there is a NaN
     finite = largest.isfinite()
-    if narrow:  # products alone, which carry a NaN to all entries
+    if narrow and precision != "tf32":  # products alone, which carry a NaN to all entries; no pass over x is needed
         scale = replace_zeros(largest).where(finite, torch.nan)
-        with tf32_products(x.device.type, precision == "tf32"):
-            result, num_guarded = function(wide / scale, scale, may_be_large)
+        result, num_guarded = function(wide / scale, scale, may_be_large)
         return from_wide(result, x), num_guarded
     scale = replace_zeros(largest).where(finite, 1.0)
-    result, num_guarded = function((wide / scale).where(finite, 0.0), scale, may_be_large)
+    with tf32_products(x.device.type, precision == "tf32"):  # whose `rounded` makes 0 of a NaN with all bits, a GPU's
+        result, num_guarded = function((wide / scale).where(finite, 0.0), scale, may_be_large)
     return from_wide(result.masked_fill_(~finite, torch.nan), x), num_guarded
 
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from soren_align.spectral import MAPS, factors, minimax_sigmoid, soft_newton_schulz
 from soren_align.spectral.factors import HALF_SCALE, multiply, rest_of, rounded
+from soren_align.spectral.matrices import mapped_in_range
 from soren_align.spectral.minimax import narrow_flops
 from soren_align.spectral.products import SIGN
 
@@ -104,6 +105,21 @@ def test_narrow_factors_do_not_leave_their_range(scale):
         narrow, wide = minimax_sigmoid(x, precision=precision), minimax_sigmoid(x)
         assert (narrow - wide).norm() < 0.05 * wide.norm()
         assert minimax_sigmoid(torch.zeros(4, 6), precision=precision).abs().max() == 0
+
+
+def test_a_matrix_with_a_nan_is_nan_in_tf32_although_rounding_makes_a_zero_of_it():
+    nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # as a GPU's arithmetic gives it
+    assert nan.isnan()
+    assert rounded(nan, "tf32") == 0
+    x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
+    x[1, 2, 3], x[2, 0, 0] = torch.nan, torch.inf
+    zeros, _ = mapped_in_range(x, lambda wide, scale, large: (torch.zeros_like(wide), 0), "tf32", 1.0)
+    assert zeros[0].eq(0).all()
+    assert zeros[1:].isnan().all()
+    for precision in ("tf32", "float16", "bfloat16"):
+        result = minimax_sigmoid(x, precision=precision, max_norm=1.0)
+        assert result[0].isfinite().all()
+        assert result[1:].isnan().all()
 
 
 def test_two_halves_have_the_bits_of_both():
