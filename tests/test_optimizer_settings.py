@@ -14,7 +14,7 @@ from soren_align.recipe import optimizer
 from soren_align.spectral import SOREN_MAPS
 
 CLASSES = optim.OPTIMIZERS
-ONLY_RECIPE = {"name", "aux_lr", "aux_weight_decay", "aux", "matrices", "split"}
+ONLY_RECIPE = {"name", "aux_lr", "aux_weight_decay", "aux", "matrices", "split", "lora_update"}
 """Keys of `build_optimizer`, which makes groups of them."""
 ONLY_ADAMW = {"betas", "eps"}
 """In a matrix optimizer these are keys of its AdamW group."""

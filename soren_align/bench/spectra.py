@@ -31,6 +31,7 @@ from ..core.errors import UserError
 from ..core.files import CHANGED, contents, parse_json, read_text
 from ..core.text import Table, count, number
 from ..optim import Muon, Soren, SpectralOptimizer, matrices_of, momentum_of
+from ..optim.product import has_factors
 from ..run.folder import PREVIOUS, RunFolder, read_seal, step_of
 from ..spectral import SOREN_MAPS, singular_values
 from ..spectral.exact import null_space_bound
@@ -132,10 +133,12 @@ def spectra_of_run(
         if contents([file]) != [read_seal(checkpoint)["files"].get(file.name)]:
             raise UserError(f"{file}: {CHANGED}; {PREVIOUS}")
         momenta: list[tuple[str, Tensor]] = []
+        has_products = False
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             for group in saved["param_groups"]:
                 if group["rule"] == "spectral":
+                    has_products |= has_factors(group)
                     for name, index in zip(group["param_names"], group["params"], strict=True):
                         layout = group.get("weight_layouts", {}).get(name, "linear")
                         momenta += matrices_of(name, momentum_of(saved["state"][index]), layout)
@@ -144,6 +147,11 @@ def spectra_of_run(
                 f"{file}: contains no momentum of whole matrices, which the checkpoints of soren, muon and htmuon "
                 "have; choose a run of one of these optimizers"
             ) from None
+        if has_products:
+            raise UserError(
+                f"{file}: has the momenta of factors that are updated as their product, and not the map's inputs; "
+                "train with --set run.log_spectra.steps=[1,100] to record these"
+            )
         for name, momentum in momenta:
             if any(fnmatchcase(name, glob) for glob in globs):
                 values = tuple(singular_values(momentum).tolist())

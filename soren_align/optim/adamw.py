@@ -69,7 +69,7 @@ def adamw_step_(
             direction = chunk.exp_avg.div(1 - beta1**step).div_(denominator)
             del denominator
             for observe in observers:
-                observe(PendingUpdate(chunk.name, group, parameter, compensation, direction, lr))
+                observe(PendingUpdate(chunk.name, group, parameter, compensation, direction, lr, group["weight_decay"]))
 
 
 def workspace(numel: int, itemsize: int, compensated: bool, in_8_bits: bool = False) -> int:

@@ -24,10 +24,12 @@ from ..core.optimizer_settings import (
     AUX_WEIGHT_DECAY,
     BETAS,
     EPS,
+    LORA_UPDATE,
     MATCH_RMS,
     MATRICES,
     WEIGHT_DECAY,
     AdjustLrFn,
+    LoraUpdate,
     Matrices,
     adamw_rms,
 )
@@ -45,7 +47,15 @@ from .group_settings import (
     refuse_changed_settings,
     refuse_combinations,
 )
-from .layout import MapState, OneProcess, ShardingStrategy, map_state_sizes, weights_in, with_map_state
+from .layout import (
+    MapState,
+    OneProcess,
+    ShardingStrategy,
+    map_state_sizes,
+    weights_in,
+    with_map_state,
+)
+from .product import WEIGHTS, has_factors
 from .routing import param_groups
 from .second_moment import row_moments
 from .state import StateForm, loaded_state, new_state, state_form
@@ -176,14 +186,16 @@ class SpectralOptimizer(torch.optim.Optimizer):
         groups, is_rounded = self.param_groups, any(group.get("states") == "8bit" for group in self.param_groups)
         norm = None if is_rounded else self.gradient_norm  # a rounded momentum may lie above its gradients
         numbers = checked_numbers(groups, self.state, type(self).__name__, self.strategy, norm, self._bound)
-        self.max_norm, self._bound = numbers.max_norm, numbers.bound
+        # The inputs for factors of a product are divided by the other factor.
+        has_products = any(map(has_factors, groups))
+        self.max_norm, self._bound = None if has_products else numbers.max_norm, numbers.bound
         with_grad = [
             [(name, p) for name, p in zip(names_of(group), group["params"], strict=True) if p.grad is not None]
             for group in groups
         ]
         # Plans and states of all groups, before one is changed: if memory is exhausted here too, no weight has changed.
         plans = [
-            self.strategy.plan(named, group.get("weight_layouts", {}), self._state_of_maps(group))
+            self.strategy.plan(named, group.get("weight_layouts", {}), self._exchanged_state(group))
             if named and group["rule"] == "spectral"  # a launcher may have emptied the group, on all ranks
             else None
             for named, group in zip(with_grad, groups, strict=True)
@@ -227,6 +239,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _state_of_maps(self, group: dict[str, Any]) -> MapState:
         """The state of the map's class, and that of the group's second moment of the rows."""
         return {**self.map_state, **row_moments(group["second_moment"])}
+
+    def _exchanged_state(self, group: dict[str, Any]) -> MapState:
+        """That state, and the numbers of factors of products."""
+        weights: MapState = {WEIGHTS: lambda num_rows, num_columns: (num_rows, num_columns)}
+        return {**self._state_of_maps(group), **(weights if has_factors(group) else {})}
 
     def _complete_state(self, group: dict[str, Any]) -> None:
         # Also for parameters without a gradient, so that a checkpoint that lacks a state is known to be broken.
@@ -282,6 +299,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         group = checked_settings(group, checks, where)
         if group["rule"] == "spectral":
             refuse_combinations(group, where)
+            if has_factors(group) and self.map_state:
+                raise ValueError(f"{where} lora_update: {type(self).__name__} has a state per matrix; write 'factors'")
         if not isinstance(group["params"], Tensor | set):  # torch wraps the one and refuses the other
             group["params"] = list(group["params"])  # once: it may be a generator
         params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
@@ -344,6 +363,7 @@ def build_optimizer(
     aux: Sequence[str] = (),
     matrices: Matrices = MATRICES,
     split: Split | None = None,
+    lora_update: LoraUpdate = LORA_UPDATE,
     **settings: Any,
 ) -> SpectralOptimizer:
     """The optimizer `name` for every trainable parameter of `model`.
@@ -351,7 +371,7 @@ def build_optimizer(
     name: "soren", "muon", "htmuon", "adamw", or that of any other subclass of SpectralOptimizer.
     lr: of the matrices; aux_lr, aux_weight_decay: of the other parameters, which AdamW updates with betas and eps.
         aux_lr=None is lr. For "adamw" the matrices are a group of their own.
-    aux: globs of parameter names, see `route`; matrices, split: also there.
+    aux: globs of parameter names, see `route`; matrices, split, lora_update: also there.
     settings: keyword arguments of the class (weight_decay, momentum, map, p, ...). weight_decay is 0.1 for every class;
         adjust_lr_fn=None is the class's own default.
     Raises ValueError for an unknown name or setting, and whatever `param_groups` refuses.
@@ -371,7 +391,8 @@ def build_optimizer(
         settings["match_rms"] = adamw_rms(betas[0])
     is_adamw = cls.rule == "adamw"
     rates = {"lr": lr, "aux_lr": aux_lr, "aux_weight_decay": aux_weight_decay}
-    groups = param_groups(model, **rates, aux=aux, matrices=matrices, split=None if is_adamw else split)
+    of_matrices: dict[str, Any] = {} if is_adamw else {"split": split, "lora_update": lora_update}
+    groups = param_groups(model, **rates, aux=aux, matrices=matrices, **of_matrices)
     for group in groups:
         if is_adamw:
             group["rule"] = "adamw"

@@ -4,7 +4,8 @@ Weights of linear layers inside the blocks go to the spectral rule, and those of
 are stored together: see `layout`. In a model without blocks all linear layers do. Embeddings, the head (tied or not),
 norms, biases, routers, gates of one row and all other parameters go to AdamW. Every trainable parameter has exactly one
 route, by identity, not by name.
-The LoRA factors of linear layers go to the spectral rule, each mapped by itself. They are recognized by PEFT's layers
+The LoRA factors of linear layers go to the spectral rule, each mapped by itself, or both as their product with
+`lora_update` "product" (see `product`). They are recognized by PEFT's layers
 in the model, not by shapes or names; peft is used only if it has been imported, so that the optimizers do not need it.
 With `matrices` "all-2d", as in the authors' released code, all other parameters of two dimensions go there too.
 """
@@ -21,11 +22,13 @@ from typing import Any
 
 from torch import nn
 
-from ..core.optimizer_settings import AUX_WEIGHT_DECAY, MATRICES, Matrices
+from ..core.optimizer_settings import AUX_WEIGHT_DECAY, LORA_UPDATE, MATRICES, LoraUpdate, Matrices
 from .blocks import Split, blocks_of, matches, split_layout
 from .layout import WeightLayout, blocks_in, matrix_shape, num_matrices, weights_in
+from .product import mapped_together
 
 FACTOR = "LoRA factor (extension, not in the paper)"
+OF_PRODUCT = "LoRA factor, updated as the product B A (extension, not in the paper)"
 _ROUTER = re.compile(r"Router|TopKGating")
 """Names of transformers' classes that choose experts; JetMoE's is the latter."""
 _OF_ATTENTION: dict[str, WeightLayout] = {"in_proj_weight": "qkv"}
@@ -107,7 +110,11 @@ class _Occurrence:
 
 
 def route(
-    model: nn.Module, aux: Sequence[str] = (), matrices: Matrices = MATRICES, split: Split | None = None
+    model: nn.Module,
+    aux: Sequence[str] = (),
+    matrices: Matrices = MATRICES,
+    split: Split | None = None,
+    lora_update: LoraUpdate = LORA_UPDATE,
 ) -> list[Route]:
     """The route of every trainable parameter of `model`, in the order of `named_parameters`.
 
@@ -115,8 +122,9 @@ def route(
     matrices: "inside-blocks": the weights of linear layers inside the blocks, and of experts. "all-2d": also every
         other parameter of two dimensions, embeddings and head among them, but none of an adapter.
     split: the blocks of fused weights that are matrices of their own, see `blocks`.
+    lora_update: "factors": the LoRA factors of linear layers are matrices. "product": they are updated as products.
     Raises ValueError for a glob that matches nothing, for a weight that cannot be split so, for PEFT adapters other
-    than LoRA, and for FSDP1's wrappers.
+    than LoRA, for a product without both factors, and for FSDP1's wrappers.
     """
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
@@ -151,7 +159,10 @@ def route(
         if not obstacle and min(shape[-2:]) == 1 and parameter not in factors:
             obstacle = "a vector: one row or column"
         layout = occurrences[0].layout(len(shape)) or "linear"
-        reason = obstacle or (FACTOR if parameter in factors else "experts" if len(shape) == 3 else "linear layer")
+        if is_product := lora_update == "product" and parameter in factors and not obstacle:
+            layout = factors[parameter]
+        factor = OF_PRODUCT if is_product else FACTOR
+        reason = obstacle or (factor if parameter in factors else "experts" if len(shape) == 3 else "linear layer")
         if len(occurrences) > 1:
             reason += f", tied to {', '.join(o.name for o in occurrences[1:])}"
         is_spectral = not obstacle
@@ -164,6 +175,12 @@ def route(
                 raise ValueError(f"split: {name}: a block of one row is no matrix; write larger blocks")
             reason += f", split into {describe_blocks(layout)}"
         routes.append(Route(name, parameter, shape, rule, reason, layout))
+    if lora_update == "product" and not any(r.reason.startswith(OF_PRODUCT) for r in routes):
+        raise ValueError(
+            "lora_update: 'product' has no effect, because no LoRA factor of a linear layer is trained; add an "
+            "adapter, or write 'factors'"
+        )
+    mapped_together([(r.name, r.layout) for r in routes if r.rule == "spectral"])  # raises for a single factor
     for glob in split or ():
         if not any(matches(r.name, glob) for r in routes if r.rule == "spectral" and blocks_in(r.layout)):
             raise ValueError(
@@ -178,12 +195,13 @@ def describe_blocks(layout: WeightLayout) -> str:
     return f"{len(names)} blocks" if names[0].isdigit() else ", ".join(names)
 
 
-def adapter_parameters(model: nn.Module) -> tuple[set[nn.Parameter], dict[nn.Parameter, str]]:
-    """The LoRA factors A and B of the model's linear layers, and the other parameters of adapters with their kinds.
+def adapter_parameters(model: nn.Module) -> tuple[dict[nn.Parameter, WeightLayout], dict[nn.Parameter, str]]:
+    """The LoRA factors A and B of the model's linear layers with their layouts as factors of a product, and the other
+    parameters of adapters with their kinds.
 
     Raises ValueError for a trainable adapter that is not LoRA.
     """
-    factors: set[nn.Parameter] = set()
+    factors: dict[nn.Parameter, WeightLayout] = {}
     others: dict[nn.Parameter, str] = {}
     if "peft" not in sys.modules:
         return factors, others
@@ -199,10 +217,12 @@ def adapter_parameters(model: nn.Module) -> tuple[set[nn.Parameter], dict[nn.Par
                 others.setdefault(parameter, "trained whole beside the adapter")
         elif isinstance(module, BaseTunerLayer):
             is_linear = isinstance(module.get_base_layer(), nn.Linear | Conv1D)
-            for kind, owner, parameter in _trainable(module):
+            for kind, adapter, owner, parameter in _trainable(module):
                 is_factor = kind in ("lora_A", "lora_B") and isinstance(owner, nn.Linear) and parameter is owner.weight
                 if isinstance(module, LoraLayer) and is_linear and is_factor:
-                    factors.add(parameter)
+                    is_a = kind == "lora_A"
+                    size = module.lora_B[adapter].out_features if is_a else module.lora_A[adapter].in_features
+                    factors[parameter] = f"{kind} {size}"
                 elif isinstance(module, LoraLayer | TrainableTokensLayer):
                     others[parameter] = f"{kind} of an adapter"
                 else:
@@ -210,13 +230,14 @@ def adapter_parameters(model: nn.Module) -> tuple[set[nn.Parameter], dict[nn.Par
     return factors, others
 
 
-def _trainable(layer: Any) -> Iterator[tuple[str, Any, nn.Parameter]]:
-    """(PEFT's name of the kind, the module or None, the parameter) of every trainable parameter of an adapter layer."""
+def _trainable(layer: Any) -> Iterator[tuple[str, str, Any, nn.Parameter]]:
+    """(PEFT's name of the kind, that of the adapter, the module or None, the parameter) of every trainable parameter of
+    an adapter layer."""
     for kind in layer.adapter_layer_names:
         container = getattr(layer, kind, None)
-        for part in container.values() if isinstance(container, nn.ModuleDict | nn.ParameterDict) else ():
+        for adapter, part in container.items() if isinstance(container, nn.ModuleDict | nn.ParameterDict) else ():
             owned = [(None, part)] if isinstance(part, nn.Parameter) else [(part, p) for p in part.parameters()]
-            yield from ((kind, owner, p) for owner, p in owned if p.requires_grad)
+            yield from ((kind, adapter, owner, p) for owner, p in owned if p.requires_grad)
 
 
 def param_groups(
@@ -229,15 +250,16 @@ def param_groups(
     aux: Sequence[str] = (),
     matrices: Matrices = MATRICES,
     split: Split | None = None,
+    lora_update: LoraUpdate = LORA_UPDATE,
 ) -> list[dict[str, Any]]:
     """The parameter groups of `model` for Soren, Muon or HTMuon: the matrices, then the other parameters (AdamW).
 
     lr, weight_decay: of the matrices; None leaves them to the optimizer. aux_lr, aux_weight_decay: of the other
-    parameters; aux_lr=None is lr. aux, matrices, split: see `route`.
+    parameters; aux_lr=None is lr. aux, matrices, split, lora_update: see `route`.
     Warns if the model's blocks were not found, so that its output layer may be among the matrices. Raises ValueError if
     no parameter goes to the spectral rule, if others have neither aux_lr nor lr, and whatever `route` refuses.
     """
-    routes = route(model, aux, matrices, split)
+    routes = route(model, aux, matrices, split, lora_update)
     if matrices == MATRICES and not aux and not _is_language_model(model) and not _has_blocks(_occurrences(model)):
         for last in [r for r in routes if r.rule == "spectral" and r.reason == "linear layer"][-1:]:
             shape = " x ".join(map(str, last.shape))

@@ -11,6 +11,8 @@ For a matrix W [m, n] with gradient G and momentum M (zeros before the first ste
     W <- (1 - lr * weight_decay) * W                      decay_and_add_
     W <- W - lr * scale(m, n) * O                         decay_and_add_ with lr_scale
 
+LoRA factors that are updated as their product have other directions O: see `product`.
+
 Only the map, the moments of the rows and the RMS need a whole matrix; all else is elementwise. (With moments of
 elements the RMS is a sum over the shards, see `second_moment`.) So each matrix has one rank that maps it, its owner,
 and `spectral_step_` is the same function everywhere. Its exchange decides what is sent:
@@ -30,6 +32,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +40,8 @@ from torch import Tensor
 from ..core.optimizer_settings import MATCH_RMS
 from ..spectral.matrices import frobenius_norm
 from .eight_bits import blocks_of, decoded, encode_
-from .layout import Exchange, Named, Shard, local, matrix_shape
+from .layout import Batch, Exchange, Named, Shard, local, update_shape
+from .product import WEIGHTS, is_factor, product_directions
 from .rounding import chunks, master_weights, store_master_weights_
 from .second_moment import ROWS, divided_by_elements, divided_by_rows, rescaled_
 
@@ -79,20 +83,40 @@ def spectral_step_(
             output = divided_by_rows(output, row_moments, beta, transposed=is_transposed)
         return with_unit_rms(output) if is_measured and adapt is None else output
 
+    def directions_of_factors(a: Batch, b: Batch) -> tuple[Tensor, Tensor]:
+        factors = [part.map_state[WEIGHTS].view(part.inputs.shape) for part in (a, b)]
+        maps = [partial(map_matrices, names=part.names) for part in (a, b)]
+        step_size = float(lr) * scale(*update_shape(a.inputs.shape[-2:], a.layout))
+        return product_directions(
+            (factors[0], factors[1]),
+            (a.inputs, b.inputs),
+            (maps[0], maps[1]),
+            step_size=step_size,
+            to_unit_rms=is_measured,
+        )
+
     shards = exchange.shards(state)
-    for batch in exchange.whole_matrices(shards, partial(map_input_of, group=group), workspace_mb, adapt):
-        # None in a batch that only brings outputs of other ranks.
-        output = batch.map(partial(mapped, "transposed" in batch.layout)) if batch.names else None
-        for shard, direction in batch.returned(output):
+    batches = exchange.whole_matrices(shards, partial(map_input_of, group=group), workspace_mb, adapt)
+    for batch in batches:
+        if is_factor(batch.layout):
+            pair = batch, next(batches)  # A and B
+            outputs = directions_of_factors(*pair)
+        else:
+            pair = (batch,)
+            # None in a batch that only brings outputs of other ranks.
+            outputs = (batch.map(partial(mapped, "transposed" in batch.layout)) if batch.names else None,)
+        returned = (part.returned(output) for part, output in zip(pair, outputs, strict=True))
+        for shard, direction in chain.from_iterable(returned):
             if adapt is not None:
                 direction = rescaled_(shard, direction, to_unit_rms=is_measured)
             weight, compensation = shard.weight, shard.compensation
             direction = direction.reshape(weight.shape).to(weight.device)  # flat, and on a GPU where weights are not
-            factor, decay = scale(*matrix_shape(shard.shape, shard.layout)), group["weight_decay"]
+            factor = scale(*update_shape(shard.shape, shard.layout))
+            decay = group["weight_decay"] / (2 if is_factor(shard.layout) else 1)
             for observe in observers:
-                observe(PendingUpdate(shard.name, group, weight, compensation, direction, lr, factor))
+                observe(PendingUpdate(shard.name, group, weight, compensation, direction, lr, decay, factor))
             decay_and_add_(weight, compensation, direction, lr=lr, scale=factor, weight_decay=decay)
-        batch = output = direction = None  # freed before the next batch is made
+        batch = pair = outputs = returned = direction = None  # freed before the next batch is made
 
 
 def update_momentum_(state: dict[str, Tensor], grad: Tensor, coefficient: float) -> None:
@@ -167,9 +191,9 @@ def decay_and_add_(
 class PendingUpdate:
     """The direction of one update on this rank, with the weights before it: `weight` itself, or a copy.
 
-    The update is decay_and_add_(weight, compensation, direction, lr=lr, scale=scale, weight_decay=weight_decay) with
-    the group's decay; AdamW's kernel rounds otherwise. A matrix has one update for each of its shards, and AdamW's
-    parameters one for each chunk; for match_rms_measured the direction has an RMS of 1 over the whole matrix already.
+    The update is decay_and_add_(weight, compensation, direction, lr=lr, scale=scale, weight_decay=weight_decay);
+    AdamW's kernel rounds otherwise. A matrix has one update for each of its shards, and AdamW's parameters one for each
+    chunk; for match_rms_measured the direction has an RMS of 1 over the whole matrix already.
     Read the tensors in the observer, do not keep them.
     """
 
@@ -179,13 +203,14 @@ class PendingUpdate:
     compensation: Tensor | None
     direction: Tensor
     lr: float | Tensor
+    weight_decay: float
     scale: float = 1.0
 
     def applied(self, lr: float | Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield (master weights before, the same after the update, direction), in chunks; lr: instead of its own."""
-        lr, decay = self.lr if lr is None else lr, self.group["weight_decay"]
+        lr = self.lr if lr is None else lr
         for weight, direction, rest in chunks(self.weight.detach(), self.direction, self.compensation):
             before = master_weights(weight, rest)
             after = before.clone()  # the compensation keeps all of float32: as a float32 weight alone, then
-            decay_and_add_(after, None, direction, lr=lr, scale=self.scale, weight_decay=decay)
+            decay_and_add_(after, None, direction, lr=lr, scale=self.scale, weight_decay=self.weight_decay)
             yield before, after, direction

@@ -54,10 +54,19 @@ def distance_of(run: RunFolder) -> dict[str, Any]:
             "it again with a smaller trainer.logging_steps"
         )
     optimizer = load_resolved(run.recipe).optimizer
+    _refuse_products(optimizer, str(run))
     sizes, rates = (_of_each_step(logs, key) for key in ("update_rms", "learning_rate"))
     decays = [1 - rate * optimizer.weight_decay for rate in rates]
     values = {"walk": walk(sizes, memory_of(optimizer), decays), "relative_change": training["relative_change"]}
     return {"run": str(run), "optimizer": optimizer.name, "lr": optimizer.lr, **values}
+
+
+def _refuse_products(optimizer: OptimizerSection, place: str) -> None:
+    if getattr(optimizer, "lora_update", None) == "product":
+        raise UserError(
+            f"--as-far-as: {place} has optimizer.lora_update: product, whose updates are those of products, but "
+            "relative_change is that of the factors; compare runs with lora_update: factors"
+        )
 
 
 def _of_each_step(logs: Sequence[Mapping[str, Any]], key: str) -> list[float]:
@@ -75,8 +84,10 @@ def as_far_as(
 ) -> dict[str, Any]:
     """Return the plan's section: {"run": the other run, "walk": of this recipe, "lr": for an equal walk}.
 
-    other: of `distance_of`. sizes: the plan's update_sizes. rates: the recipe's learning rate of each step.
+    other: of `distance_of`. sizes: the plan's update_sizes. rates: the recipe's learning rate of each step. Raises
+    UserError if the recipe's sizes are those of products, and not of the trained factors.
     """
+    _refuse_products(optimizer, "this recipe")
     matrices = [size for size in sizes if size["shape"]] or list(sizes)  # AdamW's have one entry
     numels = [size["tensors"] * math.prod(size["shape"] or (1,)) for size in matrices]
     squares = sum(numel * size["update_rms"] ** 2 for numel, size in zip(numels, matrices, strict=True))

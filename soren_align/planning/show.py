@@ -152,6 +152,7 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
     """Print the parameter groups and the size of their updates, or its bounds; a notice where bfloat16 loses them."""
     write = partial(print_labelled, console)
     weight, sizes, name = plan["typical_weight"], plan["update_sizes"], plan["optimizer"]["name"]
+    changed = "product B A" if plan["optimizer"].get("lora_update") == "product" else "factor"
     if full:
         optimizers = {"spectral": name, "adamw": "adamw"}
         rows = []
@@ -176,12 +177,12 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
             meaning = f"update RMS, summed over all steps and divided by {weight:g}"
             write("", f"sum / {weight:g}: {meaning}; an upper bound of the relative change")
         else:
-            write("", "sum: update RMS, summed over all steps; an upper bound of the change of a factor")
+            write("", f"sum: update RMS, summed over all steps; an upper bound of the change of a {changed}")
         write("", f"adamw: assumed update RMS {MATCH_RMS} x learning rate; the first updates are larger")
     else:
         changes = sorted(size["relative_update" if weight else "update_sum"] for size in sizes)
         bounds = " to ".join(dict.fromkeys(f"{float(f'{change:.2g}'):,g}" for change in (changes[0], changes[-1])))
-        relative = f" times a typical weight, {weight:g}" if weight else " (RMS of the factors' change)"
+        relative = f" times a typical weight, {weight:g}" if weight else f" (RMS of the change of a {changed})"
         write("", f"all updates together: at most {bounds}{relative}")
     num_lost = sum(size["tensors"] for size in sizes if weight and size["bfloat16_ulps"] < 0.5)
     if num_lost and not plan["processes"]["num_frozen_parameters"]:

@@ -12,12 +12,20 @@ from typing import Any
 
 from ..optim import Route
 from ..optim.eight_bits import SMALL
-from ..optim.layout import default_workspace_mb
+from ..optim.layout import default_workspace_mb, map_shape, num_batch_numbers, num_matrices
+from ..optim.product import NUM_PRODUCT_NUMBERS, is_factor, num_flops, product_shape
 from ..recipe import Recipe, as_adamw, compute_dtype, trains_adapter
 from ..recipe.parallel import accumulation, global_batch, parallel, trainer_value
 from ..sharding.layout import flat_partitions, parameter_slices, replicas, row_blocks, split_weights
-from ..sharding.plan import BUCKET_MB, ExchangePlan, elements_sent, make_exchange_plan, map_flops, schedule_flops
-from ..spectral import num_workspace_numbers
+from ..sharding.plan import (
+    BUCKET_MB,
+    ExchangePlan,
+    elements_sent,
+    make_exchange_plan,
+    map_flops,
+    num_sent,
+    schedule_flops,
+)
 from ..tasks import TASKS
 from .flops import Compute
 from .memory import FLOAT32, ITEMSIZE, Component, Location, ModelSizes, Phase, Rank, components
@@ -117,7 +125,8 @@ def _map_flops(plan: ExchangePlan, rank: Rank) -> Sequence[int]:
     for weight in plan.layout.weights:
         precision = rank.optimizer.map_precision(min(weight.map_shape), not rank.on_cpu)
         of_one = spectral_map.num_flops(*weight.map_shape, precision, **settings) or 0
-        flops.append(weight.num_matrices * of_one)
+        of_factor = num_flops(weight.shape, weight.layout) if is_factor(weight.layout) else 0
+        flops.append(weight.num_matrices * of_one + of_factor)
     return flops
 
 
@@ -131,12 +140,12 @@ def _exchange_bytes(plan: ExchangePlan, has_elements: bool) -> int:
     peak, before_last, last = 0, Counter(), Counter()
     for indices in plan.buckets:
         numel = Counter()
-        for index in indices:
-            for shard in plan.layout.weights[index].shards:
+        for weight, owner in ((plan.layout.weights[index], plan.owners[index]) for index in indices):
+            for shard in weight.shards:
                 numel[shard.rank] += shard.numel * has_elements
-                if shard.rank != plan.owners[index]:
-                    numel[shard.rank] += shard.numel
-                    numel[plan.owners[index]] += shard.numel
+                if shard.rank != owner:
+                    numel[shard.rank] += num_sent(weight, shard)
+                    numel[owner] += num_sent(weight, shard)
         peak = max([peak, *(numel + last + before_last).values()])
         before_last, last = last, numel
     return peak * FLOAT32
@@ -150,13 +159,16 @@ def _map_workspace(plan: ExchangePlan, rank: Rank) -> int:
     assert spectral_map
     for indices in (plan.local, *plan.buckets):
         parts = [(plan.owners[i], plan.layout.weights[i]) for i in indices]
-        batches = Counter((owner, weight.map_shape, weight.num_matrices) for owner, weight in parts)
-        for (_, shape, num_matrices), number in batches.items():
-            upper_bound = num_matrices * (num_workspace_numbers(*shape, device_type) + shape[0] * shape[1]) * FLOAT32
+        batches = Counter((owner, (w.shape[0], w.shape[1]), w.layout) for owner, w in parts)
+        for (_, weight_shape, layout), number in batches.items():
+            shape, num_together = map_shape(weight_shape, layout), num_matrices(layout)
+            upper_bound = num_batch_numbers(weight_shape, layout, device_type) * FLOAT32
             batch_size = max(1, min(number, int(limit * 2**20 / upper_bound)))
             precision = rank.optimizer.map_precision(min(shape), not rank.on_cpu)
-            usual = (spectral_map.num_workspace_numbers(*shape, precision) + shape[0] * shape[1]) * FLOAT32
-            peak = max(peak, usual * batch_size * (num_matrices if batch_size > 1 else 1))
+            usual = spectral_map.num_workspace_numbers(*shape, precision) + shape[0] * shape[1]
+            if is_factor(layout):  # of both factors, beside the map of one
+                usual += NUM_PRODUCT_NUMBERS * min(shape) * sum(product_shape(shape, layout))
+            peak = max(peak, usual * FLOAT32 * batch_size * (num_together if batch_size > 1 else 1))
     return peak
 
 

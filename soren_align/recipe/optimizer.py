@@ -30,6 +30,7 @@ from ..core.optimizer_settings import (
     Bounds,
     Compensation,
     FactorPrecision,
+    LoraUpdate,
     MapInput,
     Matrices,
     Precision,
@@ -175,7 +176,8 @@ class OptimizerSection(Section):
     @property
     def routing(self) -> dict[str, Any]:
         """The keywords of `optim.route`."""
-        return {key: getattr(self, key) for key in ("aux", "matrices", "split") if hasattr(self, key)}
+        keys = ("aux", "matrices", "split", "lora_update")
+        return {key: getattr(self, key) for key in keys if getattr(self, key, None) is not None}
 
     @property
     def spectral_map(self) -> SpectralMap | None:
@@ -238,6 +240,11 @@ class MatrixOptimizer(OptimizerSection):
     """Fused weights to split into row blocks, each of which is a matrix of its own: `{"*qkv_proj": [q, k, v],
     "*gate_up_proj": [gate, up]}`. `*` matches anything. A block is a projection (its size is that of the model's
     config) or a row count; `[heads]` makes a block of each head. A name that matches no matrix is an error."""
+    lora_update: LoraUpdate | None = None
+    """How the optimizer updates an adapter. `factors`: each factor is a matrix by itself. `product`: both factors
+    together, so that the change of their product B A does not depend on which factors the product has (arXiv
+    2606.12921). The scale of `adjust_lr_fn` and `weight_decay` are then those of the product, and learning rates are
+    comparable with those of training without an adapter. null: `factors`."""
 
     @property
     def spectral_map(self) -> SpectralMap:
@@ -253,6 +260,7 @@ class MatrixOptimizer(OptimizerSection):
     def description(self) -> str:
         """Name, map and scale: "soren (released, the authors' code, K = 5; scale original)"."""
         parts = [self.map_title, "map of signs" if self.map_input == "sign" else ""]
+        parts.append("LoRA as the product" if self.lora_update == "product" else "")
         parts.append(f"second moment of {self.second_moment}" if self.second_moment not in (None, "none") else "")
         parts.append(f"scale {self.adjust_lr_fn}{'' if self.match_rms is None else f', RMS {self.rms:.3g}'}")
         return f"{self.name} ({'; '.join(part for part in parts if part)})"

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..optim.layout import Adapt, Batch, Named, Shard, whole_batches
+from ..optim.product import WEIGHTS
 from .gather import Exchange, RankStrategy
 from .layout import Layout, replicas
 from .plan import BUCKET_MB
@@ -73,7 +74,7 @@ class ReplicaExchange(Exchange):
             yield from whole_batches(owned, map_input, workspace_mb, adapt)
             for index in indices if self.plan.layout.num_ranks > 1 else ():
                 shard, owner = shards[index], self.plan.owners[index]
-                tensors = [shard.weight.detach(), *map(shard.numbers_of, shard.map_state)]
+                tensors = [shard.weight.detach(), *map(shard.numbers_of, shard.map_state.keys() - {WEIGHTS})]
                 if adapt is not None:
                     tensors.append(shard.second_moments)
                 if shard.compensation is not None:  # as bfloat16: neither gloo nor NCCL sends int16

@@ -292,7 +292,8 @@ class _Bucket:
         ]
         for numbers in matrix_batches(kinds, workspace_mb):
             indices = [self.owned[number] for number in numbers]
-            states = {key: [self._assembled(i, key) for i in indices] for key in self.exchange.map_state}
+            sizes = map_state_sizes(*kinds[numbers[0]][:2], self.exchange.map_state)
+            states = {key: [self._assembled(i, key) for i in indices] for key in sizes}
             inputs = (self._assembled(i, "").view(self.exchange.plan.layout.weights[i].shape) for i in indices)
 
             def pairs(outputs: Sequence[Tensor], indices=indices, states=states) -> Iterator[tuple[Shard, Tensor]]:

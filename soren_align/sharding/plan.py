@@ -6,13 +6,15 @@ computes the same plan from the same layout, which its fingerprint verifies.
 """
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import NamedTuple
 
+from ..optim.product import is_factor, mapped_together, num_flops
 from ..spectral.maps import MINIMAX
-from .layout import Layout, ShardedWeight
+from .layout import Layout, RankShard, ShardedWeight
 
 # MB (2^20 bytes) that a rank sends and receives in a bucket, one way; three buckets may overlap. 512 holds a float32
 # 14336 x 4096 per rank, the largest of a 7B model, sent in shards and received whole.
@@ -24,7 +26,8 @@ class ExchangePlan:
     """Owner ranks and buckets of the matrices of one layout.
 
     local: indices into `layout.weights` of the matrices that lie whole on their owner rank and are not communicated.
-    buckets: indices of all others; a matrix is in exactly one bucket.
+    buckets: indices of all others; a matrix is in exactly one bucket. The factors of a product have one owner, and are
+    neighbours in one bucket, A before B.
     """
 
     layout: Layout
@@ -46,20 +49,38 @@ class ExchangePlan:
 def make_exchange_plan(layout: Layout, bucket_mb: float = BUCKET_MB, itemsize: int = 4) -> ExchangePlan:
     """The plan for `layout`, with at most `bucket_mb` MB of elements of `itemsize` bytes per rank and bucket.
 
-    A rank whose next matrix alone needs more has that one matrix and no other in the bucket.
+    A rank whose next matrix alone needs more has that one matrix and no other in the bucket. Raises ValueError for a
+    factor of a product whose other factor is not in the layout.
     """
     owners = assign_owners(layout)
-    local = tuple(
-        index
-        for index, (weight, owner) in enumerate(zip(layout.weights, owners, strict=True))
-        if layout.num_ranks == 1 or all(shard.rank == owner for shard in weight.shards)
-    )
+    units, local = _units(layout), []
+    for unit in units:
+        if layout.num_ranks == 1 or all(rank == owners[unit.indices[0]] for rank in unit.numels):
+            local += unit.indices
     max_numel = max(1, int(bucket_mb * 2**20 / itemsize))
-    return ExchangePlan(layout, owners, local, _buckets(layout, owners, local, max_numel))
+    return ExchangePlan(layout, owners, tuple(local), _buckets(layout, units, owners, local, max_numel))
+
+
+class _Unit(NamedTuple):
+    """Weights that are mapped together: one, or the factors of a product. numels: their elements by rank."""
+
+    indices: tuple[int, ...]
+    flops: int
+    numels: Counter[int]
+
+
+def _units(layout: Layout) -> list[_Unit]:
+    units = []
+    for indices in mapped_together([(weight.name, weight.layout) for weight in layout.weights]):
+        numels: Counter[int] = Counter()
+        for shard in (shard for i in indices for shard in layout.weights[i].shards):
+            numels[shard.rank] += shard.numel
+        units.append(_Unit(indices, sum(map_flops(layout.weights[i]) for i in indices), numels))
+    return units
 
 
 def _buckets(
-    layout: Layout, owners: Sequence[int], local: Sequence[int], max_numel: int
+    layout: Layout, units: Sequence[_Unit], owners: Sequence[int], local: Sequence[int], max_numel: int
 ) -> tuple[tuple[int, ...], ...]:
     """Buckets of at most `max_numel` elements per rank, of the matrices that are not local, with the least waiting.
 
@@ -74,21 +95,26 @@ def _buckets(
         flops[owners[index]] += map_flops(weights[index])
     latest, maps = max(flops), []
     # Largest first and by shape, so that those of a bucket can be mapped together.
-    for index in sorted(
-        set(range(len(weights))).difference(local), key=lambda i: (-weights[i].numel, weights[i].shape, i)
+    at_owner = set(local)
+    exchanged = [unit for unit in units if unit.indices[0] not in at_owner]
+    for unit in sorted(
+        exchanged, key=lambda u: (-sum(weights[i].numel for i in u.indices), weights[u.indices[0]].shape, u.indices)
     ):
-        begin, owner = flops[owners[index]], owners[index]
-        flops[owner] += map_flops(weights[index])
-        maps.append((begin, owner, flops[owner], index))
+        owner = owners[unit.indices[0]]
+        begin = flops[owner]
+        flops[owner] += unit.flops
+        maps.append((begin, owner, flops[owner], unit.indices))
     maps.sort()
 
     needs: list[dict[int, int]] = []  # elements of each matrix that a rank sends or receives
-    for _, owner, _, index in maps:
-        if layout.replicated:
-            need = {owner: weights[index].numel}
-        else:
-            need = {shard.rank: shard.numel for shard in weights[index].shards if shard.rank != owner}
-            need[owner] = sum(need.values())
+    for _, owner, _, indices in maps:
+        need: Counter[int] = Counter()
+        for weight in (weights[index] for index in indices):
+            need[owner] += weight.numel if layout.replicated else 0
+            for shard in () if layout.replicated else weight.shards:
+                if shard.rank != owner:
+                    need[shard.rank] += num_sent(weight, shard)
+                    need[owner] += num_sent(weight, shard)
         needs.append({rank: min(numel, max_numel) for rank, numel in need.items()})  # a larger one is alone there
 
     # After so many maps: the least sum of waiting times, the number of buckets, and the first map of the last bucket.
@@ -113,7 +139,7 @@ def _buckets(
         begins.append(number)
     buckets, number = [], len(maps)
     while number:
-        buckets.append(tuple(index for *_, index in maps[ends[number][2] : number]))
+        buckets.append(tuple(index for *_, indices in maps[ends[number][2] : number] for index in indices))
         number = ends[number][2]
     return tuple(reversed(buckets))
 
@@ -126,17 +152,17 @@ def assign_owners(layout: Layout) -> tuple[int, ...]:
     the rank with the largest shard is preferred, unless it has more to do by that much. Ties go to the lowest rank.
     In the end the busiest rank passes matrices on, where that saves 1% of its FLOPs.
     """
-    weights, owners = layout.weights, dict[int, int]()
+    units, owners = _units(layout), dict[int, int]()  # by number of the unit
     flops = [0] * layout.num_ranks
     shared: list[list[int]] = [[] for _ in flops]  # by owner: its matrices that another rank could own
-    for index, weight in enumerate(weights):
-        if len(weight.shards) <= 1:
-            owners[index] = weight.shards[0].rank if weight.shards else 0  # an empty matrix has no map
-            flops[owners[index]] += map_flops(weight)
-    for index in sorted(set(range(len(weights))).difference(owners), key=lambda i: (-map_flops(weights[i]), i)):
-        cost, shards = map_flops(weights[index]), weights[index].shards
-        largest = max(shard.numel for shard in shards) or 1  # 0: an empty matrix
-        _, owner = min((flops[f.rank] + cost * (1 - f.numel / largest), f.rank) for f in shards)
+    for index, unit in enumerate(units):
+        if len(unit.numels) <= 1:
+            owners[index] = min(unit.numels, default=0)  # an empty matrix has no map
+            flops[owners[index]] += unit.flops
+    for index in sorted(set(range(len(units))).difference(owners), key=lambda i: (-units[i].flops, i)):
+        _, cost, numels = units[index]
+        largest = max(numels.values()) or 1  # 0: an empty matrix
+        _, owner = min((flops[rank] + cost * (1 - numel / largest), rank) for rank, numel in numels.items())
         owners[index] = owner
         flops[owner] += cost
         shared[owner].append(index)
@@ -150,23 +176,23 @@ def assign_owners(layout: Layout) -> tuple[int, ...]:
         chain, last = [busiest], None
         for rank in chain:
             gain = gains[rank]
-            total = flops[rank] + (0 if gain is None else map_flops(weights[gain]))
+            total = flops[rank] + (0 if gain is None else units[gain].flops)
             if total < limit:
                 last = rank
                 break
             for index in shared[rank]:
-                for shard in weights[index].shards if total - map_flops(weights[index]) < limit else ():
-                    if shard.rank not in gains:
-                        gains[shard.rank] = index
-                        chain.append(shard.rank)
+                for other in units[index].numels if total - units[index].flops < limit else ():
+                    if other not in gains:
+                        gains[other] = index
+                        chain.append(other)
         if last is None:
-            return tuple(owners[index] for index in range(len(weights)))
+            return tuple(owners[index] for index, unit in enumerate(units) for _ in unit.indices)
         while (index := gains[last]) is not None:
             owner, owners[index] = owners[index], last
             shared[owner].remove(index)
             shared[last].append(index)
-            flops[owner] -= map_flops(weights[index])
-            flops[last] += map_flops(weights[index])
+            flops[owner] -= units[index].flops
+            flops[last] += units[index].flops
             last = owner
 
 
@@ -209,14 +235,20 @@ def elements_sent(layout: Layout, owners: Sequence[int]) -> list[int]:
             continue
         for shard in weight.shards:
             if shard.rank != owner:
-                sent[shard.rank] += shard.numel
-                sent[owner] += shard.numel
+                sent[shard.rank] += num_sent(weight, shard)
+                sent[owner] += num_sent(weight, shard)
     return sent
+
+
+def num_sent(weight: ShardedWeight, shard: RankShard) -> int:
+    """Elements of a shard's message to the owner rank, and of the answer: a factor of a product has its own with it."""
+    return shard.numel * (2 if is_factor(weight.layout) else 1)
 
 
 def map_flops(weight: ShardedWeight) -> int:
     """Floating-point operations of the default map of a weight's matrices, in float32; other maps scale much alike."""
-    return weight.num_matrices * _map_flops(*sorted(weight.map_shape))
+    of_factor = num_flops(weight.shape, weight.layout) if is_factor(weight.layout) else 0
+    return weight.num_matrices * _map_flops(*sorted(weight.map_shape)) + of_factor
 
 
 @cache

@@ -93,7 +93,7 @@ def set_up_training(
     """
     unset_hf_deepspeed_config()  # of an earlier run in this process: models would be sharded while they load
     model_config = load_config(recipe)
-    check_split(recipe, model_config)
+    check_routing(recipe, model_config)
     splits = load_splits(recipe)
     train, stream = splits["train"], None
     start, tokenizer_source = starting_checkpoint(recipe, folder, train.dataset, verify=ranks.is_first)
@@ -208,9 +208,13 @@ def padding_token(tokenizer: Any, own: str | None = None) -> str | None:
     return own or tokenizer.pad_token or tokenizer.eos_token
 
 
-def check_split(recipe: Recipe, config: Any) -> None:
-    """Raise UserError if optimizer.split does not fit the model, on a model without weights. config: the model's."""
-    if not recipe.optimizer.routing.get("split"):
+def check_routing(recipe: Recipe, config: Any) -> None:
+    """Raise UserError if optimizer.split or optimizer.lora_update does not fit the model, on a model without weights.
+
+    config: the model's.
+    """
+    routing = recipe.optimizer.routing
+    if not routing.get("split") and routing.get("lora_update") != "product":
         return
     with torch.device("meta"), as_user_error("optimizer", ValueError):
         model = AutoModelForCausalLM.from_config(config)

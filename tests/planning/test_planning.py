@@ -267,7 +267,7 @@ def test_an_adapters_factors_have_no_typical_weight(planned):
     assert "update RMS sum soren" in " ".join(text.split())
     screen = io.StringIO()
     print_plan(plan, None, Console(file=screen, width=80))
-    assert "(RMS of the factors' change)" in screen.getvalue()
+    assert "(RMS of the change of a factor)" in screen.getvalue()
     whole, _ = planned("quickstart/sft", "eval=null")
     assert whole["typical_weight"] == 0.02
 
