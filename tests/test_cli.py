@@ -266,7 +266,8 @@ def test_on_a_terminal_a_page_is_rendered_into_a_pager(run, monkeypatch):
 @pytest.mark.parametrize(("words", "expected"), [
     ("sft quickstart/sft", ["quickstart/sft", "quickstart/sft-lora"]),
     ("recipes copy mistral-7b/rel", ["mistral-7b/released-exact", "mistral-7b/released-soren"]),
-    ("eval runs/mine --suite open", ["open-llm-leaderboard-v1", "open-llm-leaderboard-v2"]), ("docs opt", ["optimizers"]), ("sp", ["spectrum"]),
+    ("eval runs/mine --suite open", ["open-llm-leaderboard-v1", "open-llm-leaderboard-v2"]),
+    ("docs opt", ["optimizers"]), ("sp", ["spectrum"]),
     ("plan my.yaml --proc", ["--processes"]),
 ])  # fmt: skip
 def test_the_shell_completes_commands_options_and_shipped_names(run, monkeypatch, words, expected):
