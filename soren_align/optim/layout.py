@@ -292,7 +292,7 @@ def default_workspace_mb(device_type: str) -> float:
 def staged(tensor: Tensor, device: torch.device | None) -> Tensor:
     """`tensor` on `device` (None: where it is); from a CPU to a GPU through pinned memory.
 
-    The host does not wait for that copy; torch keeps a pinned block until its copies are done. Not run on a GPU yet.
+    The host does not wait for that copy; torch keeps a pinned block until its copies are done.
     """
     if device is not None and device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -142,7 +142,7 @@ def full_precision(device_types: Iterable[str]) -> Iterator[None]:
 def tf32_products(device_type: str, wanted: bool = True) -> Iterator[None]:
     """A context within `full_precision` in which cuBLAS rounds float32 factors to TF32, if `wanted`.
 
-    Not run on a GPU yet. The setting is the process's: no other thread may compute in full precision meanwhile.
+    The setting is the process's: no other thread may compute in full precision meanwhile.
     """
     if not wanted or device_type != "cuda":
         yield

@@ -61,8 +61,13 @@ def run_identity(setup: TrainingSetup, trainer: Any, ranks: Ranks) -> dict[str, 
         "processes": ranks.num_ranks,
         "global_batch_size": global_batch(recipe, ranks.num_ranks)[0],
         "versions": LIBRARIES | {"soren-align": __version__},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": device_name(device),
     }
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU ("NVIDIA H200"), or the type of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def precision(trainer: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from ..sharding.ranks import Ranks
 from ..tasks import TASKS
 from .measure.measurements import CONTRAST
 from .measure.progress import peak_memory
+from .reference import device_name
 from .setup import TrainingSetup
 
 SMALL_CHANGE = 0.01
@@ -89,7 +90,7 @@ def report_setup(
         global_batch_size=size,
         gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
         seeds={"trainer": trainer.args.seed, "init": recipe.model.init_seed},
-        device=str(trainer.args.device),
+        device=device_name(trainer.args.device),
         num_threads=torch.get_num_threads(),
         parameters={
             "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
