@@ -97,7 +97,7 @@ def _replace(spectra: list[Spectrum], name: str) -> None:
 
 def _to_four_digits(spectrum: Spectrum, name: str) -> RecordedSpectrum:
     values = tuple(float(f"{value:.4g}") for value in spectrum.singular_values)
-    return RecordedSpectrum(spectrum.name, spectrum.step, spectrum.shape, values, name)
+    return RecordedSpectrum(spectrum.name, spectrum.step, spectrum.shape, values, set=name)
 
 
 def smollm2(source: Path, folder: Path) -> str:

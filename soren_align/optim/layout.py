@@ -272,7 +272,7 @@ def matrix_batches(kinds: Sequence[WeightKind], workspace_mb: float | None) -> l
         limit = default_workspace_mb(device.type) if workspace_mb is None else workspace_mb
         size = max(1, int(limit * 2**20 / (num_batch_numbers(shape, layout, device.type) * dtype.itemsize)))
         batches += [equal[start : start + size] for start in range(0, len(equal), size)]
-    return sorted(batches)
+    return sorted(batches) if any(is_factor(layout) for _, layout, _, _ in indices) else batches
 
 
 def num_batch_numbers(shape: tuple[int, int], layout: WeightLayout, device_type: str) -> int:

@@ -8,7 +8,7 @@ import torch
 from soren_align.optim import Soren, build_optimizer
 from soren_align.recipe.optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
 
-NO_NUMBERS = ("name", "aux", "map", "split", "formula", "composition")
+NO_NUMBERS = ("name", "aux", "map", "split", "formula", "composition", "lora_update")  # which needs an adapter
 LARGEST = 1e300
 
 

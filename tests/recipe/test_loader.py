@@ -47,7 +47,7 @@ def test_every_shipped_recipe_loads(name, monkeypatch, tmp_path):
     if name.startswith("smollm2"):  # the user names model and data
         overrides = USERS_OWN
     loaded = recipe.load(name, overrides)
-    pretrains = name.startswith(("llama-c4", "quickstart/stdlib"))
+    pretrains = name.startswith(("llama-c4", "qwen3-0.6b", "quickstart/stdlib"))
     is_dpo = name.startswith(("quickstart/dpo", "mistral"))
     assert loaded.task == ("pretrain" if pretrains else "dpo" if is_dpo else "sft")
 
