@@ -29,7 +29,7 @@ def recorded_spectra(path: Path = RECORDED, sets: Collection[str] = MOMENTA) -> 
     with gzip.open(path, "rt") as file:
         records = [json.loads(line) for line in file]
     return [
-        RecordedSpectrum(r["name"], r["step"], (r["shape"][0], r["shape"][1]), tuple(r["singular_values"]), set=r["set"])
+        RecordedSpectrum(r["name"], r["step"], tuple(r["shape"]), tuple(r["singular_values"]), set=r["set"])
         for r in records
         if r["set"] in sets
     ]
