@@ -47,14 +47,7 @@ from .group_settings import (
     refuse_changed_settings,
     refuse_combinations,
 )
-from .layout import (
-    MapState,
-    OneProcess,
-    ShardingStrategy,
-    map_state_sizes,
-    weights_in,
-    with_map_state,
-)
+from .layout import MapState, OneProcess, ShardingStrategy, map_state_sizes, weights_in, with_map_state
 from .product import WEIGHTS, has_factors
 from .routing import param_groups
 from .second_moment import row_moments
