@@ -1,22 +1,28 @@
 """The paper's errors on the gradients of a CNN, measured anew: the tables of docs/studies/cnn.md.
 
-    python docs/studies/cnn.py [SEED]         half a minute on one core; SEED is 0
+    python docs/studies/cnn.py [SEED]                     half a minute on one core; SEED is 0
+    python docs/studies/cnn.py [SEED] --cifar10 FOLDER    on CIFAR-10; FOLDER: its binary version, see cifar10.py
 
-LeNet-5 on drawn images. As in the paper, each validation mini-batch has a gradient, each layer's gradient G
-[out, in * kh * kw] is divided by its Frobenius norm, and a map's values are compared with the sigmoid, by float64 SVD.
+LeNet-5 on drawn images, or on CIFAR-10. As in the paper, each validation mini-batch has a gradient, each layer's
+gradient G [out, in * kh * kw] is divided by its Frobenius norm, and a map's values are compared with the sigmoid, by
+float64 SVD.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
+from studies import cifar10
 from torch import Tensor, nn
 
+from soren_align.core.errors import UserError
 from soren_align.core.optimizer_settings import RESOLUTIONS
 from soren_align.spectral import minimax_sigmoid, released_sigmoid, soft_newton_schulz
 from soren_align.spectral.exact import null_space_bound
@@ -74,15 +80,22 @@ def gradients(model: nn.Sequential, pixels: Tensor, labels: Tensor) -> dict[str,
     return {n: g / torch.linalg.matrix_norm(g, keepdim=True) for n, g in zip(LAYERS.values(), by_layer, strict=True)}
 
 
-def training(seed: int, num_images: int, num_validation: int, epochs: Sequence[int]) -> Iterator[tuple[float, dict]]:
+def drawn(seed: int, num_images: int = 4096, num_validation: int = 1280) -> tuple[cifar10.Images, cifar10.Images]:
+    """The training images and the validation images of a seed."""
+    rng = np.random.default_rng(seed)
+    return images(num_images, rng), images(num_validation, rng)
+
+
+def training(
+    seed: int, train: cifar10.Images, held_out: cifar10.Images, epochs: Sequence[int]
+) -> Iterator[tuple[float, dict]]:
     """Train with AdamW; yield (validation accuracy, `gradients`) after each of `epochs`."""
     torch.manual_seed(seed)
-    rng = np.random.default_rng(seed)
-    (pixels, labels), held_out = images(num_images, rng), images(num_validation, rng)
+    pixels, labels = train
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for epoch in range(1, epochs[-1] + 1):
-        for batch in torch.randperm(num_images).split(BATCH_SIZE):
+        for batch in torch.randperm(len(labels)).split(BATCH_SIZE):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(pixels[batch]), labels[batch]).backward()
             optimizer.step()
@@ -123,9 +136,9 @@ def print_row(*cells: object, is_head: bool = False) -> None:
     print(f"| {' | '.join(map(str, cells))} |" + ("\n|" + "---|" * len(cells)) * is_head)
 
 
-def main(seed: int = 0, num_images: int = 4096, num_validation: int = 1280) -> None:
-    """Print the tables."""
-    measured = dict(zip(PAPER, training(seed, num_images, num_validation, list(PAPER)), strict=True))
+def tables(seed: int, train: cifar10.Images, held_out: cifar10.Images) -> None:
+    """Train, and print the tables."""
+    measured = dict(zip(PAPER, training(seed, train, held_out, list(PAPER)), strict=True))
     print_row("head: MAE / MaxErr", *(f"epoch {e} ({a:.0%})" for e, (a, _) in measured.items()), is_head=True)
     print_row("the paper's", *(f"{mae:.4f} / {max_err:.4f}" for mae, max_err in PAPER.values()))
     for name, spectral_map in MAPS.items():
@@ -147,5 +160,21 @@ def main(seed: int = 0, num_images: int = 4096, num_validation: int = 1280) -> N
         print_row(steps, *(f"{x:.3g}" for x in spectrum[[0, 1, 8]].tolist()), " / ".join(f"{x:.4f}" for x in row))
 
 
+def main() -> None:
+    """Print the tables of the command's seed and images."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seed", nargs="?", type=int, default=0)
+    parser.add_argument("--cifar10", metavar="FOLDER", type=Path)
+    arguments = parser.parse_args()
+    if arguments.cifar10 is None:
+        return tables(arguments.seed, *drawn(arguments.seed))
+    try:
+        train, (pixels, labels) = cifar10.load(arguments.cifar10)
+    except UserError as error:
+        parser.error(str(error))
+    whole = len(labels) // BATCH_SIZE * BATCH_SIZE  # a smaller last mini-batch would have a gradient of its own kind
+    return tables(arguments.seed, train, (pixels[:whole], labels[:whole]))
+
+
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

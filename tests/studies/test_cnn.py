@@ -16,7 +16,7 @@ PAGE = (Path(__file__).parents[2] / "docs/studies/cnn.md").read_text(encoding="u
 @pytest.fixture(scope="module")
 def gradients():
     """Of two mini-batches, after an epoch on few images."""
-    ((_, by_layer),) = cnn.training(seed=0, num_images=256, num_validation=256, epochs=[1])
+    ((_, by_layer),) = cnn.training(0, *cnn.drawn(0, num_images=256, num_validation=256), epochs=[1])
     return by_layer
 
 
@@ -77,7 +77,7 @@ def test_an_image_without_noise_has_the_colours_of_its_shape_and_its_background(
 
 
 def test_the_script_prints_the_tables_of_the_page(capsys):
-    cnn.main(0, num_images=128, num_validation=256)
+    cnn.tables(0, *cnn.drawn(0, num_images=128, num_validation=256))
     printed, on_page = ([line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
                         for text in (capsys.readouterr().out, PAGE))  # fmt: skip
     assert printed == [row for row in on_page if row in printed]
