@@ -109,9 +109,11 @@ model, the exit code is 2.
 ([optimizers.md](optimizers.md)). It prints that error, the number of matrix products, the FLOPs beside Muon's, the
 error of float16, and the mean distance from the function on recorded momenta. If no polynomials are within `--error`,
 the command exits with an error that states what is reachable. FORMULA may also be the name of a map (`minimax`,
-`muon`).
+`muon`). For such a map, `--plot` draws the map and its target for matrices of norm 1, and their relative difference. A
+.png file also gets a dark version beside it.
 
     soren-align map "x / sqrt(x^2 + 0.01)" --error 0.005 --plot soft-sign.svg
+    soren-align map sns --plot sns.png
 """,
     "spectrum": """\
 `spectrum` prints the distance between the output of every map and the output of the exact sigmoid, as a mean over all
@@ -120,6 +122,7 @@ values of the matrix. See [runs.md](runs.md), Spectra.
 
     soren-align sft quickstart/sft --set run.log_spectra.steps=[1,100,600] --no-eval
     soren-align spectrum runs/quickstart/sft --matrices '*q_proj*' --output pictures
+    soren-align spectrum runs/paper-figures/spectra --preset paper-spectra --output pictures
 """,
     "merge": "Use this command on runs with `model.lora`; see [optimizers.md](optimizers.md), LoRA.\n",
     "push": "No other command uploads anything.\n",

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ..core.errors import UserError
+from ..core.figures import LIGHT, Colors, style_axes, write_pictures
 from ..core.text import number
 from ..spectral.compose import SHAPES, Target, from_dict, over_muon
 from ..spectral.composed import unit_of
@@ -24,6 +24,8 @@ ROWS = 256
 """Of the matrices of float16's error."""
 EVERY = 6
 """Of the recorded spectra one in so many, for maps that are no composition: their matrices are mapped."""
+PAPER_RANGE = (0.01, 1.0)
+"""The singular values of the paper's figure of SNS. The matrices are diag(x, sqrt(1 - x^2)): the norm is 1."""
 Settings = Mapping[str, Any]
 
 
@@ -109,22 +111,53 @@ def lines(result: dict[str, Any]) -> list[str]:
     return [f"{label:{width}}  {text}" for label, text in rows]
 
 
-def draw(result: dict[str, Any], target: Target, file: Path) -> None:
-    """Write the picture of a composition: the formula, the polynomials, and their difference. file: .png or .svg."""
+def draw(result: dict[str, Any], target: Target | None, file: Path) -> list[Path]:
+    """Write the picture of a map, and return its paths. file: .svg, or .png, which gets NAME-dark.png beside it.
+
+    Of a composition (with a target): the formula, the polynomials, and their difference. Of another map: its values
+    and those of its target, and their relative difference, the paper's two panels of SNS.
+    """
+    figure = partial(_composition, result, target) if target else partial(_by_name, result)
+    if file.suffix == ".png":
+        return [file, write_pictures(file, figure)]
+    figure(LIGHT).savefig(file, metadata={"Date": None})
+    return [file]
+
+
+def _composition(result: dict[str, Any], target: Target, colors: Colors) -> Figure:
     composed = from_dict(result["steps"])
     u = np.geomspace(target.resolution / 10, 1, 1000)
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     x, exact, ours = u * target.limit, target(u), value(composed.composition, u)
-    top.semilogx(x, exact, color="#767676", linewidth=3, label=str(target.formula))
-    top.semilogx(x, ours, color="#D55E00", linestyle="--", label=f"polynomials, {result['num_products']} products")
-    top.legend(frameon=False)
-    bottom.semilogx(x, (ours - exact) / composed.largest, color="#0072B2")
+    figure = Figure(figsize=(7, 5), dpi=200, layout="constrained", facecolor=colors.paper)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    top.semilogx(x, exact, color=colors.muted, linewidth=3, label=str(target.formula))
+    polynomials = f"polynomials, {result['num_products']} products"
+    top.semilogx(x, ours, color=colors.lines[2], linestyle="--", label=polynomials)
+    top.legend(frameon=False, labelcolor=colors.ink)
+    bottom.semilogx(x, (ours - exact) / composed.largest, color=colors.lines[1])
     for side in (-1, 1):
-        bottom.axhline(side * composed.error, color="#767676", linestyle=":")
-    bottom.axvline(target.resolution * target.limit, color="#767676", linestyle=":")
+        bottom.axhline(side * composed.error, color=colors.muted, linestyle=":")
+    bottom.axvline(target.resolution * target.limit, color=colors.muted, linestyle=":")
     bottom.set_ylim(-2 * composed.error, 2 * composed.error)
-    bottom.set_ylabel("error")
-    bottom.set_xlabel("x")
-    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    style_axes(top, "value", "", colors)
+    style_axes(bottom, "error, as a share of the largest value", "x", colors)
+    return figure
+
+
+def _by_name(result: dict[str, Any], colors: Colors) -> Figure:
+    spectral_map, settings = MAPS[result["formula"]], result["settings"]
+    x = torch.linspace(*PAPER_RANGE, 2000, dtype=torch.float64)
+    matrices = torch.stack([x, (1 - x**2).sqrt()], dim=-1).float().diag_embed()
+    output = spectral_map.function(matrices, precision="float32", max_norm=1.0, **settings)[0][:, 0, 0].double()
+    exact = spectral_map.target(x, **settings)
+    error = (output - exact).abs() / exact
+    figure = Figure(figsize=(7, 5), dpi=200, layout="constrained", facecolor=colors.paper)
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    top.plot(x, exact, color=colors.muted, linewidth=3, label=spectral_map.target.__name__)
+    top.plot(x, output, color=colors.lines[2], linestyle="--", label=spectral_map.label.format(**settings))
+    top.legend(frameon=False, labelcolor=colors.ink)
+    bottom.plot(x, 100 * error, color=colors.lines[1])
+    style_axes(top, "value", "", colors)
+    relative = f"relative error, %; largest: {float(error.max()):.2%} at {float(x[error.argmax()]):.2g}"
+    style_axes(bottom, relative, "singular value of a matrix of norm 1", colors)
+    return figure

@@ -183,14 +183,15 @@ def all_maps() -> dict[str, SpectralOptimizer]:
     return maps
 
 
-def mapped(spectrum: Spectrum, optimizer: SpectralOptimizer) -> Tensor:
-    """The singular values of the map's output, float64, computed in float32 as in training.
-
-    Scaled as match_rms_adamw does, to Soren's level of 1/2: those of Muon are halved.
-    """
+def outputs(spectrum: Spectrum, optimizer: SpectralOptimizer) -> Tensor:
+    """The singular values of the map's output, float64, computed in float32 as in training."""
     x = spectrum.without_null_space.float().diag()
-    output = optimizer.map_matrix(x, optimizer.param_groups[0]).diagonal().double()
-    return output * (Soren.map_level / optimizer.map_level)
+    return optimizer.map_matrix(x, optimizer.param_groups[0]).diagonal().double()
+
+
+def mapped(spectrum: Spectrum, optimizer: SpectralOptimizer) -> Tensor:
+    """`outputs`, scaled as match_rms_adamw does, to Soren's level of 1/2: those of Muon are halved."""
+    return outputs(spectrum, optimizer) * (Soren.map_level / optimizer.map_level)
 
 
 def measure(spectrum: Spectrum, maps: dict[str, SpectralOptimizer]) -> dict[str, Any]:
@@ -297,11 +298,10 @@ def _table(title: str, header: list[str], rows: list[list[str]]) -> RenderableTy
     return Table(header, rows, title).rich(collapse_padding=True)
 
 
-def draw(spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], folder: Path) -> list[Path]:
-    """Write a PNG per kind of matrix into `folder`, and return their paths; equal spectra give equal bytes.
+def by_kind(spectra: Sequence[Spectrum]) -> dict[str, list[Spectrum]]:
+    """The spectra of each kind of matrix, by the stem of its picture's file name.
 
-    Matrices whose names differ in numbers only are of one kind: a row per layer, a column per step, at most MAX_LAYERS
-    and MAX_STEPS, the first and the last among them.
+    Matrices whose names differ in numbers only are of one kind.
     """
     kinds: dict[str, list[Spectrum]] = {}
     for spectrum in spectra:
@@ -309,10 +309,20 @@ def draw(spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], folder
         kinds.setdefault(kind + "-gradient" * (spectrum.of == "gradient"), []).append(spectrum)
     # A name may come from anyone, and must not lead to another folder.
     names = [re.sub(r"[^\w.-]", "_", name)[-100:] for name in short_names([*kinds], 2)]
-    files = [folder / f"{name}.png" for name in names]
-    for members, file in zip(kinds.values(), files, strict=True):
-        rows = _spread([*dict.fromkeys(spectrum.name for spectrum in members)], MAX_LAYERS)
-        columns = _spread(sorted({spectrum.step for spectrum in members}), MAX_STEPS)
+    return dict(zip(names, kinds.values(), strict=True))
+
+
+def draw(spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], folder: Path) -> list[Path]:
+    """Write a PNG per kind of matrix into `folder`, and return their paths; equal spectra give equal bytes.
+
+    A picture has a row per layer and a column per step, at most MAX_LAYERS and MAX_STEPS, the first and the last among
+    them.
+    """
+    files = []
+    for name, members in by_kind(spectra).items():
+        files.append(file := folder / f"{name}.png")
+        rows = spread([*dict.fromkeys(spectrum.name for spectrum in members)], MAX_LAYERS)
+        columns = spread(sorted({spectrum.step for spectrum in members}), MAX_STEPS)
         figure = Figure(figsize=(8.5, 0.9 + 2.4 * len(rows)), dpi=110, layout="constrained")
         canvas = FigureCanvasAgg(figure)
         panels = figure.subplots(len(rows), len(columns), squeeze=False, sharex="row", sharey=True)
@@ -360,7 +370,7 @@ def _drawn(values: Tensor) -> list[float]:
     return values.where(values >= FLOOR / 2, torch.nan).tolist()
 
 
-def _spread(items: list, most: int) -> list:
+def spread(items: list, most: int) -> list:
     """At most `most` of the items, the first and the last among them, in their order."""
     if len(items) <= most:
         return items

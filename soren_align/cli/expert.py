@@ -1,6 +1,6 @@
 """The commands for those who look into the optimizer: spectra, maps, checkpoints of several processes, benchmarks."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -47,6 +47,13 @@ def spectrum(
         ),
     ] = False,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Also draw the spectra into this folder.")] = None,
+    preset: Annotated[
+        Literal["paper-spectra", "paper-log-centered"] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Draw the gradients as a figure of the paper: paper-spectra or paper-log-centered. Needs --output.",
+        ),
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Show every matrix, not only the means.")] = False,
     advise: Annotated[
         bool, typer.Option("--advise", help="Show how far maps take an update from Muon's and from momentum SGD's.")
@@ -55,13 +62,18 @@ def spectrum(
 ) -> None:
     """Compare every map with the exact sigmoid on a run's momenta, without training."""
     if advise:
-        refuse_options(context, ["full", "output", "gradients"], "with --advise, which prints one table")
+        refuse_options(context, ["full", "output", "preset", "gradients"], "with --advise, which prints one table")
     if as_json:
         refuse_options(context, ["full"], WITH_JSON)
+    if preset:
+        refuse_options(context, ["gradients"], "with --preset, which draws gradients")
+    if output is None:
+        refuse_options(context, ["preset"], "without --output", "add --output DIR")
     from ..launch import commands
 
-    of = "gradient" if gradients else "momentum"
-    commands.spectrum(run, matrices or ["*"], of=of, output=output, full=full, advise=advise, as_json=as_json)
+    of = "gradient" if gradients or preset else "momentum"
+    options = {"output": output, "preset": preset, "full": full, "advise": advise, "as_json": as_json}
+    commands.spectrum(run, matrices or ["*"], of=of, **options)
 
 
 def show_map(
@@ -84,7 +96,7 @@ def show_map(
         float | None, typer.Option(metavar="X", help="The largest x, with --of rms and none. Default: 1.")
     ] = None,
     plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Also draw the function and its polynomials: .png or .svg.")
+        str | None, typer.Option(metavar="FILE", help="Also draw the function and its polynomials (of a map: its target): .png or .svg.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

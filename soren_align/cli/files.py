@@ -132,6 +132,7 @@ FOLDERS = {
     "mistral-7b": "DPO of a Mistral-7B SFT on UltraFeedback, on GPUs",
     "llama-c4": "pre-training of LLaMA on C4, on GPUs",
     "qwen3-0.6b": "pre-training of Qwen3-0.6B on C4, on GPUs",
+    "paper-figures": "the paper's figures of spectra, on GPUs",
 }
 """What the recipes of a folder are for, in the order of the list."""
 FIRST = ("sft", "dpo", "soren")

@@ -418,9 +418,11 @@ def show_map(text: str, settings: dict[str, Any], *, plot: str | None = None, as
         result, target = formulas.describe(text, settings)
     sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else "\n".join(formulas.lines(result)) + "\n")
     if file is not None:
-        if target is None or not result["steps"]:
-            raise UserError(f"--plot: the map {text} has no polynomials by a formula; remove this option")
-        formulas.draw(result, target, file)
+        if text in formulas.MAPS and formulas.MAPS[text].is_drawn:
+            raise UserError(f"--plot: the map {text} draws random numbers, and is no function; remove this option")
+        with quiet_libraries():
+            files = formulas.draw(result, target if result["steps"] else None, file)
+        print_labelled(stderr_console(), "written", " and ".join(map(str, files)), wrap=False)
 
 
 def spectrum(
@@ -429,14 +431,16 @@ def spectrum(
     *,
     of: str = "momentum",
     output: str | None = None,
+    preset: str | None = None,
     full: bool = False,
     advise: bool = False,
     as_json: bool = False,
 ) -> None:
     """Show the spectra of a run and the output of every map on them, without training, in tables or JSON.
 
-    output: a folder for pictures. full: the numbers of every matrix, in place of their means. advise: in place of all
-    this how far maps take an update from Muon's and from momentum SGD's.
+    output: a folder for pictures. preset: one of `paper_figures.PRESETS`, for these pictures. full: the numbers of
+    every matrix, in place of their means. advise: in place of all this how far maps take an update from Muon's and from
+    momentum SGD's.
     """
     folder = RunFolder(run)
     folder.record()
@@ -470,5 +474,10 @@ def spectrum(
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
         with quiet_libraries(), console.status("Drawing"):
-            files = spectra.draw(momenta, maps, pictures)
+            if preset:
+                from ..bench import paper_figures
+
+                files = paper_figures.draw(preset, momenta, maps, pictures)
+            else:
+                files = spectra.draw(momenta, maps, pictures)
         print_labelled(console, "written", f"{pictures}: {', '.join(file.name for file in files)}")

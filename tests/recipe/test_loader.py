@@ -47,7 +47,7 @@ def test_every_shipped_recipe_loads(name, monkeypatch, tmp_path):
     if name.startswith("smollm2"):  # the user names model and data
         overrides = USERS_OWN
     loaded = recipe.load(name, overrides)
-    pretrains = name.startswith(("llama-c4", "qwen3-0.6b", "quickstart/stdlib"))
+    pretrains = name.startswith(("llama-c4", "qwen3-0.6b", "paper-figures", "quickstart/stdlib"))
     is_dpo = name.startswith(("quickstart/dpo", "mistral"))
     assert loaded.task == ("pretrain" if pretrains else "dpo" if is_dpo else "sft")
 
@@ -161,7 +161,7 @@ def test_a_run_from_before_the_default_scale_keeps_its_own_and_another_is_a_diff
     assert changed == ["optimizer.adjust_lr_fn: 'match_rms_measured' instead of 'none'"]
 
 
-PAPERS = [name for name in shipped.recipes() if re.search("llama-c4/|/paper-|/released-", name)]
+PAPERS = [name for name in shipped.recipes() if re.search("llama-c4/|paper-figures/|/paper-|/released-", name)]
 """Recipes whose learning rates are the paper's, or those of its code."""
 
 
