@@ -67,7 +67,8 @@ def test_the_quantiles_of_the_statistics_page_are_students():
     """At Holm's first threshold for 28 comparisons, two-sided; three and five seeds have 2 and 4 degrees of freedom."""
     page = " ".join((ROOT / "docs/studies/statistics.md").read_text(encoding="utf-8").split())
     three, five = (t.ppf(1 - 0.05 / 28 / 2, degrees) for degrees in (2, 4))
-    assert f"of 28 tests is {three:.1f}; with five seeds it is {five:.1f}" in page
+    assert "with 28 tests the first threshold of Holm's correction is 0.05 / 28" in page
+    assert f"is {three:.1f} with three seeds, and {five:.1f} with five seeds" in page
 
 
 def test_the_detectable_effects_of_the_statistics_page_are_those_of_its_assumptions():

@@ -36,15 +36,16 @@ class DataSplit(Section):
     """The dataset's column names, if they are not the usual ones: `{instruction: question, output: answer}`. Only
     the listed columns are then read. `role`, `content` and `weight` name the keys of a turn."""
     roles: dict[str, Literal["system", "user", "assistant", "tool", "tool_call"]] = {}
-    """The dataset's role names: `{student: user, teacher: assistant}`. Common names, such as ShareGPT's `human` and
-    `gpt`, need not be listed. `tool_call` is an assistant's turn whose content is the tool calls as JSON text."""
+    """The roles of the turns, if your dataset has unusual names for them: `{student: user, teacher: assistant}`. Common
+    names, such as ShareGPT's `human` and `gpt`, need not be listed. The role `tool_call` is for an assistant's turn
+    whose content is tool calls as JSON text."""
     mask_history: bool = False
-    """Train only the last answer of each conversation, and give weight 0 to earlier answers. Only for SFT."""
+    """For SFT: compute the loss only on the last answer of each conversation."""
     apply_chat_template: bool | None = None
-    """Whether pairs whose `prompt`, `chosen` and `rejected` are texts are rendered with the model's chat template: the
-    prompt is a user's turn, and each answer an assistant's. null: yes, with a notice. true: yes. false: train the texts
-    as they are, for texts that are already rendered and for models without a chat template. Only for DPO; has no effect
-    on conversations."""
+    """For DPO with pairs whose `prompt`, `chosen` and `rejected` are plain texts: whether to render them with the
+    model's chat template. The prompt is then a user's turn, and each answer an assistant's turn. true: render them.
+    null: render them and print a notice. false: train on the texts as they are; use this for texts that are already
+    rendered, and for models without a chat template."""
 
 
 class TrainSplit(DataSplit):
@@ -55,11 +56,11 @@ class TrainSplit(DataSplit):
     }
 
     weight: Positive = 1.0
-    """The weight of this split in a mixture. 2: use each example twice. 0.25: use a random quarter of the examples,
-    which `trainer.seed` selects. With `data.streaming`, the weight is a relative frequency: with weights 3 and 1,
-    three of four examples come from the first split."""
+    """The weight of this split in a mixture. With weight 2, each example is used twice. With weight 0.25, a random
+    quarter of the examples is used, which `trainer.seed` selects. With `data.streaming`, the weights are relative
+    frequencies: with weights 3 and 1, three of four examples come from the first split."""
     train_on_test: bool = False
-    """Allow training on a split that is named like a test split. Scores on that test are then meaningless."""
+    """true: allow training on a split with a name such as `test`. Scores on that test are then meaningless."""
 
 
 class HeldOut(Section):
@@ -68,10 +69,10 @@ class HeldOut(Section):
     main_keys: ClassVar[dict[type, str]] = {float: "fraction"}
 
     fraction: Annotated[float, Field(gt=0, lt=1)]
-    """The fraction of every training split that is held out. A hash of the example decides whether the example is
-    held out. The position of the example, the other examples and the seed have no effect. If you add examples to the
-    data, the old held-out examples are still held out, and the old training examples are still trained on. Equal
-    examples are either all held out or all trained on."""
+    """The fraction of every training split that is held out. A hash of each example decides whether this example is
+    held out, not its position, the other examples or the seed. If you add examples to the data, the old held-out
+    examples are therefore still held out, and the old training examples are still trained on. Equal examples are either
+    all held out or all trained on."""
 
 
 class HeldOutNumber(Section):
@@ -90,8 +91,7 @@ class Streaming(Section):
     streaming, the number of examples is unknown, so `trainer.max_steps` must set the end of the training."""
 
     shuffle_buffer: Annotated[int, Field(ge=1)] = 10_000
-    """The number of examples in the shuffle buffer: they are read into memory and shuffled together, by
-    `trainer.seed`. 1: no shuffling."""
+    """The number of examples that are read into memory and shuffled together, by `trainer.seed`. 1: no shuffling."""
 
 
 ONE, SEVERAL, SPLIT, PART, NUMBER = "<one>", "<several>", "a split", "a fraction", "a number"
@@ -129,13 +129,14 @@ class Data(Section):
     measured. Without `trainer.eval_strategy`, the loss is measured after every epoch."""
 
     eval_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Measure the held-out loss on a part of the held-out examples: on the first examples that together have this many
-    tokens. null: on all held-out examples."""
+    """Measure the held-out loss only on the first held-out examples that together have this number of tokens. null: on
+    all held-out examples."""
     eval_part: Literal["search", "verdict"] | None = None
-    """Set by a study. `search`: use every second held-out example, from the first one on; these select the settings.
-    `verdict`: use the other examples, and write the metrics of each example into held_out.json. null: use all."""
+    """A study (`soren-align compare`) sets this key; do not set it yourself. `search`: use every second held-out
+    example, beginning with the first; the study selects its settings by these examples. `verdict`: use the other
+    held-out examples, and write the loss of each example into held_out.json. null: use all."""
     retention: DataSplit | None = None
-    """Examples of abilities that the model must not forget. They have one of the forms of SFT, also in a DPO recipe.
+    """Examples of abilities that the model should not forget. They have one of the forms of SFT, also in a DPO recipe.
     Every evaluation writes `retention_loss`, the loss on the answers of up to 64 of these examples, into metrics.jsonl.
     The model is not trained on these examples."""
     streaming: Annotated[
@@ -145,8 +146,8 @@ class Data(Section):
     requires `trainer.max_steps`. docs/data.md lists the differences between streamed data and other data."""
 
     cache: bool = True
-    """Cache the tokens in the user's cache folder ($SOREN_ALIGN_CACHE) for the next plan, run or resume. false: use a
-    temporary folder."""
+    """true: cache the tokenized examples in the user's cache folder ($SOREN_ALIGN_CACHE), for the next plan, run or
+    resume. false: store them in a temporary folder."""
 
     @property
     def sources(self) -> list[TrainSplit]:

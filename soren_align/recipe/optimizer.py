@@ -141,12 +141,12 @@ class OptimizerSection(Section):
     other_names: ClassVar[dict[str, str]] = {"learning_rate": "lr"}
 
     name: Any
-    """The optimizer of the matrices. AdamW updates norms, biases and, by default, embeddings and output head."""
+    """The optimizer that updates the matrices (see the key `matrices`). AdamW updates all other parameters: norms,
+    biases and, by default, embeddings and output head."""
     matrices: Matrices = settings.MATRICES
-    """Which parameters are matrices. `inside-blocks`: the weights of linear layers inside the blocks, and of
-    experts. `all-2d`: all parameters of two dimensions, as in the code that the Soren paper's authors
-    released. These include embeddings,
-    output head and routers."""
+    """Which parameters are matrices. `inside-blocks`: the weights of linear layers inside the transformer blocks, and
+    of experts. `all-2d`: all parameters of two dimensions, including embeddings, output head and routers, as in the
+    code that the authors of the Soren paper released."""
     lr: Positive
     """Peak learning rate of the matrices."""
     aux_lr: Positive | None = None
@@ -154,14 +154,14 @@ class OptimizerSection(Section):
     `adjust_lr_fn` is `none` or `original`, set `aux_lr`, because `lr` is then not comparable with AdamW's learning
     rate."""
     weight_decay: NonNegative = settings.WEIGHT_DECAY
-    """Decoupled weight decay of the matrices. Each step multiplies the weight decay by `lr`, but not by the scale of
-    `adjust_lr_fn`."""
+    """Decoupled weight decay of the matrices. Each step multiplies the weights by 1 - `lr` x `weight_decay`; the scale
+    of `adjust_lr_fn` has no effect on this factor."""
     aux_weight_decay: NonNegative = settings.AUX_WEIGHT_DECAY
     """Decoupled weight decay of the other parameters."""
     compensation: Compensation | None = None
-    """For bfloat16 parameters. `kahan`: store the rounding error of each parameter in 16 more bits, so that updates
-    add up as in float32. `none`: train without compensation. null: no compensation. With bfloat16 parameters, null
-    is allowed only if there are float32 master weights."""
+    """For bfloat16 parameters. `kahan`: store the rounding error of each weight in 16 more bits, so that small updates
+    add up as in float32. `none`: store no rounding errors. null: the same as `none`, but an error if the parameters are
+    bfloat16 and there are no float32 master weights."""
     states: States | None = None
     """`8bit`: store the momentum and AdamW's moments in 8 bits per number, with one scale per 256 numbers. null:
     `float32`."""
@@ -215,36 +215,37 @@ class MatrixOptimizer(OptimizerSection):
     momentum: Coefficient = settings.MOMENTUM
     """Coefficient of the exponential moving average of the matrices' gradients."""
     nesterov: bool = settings.NESTEROV
-    """Apply the map to the Nesterov average of gradient and momentum, instead of to the momentum."""
+    """true: the map's input is the Nesterov average of gradient and momentum. false: it is the momentum."""
     adjust_lr_fn: Annotated[AdjustLrFn, BeforeValidator(_scale)] = settings.ADJUST_LR_FN
-    """The scale of the update of an m x n matrix. `match_rms_measured`: 0.2 / RMS of the map's output. With this
-    scale, every update has an RMS of 0.2 `lr`, so that learning rates are comparable with AdamW's learning rates.
-    `match_rms_adamw`: 0.2 sqrt(max(m, n)), and 0.4 sqrt(max(m, n)) for Soren. With this scale, the update has an RMS
-    of 0.2 `lr` only if the momentum has no small singular values. `original`: sqrt(max(1, m/n)). `none`: 1, as in
-    the paper's text."""
+    """The factor by which the learning rate of an m x n matrix is multiplied. `match_rms_measured`: 0.2 / RMS of the
+    map's output. With this factor, the numbers of every update have a root mean square (RMS) of 0.2 `lr`, so you can
+    use AdamW's learning rates. `match_rms_adamw`: 0.2 sqrt(max(m, n)), and 0.4 sqrt(max(m, n)) for Soren. With this
+    factor, an update has an RMS of 0.2 `lr` only if the momentum has no small singular values. `original`: sqrt(max(1,
+    m/n)). `none`: 1, as in the paper's text."""
     match_rms: Positive | Literal["adamw"] | None = None
-    """The number in the place of the 0.2 of the two `match_rms_` scales. `adamw`: sqrt((1 - b) / (1 + b)) with the
-    first of the `betas`, the RMS of AdamW's update if the gradients are noise without a mean: 0.23 for b = 0.9. null:
-    0.2."""
+    """The number that replaces 0.2 in the two `match_rms_` values of `adjust_lr_fn`. `adamw`: sqrt((1 - b) / (1 + b)),
+    where b is the first of the `betas`; 0.23 for b = 0.9. AdamW's updates have this RMS if the gradients are noise with
+    a mean of zero. null: 0.2."""
     map_input: MapInput | None = None
     """`sign`: apply the map to the sign of each number of the momentum, as AdaMuon does. null: `momentum`."""
     second_moment: SecondMoment | None = None
-    """Divide the map's output by the square root of a running average of its squares, without a change of its norm.
-    `rows`: of the mean square of each row, one number per output of a layer, as NorMuon does (arXiv 2510.05491).
-    `elements`: of each square, one number per weight, as AdaMuon does (arXiv 2507.11005, which also has `map_input:
-    sign`). null: `none`."""
+    """Divide the map's output by the square root of a running average of its squares, and restore its norm. `rows`:
+    average the mean square of each row, as NorMuon does (arXiv 2510.05491); this stores one number per output of a
+    layer. `elements`: average each square, as AdaMuon does (arXiv 2507.11005, which also has `map_input: sign`); this
+    stores one number per weight. null: `none`."""
     second_moment_beta: Coefficient | None = None
     """Coefficient of the running average of `second_moment`. null: 0.95."""
 
     split: dict[str, Annotated[list[Block], Field(min_length=1)]] = {}
-    """Fused weights to split into row blocks, each of which is a matrix of its own: `{"*qkv_proj": [q, k, v],
-    "*gate_up_proj": [gate, up]}`. `*` matches anything. A block is a projection (its size is that of the model's
-    config) or a row count; `[heads]` makes a block of each head. A name that matches no matrix is an error."""
+    """Split fused weights, such as the projections of q, k and v in one matrix, into blocks. Soren treats each
+    block as a separate matrix: `{"*qkv_proj": [q, k, v], "*gate_up_proj": [gate, up]}`. `*` matches anything. A block
+    is the name of a projection, whose size is in the model's config, or a row count. `[heads]` makes one block for each
+    attention head. A name that matches no matrix is an error."""
     lora_update: LoraUpdate | None = None
-    """How the optimizer updates an adapter. `factors`: each factor is a matrix by itself. `product`: both factors
-    together, so that the change of their product B A does not depend on which factors the product has (arXiv
-    2606.12921). The scale of `adjust_lr_fn` and `weight_decay` are then those of the product, and learning rates are
-    comparable with those of training without an adapter. null: `factors`."""
+    """How the optimizer updates the two factors A and B of a LoRA adapter. `factors`: it treats each factor as a
+    separate matrix. `product`: it updates both factors together, so that the change of the product B A depends only on
+    this product (arXiv 2606.12921). `adjust_lr_fn` and `weight_decay` then apply to the product, and you can use the
+    learning rates of a training without an adapter. null: `factors`."""
 
     @property
     def spectral_map(self) -> SpectralMap:
@@ -278,16 +279,17 @@ class SorenSettings(MatrixOptimizer):
 
     name: Literal["soren"]
     map: Map = next(iter(MAP_SECTIONS.values()))()
-    """The map of the singular values: one that computes the sigmoid, or another function. If you write only the
-    name of a map, the map has its default settings."""
+    """The map, which is the function of the singular values of the momentum. If you write only the name of a map, its
+    settings have their default values."""
     workspace_mb: NonNegative | None = None
-    """Memory in MB (2^20 bytes) for mapping matrices of equal shape together. A matrix that needs more memory is
-    mapped alone. null: 16 on a CPU, 2048 elsewhere."""
+    """The maps of matrices of equal shape are computed together, in batches that need at most this memory, in MB (2^20
+    bytes). A matrix that needs more memory is a batch of its own. null: 16 on a CPU, 2048 elsewhere."""
     precision: Precision = settings.PRECISION
-    """The precision of the numbers that the map's matrix products multiply. The sums are float32. `auto`: float16
-    for minimax on a GPU if the matrix has at least 64 rows, otherwise float32. In an emulation on recorded momenta,
-    the float16 update differs from the float32 update by less than 1%. `minimax` and maps by a formula accept all
-    values. `sns` accepts auto, float32 and bfloat16. `released` accepts auto and float32. `exact` accepts only auto."""
+    """The dtype of the numbers that the map's matrix products multiply. The products are summed in float32. `auto`:
+    float16 for minimax on a GPU if the matrix has at least 64 rows, otherwise float32. In an emulation on recorded
+    momenta, the float16 update differs from the float32 update by less than 1%. `minimax` and maps by a formula accept
+    all values. `sns` accepts auto, float32 and bfloat16. `released` accepts auto and float32. `exact` accepts only
+    auto."""
 
     @property
     def spectral_map(self) -> SpectralMap:

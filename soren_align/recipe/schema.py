@@ -18,7 +18,8 @@ from .optimizer import Coefficient, NonNegative, Optimizer, Positive
 
 
 class LogSpectra(Section):
-    """Measurements of the spectral map during training; see `soren-align spectrum`."""
+    """Measurements, during training, of the map: the function that the optimizer applies to the singular values of the
+    momentum. `soren-align spectrum` shows them."""
 
     steps: list[Annotated[int, Field(ge=1)]] = []
     """The optimizer steps at which the run writes the singular values of the momenta (the map's inputs) into
@@ -73,30 +74,32 @@ class Samples(Section):
 
 
 class Benchmark(Section):
-    """Benchmarks during training: scores of the model on a few questions of a suite, always the same ones. The scores
-    are written into metrics.jsonl as `eval_benchmark/COLUMN`, drawn by `soren-align curves`, and have no effect on the
-    training, unless `trainer.metric_for_best_model` names one, as in `benchmark/arc_challenge` or
-    `benchmark/average`."""
+    """Benchmarks during training: scores of the model on a few questions of a suite. The questions are the same at each
+    measurement. The scores are written into metrics.jsonl as `eval_benchmark/COLUMN`, and `soren-align curves` draws
+    them. They have no effect on the training, unless `trainer.metric_for_best_model` names one of them, such as
+    `benchmark/arc_challenge` or `benchmark/average`."""
 
     main_keys: ClassVar[dict[type, str]] = {str: "suite"}
 
     suite: Annotated[str, Field(min_length=1)]
-    """The name of a shipped suite, or the path of a suite.yaml."""
+    """The name of a suite that comes with soren-align, or the path of a suite.yaml."""
     columns: list[Annotated[str, Field(pattern=r"^\w[\w.-]*$")]] = []
-    """The benchmarks of the suite, by the names of their columns in the table. []: all of them."""
+    """The benchmarks to measure, by their column names in the suite's table of scores. []: all benchmarks of the
+    suite."""
     questions: Annotated[int, Field(ge=1)] = 50
-    """The number of questions of each benchmark: those whose hash (lm-eval's `doc_hash`) is smallest. The choice
-    depends neither on the order of the questions nor on the run. The 95% interval of a score on 50 questions is up to
-    14 points wide in each direction."""
+    """The number of questions of each benchmark. The questions with the smallest hashes (lm-eval's `doc_hash`) are
+    used, so every run uses the same questions. The 95% interval of a score on 50 questions is up to 14 points wide in
+    each direction."""
     every: Annotated[int, Field(ge=1)] | None = None
-    """Measure at step 0, after every so many optimizer steps, and at the last step. null: at the evaluations of
-    `trainer.eval_strategy`, which `trainer.metric_for_best_model` needs."""
+    """The number of optimizer steps between two measurements. The first measurement is at step 0, the last one at
+    the last step. null: measure at the evaluations of `trainer.eval_strategy`. `trainer.metric_for_best_model` needs
+    null."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
     """Prompts per forward pass. null: the suite's own batch size."""
     data_root: str | None = None
     """A folder with downloaded hub datasets; see `eval.data_root`."""
     trust_suite: bool = False
-    """true: run the code in the files of a suite that is not shipped; see `eval.trust_suite`."""
+    """true: run the code in the files of a suite that does not come with soren-align; see `eval.trust_suite`."""
 
 
 class EarlyStopping(Section):
@@ -113,17 +116,16 @@ class EarlyStopping(Section):
 
 
 class Perturb(Section):
-    """Multiply every starting weight by 1 + `size` u, with u uniform in [-1, 1]. Training amplifies small
-    differences: another CPU, another number of threads or another version of a library gives another result of the
-    same training. A change of the starting weights that is as small as rounding has the same effect. In DPO, the
-    reference model has the same change as the trained model. The evaluation's starting checkpoint is unchanged. The
-    weights must be float32 when they are loaded, because bfloat16 would round the change away."""
+    """Multiply every starting weight by 1 + `size` u, where u is a random number between -1 and 1. Training amplifies
+    small differences: on another CPU, with another number of threads or with another version of a library, the same
+    training gives another result. A change of the starting weights by about a rounding error has the same effect. In
+    DPO, the weights of the reference model are changed too. The starting checkpoint in the table of scores is not
+    changed. The weights must be float32 when they are loaded, because in bfloat16 the change would be rounded away."""
 
     size: Annotated[float, Field(gt=0, lt=1)] = 1.0e-7
-    """The largest relative change. 1e-7 is the rounding of float32."""
+    """The largest relative change of a weight. 1e-7 is about the relative rounding error of float32."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """The seed of u. A weight's u depends on this seed, on the parameter's name and on the weight's position, and not
-    on the number of processes."""
+    """The seed of the random numbers u. They do not depend on the number of processes."""
 
 
 ADAPTER = "adapter_config.json"
@@ -136,9 +138,9 @@ class Recipe(Section):
     task: TaskName
     """The command that runs the recipe: sft, dpo or pretrain."""
     extends: list[str] = []
-    """Another recipe: a file or a shipped name. If a key is missing in your recipe, its value comes from the other
-    recipe. In a run folder's recipe.yaml, `extends` lists all recipes that were merged: first the extended recipe,
-    then the recipe that it extends, and so on."""
+    """Another recipe: a file, or the name of a recipe that comes with soren-align. If your recipe does not set a key,
+    its value comes from the other recipe. In the recipe.yaml of a run folder, `extends` lists all recipes from which
+    keys came: first the extended recipe, then the recipe that it extends, and so on."""
     model: "Model"
     data: Data
     optimizer: Optimizer
@@ -226,7 +228,8 @@ class Model(Section):
     write `trainer: {bf16: true}`. With an adapter, `dtype` is the dtype of the frozen weights; the trained parameters
     are float32."""
     init_seed: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
-    """Initialize random weights with this seed, from the folder's config.json, instead of loading weights."""
+    """Start from random weights with this seed instead of loading weights. The folder's config.json determines the
+    shapes."""
     tokenizer: (
         Annotated[
             Annotated[str, Tag("<name>")] | Annotated[TrainedTokenizer, Tag("<trained>")],
@@ -235,9 +238,9 @@ class Model(Section):
         | None
     ) = None
     """The tokenizer of another model (a folder or a hub name), or `{vocab_size: 4096}` to train a tokenizer on the
-    training examples. This key is allowed only with `init_seed`. The tokenizer may have at most as many tokens as
-    the config's `vocab_size`. Added tokens beyond this number, such as T5's sentinels, are left out. The config gets
-    the tokenizer's end and padding tokens. null: the folder's own tokenizer."""
+    training examples. This key is allowed only with `init_seed`. The tokenizer may have at most as many tokens as the
+    config's `vocab_size`. Added tokens beyond this number, such as T5's sentinel tokens, are left out. The end token
+    and the padding token of the tokenizer are written into the model's config. null: the model's own tokenizer."""
     chat_template: str | None = None
     """The chat template: `qwen2.5` (of the Qwen2.5 base models), `zephyr`, or the path of a .jinja file. The template
     is saved with the model. null: the tokenizer's own template."""
@@ -251,22 +254,22 @@ class Model(Section):
     """Train a new LoRA adapter. The weights of the model do not change."""
     attn_implementation: Annotated[str, Field(min_length=1)] | None = None
     """The attention implementation for training: `eager`, `sdpa`, `flex_attention`, `flash_attention_2`,
-    `flash_attention_3`, `flash_attention_4`, or a kernel of the hub, `kernels-community/NAME`. null: sdpa, or eager for
-    an architecture without sdpa. Evaluation always uses the default, so that all models of a table run with the same
-    attention."""
+    `flash_attention_3`, `flash_attention_4`, or a kernel on the Hugging Face hub, such as `kernels-community/NAME`.
+    null: sdpa, or eager if the architecture has no sdpa. Evaluations ignore this key and use the default, so that all
+    models of a table have the same attention implementation."""
     quantize: Quantize | None = None
     """Quantize the frozen weights under an adapter with bitsandbytes. `4bit`: NF4 with double quantization (QLoRA).
-    `8bit`: int8 (LLM.int8). With 4bit, matrix products have the precision of `trainer` (bf16, fp16, or float32). The
-    adapter's factors are float32. null: no quantization. If the starting checkpoint is an adapter that was trained
-    on quantized weights, null means the same quantization."""
+    `8bit`: int8 (LLM.int8). With 4bit, matrix products are computed in the precision that `trainer` sets (bf16, fp16 or
+    float32). The adapter's factors are float32. null: no quantization. If the starting checkpoint is an adapter that
+    was trained on quantized weights, null means the same quantization."""
 
 
 class Published(Section):
-    """Published perplexities of a model, printed below the validation perplexity of a pre-training. They have no effect
-    on the run and are never compared with it, because the runs behind them are not ours."""
+    """Perplexities that other authors published, to print below the validation perplexity of a pre-training. They have
+    no effect on the run. No difference to them is computed, because they come from other training runs."""
 
     table: Annotated[str, Field(min_length=1)]
-    """The name of a shipped table, `paper/pretraining`, or a YAML file of the same form."""
+    """`paper/pretraining`, a table that comes with soren-align, or a YAML file of the same form."""
     model: Annotated[str, Field(min_length=1)]
     """The name of the model in the table, such as `LLaMA-60M`."""
 
@@ -279,8 +282,8 @@ class Run(Section):
     output_dir: Annotated[str, Field(min_length=1)]
     """The run folder. A run writes all its files into this folder."""
     resume: str = "auto"
-    """`auto`: resume from the last complete checkpoint. `never`: refuse a folder with an unfinished run. A path: resume
-    from this checkpoint."""
+    """`auto`: resume an unfinished run from its last complete checkpoint. `never`: stop with an error if the folder has
+    an unfinished run. A path of a checkpoint: resume from this checkpoint."""
     overwrite: bool = False
     """Delete the contents of the run folder and start afresh."""
     parallel: Annotated[str, Field(min_length=1)] = "ddp"
@@ -293,34 +296,34 @@ class Run(Section):
     """Examples per optimizer step, for any number of processes. gradient_accumulation_steps is computed from this
     number. null: per_device_train_batch_size x gradient_accumulation_steps x number of processes."""
     lost_updates: Literal["stop", "warn"] = "stop"
-    """What to do if rounding removes most of an update. The run measures at the peak learning rate whether the first
-    update changes at least half of the stored weights. If fewer weights change, `stop` stops the run, and `warn`
-    prints a warning."""
+    """What to do if rounding removes most of an update. At its first step, the run computes the update at the peak
+    learning rate, and counts the weights that it changes. If fewer than half of the weights change, `stop` stops the
+    run, and `warn` prints a warning."""
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The dtype of the saved model. null: the starting checkpoint's dtype. At the end, the run reports how much of
-    the change by training is lost by rounding to this dtype. An adapter is always saved in float32. For an adapter,
-    `save_dtype` is the dtype of the model that `soren-align merge` writes."""
+    """The dtype of the saved model. null: the dtype of the starting checkpoint. Rounding to this dtype can remove a
+    part of what training has changed; at its end, the run reports how much. An adapter is always saved in float32. For
+    an adapter, `save_dtype` is the dtype of the merged model that `soren-align merge` writes."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """The number of CPU threads, unless OMP_NUM_THREADS is set. null: one thread per core, divided among the
-    processes. For a model of up to a million parameters on a CPU, null means 1 thread. Other processes then do not
-    slow down the training, and the weights are the same on any number of cores, bit for bit."""
+    """The number of CPU threads, unless OMP_NUM_THREADS is set. null: one thread per core, divided among the processes.
+    For a model of up to a million parameters on a CPU, null means 1 thread: other processes then do not slow down the
+    training, and the weights are the same, bit for bit, on machines with other numbers of cores."""
     log_spectra: LogSpectra = LogSpectra()
-    """Measurements of the spectral map during training."""
+    """Measurements, during training, of the map of singular values."""
     samples: Samples | None = None
     """Prompts that the model answers at the start, at every evaluation and at the end."""
     kl_to_start: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Measure the KL divergence from the starting checkpoint at every evaluation, on this number of answer tokens of
-    held-out examples, such as 256. metrics.jsonl has this divergence as `kl_to_start`. 0: do not measure the
-    divergence."""
+    """At every evaluation, measure the KL divergence of the model from the starting checkpoint, and write it into
+    metrics.jsonl as `kl_to_start`. The value of the key, such as 256, is the number of answer tokens of held-out
+    examples on which it is measured. 0: do not measure it."""
     benchmark: Benchmark | None = None
-    """Scores of the model during training, on a few questions of a suite."""
+    """Measure scores of the model during training, on a few questions of a benchmark suite."""
     early_stopping: EarlyStopping | None = None
     """End training when evaluations no longer improve."""
     perturb: Perturb | None = None
-    """Change the starting weights by as much as rounding does, to get another result of the same training. null: do
-    not change the starting weights."""
+    """Change the starting weights by about a rounding error, to see how much the result of the training depends on
+    rounding. null: do not change them."""
     published: Published | None = None
-    """Published perplexities to print after a pre-training."""
+    """Perplexities that other authors published, to print after a pre-training."""
     offline: bool = False
     """Never contact the Hugging Face hub."""
 
@@ -332,24 +335,26 @@ class Eval(Section):
     other_names: ClassVar[dict[str, str]] = {"torch_dtype": "dtype"}
 
     suite: Annotated[str, Field(min_length=1)]
-    """The name of a shipped suite, or the path of a suite.yaml."""
+    """The name of a suite that comes with soren-align, or the path of a suite.yaml."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
     """Prompts per forward pass. If memory runs out, the batch size is halved for all models of a table. null: the
     suite's own batch size."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The dtype of the weights during evaluation. null: the suite's own dtype."""
     backend: Literal["hf", "vllm"] = "hf"
-    """The backend for all models of a table: `hf` is transformers, `vllm` is vLLM (pip install 'soren-align[vllm]')."""
+    """The library that runs all models of a table: `hf` is transformers, `vllm` is vLLM (pip install
+    'soren-align[vllm]')."""
     processes: Annotated[int, Field(ge=1)] | None = None
-    """The number of processes on this machine that share the requests, one per GPU. null: the number of processes of
-    the training."""
+    """The number of processes on this machine that share the questions, one per GPU. null: as many processes as the
+    training has."""
     data_root: str | None = None
     """A folder with downloaded hub datasets, laid out as on the hub (ROOT/allenai/ai2_arc, ...). null: the
     `data_root` of the suite. If the suite has no `data_root`, null means the hub."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Evaluate only the first `limit` questions of each task, as a quick check."""
     strict: bool = False
-    """true: stop with an error if a prompt is longer than the model's context. false: count such prompts."""
+    """true: stop with an error if a prompt is longer than the model's context. false: remove the beginning of such a
+    prompt, and report the number of these prompts."""
     base_template: Literal["run", "own", "none"] = "own"
     """The chat template for the base model (the first row of the table), if the suite applies one. `own`: the base
     model's own template, or the run's template if the base model has no template. `run`: the run's template, so that
@@ -359,15 +364,15 @@ class Eval(Section):
     """The benchmarks of the suite that are not evaluated, by the names of their columns in the table. For example,
     omit `piqa` if the answers of PIQA are too long for the model's context."""
     trust_suite: bool = False
-    """true: run the code in the files of a suite that is not shipped (`!function`, metrics that are scripts). Read
-    these files first. false: refuse a suite with such code."""
+    """Whether to run the code in the files of a suite that does not come with soren-align (`!function`, metrics that
+    are scripts). true: run the code; read it first. false: refuse a suite with such code."""
     contamination: bool = True
-    """Count the questions that occur in the training examples, and report the scores without these questions too.
-    The count reads all training examples once per suite: with examples as long as UltraChat's, 3,000 examples per
-    second. The result is cached."""
+    """Count the benchmark questions that occur in the training examples, and also report the scores without these
+    questions. The count reads all training examples once per suite, about 3,000 examples of UltraChat per second. The
+    result is cached."""
     published: list[str] = []
-    """Published scores to show under the table: the name of a shipped table of scores, such as `paper/sft`, or a YAML
-    file of the same form."""
+    """Scores that other authors published, to show under the table: the name of a table that comes with soren-align,
+    such as `paper/sft`, or a YAML file of the same form."""
 
     @property
     def name(self) -> str:

@@ -175,7 +175,8 @@ MINIMAX = SpectralMap(
     name="minimax",
     title="minimax, our approximation",
     label="minimax {resolution:g}",
-    doc="A polynomial that is within 0.5% of the sigmoid for normalised singular values of at least `resolution`.",
+    doc="A polynomial that differs from the sigmoid by at most 0.5%, for all singular values of at least "
+    "`resolution` times the norm of the matrix.",
     source="docs/studies/minimax_polynomials.py",
     function=lambda x, **settings: _file("minimax").guarded_minimax_sigmoid(x, **settings),
     target=sigmoid,
@@ -183,8 +184,8 @@ MINIMAX = SpectralMap(
         "resolution": Setting(
             default.RESOLUTION,
             choices=RESOLUTIONS,
-            doc="The smallest normalised singular value for which the polynomial is accurate. 0.001 and 0.01 need less "
-            "work.",
+            doc="The smallest singular value, divided by the norm of the matrix, for which the polynomial is "
+            "accurate. 0.001 and 0.01 need fewer operations.",
         )
     },
     precisions=("auto", "float32", "tf32", "float16", "bfloat16"),
@@ -223,8 +224,8 @@ RELEASED = SpectralMap(
     name="released",
     title="released, the authors' code, K = {steps}",
     label="released K={steps}",
-    doc="The map of the authors' released code, which differs from the paper's: updates are smaller, and closer to "
-    "momentum SGD's.",
+    doc="The map of the authors' released code, which differs from the paper's map: the updates are smaller, and "
+    "closer to those of momentum SGD.",
     source="muon.py of github.com/PhiVanDat123/sigmoid_muon, commit c72cda5",
     function=lambda x, *, steps, precision, max_norm: (_file("sns").released_sigmoid(x, steps), 0),
     target=sigmoid,  # its authors' aim; it is another function, and `bench maps` shows its distance
@@ -243,7 +244,7 @@ EXACT = SpectralMap(
     name="exact",
     title="exact, the paper's definition",
     label="exact",
-    doc="The sigmoid itself, by a singular value decomposition. This map is slow; it is the reference for the others.",
+    doc="The sigmoid itself, by a singular value decomposition. This map is slow; `minimax` and `sns` approximate it.",
     source="the paper's definition of Soren",
     function=lambda x, *, precision, max_norm: (_file("exact").exact_sigmoid(x), 0),
     target=sigmoid,
@@ -258,7 +259,7 @@ IDENTITY = SpectralMap(
     name="identity",
     title="identity, momentum SGD",
     label="identity",
-    doc="The momentum itself: SGD with Nesterov momentum.",
+    doc="The output is the momentum itself, so the optimizer is SGD with Nesterov momentum.",
     source="the paper's section 4.1, which compares Soren with it",
     function=lambda x, *, precision, max_norm: (_file("exact").identity(x), 0),
     target=itself,
@@ -280,7 +281,7 @@ HIGH_PASS = SpectralMap(
             default.PROMOTIONS, NUM_STEPS, doc="The number of steps that raise the leading singular values."
         ),
         "suppressions": Setting(
-            default.SUPPRESSIONS, NUM_SUPPRESSIONS, doc="The number of steps that lower the others."
+            default.SUPPRESSIONS, NUM_SUPPRESSIONS, doc="The number of steps that lower the other singular values."
         ),
     },
     flops=lambda m, n, precision, promotions, suppressions: _file("flops").quintic_flops(
@@ -293,8 +294,8 @@ RANDOM = SpectralMap(
     name="random",
     title="random, a null map",
     label="random",
-    doc="A null map for studies: the singular values are random numbers between 0 and 1, new ones at each step. This "
-    "map is slow.",
+    doc="A null map for studies: the singular values are replaced by random numbers between 0 and 1, which are "
+    "drawn again at each step. This map is slow.",
     source="Kaon, arXiv 2605.11181",
     function=lambda x, *, precision, max_norm, seeds=(): (_file("nulls").random_spectrum(x, seeds), 0),
     is_drawn=True,
@@ -305,8 +306,8 @@ SHUFFLED = SpectralMap(
     name="shuffled",
     title="shuffled, a null map",
     label="shuffled",
-    doc="A null map for studies: the momentum's singular values, exchanged at random between its modes at each step. "
-    "This map is slow.",
+    doc="A null map for studies: at each step, the singular values of the momentum are exchanged at random "
+    "between its singular vectors. This map is slow.",
     source="ours, after Kaon",
     function=lambda x, *, precision, max_norm, seeds=(): (_file("nulls").shuffled_spectrum(x, seeds), 0),
     is_drawn=True,
@@ -349,33 +350,36 @@ def _by_formula(
             of,
             choices=default.NORMALIZATIONS,
             is_variant=False,
-            doc="x is the singular value, divided by this quantity of the matrix. `nu`: (sum of sigma^8)^(1/8), a "
-            "little more than the largest one. `norm`: the Frobenius norm. `rms`: the root mean square of the "
-            "singular values. `none`: 1.",
+            doc="The size of the matrix by which a singular value sigma is divided; the result is x. `nu`: (sum "
+            "of sigma^8)^(1/8), a little more than the largest singular value. `norm`: the Frobenius norm. "
+            "`rms`: the root mean square of the singular values. `none`: 1.",
         ),
         "error": Setting(
             error,
             default.ERROR,
-            doc="The largest error that the polynomials may have, as a share of the function's largest value. Before "
-            "training, their error is proved to be smaller; if no polynomials are that accurate, a message states the "
-            "smallest error that is possible, and the training does not start.",
+            doc="The largest error that the polynomials may have, as a share of the function's largest value. "
+            "soren-align proves this bound before training. If no polynomials are so accurate, the training "
+            "does not start, and the message states the smallest possible error.",
         ),
         "resolution": Setting(
             default.RESOLUTION,
             default.FORMULA_RESOLUTION,
-            doc="The error holds from this x on (this share of `limit`). For a function with f(0) > 0, the polynomials "
-            "fall to 0 below it.",
+            doc="The smallest x (as a share of `limit`) for which the polynomials have at most this `error`. If "
+            "f(0) > 0, they fall to 0 below this x.",
         ),
         "limit": Setting(
             1.0,
             default.POSITIVE,
-            doc="For `of: rms` and `of: none`: the largest x. A matrix beyond it is scaled down, and counted.",
+            doc="For `of: rms` and `of: none`: the largest x for which the polynomials are accurate. A matrix with a "
+            "larger x is scaled down, and counted in metrics.jsonl (`num_out_of_range`).",
         ),
-        "exact": Setting(False, doc="`true`: use a singular value decomposition, without an error. This is slow."),
+        "exact": Setting(
+            False, doc="`true`: compute the exact function by a singular value decomposition, which is slow."
+        ),
         "composition": Setting(
             None,
-            doc="The coefficients of the polynomials, which the keys above determine. Do not write this key: a run "
-            "adds it to its recipe.",
+            doc="The coefficients of the polynomials, which follow from the other keys. Do not write this key "
+            "yourself: a run adds it to its recipe.yaml.",
         ),
     }
     return SpectralMap(
@@ -402,7 +406,7 @@ SOFT_SIGN = _by_formula(
     _tau("The x that becomes 1 / sqrt(2)."),
     title="soft_sign, tau = {tau:g} {of}",
     label="soft_sign {tau:g}",
-    doc="x / sqrt(x^2 + tau^2): 1 for large singular values, proportional to small ones.",
+    doc="x / sqrt(x^2 + tau^2): nearly 1 for large x, and proportional to x for small x.",
     source="SoftMuon, arXiv 2605.31371",
 )
 TANH = _by_formula(
@@ -410,7 +414,7 @@ TANH = _by_formula(
     _tau("The x that becomes 0.76."),
     title="tanh, tau = {tau:g} {of}",
     label="tanh {tau:g}",
-    doc="tanh(x / tau): 1 for large singular values, proportional to small ones.",
+    doc="tanh(x / tau): nearly 1 for large x, and proportional to x for small x.",
     source="a soft clip as SPECTRA's, arXiv 2603.14315",
 )
 CLIP = _by_formula(
@@ -419,17 +423,19 @@ CLIP = _by_formula(
     error=0.03,
     title="clip, tau = {tau:g} {of}",
     label="clip {tau:g}",
-    doc="min(x / tau, 1): 1 from tau on, proportional below. Polynomials round the corner: the error is 3% by default.",
+    doc="min(x / tau, 1): 1 for x of at least tau, and proportional to x below. Polynomials cannot match the "
+    "corner at tau exactly, so the default `error` is 3%.",
     source="MuCon, arXiv 2605.26459",
 )
 SOREN_LAMBDA = _by_formula(
     "soren_lambda",
-    {"strength": Setting(0.2, default.POSITIVE, doc="lambda. Its authors use 0.2 to 1.")},
+    {"strength": Setting(0.2, default.POSITIVE, doc="The number lambda. The authors of this map use 0.2 to 1.")},
     of="norm",
     error=0.03,
     title="soren_lambda, lambda = {strength:g}",
     label="soren_lambda {strength:g}",
-    doc="(x + sqrt(x^2 + lambda)) / (1 + sqrt(1 + lambda)): a map of Soren's authors, between Muon and momentum SGD.",
+    doc="(x + sqrt(x^2 + lambda)) / (1 + sqrt(1 + lambda)): a map by the authors of Soren, whose updates are "
+    "between those of Muon and of momentum SGD.",
     source="soren_lamda.py of github.com/ngovuminh2005/SPFT",
 )
 FORMULA = _by_formula(
@@ -437,14 +443,15 @@ FORMULA = _by_formula(
     {
         "formula": Setting(
             "tanh(x / 0.1)",
-            doc="A function of x: numbers, x, + - * / ^, parentheses, exp, log, tanh, sqrt, min and max. `soren-align "
-            "map FORMULA` shows its polynomials.",
+            doc="A function of x. It may contain numbers, x, + - * / ^, parentheses, exp, log, tanh, sqrt, min "
+            "and max. `soren-align map FORMULA` shows its polynomials.",
         )
     },
     error=0.01,
     title="{formula}, of {of}",
     label="{formula}",
-    doc="Any function of the singular values, by a formula. You may leave out `name`.",
+    doc="Any function of the singular values that a formula describes. With `formula`, you may leave out the "
+    "key `name`.",
     source="yours",
 )
 
