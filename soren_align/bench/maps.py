@@ -88,9 +88,9 @@ def _measure(
     measured = []
     for entry in entries:
         reason, flops = None, entry.num_flops(shape)
-        if flops is not None and entry.name != MUON_FLOAT32:
+        if flops is not None and entry.dtype in rates and entry.name != MUON_FLOAT32:
             reason = too_slow(f"{name}: {entry.name}", flops, entry.dtype, rates)
-        decomposes = entry.counted_as is not None and entry.counted_as.flops is None
+        decomposes = entry.counted_as is not None and flops is None
         if decomposes and min(shape) > DECOMPOSITION_ROWS[device.type]:
             reason = (
                 f"{entry.name} decomposes each matrix, and is not measured for matrices of more than "
@@ -124,7 +124,7 @@ def _measure(
                 "target": entry.target.__name__,
                 "seconds": asdict(timings[entry.name]),
                 "flops": flops,
-                "share_of_matmul_rate": flops / median / rates[entry.dtype] if flops else None,
+                "share_of_matmul_rate": flops / median / rates[entry.dtype] if flops and entry.dtype in rates else None,
                 "ratio_to_muon": median / timings[MUON].median if MUON in timings else None,
                 "ratio_to_muon_float32": median / timings[MUON_FLOAT32].median,
                 "errors": {key: errors(entry.function, matrix, target) for key, matrix in matrices.items()},
@@ -166,7 +166,9 @@ def benchmarked_maps(device: torch.device) -> list[BenchmarkedMap]:
         def function(x: Tensor) -> Tensor:
             return spectral_map.function(x, precision=precision, max_norm=None, **settings)[0]
 
-        is_wide, dtype = precision == "float32", precision if spectral_map.flops else "float64"
+        # A power is in float64 for the most part, whether it decomposes or not.
+        is_counted = spectral_map.num_flops(64, 64, precision, **settings) is not None
+        is_wide, dtype = precision == "float32", precision if is_counted else "float64"
         name = spectral_map.label.format(**settings) if is_wide else f"{spectral_map.name} {precision}"
         return BenchmarkedMap(name, function, dtype, spectral_map if is_wide else None, spectral_map.target, settings)
 

@@ -176,7 +176,9 @@ class Muon(SpectralOptimizer, name="muon"):
 
 
 class HTMuon(SpectralOptimizer, name="htmuon"):
-    """W <- W - lr * U S^p V^T, by decomposition. Arguments as in `Soren`; adjust_lr_fn=None is "original".
+    """W <- W - lr * U S^p V^T. Arguments as in `Soren`; adjust_lr_fn=None is "original".
+
+    p: 1/2, 1/4 and 1/8 need no decomposition in matrices of at least 1024 rows, see `spectral.powers`.
 
     Source: arXiv 2603.10067. Nesterov is on, as in its code; the algorithm in the Soren paper shows it without.
     """
@@ -208,7 +210,8 @@ class HTMuon(SpectralOptimizer, name="htmuon"):
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
         """The singular values of x to the power p."""
-        return HTMUON.function(x, p=group["p"], precision="float32", max_norm=None)[0]
+        max_norm = self.max_norm if group["map_input"] == "momentum" else None
+        return HTMUON.function(x, p=group["p"], precision="float32", max_norm=max_norm)[0]
 
 
 class AdamW(SpectralOptimizer, name="adamw"):

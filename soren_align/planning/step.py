@@ -89,13 +89,14 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
         make_exchange_plan(split_weights(layout, rank.model.weight_layouts), bucket_mb, FLOAT32) for layout in layouts
     ]
 
-    flops = [_map_flops(plan, rank) for plan in plans]
+    counts = [_map_flops(plan, rank) for plan in plans]
+    flops = [of_weights for of_weights, _ in counts]
     busiest, total = sum(map(schedule_flops, plans, flops)), sum(map(sum, flops))
     has_elements = getattr(rank.optimizer, "second_moment", None) == "elements"
     # Replicas get their owner's second moments too. (A number per row is not counted.)
     itemsize = FLOAT32 * (2 if has_elements and rank.parallel.kind == "ddp" else 1)
     sent = [sum(numels) * itemsize for numels in zip(*(elements_sent(p.layout, p.owners) for p in plans), strict=True)]
-    is_counted = plans and spectral_map and spectral_map.flops
+    is_counted = bool(counts) and all(are_counted for _, are_counted in counts)
 
     *memory, adamw = components(rank)
     workspace = max((_map_workspace(plan, rank) for plan in plans), default=0)
@@ -116,18 +117,20 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
     )
 
 
-def _map_flops(plan: ExchangePlan, rank: Rank) -> Sequence[int]:
-    """Of each weight; for a decomposition those of the default map, by which owner ranks are assigned."""
+def _map_flops(plan: ExchangePlan, rank: Rank) -> tuple[Sequence[int], bool]:
+    """Of each weight, and whether no map is a decomposition: then they are the default map's, by which owner ranks are
+    assigned.
+    """
     spectral_map, settings = rank.optimizer.spectral_map, rank.optimizer.map_settings
-    if not spectral_map or not spectral_map.flops:
-        return [map_flops(weight) for weight in plan.layout.weights]
     flops = []
     for weight in plan.layout.weights:
         precision = rank.optimizer.map_precision(min(weight.map_shape), not rank.on_cpu)
-        of_one = spectral_map.num_flops(*weight.map_shape, precision, **settings) or 0
+        of_one = spectral_map and spectral_map.num_flops(*weight.map_shape, precision, **settings)
+        if of_one is None:
+            return [map_flops(weight) for weight in plan.layout.weights], False
         of_factor = num_flops(weight.shape, weight.layout) if is_factor(weight.layout) else 0
         flops.append(weight.num_matrices * of_one + of_factor)
-    return flops
+    return flops, True
 
 
 def _exchange_bytes(plan: ExchangePlan, has_elements: bool) -> int:

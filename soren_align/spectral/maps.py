@@ -110,7 +110,8 @@ class SpectralMap:
     auto_precision: Callable[[int, bool], FactorPrecision] = lambda num_rows, on_gpu: "float32"
     """auto_precision(rows of a matrix (its shorter side), whether it is on a GPU): what "auto" means."""
     flops: Callable[..., int | None] | None = None
-    """flops(m, n, precision, and the settings) of its matrix products, for m <= n; None: a decomposition."""
+    """flops(m, n, precision, and the settings) of its matrix products, for m <= n; None, or a None that it returns: a
+    decomposition."""
     workspace: Callable[[int, int, FactorPrecision], int] = lambda m, n, precision: 2 * m * m + 7 * m * n
     """workspace(m, n, precision): numbers that it allocates at once, its result included, for m <= n and a matrix of
     norm 1 at most, as clipped gradients are. Measured: tests/spectral/test_cost.py. By default that of a decomposition,
@@ -334,9 +335,24 @@ HTMUON = SpectralMap(
     optimizer="htmuon",
     label="HTMuon",
     source="arXiv 2603.10067",
-    function=lambda x, *, p, precision, max_norm: (_file("exact").spectral_power(x, p), 0),
+    function=lambda x, *, p, precision, max_norm: (_file("powers").power(x, p, max_norm), 0),
     target=power,
     settings={"p": Setting(default.HTMUON_POWER, POWER)},
+    flops=lambda m, n, precision, p: _file("powers").power_flops(m, n, p),
+)
+
+POWERS = SpectralMap(
+    name="power",
+    title="power, p = {p:g}",
+    label="power {p:g}",
+    doc="sigma^p, as HTMuon's. In matrices of at least 1024 rows (the shorter side), p = 1/2, 1/4 and 1/8 need no "
+    "decomposition; others are slow.",
+    source="Muon^p, arXiv 2606.13867",
+    function=HTMUON.function,
+    target=power,
+    settings={"p": Setting(default.HTMUON_POWER, POWER, doc="The exponent: 1 is momentum SGD; near 0 it is Muon.")},
+    flops=HTMUON.flops,
+    level=lambda m, n, p: _level_of_a_momentum(m, n) ** p,
 )
 
 
@@ -455,7 +471,7 @@ FORMULA = _by_formula(
     source="yours",
 )
 
-_MAPS = (MINIMAX, SNS, RELEASED, EXACT, IDENTITY, HIGH_PASS, RANDOM, SHUFFLED)
+_MAPS = (MINIMAX, SNS, RELEASED, EXACT, IDENTITY, HIGH_PASS, POWERS, RANDOM, SHUFFLED)
 _MAPS += (SOFT_SIGN, TANH, CLIP, SOREN_LAMBDA, FORMULA, MUON, HTMUON)
 
 

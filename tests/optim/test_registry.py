@@ -73,7 +73,8 @@ def test_a_name_has_one_class(fifth):
 
 def test_every_spelling_of_a_map_is_stored_complete():
     complete = {"minimax": {"resolution": 0.0004}, "sns": {"steps": 15}, "released": {"steps": 5}, "exact": {}}
-    complete |= {"identity": {}, "high_pass": {"promotions": 3, "suppressions": 2}, "random": {}, "shuffled": {}}
+    complete |= {"identity": {}, "high_pass": {"promotions": 3, "suppressions": 2}, "power": {"p": 0.125}}
+    complete |= {"random": {}, "shuffled": {}}
     shared = {"of": "nu", "error": 0.005, "resolution": 0.0004, "limit": 1.0, "exact": False}
     complete |= {"soft_sign": {"tau": 0.1, **shared}, "tanh": {"tau": 0.1, **shared}}
     complete |= {"clip": {"tau": 0.1, **shared, "error": 0.03}}

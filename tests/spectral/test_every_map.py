@@ -12,6 +12,7 @@ from soren_align.spectral import (
     minimax_sigmoid,
     newton_schulz,
     random_spectrum,
+    rational_power,
     released_sigmoid,
     shuffled_spectrum,
     soft_newton_schulz,
@@ -24,6 +25,7 @@ MAPS = {
     "exact_sigmoid": exact_sigmoid, "sns": soft_newton_schulz, "sns gram": lambda x: soft_newton_schulz(x, form="gram"),
     "minimax": minimax_sigmoid, "minimax eigh": lambda x: minimax_sigmoid(x, "eigh"), "released": released_sigmoid,
     "newton_schulz": newton_schulz, "spectral_power": lambda x: spectral_power(x, 0.125),
+    "rational_power": lambda x: rational_power(x, 0.125),
     "identity": identity, "high_pass": high_pass, "random": random_spectrum, "shuffled": shuffled_spectrum,
 }  # fmt: skip
 MAPS |= {
