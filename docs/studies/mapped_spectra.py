@@ -1,4 +1,4 @@
-"""What each Soren and Muon make of a spectrum: the first table of docs/studies/spectra.md.
+"""What each Soren and Muon make of a spectrum: the first two tables of docs/studies/spectra.md.
 
     python docs/studies/mapped_spectra.py         a minute
 
@@ -6,9 +6,11 @@ Each map is applied in float64 to diagonal matrices: a map commutes with rotatio
 that has it. Numbers over several matrices are medians. Cosines and sizes are in the Frobenius norm.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -32,6 +34,7 @@ SIZE = 512  # of the synthetic spectra, with a Frobenius norm of 1
 SHARES = (0.0, 0.1, 0.5, 0.9)  # of the ranks: the singular values that are shown
 QUANTITIES = ("size over Muon's", "cosine to Muon", "cosine to the gradient", "neighbours in reverse order")
 ROUNDING = 1e-9  # of the output
+LEADING = 0.1  # of the singular values, the largest ones
 
 
 def synthetic() -> dict[str, list[Tensor]]:
@@ -84,11 +87,27 @@ def _listed(values: Tensor) -> str:
     return ", ".join(f"{value:.2g}" for value in values.tolist())
 
 
+def leading_share(sigma: Tensor, output: Tensor) -> float:
+    """The share of the first-order decrease of the loss, sum of sigma alpha, that comes from the largest LEADING."""
+    products = sigma * output
+    return float(products[: math.ceil(LEADING * len(sigma))].sum() / products.sum())
+
+
+def leading_row(name: str, sigmas: list[Tensor]) -> str:
+    """The line of one set of spectra in the table of `leading_share`, medians over them; the first map is SGD."""
+    maps: list[Callable[[Tensor], Tensor]] = [lambda x: x, *MAPS.values()]
+    shares = [median(leading_share(sigma, f(torch.diag(sigma)).diagonal()) for sigma in sigmas) for f in maps]
+    return f"| {name} | {' | '.join(f'{share:.0%}' for share in shares)} |"
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     print(f"| momenta | | {' | '.join(MAPS)} |\n|{'---|' * (len(MAPS) + 2)}")
     for name, sigmas in (synthetic() | recorded()).items():
         print("\n".join(rows(name, sigmas)))
+    print(f"\n| momenta | SGD | {' | '.join(MAPS)} |\n|{'---|' * (len(MAPS) + 2)}")
+    for name, sigmas in (synthetic() | recorded()).items():
+        print(leading_row(name, sigmas))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -409,11 +409,18 @@ def curves(
     output: Annotated[
         str, typer.Option(metavar="FILE.png", help="The file of the picture. A dark version is written beside it.")
     ] = ("curves.png"),
+    preset: Annotated[
+        Literal["paper-losses"] | None,
+        typer.Option(
+            metavar="NAME",
+            help="paper-losses: draw the losses as the paper does: a row for each model, a line for each optimizer.",
+        ),
+    ] = None,
 ) -> None:
     """Draw the losses and margins of runs in one picture."""
     from ..launch import show as showing
 
-    showing.curves(runs or (), output=output)
+    showing.curves(runs or (), output=output, preset=preset)
 
 
 app.command()(expert.reshard)

@@ -96,7 +96,10 @@ def show_map(
         float | None, typer.Option(metavar="X", help="The largest x, with --of rms and none. Default: 1.")
     ] = None,
     plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Also draw the function and its polynomials (of a map: its target): .png or .svg.")
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Also draw the function and its polynomials (of a map: its target): .png or .svg."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

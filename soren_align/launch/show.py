@@ -16,8 +16,10 @@ from ..core.text import Table, Terminal, can_print, count, number, print_labelle
 from ..evaluate.report.results import Results, read_results
 from ..evaluate.report.tables import MIN_QUESTIONS, TOO_FEW, has_too_few
 from ..evaluate.report.tables import terminal as results_table
+from ..recipe import load_resolved
 from ..run.curves import HELD_OUT, LOSS, MARGIN, Curves, braille, describe, describe_scores, draw_curves, read_curves
 from ..run.folder import RunFolder, read_metrics
+from ..run.paper_curves import draw_losses
 from ..run.preferences import describe_preferences
 from ..run.record import describe_earlier_runs, describe_losses
 
@@ -231,10 +233,10 @@ def newest_run() -> RunFolder:
     return newest
 
 
-def curves(names: Sequence[str], *, output: str = "curves.png") -> None:
+def curves(names: Sequence[str], *, output: str = "curves.png", preset: str | None = None) -> None:
     """Draw the curves of runs into one picture, and print each one's ends. Raises UserError if none has any.
 
-    names: empty: the newest run below RUNS.
+    names: empty: the newest run below RUNS. preset: `paper_curves.PRESET`, or None for one panel of all losses.
     """
     path = Path(output)
     if path.suffix != ".png" or not path.absolute().parent.is_dir():
@@ -248,6 +250,8 @@ def curves(names: Sequence[str], *, output: str = "curves.png") -> None:
         raise UserError(
             f"{', '.join(map(str, folders))}: training logged no loss; train again with a smaller trainer.logging_steps"
         )
+    for name in [name for name, run in named if not run.by_key]:
+        print_labelled(stderr_console(), "notice", f"{name}: training logged no loss, so it is not drawn")
     rows = []
     for name, run in named:
         ends = [f"{points[-1][1]:.4g}" if (points := run[key]) else "-" for key in (LOSS, HELD_OUT, MARGIN)]
@@ -256,5 +260,9 @@ def curves(names: Sequence[str], *, output: str = "curves.png") -> None:
     console.print(Table(["run", "step", "loss", "held-out", "lowest held-out", "margin"], rows, align="lrrr").rich())
     for name, run in named:
         _print_lines(console, "benchmark", [f"{name}: {line}" for line in describe_scores(run)])
-    dark = draw_curves(drawn, path)
+    if preset:
+        recipes = {str(folder): load_resolved(folder.recipe) for folder in folders}
+        dark = draw_losses([(name, recipes[name], run) for name, run in drawn], path)
+    else:
+        dark = draw_curves(drawn, path)
     print_labelled(console, "written", f"{path} and {dark}", wrap=False)

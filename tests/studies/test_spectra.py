@@ -30,6 +30,17 @@ def test_measurements_of_a_known_spectrum(monkeypatch):
     assert quantities == pytest.approx([1.0, 0.8, 0.8, 0.5])
 
 
+@pytest.mark.parametrize("name", mapped_spectra.POWERS)
+def test_the_shares_of_the_first_order_decrease_stand_in_the_page(name):
+    assert f"{mapped_spectra.leading_row(name, mapped_spectra.synthetic()[name])}\n" in PAGE
+
+
+def test_the_share_of_the_first_order_decrease_is_that_of_the_largest_tenth():
+    sigma = torch.arange(20, 0, -1, dtype=torch.float64)
+    assert mapped_spectra.leading_share(sigma, sigma) == pytest.approx((400 + 361) / sum(i**2 for i in range(21)))
+    assert mapped_spectra.leading_share(sigma, torch.ones(20)) == pytest.approx(39 / 210)
+
+
 def largest_error(steps):
     """That of the paper's Algorithm 1 to the sigmoid, relative, for singular values in [0.01, 1] of norm 1."""
     x = np.linspace(0.01, 1, 10_001)
