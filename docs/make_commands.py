@@ -19,8 +19,8 @@ HEAD = """\
 
 `docs/make_commands.py` generates this page from the commands' help, which `soren-align COMMAND --help` prints.
 
-- RECIPE is a file, or the name of a shipped recipe (`soren-align recipes` lists them). [recipe.md](recipe.md) lists all
-  keys.
+- RECIPE is a file, or the name of a recipe that comes with soren-align (`soren-align recipes` lists them).
+  [recipe.md](recipe.md) lists all keys.
 - `--set section.key=value` changes one key of the recipe. You can repeat `--set`. Values are YAML: `--set
   optimizer.name=muon`, `--set trainer.bf16=true`, `--set run.num_threads=null`. You can also write
   `optimizer.name=muon`, `--optimizer.name muon`, or TRL's name of a key (`--learning_rate 1e-5`). `--model`, `--data`,
@@ -30,8 +30,8 @@ HEAD = """\
 - The exit code is 0 if a command succeeds, 1 if it fails, and 130 if Ctrl-C, SIGTERM or SIGHUP stops it. After the exit
   codes 1 and 130, rerun the same command to resume. The exit code 2 means an error that you can fix; the error message
   has the remedy.
-- `soren-align --install-completion` completes commands, options, shipped recipes, suites and pages in bash, zsh, fish
-  and PowerShell.
+- `soren-align --install-completion` installs completion for bash, zsh, fish and PowerShell: the Tab key then completes
+  commands, options, and the names of recipes, suites and pages.
 """
 
 NOTES = {
@@ -49,9 +49,10 @@ printed at the end. For scores, use `new --data`. `--question` and `--answer` na
 these options, the columns are `question` and `answer`, or the only two columns of the file.
 """,
     "compare": """\
-Each run of a study has its own run folder. To continue a study that was stopped, rerun the same command. Finished runs
-are not repeated. Several `compare` commands can work on one study at the same time. [comparison.md](comparison.md)
-describes the file and the folder of a study.
+A study searches good settings of each optimizer, and then trains each optimizer with several seeds. Each run of a study
+has its own run folder. To continue a study that was stopped, rerun the same command. Finished runs are not repeated.
+Several `compare` commands can work on one study at the same time. [comparison.md](comparison.md) describes the file and
+the folder of a study.
 
     soren-align compare quickstart/compare
     soren-align compare my-study.yaml --jobs 4
@@ -91,8 +92,9 @@ output has only the answers, without blank lines around them. A model without a 
     soren-align chat runs/mine --prompt "Name a bird." --max-new-tokens 30 > answer.txt
 """,
     "plan": """\
-[plan.md](plan.md) explains the output of `plan`, which ends with the command that trains. For files and folders, and
-for the models and datasets of the shipped recipes, `plan` needs no network.
+[plan.md](plan.md) explains the output of `plan`. Its last line is the command that starts the training. `plan` needs no
+network for models and data in files and folders, and for the models and datasets of the recipes that come with
+soren-align.
 
     soren-align plan mistral-7b/soren --processes 8 --set run.parallel=zero3
 """,
@@ -103,33 +105,34 @@ model, the exit code is 2.
     soren-align inspect Qwen/Qwen2.5-3B
     soren-align inspect my-model --processes 4 --set optimizer.name=muon
 """,
-    "reshard": "See [distributed.md](distributed.md), Checkpoints.\n",
+    "reshard": "[distributed.md](distributed.md) describes this command in its section about checkpoints.\n",
     "map": """\
-`map` composes polynomials for a function of the singular values, and proves their largest error
-([optimizers.md](optimizers.md)). It prints that error, the number of matrix products, the FLOPs beside Muon's, the
-error of float16, and the mean distance from the function on recorded momenta. If no polynomials are within `--error`,
-the command exits with an error that states what is reachable. FORMULA may also be the name of a map (`minimax`,
-`muon`). For such a map, `--plot` draws the map and its target for matrices of norm 1, and their relative difference. A
-.png file also gets a dark version beside it.
+The command finds polynomials that approximate a function of the singular values, and proves a bound of their error
+([optimizers.md](optimizers.md#any-function-by-name-or-by-formula)). It prints this bound, the number of matrix
+products, the FLOPs relative to Muon's, the error by float16, and the mean difference from the function on momenta that
+we recorded. If no polynomials reach `--error`, the error message states the possible errors. FORMULA may also be the
+name of a map (`minimax`, `muon`). For such a map, `--plot` draws the map and the function that it approximates, for
+matrices of norm 1, and their relative difference. For a .png file, a dark version is also written.
 
     soren-align map "x / sqrt(x^2 + 0.01)" --error 0.005 --plot soft-sign.svg
     soren-align map sns --plot sns.png
 """,
     "spectrum": """\
-`spectrum` prints the distance between the output of every map and the output of the exact sigmoid, as a mean over all
-matrices and steps. With `--full`, `spectrum` also prints this distance for each matrix, and the share of small singular
-values of the matrix. See [runs.md](runs.md), Spectra.
+A map is the function that an optimizer applies to the singular values of a momentum. `spectrum` prints how much the
+output of every map differs from the output of the exact sigmoid, as a mean over all matrices and steps. With `--full`,
+`spectrum` also prints this difference for each matrix, and the share of small singular values of the matrix. See
+[runs.md](runs.md#spectra).
 
     soren-align sft quickstart/sft --set run.log_spectra.steps=[1,100,600] --no-eval
     soren-align spectrum runs/quickstart/sft --matrices '*q_proj*' --output pictures
     soren-align spectrum runs/paper-figures/spectra --preset paper-spectra --output pictures
 """,
-    "merge": "Use this command on runs with `model.lora`; see [optimizers.md](optimizers.md), LoRA.\n",
+    "merge": "Use this command on runs with `model.lora`; see [optimizers.md](optimizers.md#lora-and-qlora).\n",
     "push": "No other command uploads anything.\n",
     "import": """\
-The command prints a report on every key of the file: the key is kept, renamed, dropped (with the reason) or unknown.
-The report begins with dropped keys that change the training. The command writes the recipe even if the model and the
-data are not on this machine.
+For every key of the file, the command reports whether the recipe keeps it, renames it, drops it (with the reason) or
+does not know it. Dropped keys that change the training come first. The command writes the recipe even if the model and
+the data are not on this machine.
 
     soren-align import zephyr-7b-sft.yaml my.yaml
 """,
@@ -149,8 +152,9 @@ Edit the copy to make a suite of your own; see [evaluation.md](evaluation.md).
 """,
     "schema": "An editor uses the schemas of recipes and studies to check keys; see [recipe.md](recipe.md).\n",
     "export": """\
-The records have scores with intervals, numbers of questions, versions, seeds and hashes, and no local paths. A study
-must have a verdict. See [comparison.md](comparison.md#for-other-programs).
+A record has the scores with their intervals, the numbers of questions, versions, seeds and hashes, and no local paths.
+A study can be exported when all its runs have ended and its report has no problems. See
+[comparison.md](comparison.md#for-other-programs).
 
     soren-align export runs/faq --owner my-lab
     soren-align export runs/my-study --output records --owner my-lab --samples

@@ -53,17 +53,19 @@ def _notes(results: dict[str, Any]) -> list[str]:
     if results["command"] == "maps":
         lines = [
             f"input: {results['input']}",
-            "ms: median of rounds in which the maps take turns; ±: half the interquartile range",
-            "util.: FLOP/s divided by the FLOP/s of a large matrix product in the same dtype on this device",
+            "ms: median time over rounds in which all maps run in turn; ±: half the interquartile range",
+            "util.: the speed of a map in FLOP/s, divided by the speed of a large matrix product in the same "
+            "dtype on this device",
             "/Muon: time divided by the time of Muon's iteration, in bfloat16 (as in torch.optim.Muon) and in float32",
-            "errors: largest / mean relative error of a singular value, against the sigmoid (Muon and peers: "
-            "against 1), on matrices whose singular values are all equal (flat), 1, 1/2, 1/3, ... (power law), or "
-            "those of independent normal numbers (gaussian)",
+            "errors: largest / mean relative error of the output's singular values, compared with the sigmoid "
+            "(for Muon and its other implementations: compared with 1). The matrices have equal singular values "
+            "(flat), the singular values 1, 1/2, 1/3, ... (power law), or independent normal entries (gaussian)",
         ]
     else:
         lines = ["ms: median of rounds in which the optimizers take turns; ±: half the interquartile range"]
         lines += [
-            "/torch, /Muon, /AdamW: time divided by the time of torch.optim.Muon (bfloat16), our Muon or fused AdamW"
+            "/torch, /Muon, /AdamW: the time, divided by the time of torch.optim.Muon (bfloat16), our Muon or "
+            "fused AdamW"
         ]
         lines += ["state: memory of the optimizer state; peak: memory of the state and of temporary tensors"]
         if results["training_seconds"] is not None:

@@ -56,16 +56,23 @@ app = typer.Typer(
 )
 
 
-RecipeArgument = Annotated[str | None, files.named("RECIPE", "A recipe's file, or a shipped name.", shipped.recipes)]
+RecipeArgument = Annotated[
+    str | None, files.named("RECIPE", "A recipe: a file, or a name that `soren-align recipes` lists.", shipped.recipes)
+]
 RecipeOrStudy = Annotated[
     str,
     files.named(
-        "RECIPE_OR_STUDY", "The file of a recipe or study, or a shipped name.", shipped.recipes, shipped.studies
+        "RECIPE_OR_STUDY",
+        "A recipe or study: a file, or a name that `soren-align recipes` lists.",
+        shipped.recipes,
+        shipped.studies,
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key: optimizer.lr=1e-3. `--set` may be omitted."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a key of the recipe: optimizer.lr=1e-3. You may omit `--set`."
+    ),
 ]
 NoEval = Annotated[bool, typer.Option("--no-eval", help="Do not evaluate after training.")]
 Processes = Annotated[
@@ -95,8 +102,10 @@ ModelOption = Annotated[
 DataOption = Annotated[
     str | None, typer.Option("--data", metavar="DATA", help="The training examples: a file, a folder, or a hub name.")
 ]
-OutputOption = Annotated[str | None, typer.Option("--output", metavar="RUN", help="The folder of the run.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run in this folder.")]
+OutputOption = Annotated[
+    str | None, typer.Option("--output", metavar="RUN", help="The run folder, for all files that the run writes.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run in the run folder.")]
 
 
 def _add_training(task: str, help_text: str, *, needs_recipe: bool) -> None:
@@ -152,7 +161,9 @@ def plan(
     as_json: AsJson = False,
     processes: Annotated[
         int,
-        typer.Option("--processes", min=1, metavar="N", help="Plan a run of N processes; this starts no processes."),
+        typer.Option(
+            "--processes", min=1, metavar="N", help="The number of processes of the planned run. No process is started."
+        ),
     ] = 1,
     full: Annotated[bool, typer.Option("--full", help="Show all details (recipes only).")] = False,
     as_far_as: Annotated[
@@ -160,8 +171,8 @@ def plan(
         typer.Option(
             "--as-far-as",
             metavar="RUN",
-            help="Also print the learning rate at which the matrices would change as much as in a finished run, such "
-            "as one with AdamW (recipes only).",
+            help="Also print the learning rate at which this recipe would change the matrices about as much as "
+            "the finished run RUN did, such as a run with AdamW (recipes only).",
         ),
     ] = None,
 ) -> None:
@@ -193,7 +204,7 @@ def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder with a config.json, or a hub name.")],
     set_: Overrides = None,
     processes: Annotated[
-        int, typer.Option("--processes", min=1, metavar="N", help="GPUs that share the optimizer states.")
+        int, typer.Option("--processes", min=1, metavar="N", help="Number of GPUs that share the optimizer states.")
     ] = 8,
     as_json: AsJson = False,
 ) -> None:
@@ -215,11 +226,18 @@ def compare(
     context: typer.Context,
     study: Annotated[
         list[str],
-        files.named("STUDY", "A study's file or a shipped name; with --merge, studies' folders.", shipped.studies),
+        files.named(
+            "STUDY",
+            "A study: a file, or a name that `soren-align recipes` lists. With --merge: the folders of several "
+            "studies.",
+            shipped.studies,
+        ),
     ],
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the study: search.trials=8. Repeatable."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change a key of the study: search.trials=8. You can repeat this option."
+        ),
     ] = None,
     jobs: Annotated[
         int | None,
@@ -229,14 +247,16 @@ def compare(
     extend: Annotated[
         bool,
         typer.Option(
-            "--extend", help="If a selected value is the largest or smallest that was tried, try values beyond."
+            "--extend",
+            help="Add trials to the search. If a selected value is the largest or smallest that was tried, they have "
+            "values beyond it.",
         ),
     ] = False,
     report: Annotated[
         bool, typer.Option("--report", help="Start no runs; report on the runs that have ended.")
     ] = False,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Show the answers of one study that was run several times, side by side.")
+        bool, typer.Option("--merge", help="Show the results of a study that was run several times, side by side.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --merge: print JSON.")] = False,
 ) -> None:
@@ -267,7 +287,10 @@ Models = Annotated[
 SuiteOption = Annotated[
     str | None,
     files.named(
-        "SUITE", "A shipped suite or a suite.yaml. Default: the recipe's suite.", shipped.suites, of=typer.Option
+        "SUITE",
+        "A benchmark suite: a name that `soren-align suites` lists, or a suite.yaml. Default: the recipe's suite.",
+        shipped.suites,
+        of=typer.Option,
     ),
 ]
 Output = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: RUN/eval/SUITE.")]
@@ -279,7 +302,8 @@ Limit = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Evaluate only the first N questions of each task.")
 ]
 BatchSize = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Prompts per forward pass. Default: the suite's batch size.")
+    int | None,
+    typer.Option(min=1, metavar="N", help="Number of prompts per forward pass. Default: the suite's batch size."),
 ]
 Dtype = Annotated[
     str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the suite's dtype.")
@@ -292,16 +316,20 @@ BaseTemplate = Annotated[
     str | None, typer.Option(metavar="WHICH", help="Chat template for the base model: own, run (the run's) or none.")
 ]
 Omit = Annotated[
-    list[str] | None, typer.Option(metavar="COLUMN", help="Leave out this column (benchmark) of the table. Repeatable.")
+    list[str] | None,
+    typer.Option(
+        metavar="COLUMN", help="Leave out this benchmark, named by its column of the table. You can repeat this option."
+    ),
 ]
 TrustSuite = Annotated[
-    bool, typer.Option("--trust-suite", help="Let a suite that is not shipped run the code in its files.")
+    bool,
+    typer.Option("--trust-suite", help="Run the code in the files of a suite that does not come with soren-align."),
 ]
 Published = Annotated[
     list[str] | None,
     files.named(
         "SCORES",
-        "Published scores to print under the table: paper/sft, or a file. Repeatable.",
+        "Scores of other authors to print under the table: paper/sft, or a file. You can repeat this option.",
         shipped.published,
         of=typer.Option,
     ),
@@ -353,7 +381,8 @@ def chat(
         ),
     ] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Answer this question and exit. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Answer this question and exit. You can repeat this option."),
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
     max_new_tokens: Annotated[

@@ -14,7 +14,10 @@ Shapes = Annotated[
     str,
     typer.Option(metavar="SHAPES", help="Shapes of llama-60m, qwen2.5-3b or mistral-7b, or a list: 512x1376,512x512."),
 ]
-Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu or cuda. Default: the GPU, if there is one.")]
+Device = Annotated[
+    str | None,
+    typer.Option(metavar="DEVICE", help="The device to measure: cpu or cuda. Default: the GPU, if there is one."),
+]
 Page = Annotated[
     str | None,
     typer.Option(
@@ -38,15 +41,22 @@ def spectrum(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder with spectra.jsonl or a checkpoint.")],
     matrices: Annotated[
         list[str] | None,
-        typer.Option("--matrices", metavar="GLOB", help="Show only matrices of this name: '*q_proj*'. Repeatable."),
+        typer.Option(
+            "--matrices",
+            metavar="GLOB",
+            help="Show only matrices of this name: '*q_proj*'. You can repeat this option.",
+        ),
     ] = None,
     gradients: Annotated[
         bool,
         typer.Option(
-            "--gradients", help="Map the gradients, if run.log_spectra.of names them, in place of the momenta."
+            "--gradients",
+            help="Use the recorded gradients in place of the momenta (if run.log_spectra.of has `gradient`).",
         ),
     ] = False,
-    output: Annotated[str | None, typer.Option(metavar="DIR", help="Also draw the spectra into this folder.")] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Also draw the singular values, as pictures in this folder.")
+    ] = None,
     preset: Annotated[
         Literal["paper-spectra", "paper-log-centered"] | None,
         typer.Option(
@@ -56,7 +66,10 @@ def spectrum(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Show every matrix, not only the means.")] = False,
     advise: Annotated[
-        bool, typer.Option("--advise", help="Show how far maps take an update from Muon's and from momentum SGD's.")
+        bool,
+        typer.Option(
+            "--advise", help="Show how much the updates of several maps differ from those of Muon and of momentum SGD."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -83,14 +96,21 @@ def show_map(
     ],
     of: Annotated[
         str | None,
-        typer.Option(metavar="NORM", help="x is sigma over nu, norm, rms or none. Default: nu."),
+        typer.Option(
+            metavar="NORM",
+            help="The size of the matrix by which the singular value is divided to get x: nu, norm, rms or none. "
+            "Default: nu.",
+        ),
     ] = None,
     error: Annotated[
         float | None,
-        typer.Option(metavar="SHARE", help="The largest error, of the function's largest value. Default: 0.01."),
+        typer.Option(
+            metavar="SHARE",
+            help="The largest error of the polynomials, as a share of the function's largest value. Default: 0.01.",
+        ),
     ] = None,
     resolution: Annotated[
-        float | None, typer.Option(metavar="X", help="The x from which on the error holds. Default: 0.0004.")
+        float | None, typer.Option(metavar="X", help="The smallest x at which this error holds. Default: 0.0004.")
     ] = None,
     limit: Annotated[
         float | None, typer.Option(metavar="X", help="The largest x, with --of rms and none. Default: 1.")
@@ -113,7 +133,9 @@ def show_map(
 def doctor(
     processes: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Number of processes of a training. Default: one per GPU; 2 without."),
+        typer.Option(
+            min=1, metavar="N", help="Number of processes of each training. Default: one per GPU; without a GPU, 2."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Check less, in at most 3 minutes.")] = False,
     output: Annotated[

@@ -19,8 +19,16 @@ from ..core.shipped import MODELINE
 from .grammar import AsJson, refuse_options
 from .questions import ENOUGH, read_pairs, write_questions
 
-recipes_app = typer.Typer(help="List or copy the shipped recipes.", invoke_without_command=True, rich_markup_mode=None)
-suites_app = typer.Typer(help="List or copy the shipped suites.", invoke_without_command=True, rich_markup_mode=None)
+recipes_app = typer.Typer(
+    help="List or copy the recipes and studies that come with soren-align.",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+)
+suites_app = typer.Typer(
+    help="List or copy the benchmark suites that come with soren-align.",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+)
 
 NEW_FILES = """\
 written   {folder}
@@ -56,9 +64,9 @@ def new(
 ) -> None:
     """Write a starting folder for your own data and questions.
 
-    The folder has two recipes (SFT, then DPO), examples for both, and a suite with two kinds of questions. The recipes
-    run unchanged. With --data the examples come from your file; some of them become questions, which are not trained
-    on.
+    The folder has two recipes (SFT, then DPO), examples for both, and a suite with two kinds of questions. You can run
+    the recipes without a change. With --data, the examples come from your file. Some of them are held out as questions
+    of the suite.
     """
     if data is None:
         refuse_options(context, ["question", "answer"], "without --data", "add --data FILE")
@@ -168,10 +176,19 @@ def recipes(context: typer.Context) -> None:
 @recipes_app.command()
 def copy(
     name: Annotated[
-        str, named("NAME", "A shipped recipe or study, e.g. quickstart/sft.", shipped.recipes, shipped.studies)
+        str,
+        named(
+            "NAME",
+            "The name of a recipe or study that `soren-align recipes` lists, such as quickstart/sft.",
+            shipped.recipes,
+            shipped.studies,
+        ),
     ],
     dest: Annotated[
-        str | None, typer.Argument(metavar="DEST", help="File or folder. Default: NAME.yaml in this folder.")
+        str | None,
+        typer.Argument(
+            metavar="DEST", help="The file or folder to write. Default: NAME.yaml in the working directory."
+        ),
     ] = None,
 ) -> None:
     """Copy a shipped recipe or study to edit it; the copy works in any folder.
@@ -210,7 +227,9 @@ def suites(context: typer.Context) -> None:
 
 @suites_app.command("copy")
 def copy_suite(
-    name: Annotated[str, named("NAME", "A shipped suite, e.g. quickstart.", shipped.suites)],
+    name: Annotated[
+        str, named("NAME", "The name of a suite that `soren-align suites` lists, such as quickstart.", shipped.suites)
+    ],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
 ) -> None:
     """Copy a shipped suite and its task files to edit them; the copy works in any folder."""
@@ -233,7 +252,7 @@ def import_(
         ),
     ],
     dest: Annotated[
-        str | None, typer.Argument(metavar="DEST", help="File or folder. Default: print the recipe.")
+        str | None, typer.Argument(metavar="DEST", help="The file or folder to write. Default: print the recipe.")
     ] = None,
     task: Annotated[
         str | None, typer.Option(metavar="TASK", help="sft or dpo. Default: from the file's keys or name.")
@@ -380,7 +399,7 @@ def _first_comment(path: Path) -> str:
 
 
 def docs(
-    topic: Annotated[str | None, named("TOPIC", "A page. Default: list the pages.", shipped.pages)] = None,
+    topic: Annotated[str | None, named("TOPIC", "The name of a page. Default: list the pages.", shipped.pages)] = None,
 ) -> None:
     """Show a page of the documentation; in a pipe, print it as Markdown."""
     pages = shipped.pages()
@@ -427,19 +446,22 @@ def stats(
         list[str] | None,
         typer.Option(
             metavar="METRIC",
-            help="The metric of each task: the first of these that it has (exact_match,strict-match: with lm-eval's"
-            " filter). Default: acc_norm, acc, exact_match, else the first. Repeatable.",
+            help="A metric. You can repeat this option; each task uses the first of these metrics that its file "
+            "has. exact_match,strict-match names a metric and a filter of lm-eval. Default: acc_norm, acc, "
+            "exact_match, or else the first metric in the file.",
         ),
     ] = None,
     id_: Annotated[str | None, typer.Option("--id", metavar="COLUMN", help="The column of the questions' ids.")] = None,
     score: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="The column of scores: 0 to 1, true, false.")
+        str | None, typer.Option(metavar="COLUMN", help="The column of scores: numbers from 0 to 1, or true and false.")
     ] = None,
     task: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of tasks.")] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
-            metavar="COLUMN", help="The column of clusters, whose questions are not independent (doc.passage)."
+            metavar="COLUMN",
+            help="The column that names the cluster of a question, such as doc.passage. Questions of one cluster are "
+            "not independent.",
         ),
     ] = None,
     max_score: Annotated[
@@ -448,20 +470,24 @@ def stats(
     group: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="PREFIX", help="Join the tasks whose names begin so to one (mmlu), a cluster per task. Repeatable."
+            metavar="PREFIX",
+            help="Join all tasks whose names begin with this text, such as mmlu, to one task. Each of them is one "
+            "cluster. You can repeat this option.",
         ),
     ] = None,
     common: Annotated[bool, typer.Option("--common", help="Compare only the questions that all models have.")] = False,
     average: Annotated[bool, typer.Option("--average", help="Also compare the means over the tasks.")] = False,
     plan: Annotated[
-        float | None, typer.Option(metavar="POINTS", help="How many questions does a difference of POINTS need?")
+        float | None,
+        typer.Option(metavar="POINTS", help="Print how many questions are needed to detect a difference of POINTS."),
     ] = None,
     expected: Annotated[
         float | None,
         typer.Option(metavar="PERCENT", help="With --plan: the expected score. Default: the file's, or 50."),
     ] = None,
     questions: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="With --plan: what do N questions detect?")
+        int | None,
+        typer.Option(min=2, metavar="N", help="With --plan: also print the difference that N questions can detect."),
     ] = None,
     as_json: AsJson = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,

@@ -126,7 +126,7 @@ def _way_to_scores(run: str, record: dict[str, Any]) -> tuple[str, str]:
     is_pairs = {*columns} == {"instruction", "output"} or (not columns and "Alpaca" in data.get("layout", ""))
     if start is None or not is_pairs or Path(path).suffix not in (".csv", ".jsonl"):
         return (
-            "no scores yet: name a suite of questions (soren-align suites lists some)",
+            "no scores yet: choose a suite of questions (`soren-align suites` lists them)",
             f"soren-align eval {run} --suite SUITE",
         )
     if Path(start).is_relative_to(Path.cwd()):
@@ -134,7 +134,7 @@ def _way_to_scores(run: str, record: dict[str, Any]) -> tuple[str, str]:
     words = ["soren-align", "new", "NAME", "--model", start, "--data", path]
     if columns and [*columns.values()] != ["question", "answer"]:
         words += ["--question", columns["instruction"], "--answer", columns["output"]]
-    return f"no scores yet: `new` makes a suite of some questions of {path}, which are not trained", shlex.join(words)
+    return f"no scores yet: `new` holds out some questions of {path}, and makes a suite of them", shlex.join(words)
 
 
 def status_of(record: dict[str, Any]) -> str:

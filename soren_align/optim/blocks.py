@@ -66,7 +66,9 @@ def split_layout(
     """
     place, is_transposed = f"split: {name}", layout == "transposed"
     if len(shape) != 2 or layout not in ("linear", "transposed"):
-        raise ValueError(f"{place}: its projections are matrices of their own already; remove this name")
+        raise ValueError(
+            f"{place}: its projections are separate matrices already, so there is nothing to split; remove this name"
+        )
     num_rows = shape[1] if is_transposed else shape[0]
     row = "column" if is_transposed else "row"
     if [*blocks] == ["heads"]:
@@ -78,7 +80,7 @@ def split_layout(
         return f"{'transposed ' * is_transposed}blocks {num_rows // size}*{size}"
     if layer_of(name) in FUSED and not _is_contiguous(name, config):
         projections, model_type = ", ".join(fused_projections(name)), getattr(config, "model_type", "this model")
-        remedy = "write [heads] to map each head's by itself, or remove this name"
+        remedy = "write [heads] to make a block of each head, or remove this name"
         remedy = remedy if layer_of(name) in OF_HEADS else "remove this name"
         if (layer_of(name), model_type) in INTERLEAVED or layer_of(name) not in OF_HEADS:
             raise ValueError(
@@ -120,13 +122,17 @@ def _is_contiguous(name: str, config: Any) -> bool:
 def _head_dim(name: str, place: str, config: Any) -> int:
     if layer_of(name) not in OF_HEADS:
         raise ValueError(
-            f"{place}: its rows are not those of heads; write [heads] for {', '.join(sorted(OF_HEADS))}, or row counts"
+            f"{place}: its rows do not belong to attention heads; write [heads] only for "
+            f"{', '.join(sorted(OF_HEADS))}, or row counts"
         )
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     num_heads, width = (getattr(text_config, key, None) for key in ("num_attention_heads", "hidden_size"))
     if size := getattr(text_config, "head_dim", None) or (num_heads and width and width // num_heads):
         return size
-    raise ValueError(f"{place}: the model's config states no heads (num_attention_heads); write row counts")
+    raise ValueError(
+        f"{place}: the model's config does not state the number of attention heads (num_attention_heads); "
+        "write row counts"
+    )
 
 
 def _projection_sizes(name: str, place: str, num_rows: int, blocks: Sequence[str | int], config: Any) -> Sequence[int]:

@@ -122,9 +122,9 @@ def mapped_together(weights: Sequence[tuple[str, str]]) -> list[tuple[int, ...]]
             follower = weights[index + 1][0] if index + 1 < len(weights) else ""
             if layout.startswith("lora_B") or follower != name.replace("lora_A", "lora_B"):
                 raise ValueError(
-                    f"lora_update: {name} is updated here without the other factor of its product; train both factors "
-                    "with the matrices' optimizer (under ZeRO 3 in one sub-group: a larger sub_group_size), or write "
-                    "lora_update: factors"
+                    f"lora_update: product needs both factors of an adapter, but {name} is updated without the "
+                    "other factor; let the matrices' optimizer train both factors (under ZeRO 3, set a larger "
+                    "sub_group_size, so that one sub-group has both), or write lora_update: factors"
                 )
             units.append((index, index + 1))
         else:

@@ -50,8 +50,8 @@ def distance_of(run: RunFolder) -> dict[str, Any]:
     logs = [log for log in read_metrics(run.metrics) if "update_rms" in log]
     if len(logs) < MIN_LOGS:
         raise UserError(
-            f"--as-far-as: {run} logged {len(logs)} updates, too few for a sum over {training['steps']:,} steps; train "
-            "it again with a smaller trainer.logging_steps"
+            f"--as-far-as: {run} logged only {len(logs)} updates in {training['steps']:,} steps, too few "
+            "for an estimate; train it again with a smaller trainer.logging_steps"
         )
     optimizer = load_resolved(run.recipe).optimizer
     _refuse_products(optimizer, str(run))
@@ -64,8 +64,8 @@ def distance_of(run: RunFolder) -> dict[str, Any]:
 def _refuse_products(optimizer: OptimizerSection, place: str) -> None:
     if getattr(optimizer, "lora_update", None) == "product":
         raise UserError(
-            f"--as-far-as: {place} has optimizer.lora_update: product, whose updates are those of products, but "
-            "relative_change is that of the factors; compare runs with lora_update: factors"
+            f"--as-far-as: {place} has optimizer.lora_update: product, with which the updates are measured on the "
+            "products but relative_change on the factors; compare runs with lora_update: factors"
         )
 
 

@@ -43,15 +43,15 @@ def probe_packing(config: Any, outline: Any, attention: str | None = None) -> tu
         with torch.device("meta"):
             numel = sum(p.numel() for p in build_model(small, None, torch.float32, (), attention).parameters())
         if numel > MAX_PARAMETERS:
-            return None, f"not probed here, because one block of each type has {numel:,} parameters"
+            return None, f"not tested here, because a model of one block of each type already has {numel:,} parameters"
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
             refuse_mixing_in(build_model(small, None, torch.float32, (), attention), "trainer.packing")
     except UserError as error:
-        return (False, str(error)) if str(error).startswith("trainer.packing") else (None, f"not probed here: {error}")
+        return (False, str(error)) if str(error).startswith("trainer.packing") else (None, f"not tested here: {error}")
     except Exception as error:  # an architecture's code need not run with these sizes; training may work
-        return None, f"not probed here: {in_one_line(error, 120)}"
-    return True, "packed examples stay separate (probed on random weights, one block of each type)"
+        return None, f"not tested here: {in_one_line(error, 120)}"
+    return True, "packed examples stay separate (tested with random weights and one block of each type)"
 
 
 def _shrink(config: Any) -> None:

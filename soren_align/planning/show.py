@@ -87,7 +87,11 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
         longer = "; a small model takes longer" if plan["model"]["num_parameters"] < SMALL_MODEL else ""
         write("time", f"about {times}{eight} (assumed: {compute['hours_assume']}{longer})")
         if full and not compute["maps_are_counted"]:
-            write("", "the time of the maps is not included, because operations of decompositions are not counted")
+            write(
+                "",
+                "the time of the maps is not included, because the operations of singular value decompositions are "
+                "not counted",
+            )
     console.print()
     _print_evaluation(plan["evaluation"], console)
     console.print()

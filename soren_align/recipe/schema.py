@@ -64,7 +64,7 @@ class Samples(Section):
     key `prompt` in every object (a text or a list of messages). If the training data are plain texts, a prompt is the
     beginning of a text."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
-    """The maximum length of an answer, in tokens. An answer also ends at the last position of the model."""
+    """The maximum length of an answer, in tokens. An answer also ends when the model's context is full."""
 
     @classmethod
     def meant_by(cls, value: Any) -> dict[str, Any] | None:

@@ -66,7 +66,7 @@ def describe_preferences(training: Mapping[str, Any], *, remedy: bool = True) ->
         fell += f" by {-rejected:.3g}" if rejected < 0 else f" rose by {rejected:.3g}"
         if rejected < chosen:
             normal = "This is normal in DPO; it is a concern if sampled answers become longer, repeat themselves or"
-            texts.append(f"{fell}. {normal} lose their sense")
+            texts.append(f"{fell}. {normal} make no sense")
         else:
             remedies = "check the labels, or lower the learning rate"
             problems.append(f"{fell}. The model has not learned the preference: {remedies}")

@@ -172,8 +172,8 @@ def refuse_unsuitable(target: Target) -> None:
     if (least := numbers.min()) < -1e-9 * largest:
         place = u[numbers.argmin()] * target.limit
         raise UserError(
-            f"formula: {name} is {least:.3g} at x = {place:.3g}, and a negative value is a step uphill; write "
-            f"max({name}, 0) or another function"
+            f"formula: {name} is {least:.3g} at x = {place:.3g}, and with a negative value the update would raise "
+            f"the loss; write max({name}, 0) or another function"
         )
 
 
@@ -255,14 +255,14 @@ def refusal(target: Target, error: float, reached: list[Composed]) -> str:
             front.append(composed)
     if not front or front[-1].error > USELESS:
         return (
-            f"formula: no composition of at most {len(NUM_TERMS[-1])} polynomials is within {USELESS:g} of {name}, as "
-            "a share of its largest value; write a smoother function, or exact: true for a decomposition"
+            f"formula: even {len(NUM_TERMS[-1])} composed polynomials have an error above {USELESS:g} of {name}'s "
+            "largest value; write a smoother function, or exact: true for a decomposition"
         )
     offers = [
-        f"{c.error:.2g} at {c.num_products} products ({c.flops_over_muon:.2f} of Muon's FLOPs)" for c in front[-3:]
+        f"{c.error:.2g} with {c.num_products} products ({c.flops_over_muon:.2f} of Muon's FLOPs)" for c in front[-3:]
     ]
     return (
-        f"formula: no composition of {name} is within the error {error:g}; reachable: {', '.join(offers)}; write "
+        f"formula: no polynomials reach the error {error:g} for {name}; possible errors: {', '.join(offers)}; write "
         f"error: {_rounded_up(front[-1].error):g}, or exact: true for a decomposition"
     )
 

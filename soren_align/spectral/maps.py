@@ -381,7 +381,7 @@ def _by_formula(
             default.RESOLUTION,
             default.FORMULA_RESOLUTION,
             doc="The smallest x (as a share of `limit`) for which the polynomials have at most this `error`. If "
-            "f(0) > 0, they fall to 0 below this x.",
+            "the function is not 0 at x = 0, the polynomials fall to 0 below this x.",
         ),
         "limit": Setting(
             1.0,

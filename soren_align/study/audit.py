@@ -424,8 +424,8 @@ def cautions(
     if len({*numbers.values()}) > 1:
         counts = ", ".join(f"{name} {number}" for name, number in numbers.items())
         yield (
-            f"the candidates search different numbers of keys ({counts}) with equal numbers of trials, so the "
-            "candidates with more keys are tuned less thoroughly"
+            f"the candidates have different numbers of searched keys ({counts}) but equal numbers of trials, so "
+            "the candidates with more keys are tuned less thoroughly"
         )
     own = {name: declared_settings(file, name, shared=False) for name in sections}
     for name in sections:
@@ -448,7 +448,7 @@ def cautions(
     if chosen:
         yield (
             "early stopping or trainer.load_best_model_at_end chose the step of each model by the same held-out "
-            "examples that judge it, so every held-out loss is too low"
+            "examples on which the verdict compares the models, so every held-out loss is too low"
         )
     commits = sorted({str(run.record["commit"])[:12] for run in runs if run.record.get("commit")})
     if len(commits) > 1:

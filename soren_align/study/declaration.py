@@ -183,6 +183,6 @@ def history_cautions(folder: Path, study: Study) -> Iterator[str]:
         changed = sum(answer not in first for answer in looks[-1].get("answers", []))
         yield (
             f"`compare` has computed {len(looks)} verdicts, each from a different set of runs; {changed} of "
-            f"{len(first)} answers changed since the first verdict. Each verdict is another chance of a wrong answer, "
-            f"so that p-values of this one are multiplied by {FAMILY_ERROR / look_error(len(looks)):.4g}"
+            f"{len(first)} answers changed since the first verdict. Each verdict is another chance of a wrong "
+            f"answer, so the p-values of this verdict are multiplied by {FAMILY_ERROR / look_error(len(looks)):.4g}"
         )

@@ -162,8 +162,8 @@ def terminal_merged(merged: Merged) -> Group:
         measure, points = text.measure_name(study, spread.measure), text.POINTS[spread.unit]
         of_seeds, of_studies = (f"{value:.2g}{points}" for value in (spread.seeds, spread.draws))
         sentence = (
-            f"{measure}: the standard deviation is {of_seeds} between seeds, and {of_studies} between the studies "
-            "at an equal seed."
+            f"{measure}: the standard deviation is {of_seeds} over the seeds of a study, and {of_studies} over the "
+            "studies with an equal seed."
         )
         parts.append(Text(sentence, style="dim"))
     for name, each in zip(merged.names, merged.studies, strict=True):
@@ -173,7 +173,7 @@ def terminal_merged(merged: Merged) -> Group:
             )
     for a, b in merged.equal:
         parts.append(
-            Text(f"{a} and {b} have bit-identical runs, so they are evidence of only one study.", style="yellow")
+            Text(f"{a} and {b} have runs that are equal bit for bit, so they count as one study.", style="yellow")
         )
     return Group(*parts)
 

@@ -290,6 +290,6 @@ def cautions(candidates: Sequence[Candidate], answers: Answers) -> Iterator[str]
             most, least = max(deviations, key=deviations.__getitem__), min(deviations, key=deviations.__getitem__)
             yield (
                 f"{measure}: the standard deviation over seeds is {deviations[most]:.3g} with {most} and "
-                f"{deviations[least]:.3g} with {least}; the mean of {most} may describe no single run; trials.csv has "
-                "the scores of single runs"
+                f"{deviations[least]:.3g} with {least}; the runs of {most} may be far from their mean; trials.csv "
+                "has the scores of single runs"
             )

@@ -124,7 +124,9 @@ def report_setup(
     checkpoint = ", ".join(filter(None, ("starting checkpoint", describe_earlier_runs({"after": earlier}))))
     print_labelled(console, "model", f"{setup.start} ({checkpoint})")
     if perturb := recipe.run.perturb:
-        print_labelled(console, "", f"every weight changed by at most {perturb.size:g} of itself, seed {perturb.seed}")
+        print_labelled(
+            console, "", f"each starting weight changed by at most {perturb.size:g} of itself, seed {perturb.seed}"
+        )
     if quantization:
         weights = f"{quantization['num_weights']:,} weights in {quantization['quantize']} ({quantization['type']})"
         print_labelled(console, "", f"{weights}, computed in {quantization['compute_dtype']}")

@@ -203,14 +203,14 @@ def test_a_group_without_clusters_and_questions_about_one_passage_are_notices(sh
         return [each for each in preflight(Eval(suite=str(folder)), rows)[1] if "cluster" in each]
 
     (notice,) = notices(suite % "")
-    assert notice.startswith("own: 7 of 8 questions share 3 texts of the field passage, and the suite names no cluster")
+    assert notice.startswith("own: 7 of 8 questions share 3 texts of the field passage, but the suite names no cluster")
     assert notice.endswith("Write cluster: passage into the suite")
     assert notices(suite % ", cluster: passage") == []
     group = (
         "title: MMLU\ndata_root: %s\ntasks:\n  - {task: mmlu, metric: acc, file: 'lm-eval:mmlu/default/_mmlu.yaml'}\n"
     )
     (notice,) = notices(group % evaluation["data_root"])
-    assert notice.startswith("mmlu: a group of 57 tasks for which the suite names no cluster")
+    assert notice.startswith("mmlu: the suite names no cluster for this group of 57 tasks")
 
 
 def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):

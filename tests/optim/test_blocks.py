@@ -62,7 +62,7 @@ REFUSED = [
     ),
     ("phi3", "*qkv_proj", ["k", "q", "v"], r"found \[k, q, v\], but it stores \[q, k, v\]; write these"),
     ("phi3", "*o_proj", ["q", "k", "v"], "the projections in o_proj are not known; write row counts"),
-    ("phi3", "*down_proj", ["heads"], "its rows are not those of heads; write"),
+    ("phi3", "*down_proj", ["heads"], "its rows do not belong to attention heads; write"),
     (
         "gpt_neox",
         f"*{QKV}",
@@ -84,7 +84,7 @@ REFUSED = [
         ["k", "v"],
         "the rows of k, v are interleaved, so they are no blocks; remove this name",
     ),
-    ("mixtral", "*gate_up_proj", ["gate", "up"], "its projections are matrices of their own already"),
+    ("mixtral", "*gate_up_proj", ["gate", "up"], "its projections are separate matrices already"),
     ("gpt2", "*c_attn", [64, 32], r"blocks of columns need equal sizes, not 64 \+ 32"),
     ("phi3", "*qkv_proj", [1, 63], "a block of one row is no matrix; write larger blocks"),
 ]
@@ -100,7 +100,9 @@ def test_a_model_without_a_config_is_split_by_numbers_of_rows():
     model = nn.ModuleDict({"qkv_proj": nn.Linear(8, 24, bias=False)})
     (group,) = param_groups(model, lr=0.1, split={"qkv_proj": [8, 16]})
     assert group["weight_layouts"] == {"qkv_proj.weight": "blocks 0:8 1:16"}
-    with pytest.raises(ValueError, match=r"states no heads \(num_attention_heads\); write row counts"):
+    with pytest.raises(
+        ValueError, match=r"does not state the number of attention heads \(num_attention_heads\); write row counts"
+    ):
         route(model, split={"qkv_proj": ["heads"]})
     with pytest.raises(ValueError, match=r"the order of q, k, v in this model is not known; write row counts"):
         route(model, split={"qkv_proj": ["q", "k", "v"]})

@@ -266,8 +266,8 @@ def frozen(part):
 REFUSALS = {
     "rows": (model, {"second_moment": "rows"}, "group 0 second_moment: found 'rows', which depends on the choice"),
     "sign": (model, {"map_input": "sign"}, "group 0 map_input: found 'sign', which depends on the choice"),
-    "A frozen": (lambda: frozen("lora_A"), {}, "lora_B.default.weight is updated here without the other factor"),
-    "B frozen": (lambda: frozen("0.mlp.up_proj.lora_B"), {}, "up_proj.lora_A.default.weight is updated here without"),
+    "A frozen": (lambda: frozen("lora_A"), {}, "lora_B.default.weight is updated without the other factor"),
+    "B frozen": (lambda: frozen("0.mlp.up_proj.lora_B"), {}, "up_proj.lora_A.default.weight is updated without"),
     "B in aux": (model, {"aux": ["*1.self_attn.o_proj.lora_B*"], "aux_lr": 0.1}, "o_proj.lora_A.default.weight is"),
     "nothing": (plain, {}, "'product' has no effect, because"),
 }

@@ -62,7 +62,7 @@ def test_the_learning_rate_gives_a_walk_of_the_same_length(run):
 
 def test_runs_without_an_end_or_with_few_logs_are_refused(run):
     run.metrics.write_text("".join(run.metrics.read_text().splitlines(keepends=True)[:3]))
-    with pytest.raises(UserError, match=r"logged 3 updates, too few .*; train it again with a smaller trainer.logging"):
+    with pytest.raises(UserError, match=r"logged only 3 updates .*; train it again with a smaller trainer.logging"):
         distance.distance_of(run)
     run.update(training={"steps": 1, "first_loss": None, "last_loss": None})
     with pytest.raises(UserError, match="has no finished training; name the folder of a finished run"):

@@ -152,6 +152,6 @@ def test_both_factors_of_a_product_have_one_owner_and_one_bucket(builder, num_ra
 @pytest.mark.parametrize("names", [("lora_A",), ("lora_B",), ("lora_B", "lora_A")])
 def test_a_factor_without_the_other_one_is_refused(names):
     """As in ZeRO 3's sub-groups, if one ends between the two."""
-    message = r"lora_update: 0.lora_[AB] is updated here without the other factor of its product; .* sub_group_size"
+    message = r"lora_update: product needs .*, but 0.lora_[AB] is updated without the other factor; .* sub_group_size"
     with pytest.raises(ValueError, match=message):
         make_exchange_plan(factors(2, parameter_slices, names))

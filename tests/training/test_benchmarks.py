@@ -171,8 +171,8 @@ def test_the_best_checkpoint_by_a_benchmark_is_saved_and_run_json_states_it(tiny
     assert section["scores"]["SFT"]["value"] == pytest.approx(100 * sum(others) / 108)
     first, second = (note for note in warnings(results) if note.startswith("selection"))
     assert first.startswith("selection, zoo_mc: 12 of 120 questions are not held out, because they chose the saved "
-                            "checkpoint of SFT (run.benchmark): numbers ")  # fmt: skip
-    assert ", from 0; scores without these questions: base " in first
+                            "checkpoint of SFT (run.benchmark): question numbers ")  # fmt: skip
+    assert ", counted from 0; scores without these questions: base " in first
     assert second.startswith("selection, zoo_gen: 12 of ")
 
 

@@ -148,7 +148,7 @@ def test_it_is_part_of_the_run_and_of_its_identity(tiny_run, monkeypatch):
         assert {key for key in one if one[key] != other[key]} == {"starting_weights", "recipe"}
     assert "perturb" not in plain.folder.read()["start"]
     assert first.folder.read()["start"]["perturb"] == {"size": 1e-7, "seed": 1}
-    assert "every weight changed by at most 1e-07 of itself, seed 1" in first.said.getvalue()
+    assert "each starting weight changed by at most 1e-07 of itself, seed 1" in first.said.getvalue()
 
 
 @pytest.mark.model

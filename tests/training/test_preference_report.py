@@ -7,9 +7,7 @@ from soren_align.publish.card import _change
 from soren_align.run.preferences import describe_preferences, log_probability_changes, repeated_share, sample_changes
 
 LOG = {"rewards/chosen": -0.25, "rewards/rejected": -1.0}
-NORMAL = (
-    "This is normal in DPO; it is a concern if sampled answers become longer, repeat themselves or lose their sense"
-)
+NORMAL = "This is normal in DPO; it is a concern if sampled answers become longer, repeat themselves or make no sense"
 
 
 def training(log, loss_type=("sigmoid",), samples=None, beta=0.1):

@@ -30,7 +30,7 @@ DATA = ("versions", "task_versions", "num_fewshot", "metrics", "num_choices", "c
 MODEL = ("generation_config", "chat_template", "bos", "dtype", "device", "backend", "batch_size", "num_processes")
 """The settings under the table, in this order: data and prompts first, then the model's settings; last the commit."""
 LABELS = {"num_fewshot": "few-shot examples", "bos": "BOS token", "num_processes": "processes"}
-LABELS |= {"commit": "commit of soren-align", "num_choices": "choices (a normalized score is 0 at random)"}
+LABELS |= {"commit": "commit of soren-align", "num_choices": "choices (a normalized score is 0 for random answers)"}
 """Of settings whose label is not their key."""
 MIN_QUESTIONS = 20
 """Below it an interval covers nearly all that is possible, [-45.6, +85.6] of five questions: it is not shown."""
@@ -184,8 +184,8 @@ def _legend(results: Results, brief: bool) -> list[str]:
     few = {c: score["n"] for c, score in first["scores"].items() if "n" in score and has_too_few(first, c)}
     if differences and few:
         lines.append(
-            f"{TOO_FEW}: a difference over fewer than {MIN_QUESTIONS} questions has no interval and no p; number of"
-            f" questions: {_text(few)}"
+            f"{TOO_FEW}: with fewer than {MIN_QUESTIONS} questions, a difference has no interval and no p; "
+            f"number of questions: {_text(few)}"
         )
     num_clusters = {
         column: each["num_clusters"]
@@ -195,8 +195,8 @@ def _legend(results: Results, brief: bool) -> list[str]:
     }
     if num_clusters:
         lines.append(
-            "questions of one cluster are not independent, so standard error, interval and p of these columns come from"
-            f" Student's t over clusters; number of clusters: {_text(num_clusters)}"
+            "questions of one cluster are not independent, so the standard errors, intervals and p-values of "
+            f"these columns are computed over clusters (Student's t); number of clusters: {_text(num_clusters)}"
         )
     for row in later:
         unpaired = row.get("unpaired", {})
@@ -288,9 +288,9 @@ def _selection(results: Results) -> list[str]:
         numbers = ", ".join(map(str, each["indices"][:MAX_NUMBERS]))
         more = " and others (results.json lists all)" if each["selected"] > MAX_NUMBERS else ""
         lines.append(
-            f"selection, {column}: {each['selected']:,} of {each['questions']:,} questions are not held out, because"
-            f" they chose the saved checkpoint of {' and '.join(each['rows'])} (run.benchmark): numbers"
-            f" {numbers}{more}, from 0; {_others(each, each['selected'])}"
+            f"selection, {column}: {each['selected']:,} of {each['questions']:,} questions are not held out, "
+            f"because they chose the saved checkpoint of {' and '.join(each['rows'])} (run.benchmark): question "
+            f"numbers {numbers}{more}, counted from 0; {_others(each, each['selected'])}"
         )
     return lines
 

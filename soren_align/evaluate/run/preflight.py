@@ -210,8 +210,9 @@ def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval
             continue
         if len(loaded) > 1:
             yield (
-                f"{task.column}: a group of {len(loaded)} tasks for which the suite names no cluster: questions of one "
-                "task count as independent, and intervals are too narrow. Write cluster: task into the suite"
+                f"{task.column}: the suite names no cluster for this group of {len(loaded)} tasks. Questions of "
+                "one task are then treated as independent, which makes intervals too narrow. Write cluster: task "
+                "into the suite"
             )
         labels = cluster_labels(task, docs)
         different = docs if labels is None else dict(zip(labels, docs, strict=True)).values()

@@ -96,7 +96,7 @@ def evaluate(
     evaluated = _evaluate_models(planned, suite, tasks, model_options, console)
     requests = [(name, results.num_requests["cached"], results.num_requests["computed"]) for name, results in evaluated]
     if cached := [f"{name} {cached:,} of {cached + computed:,}" for name, cached, computed in requests if cached]:
-        unit = "requests; a multiple-choice question is one request per choice"
+        unit = "requests; a multiple-choice question has one request per choice"
         print_labelled(console, "cached", f"{', '.join(cached)} {unit}")
     shortfall = _shortfall(suite, tasks, options)
     settings = {  # those that the first model's results do not have, or that may differ in its row

@@ -335,7 +335,7 @@ def shared_texts(questions: Sequence[Mapping[str, Any]]) -> str:
         if sharing:
             return (
                 f"{sum(sharing):,} of {len(questions):,} questions share {len(sharing):,} texts of the field {field}, "
-                "and the suite names no cluster: questions with one text count as independent, and intervals are too "
-                f"narrow. Write cluster: {field} into the suite"
+                "but the suite names no cluster. Questions with the same text are then treated as independent, which "
+                f"makes intervals too narrow. Write cluster: {field} into the suite"
             )
     return ""

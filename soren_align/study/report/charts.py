@@ -87,9 +87,9 @@ def front_figure(study: Study) -> Figure | None:
         "retention loss against KL": _along(study, RETENTION, loss, "kl_to_start", KL),
     }
     caption = (
-        "The gain on the task against what the model forgot, along the runs. All runs begin at (0, 0), the starting"
-        " checkpoint; large markers are the ends of the runs. An optimizer is ahead where it forgets less at an equal"
-        " gain, displacement or KL."
+        "The gain on the task against what the model forgot, along the runs. All runs begin at (0, 0), the "
+        "starting checkpoint; large markers are the ends of the runs. The better optimizer is the one that "
+        "forgets less at an equal gain, displacement or KL divergence."
     )
     return _figure(study, panels, caption)
 
@@ -158,11 +158,11 @@ def search_figure(study: Study) -> Figure | None:
     tuning = "the expected best of n trials"
     panels[tuning] = _lines_panel(study, f"expected best {metric_name(study)}", "trials", lines, cut=True)
     caption = (
-        "Every run of the search against its setting. A trial is one setting; with several seeds, its metric is the"
-        " mean over its runs. A ring marks the selected trial. At the edge of the axis, triangles mark runs with a"
-        " worse metric than the axis shows, x marks diverged runs and + failed runs. The expected best at n is the best"
-        " metric that one gets on average among n of these trials. A trial without a result enters with the metric of"
-        " the starting checkpoint. Where lines cross, the better optimizer depends on the number of trials."
+        "Every run of the search against its setting. A trial is one setting; with several seeds, its metric is "
+        "the mean over its runs. A ring marks the selected trial. At the edge of the axis, triangles mark runs "
+        "with a worse metric than the axis shows, x marks diverged runs and + failed runs. The expected best at n "
+        "is the mean of the best metric among n of these trials. A trial without a result has the metric of the "
+        "starting checkpoint here. Where lines cross, the better optimizer depends on the number of trials."
     )
     if left := keys[MAX_KEYS:]:
         caption += f" Not shown: {join_words(left)}; trials.csv has all values."

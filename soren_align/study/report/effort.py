@@ -73,13 +73,13 @@ def tuning_blocks(study: Study) -> list[Block]:
         (
             "selected again",
             _selected_again,
-            "Selected again: how often each setting is selected if the seeds of the trials are drawn again, with "
+            "Selected again: how often each setting is selected if the seeds of the trials are resampled with "
             "replacement.",
         ),
         (
             "selection sd",
             lambda each: number(each.selection.variance**0.5, ".4f") if each.selection else "-",
-            f"Selection sd: the standard deviation of the selected setting's {metric} over these draws.",
+            f"Selection sd: the standard deviation of the selected setting's {metric} over these samples.",
         ),
     ]
     columns = [column for column in columns if any(column[1](each) != "-" for each in tunings)]

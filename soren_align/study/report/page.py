@@ -59,8 +59,8 @@ def write_report(study: Study, folder: Path) -> None:
             )
         ]
     general = (
-        "The conclusion holds for this model, these data, this schedule and these search spaces: a longer training, "
-        "a larger model or other spaces may order the optimizers differently."
+        "The conclusion holds for this model, these data, this schedule and these search spaces: with a longer "
+        "training, a larger model or other search spaces, the order of the optimizers may be different."
     )
     if study.base_scores and not study.contamination:
         general = f"The overlap of the training examples with the questions was not counted. {general}"
@@ -245,10 +245,11 @@ def matched(study: Study) -> list[Block]:
     if len(head) == 1:
         return []
     note = (
-        f"Each run's loss is taken where its {join_words(names, 'or')} first reaches the value in the column's title,"
-        " the largest that all runs reach. Displacement is the change of the weights since the starting checkpoint,"
-        " ||W - W0|| / ||W0||. A run that ends beyond it reaches this value in the middle of its schedule, where the"
-        " learning rate is still high. Its loss would be lower if its schedule ended there."
+        f"The table has the loss of each run at the point where its {join_words(names, 'or')} first reaches the "
+        "value in the column's title, which is the largest value that all runs reach. Displacement is the change "
+        "of the weights since the starting checkpoint, ||W - W0|| / ||W0||. If a run ends at a larger value, this "
+        "point is in the middle of its schedule, where the learning rate is still high. Its loss would be lower "
+        "if its schedule ended there."
     )
     if any("†" in cell for row in rows for cell in row):
         note += (
