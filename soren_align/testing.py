@@ -21,7 +21,8 @@ def check_map(spectral_map: SpectralMap, settings: dict[str, Any] | None = None)
     settings: those that are not the defaults. Checked: rotations and transposes of the input rotate and transpose the
     output; a batch is mapped matrix by matrix; the input is not modified; shape and dtype stay; zero maps to zero, and
     a matrix with a NaN or an infinity to NaN; what is no floating-point matrix is refused; the output has the singular
-    values of `target` (within half of the largest for approximations); the FLOPs are those that torch counts.
+    values of `target` (within half of the largest for approximations); the FLOPs are those that torch counts;
+    with `is_finite`, finite matrices of any size have finite outputs.
     """
     complete = {**spectral_map.defaults, **(settings or {})}
 
@@ -30,6 +31,8 @@ def check_map(spectral_map: SpectralMap, settings: dict[str, Any] | None = None)
 
     problems = [problem for check in CHECKS for problem in check(function)]
     problems += _target_problems(spectral_map, complete)
+    if spectral_map.is_finite:
+        problems += _infinities(function)
     assert not problems, f"map {spectral_map.name!r}: " + "; ".join(problems)
 
 
@@ -93,6 +96,16 @@ def _refusals(function: Callable[[Tensor], Tensor]) -> Iterator[str]:
         except ValueError:
             continue
         yield f"{x.dtype} of shape {tuple(x.shape)} is accepted; raise ValueError"
+
+
+def _infinities(function: Callable[[Tensor], Tensor]) -> Iterator[str]:
+    one_entry = torch.zeros(6, 9, dtype=torch.float64)
+    one_entry[1, 2] = 1
+    inputs = {"full rank": randn(6, 9) / 9, "rank 1": randn(6, 1) @ randn(1, 9) / 99, "one entry": one_entry}
+    for name, x in inputs.items():
+        for scale in (1e-44, 1e-38, 1e-20, 1.0, 1e20, 3e38):
+            if not function((x * scale).float()).isfinite().all():
+                yield f"a finite matrix of size {scale:g} ({name}) has an output that is not finite"
 
 
 CHECKS: Sequence[Callable[[Callable[[Tensor], Tensor]], Iterator[str]]] = (

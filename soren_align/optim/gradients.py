@@ -80,9 +80,8 @@ def checked_numbers(
         # A gradient has a NaN or an infinity, on some rank, or the sum has overflowed: every gradient is read.
         with_grad = [(name, local(parameter.grad)) for name, parameter in named if parameter.grad is not None]
         broken = [name for name, g in with_grad if g.numel() and not g.abs().amax().isfinite()]  # amax: NaN too
-        shown = ", ".join(broken[:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")
         problem = FloatingPointError(
-            f"NaN or infinity in the gradient of {shown}; the optimizer did not apply this step"
+            f"NaN or infinity in the gradient of {first_names(broken)}; the optimizer did not apply this step"
         )
         strategy.check_gradients(named, problem if broken else None, torch.zeros(2, dtype=torch.float64))
     # Of a tensor's own dtype, in which torch computes with it.
@@ -90,6 +89,11 @@ def checked_numbers(
     lrs = [next(read) if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
     max_norm, bound = (math.sqrt(n) if math.isfinite(n) else math.inf for n in (largest, max(largest, total)))
     return StepNumbers(max_norm, lrs, bound)
+
+
+def first_names(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _squared_norms(with_rules: Sequence[tuple[str, Tensor, str]], state: Mapping[Tensor, dict[str, Tensor]]) -> Tensor:

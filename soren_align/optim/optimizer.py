@@ -36,7 +36,7 @@ from ..core.optimizer_settings import (
 from ..spectral import full_precision
 from .adamw import adamw_step_
 from .blocks import Split
-from .gradients import checked_numbers
+from .gradients import checked_numbers, first_names
 from .group_settings import (
     OTHER_KEYS,
     RULE_DEFAULTS,
@@ -47,12 +47,12 @@ from .group_settings import (
     refuse_changed_settings,
     refuse_combinations,
 )
-from .layout import MapState, OneProcess, ShardingStrategy, map_state_sizes, weights_in, with_map_state
+from .layout import Exchange, MapState, OneProcess, ShardingStrategy, map_state_sizes, weights_in, with_map_state
 from .product import WEIGHTS, has_factors
 from .routing import param_groups
 from .second_moment import row_moments
 from .state import StateForm, loaded_state, new_state, state_form
-from .step import PendingUpdate, lr_scale, spectral_step_
+from .step import PendingUpdate, directions, lr_scale, spectral_step_
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,14 +154,18 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
+    def map_is_finite(self, group: dict[str, Any]) -> bool:
+        """Whether `map_matrix` has a finite output for every finite input; otherwise a step tries all maps first."""
+        return False
+
     # torch.compile(optimizer.step) calls it uncompiled: compiled, its counts would be lost.
     @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient; returns the closure's loss.
 
-        Raises FloatingPointError for a NaN or an infinity in any gradient, and ValueError for a shard of unknown layout
-        in a spectral group or a sparse gradient; then nothing has changed. Every rank raises.
+        Raises FloatingPointError for a NaN or an infinity in any gradient or output of a map, and ValueError for a
+        shard of unknown layout in a spectral group or a sparse gradient; then nothing has changed. Every rank raises.
         """
         loss = None
         if closure is not None:
@@ -195,22 +199,46 @@ class SpectralOptimizer(torch.optim.Optimizer):
         ]
         for group in groups:
             self._complete_state(group)
+        if any(exchange and not self.map_is_finite(g) for g, exchange in zip(groups, plans, strict=True)):
+            self._refuse_infinite_maps(plans, numbers.lrs)
         observers = tuple(self.update_observers)
         for named, group, lr, exchange in zip(with_grad, groups, numbers.lrs, plans, strict=True):
             if exchange is None:
                 adamw_step_(group, named, self.state, lr=lr, observers=observers)
             else:
-                spectral_step_(
-                    group,
-                    named,
-                    self.state,
-                    exchange,
-                    lr=lr,
-                    scale=partial(self.lr_scale, group["adjust_lr_fn"], match_rms=group["match_rms"]),
-                    map_matrices=partial(self._mapped, group),
-                    workspace_mb=self.workspace_mb,
-                    observers=observers,
-                )
+                maps = self._maps_of(group, lr)
+                spectral_step_(group, named, self.state, exchange, **maps, observers=observers)
+
+    def _maps_of(self, group: dict[str, Any], lr: float | Tensor) -> dict[str, Any]:
+        """The arguments of `step.directions`."""
+        scale = partial(self.lr_scale, group["adjust_lr_fn"], match_rms=group["match_rms"])
+        return {
+            "lr": lr, "scale": scale, "map_matrices": partial(self._mapped, group), "workspace_mb": self.workspace_mb
+        }  # fmt: skip
+
+    def _refuse_infinite_maps(self, plans: Sequence[Exchange | None], lrs: Sequence[float | Tensor]) -> None:
+        """Map all matrices of the coming step, and change nothing. Collective.
+
+        Raises FloatingPointError, on every rank, for an output that is not finite. The step then maps them once more:
+        to keep all outputs until the last one is known would need as much memory as the weights.
+        """
+        counts, observers = (self.num_maps, self.num_guarded), self.map_observers
+        self.map_observers = frozenset()
+        flags: dict[str, Tensor] = {}
+        for group, exchange, lr in zip(self.param_groups, plans, lrs, strict=True):
+            if exchange is None or self.map_is_finite(group):
+                continue
+            for shard, direction in directions(group, self.state, exchange, **self._maps_of(group, lr), is_trial=True):
+                flags[shard.name] = direction.isfinite().all()
+        (self.num_maps, self.num_guarded), self.map_observers = counts, observers
+        device = next(iter(flags.values())).device if flags else None
+        finite = torch.stack([flag.to(device) for flag in flags.values()]).tolist() if flags else []  # one host read
+        broken = [name for name, is_finite in zip(flags, finite, strict=True) if not is_finite]
+        problem = FloatingPointError(
+            f"NaN or infinity in the map of {first_names(broken)}; the optimizer did not apply this step"
+        )
+        named = [pair for group in self.param_groups for pair in zip(names_of(group), group["params"], strict=True)]
+        self.strategy.check_gradients(named, problem if broken else None, torch.zeros(2, dtype=torch.float64))
 
     def _mapped(self, group: dict[str, Any], x: Tensor, names: Sequence[str], **numbers: Tensor) -> Tensor:
         shapes = {key: shape_of(*x.shape[-2:]) for key, shape_of in self.map_state.items()}

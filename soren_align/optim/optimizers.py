@@ -127,6 +127,10 @@ class Soren(SpectralOptimizer, name="soren"):
         on_gpu = x.is_cuda and x.dtype == torch.float32
         return SOREN_MAPS[map_name].factor_precision(self.precision, min(x.shape[-2:]), on_gpu)
 
+    def map_is_finite(self, group: dict[str, Any]) -> bool:
+        """As the record states."""
+        return SOREN_MAPS[group["map"]["name"]].is_finite
+
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
         """U f(S) V^T of x; f is the sigmoid, or what the group's map has in its place."""
         name, settings = group["map"]["name"], {key: group["map"][key] for key in group["map"] if key != "name"}
@@ -170,6 +174,10 @@ class Muon(SpectralOptimizer, name="muon"):
         spectral |= {"map_input": map_input, "second_moment": second_moment, "second_moment_beta": second_moment_beta}
         super().__init__(params, lr, **shared, **spectral, ns_steps=ns_steps)
 
+    def map_is_finite(self, group: dict[str, Any]) -> bool:
+        """As the record states."""
+        return MUON.is_finite
+
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
         """The singular values of x, pushed towards 1."""
         return MUON.function(x, ns_steps=group["ns_steps"], precision="bfloat16", max_norm=None)[0]
@@ -207,6 +215,10 @@ class HTMuon(SpectralOptimizer, name="htmuon"):
         spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn, "match_rms": match_rms}
         spectral |= {"map_input": map_input, "second_moment": second_moment, "second_moment_beta": second_moment_beta}
         super().__init__(params, lr, **shared, **spectral, p=p)
+
+    def map_is_finite(self, group: dict[str, Any]) -> bool:
+        """As the record states."""
+        return HTMUON.is_finite
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
         """The singular values of x to the power p."""

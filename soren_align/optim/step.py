@@ -70,11 +70,42 @@ def spectral_step_(
         state[parameter]["step"] = state[parameter]["step"] + 1  # a new tensor: a state dict may hold the old one
         update_momentum_(state[parameter], local(parameter.grad), group["momentum"])
 
+    for shard, direction in directions(
+        group, state, exchange, lr=lr, scale=scale, map_matrices=map_matrices, workspace_mb=workspace_mb
+    ):
+        weight, compensation = shard.weight, shard.compensation
+        direction = direction.reshape(weight.shape).to(weight.device)  # flat, and on a GPU where weights are not
+        factor = scale(*update_shape(shard.shape, shard.layout))
+        decay = group["weight_decay"] / (2 if is_factor(shard.layout) else 1)
+        for observe in observers:
+            observe(PendingUpdate(shard.name, group, weight, compensation, direction, lr, decay, factor))
+        decay_and_add_(weight, compensation, direction, lr=lr, scale=factor, weight_decay=decay)
+        direction = None  # freed before the next batch is made
+
+
+def directions(
+    group: dict[str, Any],
+    state: Mapping[Tensor, dict[str, Tensor]],
+    exchange: Exchange,
+    *,
+    lr: float | Tensor,
+    scale: Callable[[int, int], float],
+    map_matrices: Callable[..., Tensor],
+    workspace_mb: float | None,
+    is_trial: bool = False,
+) -> Iterator[tuple[Shard, Tensor]]:
+    """Yield (shard, O) for all shards on this rank; use each before the next. Collective. Arguments: `spectral_step_`.
+
+    is_trial: of the coming step, whose momentum is not updated yet; no state changes, and second moments are left out.
+    """
     is_measured, beta = group["adjust_lr_fn"] == "match_rms_measured", group["second_moment_beta"]
-    adapt = partial(divided_by_elements, beta=beta) if group["second_moment"] == "elements" else None
+    has_elements = group["second_moment"] == "elements" and not is_trial
+    adapt = partial(divided_by_elements, beta=beta) if has_elements else None
 
     def mapped(is_transposed: bool, matrices: Tensor, names: Sequence[str], **map_state: Tensor) -> Tensor:
         row_moments = map_state.pop(ROWS, None)
+        if is_trial:
+            row_moments, map_state = None, {key: numbers.clone() for key, numbers in map_state.items()}
         if is_transposed and map_state:  # whose shape is that of a matrix as nn.Linear stores it
             output = map_matrices(matrices.mT, names, **map_state).mT
         else:
@@ -96,7 +127,9 @@ def spectral_step_(
         )
 
     shards = exchange.shards(state)
-    batches = exchange.whole_matrices(shards, partial(map_input_of, group=group), workspace_mb, adapt)
+    batches = exchange.whole_matrices(
+        shards, partial(map_input_of, group=group, is_coming=is_trial), workspace_mb, adapt
+    )
     for batch in batches:
         if is_factor(batch.layout):
             pair = batch, next(batches)  # A and B
@@ -109,13 +142,7 @@ def spectral_step_(
         for shard, direction in chain.from_iterable(returned):
             if adapt is not None:
                 direction = rescaled_(shard, direction, to_unit_rms=is_measured)
-            weight, compensation = shard.weight, shard.compensation
-            direction = direction.reshape(weight.shape).to(weight.device)  # flat, and on a GPU where weights are not
-            factor = scale(*update_shape(shard.shape, shard.layout))
-            decay = group["weight_decay"] / (2 if is_factor(shard.layout) else 1)
-            for observe in observers:
-                observe(PendingUpdate(shard.name, group, weight, compensation, direction, lr, decay, factor))
-            decay_and_add_(weight, compensation, direction, lr=lr, scale=factor, weight_decay=decay)
+            yield shard, direction
         batch = pair = outputs = returned = direction = None  # freed before the next batch is made
 
 
@@ -136,11 +163,16 @@ def nesterov(momentum: Tensor, grad: Tensor, coefficient: float) -> Tensor:
     return grad.to(momentum.dtype).lerp(momentum, coefficient)
 
 
-def map_input_of(shard: Shard, group: dict[str, Any]) -> Tensor:
-    """N of a shard, or its sign, in the shape of its weight; may be the momentum itself: do not modify it."""
-    numbers = shard.momentum
+def map_input_of(shard: Shard, group: dict[str, Any], is_coming: bool = False) -> Tensor:
+    """N of a shard, or its sign, in the shape of its weight; may be the momentum itself: do not modify it.
+
+    is_coming: the momentum is still that of the last step.
+    """
+    numbers, grad = shard.momentum, shard.view_of(shard.parameter.grad)
+    if is_coming:
+        numbers = numbers.lerp(grad.to(numbers.dtype), 1 - group["momentum"])
     if group["nesterov"]:
-        numbers = nesterov(numbers, shard.view_of(shard.parameter.grad), group["momentum"])
+        numbers = nesterov(numbers, grad, group["momentum"])
     return numbers.sign() if group["map_input"] == "sign" else numbers
 
 

@@ -93,7 +93,7 @@ class RankStrategy(ABC):
             raise error
         if num_errors:
             raise (ValueError if num_value_errors else FloatingPointError)(
-                "another rank has an invalid gradient, so no rank applied this optimizer step; the error message of "
+                "another rank has an invalid gradient or map, so no rank applied this optimizer step; the message of "
                 "that rank names the parameter"
             )
         nums, num_ranks = numbers[: len(named)], dist.get_world_size(group)

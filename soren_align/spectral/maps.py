@@ -100,6 +100,9 @@ class SpectralMap:
     function: Callable[..., Output]
     """function(x, *, precision, max_norm, and the settings): x of [..., m, n] is not modified; max_norm is an upper
     bound of |x|_F of every matrix, or None where it is not known."""
+    is_finite: bool = False
+    """Whether the output is finite for every finite matrix: `testing.check_map` tries it. If not, an optimizer's step
+    maps all matrices twice: first without changing a weight, to refuse an output that is not finite."""
     is_drawn: bool = False
     """Whether `function` draws random numbers: it then takes `seeds`, one for each matrix."""
     target: Callable[..., "Tensor"]
@@ -180,6 +183,7 @@ MINIMAX = SpectralMap(
     "`resolution` times the norm of the matrix.",
     source="docs/studies/minimax_polynomials.py",
     function=lambda x, **settings: _file("minimax").guarded_minimax_sigmoid(x, **settings),
+    is_finite=True,
     target=sigmoid,
     settings={
         "resolution": Setting(
@@ -214,6 +218,7 @@ SNS = SpectralMap(
     function=lambda x, *, steps, precision, max_norm: _file("sns").guarded_soft_newton_schulz(
         x, steps, max_norm=max_norm, in_bfloat16=precision == "bfloat16"
     ),
+    is_finite=True,
     target=sigmoid,
     settings={"steps": Setting(default.SNS_STEPS, NUM_STEPS, doc="The number of iterations.")},
     precisions=("auto", "float32", "bfloat16"),
@@ -229,6 +234,7 @@ RELEASED = SpectralMap(
     "closer to those of momentum SGD.",
     source="muon.py of github.com/PhiVanDat123/sigmoid_muon, commit c72cda5",
     function=lambda x, *, steps, precision, max_norm: (_file("sns").released_sigmoid(x, steps), 0),
+    is_finite=True,
     target=sigmoid,  # its authors' aim; it is another function, and `bench maps` shows its distance
     settings={
         "steps": Setting(
@@ -248,6 +254,7 @@ EXACT = SpectralMap(
     doc="The sigmoid itself, by a singular value decomposition. This map is slow; `minimax` and `sns` approximate it.",
     source="the paper's definition of Soren",
     function=lambda x, *, precision, max_norm: (_file("exact").exact_sigmoid(x), 0),
+    is_finite=True,
     target=sigmoid,
 )
 
@@ -263,6 +270,7 @@ IDENTITY = SpectralMap(
     doc="The output is the momentum itself, so the optimizer is SGD with Nesterov momentum.",
     source="the paper's section 4.1, which compares Soren with it",
     function=lambda x, *, precision, max_norm: (_file("exact").identity(x), 0),
+    is_finite=True,
     target=itself,
     flops=lambda m, n, precision: 0,
     workspace=lambda m, n, precision: 7 * m * n // 4,  # with what the check for NaN needs
@@ -276,6 +284,7 @@ HIGH_PASS = SpectralMap(
     doc="Pion's map: the leading singular values become 1, the others fall towards 0.",
     source="Pion, arXiv 2605.19282",
     function=lambda x, *, precision, max_norm, **settings: (_file("pion").high_pass(x, **settings), 0),
+    is_finite=True,
     target=pions,
     settings={
         "promotions": Setting(
@@ -300,6 +309,7 @@ RANDOM = SpectralMap(
     source="Kaon, arXiv 2605.11181",
     function=lambda x, *, precision, max_norm, seeds=(): (_file("nulls").random_spectrum(x, seeds), 0),
     is_drawn=True,
+    is_finite=True,
     target=drawn,
 )
 
@@ -312,6 +322,7 @@ SHUFFLED = SpectralMap(
     source="ours, after Kaon",
     function=lambda x, *, precision, max_norm, seeds=(): (_file("nulls").shuffled_spectrum(x, seeds), 0),
     is_drawn=True,
+    is_finite=True,
     target=shuffled,
     level=_level_of_a_momentum,
 )
@@ -322,6 +333,7 @@ MUON = SpectralMap(
     label="Muon bfloat16",
     source="kellerjordan.github.io/posts/muon",
     function=lambda x, *, ns_steps, precision, max_norm: (_file("quintic").newton_schulz(x, ns_steps), 0),
+    is_finite=True,
     target=polar,
     settings={"ns_steps": Setting(default.MUON_STEPS, NUM_STEPS)},
     auto_precision=lambda num_rows, on_gpu: "bfloat16",  # as torch.optim.Muon's
@@ -336,6 +348,7 @@ HTMUON = SpectralMap(
     label="HTMuon",
     source="arXiv 2603.10067",
     function=lambda x, *, p, precision, max_norm: (_file("powers").power(x, p, max_norm), 0),
+    is_finite=True,
     target=power,
     settings={"p": Setting(default.HTMUON_POWER, POWER)},
     flops=lambda m, n, precision, p: _file("powers").power_flops(m, n, p),
@@ -349,6 +362,7 @@ POWERS = SpectralMap(
     "decomposition; others are slow.",
     source="Muon^p, arXiv 2606.13867",
     function=HTMUON.function,
+    is_finite=True,
     target=power,
     settings={"p": Setting(default.HTMUON_POWER, POWER, doc="The exponent: 1 is momentum SGD; near 0 it is Muon.")},
     flops=HTMUON.flops,
@@ -400,6 +414,7 @@ def _by_formula(
     }
     return SpectralMap(
         name=name,
+        is_finite=True,
         **formula_maps.named(name),
         settings=settings,
         precisions=MINIMAX.precisions,

@@ -21,6 +21,19 @@ def test_a_gradient_that_one_rank_cannot_use_stops_all_before_anything_changes(r
         assert (there if rank == 1 else elsewhere) in answer[1]
 
 
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize("broken", ["0.weight", "2.weight"])
+def test_a_map_that_is_not_finite_on_one_rank_stops_all_before_anything_changes(ranks, is_sharded, broken):
+    messages = []
+    for answer in ranks.run(jobs.infinite_map, is_sharded, broken):
+        assert answer is not None
+        message, unchanged, unchanged_by_the_next = answer
+        assert unchanged
+        assert not unchanged_by_the_next
+        messages.append(message)
+    assert any(f"NaN or infinity in the map of {broken}" in message for message in messages)
+
+
 def test_ranks_with_different_models_are_refused_on_all(ranks):
     for answer in ranks.run(jobs.refused_step, "another model"):
         assert answer is not None
