@@ -29,8 +29,8 @@ class LogSpectra(Section):
     matches no matrix is an error."""
     of: Annotated[list[Literal["momentum", "gradient"]], Field(min_length=1)] = ["momentum"]
     """The matrices that are decomposed: the momenta (the map's inputs), and the gradients after clipping, as in the
-    figures of the Soren paper. `gradient` needs whole gradients, so it is refused with ZeRO and FSDP2, and with fp16,
-    which scales the gradients."""
+    figures of the Soren paper. `gradient` works only if each process has whole gradients, so it is an error with ZeRO
+    and FSDP2. It is also an error with fp16, which scales the gradients."""
     map_error: bool = True
     """At every logging step, measure the difference between the map's output and the exact sigmoid's output for one
     matrix. metrics.jsonl has this difference as `map_error`. `map_error` is measured only for Soren, with any map
