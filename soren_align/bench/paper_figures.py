@@ -101,7 +101,8 @@ def _figure(
                 color = colors.muted if number is None else colors.lines[number]
                 axes.plot(range(1, len(values) + 1), values, color=color, linestyle=dashes, linewidth=1.6, label=label)
             axes.set_yscale(preset.scale)
-            axes.set_ylim(preset.limits)
+            if preset.limits:  # without: None would end the scaling to the lines of the later panels
+                axes.set_ylim(preset.limits)
             axes.yaxis.set_minor_locator(NullLocator())
             style_axes(axes, f"step {step:,}", "", colors)
         place = re.sub(r".*layers\.(\d+)\..*", r"layer \1", layer.removesuffix(".weight"))

@@ -64,10 +64,15 @@ def test_a_zero_gradient_is_drawn_as_an_empty_panel(tmp_path):
 def test_a_figure_has_the_first_and_the_last_layer_and_a_column_per_step(monkeypatch, tmp_path, name, layers):
     figures = []
     monkeypatch.setattr(paper_figures, "write_pictures", lambda path, draw: figures.append(draw(LIGHT)))
-    spectra = [spectrum(layer, step) for step in (1, 2500, 5000) for layer in range(8)]
+    values = {step: [0.1 / i ** (1 + step / 2500) for i in range(1, 25)] for step in (1, 2500, 5000)}
+    spectra = [spectrum(layer, step, values[step]) for step in values for layer in range(8)]
     paper_figures.draw(name, spectra, all_maps(), tmp_path)
     (figure,) = figures
     assert [axes.get_title("left") for axes in figure.axes] == ["step 1", "step 2,500", "step 5,000"] * len(layers)
+    for axes in figure.axes:
+        low, high = axes.get_ylim()
+        drawn = np.concatenate([line.get_ydata() for line in axes.lines])
+        assert (low, high) == PRESETS[name].limits or (low < np.nanmin(drawn) and np.nanmax(drawn) < high)
     labels = [axes.get_ylabel().partition(":")[0] for axes in figure.axes if axes.get_ylabel()]
     assert labels == [f"layer {layer}" for layer in layers]
     assert all(len(axes.lines) == len(PRESETS[name].lines(spectrum(), all_maps())) for axes in figure.axes)
