@@ -307,6 +307,7 @@ def _files(recipe: Recipe, args: Any, model: Any, ranks: dict[str, Any], num_ste
     files = [str(folder.recipe), str(folder.path / "run.json"), str(folder.metrics)]
     files += [f"{folder.start} (random starting weights)"] if has_start else []
     files += [str(folder.samples)] if recipe.run.samples else []
+    files += [str(folder.spectra)] if recipe.run.log_spectra.steps and recipe.optimizer.spectral_map else []
     files += [f"{folder.checkpoints} ({saved})", str(folder.model)]
     files += [str(folder.evaluation(recipe.eval.name))] if recipe.eval else []
 

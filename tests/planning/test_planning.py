@@ -218,6 +218,15 @@ def test_the_plan_names_samples_and_an_early_end(planned):
     assert any("run.early_stopping may end training earlier" in notice for notice in plan["notices"])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "num_files"),
+    [(["run.log_spectra.steps=[1]"], 1), ([], 0), (["run.log_spectra.steps=[1]", "optimizer.name=adamw"], 0)],
+)
+def test_the_plan_names_the_file_of_spectra_if_a_map_has_any(planned, overrides, num_files):
+    plan, _ = planned("quickstart/sft", *overrides)
+    assert len([file for file in plan["files"] if file.endswith("spectra.jsonl")]) == num_files
+
+
 @pytest.mark.parametrize(("name", "num_notices"), [("soren", 1), ("muon", 1), ("adamw", 0)])
 def test_8_bit_momentum_under_a_map_is_a_notice(planned, name, num_notices):
     plan, _ = planned("quickstart/sft", f"optimizer.name={name}", "optimizer.states=8bit")
