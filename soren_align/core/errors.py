@@ -75,6 +75,8 @@ _NO_MEMORY = re.compile(
 )
 """In the RuntimeErrors of torch (2.13): OutOfMemoryError is one, that of a killed DataLoader worker another. Threads
 are Python's; the last is oneDNN's, which has no message of its own for it."""
+_OTHERS_MEMORY = re.compile(" (Process [0-9]+ has|Including non-PyTorch|Of the allocated)")
+"""Where CUDA's message begins to list the memory of each process (torch 2.11)."""
 _GLOO_OR_NCCL = re.compile("gloo/|NCCL")
 """In the RuntimeErrors of collectives that have no type of their own (torch 2.13)."""
 _FILE_OF_TORCH = re.compile(r"unable to open file <(.+)> in .+ mode: .+ \((\d+)\)")
@@ -102,7 +104,7 @@ def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None 
     if isinstance(error, RuntimeError) and (match := _FILE_OF_TORCH.search(str(error))):
         return from_os_error(OSError(int(match[2]), os.strerror(int(match[2])), match[1]))
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
-        first = (str(error).strip().splitlines() or [""])[0]
+        first = _OTHERS_MEMORY.split((str(error).strip().splitlines() or [""])[0])[0].removesuffix(".")
         return ResumableError(
             f"out of memory{f' ({first})' if first else ''}; free some memory, or lower "
             "trainer.per_device_train_batch_size or trainer.max_length. Then rerun the command"

@@ -150,10 +150,11 @@ class _Runner:
                     print_labelled(self.console, "stopped", "rerun the same command to continue")
                     return 130
                 if self.obstacle and not self.active:
+                    fewer = ", with fewer runs at a time (--jobs)" if slots > 1 and "memory" in self.obstacle else ""
                     raise ResumableError(
                         f"{self.progress.folder}: the study stopped, and no result is lost ({done} of "
-                        f"{self._total(runs)} runs have ended): {self.obstacle}. Rerun the same command to resume "
-                        "the other runs"
+                        f"{self._total(runs)} runs have ended): {self.obstacle}. To resume the other runs, rerun "
+                        f"the same command{fewer}"
                     )
                 per_run = (time.monotonic() - started) / (done - first) if done > first else None
                 live.update(self._state(runs, per_run))
@@ -246,10 +247,11 @@ class _Runner:
                 self.progress.failures[run.folder] = f"ended with exit code {code}; read {run.folder}.log"
 
     def _stop_starting(self, run: Run, reason: str) -> None:
-        self.obstacle = self.obstacle or f"{run.folder}: {reason}"
+        is_first, self.obstacle = not self.obstacle, self.obstacle or f"{run.folder}: {reason}"
         if self.active:
             number = f"{len(self.active)} active run{'s' * (len(self.active) > 1)}"
-            print_labelled(self.console, "waiting", f"for {number}; no other run starts. {run.folder}: {reason}")
+            cause = f"no other run starts. {run.folder}: {reason}" if is_first else f"{run.folder} stopped too"
+            print_labelled(self.console, "waiting", f"for {number}; {cause}")
 
     def _reason(self, run: Run) -> str:
         """Return why the machine stopped a run, as its run.json or the end of its log states."""
