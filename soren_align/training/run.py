@@ -248,10 +248,10 @@ def best_evaluation(args: Any, state: Any) -> dict[str, Any]:
 
 
 class StopOnSignal(TrainerCallback):
-    """On the first signal, save and stop after this step; on a second one of its kind, raise KeyboardInterrupt at once.
+    """On the first signal, save and stop after this step; on a second Ctrl-C, raise KeyboardInterrupt at once.
 
-    A second SIGHUP is none: a closed terminal sends two. A signal to one of several ranks stops all of them at the same
-    step: they exchange a flag after every step.
+    A second SIGTERM or SIGHUP has no effect: Slurm sends two when it pre-empts a job, and so does a closed terminal. A
+    signal to one of several ranks stops all of them at the same step: they exchange a flag after every step.
     """
 
     def __init__(self, ranks: Ranks):
@@ -266,7 +266,7 @@ class StopOnSignal(TrainerCallback):
         self._before = {number: signal.signal(number, self._handle) for number in signals.stop_signals()}
 
     def _handle(self, number, frame):
-        if number in self.received and number != signal.SIGHUP:
+        if number == signal.SIGINT and number in self.received:
             self.close()
             raise KeyboardInterrupt
         self.received.add(number)
