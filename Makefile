@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart
 
-.PHONY: setup demo test test-all test-rest test-cpus fuzz soak races parity site check release clean
+.PHONY: setup demo test test-all test-rest test-cpus test-slurm fuzz soak races parity site check release clean
 
 setup: .venv/installed
 
@@ -23,10 +23,10 @@ demo: setup
 # The tests have four tiers (tests/support/tiers.py): unit, model, ranks, process. What a person waits for: the first two,
 # but for long ones, and a sample of the others: 6,300 in 5 to 6 minutes on two cores.
 test: TESTS := -m "(unit or model or sample) and not (slow or rest)"
-# All tests. 30 minutes on two cores.
-test-all: TESTS :=
+# All tests but those of `make test-slurm`. 30 minutes on two cores.
+test-all: TESTS := -m "not slurm"
 # What `make test` leaves out: .ci/run takes it after that.
-test-rest: TESTS := -m "not (unit or model or sample) or slow or rest"
+test-rest: TESTS := -m "(not (unit or model or sample) or slow or rest) and not slurm"
 test test-all test-rest: setup
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
@@ -35,6 +35,11 @@ test test-all test-rest: setup
 # CPU=rotating what .ci/run takes.
 test-cpus: setup
 	$(BIN)/python -m tests.cpus $(CPU)
+
+# Jobs on Slurm (tests/slurm), whose daemons the tests start in a folder of theirs; on Debian, first
+# apt install slurmctld slurmd slurm-client munge.
+test-slurm: setup
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -rs tests/slurm
 
 # 40,000 mutated recipes, data files, run folders, ... in 20 minutes. `make fuzz SEED=7` again goes on where it was.
 fuzz: SEED ?= $(shell date +%Y%m%d)

@@ -1,4 +1,7 @@
-"""The job script of one run, with stand-ins for srun and scontrol: a job that a signal stopped is queued again."""
+"""The job script of one run, with stand-ins for Slurm's commands: a job that a signal stopped is queued again.
+
+tests/slurm has the same and more on a real Slurm, where it is installed.
+"""
 
 import os
 import signal
@@ -34,6 +37,7 @@ while (codes := [task.poll() for task in tasks]).count(None):
     time.sleep(0.005)
 sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
+SQUEUE = 'echo "${JOB_STATE:-RUNNING}"'
 SCONTROL = 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> requeued; fi'
 PYTHON = f'exec "{sys.executable}"'
 
@@ -46,7 +50,8 @@ def submit(tmp_path):
     def start(soren_align, *arguments, **environment):
         (tmp_path / "bin").mkdir()
         (tmp_path / "srun.py").write_text(SRUN)
-        programs = {"scontrol": SCONTROL, "soren-align": soren_align, "srun": f'{PYTHON} {tmp_path}/srun.py "$@"'}
+        programs = {"scontrol": SCONTROL, "squeue": SQUEUE, "soren-align": soren_align}
+        programs |= {"srun": f'{PYTHON} {tmp_path}/srun.py "$@"'}
         for name, text in programs.items():
             (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
             (tmp_path / "bin" / name).chmod(0o755)
@@ -84,6 +89,13 @@ def test_a_job_is_queued_again_after_a_stop_whatever_srun_returns(submit, tmp_pa
     # srun may stop one task of "exit 2" before it exits itself.
     assert submit(program).wait() in {code, 143 if code else 0}
     assert (tmp_path / "requeued").exists() == is_requeued
+    assert not [*tmp_path.glob(".soren-align-stopped*")]
+
+
+@pytest.mark.process
+def test_a_job_that_scancel_or_slurm_ended_is_not_queued_again(submit, tmp_path):
+    assert submit(f"{STOPPING}; exit 130", JOB_STATE="COMPLETING").wait() == 130
+    assert not (tmp_path / "requeued").exists()
     assert not [*tmp_path.glob(".soren-align-stopped*")]
 
 

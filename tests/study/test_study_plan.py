@@ -190,7 +190,7 @@ def test_the_array_job_is_bash_that_calls_existing_options():
     subprocess.run(["bash", "-n", ARRAY_JOB], check=True)
     text = ARRAY_JOB.read_text()
     options = {option for each in typer.main.get_command(app).commands["compare"].params for option in each.opts}
-    (call,) = re.findall(r"^srun .* soren-align compare (.*) \|\|", text, re.MULTILINE)
+    (call,) = re.findall(r"^srun .* soren-align compare (.*) &$", text, re.MULTILINE)
     written = set(re.findall(r"--[a-z-]+", call)) | {"--processes"}
     assert written <= options
     assert "--jobs 1" in call

@@ -1,0 +1,133 @@
+"""configs/slurm/train.sbatch on two nodes of a real Slurm: whatever takes the nodes away, the job resumes by itself."""
+
+import os
+import time
+
+import pytest
+
+from soren_align.core.shipped import ROOT
+from soren_align.run.folder import RunFolder
+from tests.slurm.conftest import write_program
+from tests.soak import runs
+
+pytestmark = pytest.mark.slurm
+
+TRAIN_JOB = ROOT / "configs/slurm/train.sbatch"
+# What a user edits in the script; sbatch takes it from the command line as well.
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
+# Checkpoints are saved when a signal stops the run, and at no other time.
+STEPS = ("trainer.save_steps=1000000", "trainer.eval_strategy=no", "run.parallel=zero2", *runs.TWO)
+
+
+def config(num_steps):
+    """A training on two ranks."""
+    return runs.Config("sft", (*STEPS, f"trainer.max_steps={num_steps}"), ranks=2)
+
+
+@pytest.fixture
+def submit(slurm, tmp_path):
+    """submit(config, *options, name) -> the number of the job, and its RunFolder in a folder of its own."""
+
+    def start(config, *options, name="case"):
+        if not (tmp_path / name).exists():
+            runs.lay_out(tmp_path / name, config)
+        number = slurm.submit(tmp_path / name, *TWO_NODES, *options, TRAIN_JOB, *runs.arguments(config))
+        return number, RunFolder(tmp_path / name / "run")
+
+    return start
+
+
+def wait_for_steps(slurm, number, run):
+    """Wait until a running job has taken three steps more than the run has now."""
+
+    def lines():
+        return len(run.metrics.read_text().splitlines()) if run.metrics.exists() else 0
+
+    first, end = lines(), time.monotonic() + 600
+    while lines() < first + 3:
+        state = slurm.job(number)["JobState"]
+        assert state in ("PENDING", "CONFIGURING", "RUNNING"), (run.path.parent / "log").read_text()
+        assert time.monotonic() < end, f"job {number}, {state}, takes no step"
+        time.sleep(0.1)
+
+
+def preempt(slurm, number):
+    slurm.call("srun", "--partition=high", "--nodes=2", "--gpus-per-node=1", "true")
+
+
+def requeue(slurm, number):
+    slurm.call("scontrol", "requeue", number)
+
+
+def signal_the_script(slurm, number):
+    slurm.call("scancel", "--batch", "--signal=TERM", number)
+
+
+def signal_the_ranks(slurm, number):
+    slurm.call("scancel", "--signal=TERM", number)
+
+
+def lose_a_node(slurm, number):
+    slurm.call("scontrol", "update", "NodeName=127.0.0.2", "State=DOWN", "Reason=test")
+    slurm.call("scontrol", "update", "NodeName=127.0.0.2", "State=RESUME")
+
+
+def test_a_job_that_is_disturbed_six_times_ends_with_the_weights_of_an_undisturbed_one(slurm, submit):
+    number, undisturbed = submit(config(300), name="undisturbed")
+    slurm.wait_for_end(number)
+    number, run = submit(config(300))
+    disturbances = (preempt, preempt, requeue, signal_the_script, signal_the_ranks, lose_a_node)
+    for count, disturb in enumerate(disturbances):
+        wait_for_steps(slurm, number, run)
+        disturb(slurm, number)
+        assert slurm.wait_for_end(number, restarts=count)["JobState"] == "PENDING", disturb
+        if count == 0:  # it starts by itself, and now with a time of grace
+            slurm.call("scontrol", "update", f"JobId={number}", "Partition=grace")
+        else:
+            slurm.start_soon(number)
+    log = run.path.parent / "log"
+    assert slurm.wait_for_end(number, restarts=len(disturbances))["JobState"] == "COMPLETED", log.read_text()
+    assert runs.differences(*(runs.result(folder.path, config(300)) for folder in (undisturbed, run))) == []
+    assert len({*run.read()["resumed_from_steps"]}) == len(disturbances)
+    assert not [*run.path.parent.glob(".soren-align-stopped*")]
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("warning", ["TERM@600", "B:TERM@600", "B:USR1@600"])
+def test_a_job_resumes_after_its_time_limit_but_not_after_scancel(slurm, submit, warning):
+    number, run = submit(config(10**6), f"--signal={warning}", "--time=60")
+    wait_for_steps(slurm, number, run)
+    slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=10")  # Slurm compares the time every 30 s
+    assert slurm.wait_for_end(number)["JobState"] == "PENDING"
+    assert run.read()["last_error"] == "stopped by a signal"
+    (checkpoint,) = run.complete_checkpoints()
+    slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=60")
+    slurm.start_soon(number)
+    wait_for_steps(slurm, number, run)
+    slurm.call("scancel", number)
+    assert slurm.wait_for_end(number, restarts=1)["JobState"] == "CANCELLED"
+    assert run.complete_checkpoints()[-1] != checkpoint
+    assert run.read()["last_error"] == "stopped by a signal"
+    assert not [*run.path.parent.glob(".soren-align-stopped*")]
+
+
+ONE_ENDS = "[ $SLURM_PROCID = 1 ] || exec sleep 30;"
+STOPPING = 'touch "$SOREN_ALIGN_STOPPED";'
+
+
+@pytest.mark.parametrize(("program", "state"), [
+    ("exit 0", "COMPLETED"),
+    ("exit 2", "FAILED"),
+    (f"{ONE_ENDS} kill -9 $$", "FAILED"),
+    (f"{ONE_ENDS} exit 130", "FAILED"),
+    (f"{STOPPING} exit 130", "PENDING"),
+    (f"{STOPPING} {ONE_ENDS} exit 130", "PENDING"),
+    (f"{STOPPING} {ONE_ENDS} kill -9 $$", "PENDING"),
+])  # fmt: skip
+def test_a_job_is_queued_again_after_a_stop_whatever_srun_returns(slurm, tmp_path, program, state):
+    write_program(tmp_path / "soren-align", program)
+    path = f"--export=ALL,PATH={tmp_path}:{os.environ['PATH']}"
+    number = slurm.submit(tmp_path, *TWO_NODES, path, TRAIN_JOB)
+    job = slurm.wait_for_end(number)
+    assert job["JobState"] == state, job
+    slurm.call("scancel", number)
