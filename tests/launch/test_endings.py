@@ -77,9 +77,9 @@ OF_THE_MACHINE = {
 
 def test_a_gpus_missing_memory_is_stated_without_the_memory_of_each_process():
     text = (
-        "CUDA out of memory. Tried to allocate 16.00 MiB. GPU 0 has a total capacity of 79.18 GiB of which 19.81 MiB is "
-        "free. Process 842 has 66.00 MiB memory in use. Including non-PyTorch memory, this process has 11.81 GiB memory "
-        "in use. Of the allocated memory 11.07 GiB is allocated by PyTorch, and 74.84 MiB is reserved by PyTorch"
+        "CUDA out of memory. Tried to allocate 16.00 MiB. GPU 0 has a total capacity of 79.18 GiB of which 19.81 MiB "
+        "is free. Process 842 has 66.00 MiB memory in use. Including non-PyTorch memory, this process has 11.81 GiB "
+        "memory in use. Of the allocated memory 11.07 GiB is allocated by PyTorch, and 74.84 MiB is reserved"
     )
     error = known_failure(torch.OutOfMemoryError(text))
     assert "79.18 GiB of which 19.81 MiB is free); free some memory" in str(error)

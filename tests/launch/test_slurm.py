@@ -94,7 +94,7 @@ def test_a_job_is_queued_again_after_a_stop_whatever_srun_returns(submit, tmp_pa
 
 @pytest.mark.process
 def test_a_job_that_scancel_or_slurm_ended_is_not_queued_again(submit, tmp_path):
-    assert submit(f"{STOPPING}; exit 130", JOB_STATE="COMPLETING").wait() == 130
+    assert submit(f"{STOPPING}; exit 130", JOB_STATE="COMPLETING").wait() in {130, 143}  # as above
     assert not (tmp_path / "requeued").exists()
     assert not [*tmp_path.glob(".soren-align-stopped*")]
 

@@ -35,7 +35,8 @@ def write(tmp_path):
     return _write
 
 
-USERS_OWN = ["model.name_or_path=org/model", "data.train.path=shipped:recipes/quickstart/data/chat_train.jsonl"]
+CHAT = "shipped:recipes/quickstart/data/chat_train.jsonl"
+USERS_OWN = ["model.name_or_path=org/model", f"data={{train: {{path: '{CHAT}'}}, eval: {{path: '{CHAT}'}}}}"]
 
 
 @pytest.mark.parametrize("name", shipped.recipes())
