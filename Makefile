@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart
 
-.PHONY: setup demo test test-all test-rest test-cpus test-slurm fuzz soak races parity site check release clean
+.PHONY: setup demo test test-all test-rest test-cpus test-hosts test-slurm fuzz soak races parity site check release clean
 
 setup: .venv/installed
 
@@ -20,13 +20,13 @@ demo: setup
 	$(BIN)/soren-align dpo quickstart/dpo
 	$(BIN)/soren-align eval $(RUN)/dpo --summary $(RUN)/summary.json
 
-# The tests have four tiers (tests/support/tiers.py): unit, model, ranks, process. What a person waits for: the first two,
-# but for long ones, and a sample of the others: 6,300 in 5 to 6 minutes on two cores.
+# The tests have five tiers (tests/support/tiers.py): unit, model, ranks, process, hosts. What a person waits for: the
+# first two, but for long ones, and a sample of the others: 6,300 in 5 to 6 minutes on two cores.
 test: TESTS := -m "(unit or model or sample) and not (slow or rest)"
-# All tests but those of `make test-slurm`. 30 minutes on two cores.
-test-all: TESTS := -m "not slurm"
+# All tests, but those of two hosts and of Slurm. 30 minutes on two cores.
+test-all: TESTS := -m "not (hosts or slurm)"
 # What `make test` leaves out: .ci/run takes it after that.
-test-rest: TESTS := -m "(not (unit or model or sample) or slow or rest) and not slurm"
+test-rest: TESTS := -m "(not (unit or model or sample) or slow or rest) and not (hosts or slurm)"
 test test-all test-rest: setup
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
@@ -40,6 +40,11 @@ test-cpus: setup
 # apt install slurmctld slurmd slurm-client munge.
 test-slurm: setup
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -rs tests/slurm
+
+# Training on two hosts, which are network namespaces of this machine: parity, a cut cable, a lost host. Linux, root and
+# iproute2; skipped with a reason elsewhere. A quarter of an hour on two cores.
+test-hosts: setup
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m hosts -rs tests/hosts
 
 # 40,000 mutated recipes, data files, run folders, ... in 20 minutes. `make fuzz SEED=7` again goes on where it was.
 fuzz: SEED ?= $(shell date +%Y%m%d)

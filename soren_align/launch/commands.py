@@ -8,11 +8,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from ..bench import shapes
-from ..core.errors import UserError, known_failure
+from ..core.errors import LostRankError, UserError, known_failure
 from ..core.files import read_json
 from ..core.optimizer_settings import ERROR, FORMULA_RESOLUTION, NORMALIZATIONS, POSITIVE
 from ..core.signals import deferred
@@ -25,7 +27,11 @@ from ..run import lock
 from ..run.folder import AFTER_DIVERGENCE, STOPPED, RunFolder, now
 from ..run.record import describe_result
 from .environment import rank_from_environment, refuse_ranks, set_environment, without_ranks
+from .exit_codes import report
 from .preparation import prepare
+
+RECORDING_SECONDS = 5.0
+"""For which a rank that has lost a host tries to write the error into run.json."""
 
 
 def train(recipe: Recipe, processes: int | None = None) -> int:
@@ -89,6 +95,7 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
     """
     console = stderr_console(quiet=int(os.environ.get("RANK", "0")) > 0)
     with deferred(), loading(console, "Loading torch, transformers and TRL"):
+        from ..sharding.hosts import watched
         from ..sharding.ranks import current_ranks, init_process_group
         from ..training import run as training
         from ..training import setup as training_setup
@@ -101,7 +108,8 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
             if refusal:
                 raise refusal
         recipe = load_resolved(folder.recipe)  # after joining: the first rank may just have written it
-        with _recording_errors(folder) if ranks.is_first else nullcontext():
+        recording = _recording_errors(folder) if ranks.is_first else nullcontext()
+        with recording, watched(ranks, partial(_end_without, folder, ranks.is_first)):
             if ranks.is_first:
                 folder.forget_failure()
             if ranks.broadcast(folder.record()["status"] if ranks.is_first else None) != "trained":
@@ -175,6 +183,17 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
     print_labelled(console, "done", f"{folder} (recipe.yaml, model/, model/README.md, curves.png)", wrap=False)
     print_next(console, folder, folder.record())
     return 0
+
+
+def _end_without(folder: RunFolder, is_first: bool, error: LostRankError) -> None:
+    """End this rank, whose main thread waits for a lost host: print the error, and write it into run.json."""
+    code = report(error)
+    if is_first:
+        # A shared file system may be out of reach too, and its calls then wait.
+        recording = Thread(target=folder.record_failure, args=(error,), daemon=True)
+        recording.start()
+        recording.join(RECORDING_SECONDS)
+    os._exit(code)
 
 
 @contextmanager

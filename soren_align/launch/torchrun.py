@@ -4,16 +4,21 @@ torchrun starts the ranks, monitors them and stops all within 30 seconds when on
 failures; here the message of the rank that failed first is printed once, and its exit code is returned.
 """
 
+import json
 import logging
 import os
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from time import time
 from typing import Any
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
 
+from ..core.errors import UserError
 from ..core.signals import killed_by
 from ..core.silence import log_level
 
@@ -83,7 +88,15 @@ def start(num_ranks: int, arguments: list[str]) -> Failure | None:
 
 
 def record_error(error: BaseException) -> None:
-    """Write the error of this rank into the file that torchrun reads."""
+    """Write the error of this rank into the file that torchrun reads; with a traceback, if it is a defect.
+
+    torchrun prints the traceback in place of the message, if there is one.
+    """
+    if isinstance(error, UserError) and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": {"timestamp": str(int(time()))}}
+        with suppress(OSError):  # a full disk, which may be the error
+            Path(file).write_text(json.dumps({"message": message}))
+        return
     handler = get_error_handler()
     handler.initialize()
     handler.record_exception(error)

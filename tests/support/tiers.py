@@ -12,7 +12,8 @@ import sys
 TIERS = {"unit": "runs no language model and starts no process", "model": "runs a language model in this process",
          "ranks": "runs on several ranks of a pool that is started once",
          "process": "starts processes: kills, launchers, the demo, the wheel",
-         "slurm": "submits jobs to daemons of Slurm; `make test-slurm` alone runs it"}  # fmt: skip
+         "slurm": "submits jobs to daemons of Slurm; `make test-slurm` alone runs it",
+         "hosts": "trains on two hosts, which are network namespaces: `make test-hosts`"}  # fmt: skip
 MODEL_FIXTURES = {"tiny_run", "models", "readers"}
 SAMPLE = "a test of tier ranks or process that `make test` runs too"
 SLOW = "a test of tier model that `make test` and `make test-cpus` leave to `make test-rest`"
