@@ -193,8 +193,8 @@ def copy(
 ) -> None:
     """Copy a shipped recipe or study to edit it; the copy works in any folder.
 
-    If the recipe extends another recipe, the copy has the keys of both. Beside the copy, recipe.schema.json
-    (study.schema.json) completes and checks its keys in an editor.
+    If the recipe extends another recipe, the copy has the keys of both. The command also writes a JSON
+    schema (recipe.schema.json or study.schema.json), by which an editor completes and checks the keys of the copy.
     """
     from ..core.document import with_modeline
     from ..recipe.loader import merged_text, task_of

@@ -71,7 +71,7 @@ def maps(machine: Machine) -> Iterator[Finding]:
     usual, full_rank = momenta(num), momenta(num, full_rank=True)
     for spectral_map in MAPS.values():
         try:
-            decomposes = spectral_map.num_flops(*usual[0].x.shape) is None
+            decomposes = spectral_map.num_flops(*usual[0].x.shape[-2:]) is None
             yield distances(spectral_map, full_rank if decomposes else usual, device)
         except Exception as error:  # of one map, as of a missing kernel; the next ones are checked
             reason = f"the map {spectral_map.name} fails on {device}: {type(error).__name__}: {error}"

@@ -136,9 +136,9 @@ class Data(Section):
     example, beginning with the first; the study selects its settings by these examples. `verdict`: use the other
     held-out examples, and write the loss of each example into held_out.json. null: use all."""
     retention: DataSplit | None = None
-    """Examples of abilities that the model should not forget. They have one of the forms of SFT, also in a DPO recipe.
-    Every evaluation writes `retention_loss`, the loss on the answers of up to 64 of these examples, into metrics.jsonl.
-    The model is not trained on these examples."""
+    """Examples of abilities that the model should not forget. The file has one of the forms that `task: sft` reads, in
+    a DPO recipe too. Every evaluation writes `retention_loss`, the loss on the answers of up to 64 of these examples,
+    into metrics.jsonl. The model is not trained on these examples."""
     streaming: Annotated[
         Streaming | None, BeforeValidator(lambda value: ({} if value else None) if isinstance(value, bool) else value)
     ] = None

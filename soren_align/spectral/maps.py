@@ -400,8 +400,8 @@ def _by_formula(
         "limit": Setting(
             1.0,
             default.POSITIVE,
-            doc="For `of: rms` and `of: none`: the largest x for which the polynomials are accurate. A matrix with a "
-            "larger x is scaled down, and counted in metrics.jsonl (`num_out_of_range`).",
+            doc="Only with `of: rms` or `of: none`: the largest x (see `of`) for which the map is accurate. A matrix "
+            "with a larger x is scaled down, and counted in metrics.jsonl (`num_out_of_range`).",
         ),
         "exact": Setting(
             False, doc="`true`: compute the exact function by a singular value decomposition, which is slow."
