@@ -69,9 +69,10 @@ def maps(machine: Machine) -> Iterator[Finding]:
     """One line for each map in all its precisions, and one for each property."""
     device, num = torch.device(machine.device), 4 if machine.quick else 12
     usual, full_rank = momenta(num), momenta(num, full_rank=True)
+    num_rows, num_columns = usual[0].x.shape
     for spectral_map in MAPS.values():
         try:
-            decomposes = spectral_map.num_flops(*usual[0].x.shape[-2:]) is None
+            decomposes = spectral_map.num_flops(num_rows, num_columns) is None
             yield distances(spectral_map, full_rank if decomposes else usual, device)
         except Exception as error:  # of one map, as of a missing kernel; the next ones are checked
             reason = f"the map {spectral_map.name} fails on {device}: {type(error).__name__}: {error}"
