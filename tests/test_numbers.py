@@ -36,7 +36,7 @@ def test_no_further_section_has_numbers_without_a_source():
 @pytest.mark.parametrize("page", numbers.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_tests_and_scripts_that_a_page_names_exist(page):
     for _, sources in numbers.with_sources(page):
-        scripts = [word for command in sources.get("command", ()) for word in re.findall(r"[\w/]+\.py", command)]
+        scripts = [word for command in sources.get("command", ()) for word in re.findall(r"[\w/.-]+\.py", command)]
         assert [
             file
             for file in (*sources.get("test", ()), *scripts)
