@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import printable
 from ..core.figures import FONT, Colors, compact, line_style, short, style_axes, write_pictures
-from ..recipe import Recipe
 from .curves import HELD_OUT, LOSS, MAX_MARKERS, Curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from ..recipe import Recipe
 
 PRESET = "paper-losses"
 PANELS = {LOSS: "training loss", HELD_OUT: "evaluation loss"}
@@ -25,7 +26,7 @@ CUT_OFF = 0.1
 """The share of the steps whose losses do not set the limits of an axis."""
 
 
-def draw_losses(runs: Sequence[tuple[str, Recipe, Curves]], path: Path) -> Path:
+def draw_losses(runs: Sequence[tuple[str, "Recipe", Curves]], path: Path) -> Path:
     """Write the picture of runs (folder, recipe, curves), and one for a dark page, whose path is returned."""
     rows: dict[str, list[tuple[str, Curves]]] = {}
     models = [Path(recipe.model.name_or_path).name for _, recipe, _ in runs]
