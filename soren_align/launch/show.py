@@ -16,7 +16,6 @@ from ..core.text import Table, Terminal, can_print, count, number, print_labelle
 from ..evaluate.report.results import Results, read_results
 from ..evaluate.report.tables import MIN_QUESTIONS, TOO_FEW, has_too_few
 from ..evaluate.report.tables import terminal as results_table
-from ..recipe import load_resolved
 from ..run.curves import HELD_OUT, LOSS, MARGIN, Curves, braille, describe, describe_scores, draw_curves, read_curves
 from ..run.folder import RunFolder, read_metrics
 from ..run.paper_curves import draw_losses
@@ -261,6 +260,8 @@ def curves(names: Sequence[str], *, output: str = "curves.png", preset: str | No
     for name, run in named:
         _print_lines(console, "benchmark", [f"{name}: {line}" for line in describe_scores(run)])
     if preset:
+        from ..recipe import load_resolved  # here: `show` and `runs` need no recipe, and take half a second
+
         recipes = {str(folder): load_resolved(folder.recipe) for folder in folders}
         dark = draw_losses([(name, recipes[name], run) for name, run in drawn], path)
     else:
