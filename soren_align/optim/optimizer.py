@@ -52,7 +52,7 @@ from .product import WEIGHTS, has_factors
 from .routing import param_groups
 from .second_moment import row_moments
 from .state import StateForm, loaded_state, new_state, state_form
-from .step import PendingUpdate, directions, lr_scale, spectral_step_
+from .step import GroupMaps, PendingUpdate, directions, lr_scale, spectral_step_
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,15 +206,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
             if exchange is None:
                 adamw_step_(group, named, self.state, lr=lr, observers=observers)
             else:
-                maps = self._maps_of(group, lr)
-                spectral_step_(group, named, self.state, exchange, **maps, observers=observers)
+                spectral_step_(group, named, self.state, exchange, self._maps_of(group, lr), observers)
 
-    def _maps_of(self, group: dict[str, Any], lr: float | Tensor) -> dict[str, Any]:
-        """The arguments of `step.directions`."""
+    def _maps_of(self, group: dict[str, Any], lr: float | Tensor) -> GroupMaps:
         scale = partial(self.lr_scale, group["adjust_lr_fn"], match_rms=group["match_rms"])
-        return {
-            "lr": lr, "scale": scale, "map_matrices": partial(self._mapped, group), "workspace_mb": self.workspace_mb
-        }  # fmt: skip
+        return GroupMaps(lr, scale, partial(self._mapped, group), self.workspace_mb)
 
     def _refuse_infinite_maps(self, plans: Sequence[Exchange | None], lrs: Sequence[float | Tensor]) -> None:
         """Map all matrices of the coming step, and change nothing. Collective.
@@ -228,7 +224,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         for group, exchange, lr in zip(self.param_groups, plans, lrs, strict=True):
             if exchange is None or self.map_is_finite(group):
                 continue
-            for shard, direction in directions(group, self.state, exchange, **self._maps_of(group, lr), is_trial=True):
+            for shard, direction in directions(group, self.state, exchange, self._maps_of(group, lr), is_trial=True):
                 flags[shard.name] = direction.isfinite().all()
         (self.num_maps, self.num_guarded), self.map_observers = counts, observers
         device = next(iter(flags.values())).device if flags else None

@@ -46,40 +46,46 @@ from .rounding import chunks, master_weights, store_master_weights_
 from .second_moment import ROWS, divided_by_elements, divided_by_rows, rescaled_
 
 
+@dataclass(frozen=True)
+class GroupMaps:
+    """The map and the learning rate of a spectral group at a step."""
+
+    lr: float | Tensor
+    """On the CPU, if it is a tensor."""
+    scale: Callable[[int, int], float]
+    """(m, n) -> the factor of lr."""
+    map_matrices: Callable[..., Tensor]
+    """Matrices [m, n] or [k, m, n], their names, their state by keyword -> the outputs; not modified, but for the
+    state."""
+    workspace_mb: float | None
+    """See `layout.matrix_batches`."""
+
+
 def spectral_step_(
     group: dict[str, Any],
     named: Named,
     state: Mapping[Tensor, dict[str, Tensor]],
     exchange: Exchange,
-    *,
-    lr: float | Tensor,
-    scale: Callable[[int, int], float],
-    map_matrices: Callable[..., Tensor],
-    workspace_mb: float | None,
+    maps: GroupMaps,
     observers: Sequence[Callable[["PendingUpdate"], None]] = (),
 ) -> None:
     """One step of the tensors `named`, all with a gradient, of a spectral group. Collective.
 
     state: of each tensor: the step count, the momentum, the compensation, the map's. exchange: of these tensors.
-    lr: on the CPU, if it is a tensor. scale: (m, n) -> the factor of lr.
-    map_matrices: matrices [m, n] or [k, m, n], their names, their state by keyword -> the outputs; not modified, but
-    for the state. workspace_mb: see `layout.matrix_batches`. observers: are shown every update on this rank before it
-    is made, for measurements.
+    observers: are shown every update on this rank before it is made, for measurements.
     """
     for _, parameter in named:
         state[parameter]["step"] = state[parameter]["step"] + 1  # a new tensor: a state dict may hold the old one
         update_momentum_(state[parameter], local(parameter.grad), group["momentum"])
 
-    for shard, direction in directions(
-        group, state, exchange, lr=lr, scale=scale, map_matrices=map_matrices, workspace_mb=workspace_mb
-    ):
+    for shard, direction in directions(group, state, exchange, maps):
         weight, compensation = shard.weight, shard.compensation
         direction = direction.reshape(weight.shape).to(weight.device)  # flat, and on a GPU where weights are not
-        factor = scale(*update_shape(shard.shape, shard.layout))
+        factor = maps.scale(*update_shape(shard.shape, shard.layout))
         decay = group["weight_decay"] / (2 if is_factor(shard.layout) else 1)
         for observe in observers:
-            observe(PendingUpdate(shard.name, group, weight, compensation, direction, lr, decay, factor))
-        decay_and_add_(weight, compensation, direction, lr=lr, scale=factor, weight_decay=decay)
+            observe(PendingUpdate(shard.name, group, weight, compensation, direction, maps.lr, decay, factor))
+        decay_and_add_(weight, compensation, direction, lr=maps.lr, scale=factor, weight_decay=decay)
         direction = None  # freed before the next batch is made
 
 
@@ -87,11 +93,8 @@ def directions(
     group: dict[str, Any],
     state: Mapping[Tensor, dict[str, Tensor]],
     exchange: Exchange,
+    maps: GroupMaps,
     *,
-    lr: float | Tensor,
-    scale: Callable[[int, int], float],
-    map_matrices: Callable[..., Tensor],
-    workspace_mb: float | None,
     is_trial: bool = False,
 ) -> Iterator[tuple[Shard, Tensor]]:
     """Yield (shard, O) for all shards on this rank; use each before the next. Collective. Arguments: `spectral_step_`.
@@ -107,28 +110,28 @@ def directions(
         if is_trial:
             row_moments, map_state = None, {key: numbers.clone() for key, numbers in map_state.items()}
         if is_transposed and map_state:  # whose shape is that of a matrix as nn.Linear stores it
-            output = map_matrices(matrices.mT, names, **map_state).mT
+            output = maps.map_matrices(matrices.mT, names, **map_state).mT
         else:
-            output = map_matrices(matrices, names, **map_state)
+            output = maps.map_matrices(matrices, names, **map_state)
         if row_moments is not None:
             output = divided_by_rows(output, row_moments, beta, transposed=is_transposed)
         return with_unit_rms(output) if is_measured and adapt is None else output
 
     def directions_of_factors(a: Batch, b: Batch) -> tuple[Tensor, Tensor]:
         factors = [part.map_state[WEIGHTS].view(part.inputs.shape) for part in (a, b)]
-        maps = [partial(map_matrices, names=part.names) for part in (a, b)]
-        step_size = float(lr) * scale(*update_shape(a.inputs.shape[-2:], a.layout))
+        of_a, of_b = (partial(maps.map_matrices, names=part.names) for part in (a, b))
+        step_size = float(maps.lr) * maps.scale(*update_shape(a.inputs.shape[-2:], a.layout))
         return product_directions(
             (factors[0], factors[1]),
             (a.inputs, b.inputs),
-            (maps[0], maps[1]),
+            (of_a, of_b),
             step_size=step_size,
             to_unit_rms=is_measured,
         )
 
     shards = exchange.shards(state)
     batches = exchange.whole_matrices(
-        shards, partial(map_input_of, group=group, is_coming=is_trial), workspace_mb, adapt
+        shards, partial(map_input_of, group=group, is_coming=is_trial), maps.workspace_mb, adapt
     )
     for batch in batches:
         if is_factor(batch.layout):
