@@ -278,11 +278,7 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
         times = ", ".join(f"{estimated_time(number)} of one {name}" for name, number in hours.items())
         write("", f"{times}, at {plan['hours_assume']}")
         if "CPU core" in hours:
-            write(
-                "",
-                "a model of less than 100 million parameters takes longer, because a GPU does not reach its speed on "
-                "small matrices",
-            )
+            write("", "a model of less than 100 million parameters takes longer: its operations are too small")
     if plan["flops_are_upper_bound"]:
         write("", "an upper bound, with all examples at max_length")
     if unknown := [name for name, each in candidates.items() if not each["maps_are_counted"]]:

@@ -150,7 +150,8 @@ class _Runner:
                     print_labelled(self.console, "stopped", "rerun the same command to continue")
                     return 130
                 if self.obstacle and not self.active:
-                    fewer = ", with fewer runs at a time (--jobs)" if slots > 1 and "memory" in self.obstacle else ""
+                    lacks_memory = "out of memory" in self.obstacle and "--jobs" not in self.obstacle
+                    fewer = ", with fewer runs at a time (--jobs)" if slots > 1 and lacks_memory else ""
                     raise ResumableError(
                         f"{self.progress.folder}: the study stopped, and no result is lost ({done} of "
                         f"{self._total(runs)} runs have ended): {self.obstacle}. To resume the other runs, rerun "

@@ -99,7 +99,10 @@ def test_few_questions_have_no_interval_and_no_p():
     assert "[" in enough[1]
     assert "[" in average[1]  # of 39 questions
     assert "20.4" not in page + screen(results)
-    assert "a difference has no interval and no p; number of questions: arc_challenge 19" in page
+    assert (
+        "with fewer than 20 questions, a difference has no interval and no p; number of questions: arc_challenge 19"
+        in page
+    )
     for row in results["rows"]:
         row["scores"]["arc_challenge"]["n"] = row["scores"]["hellaswag"]["n"] = 9
     assert "p-value" not in tables.markdown(results)  # no legend of what is not there
