@@ -38,7 +38,10 @@ while (codes := [task.poll() for task in tasks]).count(None):
 sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
 SQUEUE = 'echo "${JOB_STATE:-RUNNING}"'
-SCONTROL = 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> requeued; fi'
+SCONTROL = """
+if [ "$1 $2" = "show hostnames" ]; then echo 127.0.0.1
+elif [ "$1 $2" = "show job" ]; then echo "PreemptTime=${PREEMPT_TIME:-None}"
+else echo "$@" >> requeued; fi"""
 PYTHON = f'exec "{sys.executable}"'
 
 
@@ -90,6 +93,13 @@ def test_a_job_is_queued_again_after_a_stop_whatever_srun_returns(submit, tmp_pa
     assert submit(program).wait() in {code, 143 if code else 0}
     assert (tmp_path / "requeued").exists() == is_requeued
     assert not [*tmp_path.glob(".soren-align-stopped*")]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("program", "is_requeued"), [("exit 0", False), ("exit 143", True)])
+def test_a_job_that_is_preempted_before_its_first_step_is_queued_again(submit, tmp_path, program, is_requeued):
+    submit(program, PREEMPT_TIME="2026-11-27T09:15:21").wait()
+    assert (tmp_path / "requeued").exists() == is_requeued
 
 
 @pytest.mark.process

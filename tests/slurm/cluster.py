@@ -20,6 +20,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sque
 NODES = ("127.0.0.1", "127.0.0.2")
 """Names that resolve on any machine: the job script of one run sets MASTER_ADDR to the first."""
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
+REQUEUE_SECONDS = 10
+"""A requeued job waits as long as a credential is valid (cred_expire), by default 120 s."""
 # `low` is pre-empted without a warning, `grace` with SIGTERM a minute before.
 CONFIGURATION = """\
 ClusterName=tests
@@ -27,7 +29,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire={requeue_seconds}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -98,10 +100,6 @@ class Cluster:
             time.sleep(0.2)
         return job
 
-    def start_soon(self, number: str) -> None:
-        """Start a requeued job in 5 s: Slurm would wait for two minutes. At once, a node may refuse its credential."""
-        self.call("scontrol", "update", f"JobId={number}", "StartTime=now+5")
-
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
@@ -115,7 +113,14 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         sockets = [listeners.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
         ports = [listener.getsockname()[1] for listener in sockets]
     user, host = str(os.getuid()), socket.gethostname().partition(".")[0]
-    values = {"folder": folder, "host": host, "ports": ports, "user": user, "nodes": NODES}
+    values = {
+        "folder": folder,
+        "host": host,
+        "ports": ports,
+        "user": user,
+        "nodes": NODES,
+        "requeue_seconds": REQUEUE_SECONDS,
+    }
     (folder / "slurm.conf").write_text(CONFIGURATION.format(**values))
     key = folder / "munge.key"
     key.touch(mode=0o600)

@@ -15,26 +15,42 @@ ARRAY_JOB = ROOT / "configs/slurm/compare.sbatch"
 # What a user edits in the script. A node has one GPU, so that the two tasks run on different nodes.
 TWO_TASKS = ("--array=1-2", "--gpus=1", "--cpus-per-task=1")
 STUDY = runs.CONFIGS["compare"]
+COMMAND = [*runs.arguments(STUDY), "--set", "verdict.seeds=[101, 102]"]
 
 
-def test_two_nodes_end_a_study_as_one_process_does_though_one_task_is_requeued(slurm, tmp_path):
-    runs.lay_out(tmp_path / "alone", STUDY)
-    environment = {**slurm.environment, **runs.environment(tmp_path / "alone")}
-    alone = command.run_process(*runs.arguments(STUDY), cwd=tmp_path / "alone", env=environment, timeout=900)
+@pytest.fixture(scope="module")
+def undisturbed(slurm, tmp_path_factory):
+    """The study's result by one process, without Slurm."""
+    folder = tmp_path_factory.mktemp("study") / "alone"
+    runs.lay_out(folder, STUDY)
+    environment = {**slurm.environment, **runs.environment(folder)}
+    alone = command.run_process(*COMMAND, cwd=folder, env=environment, timeout=900)
     assert alone.returncode == 0, alone.stderr
+    return runs.result(folder / "run", STUDY)
 
+
+@pytest.mark.parametrize(("disturbance", "restarts", "state"), [
+    (("scontrol", "requeue"), 1, "COMPLETED"),
+    (("scancel", "--signal=TERM"), 1, "COMPLETED"),
+    (("scancel", "--signal=KILL"), 0, "FAILED"),  # the other task ends the study
+], ids=["requeue", "stop", "kill"])  # fmt: skip
+def test_two_nodes_end_a_study_as_one_process_does_though_one_task_is_disturbed(
+    slurm, undisturbed, tmp_path, disturbance, restarts, state
+):
     folder = tmp_path / "array"
     runs.lay_out(folder, STUDY)
-    array = slurm.submit(folder, *TWO_TASKS, ARRAY_JOB, *runs.arguments(STUDY)[1:])
+    array = slurm.submit(folder, *TWO_TASKS, ARRAY_JOB, *COMMAND[1:])
     tasks = [f"{array}_1", f"{array}_2"]
     end = time.monotonic() + 600
     while len([*folder.glob("run/*/*/*/metrics.jsonl")]) < 2:  # each task trains
         assert time.monotonic() < end, (folder / "log").read_text()
         time.sleep(0.1)
     assert {slurm.job(task)["NodeList"] for task in tasks} == {*NODES}
-    slurm.call("scontrol", "requeue", tasks[0])
-    assert slurm.wait_for_end(tasks[0])["JobState"] == "PENDING"
-    slurm.start_soon(tasks[0])
-    for task, restarts in zip(tasks, (1, 0), strict=True):
-        assert slurm.wait_for_end(task, restarts=restarts)["JobState"] == "COMPLETED", (folder / "log").read_text()
-    assert runs.differences(runs.result(tmp_path / "alone/run", STUDY), runs.result(folder / "run", STUDY)) == []
+    slurm.call(*disturbance, tasks[0])
+    if restarts:
+        assert slurm.wait_for_end(tasks[0])["JobState"] == "PENDING"
+    log = folder / "log"
+    assert slurm.wait_for_end(tasks[0], restarts=restarts)["JobState"] == state, log.read_text()
+    assert slurm.wait_for_end(tasks[1])["JobState"] == "COMPLETED", log.read_text()
+    assert slurm.job(tasks[0])["Restarts"] == str(restarts)
+    assert runs.differences(undisturbed, runs.result(folder / "run", STUDY)) == []

@@ -1,4 +1,4 @@
-"""configs/slurm/train.sbatch on two nodes of a real Slurm: whatever takes the nodes away, the job resumes by itself."""
+"""configs/slurm/train.sbatch on a real Slurm: whatever takes the nodes away, the job resumes by itself."""
 
 import os
 import time
@@ -13,15 +13,15 @@ from tests.soak import runs
 pytestmark = pytest.mark.slurm
 
 TRAIN_JOB = ROOT / "configs/slurm/train.sbatch"
-# What a user edits in the script; sbatch takes it from the command line as well.
+# What a user edits in the script; sbatch takes it from the command line as well. The last one of an option counts.
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
 # Checkpoints are saved when a signal stops the run, and at no other time.
-STEPS = ("trainer.save_steps=1000000", "trainer.eval_strategy=no", "run.parallel=zero2", *runs.TWO)
+STEPS = ("trainer.save_steps=1000000", "trainer.eval_strategy=no", *runs.TWO)
 
 
-def config(num_steps):
-    """A training on two ranks."""
-    return runs.Config("sft", (*STEPS, f"trainer.max_steps={num_steps}"), ranks=2)
+def config(num_steps, parallel="zero2", ranks=2):
+    """A training."""
+    return runs.Config("sft", (*STEPS, f"run.parallel={parallel}", f"trainer.max_steps={num_steps}"), ranks=ranks)
 
 
 @pytest.fixture
@@ -51,44 +51,74 @@ def wait_for_steps(slurm, number, run):
         time.sleep(0.1)
 
 
-def preempt(slurm, number):
+def preempt(slurm, number, run):
     slurm.call("srun", "--partition=high", "--nodes=2", "--gpus-per-node=1", "true")
 
 
-def requeue(slurm, number):
+def preempt_at_the_start(slurm, number, run):
+    """Pre-empt a job that has been requeued, before its first step."""
+    lines, end = run.metrics.read_text(), time.monotonic() + 600
+    while slurm.job(number)["JobState"] != "RUNNING":
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    preempt(slurm, number, run)
+    assert run.metrics.read_text() == lines, "it has taken a step"
+
+
+def requeue(slurm, number, run):
     slurm.call("scontrol", "requeue", number)
 
 
-def signal_the_script(slurm, number):
+def signal_the_script(slurm, number, run):
     slurm.call("scancel", "--batch", "--signal=TERM", number)
 
 
-def signal_the_ranks(slurm, number):
+def signal_the_ranks(slurm, number, run):
     slurm.call("scancel", "--signal=TERM", number)
 
 
-def lose_a_node(slurm, number):
+def lose_a_node(slurm, number, run):
     slurm.call("scontrol", "update", "NodeName=127.0.0.2", "State=DOWN", "Reason=test")
     slurm.call("scontrol", "update", "NodeName=127.0.0.2", "State=RESUME")
 
 
-def test_a_job_that_is_disturbed_six_times_ends_with_the_weights_of_an_undisturbed_one(slurm, submit):
-    number, undisturbed = submit(config(300), name="undisturbed")
-    slurm.wait_for_end(number)
-    number, run = submit(config(300))
-    disturbances = (preempt, preempt, requeue, signal_the_script, signal_the_ranks, lose_a_node)
-    for count, disturb in enumerate(disturbances):
-        wait_for_steps(slurm, number, run)
-        disturb(slurm, number)
-        assert slurm.wait_for_end(number, restarts=count)["JobState"] == "PENDING", disturb
-        if count == 0:  # it starts by itself, and now with a time of grace
-            slurm.call("scontrol", "update", f"JobId={number}", "Partition=grace")
-        else:
-            slurm.start_soon(number)
+def reach_the_time_limit(slurm, number, run):
+    """Shorten the limit, in place of waiting: Slurm sends the warning when it next compares the time, every 30 s."""
+    job, end = slurm.job(number), time.monotonic() + 35
+    slurm.call("scancel", "--signal=STOP", number)  # so that it takes no steps until then
+    slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=10")
+    while slurm.job(number)["JobState"] == "RUNNING" and time.monotonic() < end:
+        time.sleep(0.2)
+    if slurm.job(number)["JobState"] == "RUNNING":
+        slurm.call("scancel", "--signal=CONT", number)
+    slurm.wait_for_end(number, restarts=int(job["Restarts"]))
+    slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=60")
+
+
+@pytest.mark.parametrize(("parallel", "ranks", "partition", "disturbances"), [
+    ("ddp", 1, "low", (preempt, requeue, reach_the_time_limit)),
+    ("ddp", 2, "grace", (preempt, preempt_at_the_start, signal_the_script)),
+    ("zero2", 2, "low", (preempt, signal_the_ranks, lose_a_node)),
+])  # fmt: skip
+def test_a_disturbed_job_ends_with_the_weights_of_an_undisturbed_one(
+    slurm, submit, parallel, ranks, partition, disturbances
+):
+    training = config(60 * len(disturbances), parallel, ranks)
+    options = (f"--nodes={ranks}", f"--partition={partition}", "--time=60", "--signal=TERM@600")
+    number, undisturbed = submit(training, *options, name="undisturbed")
+    assert slurm.wait_for_end(number)["JobState"] == "COMPLETED"
+    number, run = submit(training, *options)
     log = run.path.parent / "log"
-    assert slurm.wait_for_end(number, restarts=len(disturbances))["JobState"] == "COMPLETED", log.read_text()
-    assert runs.differences(*(runs.result(folder.path, config(300)) for folder in (undisturbed, run))) == []
-    assert len({*run.read()["resumed_from_steps"]}) == len(disturbances)
+    for count, disturb in enumerate(disturbances):
+        if disturb is not preempt_at_the_start:
+            wait_for_steps(slurm, number, run)
+        disturb(slurm, number, run)
+        assert slurm.wait_for_end(number, restarts=count)["JobState"] == "PENDING", (disturb, log.read_text())
+    job = slurm.wait_for_end(number, restarts=len(disturbances))
+    assert job["JobState"] == "COMPLETED", log.read_text()
+    assert job["Restarts"] == str(len(disturbances))
+    assert runs.differences(*(runs.result(folder.path, training) for folder in (undisturbed, run))) == []
+    assert len({*run.read()["resumed_from_steps"]}) == len({*disturbances} - {preempt_at_the_start})
     assert not [*run.path.parent.glob(".soren-align-stopped*")]
     assert "Traceback" not in log.read_text()
 
@@ -102,7 +132,6 @@ def test_a_job_resumes_after_its_time_limit_but_not_after_scancel(slurm, submit,
     assert run.read()["last_error"] == "stopped by a signal"
     (checkpoint,) = run.complete_checkpoints()
     slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=60")
-    slurm.start_soon(number)
     wait_for_steps(slurm, number, run)
     slurm.call("scancel", number)
     assert slurm.wait_for_end(number, restarts=1)["JobState"] == "CANCELLED"
