@@ -69,7 +69,23 @@ def read_data(c: Conversion, evaluates: bool) -> None:
         c.notes += [Note(f"{entry['at']}.{key}", "unknown") for key in unknown]
     c.rename(root, "data.train")
     if evaluates or source.get("eval_dataset"):
-        _eval(root, train, held_out, c)
+        # The first test split of a dataset that is trained on, or the source's own.
+        same = [entry for entry in held_out if entry["path"] in [trained["path"] for trained in train]]
+        if isinstance(theirs := source.get("test_datasets"), list) and len(theirs) == 1:
+            same = _entries({"datasets": theirs}, "datasets")
+        elif root == "dataset":
+            same = source.get("eval_dataset") or []
+        elif root == "dataset_name":
+            split = source.get("dataset_test_split") or "test"
+            same = [{"path": train[0]["path"], "split": split, "config": source.get("dataset_config")}]
+        if same:
+            section["eval"] = _part(same[0]["path"], str(same[0]["split"]))[0]
+            if same[0].get("config") and not is_local(str(same[0]["path"])):
+                section["eval"]["name"] = str(same[0]["config"])
+            section["eval"] |= same[0].get("names") or _axolotl_names(same[0])[0]
+            if same[0] in held_out:
+                reason = "this split is evaluated; the source evaluates on held-out examples of its mixture instead"
+                c.ours["data.eval.split"] = reason
     inside = source[root] if root == "dataset_mixture" else {}
     sizes = (_held_out(where.get(key)) for where in (source, inside) for key in SIZES)
     if (size := next(filter(None, sizes), None)) and "eval" not in section:
@@ -179,29 +195,6 @@ def _part(path: Any, split: str) -> tuple[dict[str, Any], bool]:
         return {"path": path, "split": first[1], "limit": int(first[2])}, False
     is_cut = is_local(str(path)) and "[" in split
     return {"path": path, "split": split.partition("[")[0] if is_cut else split}, is_cut
-
-
-def _eval(root: str, train: list[dict[str, Any]], held_out: list[dict[str, Any]], c: Conversion) -> None:
-    """Write data.eval if the source has a split for it: the first test split of a dataset that is trained on."""
-    theirs = c.flat.get("test_datasets")
-    paths = [entry["path"] for entry in train]
-    same = [e for e in held_out if e["path"] in paths]
-    if isinstance(theirs, list) and len(theirs) == 1:
-        same = _entries({"datasets": theirs}, "datasets")
-    elif root == "dataset":
-        same = c.flat.get("eval_dataset") or []
-    elif root == "dataset_name":
-        split = c.flat.get("dataset_test_split") or "test"
-        same = [{"path": paths[0], "split": split, "config": c.flat.get("dataset_config")}]
-    if same:
-        c.recipe["data"]["eval"] = _part(same[0]["path"], str(same[0]["split"]))[0]
-        if same[0].get("config") and not is_local(str(same[0]["path"])):
-            c.recipe["data"]["eval"]["name"] = str(same[0]["config"])
-        c.recipe["data"]["eval"] |= same[0].get("names") or _axolotl_names(same[0])[0]
-        if same[0] in held_out:
-            c.ours["data.eval.split"] = (
-                "this split is evaluated; the source evaluates on held-out examples of its mixture instead"
-            )
 
 
 def _held_out(size: Any) -> dict[str, Any] | None:

@@ -50,7 +50,7 @@ def convert(
     instead of the source's own. template_path: for an inline template, which the caller writes. Raises UserError if the
     task is another or unknown, or if no dataset is named.
     """
-    tune = torchtune.read(source) if torchtune.is_config(source) else None
+    tune = torchtune.read(source)
     if tune is None and (isinstance(source.get("optimizer"), dict) or isinstance(source.get("trainer"), dict)):
         raise UserError("this file is already a recipe, because its keys stand in sections; use the file as it is")
     flat = flattened(source) if tune is None else tune.flat

@@ -64,13 +64,13 @@ class Torchtune:
         return list(by_key.values())
 
 
-def is_config(source: dict[str, Any]) -> bool:
-    """Whether a section of the file is a component of torchtune."""
-    return any(isinstance(value, dict) and _COMPONENT in value for value in source.values())
+def read(source: dict[str, Any]) -> Torchtune | None:
+    """The config as keys of the other tools; None if no section of the file is a component of torchtune.
 
-
-def read(source: dict[str, Any]) -> Torchtune:
-    """The config as keys of the other tools. Raises UserError for a training that is neither SFT nor DPO on texts."""
+    Raises UserError for a training that is neither SFT nor DPO on texts.
+    """
+    if not any(isinstance(value, dict) and _COMPONENT in value for value in source.values()):
+        return None
     tune = Torchtune(_resolved(_dotted(source)))
     for key, method in _TABLE["other_methods"].items():
         if key in source:
@@ -80,8 +80,25 @@ def read(source: dict[str, Any]) -> Torchtune:
         tune.task = "dpo"
     elif loss and not matches(loss, _TABLE["sft_losses"]):
         raise UserError(f"loss.{_COMPONENT}: is {loss}, but only SFT and DPO are supported")
-    _read_model(tune)
-    _read_optimizer(tune)
+    key, name = f"model.{_COMPONENT}", _component(tune, "model")
+    if name.startswith(("lora_", "qlora_")):
+        tune.put("use_peft", True, key)
+        if name.startswith("qlora_"):
+            tune.put("load_in_4bit", True, key)
+        modules = [_MODULES.get(module, module) for module in tune.source.get("model.lora_attn_modules") or ()]
+        modules += _MLP if tune.source.get("model.apply_lora_to_mlp") else []
+        tune.put("lora_target_modules", modules, "model.lora_attn_modules")
+        if "model.apply_lora_to_mlp" in tune.source:
+            tune.notes.append(Note("model.apply_lora_to_mlp", "renamed", "model.lora.target_modules"))
+    elif name:
+        tune.notes.append(Note(key, "dropped", "checkpointer.checkpoint_dir names the model"))
+    if optimizer := _component(tune, "optimizer"):
+        tune.put("optim", _TABLE["optimizers"].get(optimizer, optimizer), f"optimizer.{_COMPONENT}")
+    betas = tune.source.get("optimizer.betas")
+    for name, value in zip(("adam_beta1", "adam_beta2"), betas if isinstance(betas, list) else (), strict=False):
+        tune.put(name, value, "optimizer.betas")
+    if schedule := _component(tune, "lr_scheduler"):
+        tune.put("lr_scheduler_type", "cosine" if "cosine" in schedule else schedule, f"lr_scheduler.{_COMPONENT}")
     entries = source["dataset"] if isinstance(source.get("dataset"), list) else [source.get("dataset")]
     if entries != [None]:
         places = [f"dataset[{index}]" for index in range(len(entries))] if len(entries) > 1 else ["dataset"]
@@ -149,38 +166,6 @@ def _resolved(flat: dict[str, Any]) -> dict[str, Any]:
 def _component(tune: Torchtune, section: str) -> str:
     """The name of a section's class, without its modules; empty if there is none."""
     return str(tune.source.get(f"{section}.{_COMPONENT}") or "").rpartition(".")[2]
-
-
-def _read_model(tune: Torchtune) -> None:
-    """Whether an adapter is trained, and which layers it has."""
-    key, source = f"model.{_COMPONENT}", tune.source
-    name = _component(tune, "model")
-    if not name.startswith(("lora_", "qlora_")):
-        if name:
-            tune.notes.append(Note(key, "dropped", "checkpointer.checkpoint_dir names the model"))
-        return
-    tune.put("use_peft", True, key)
-    if name.startswith("qlora_"):
-        tune.put("load_in_4bit", True, key)
-    modules = [_MODULES.get(module, module) for module in source.get("model.lora_attn_modules") or ()]
-    if source.get("model.apply_lora_to_mlp"):
-        modules += _MLP
-    tune.put("lora_target_modules", modules, "model.lora_attn_modules")
-    if "model.apply_lora_to_mlp" in source:
-        tune.notes.append(Note("model.apply_lora_to_mlp", "renamed", "model.lora.target_modules"))
-
-
-def _read_optimizer(tune: Torchtune) -> None:
-    """The optimizer's class, its betas, and the schedule."""
-    source = tune.source
-    if optimizer := _component(tune, "optimizer"):
-        tune.put("optim", _TABLE["optimizers"].get(optimizer, optimizer), f"optimizer.{_COMPONENT}")
-    betas = source.get("optimizer.betas")
-    for name, value in zip(("adam_beta1", "adam_beta2"), betas if isinstance(betas, list) else (), strict=False):
-        tune.put(name, value, "optimizer.betas")
-    if schedule := _component(tune, "lr_scheduler"):
-        kind = "cosine" if "cosine" in schedule else schedule
-        tune.put("lr_scheduler_type", kind, f"lr_scheduler.{_COMPONENT}")
 
 
 def _entry(tune: Torchtune, place: str) -> dict[str, Any]:

@@ -59,14 +59,13 @@ def pictures(run: RunFolder) -> dict[str, Path]:
     files = {
         f"{name}{dark}.png": file.with_stem(file.stem + dark) for name, file in names.items() for dark in ("", "-dark")
     }
-    return {name: file for name, file in files.items() if _is_picture(file)}
-
-
-def _is_picture(file: Path) -> bool:
-    if file.is_symlink() or not file.is_file() or file.stat().st_size > MAX_PICTURE_BYTES:
-        return False
-    with file.open("rb") as stream:
-        return stream.read(8) == b"\x89PNG\r\n\x1a\n"
+    shown = {}
+    for name, file in files.items():
+        if not file.is_symlink() and file.is_file() and file.stat().st_size <= MAX_PICTURE_BYTES:
+            with file.open("rb") as stream:
+                if stream.read(8) == b"\x89PNG\r\n\x1a\n":
+                    shown[name] = file
+    return shown
 
 
 def card(run: RunFolder, title: str, merged: bool = False, *, repo: str = "", revision: str | None = None) -> str:
@@ -165,7 +164,13 @@ def _evaluations(run: RunFolder, recipe: Recipe, shown: dict[str, Path], url: st
             continue
         own = results["rows"][index]
         start, lines = tables.gains(results, own)
-        page.gains.append(_gains(results, start if start is not own else None, lines))
+        # The first lines about the suite: each score, and whether it is better than that of the start.
+        beside = f", beside {start['name']}" if start is not own else ""
+        intervals = ", with the 95% interval of the difference" if any("[" in line for line in lines) else ""
+        first = lines[:MAX_GAINS]
+        first += [f"{len(lines) - MAX_GAINS} more in the table below"] if len(lines) > MAX_GAINS else []
+        first = [f"  - {markdown_line(line)}" for line in (*first, *tables.warnings(results))]
+        page.gains.append("\n".join([markdown_line(f"{results['title']}; percent{beside}{intervals}"), *first]))
         page.eval_results += _eval_results(results, own, run)
         page.answers = page.answers or of_evaluation(folder, results, own, start)
     return page
@@ -191,16 +196,6 @@ def own_row(results: Results, run: RunFolder, title: str) -> int | None:
     rows = results["rows"]
     own = [i for i, row in enumerate(rows) if row["model"] and Path(row["model"]).resolve() == run.model.resolve()]
     return own[0] if own else len(rows) - 1 if rows[-1]["name"] == title else None
-
-
-def _gains(results: Results, start: Row | None, lines: list[str]) -> str:
-    """Return the first lines about a suite: each score, and whether it is better than that of the start."""
-    beside = f", beside {start['name']}" if start else ""
-    intervals = ", with the 95% interval of the difference" if any("[" in line for line in lines) else ""
-    shown = lines[:MAX_GAINS]
-    shown += [f"{len(lines) - MAX_GAINS} more in the table below"] if len(lines) > MAX_GAINS else []
-    shown = [f"  - {markdown_line(line)}" for line in (*shown, *tables.warnings(results))]
-    return "\n".join([markdown_line(f"{results['title']}; percent{beside}{intervals}"), *shown])
 
 
 def _eval_results(results: Results, own: Row, run: RunFolder) -> list[EvalResult]:

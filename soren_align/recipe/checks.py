@@ -18,7 +18,7 @@ from ..core.optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision
 from ..core.yaml import Key
 from ..spectral.maps import SOREN_MAPS
 from ..tasks import BENCHMARK, TASKS
-from .data_files import STDLIB, STDLIB_SPLITS, data_problems, first_line_problems, is_test_split
+from .data_files import STDLIB, STDLIB_SPLITS, data_problems, is_test_split
 from .model import adapter_config, attention_problems, is_adapter, is_local, recorded_quantization
 from .parallel import Parallel, parallel
 from .perplexities import published_problems
@@ -103,10 +103,9 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
         if path is None:
             continue
         is_trained, trains_on_test = at[1] == "train", split.get("train_on_test") is True
-        missing = data_problems(path, may_be_test=not is_trained or trains_on_test) if is_local(path) else []
-        if reads_data and is_local(path) and not missing:
-            missing = first_line_problems(path, split, raw.text("task"))
-        raw.report((*at, "path"), *missing)
+        if is_local(path):
+            may_be_test, task = not is_trained or trains_on_test, raw.text("task")
+            raw.report((*at, "path"), *data_problems(path, split, task, may_be_test=may_be_test, reads_data=reads_data))
         if not isinstance(name, str):
             continue
         if path == STDLIB and name not in STDLIB_SPLITS:
@@ -122,7 +121,6 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
     raw.problems += streaming_problems(raw.section("data"), raw.section("trainer"))
     _check_optimizer(raw)
     _check_precision(raw)
-    _check_perturbation(raw)
     _check_training(raw)
     names = raw.get("eval", "published")
     paths = [raw.as_path(("eval", "published", i), n) for i, n in enumerate(names if isinstance(names, list) else [])]
@@ -131,7 +129,6 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
     raw.problems += [(("eval", key), message) for key, message in evaluation_problems(settings)]
     benchmark = {key: raw.path("run", "benchmark", key) for key in ("suite", "data_root")}
     raw.problems += [(("run", "benchmark", key), message) for key, message in evaluation_problems(benchmark)]
-    _check_spectra(raw)
     if table := raw.path("run", "published", "table"):
         problems = published_problems(table, raw.text("run", "published", "model"), raw.text("task"))
         raw.problems += [(("run", "published", *key), message) for key, message in problems]
@@ -285,18 +282,43 @@ def _check_optimizer(raw: _Raw) -> None:
 
 
 def _check_precision(raw: _Raw) -> None:
-    """Check for bfloat16 parameters without compensation, and compensation without bfloat16 parameters."""
+    """Check the dtypes of parameters, of the starting weights that run.perturb changes, and of recorded gradients."""
     trainer, adapts = raw.section("trainer"), raw.trains_adapter  # whose factors are float32, whatever the frozen dtype
     dtype, compensation = raw.text("model", "dtype"), raw.get("optimizer", "compensation")
     where, name = ("optimizer", "compensation"), raw.path("run", "parallel")
     start, lora = raw.path("model", "name_or_path"), raw.section("model", "lora")
+    kind = raw.parallel.kind if raw.parallel else None
+    if (
+        raw.get("run", "perturb") is not None
+    ):  # of starting weights in float32, in memory and as the optimizer gets them
+        recorded, key = None, ("run", "perturb")
+        with suppress(UserError):  # reported at model.name_or_path
+            recorded = start and recorded_quantization(start)
+        if raw.text("model", "quantize") or recorded:
+            message = "4-bit and 8-bit weights cannot change by a rounding error; remove this key, or model.quantize"
+            raw.report(key, message)
+        elif dtype == "bfloat16":
+            message = (
+                "bfloat16 weights would lose this change by rounding; write model.dtype: float32 (with `trainer: "
+                "{bf16: true}` the arithmetic is bfloat16 all the same)"
+            )
+            raw.report(key, message)
+        if kind == "zero" and (trainer.get("bf16") is not False or trainer.get("fp16")):
+            message = "DeepSpeed rounds the weights before it makes the float32 master weights, and the change is lost;"
+            raw.report(key, f"{message} write run.parallel: ddp or fsdp2, or trainer.bf16: false")
+    of, key = raw.get("run", "log_spectra", "of"), ("run", "log_spectra", "of")
+    if isinstance(of, list) and "gradient" in of:  # which are recorded whole and unscaled
+        if kind not in (None, "ddp"):
+            raw.report(key, "gradients are whole with run.parallel ddp alone; write ddp, or remove `gradient`")
+        if trainer.get("fp16") is True:
+            raw.report(key, "fp16 scales the gradients; write trainer.bf16, or remove `gradient`")
     whole = lora.get("modules_to_save") if lora else start and trains_others(start, None)
     if dtype == "bfloat16" and adapts and whole and trainer.get("bf16") is False:
         message = "modules_to_save are float32 beside bfloat16 weights; write `trainer: {bf16: true}`"
         raw.report(("model", "dtype"), message)
-    if raw.parallel is None:
+    if kind is None:
         return
-    has_masters = raw.parallel.kind != "ddp"
+    has_masters = kind != "ddp"
     if dtype != "bfloat16":
         if compensation == "kahan":
             raw.report(
@@ -318,38 +340,6 @@ def _check_precision(raw: _Raw) -> None:
     elif has_masters and trainer.get("bf16") is False and not trainer.get("fp16"):
         message = f"under {name}, bfloat16 weights get float32 master weights only with `trainer: {{bf16: true}}`"
         raw.report(("model", "dtype"), f"{message}; write that, or `dtype: float32`")
-
-
-def _check_spectra(raw: _Raw) -> None:
-    """Check that gradients are whole and unscaled where their spectra are recorded."""
-    of = raw.get("run", "log_spectra", "of")
-    if isinstance(of, list) and "gradient" in of:
-        key = ("run", "log_spectra", "of")
-        if raw.parallel and raw.parallel.kind != "ddp":
-            raw.report(key, "gradients are whole with run.parallel ddp alone; write ddp, or remove `gradient`")
-        if raw.get("trainer", "fp16") is True:
-            raw.report(key, "fp16 scales the gradients; write trainer.bf16, or remove `gradient`")
-
-
-def _check_perturbation(raw: _Raw) -> None:
-    """Check that the starting weights are float32, in memory and as the optimizer gets them."""
-    if raw.get("run", "perturb") is None:
-        return
-    key, model, trainer = ("run", "perturb"), raw.path("model", "name_or_path"), raw.section("trainer")
-    recorded = None
-    with suppress(UserError):  # reported at model.name_or_path
-        recorded = model and recorded_quantization(model)
-    if raw.text("model", "quantize") or recorded:
-        raw.report(key, "4-bit and 8-bit weights cannot change by a rounding error; remove this key, or model.quantize")
-    elif raw.text("model", "dtype") == "bfloat16":
-        message = (
-            "bfloat16 weights would lose this change by rounding; write model.dtype: float32 (with `trainer: {bf16: "
-        )
-        raw.report(key, f"{message}true}}` the arithmetic is bfloat16 all the same)")
-    is_reduced = trainer.get("bf16") is not False or trainer.get("fp16")
-    if raw.parallel is not None and raw.parallel.kind == "zero" and is_reduced:
-        message = "DeepSpeed rounds the weights before it makes the float32 master weights, and the change is lost; "
-        raw.report(key, f"{message}write run.parallel: ddp or fsdp2, or trainer.bf16: false")
 
 
 def _check_training(raw: _Raw) -> None:

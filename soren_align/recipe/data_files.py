@@ -70,26 +70,6 @@ def data_files(path: str) -> dict[str, Path]:
     return {str(start / file.relative_to(root)): file for file in sorted(files)}
 
 
-def data_problems(path: str, may_be_test: bool) -> list[str]:
-    """The problems of the files at `path`. may_be_test: whether a file of a folder may be a test split's."""
-    if path.startswith(PYTHON):
-        return [] if path == STDLIB else [f"found {path!r}; write {STDLIB}, the only dataset that begins with python:"]
-    try:
-        files = data_files(path)
-    except UserError as error:
-        return list(error.problems)
-    if path in files:
-        return [f"{path} is empty; name a file with examples"] if files[path].stat().st_size == 0 else []
-    root = _root(path)
-    tests = (name for name, file in files.items() if is_test_split(str(file.relative_to(root))))
-    if not may_be_test and (name := next(tests, None)):
-        return [
-            f"the file {name} has the name of a test split, and scores on training data are meaningless; write a "
-            "pattern that leaves this file out, such as train*.jsonl, or add train_on_test: true to this section"
-        ]
-    return []
-
-
 def is_test_split(split: str) -> bool:
     """Whether a split's name is that of a held-out split: test_sft, validation, eval."""
     return _TEST.search(split.lower()) is not None
@@ -119,20 +99,51 @@ MAX_LINE = 1 << 20
 """Bytes; a file with a longer line is left to the later checks."""
 
 
-def first_line_problems(path: str, split: dict[str, Any], task: str | None) -> list[str]:
-    """The problems of the first records of the .jsonl and .csv files at `path`, which exist. split, task: of the raw
+def data_problems(
+    path: str, split: dict[str, Any], task: str | None, *, may_be_test: bool, reads_data: bool
+) -> list[str]:
+    """The problems of the files at `path`, and of the first records of .jsonl and .csv files. split, task: of the raw
     recipe.
+
+    may_be_test: whether a file of a folder may be a test split's. reads_data: whether records are read.
     """
-    if path == STDLIB:
-        return []
-    files = [(name, file) for name, file in data_files(path).items() if file.suffix in (".jsonl", ".csv")]
-    for name, file in files[:NUM_FILES]:
+    if path.startswith(PYTHON):
+        return [] if path == STDLIB else [f"found {path!r}; write {STDLIB}, the only dataset that begins with python:"]
+    try:
+        files = data_files(path)
+    except UserError as error:
+        return list(error.problems)
+    if path in files:
+        if files[path].stat().st_size == 0:
+            return [f"{path} is empty; name a file with examples"]
+    elif not may_be_test:
+        root = _root(path)
+        tests = (name for name, file in files.items() if is_test_split(str(file.relative_to(root))))
+        if name := next(tests, None):
+            return [
+                f"the file {name} has the name of a test split, and scores on training data are meaningless; write a "
+                "pattern that leaves this file out, such as train*.jsonl, or add train_on_test: true to this section"
+            ]
+    readable = [(name, file) for name, file in files.items() if file.suffix in (".jsonl", ".csv")] if reads_data else []
+    for name, file in readable[:NUM_FILES]:
         try:
             records = _first_records(name, file, split)
         except UserError as error:
             return list(error.problems)
-        if problems := _column_problems(name, records, split, task):
-            return problems
+        columns = {column: None for record in records for column in record}
+        own = split.get("columns")
+        listed = ", ".join(columns)
+        if not columns:
+            continue
+        if isinstance(own, dict) and own:
+            keys = ((ours, theirs) for ours, theirs in own.items() if ours not in TURN_KEYS)  # those are not columns
+            for ours, theirs in keys:
+                if isinstance(theirs, str) and theirs not in columns:
+                    hint = did_you_mean(theirs, columns, "write one of these columns")
+                    return [f"{name}: columns.{ours} is '{theirs}', but the file has the columns {listed}{hint}"]
+        elif task in TASKS and not columns.keys() & set(get_args(Column)):
+            hint = example_of_names(records[0], task)
+            return [f"{name}: has the columns {listed}, but {task} needs {TASKS[task].required_columns}{hint}"]
     return []
 
 
@@ -249,23 +260,6 @@ def refuse_wide_characters(name: str, start: bytes) -> None:
     """Raise UserError if a text file is not UTF-8 by its first bytes: a byte order mark, or a NUL."""
     if start.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in start:
         raise UserError(f"{name}: is in UTF-16 or UTF-32; convert the file to UTF-8: iconv -f UTF-16 -t UTF-8")
-
-
-def _column_problems(name: str, records: list[dict[str, Any]], split: dict[str, Any], task: str | None) -> list[str]:
-    columns = {column: None for record in records for column in record}
-    names = split.get("columns")
-    if isinstance(names, dict) and names:
-        for ours, theirs in names.items() if columns else ():  # keys of turns are not columns
-            if ours not in TURN_KEYS and isinstance(theirs, str) and theirs not in columns:
-                hint = did_you_mean(theirs, columns, "write one of these columns")
-                return [
-                    f"{name}: columns.{ours} is '{theirs}', but the file has the columns {', '.join(columns)}{hint}"
-                ]
-        return []
-    if not columns or task not in TASKS or columns.keys() & set(get_args(Column)):
-        return []
-    hint = example_of_names(records[0], task)
-    return [f"{name}: has the columns {', '.join(columns)}, but {task} needs {TASKS[task].required_columns}{hint}"]
 
 
 def columns_text(names: Mapping[str, str]) -> str:

@@ -113,11 +113,6 @@ def _as_section(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-def _scale(value: Any) -> Any:
-    """null as the default scale; anything else unchanged."""
-    return settings.ADJUST_LR_FN if value is None else value
-
-
 MAP_SECTIONS = {
     name: _map_section(spectral_map, is_default=number == 0)
     for number, (name, spectral_map) in enumerate(SOREN_MAPS.items())
@@ -216,7 +211,9 @@ class MatrixOptimizer(OptimizerSection):
     """Coefficient of the exponential moving average of the matrices' gradients."""
     nesterov: bool = settings.NESTEROV
     """true: the map's input is the Nesterov average of gradient and momentum. false: it is the momentum."""
-    adjust_lr_fn: Annotated[AdjustLrFn, BeforeValidator(_scale)] = settings.ADJUST_LR_FN
+    adjust_lr_fn: Annotated[
+        AdjustLrFn, BeforeValidator(lambda value: settings.ADJUST_LR_FN if value is None else value)
+    ] = settings.ADJUST_LR_FN
     """The factor by which the learning rate of an m x n matrix is multiplied. `match_rms_measured`: 0.2 / RMS of the
     map's output. With this factor, the numbers of every update have a root mean square (RMS) of 0.2 `lr`, so you can
     use AdamW's learning rates. `match_rms_adamw`: 0.2 sqrt(max(m, n)), and 0.4 sqrt(max(m, n)) for Soren. With this
