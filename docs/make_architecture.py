@@ -34,6 +34,9 @@ STYLE = """
     text { fill: #9198a1 } .name { fill: #f0f6fc } .box { fill: #151b23; stroke: #3d444d }
     .way, .arrow { stroke: #4493f8 } .head { fill: #4493f8 }
   }
+  @media (max-width: 600px) {
+    text { visibility: hidden } .name { visibility: visible; font-size: 26px; transform: translateY(18px) }
+  }
 """
 
 

@@ -128,8 +128,8 @@ def pictures() -> None:
     for name in STEPS:
         every = [spectrum for spectrum in recorded_spectra.load() if spectrum.set == name]
         queries = [spectrum for spectrum in every if "q_proj" in spectrum.name]
-        [file] = draw(queries, maps, STUDIES)
-        file.replace(STUDIES / f"spectra-{name}.png")
+        for file, end in zip(draw(queries, maps, STUDIES), ("", "-dark"), strict=True):
+            file.replace(STUDIES / f"spectra-{name}{end}.png")
         for kind, chosen in {"all": every, "query projections": queries}.items():
             measured = [measure(spectrum, maps)["maps"] for spectrum in chosen]
             for label in maps:

@@ -13,21 +13,21 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from PIL import Image
+from matplotlib.ticker import NullLocator
 from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import Tensor
 
 from ..core.errors import UserError
+from ..core.figures import FONT, Colors, line_style, short, style_axes, write_pictures
 from ..core.files import CHANGED, contents, parse_json, read_text
 from ..core.text import Table, count, number
 from ..optim import Muon, Soren, SpectralOptimizer, matrices_of, momentum_of
@@ -49,18 +49,6 @@ nu: the norm (sum of sigma^8)^(1/8), by which minimax divides the matrix
 -: the momentum is zero, so mean and extremes do not include this matrix
 Muon's output is halved, as match_rms_adamw halves Muon's output"""
 MAX_LAYERS, MAX_STEPS = 3, 3
-# Line styles and markers differ without colour too. Okabe and Ito's colours, the lightest excepted.
-EXACT_STYLE = {"color": "#767676", "linestyle": "-", "marker": "o", "markerfacecolor": "white"}
-STYLES = (
-    {"color": "#D55E00", "linestyle": ":", "marker": "x"},
-    {"color": "#0072B2", "linestyle": "--", "marker": "s"},
-    {"color": "#009E73", "linestyle": "-.", "marker": "^"},
-    {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "D"},
-    {"color": "#E69F00", "linestyle": (0, (1, 1)), "marker": "v"},
-    {"color": "#56B4E9", "linestyle": (0, (7, 2)), "marker": "P"},
-)
-NUM_COLORS = 64
-"""Of a picture: a third of the bytes of one in all colours."""
 FLOOR = 3e-4
 """The lower end of the axis: smaller values are not drawn."""
 
@@ -313,57 +301,68 @@ def by_kind(spectra: Sequence[Spectrum]) -> dict[str, list[Spectrum]]:
 
 
 def draw(spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], folder: Path) -> list[Path]:
-    """Write a PNG per kind of matrix into `folder`, and return their paths; equal spectra give equal bytes.
+    """Write a PNG per kind of matrix into `folder`, and one for a dark page; equal spectra give equal bytes.
 
     A picture has a row per layer and a column per step, at most MAX_LAYERS and MAX_STEPS, the first and the last among
-    them.
+    them. Returns the paths.
     """
     files = []
-    for name, members in by_kind(spectra).items():
-        files.append(file := folder / f"{name}.png")
-        rows = spread([*dict.fromkeys(spectrum.name for spectrum in members)], MAX_LAYERS)
-        columns = spread(sorted({spectrum.step for spectrum in members}), MAX_STEPS)
-        figure = Figure(figsize=(8.5, 0.9 + 2.4 * len(rows)), dpi=110, layout="constrained")
-        canvas = FigureCanvasAgg(figure)
-        panels = figure.subplots(len(rows), len(columns), squeeze=False, sharex="row", sharey=True)
-        for spectrum in members:
-            if spectrum.name in rows and spectrum.step in columns:
-                panel = panels[rows.index(spectrum.name)][columns.index(spectrum.step)]
-                _draw_panel(panel, spectrum, maps)
-                entries = panel.get_legend_handles_labels()
-        for name, row in zip(rows, panels, strict=True):
-            label = re.sub(r".*layers\.(\d+)\.", r"layer \1, ", name.removesuffix(".weight"))
-            row[0].set_ylabel(label, fontsize=8, parse_math=False)
-        legend = {"loc": "outside upper center", "ncols": 4, "fontsize": 8, "frameon": False, "handlelength": 3.5}
-        figure.legend(*entries, **legend)
-        figure.supxlabel("mode, from the largest singular value on", fontsize=8)
-        canvas.draw()
-        image = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba()))
-        image.convert("RGB").quantize(NUM_COLORS).save(file, optimize=True)
+    for kind, members in by_kind(spectra).items():
+        names = spread([*dict.fromkeys(spectrum.name for spectrum in members)], MAX_LAYERS)
+        steps = spread(sorted({spectrum.step for spectrum in members}), MAX_STEPS)
+        panels = {
+            (spectrum.name, spectrum.step): (spectrum, {label: mapped(spectrum, map_) for label, map_ in maps.items()})
+            for spectrum in members
+            if spectrum.name in names and spectrum.step in steps
+        }
+        light = folder / f"{kind}.png"
+        files += [light, write_pictures(light, partial(_figure, names, steps, panels))]
     return files
 
 
-def _draw_panel(panel: Axes, spectrum: Spectrum, maps: dict[str, SpectralOptimizer]) -> None:
+Panels = dict[tuple[str, int], tuple[Spectrum, dict[str, Tensor]]]
+"""The spectrum of a matrix's name and step, and the outputs of the maps."""
+
+
+def _figure(names: list[str], steps: list[int], panels: Panels, colors: Colors) -> Figure:
+    figure = Figure(figsize=(6.4, 1.2 + 2.3 * len(names)), dpi=200, layout="constrained", facecolor=colors.paper)
+    grid = figure.subplots(len(names), len(steps), squeeze=False, sharex="row", sharey=True)
+    entries: dict[str, Any] = {}
+    for name, row in zip(names, grid, strict=True):
+        for step, axes in zip(steps, row, strict=True):
+            axes.set_yscale("log")
+            axes.set_ylim(FLOOR, 1.5)
+            axes.yaxis.set_minor_locator(NullLocator())
+            style_axes(axes, f"step {step:,}", "", colors)
+            if (name, step) in panels:
+                _draw_lines(axes, *panels[name, step], colors)
+                entries |= {line.get_label(): line for line in axes.lines}
+                place = re.sub(r".*layers\.(\d+)\.", r"layer \1, ", name.removesuffix(".weight"))
+                label = f"{short(place, 32)}\n{' x '.join(map(str, panels[name, step][0].shape))}"
+                row[0].set_ylabel(label, fontsize=FONT - 1, color=colors.ink, parse_math=False)
+    legend: dict[str, Any] = {"loc": "outside upper center", "frameon": False, "labelcolor": colors.ink}
+    figure.legend([*entries.values()], [*entries], ncols=3, handlelength=3.5, fontsize=FONT, **legend)
+    figure.supxlabel("number of the singular value, from the largest on", fontsize=FONT, color=colors.ink)
+    return figure
+
+
+def _draw_lines(axes: Axes, spectrum: Spectrum, outputs: dict[str, Tensor], colors: Colors) -> None:
+    """The singular values of one matrix and of the outputs of the maps."""
     numbers = range(1, min(spectrum.shape) + 1)
     if not spectrum.nu:
-        panel.text(0.5, 0.5, "zero", transform=panel.transAxes, ha="center", fontsize=8)
+        axes.text(0.5, 0.5, "zero", transform=axes.transAxes, ha="center", fontsize=FONT, color=colors.ink)
     # 0 / 0 is nan, which is not drawn: the lines stay for the legend.
-    panel.semilogy(
-        numbers, _drawn(spectrum.without_null_space / spectrum.nu), color="black", label=f"{spectrum.of} / nu"
-    )
-    for i, (label, optimizer) in enumerate(maps.items()):
-        style = EXACT_STYLE if label == EXACT else STYLES[i % len(STYLES)]
-        drawn = _drawn(mapped(spectrum, optimizer))
+    values = _drawn(spectrum.without_null_space / spectrum.nu)
+    axes.plot(numbers, values, color=colors.ink, linewidth=1.8, label=f"{spectrum.of} / nu")
+    for i, (label, output) in enumerate(outputs.items()):
+        style = line_style(1 + i, colors)
+        if label == EXACT:
+            style = {"color": colors.muted, "linestyle": "-", "marker": "o", "markerfacecolor": colors.paper}
+        drawn = _drawn(output)
         # Markers at different modes, so that none covers another; matplotlib fails to place them on an empty line.
-        places = None if all(map(math.isnan, drawn)) else (0.03 + 0.13 * i / len(maps), 0.16)
-        line = {**style, "markevery": places, "markersize": 4, "linewidth": 1.1}
-        panel.semilogy(numbers, drawn, label=label, **line)
-    panel.set_xlim(0, len(numbers) + 1)
-    panel.set_ylim(FLOOR, 1.5)
-    panel.set_title(f"step {spectrum.step}, {' x '.join(map(str, spectrum.shape))}", fontsize=8)
-    panel.tick_params(labelsize=8)
-    panel.grid(color="#dddddd", linewidth=0.5)
-    panel.set_axisbelow(True)
+        places = None if all(map(math.isnan, drawn)) else (0.03 + 0.13 * i / len(outputs), 0.3)
+        axes.plot(numbers, drawn, label=label, markevery=places, markersize=4, linewidth=1.3, **style)
+    axes.set_xlim(0, len(numbers) + 1)
 
 
 def _drawn(values: Tensor) -> list[float]:

@@ -89,7 +89,7 @@ def test_a_zero_momentum_has_no_cosine_and_is_left_out_of_the_means(run, tmp_pat
 
     done = command.run("spectrum", run.path, "--output", tmp_path / "pictures", "--full")
     assert done.returncode == 0, done.stderr
-    assert len([*(tmp_path / "pictures").iterdir()]) == 2
+    assert len([*(tmp_path / "pictures").iterdir()]) == 2 * 2
     for title in ("distance from the", "cosine of the", "size: norm of the"):
         rows = {row[0]: row for line in done.stdout.partition(title)[2].splitlines()[1:7] if (row := line.split())}
         assert {*rows["0.self_attn.zero"][2:]} == {"-"}
@@ -121,14 +121,18 @@ def test_the_tables_are_80_columns_wide_and_pictures_are_small(run, tmp_path):
     assert table[2].split()[:4] == ["matrix", "step", "muon", "0.0004"]
     assert table[3].split()[:2] == ["0.self_attn.q_proj", "1"]
     assert [line.split()[0] for line in table[7:9]] == ["mean", "largest"]
-    (picture,) = (tmp_path / "pictures").iterdir()
-    assert picture.name == "self_attn.q_proj.png"
-    assert picture.stat().st_size < 150_000
-    first = picture.read_bytes()
-    with Image.open(picture) as image:
-        assert image.width > 800
+    pictures = sorted((tmp_path / "pictures").iterdir())
+    assert [picture.name for picture in pictures] == ["self_attn.q_proj-dark.png", "self_attn.q_proj.png"]
+    first = [picture.read_bytes() for picture in pictures]
+    assert max(map(len, first)) < 250_000
+    corners = []
+    for picture in pictures:
+        with Image.open(picture) as image:
+            assert image.width == 1280  # 6.4 inches: letters of 10 points are 8 pixels high on a phone of 390
+            corners.append(image.convert("L").getpixel((0, 0)))
+    assert corners[0] < 64 < 255 == corners[1]
     assert command.run("spectrum", run.path, "--output", tmp_path / "pictures").returncode == 0
-    assert picture.read_bytes() == first
+    assert [picture.read_bytes() for picture in pictures] == first
 
 
 def test_without_full_the_means_and_extremes_of_all_maps_are_six_lines(run):
@@ -205,7 +209,7 @@ def test_a_name_in_a_file_leads_to_no_other_folder_and_is_no_formula(run, tmp_pa
     run.spectra.write_text("".join(json.dumps(line) + "\n" for line in hostile))
     done = command.run("spectrum", run.path, "--output", tmp_path / "pictures")
     assert done.returncode == 0, done.stderr
-    assert len([*(tmp_path / "pictures").iterdir()]) == 2
+    assert len([*(tmp_path / "pictures").iterdir()]) == 2 * 2
     assert {path.name for path in tmp_path.iterdir()} == {"run", "pictures"}
 
 
@@ -216,5 +220,5 @@ def test_factors_of_adapters_have_pictures_of_their_own(run, tmp_path):
     run.spectra.write_text("".join(json.dumps({**record(0, 1), "name": name}) + "\n" for name in names))
     assert command.run("spectrum", run.path, "--output", tmp_path).returncode == 0
     assert {path.name for path in tmp_path.glob("*.png")} == {
-        f"{m}.lora_{f}.default.png" for m in ("up", "down") for f in "AB"
+        f"{m}.lora_{f}.default{end}.png" for m in ("up", "down") for f in "AB" for end in ("", "-dark")
     }

@@ -64,7 +64,8 @@ def test_the_pictures_are_drawn_with_their_numbers(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(record_spectra, "STUDIES", tmp_path)
     monkeypatch.setattr(record_spectra, "STEPS", {"quickstart": [1]})
     record_spectra.pictures()
-    assert (tmp_path / "spectra-quickstart.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("spectra-quickstart.png", "spectra-quickstart-dark.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert {line[1] for line in lines} == {"all", "query projections"}
     assert all(line[3:] == ["0.0%", "0.0%", "1.00 |"] for line in lines if line[2] == "exact")
