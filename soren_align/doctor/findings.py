@@ -1,8 +1,8 @@
 """What a check returns: findings, one line of the table each."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 Verdict = Literal["ok", "FAILED", "skipped"]
 
@@ -35,10 +35,6 @@ class Finding:
     expected: str
     verdict: Verdict = "ok"
     reason: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the finding as plain data."""
-        return asdict(self)
 
 
 def judged(check: str, measured: str, expected: str, passes: bool, reason: str) -> Finding:

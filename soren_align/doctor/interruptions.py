@@ -45,14 +45,10 @@ def interruptions(machine: Machine) -> Iterator[Finding]:
     sys.stderr.write(done.stderr)
     if done.returncode:
         raise TrainingError(f"the resumed run: exit code {done.returncode}: {last_line(done.stderr)}")
-    yield compared_weights(furthest(run, undisturbed))
-
-
-def compared_weights(difference: float) -> Finding:
-    """The finding of the weights after the resumes."""
+    difference = furthest(run, undisturbed)
     reason = f"a run {STRATEGY} that was resumed twice has other weights: {difference:.2g} from an undisturbed run's"
     expected = f"the undisturbed run's weights (<= {TOLERANCE:g})"
-    return judged("resume", f"{difference:.1e}", expected, difference <= TOLERANCE, reason)
+    yield judged("resume", f"{difference:.1e}", expected, difference <= TOLERANCE, reason)
 
 
 def newest_step(run: Path) -> int:

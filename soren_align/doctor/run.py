@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -53,7 +53,11 @@ def doctor(num_processes: int | None, *, quick: bool, output: str) -> int:
                 findings.append(skipped(name, "the time is over"))
             else:
                 findings += run_check(name, machine, min(limit, left))
-            _write_result(machine, findings, time.monotonic() - begin)
+            # Written after each check: a doctor that is killed has a result too.
+            content = {"time": now(), "seconds": round(time.monotonic() - begin, 1)}
+            content |= {"processes": machine.num_processes, "quick": quick, "num_gpus": num_gpus, **provenance()}
+            content |= {"findings": [asdict(finding) for finding in findings]}
+            files.write(folder / RESULT, json.dumps(content, indent=2) + "\n")
     failures = [finding for finding in findings if finding.verdict == "FAILED"]
     if not failures:
         shutil.rmtree(folder / RUNS, ignore_errors=True)
@@ -84,7 +88,14 @@ def run_check(name: str, machine: Machine, seconds: float) -> list[Finding]:
         except subprocess.TimeoutExpired:
             problem = f"it had not ended after {seconds:.0f} s; {log} has its output"
         finally:
-            _stop(process)
+            # End the processes that are alive: SIGTERM first, with which torchrun ends its ranks.
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                if process.poll() is not None and number == signal.SIGTERM:
+                    break
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_SECONDS)
     findings = list(_read(file))
     file.unlink(missing_ok=True)
     if problem or not findings:
@@ -108,24 +119,7 @@ def last_line(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
 
 
-def _stop(process: subprocess.Popen) -> None:
-    """End the processes of a check that are alive: SIGTERM first, with which torchrun ends its ranks."""
-    for number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
-        if process.poll() is not None and number == signal.SIGTERM:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-
-
 def _read(file: Path) -> Iterator[Finding]:
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
         with suppress(ValueError):  # of a process that was killed while it wrote
             yield Finding(**json.loads(line))
-
-
-def _write_result(machine: Machine, findings: Sequence[Finding], seconds: float) -> None:
-    content = {"time": now(), "seconds": round(seconds, 1), "processes": machine.num_processes, "quick": machine.quick}
-    content |= {"num_gpus": machine.num_gpus, **provenance(), "findings": [finding.as_json() for finding in findings]}
-    files.write(machine.folder / RESULT, json.dumps(content, indent=2) + "\n")

@@ -29,8 +29,18 @@ OLDEST_GPU = (8, 0)
 
 def libraries(machine: Machine) -> Iterator[Finding]:
     """Versions against what soren-align declares, Python, torch's build, driver, GPUs and their interconnect."""
-    problems, tested, names = [], tested_versions(), []
-    for requirement in requirements():
+    # The versions in constraints.txt by canonical name; none in a wheel.
+    file = ROOT / "constraints.txt"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    pins = [line.partition("==") for line in lines if "==" in line and not line.startswith("#")]
+    problems, tested, names = [], {_canonical(name): version.strip() for name, _, version in pins}, []
+    # The requirements that apply here: of the checkout that this code runs from, or of the wheel.
+    if (file := ROOT / "pyproject.toml").is_file():
+        lines = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"]
+    else:
+        lines = metadata.requires("soren-align") or []
+    parsed = map(Requirement, lines)
+    for requirement in [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]:
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
@@ -74,24 +84,6 @@ def libraries(machine: Machine) -> Iterator[Finding]:
     reason = "GPUs are connected by PCIe alone; ZeRO 3 and FSDP2 will be slow"
     has_links = not kinds or any(kind.startswith("NV") for kind in kinds)
     yield judged("interconnect", join_words(kinds) or "unknown", "NV (NVLink)", has_links, reason)
-
-
-def requirements() -> list[Requirement]:
-    """The declared requirements that apply here: those of the checkout that this code runs from, or of the wheel."""
-    if (file := ROOT / "pyproject.toml").is_file():
-        lines = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"]
-    else:
-        lines = metadata.requires("soren-align") or []
-    parsed = map(Requirement, lines)
-    return [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
-
-
-def tested_versions() -> dict[str, str]:
-    """The versions in constraints.txt by canonical name; none in a wheel."""
-    file = ROOT / "constraints.txt"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    pins = [line.partition("==") for line in lines if "==" in line and not line.startswith("#")]
-    return {_canonical(name): version.strip() for name, _, version in pins}
 
 
 def _canonical(name: str) -> str:

@@ -27,10 +27,22 @@ SECONDS, QUICK_SECONDS = 10.0, 2.0
 
 
 def times(machine: Machine) -> Iterator[Finding]:
-    """One line for each map, over the matrices of one layer; on CPUs without float16, which they emulate."""
+    """One line for the products, and one for each map over the matrices of one layer; on CPUs without float16, which
+    they emulate.
+    """
+    from ..planning.flops import PEAKS
+
     device, model = torch.device(machine.device), MODELS[MODEL[machine.device]]
     rates = matmul_rates(device)
-    yield rates_of(torch.cuda.get_device_name() if machine.num_gpus else "CPU", rates)
+    name = torch.cuda.get_device_name() if machine.num_gpus else "CPU"
+    # The data sheet's, by which plan predicts times.
+    peaks = next((peaks for gpu, peaks in PEAKS.items() if gpu in name), {})
+    slow = [precision for precision, peak in peaks.items() if rates.get(precision, peak) < RATE_SHARE * peak]
+    measured = ", ".join(f"{precision} {rate / 1e12:.3g}" for precision, rate in rates.items())
+    expected = ", ".join(f"{RATE_SHARE * peaks[precision] / 1e12:.3g}" for precision in rates if precision in peaks)
+    reason = f"matrix products of {name} in {', '.join(slow)} reach less than {RATE_SHARE:.0%} of the data sheet's peak"
+    reason += "; look at power and clocks (nvidia-smi -q -d CLOCK,POWER)"
+    yield judged("matrix products", f"{measured} TFLOP/s", f">= {expected or 0} TFLOP/s", not slow, reason)
     timed: dict[str, tuple[SpectralMap, FactorPrecision]] = {
         f"{name} {precision}": (MAPS[name], precision) for name, precision in TIMED
     }
@@ -58,16 +70,3 @@ def times(machine: Machine) -> Iterator[Finding]:
             "processes on the device, then see soren-align bench maps"
         )
         yield judged(f"time {key}", measured, f"<= {most:.3g} ms (products {alone:.3g})", own <= most, reason)
-
-
-def rates_of(name: str, rates: dict[str, float]) -> Finding:
-    """The finding of the device's matrix products, by which plan predicts times."""
-    from ..planning.flops import PEAKS
-
-    peaks = next((peaks for gpu, peaks in PEAKS.items() if gpu in name), {})
-    slow = [precision for precision, peak in peaks.items() if rates.get(precision, peak) < RATE_SHARE * peak]
-    measured = ", ".join(f"{precision} {rate / 1e12:.3g}" for precision, rate in rates.items())
-    expected = ", ".join(f"{RATE_SHARE * peaks[precision] / 1e12:.3g}" for precision in rates if precision in peaks)
-    reason = f"matrix products of {name} in {', '.join(slow)} reach less than {RATE_SHARE:.0%} of the data sheet's peak"
-    reason += "; look at power and clocks (nvidia-smi -q -d CLOCK,POWER)"
-    return judged("matrix products", f"{measured} TFLOP/s", f">= {expected or 0} TFLOP/s", not slow, reason)

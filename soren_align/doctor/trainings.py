@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file
 
@@ -130,7 +129,8 @@ def dpo(machine: Machine) -> Iterator[Finding]:
     """The first step of DPO, before any update: the policy is its reference, so rewards are 0 and the loss is ln 2."""
     start = ("model.name_or_path=shipped:recipes/quickstart/base", "model.init_seed=1", "trainer.max_steps=1")
     run = train(machine, "dpo", *start, task="dpo")
-    first = next(log for log in logs_of(run) if "loss" in log)
+    logs = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    first = next(log for log in logs if "loss" in log)
     loss, rewards = first["loss"], [first["rewards/chosen"], first["rewards/rejected"]]
     worst = max(abs(loss - math.log(2)), *map(abs, rewards))
     measured = f"loss {loss:.4f}, rewards {rewards[0]:.1g} and {rewards[1]:.1g}"
@@ -139,11 +139,6 @@ def dpo(machine: Machine) -> Iterator[Finding]:
         "not the starting model; do not train DPO here"
     )
     yield judged("DPO's first step", measured, f"{math.log(2):.4f} and 0, +- {DPO_LOSS:g}", worst <= DPO_LOSS, reason)
-
-
-def logs_of(run: Path) -> list[dict[str, Any]]:
-    """The logged steps of a run."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 MODEL_CONFIG = {

@@ -8,13 +8,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, GenerationConfig
 
-from ..core.errors import OutOfReach, UserError, as_user_error
+from ..core.errors import OutOfReach, UserError, as_user_error, in_one_line
 from ..data import check_template, dataset_of, has_marks, last_visible
 from ..optim import Route, build_optimizer, route, routing_table, share_notices, spectral_share
 from ..optim.blocks import OF_HEADS, fused_projections, layer_of, split_layout
@@ -26,16 +27,23 @@ from ..run.folder import RunFolder
 from ..training import build
 from ..training.adapters import common_globs
 from ..training.model import TWO_ANSWERS, generation_notices, load_config, load_tokenizer, starting_checkpoint
+from ..training.packing import refuse_mixing_in
 from ..training.setup import check_attention, padding_token, refuse_unembedded
 from . import offline
+from .flops import build_model, kinds_of_blocks, select_blocks
 from .inputs import count_frozen, on_this_machine, outline
 from .memory import ModelSizes, Rank
-from .probe import probe_packing
 from .step import model_sizes
 
 ALWAYS, CONVERSATIONS, ANSWERS, PACKING = "", "conversations", "trainer.assistant_only_loss", "trainer.packing"
 """When a problem stops training: whatever the data and settings; on conversations; with this setting."""
 PARALLEL = tuple(name for name in NAMES if not name.endswith("offload"))
+PROBE_VOCAB_SIZE = 64
+"""Above the probe's tokens."""
+_WIDTH = re.compile(r"(intermediate_size(_mlp)?|ffn_dim|ffn_hidden_size|n_inner|ffn_hidden_dim)$")
+PROBE_MLP_WIDTH = 16
+MAX_PROBE_PARAMETERS = 2 * 10**8
+"""Of the random model: more would take more than a few seconds."""
 
 
 def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
@@ -47,7 +55,14 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
     notices: list[str] = []
     name, init_seed = recipe.model.name_or_path, recipe.model.init_seed
     problems += ({"when": ALWAYS, "message": message} for message in model_problems(name, init_seed))
-    config, folder = _config(recipe, notices)
+    folder = None  # of the config, if it is the one that the package ships
+    try:
+        config = load_config(recipe)
+    except OutOfReach:
+        if (own := offline.model_config(name)) is None:
+            raise
+        notices.append("the hub is out of reach; the config is the one that soren-align ships")
+        config, folder = AutoConfig.from_pretrained(own), str(own)
     with _collected(problems, ALWAYS):
         check_attention(recipe, config)
     attention, recipe = recipe.model.attn_implementation, on_this_machine(recipe)
@@ -60,11 +75,14 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
             build_optimizer(model, **build.optimizer_settings(recipe))
     with _collected(problems, ALWAYS):
         notices += generation_notices(recipe, folder or start)
-    missing, reached = _reached_by_text(model)
-    if missing and not recipe.model.lora:
-        message = f"text does not use {len(missing)} trained parameters, such as {missing[0]}"
-        message += f"; write model.freeze: {common_globs(missing, reached)}"
-        problems.append({"when": ALWAYS, "message": message})
+    if model.config.get_text_config() is not model.config:  # text does not use an image encoder
+        head, trained = model.get_output_embeddings(), [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        used = {*model.get_decoder().parameters(), *(head.parameters() if head is not None else ())}
+        missing, reached = [n for n, p in trained if p not in used], [n for n, p in trained if p in used]
+        if missing and not recipe.model.lora:
+            message = f"text does not use {len(missing)} trained parameters, such as {missing[0]}"
+            message += f"; write model.freeze: {common_globs(missing, reached)}"
+            problems.append({"when": ALWAYS, "message": message})
     tokens = None
     if folder is not None:
         with _collected(problems, ALWAYS):
@@ -82,6 +100,10 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
     notices += share_notices(recipe.optimizer.name, table)
     sizes = model_sizes(recipe, routes, count_frozen(recipe, model))
     dtype = getattr(config, "dtype", None)
+    names = defaultdict(list)  # of each parameter; tied ones have several
+    for one_name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(one_name)
+    experts = [r for r in routes if len(r.shape) == 3 and r.rule == "spectral"]  # tensors of a layer's experts
     return {
         "model": {
             "name_or_path": name,
@@ -99,8 +121,14 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
         "routing": table,
         "parameters": _parameters(routes),
         "fused": _fused(routes, config),
-        "experts": _experts(routes),
-        "tied": _tied(model),
+        "experts": {
+            "tensors": len(experts),
+            "experts": sorted({r.shape[0] for r in experts}),
+            "matrices": sum(r.num_matrices for r in experts),
+        }
+        if experts
+        else None,
+        "tied": [several for several in names.values() if len(several) > 1],
         "optimizer_states": {"num_processes": num_ranks, "bytes_per_gpu": _states(recipe, sizes, num_ranks)},
         "tokens": tokens,
         "packing": {"is_separate": is_separate, "message": packing},
@@ -114,27 +142,6 @@ def _collected(problems: list[dict[str, str]], when: str) -> Iterator[None]:
         yield
     except UserError as error:
         problems += ({"when": when, "message": message} for message in error.problems)
-
-
-def _config(recipe: Recipe, notices: list[str]) -> tuple[Any, str | None]:
-    """The model's config, and its folder if it is the one that the package ships."""
-    try:
-        return load_config(recipe), None
-    except OutOfReach:
-        if (folder := offline.model_config(recipe.model.name_or_path)) is None:
-            raise
-        notices.append("the hub is out of reach; the config is the one that soren-align ships")
-        return AutoConfig.from_pretrained(folder), str(folder)
-
-
-def _reached_by_text(model: Any) -> tuple[list[str], list[str]]:
-    """The names of the trained parameters that text does not use, such as an image encoder's, and of those that it
-    uses."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    head, used = model.get_output_embeddings(), {p for _, p in trained}
-    if model.config.get_text_config() is not model.config:
-        used = {*model.get_decoder().parameters(), *(head.parameters() if head is not None else ())}
-    return [name for name, p in trained if p not in used], [name for name, p in trained if p in used]
 
 
 def _tokens(
@@ -219,23 +226,6 @@ def _fused(routes: Sequence[Route], config: Any) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _experts(routes: Sequence[Route]) -> dict[str, Any] | None:
-    """The tensors that store the experts of a layer, the experts in each, and their matrices."""
-    tensors = [r for r in routes if len(r.shape) == 3 and r.rule == "spectral"]
-    if not tensors:
-        return None
-    numbers = sorted({r.shape[0] for r in tensors})
-    return {"tensors": len(tensors), "experts": numbers, "matrices": sum(r.num_matrices for r in tensors)}
-
-
-def _tied(model: Any) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    names = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    return [several for several in names.values() if len(several) > 1]
-
-
 def _states(recipe: Recipe, sizes: ModelSizes, num_ranks: int) -> list[dict[str, Any]]:
     """{"optimizer", "states", and bytes per GPU by sharding strategy} of every optimizer; None where it is refused."""
     rows = []
@@ -248,3 +238,49 @@ def _states(recipe: Recipe, sizes: ModelSizes, num_ranks: int) -> list[dict[str,
                 row[strategy] = None if is_refused else rank.optimizer_states("", "device").num_bytes
             rows.append({"optimizer": name, "states": states, **row})
     return rows
+
+
+def probe_packing(config: Any, model: Any, attention: str | None = None) -> tuple[bool | None, str]:
+    """Return whether packed examples stay separate, and a sentence; None if this cannot be probed.
+
+    Training probes the model itself before its first step (`training.packing`). Here the same probe runs on a random
+    model of the architecture with one block of each type, few tokens and narrow MLPs, none of which decides how a model
+    separates examples. config: the model's. model: the whole one without weights. attention: see `build_model`.
+    """
+    small = deepcopy(config)
+    text_config = small.get_text_config()
+    types = getattr(text_config, "layer_types", None)
+    firsts: dict[Any, int] = {}
+    for number, positions in enumerate(kinds_of_blocks(model)):
+        for position in positions:
+            firsts.setdefault((number, types and types[position]), position)
+    blocks = sorted(firsts.values()) if types else [*range(1 + max(firsts.values(), default=0))]
+    try:
+        if firsts:
+            select_blocks(text_config, blocks)
+        _shrink(small)
+        with torch.device("meta"):
+            numel = sum(p.numel() for p in build_model(small, None, torch.float32, (), attention).parameters())
+        if numel > MAX_PROBE_PARAMETERS:
+            return None, f"not tested here, because a model of one block of each type already has {numel:,} parameters"
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            refuse_mixing_in(build_model(small, None, torch.float32, (), attention), "trainer.packing")
+    except UserError as error:
+        return (False, str(error)) if str(error).startswith("trainer.packing") else (None, f"not tested here: {error}")
+    except Exception as error:  # an architecture's code need not run with these sizes; training may work
+        return None, f"not tested here: {in_one_line(error, 120)}"
+    return True, "packed examples stay separate (tested with random weights and one block of each type)"
+
+
+def _shrink(config: Any) -> None:
+    """Narrow the MLPs and the vocabulary of a config and of those inside, in place."""
+    for key, value in [*vars(config).items()]:
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            _shrink(value)
+        elif _WIDTH.search(key) and isinstance(value, int | None):
+            setattr(config, key, PROBE_MLP_WIDTH)
+        elif key == "vocab_size":
+            setattr(config, key, PROBE_VOCAB_SIZE)
+        elif key.endswith("_token_id") and isinstance(value, int | list):
+            setattr(config, key, 0)

@@ -63,7 +63,10 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
     write("optimizer", f"{plan['optimizer_description']} for the weight matrices{others}")
     _print_updates(plan, console, full)
     if "as_far_as" in plan:
-        _print_distance(plan["as_far_as"], console)
+        other, lr = plan["as_far_as"]["run"], plan["as_far_as"]["lr"]
+        run = f"{other['run']} ({other['optimizer']}, lr {other['lr']:g})"
+        write("distance", f"{run} changed its matrices by {100 * other['relative_change']:.3g}% of their norm")
+        write("", f"about the same change with this recipe's schedule: optimizer.lr={lr:.2g}")
 
     console.print()
     if full or ranks["num_processes"] > 1:
@@ -196,14 +199,6 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
             "weights do not change; use a larger learning rate"
         )
         write("notice", notice)
-
-
-def _print_distance(section: dict[str, Any], console: Console) -> None:
-    """Print the learning rate of an equal distance. section: the plan's "as_far_as"."""
-    write, other = partial(print_labelled, console), section["run"]
-    run = f"{other['run']} ({other['optimizer']}, lr {other['lr']:g})"
-    write("distance", f"{run} changed its matrices by {100 * other['relative_change']:.3g}% of their norm")
-    write("", f"about the same change with this recipe's schedule: optimizer.lr={section['lr']:.2g}")
 
 
 def _print_processes(section: dict[str, Any], console: Console) -> None:

@@ -41,7 +41,29 @@ def print_inspection(inspection: dict[str, Any], console: Console) -> None:
     title = f"optimizer states per GPU, {count(states['num_processes'], 'GPU')}"
     console.print(Table(["optimizer", "states", *strategies], table, title, "ll").rich(pad_edge=True))
     console.print()
-    _print_tokens(inspection, console)
+    tokens = inspection["tokens"]
+    if tokens is None:
+        write("template", "unknown, because the tokenizer cannot be loaded")
+    else:
+        template = tokens["template"]
+        if "end" not in template:
+            write("template", "cannot be used" if template["exists"] else "the tokenizer has none")
+        else:
+            ends = "the EOS token: answers end the turn"
+            ends = ends if template["end_is_eos"] else f"not the EOS token {tokens['eos']}"
+            write("template", f"answers end with {template['end']} (token {template['end_id']:,}), {ends}")
+            marks = {"marked": "the template marks the answers", "derived": "the answers are derived from the template"}
+            if "answers" in template:
+                write("", f"with trainer.assistant_only_loss, {marks[template['answers']]}")
+        own = f"{tokens['eos']} (token {tokens['eos_id']})" if tokens["eos"] else "none"
+        sources = (("config.json", "config_eos_ids"), ("generation_config.json", "generation_eos_ids"))
+        others = (f"; {file}: {', '.join(map(str, tokens[ids])) or 'none'}" for file, ids in sources)
+        write("tokens", f"EOS {own}{''.join(others)}")
+        pad = f"{tokens['pad']} (token {tokens['pad_id']})" if tokens["pad"] else "none"
+        reason = "" if tokens["pad_is_own"] or not tokens["pad"] else ", because there is no pad token"
+        write("", f"padding {pad}{reason}")
+        if tokens["vocab_size"]:
+            write("", f"{tokens['num_tokens']:,} tokens, {tokens['vocab_size']:,} embeddings")
     is_mixed = inspection["packing"]["is_separate"] is False
     write("packing", "refused, see the problem above" if is_mixed else inspection["packing"]["message"])
 
@@ -82,28 +104,3 @@ def _print_routing(inspection: dict[str, Any], console: Console) -> None:
         )
     for names in inspection["tied"]:
         write("tied", f"{join_words(names)} are one weight")
-
-
-def _print_tokens(inspection: dict[str, Any], console: Console) -> None:
-    """Print the chat template and the special tokens."""
-    write, tokens = partial(print_labelled, console), inspection["tokens"]
-    if tokens is None:
-        write("template", "unknown, because the tokenizer cannot be loaded")
-        return
-    template = tokens["template"]
-    if "end" not in template:
-        write("template", "cannot be used" if template["exists"] else "the tokenizer has none")
-    else:
-        ends = "the EOS token: answers end the turn" if template["end_is_eos"] else f"not the EOS token {tokens['eos']}"
-        write("template", f"answers end with {template['end']} (token {template['end_id']:,}), {ends}")
-        marks = {"marked": "the template marks the answers", "derived": "the answers are derived from the template"}
-        if "answers" in template:
-            write("", f"with trainer.assistant_only_loss, {marks[template['answers']]}")
-    own = f"{tokens['eos']} (token {tokens['eos_id']})" if tokens["eos"] else "none"
-    sources = (("config.json", "config_eos_ids"), ("generation_config.json", "generation_eos_ids"))
-    others = (f"; {file}: {', '.join(map(str, tokens[ids])) or 'none'}" for file, ids in sources)
-    write("tokens", f"EOS {own}{''.join(others)}")
-    pad = f"{tokens['pad']} (token {tokens['pad_id']})" if tokens["pad"] else "none"
-    write("", f"padding {pad}{'' if tokens['pad_is_own'] or not tokens['pad'] else ', because there is no pad token'}")
-    if tokens["vocab_size"]:
-        write("", f"{tokens['num_tokens']:,} tokens, {tokens['vocab_size']:,} embeddings")
