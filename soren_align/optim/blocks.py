@@ -147,10 +147,7 @@ def _projection_sizes(name: str, place: str, num_rows: int, blocks: Sequence[str
         return [num_rows // 2] * 2
     size, text_config = _head_dim(name, place, config), config.get_text_config()
     num_heads = text_config.num_attention_heads
-    num_kv_heads = 1 if getattr(text_config, "multi_query", False) else _num_kv_heads(text_config) or num_heads
+    attention = getattr(text_config, "attn_config", None)  # MPT's and DBRX's
+    num_kv_heads = getattr(attention, "kv_n_heads", None) or getattr(text_config, "num_key_value_heads", None)
+    num_kv_heads = 1 if getattr(text_config, "multi_query", False) else num_kv_heads or num_heads
     return [num_heads * size, num_kv_heads * size, num_kv_heads * size]
-
-
-def _num_kv_heads(config: Any) -> int | None:
-    attention = getattr(config, "attn_config", None)  # MPT's and DBRX's
-    return getattr(attention, "kv_n_heads", None) or getattr(config, "num_key_value_heads", None)

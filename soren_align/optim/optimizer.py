@@ -114,22 +114,20 @@ class SpectralOptimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, **RULE_DEFAULTS[self.rule], **settings})
         self._start()
         if is_left_out:
-            self._warn_of_small_updates()
-
-    def _warn_of_small_updates(self) -> None:
-        groups = [group for group in self.param_groups if group.get("adjust_lr_fn") == self.own_adjust_lr_fn]
-        matrices = [p for group in groups for p in group["params"]]
-        num_rows, num_columns = max((tuple(p.shape[-2:]) for p in matrices if p.ndim > 1), key=max, default=(1, 1))
-        rms = self.lr_scale(self.own_adjust_lr_fn, num_rows, num_columns) * self.map_level
-        rms /= math.sqrt(max(num_rows, num_columns))  # of an update at learning rate 1
-        if SMALL_UPDATES * rms <= MATCH_RMS:
-            warnings.warn(
-                f"{type(self).__name__} without adjust_lr_fn uses {self.own_adjust_lr_fn!r}: the update of a "
-                f"{num_rows} x {num_columns} matrix has an RMS of about {rms:.2g} lr, {MATCH_RMS / rms:.0f} times "
-                f"smaller than AdamW's update. For AdamW's learning rates, write adjust_lr_fn={ADJUST_LR_FN!r}, the "
-                f"default of recipes and trainers. To keep small updates, write adjust_lr_fn={self.own_adjust_lr_fn!r}",
-                stacklevel=4,
-            )
+            groups = [group for group in self.param_groups if group.get("adjust_lr_fn") == self.own_adjust_lr_fn]
+            matrices = [p for group in groups for p in group["params"]]
+            num_rows, num_columns = max((tuple(p.shape[-2:]) for p in matrices if p.ndim > 1), key=max, default=(1, 1))
+            rms = self.lr_scale(self.own_adjust_lr_fn, num_rows, num_columns) * self.map_level
+            rms /= math.sqrt(max(num_rows, num_columns))  # of an update at learning rate 1
+            if SMALL_UPDATES * rms <= MATCH_RMS:
+                warnings.warn(
+                    f"{type(self).__name__} without adjust_lr_fn uses {self.own_adjust_lr_fn!r}: the update of a "
+                    f"{num_rows} x {num_columns} matrix has an RMS of about {rms:.2g} lr, {MATCH_RMS / rms:.0f} times "
+                    f"smaller than AdamW's update. For AdamW's learning rates, write adjust_lr_fn={ADJUST_LR_FN!r}, "
+                    "the default of recipes and trainers. To keep small updates, write "
+                    f"adjust_lr_fn={self.own_adjust_lr_fn!r}",
+                    stacklevel=3,
+                )
 
     def _start(self) -> None:
         """What is not the optimizer's state; torch's copy and pickle of an optimizer keep none of it."""
@@ -191,12 +189,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for group in groups
         ]
         # Plans and states of all groups, before one is changed: if memory is exhausted here too, no weight has changed.
-        plans = [
-            self.strategy.plan(named, group.get("weight_layouts", {}), self._exchanged_state(group))
-            if named and group["rule"] == "spectral"  # a launcher may have emptied the group, on all ranks
-            else None
-            for named, group in zip(with_grad, groups, strict=True)
-        ]
+        plans: list[Exchange | None] = []
+        for named, group in zip(with_grad, groups, strict=True):
+            if not named or group["rule"] != "spectral":  # a launcher may have emptied the group, on all ranks
+                plans.append(None)
+                continue
+            exchanged = self._state_of_maps(group)
+            if has_factors(group):  # the numbers of factors of products too
+                exchanged = {**exchanged, WEIGHTS: lambda num_rows, num_columns: (num_rows, num_columns)}
+            plans.append(self.strategy.plan(named, group.get("weight_layouts", {}), exchanged))
         for group in groups:
             self._complete_state(group)
         if any(exchange and not self.map_is_finite(g) for g, exchange in zip(groups, plans, strict=True)):
@@ -256,11 +257,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _state_of_maps(self, group: dict[str, Any]) -> MapState:
         """The state of the map's class, and that of the group's second moment of the rows."""
         return {**self.map_state, **row_moments(group["second_moment"])}
-
-    def _exchanged_state(self, group: dict[str, Any]) -> MapState:
-        """That state, and the numbers of factors of products."""
-        weights: MapState = {WEIGHTS: lambda num_rows, num_columns: (num_rows, num_columns)}
-        return {**self._state_of_maps(group), **(weights if has_factors(group) else {})}
 
     def _complete_state(self, group: dict[str, Any]) -> None:
         # Also for parameters without a gradient, so that a checkpoint that lacks a state is known to be broken.

@@ -173,7 +173,8 @@ def route(
             layout = split_layout(name, shape, layout, blocks, getattr(model, "config", None))
             if min(min(m) for m in Route(name, parameter, shape, rule, reason, layout).matrix_shapes) == 1:
                 raise ValueError(f"split: {name}: a block of one row is no matrix; write larger blocks")
-            reason += f", split into {describe_blocks(layout)}"
+            parts = [part for part, _ in blocks_in(layout)]
+            reason += f", split into {f'{len(parts)} blocks' if parts[0].isdigit() else ', '.join(parts)}"
         routes.append(Route(name, parameter, shape, rule, reason, layout))
     if lora_update == "product" and not any(r.reason.startswith(OF_PRODUCT) for r in routes):
         raise ValueError(
@@ -187,12 +188,6 @@ def route(
                 f"split: {glob!r} matches no weight that is a matrix of the optimizer; correct or remove this name"
             )
     return routes
-
-
-def describe_blocks(layout: WeightLayout) -> str:
-    """The blocks of a layout in words: "q, k, v", "12 blocks"."""
-    names = [name for name, _ in blocks_in(layout)]
-    return f"{len(names)} blocks" if names[0].isdigit() else ", ".join(names)
 
 
 def adapter_parameters(model: nn.Module) -> tuple[dict[nn.Parameter, WeightLayout], dict[nn.Parameter, str]]:

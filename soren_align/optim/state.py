@@ -60,20 +60,17 @@ def new_state(parameter: Tensor, form: StateForm) -> dict[str, Tensor]:
     state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     for key, dtype in form.dtypes.items():
         state[key] = torch.zeros_like(parameter, dtype=dtype)
-    for key, shape in form.shapes.items():
-        state[key] = _zeros(shape, parameter)
-    return state if form.blocks is None else {**state, "blocks": form.blocks}
-
-
-def _zeros(shape: tuple[int, ...], parameter: Tensor) -> Tensor:
-    """Zeros for a map's state; beside a DTensor those of its rows, of which each rank has as many."""
     settings: dict[str, Any] = {"dtype": momentum_dtype(parameter), "device": parameter.device}
-    if not hasattr(parameter, "to_local"):
-        return torch.zeros(shape, **settings)
     sharded: Any = parameter
-    here = torch.zeros(len(sharded.to_local()), *shape[1:], **settings)
-    whole = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride(), "run_check": False}
-    return sharded.from_local(here, sharded.device_mesh, sharded.placements, **whole)
+    for key, shape in form.shapes.items():
+        if not hasattr(parameter, "to_local"):
+            state[key] = torch.zeros(shape, **settings)
+            continue
+        # Beside a DTensor the zeros are those of its rows, of which each rank has as many.
+        here = torch.zeros(len(sharded.to_local()), *shape[1:], **settings)
+        whole = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride(), "run_check": False}
+        state[key] = sharded.from_local(here, sharded.device_mesh, sharded.placements, **whole)
+    return state if form.blocks is None else {**state, "blocks": form.blocks}
 
 
 def loaded_state(

@@ -40,7 +40,7 @@ from torch import Tensor
 from ..core.optimizer_settings import MATCH_RMS
 from ..spectral.matrices import frobenius_norm
 from .eight_bits import blocks_of, decoded, encode_
-from .layout import Batch, Exchange, Named, Shard, local, update_shape
+from .layout import Exchange, Named, Shard, local, update_shape
 from .product import WEIGHTS, is_factor, product_directions
 from .rounding import chunks, master_weights, store_master_weights_
 from .second_moment import ROWS, divided_by_elements, divided_by_rows, rescaled_
@@ -117,26 +117,24 @@ def directions(
             output = divided_by_rows(output, row_moments, beta, transposed=is_transposed)
         return with_unit_rms(output) if is_measured and adapt is None else output
 
-    def directions_of_factors(a: Batch, b: Batch) -> tuple[Tensor, Tensor]:
-        factors = [part.map_state[WEIGHTS].view(part.inputs.shape) for part in (a, b)]
-        of_a, of_b = (partial(maps.map_matrices, names=part.names) for part in (a, b))
-        step_size = float(maps.lr) * maps.scale(*update_shape(a.inputs.shape[-2:], a.layout))
-        return product_directions(
-            (factors[0], factors[1]),
-            (a.inputs, b.inputs),
-            (of_a, of_b),
-            step_size=step_size,
-            to_unit_rms=is_measured,
-        )
-
     shards = exchange.shards(state)
     batches = exchange.whole_matrices(
         shards, partial(map_input_of, group=group, is_coming=is_trial), maps.workspace_mb, adapt
     )
     for batch in batches:
         if is_factor(batch.layout):
-            pair = batch, next(batches)  # A and B
-            outputs = directions_of_factors(*pair)
+            pair = a, b = batch, next(batches)  # the factors of a product
+            weights_of_a, weights_of_b = (part.map_state[WEIGHTS].view(part.inputs.shape) for part in pair)
+            map_a, map_b = (partial(maps.map_matrices, names=part.names) for part in pair)
+            step_size = float(maps.lr) * maps.scale(*update_shape(a.inputs.shape[-2:], a.layout))
+            outputs = product_directions(
+                (weights_of_a, weights_of_b),
+                (a.inputs, b.inputs),
+                (map_a, map_b),
+                step_size=step_size,
+                to_unit_rms=is_measured,
+            )
+            del a, b, weights_of_a, weights_of_b  # freed with the pair
         else:
             pair = (batch,)
             # None in a batch that only brings outputs of other ranks.

@@ -328,23 +328,20 @@ class _Bucket:
         self.exchange.buffer_bytes -= self.num_bytes
         del self._out, self._in, self._work  # which holds the buffers too
         if self.adapt is not None:
-            self._add_squares()
+            # The squares of the shards here become those of their whole matrices. Collective.
+            sizes = [2 * self.exchange.plan.layout.weights[i].num_matrices for i in self.indices]
+            ends = list(accumulate(sizes))
+            places = {i: slice(end - n, end) for i, end, n in zip(self.indices, ends, sizes, strict=True)}
+            sums = torch.zeros(ends[-1], dtype=torch.float64, device=self.exchange.device)
+            for index, shard, _ in self.adapted:
+                assert shard.squares is not None
+                sums[places[index]] += shard.squares.view(-1).to(sums.device)
+            dist.all_reduce(sums, group=self.exchange.process_group)
+            self.exchange.bytes_sent += sums.nbytes
+            for index, shard, _ in self.adapted:
+                shard.squares = sums[places[index]].view(2, -1)
             for _, shard, part in self.adapted:
                 yield shard, part
-
-    def _add_squares(self) -> None:
-        """Make the squares of the shards here those of their whole matrices. Collective."""
-        weights, device = self.exchange.plan.layout.weights, self.exchange.device
-        ends = list(accumulate(2 * weights[i].num_matrices for i in self.indices))
-        places = {i: slice(end - 2 * weights[i].num_matrices, end) for i, end in zip(self.indices, ends, strict=True)}
-        sums = torch.zeros(ends[-1], dtype=torch.float64, device=device)
-        for index, shard, _ in self.adapted:
-            assert shard.squares is not None
-            sums[places[index]] += shard.squares.view(-1).to(device)
-        dist.all_reduce(sums, group=self.exchange.process_group)
-        self.exchange.bytes_sent += sums.nbytes
-        for index, shard, _ in self.adapted:
-            shard.squares = sums[places[index]].view(2, -1)
 
     def _values(self, shard: Shard, key: str) -> Tensor:
         """The map input of a shard here, or its numbers of a map state, flat and on the device of the exchange."""

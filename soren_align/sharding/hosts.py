@@ -84,7 +84,14 @@ def find_hosts(ranks: Ranks) -> list[Host]:
     # torchrun or Slurm numbers hosts that have the same name, as containers may.
     number = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or ""
     hosts: dict[tuple[str, str], tuple[list[int], frozenset[str]]] = {}
-    for rank, (name, group, addresses) in enumerate(ranks.gather((socket.gethostname(), number, _addresses()))):
+    own = set()  # this host's IPv4 addresses
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, interface in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+                own.add(socket.inet_ntoa(answer[20:24]))
+    here = (socket.gethostname(), number, frozenset(own - {"127.0.0.1"}))
+    for rank, (name, group, addresses) in enumerate(ranks.gather(here)):
         hosts.setdefault((name, group), ([], addresses))[0].append(rank)
     return [Host(name, tuple(members), addresses) for (name, _), (members, addresses) in hosts.items()]
 
@@ -147,14 +154,3 @@ class Watch:
                     )
                 )
                 return
-
-
-def _addresses() -> frozenset[str]:
-    """Return this host's IPv4 addresses."""
-    addresses = set()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, interface in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-                addresses.add(socket.inet_ntoa(answer[20:24]))
-    return frozenset(addresses - {"127.0.0.1"})
