@@ -15,7 +15,6 @@ ARRAY_JOB = ROOT / "configs/slurm/compare.sbatch"
 # What a user edits in the script. A node has one GPU, so that the two tasks run on different nodes.
 TWO_TASKS = ("--array=1-2", "--gpus=1", "--cpus-per-task=1")
 STUDY = runs.CONFIGS["compare"]
-COMMAND = [*runs.arguments(STUDY), "--set", "verdict.seeds=[101, 102]"]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +23,7 @@ def undisturbed(slurm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("study") / "alone"
     runs.lay_out(folder, STUDY)
     environment = {**slurm.environment, **runs.environment(folder)}
-    alone = command.run_process(*COMMAND, cwd=folder, env=environment, timeout=900)
+    alone = command.run_process(*runs.arguments(STUDY), cwd=folder, env=environment, timeout=900)
     assert alone.returncode == 0, alone.stderr
     return runs.result(folder / "run", STUDY)
 
@@ -39,7 +38,7 @@ def test_two_nodes_end_a_study_as_one_process_does_though_one_task_is_disturbed(
 ):
     folder = tmp_path / "array"
     runs.lay_out(folder, STUDY)
-    array = slurm.submit(folder, *TWO_TASKS, ARRAY_JOB, *COMMAND[1:])
+    array = slurm.submit(folder, *TWO_TASKS, ARRAY_JOB, *runs.arguments(STUDY)[1:])
     tasks = [f"{array}_1", f"{array}_2"]
     end = time.monotonic() + 600
     while len([*folder.glob("run/*/*/*/metrics.jsonl")]) < 2:  # each task trains

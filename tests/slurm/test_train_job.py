@@ -103,7 +103,7 @@ def reach_the_time_limit(slurm, number, run):
 def test_a_disturbed_job_ends_with_the_weights_of_an_undisturbed_one(
     slurm, submit, parallel, ranks, partition, disturbances
 ):
-    training = config(60 * len(disturbances), parallel, ranks)
+    training = config(100 * len(disturbances), parallel, ranks)
     options = (f"--nodes={ranks}", f"--partition={partition}", "--time=60", "--signal=TERM@600")
     number, undisturbed = submit(training, *options, name="undisturbed")
     assert slurm.wait_for_end(number)["JobState"] == "COMPLETED"
