@@ -399,8 +399,46 @@ def test_memory_does_not_grow_with_the_length_of_the_answers(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert len(scores[""].numbers) == 8000
+    assert len(scores[""].ids) == 8000
     assert peak < file.stat().st_size / 5
+
+
+def lines(path, *, num, score=lambda i: i % 2, **columns):
+    """Write a table of so many questions in JSONL."""
+    with path.open("w") as stream:
+        for i in range(num):
+            stream.write(json.dumps({"id": f"question {i}", "score": score(i)} | {k: f(i) for k, f in columns.items()}))
+            stream.write("\n")
+    return path
+
+
+MEMORY = {
+    "id, score": (9, {}),
+    "content": (13, {"question": lambda i: f"What is {i}?"}),
+    "cluster": (17, {"cluster": lambda i: f"text {i // 5}"}),
+    "any score": (16, {"score": lambda i: i / 20_000}),
+}
+"""The bytes of a question in memory, and the columns of its table."""
+
+
+@pytest.mark.parametrize("kind", MEMORY)
+def test_a_question_needs_a_few_bytes_of_memory(kind, tmp_path):
+    """5 GB of lines of 150 bytes are 33 million questions: at 30 bytes each, two files would need more than 1 GB."""
+    num, (size, columns) = 20_000, MEMORY[kind]
+    paths = [lines(tmp_path / f"{name}.jsonl", num=num, **columns) for name in "ab"]
+    read_models([str(paths[0])], Columns())  # what is imported and cached once
+    tracemalloc.start()
+    try:
+        models = read_models([*map(str, paths)], Columns())
+        held, reading = tracemalloc.get_traced_memory()
+        answers, notes = align(models, common=False)
+        make_results(models, answers, notes, mean=False)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert held / num < 2 * size * 1.07 + 2  # an array grows by 1/16 at a time
+    assert reading / num < 2 * size * 1.07 + 12
+    assert peak / num < 2 * size * 1.07 + 40
 
 
 def test_the_planned_number_of_questions_finds_the_difference_with_this_power():

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from array import array
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
@@ -17,7 +18,8 @@ from ..stats.intervals import average, score_points
 from ..stats.paired import ModelAnswers, read_points
 from ..stats.power import POWER, Part, detectable_by, mean_part, part_of, questions_for
 from ..stats.significance import compare, pair_column, unpaired
-from .files import FILE_NAMES, Columns, Scores, read_path, read_scores
+from .files import FILE_NAMES, Columns, read_path, read_scores
+from .scores import Scores, hash_bits, match, numbers
 
 AVERAGE = "average"
 SHARES = (0.05, 0.1, 0.2)
@@ -95,9 +97,9 @@ def _own_rows(folder: Path) -> dict[str, Model]:
         tasks = {}
         for column, each in points.items():
             scores = Scores(metrics.get(column, "score").removesuffix(",none"), str(folder))
-            scores.numbers = {str(i): i for i in range(len(each.each))}
-            scores.points.extend(each.each)
-            scores.clusters = [] if each.clusters is None else each.clusters.tolist()
+            scores.ids.extend(range(len(each.each)))
+            scores.points = array("d", each.each)
+            scores.clusters.extend(() if each.clusters is None else each.clusters.tolist())
             scores.digest, scores.score = each.prompts, dict(row["scores"][column])
             scores.has_average = AVERAGE in row["scores"]
             tasks[column] = scores
@@ -138,66 +140,80 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
                     f"{scores.source}: is compared with {reference.source}, but only one of them is a folder of results"
                     " of soren-align; name the folder of a row in its samples folder instead"
                 )
-        keys, orders = _shared(task, chosen, common)
-        if any(len(scores.numbers) > len(keys) for scores in chosen.values()):
-            listed = ", ".join(f"{len(scores.numbers) - len(keys):,} of {name}" for name, scores in chosen.items())
-            notes.append(f"{task}: compared on the {len(keys):,} questions that all have; left out: {listed}")
+        orders = _orders(task, chosen, common)
         labels = next((scores for scores in chosen.values() if scores.clusters), None)
-        prompts = np.array(reference.prompts)
+        labels_order = next((orders[name] for name, scores in chosen.items() if scores is labels), slice(None))
+        clusters = numbers(labels.clusters)[labels_order] if labels else None
+        prompts = numbers(reference.prompts)
         for name, scores in chosen.items():
-            model, order = answers[name], orders[name]
-            model.points[task] = np.array(scores.points)[order]  # pyright: ignore[reportArgumentType]
-            if labels:
-                model.clusters[task] = [labels.clusters[labels.numbers[key]] for key in keys]
+            model = answers[name]
+            model.points[task] = numbers(scores.points)[orders[name]]  # pyright: ignore[reportArgumentType]
+            if clusters is not None:
+                model.clusters[task] = clusters  # pyright: ignore[reportArgumentType]
             if scores.digest:
                 model.prompt_hashes[task] = [("", scores.digest)]
-            elif changed := _differ(prompts[orders[first_name]], np.array(scores.prompts)[order]).sum():
-                notes.append(
-                    f"{task}: {changed:,} of {len(keys):,} prompts of {name} are not those of {first_name} (few-shot"
-                    " examples or chat template), so the difference is one of model and prompt"
-                )
+            elif scores.prompts and len(prompts):
+                other_prompts = numbers(scores.prompts)[orders[name]]
+                if changed := int(_differ(prompts[orders[first_name]], other_prompts).sum()):
+                    notes.append(
+                        f"{task}: {changed:,} of {len(other_prompts):,} prompts of {name} are not those of {first_name}"
+                        " (few-shot examples or chat template), so the difference is one of model and prompt"
+                    )
+        size = len(answers[first_name].points[task])
+        if any(len(scores.ids) > size for scores in chosen.values()):
+            listed = ", ".join(f"{len(scores.ids) - size:,} of {name}" for name, scores in chosen.items())
+            notes.append(f"{task}: compared on the {size:,} questions that all have; left out: {listed}")
+        del clusters, prompts
+        for scores in chosen.values():
+            scores.forget_questions()
     if not answers[first_name].points:
         raise UserError("the models have no task in common; name results of the same tasks")
     return answers, notes
 
 
-def _shared(task: str, chosen: dict[str, Scores], common: bool) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Return the ids of the questions that all models have, and where they are in the points of each.
+def _orders(task: str, chosen: dict[str, Scores], common: bool) -> dict[str, np.ndarray | slice]:
+    """Return for each model the numbers of the questions that all models have, in the order of the first model's.
 
     Raises UserError if some differ, unless `common`, or if there are none.
     """
     (first_name, first), *others = chosen.items()
-    keys = [key for key in first.numbers if all(key in scores.numbers for _, scores in others)]
-
-    def order(scores: Scores) -> np.ndarray:
-        return np.fromiter((scores.numbers[key] for key in keys), int, len(keys))
-
-    same = np.ones(len(keys), bool)
+    ids, contents = numbers(first.ids), numbers(first.contents)
+    places: dict[str, np.ndarray] = {}  # of models with another order
+    in_all = np.ones(len(ids), bool)
     for name, scores in others:
-        differing = np.zeros(len(keys), bool)
-        if first.contents and scores.contents:
-            differing = _differ(np.array(first.contents)[order(first)], np.array(scores.contents)[order(scores)])
-        same &= ~differing
-        unpaired_keys = first.numbers.keys() ^ scores.numbers.keys()
-        if common or not (unpaired_keys or differing.any()):
+        order, in_both = slice(None), np.ones(len(ids), bool)
+        if not np.array_equal(ids, numbers(scores.ids)):
+            order = places[name] = match(ids, numbers(scores.ids))
+            in_both = order >= 0
+        differing = np.zeros(len(ids), bool)
+        if len(contents) and scores.contents:
+            differing = in_both & _differ(contents, numbers(scores.contents)[order])
+        in_all &= in_both & ~differing
+        num_both = int(in_both.sum())
+        number = len(ids) + len(scores.ids) - 2 * num_both + int(differing.sum())
+        if common or not number:
             continue
-        number = len(unpaired_keys) + int(differing.sum())
-        key = next((key for each in (first, scores) for key in each.numbers if key in unpaired_keys), None)
-        reason = "its content differs" if key is None else f"only {first_name if key in first.numbers else name} has it"
-        key = keys[int(differing.argmax())] if key is None else key
+        if num_both < len(ids):
+            key, reason = first.read_id(int(in_both.argmin())), f"only {first_name} has it"
+        elif num_both < len(scores.ids):
+            is_matched = np.zeros(len(scores.ids), bool)
+            is_matched[order] = True
+            key, reason = scores.read_id(int(is_matched.argmin())), f"only {name} has it"
+        else:
+            key, reason = first.read_id(int(differing.argmax())), "its content differs"
         raise UserError(
             f"{task}: {number:,} question{'s differ' if number > 1 else ' differs'} between {first_name}"
-            f" ({len(first.numbers):,} questions) and {name} ({len(scores.numbers):,}), first {key[:60]} ({reason});"
+            f" ({len(ids):,} questions) and {name} ({len(scores.ids):,}), first {key[:60]} ({reason});"
             f" {REMEDY}"
         )
-    keys = [key for key, is_same in zip(keys, same, strict=True) if is_same]
-    if not keys:
+    if not in_all.any():
         raise UserError(f"{task}: no question is in the results of all models; check the ids (--id COLUMN)")
-    return keys, {name: order(scores) for name, scores in chosen.items()}
+    shared = slice(None) if in_all.all() else np.flatnonzero(in_all)
+    return {name: places[name][shared] if name in places else shared for name in chosen}
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Whether hashes differ, of those that are known."""
+    """Whether the hashes differ, where both are known."""
     return (a != b) & (a != 0) & (b != 0)
 
 
@@ -208,7 +224,12 @@ def join_tasks(answers: dict[str, ModelAnswers], prefix: str) -> None:
         tasks = list(next(iter(answers.values())).points)
         raise UserError(f"--group {prefix}: no task begins with it{did_you_mean(prefix, tasks, 'correct --group')}")
     for model in answers.values():
-        labels = [label for name in names for label in model.clusters.pop(name, [name] * len(model.points[name]))]
+        labels = np.concatenate(
+            [
+                model.clusters.pop(name, np.full(len(model.points[name]), hash_bits(name, 8), np.uint64))
+                for name in names
+            ]
+        )
         each = np.concatenate([model.points.pop(name) for name in names])
         model.points[prefix], model.clusters[prefix] = each, labels  # pyright: ignore[reportArgumentType]
         hashes = [pair for name in names for pair in model.prompt_hashes.pop(name, [])]

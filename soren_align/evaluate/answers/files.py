@@ -2,18 +2,19 @@
 
 A file is recognized by its content, not by its name: samples of lm-eval, predictions of olmo-eval, logs of inspect-ai,
 details of lighteval, and tables (.csv, .jsonl, .parquet) with a column of ids and one of scores. Records are read one
-at a time, so that memory holds numbers and ids only. Files are data: nothing is unpickled, imported or executed.
+at a time, and memory holds a few bytes of each (`Scores`). Files are data: nothing is unpickled, imported or executed.
 """
 
+import codecs
 import csv
 import io
 import json
 import re
 import zipfile
-from array import array
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -22,14 +23,15 @@ from ...core.errors import UserError, did_you_mean
 from ...core.files import local_path, parse_json, read_json
 from ...core.text import join_words
 from ...recipe.data_files import csv_columns, refuse_wide_characters
+from .scores import Scores, first_repeat, hash_bits, numbers
 
 MAX_LINE = 1 << 24
 """Bytes of a line. A few-shot sample of four choices with 16k tokens is 256 kB."""
 MAX_DOCUMENT = 1 << 28
 """Bytes of a file that is one JSON value, which is read whole."""
 MAX_DEPTH = 200
-MAX_QUESTIONS = 4_000_000
-"""Of a model on a task: about 150 bytes of memory each."""
+MAX_QUESTIONS = 50_000_000
+"""Of a model on a task: 9 to 25 bytes of memory each."""
 MAX_ENTRIES = 100_000
 PREFERRED = ("acc_norm", "acc", "exact_match", "score", "correct", "is_correct", "accuracy", "em", "passed", "resolved")
 """Metrics, the best first: the choice of our suites, then usual names of columns."""
@@ -62,29 +64,8 @@ class Columns:
     """Scores are divided by it."""
 
 
-@dataclass
-class Scores:
-    """The scores of one model on one task."""
-
-    metric: str
-    source: str
-    """The file or folder, for messages."""
-    numbers: dict[str, int] = field(default_factory=dict)
-    """The number of each question from 0, by its id."""
-    points: array = field(default_factory=lambda: array("d"))
-    """In [0, 1]; these lists are in the order of the numbers."""
-    contents: array = field(default_factory=lambda: array("Q"))
-    """Hashes of the questions; 0: unknown."""
-    prompts: array = field(default_factory=lambda: array("Q"))
-    """Hashes of the prompts; 0: unknown."""
-    clusters: list[Any] = field(default_factory=list)
-    """Empty: the questions are independent."""
-    digest: str = ""
-    """Of an evaluation of our own: the hash of all questions and prompts, in place of `contents`."""
-    score: dict[str, Any] | None = None
-    """Of an evaluation of our own: the score in its results.json."""
-    has_average: bool = False
-    """Of an evaluation of our own: whether its suite compares averages too."""
+RECOGNIZED = Columns()
+"""No option."""
 
 
 class Answer(NamedTuple):
@@ -143,10 +124,46 @@ def _files(folder: Path) -> list[Path]:
 def _read_file(file: Path, default: str, columns: Columns) -> dict[str, Scores]:
     """Return the scores of a file by task. default: the task of records that name none."""
     tasks: dict[str, Scores] = {}
-    filters: dict[str, str] = {}
+    for place, task, metric, answer in _answers(file, default, columns):
+        if (scores := tasks.get(task)) is None:
+            read_id = partial(_read_id, file, default, columns, task)
+            scores = tasks[task] = Scores(metric, str(file), read_id)
+        point = _point(answer.scores.get(metric), metric, columns.max_score, place)
+        scores.add(str(answer.id), point, answer.content, answer.prompt)
+        if answer.cluster is not None:
+            scores.clusters.append(hash_bits(str(answer.cluster), 8))
+        if len(scores.clusters) not in (0, len(scores.ids)):
+            raise UserError(f"{place}: has no cluster, but other questions have one; write one into each record")
+        if len(scores.ids) > MAX_QUESTIONS:
+            raise UserError(f"{place}: has more than {MAX_QUESTIONS:,} questions; split the file by task")
+    for task, scores in tasks.items():
+        if (repeat := first_repeat(numbers(scores.ids))) is not None:
+            place, key = _find_answer(file, default, columns, task, repeat)
+            remedy = "remove one of them, or name the column that differs: --id COLUMN"
+            raise UserError(f"{place}: the question {key[:60]} occurs a second time; {remedy}")
+    return tasks
+
+
+def _find_answer(file: Path, default: str, columns: Columns, task: str, number: int) -> tuple[str, str]:
+    """Return the place and the id of a question of a task, by its number from 0: the file is read again."""
+    answers = (answer for answer in _answers(file, default, columns) if answer[1] == task)
+    place, _, _, answer = next(islice(answers, number, None))
+    return place, str(answer.id)
+
+
+def _read_id(file: Path, default: str, columns: Columns, task: str, number: int) -> str:
+    return _find_answer(file, default, columns, task, number)[1]
+
+
+def _answers(file: Path, default: str, columns: Columns) -> Iterator[tuple[str, str, str, Answer]]:
+    """Yield the place, the task, its metric, and the answer of each question of a file.
+
+    Raises UserError with the place of a record that has no id or no score, or if no record has a score.
+    """
+    metrics: dict[str, tuple[str, str]] = {}
+    """The metric and the filter by task."""
     filter_names: set[str] = set()
     convert: Callable[[dict[str, Any]], Answer] | None = None
-    place, record = str(file), {}
     for place, record in _records(file):
         if not isinstance(record, dict):
             raise UserError(f"{place}: is not an object with keys; name a file of {KNOWN}")
@@ -154,30 +171,16 @@ def _read_file(file: Path, default: str, columns: Columns) -> dict[str, Scores]:
             convert = next((reader for keys, reader in FORMATS if keys <= record.keys()), _table)
         answer = _override(convert(record), record, columns, place)
         task = str(answer.task) if answer.task not in (None, "") else default
-        if task not in tasks:
+        if task not in metrics:
             filter_names.add(answer.filter)
             metric = _choose(answer, columns, place)
             if metric is None:
                 continue
-            tasks[task], filters[task] = Scores(metric, str(file)), answer.filter
-        scores = tasks[task]
-        if answer.filter != filters[task]:
-            continue
-        key = str(answer.id)
-        if key in scores.numbers:
-            remedy = "remove one of them, or name the column that differs: --id COLUMN"
-            raise UserError(f"{place}: the question {key[:60]} occurs a second time; {remedy}")
-        scores.points.append(_point(answer.scores.get(scores.metric), scores.metric, columns.max_score, place))
-        scores.numbers[key] = len(scores.numbers)
-        scores.contents.append(_hash(answer.content))
-        scores.prompts.append(_hash(answer.prompt))
-        if answer.cluster is not None:
-            scores.clusters.append(str(answer.cluster))
-        if len(scores.clusters) not in (0, len(scores.numbers)):
-            raise UserError(f"{place}: has no cluster, but other questions have one; write one into each record")
-        if len(scores.numbers) > MAX_QUESTIONS:
-            raise UserError(f"{place}: has more than {MAX_QUESTIONS:,} questions; split the file by task")
-    if not tasks:
+            metrics[task] = metric, answer.filter
+        metric, filter_name = metrics[task]
+        if answer.filter == filter_name:
+            yield place, task, metric, answer
+    if not metrics:
         wanted = (
             f"; write one of the filters {', '.join(sorted(filter_names))}"
             if any(filter_names)
@@ -186,18 +189,18 @@ def _read_file(file: Path, default: str, columns: Columns) -> dict[str, Scores]:
         raise UserError(
             f"{file}: has no scores{' of ' + ', '.join(columns.metrics) if any(filter_names) else ''}{wanted}"
         )
-    return tasks
 
 
 def _override(answer: Answer, record: dict[str, Any], columns: Columns, place: str) -> Answer:
     """Return the answer with the columns that options name. Raises UserError if one is missing."""
-    values: dict[str, Any] = {}
-    for name in ("id", "task", "cluster"):
-        if path := getattr(columns, name):
-            values[name] = _lookup(record, path, f"--{name}", place)
-    if columns.score:
-        values["scores"] = {columns.score: _lookup(record, columns.score, "--score", place)}
-    answer = answer._replace(**values)
+    if columns != RECOGNIZED:
+        values: dict[str, Any] = {}
+        for name in ("id", "task", "cluster"):
+            if path := getattr(columns, name):
+                values[name] = _lookup(record, path, f"--{name}", place)
+        if columns.score:
+            values["scores"] = {columns.score: _lookup(record, columns.score, "--score", place)}
+        answer = answer._replace(**values)
     if answer.id in (None, ""):
         names = ", ".join(map(str, record))[:200]
         raise UserError(f"{place}: has no id of the question, only {names}; name its column: --id COLUMN")
@@ -239,6 +242,8 @@ def _choose(answer: Answer, columns: Columns, place: str) -> str | None:
 
 def _number(value: Any) -> float | None:
     """Return a score as a number, which may be NaN; None if it is none."""
+    if type(value) is float or value is True or value is False:
+        return float(value)
     if isinstance(value, str):
         value = WORDS.get(value.strip().lower(), value)
     try:
@@ -258,14 +263,6 @@ def _point(value: Any, metric: str, max_score: float, place: str) -> float:
         remedy = "choose another --metric" if number < 0 else "name the largest possible score, such as --max-score 10"
         raise UserError(f"{place}: {metric} is {number:g}, but scores are from 0 to {max_score:g}; {remedy}")
     return number / max_score
-
-
-def _hash(content: Any) -> int:
-    """Return 64 bits of a content, or of its hash; 0 of None. A collision of two questions has probability 5e-20."""
-    if content is None:
-        return 0
-    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, default=str)
-    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 # The formats. Each function converts a record.
@@ -308,11 +305,14 @@ def _lighteval(record: dict[str, Any]) -> Answer:
 
 
 def _table(record: dict[str, Any]) -> Answer:
-    first: dict[str, Any] = {}
-    for name, keys in (("id", IDS), ("task", TASKS)):
-        first[name] = next((record[key] for key in keys if record.get(key) not in (None, "")), None)
-    cluster = record.get("cluster")
-    return Answer(first["id"], record, first["task"], record.get("question"), cluster=cluster, is_table=True)
+    key = task = None
+    for name in IDS:
+        if (key := record.get(name)) not in (None, ""):
+            break
+    for name in TASKS:
+        if (task := record.get(name)) not in (None, ""):
+            break
+    return Answer(key, record, task, record.get("question"), cluster=record.get("cluster"), is_table=True)
 
 
 FORMATS: list[tuple[set[str], Callable[[dict[str, Any]], Answer]]] = [
@@ -338,7 +338,7 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
         yield from _eval_log(file)
     else:
         refuse_wide_characters(str(file), start)
-        is_json = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"[")
+        is_json = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
         yield from (_json if is_json else _csv)(file)
 
 
@@ -353,13 +353,15 @@ def _lines(file: Path, stream: BinaryIO | io.TextIOBase) -> Iterator[tuple[int, 
 
 def _json(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the records of a JSONL file, of an array, or of a log of inspect-ai."""
-    is_first = True
+    is_first, name = True, str(file)
     with file.open("rb") as stream:
         for number, line in _lines(file, stream):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode(errors="surrogatepass"))  # bytes take 1 µs longer
             except (ValueError, RecursionError) as error:
                 if is_first and line.rstrip()[-1:] in (b"{", b"[", b","):
                     break  # the first line of an indented document
@@ -369,7 +371,7 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
             if is_first and (isinstance(record, list) or "samples" in record):
                 break
             is_first = False
-            yield f"{file}:{number}", record
+            yield f"{name}:{number}", record
         else:
             return
     document = read_json(file, max_bytes=MAX_DOCUMENT, max_depth=MAX_DEPTH)

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Sequence
-from itertools import chain
 from math import sqrt
 from typing import Any
 
@@ -21,8 +20,9 @@ def score_points(points: Sequence[Sequence[float]], labels: Sequence[Any] | None
     the clustered error (CR2) of `Paired`, but never more than there are. If the clusters show no spread, as at 0% and
     100%, it is Kish's effective number of clusters: as if all questions of a cluster were answered alike.
     """
-    sizes = [len(p) for p in points]
-    every = np.array([*chain(*points)])
+    parts = [np.asarray(p, float) for p in points]
+    sizes = [len(p) for p in parts]
+    every = np.concatenate(parts)
     value, n = statistics.fmean(every), len(every)
     numbers = None if labels is None else cluster_numbers(labels)
     if clustered := Paired(every, numbers).clustered_error():
@@ -31,12 +31,12 @@ def score_points(points: Sequence[Sequence[float]], labels: Sequence[Any] | None
         effective = min(variance / error**2, n) if error > EQUAL else degrees + 1
         stderr, quantile = sqrt(variance / effective), t95(degrees)
     else:
-        errors = [statistics.stdev(p) / sqrt(len(p)) if len(p) > 1 else 0.0 for p in points]
+        errors = [statistics.stdev(p) / sqrt(len(p)) if len(p) > 1 else 0.0 for p in parts]
         stderr = errors[0]
-        if len(points) > 1:  # lm-eval's pooled_sample_stderr; a --limit of 1 leaves no degrees of freedom
+        if len(parts) > 1:  # lm-eval's pooled_sample_stderr; a --limit of 1 leaves no degrees of freedom
             pooled = sum((size - 1) * error**2 * size for size, error in zip(sizes, errors, strict=True))
-            stderr = sqrt(pooled / (n - len(points)) / n) if n > len(points) else 0.0
-        effective, quantile = n, t95(n - len(points))
+            stderr = sqrt(pooled / (n - len(parts)) / n) if n > len(parts) else 0.0
+        effective, quantile = n, t95(n - len(parts))
     if np.isin(every, (0.0, 1.0)).all():
         low, high = _wilson(value, effective, quantile if clustered else Z95)
     else:
