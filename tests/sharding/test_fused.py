@@ -99,6 +99,29 @@ def test_blocks_on_two_ranks_take_the_steps_of_weights_apart(rank_pools, name, w
         same_steps(result.weights, sum(r.num_maps for r in results), name, TOLERANCE)
 
 
+ROWS = replace(
+    FUSED["projections"], settings={"map": MINIMAX, "second_moment": "rows", "adjust_lr_fn": "match_rms_measured"}
+)
+expected_of_rows = functools.cache(lambda: reference(ROWS))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("way", WAYS)
+def test_blocks_with_moments_of_their_rows_take_the_steps_of_weights_apart(ranks, way):
+    """NorMuon's second moments, on two and on three ranks, whose shards do not end where a block does."""
+    job, *stage = WAYS[way]
+    results = ranks.run(job, *stage, ROWS)
+    wanted, num_matrices = expected_of_rows()
+    for result in results:
+        assert farthest(result.weights, wanted) <= TOLERANCE
+    assert sum(result.num_maps for result in results) == num_matrices * NUM_STEPS
+
+
+@pytest.mark.model
+def test_moments_of_rows_change_the_steps_of_blocks():
+    assert farthest(expected_of_rows()[0], expected("projections")[0]) > 1e-3
+
+
 @pytest.mark.model
 def test_a_checkpoint_names_the_blocks_and_continues_with_the_same_ones_alone():
     run = FUSED["projections"]
