@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -71,6 +72,12 @@ def _one_of(choices: tuple[float, ...], value: float) -> float:
     return value
 
 
+class _MapSection(Section):
+    """The base of sections without source code, in which pydantic would look for docstrings: 1 s beside torch."""
+
+    model_config = ConfigDict(use_attribute_docstrings=False)
+
+
 def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
     """The section with the name and the settings of one of Soren's maps."""
     name = spectral_map.name
@@ -95,7 +102,7 @@ def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
 
     validators: Any = {"complete": model_validator(mode="after")(complete)}
     options: Any = {
-        "__base__": Section,
+        "__base__": _MapSection,
         "__module__": __name__,
         "__doc__": spectral_map.doc,
         "__validators__": validators,
