@@ -246,6 +246,7 @@ class Passes:
             with torch.autocast("cpu", dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None):
                 return call(tokens).loss
 
+        is_frozen = gc.get_freeze_count() > 0
         gc.collect()
         gc.freeze()  # so that the collections of `drop_gradient` visit young objects only
         try:
@@ -259,7 +260,8 @@ class Passes:
                 tokens = torch.zeros(batch_size, length, dtype=torch.long)
                 yield forward
         finally:
-            gc.unfreeze()
+            if not is_frozen:  # else this would unfreeze objects of the caller too
+                gc.unfreeze()
 
 
 def _replace_meta_tensors(model: torch.nn.Module) -> None:
