@@ -42,7 +42,7 @@ def plant(monkeypatch, name, change):
 @pytest.mark.process
 @pytest.mark.rest
 def test_doctor_passes_on_a_healthy_machine(tmp_path):
-    done = command.run_process("doctor", "--processes", 2, "--output", tmp_path, timeout=900)
+    done = command.run_process("doctor", "--processes", 2, "--output", tmp_path, timeout=900, is_fork=False)
     lines = json.loads((tmp_path / "doctor.json").read_text())["findings"]
     assert failures(Finding(**line) for line in lines) == {}
     assert done.returncode == 0

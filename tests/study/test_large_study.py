@@ -19,7 +19,7 @@ def test_a_report_of_a_hundred_runs_takes_at_most_thirty_seconds_and_a_gigabyte(
     Seconds of the CPU, which do not depend on the load: 20 on the machine of docs/comparison.md, with answers of 1 kB.
     """
     file = plant(tmp_path, answer_bytes=100)
-    process = command.start("compare", file, "--report", cwd=tmp_path)
+    process = command.start("compare", file, "--report", cwd=tmp_path, is_fork=False)
     # Not wait4's ru_maxrss: it begins with the memory of this process, from which the command was started.
     peak = 0
     while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from soren_align.cli import app
+from tests.support.forks import Fork
 
 
 class Result(NamedTuple):
@@ -49,17 +50,24 @@ def run(*arguments, cwd=None, env=None, is_terminal=False):
         return Result(code, out.getvalue(), err.getvalue())
 
 
-def start(*arguments, **settings):
-    """A subprocess.Popen of the command; its standard error is a pipe of text."""
-    command = [sys.executable, "-m", "soren_align", *map(str, arguments)]
-    return subprocess.Popen(command, **{"stderr": subprocess.PIPE, "text": True, **settings})
+def start(*arguments, is_fork=True, **settings):
+    """A subprocess.Popen of the command; its standard error is a pipe of text. is_fork: as tests/support/forks.py."""
+    arguments = [*map(str, arguments)]
+    settings = {"stderr": subprocess.PIPE, "text": True, **settings}
+    if is_fork:
+        return Fork(arguments, **settings)
+    return subprocess.Popen([sys.executable, "-m", "soren_align", *arguments], **settings)
 
 
-def run_process(*arguments, cwd=None, env=None, timeout=300):
-    """The Result of a command in a process of its own. env: its whole environment."""
-    command = [sys.executable, "-m", "soren_align", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=timeout)
-    return Result(done.returncode, done.stdout, done.stderr)
+def run_process(*arguments, timeout=300, **settings):
+    """The Result of a command in a process of its own; settings: of `start`."""
+    process = start(*arguments, stdout=subprocess.PIPE, **settings)
+    try:
+        outputs = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return Result(process.returncode, *outputs)
 
 
 def overrides(*settings):

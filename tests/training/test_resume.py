@@ -460,16 +460,16 @@ def test_old_checkpoints_go_only_after_the_new_one_is_sealed(tiny_run, monkeypat
     assert [p.name for p in run.folder.checkpoints.glob("checkpoint-*")] == ["checkpoint-6"]
 
 
-def start(folder, *overrides):
+def start(folder, *overrides, is_fork=True):
     sets = [f"run.output_dir={folder.path}", "trainer.max_steps=60", "trainer.save_steps=5", *overrides]
-    return command.start("sft", "quickstart/sft", "--no-eval", *command.overrides(*sets))
+    return command.start("sft", "quickstart/sft", "--no-eval", *command.overrides(*sets), is_fork=is_fork)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of an uninterrupted run by start()."""
+    """The folder of an uninterrupted run by start(), in an interpreter."""
     folder = RunFolder(tmp_path_factory.mktemp("uninterrupted") / "run")
-    assert start(folder).wait() == 0
+    assert start(folder, is_fork=False).wait() == 0
     return folder
 
 
