@@ -27,6 +27,8 @@ test: TESTS := -m "(unit or model or sample) and not (slow or rest)"
 test-all: TESTS := -m "not (hosts or slurm)"
 # What `make test` leaves out: .ci/run takes it after that.
 test-rest: TESTS := -m "(not (unit or model or sample) or slow or rest) and not (hosts or slurm)"
+# Python's cache of compiled files, also where the environment turns it off: pytest compiles 350 files of asserts.
+test test-all test-rest test-cpus: export PYTHONDONTWRITEBYTECODE =
 test test-all test-rest: setup
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
