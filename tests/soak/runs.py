@@ -160,7 +160,7 @@ def _result_of_study(study: Path) -> dict[str, Any]:
         "weights": {str(run.relative_to(study)): _sha256(run / "model/model.safetensors") for run in runs
                     if (run / "model/model.safetensors").is_file()},
         "status": {str(run.relative_to(study)): _json(run / "run.json").get("status") for run in runs},
-        "selected": report.get("selected"),
+        "differences": report["differences"],
         "superseded": sorted(path.name for path in study.glob("earlier/*/*")),
     }  # fmt: skip
 
