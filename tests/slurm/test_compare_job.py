@@ -1,6 +1,10 @@
 """configs/slurm/compare.sbatch on a real Slurm: an array job shares a study between two nodes, also after a requeue."""
 
+import os
+import signal
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -28,13 +32,32 @@ def undisturbed(slurm, tmp_path_factory):
     return runs.result(folder / "run", STUDY)
 
 
-@pytest.mark.parametrize(("disturbance", "restarts", "state"), [
-    (("scontrol", "requeue"), 1, "COMPLETED"),
-    (("scancel", "--signal=TERM"), 1, "COMPLETED"),
-    (("scancel", "--signal=KILL"), 0, "FAILED"),  # the other task ends the study
-], ids=["requeue", "stop", "kill"])  # fmt: skip
+def requeue(slurm, task):
+    slurm.call("scontrol", "requeue", task)
+
+
+def stop(slurm, task):
+    slurm.call("scancel", "--signal=TERM", task)
+
+
+def kill(slurm, task):
+    """Kill soren-align itself: scancel --signal=KILL would cancel the job."""
+    array, _, number = task.partition("_")
+    names = {f"SLURM_ARRAY_JOB_ID={array}".encode(), f"SLURM_ARRAY_TASK_ID={number}".encode()}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            is_of_task = names <= {*(process / "environ").read_bytes().split(b"\0")}
+            if is_of_task and b"soren_align\0compare\0" in (process / "cmdline").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("disturb", "restarts", "state"), [
+    (requeue, 1, "COMPLETED"),
+    (stop, 1, "COMPLETED"),
+    (kill, 0, "FAILED"),  # the other task ends the study
+])  # fmt: skip
 def test_two_nodes_end_a_study_as_one_process_does_though_one_task_is_disturbed(
-    slurm, undisturbed, tmp_path, disturbance, restarts, state
+    slurm, undisturbed, tmp_path, disturb, restarts, state
 ):
     folder = tmp_path / "array"
     runs.lay_out(folder, STUDY)
@@ -45,7 +68,7 @@ def test_two_nodes_end_a_study_as_one_process_does_though_one_task_is_disturbed(
         assert time.monotonic() < end, (folder / "log").read_text()
         time.sleep(0.1)
     assert {slurm.job(task)["NodeList"] for task in tasks} == {*NODES}
-    slurm.call(*disturbance, tasks[0])
+    disturb(slurm, tasks[0])
     if restarts:
         assert slurm.wait_for_end(tasks[0])["JobState"] == "PENDING"
     log = folder / "log"
