@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 
 import pytest
 from transformers import AutoTokenizer
@@ -12,6 +13,7 @@ from soren_align.launch import commands
 from soren_align.planning.inspection import ALWAYS, inspect_model
 from soren_align.planning.show_inspection import print_inspection
 from soren_align.recipe import load_for_model
+from tests.support import command
 from tests.support.architectures import ARCHITECTURES, config_of
 from tests.support.cpu_time import cpu_seconds
 from tests.support.tiny_models import BASE
@@ -71,6 +73,28 @@ def test_the_states_are_those_of_a_plan(tmp_path, planned):
     assert rows["soren", "float32"]["zero2"] == states
     assert rows["adamw", "float32"]["ddp"] > 1.5 * rows["soren", "float32"]["ddp"] > rows["soren", "float32"]["zero3"]
     assert rows["soren", "8bit"]["fsdp2"] is None
+
+
+@pytest.mark.process
+def test_a_model_in_the_cache_of_the_hub_is_inspected_offline(tmp_path):
+    """The cache has a folder per commit, of links to files that are named by their hashes."""
+    files = folder_of(tmp_path / "files", "phi3")
+    cached, commit = tmp_path / "cache/models--owner--tiny", "0123456789abcdef0123456789abcdef01234567"
+    for folder in ("refs", "blobs", f"snapshots/{commit}"):
+        (cached / folder).mkdir(parents=True)
+    (cached / "refs/main").write_text(commit)
+    for number, file in enumerate(files.iterdir()):
+        blob = file.rename(cached / f"blobs/{number:040x}")
+        (cached / f"snapshots/{commit}" / file.name).symlink_to(f"../../blobs/{blob.name}")
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    done = command.run_process("inspect", "owner/tiny", "--json", env=environment)
+    assert done.returncode == 0, done.stderr
+    inspection = json.loads(done.stdout)
+    assert (inspection["model"]["class"], inspection["problems"]) == ("Phi3ForCausalLM", [])
+    assert inspection["tokens"]["template"]["end_is_eos"]
+    missing = command.run_process("inspect", "owner/other", env=environment)
+    assert missing.returncode == 2
+    assert "model owner/other: is neither a folder nor in the cache, and HF_HUB_OFFLINE" in missing.stderr
 
 
 def test_a_template_is_judged_by_the_token_that_ends_its_answers(tmp_path):
