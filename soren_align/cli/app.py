@@ -504,21 +504,6 @@ app.add_typer(expert.bench_app, name="bench")
 app.command()(expert.doctor)
 
 
-def _report_words(error: Any) -> int:
-    """Report what typer has against the words of a command, as an error of the user's; return the exit code.
-
-    Where a command needs a word and has none, this is the help.
-    """
-    message, context = error.format_message(), getattr(error, "ctx", None)
-    if message.startswith("Usage: "):
-        typer.echo(message, err=True)
-        return error.exit_code
-    from ..launch.exit_codes import report
-
-    remedy = f"; run `{context.command_path} --help` for its arguments" if context else ""
-    return report(UserError(message.rstrip(".") + remedy))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors that the user can fix are printed. os.environ is restored.
 
@@ -539,8 +524,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = app(words, prog_name="soren-align", standalone_mode=False) or 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 0
-        except TyperException as error:
-            code = _report_words(error)
+        except TyperException as refusal:  # what typer has against the words of a command
+            from ..launch.exit_codes import report
+
+            error: Any = refusal
+            message, context = error.format_message(), getattr(error, "ctx", None)
+            if message.startswith("Usage: "):  # the help of a command that needs a word and has none
+                typer.echo(message, err=True)
+                code = error.exit_code
+            else:
+                remedy = f"; run `{context.command_path} --help` for its arguments" if context else ""
+                code = report(UserError(message.rstrip(".") + remedy))
         except (Exception, KeyboardInterrupt) as error:
             from ..launch.exit_codes import report
 

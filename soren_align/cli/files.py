@@ -70,7 +70,7 @@ def new(
     """
     if data is None:
         refuse_options(context, ["question", "answer"], "without --data", "add --data FILE")
-    from ..core.document import with_modeline
+    from ..core.document import parse, with_modeline
     from ..core.text import print_labelled, stderr_console
 
     pairs, notices = read_pairs(data, question, answer) if data else ([], [])
@@ -84,7 +84,12 @@ def new(
     for file in target.glob("*.yaml"):
         lines = file.read_text(encoding="utf-8").splitlines()
         if model:  # at the rates of a run without a recipe
-            values = _values_for(model, next(task for task in ("sft", "dpo") if f"task: {task}" in lines))
+            task = next(task for task in ("sft", "dpo") if f"task: {task}" in lines)
+            start = parse((shipped.ROOT / f"configs/start/{task}.yaml").read_text(encoding="utf-8"), task, "").content
+            rate = f"{start['optimizer']['lr']:.1e}".replace("e-0", "e-")
+            values = {"lr": rate, "num_train_epochs": str(start["trainer"]["num_train_epochs"])}
+            values |= {"bf16": "true"} if has_gpu() else {}
+            values |= {"name_or_path": json.dumps(model)} if task == "sft" else {}
             keys = [line.partition(":")[0].strip() for line in lines]
             lines = [
                 f"  {key}: {values[key]}" if key in values else line
@@ -118,18 +123,6 @@ def new(
     for notice in notices:
         print_labelled(stderr_console(), "notice", notice)
     typer.echo(printable(NEW_FILES.format(**texts)))
-
-
-def _values_for(model: str, task: str) -> dict[str, str]:
-    """Return the values of keys for training a real model on this machine, as text."""
-    from ..core.document import parse
-    from ..launch.environment import has_gpu
-
-    start = parse((shipped.ROOT / f"configs/start/{task}.yaml").read_text(encoding="utf-8"), task, "").content
-    rate = f"{start['optimizer']['lr']:.1e}".replace("e-0", "e-")
-    values = {"lr": rate, "num_train_epochs": str(start["trainer"]["num_train_epochs"])}
-    values |= {"bf16": "true"} if has_gpu() else {}
-    return values | ({"name_or_path": json.dumps(model)} if task == "sft" else {})
 
 
 FOLDERS = {
@@ -217,12 +210,11 @@ def suites(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         from ..evaluate.suite.suites import load_suite
 
+        width = shutil.get_terminal_size().columns  # 80 if there is no terminal and COLUMNS is not set
         for name, path in shipped.suites().items():
             suite = load_suite(path)
             columns = ", ".join(task.column for task in suite.tasks)
-            typer.echo(
-                f"{name:24} " + textwrap.shorten(f"{suite.title}: {columns}", _columns() - 25, placeholder=" ...")
-            )
+            typer.echo(f"{name:24} " + textwrap.shorten(f"{suite.title}: {columns}", width - 25, placeholder=" ..."))
 
 
 @suites_app.command("copy")
@@ -385,11 +377,6 @@ def _copy_folder(source: Path, target: Path) -> None:
             copied = target / file.relative_to(source)
             copied.parent.mkdir(parents=True, exist_ok=True)
             copied.write_bytes(file.read_bytes())
-
-
-def _columns() -> int:
-    """The width of the terminal; 80 if there is none and COLUMNS is not set."""
-    return shutil.get_terminal_size().columns
 
 
 def _first_comment(path: Path) -> str:

@@ -12,13 +12,6 @@ import warnings
 from collections.abc import Iterator
 
 LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "huggingface_hub", "lm_eval", "transformers")
-_KERNELS = "Failed to load CPU gemm_4bit_forward"
-
-
-def silence_missing_kernels() -> None:
-    """Drop bitsandbytes' warning about a package of optional kernels, which PEFT's import of it prints."""
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    logger.addFilter(lambda record: not record.getMessage().startswith(_KERNELS))
 
 
 @contextlib.contextmanager

@@ -17,9 +17,7 @@ from typing import Any
 MAPS, OPTIMIZERS = "soren_align.maps", "soren_align.optimizers"
 
 
-@cache
-def _all() -> Any:
-    return entry_points()  # reads the metadata of all installed packages: 30 ms
+_all = cache(entry_points)  # reads the metadata of all installed packages: 30 ms
 
 
 def objects(group: str, names: Collection[str], problem: Any) -> Iterator[Any]:

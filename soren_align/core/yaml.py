@@ -55,18 +55,15 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, str]]:
         problem += "; correct the indentation"
     else:
         problem += "; correct the syntax"
-    raise UserError(f"{name}:{line} not valid YAML: {problem}", *(_pointed_at(text, mark) if mark and name else ()))
-
-
-def _pointed_at(text: str, mark: Any) -> list[str]:
-    """The line of a mark between the line before it and a caret below its column; nothing for the text's end."""
-    lines = dict(enumerate(_LINE_END.split(text)))
-    if not lines.get(mark.line, "").strip():
-        return []
-    width, start = len(str(mark.line + 1)), max(0, mark.column - 40)
-    shown = [number for number in (mark.line - 1, mark.line) if number in lines]
-    excerpt = [f"  {number + 1:{width}} | {lines[number][start : start + 70]}" for number in shown]
-    return [*excerpt, f"  {' ' * width} | {' ' * (mark.column - start)}^"]
+    excerpt = []
+    lines = dict(enumerate(_LINE_END.split(text))) if mark and name else {}
+    if mark and lines.get(mark.line, "").strip():  # not the text's end
+        # The line between the line before it and a caret below the column.
+        width, start = len(str(line)), max(0, mark.column - 40)
+        shown = [number for number in (mark.line - 1, mark.line) if number in lines]
+        excerpt = [f"  {number + 1:{width}} | {lines[number][start : start + 70]}" for number in shown]
+        excerpt.append(f"  {' ' * width} | {' ' * (mark.column - start)}^")
+    raise UserError(f"{name}:{line} not valid YAML: {problem}", *excerpt)
 
 
 class _Reader:

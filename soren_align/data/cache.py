@@ -56,7 +56,7 @@ def tokenize(
     with the number of examples just tokenized or read. Raises UserError if the template fails on an example, or the
     folder cannot be written.
     """
-    passed_on = TASKS[task].passed_on
+    passed_on, report = TASKS[task].passed_on, on_examples or (lambda num_examples: None)
     features = Features({**dict.fromkeys(TASKS[task].token_columns, _IDS), "left_out": List(Value("string"))})
     features |= {name: Value(kind) for name, kind in passed_on.items()}
     settings = (task, assistant_only_loss, completion_only_loss)
@@ -73,15 +73,13 @@ def tokenize(
     def tokens_of(batch: Any) -> dict[str, list[Any]]:
         texts = {name: values for name, values in batch.items() if name not in passed_on}
         columns = token_columns(encode(texts, task, tokenizer, assistant_only_loss, completion_only_loss), task)
-        if on_examples is not None:
-            on_examples(len(columns["left_out"]))
+        report(len(columns["left_out"]))
         return columns | {name: batch[name] for name in passed_on}
 
     try:
         if tokens is not None:
             os.utime(folder)
-            if on_examples is not None:
-                on_examples(len(dataset))
+            report(len(dataset))
         else:
             with quiet_libraries(), written_whole(folder) as part:
                 dataset.map(

@@ -1,9 +1,10 @@
 """Statistics of a dataset: numbers of examples and tokens, and one example as text."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,6 @@ def dataset_stats(
     assistant_only_loss: bool = False,
     completion_only_loss: bool = True,
     source_indices: Sequence[int] = (),
-    on_examples: Callable[[int], object] | None = None,
     masks: LossMasks | None = None,
 ) -> DatasetStats:
     """Statistics of a dataset from `load_split`, computed without a model.
@@ -80,7 +80,6 @@ def dataset_stats(
         `trainer.packing_strategy`.
     completion_only_loss: of prompts and completions; has no effect on whole conversations.
     source_indices: of a mixture, the index of each example's source.
-    on_examples: called with the number of examples just tokenized, for a progress bar.
     masks: the loss mask of each example of SFT, before truncation, is added to it.
     """
     tokenizer = deepcopy(tokenizer)
@@ -96,37 +95,34 @@ def dataset_stats(
     sums: Counter[str] = Counter()
     max_id, has_stop, first = -1, False, []
     pairs = PairCounter() if TASKS[task].answers else None
-    for batch in dataset.iter(batch_size=BATCH_SIZE):
-        assert isinstance(batch, dict)
-        num_before = len(lengths)
-        for example in encode(batch, task, tokenizer, assistant_only_loss, completion_only_loss):
-            source = source_indices[len(lengths)] if source_indices else 0
-            lengths.append(example.length)
-            if masks is not None:
-                masks.add(example.sides[0].trained)
-            if reason := example.drop_reason(max_length):
-                dropped[reason] += 1
-                if pairs and reason.startswith(EQUAL_ANSWERS):
-                    pairs.add_equal(len(lengths) - 1)
-                continue
-            num_kept[source] += 1
-            left_out.update(example.left_out)
-            sides = [side.truncated(max_length) for side in example.sides]
-            if pairs:
-                pairs.add(len(lengths) - 1, sides)
-            num_tokens, num_all = (sum(len(side.ids) for side in s) for s in (sides, example.sides))
-            sums["truncated"] += max_length is not None and example.length > max_length
-            sums["truncated tokens"] += num_all - num_tokens
-            sums["tokens"] += num_tokens
-            sums["trained"] += sum(sum(side.trained) for side in sides)
-            if counts_unknown:
-                sums["unknown"] += sum(side.ids.count(unknown_id) for side in example.sides)
-            max_id = max(max_id, *(max(side.ids, default=-1) for side in sides))
-            if not has_stop and len(sides[0].ids) == len(example.sides[0].ids):
-                has_stop = ends_in_trained_stop(sides[0], tokenizer)
-            first = first or text_spans(sides, example.num_prompt, tokenizer)
-        if on_examples is not None:
-            on_examples(len(lengths) - num_before)
+    batches: Iterator[Any] = dataset.iter(batch_size=BATCH_SIZE)
+    encoded = (encode(batch, task, tokenizer, assistant_only_loss, completion_only_loss) for batch in batches)
+    for index, example in enumerate(chain.from_iterable(encoded)):
+        lengths.append(example.length)
+        if masks is not None:
+            masks.add(example.sides[0].trained)
+        reason = example.drop_reason(max_length)
+        if pairs and reason and reason.startswith(EQUAL_ANSWERS):
+            pairs.add_equal(index)
+        if reason:
+            dropped[reason] += 1
+            continue
+        num_kept[source_indices[index] if source_indices else 0] += 1
+        left_out.update(example.left_out)
+        sides = [side.truncated(max_length) for side in example.sides]
+        if pairs:
+            pairs.add(index, sides)
+        num_tokens, num_all = (sum(len(side.ids) for side in s) for s in (sides, example.sides))
+        sums["truncated"] += max_length is not None and example.length > max_length
+        sums["truncated tokens"] += num_all - num_tokens
+        sums["tokens"] += num_tokens
+        sums["trained"] += sum(sum(side.trained) for side in sides)
+        if counts_unknown:
+            sums["unknown"] += sum(side.ids.count(unknown_id) for side in example.sides)
+        max_id = max(max_id, *(max(side.ids, default=-1) for side in sides))
+        if not has_stop and len(sides[0].ids) == len(example.sides[0].ids):
+            has_stop = ends_in_trained_stop(sides[0], tokenizer)
+        first = first or text_spans(sides, example.num_prompt, tokenizer)
     percentiles = np.percentile(lengths or [0], (50, 90, 99), method="inverted_cdf")
     num_sources = max(source_indices) + 1 if source_indices else 0
     return DatasetStats(

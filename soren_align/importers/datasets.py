@@ -68,6 +68,7 @@ def read_data(c: Conversion, evaluates: bool) -> None:
         unknown = [key for key in entry if key not in known and not matches(key, others)]
         c.notes += [Note(f"{entry['at']}.{key}", "unknown") for key in unknown]
     c.rename(root, "data.train")
+    same: list[dict[str, Any]] = []
     if evaluates or source.get("eval_dataset"):
         # The first test split of a dataset that is trained on, or the source's own.
         same = [entry for entry in held_out if entry["path"] in [trained["path"] for trained in train]]
@@ -78,14 +79,14 @@ def read_data(c: Conversion, evaluates: bool) -> None:
         elif root == "dataset_name":
             split = source.get("dataset_test_split") or "test"
             same = [{"path": train[0]["path"], "split": split, "config": source.get("dataset_config")}]
-        if same:
-            section["eval"] = _part(same[0]["path"], str(same[0]["split"]))[0]
-            if same[0].get("config") and not is_local(str(same[0]["path"])):
-                section["eval"]["name"] = str(same[0]["config"])
-            section["eval"] |= same[0].get("names") or _axolotl_names(same[0])[0]
-            if same[0] in held_out:
-                reason = "this split is evaluated; the source evaluates on held-out examples of its mixture instead"
-                c.ours["data.eval.split"] = reason
+    if same:
+        section["eval"] = _part(same[0]["path"], str(same[0]["split"]))[0]
+        if same[0].get("config") and not is_local(str(same[0]["path"])):
+            section["eval"]["name"] = str(same[0]["config"])
+        section["eval"] |= same[0].get("names") or _axolotl_names(same[0])[0]
+        if same[0] in held_out:
+            reason = "this split is evaluated; the source evaluates on held-out examples of its mixture instead"
+            c.ours["data.eval.split"] = reason
     inside = source[root] if root == "dataset_mixture" else {}
     sizes = (_held_out(where.get(key)) for where in (source, inside) for key in SIZES)
     if (size := next(filter(None, sizes), None)) and "eval" not in section:

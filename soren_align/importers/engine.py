@@ -147,7 +147,7 @@ def _convert_key(key: str, c: Conversion) -> Note:
     for special in SPECIAL:
         if note := special(key, name, value, c):
             return note
-    known, target = trl.fields(c.task), RENAMED.get(name)
+    known, config, target = trl.fields(c.task), TASKS[c.task].config, RENAMED.get(name)
     if target is None:
         if left_out := next((row for row in LEFT_OUT if matches(name, row[0])), None):
             _, reason, changes = left_out
@@ -162,7 +162,7 @@ def _convert_key(key: str, c: Conversion) -> Note:
             return c.drop(key, _without_removal(trl.ELSEWHERE[name]))
         if name not in known:
             if any(name in trl.fields(task) for task in TASKS):
-                return c.drop(key, f"TRL's {TASKS[c.task].config} has no such key")
+                return c.drop(key, f"TRL's {config} has no such key")
             similar = closest(name, [*RENAMED, *known], cutoff=0.8)
             return c.add(Note(key, "unknown", f"did you mean {similar}?" if similar else ""))
     if value is None and not (name in known and "None" in known[name].types and known[name].default is not None):
@@ -175,7 +175,6 @@ def _convert_key(key: str, c: Conversion) -> Note:
     if ours in values:
         return c.drop(key, f"another key sets {target}", values[ours] != value)
     if section == "trainer":
-        config = TASKS[c.task].config
         if ours not in known:
             return c.drop(key, f"TRL's {config} has no {ours}")
         # As TRL's command line would read the text; a single value where a list is needed is a list of one.

@@ -122,7 +122,11 @@ def to_table(conversion: Conversion, name: str) -> str:
     for title, notes in parts.items():
         if notes:
             lines += ["", title]
-            lines += [line for keys, explanation in _grouped(notes) for line in _row(keys, explanation)]
+        for keys, explanation in _grouped(notes):
+            left, right = _wrapped(", ".join(keys), 2), _wrapped(explanation, _KEYS + 2)
+            if len(left) == 1 and right and len(left[0]) < _KEYS + 1:  # side by side
+                left, right = [left[0] + right[0][len(left[0]) :]], right[1:]
+            lines += left + right
     if unchanged := [n.key for n in conversion.notes if n.outcome == "unchanged"]:
         lines += ["", "unchanged, in trainer", *_wrapped(", ".join(unchanged), 2)]
     return "\n".join(lines)
@@ -134,14 +138,6 @@ def _grouped(notes: list[Note]) -> list[tuple[list[str], str]]:
     for note in notes:
         keys_of.setdefault(note.explanation, []).append(note.key)
     return [(keys, explanation) for explanation, keys in keys_of.items()]
-
-
-def _row(keys: list[str], explanation: str) -> list[str]:
-    left = _wrapped(", ".join(keys), 2)
-    right = _wrapped(explanation, _KEYS + 2)
-    if len(left) == 1 and right and len(left[0]) < _KEYS + 1:
-        return [left[0] + right[0][len(left[0]) :], *right[1:]]
-    return left + right
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

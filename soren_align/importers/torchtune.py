@@ -117,14 +117,10 @@ def read(source: dict[str, Any]) -> Torchtune | None:
     for key, value in tune.source.items():
         if key in named or key.startswith(("dataset.", "dataset[", "dataset_val.")):
             continue
-        if key in _TABLE["values"]:
-            name, values = _TABLE["values"][key]
-            value = values.get(str(value), value)
-            if value != "default":
-                tune.put(name, value, key)
-                continue
-        elif key in _TABLE["renamed"]:
-            tune.put(_TABLE["renamed"][key], value, key)
+        name, values = _TABLE["values"].get(key, (_TABLE["renamed"].get(key), {}))
+        value = values.get(str(value), value)
+        if name and not (values and value == "default"):
+            tune.put(name, value, key)
             continue
         rows = [(names, reason, False) for reason, names in _TABLE["dropped"].items()]
         rows += [(names, reason, True) for reason, names in _TABLE["changes"].items()]

@@ -154,12 +154,14 @@ class _Stream(TextStreamer):
             self.on_text(text)
 
 
-def start_conversations(
-    model: str, compare: str | None, dtype: str | None, console: Console, **settings: Any
-) -> list[Conversation]:
-    """Load a model, and one beside it, and return a conversation with each. settings: of `Conversation`.
+def converse(
+    model: str, compare: str | None, dtype: str | None, prompts: Sequence[str], console: Console, **settings: Any
+) -> None:
+    """Load a model, and one beside it, and answer prompts, each in a conversation of its own; several are printed
+    before their answers.
 
-    compare: a second model, or START.
+    Without prompts, ask for questions until Ctrl-D or Ctrl-C; Ctrl-C during an answer only stops that answer. compare:
+    a second model, or START. settings: of `Conversation`.
     """
     rows = lineage(model)
     if compare == START:
@@ -182,14 +184,6 @@ def start_conversations(
         template = "its chat template" if loaded.has_template else "no chat template, so the model completes plain text"
         text = f"{name}: {path}, {loaded.precision}, context of {loaded.context:,} tokens, {template}"
         print_labelled(console, "model", printable(text))
-    return conversations
-
-
-def converse(conversations: Sequence[Conversation], prompts: Sequence[str], console: Console) -> None:
-    """Answer prompts, each in a conversation of its own; several are printed before their answers.
-
-    Without prompts, ask for questions until Ctrl-D or Ctrl-C; Ctrl-C during an answer only stops that answer.
-    """
     for number, prompt in enumerate(prompts):
         if len(prompts) > 1:
             _write("\n" * bool(number) + f"> {prompt}\n")

@@ -61,7 +61,12 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
                 if recipe.run.overwrite or (folder.read() or {}).get("status") in (None, "training"):
                     refuse_unreachable(recipe)
                 prepare(folder, recipe, num_ranks)
-                _print_head(recipe)
+                # Before torch is imported, which takes seconds.
+                train = recipe.data.train
+                data = join_words([split.path for split in (train if isinstance(train, list) else [train])])
+                model, output = recipe.model.name_or_path, recipe.run.output_dir
+                text = f"{model} with {recipe.optimizer.name} on {data}, into {output}"
+                print_labelled(stderr_console(), recipe.task, text)
         except UserError as error:
             if rank is None or num_ranks == 1:
                 raise
@@ -77,14 +82,6 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
         raise
     finally:
         folder.release()
-
-
-def _print_head(recipe: Recipe) -> None:
-    """Print what is trained on what, before torch is imported, which takes seconds."""
-    train = recipe.data.train
-    data = join_words([split.path for split in (train if isinstance(train, list) else [train])])
-    text = f"{recipe.model.name_or_path} with {recipe.optimizer.name} on {data}, into {recipe.run.output_dir}"
-    print_labelled(stderr_console(), recipe.task, text)
 
 
 def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | None = None) -> int:

@@ -113,10 +113,14 @@ def library_environment(recipe: Recipe | None, num_ranks: int = 1, is_rank: bool
     if not _ALLOCATOR_SETTINGS & env.keys():
         # The buffers of matrices and of ZeRO's buckets, of 0.2 to 2 GB and changing sizes, fragment fixed segments.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    if recipe and (num_threads := recipe.run.num_threads or default_threads(recipe)):
+    if recipe and (num_threads := recipe.run.num_threads):
         env.setdefault("OMP_NUM_THREADS", str(num_threads))
-    if recipe and "OMP_WAIT_POLICY" not in env and trains_on_cpu(recipe):
-        env.setdefault("GOMP_SPINCOUNT", str(SPINS))
+    if recipe and trains_on_cpu(recipe):
+        num_parameters = estimated_parameters(recipe.model.name_or_path)
+        if num_parameters is not None and num_parameters <= SMALL_MODEL:
+            env.setdefault("OMP_NUM_THREADS", "1")
+        if "OMP_WAIT_POLICY" not in env:
+            env.setdefault("GOMP_SPINCOUNT", str(SPINS))
     if num_ranks > 1:  # torchrun would set 1, and warn
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of a lost rank it would print frames of C++
@@ -141,12 +145,6 @@ SPINS = 1000
 SMALL_MODEL = 10**6
 """Parameters, up to which one thread trains a model: as fast beside other processes as alone, and with the same bits on
 any number of cores."""
-
-
-def default_threads(recipe: Recipe) -> int | None:
-    """The CPU threads of a recipe that states none: 1 for a small model on a CPU; None: as many as there are cores."""
-    num_parameters = estimated_parameters(recipe.model.name_or_path) if trains_on_cpu(recipe) else None
-    return 1 if num_parameters is not None and num_parameters <= SMALL_MODEL else None
 
 
 def trains_on_cpu(recipe: Recipe) -> bool:

@@ -257,6 +257,6 @@ def chat(
     set_environment(load_resolved(run.recipe) if is_run else None)
     console = stderr_console()
     with loading(console, "Loading torch and transformers"):
-        from .chat import converse, start_conversations
+        from .chat import converse
     with quiet_libraries():
-        converse(start_conversations(model, compare, dtype, console, **settings), prompts, console)
+        converse(model, compare, dtype, prompts, console, **settings)

@@ -16,9 +16,19 @@ from ..core.text import Table, Terminal, can_print, count, number, print_labelle
 from ..evaluate.report.results import Results, read_results
 from ..evaluate.report.tables import MIN_QUESTIONS, TOO_FEW, has_too_few
 from ..evaluate.report.tables import terminal as results_table
-from ..run.curves import HELD_OUT, LOSS, MARGIN, Curves, braille, describe, describe_scores, draw_curves, read_curves
+from ..run.curves import (
+    HELD_OUT,
+    LOSS,
+    MARGIN,
+    Curves,
+    braille,
+    describe,
+    describe_scores,
+    draw_curves,
+    draw_losses,
+    read_curves,
+)
 from ..run.folder import RunFolder, read_metrics
-from ..run.paper_curves import draw_losses
 from ..run.preferences import describe_preferences
 from ..run.record import describe_earlier_runs, describe_losses
 
@@ -48,7 +58,11 @@ def show(run: str | None, *, full: bool = False, as_json: bool = False) -> None:
         values |= {"lowest_held_out_loss": curves.best, "evaluations": evaluations, "samples": last_samples(folder)}
         sys.stdout.write(json.dumps(values | {"next": next_commands(folder, record)[1]}, indent=2) + "\n")
         return
-    print_labelled(console, "run", f"{folder}: {record['task'].upper()}, {status_of(record)}")
+    times = ", ".join(f"{key} {record[key]}" for key in ("started", "finished") if record.get(key))
+    error = f"; last error: {record['last_error']}" if record.get("last_error") else ""  # of one that has not ended
+    reason = f" ({record['training']['diverged']})" if record["status"] == "diverged" else ""
+    text = f"{folder}: {record['task'].upper()}, {record['status']}{reason}, {times}{error}"
+    print_labelled(console, "run", text)
     start = record.get("start", {})
     if "path" in start:
         print_labelled(console, "start", " ".join(filter(None, (start["path"], describe_earlier_runs(start)))))
@@ -108,40 +122,25 @@ def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[
         return "", [again, *chat]
     evaluations = evaluations_of(folder)
     if chat and not evaluations:
-        reason, command = _way_to_scores(run, record)
-        return reason, [*chat, command]
+        data, start = record.get("data", {}).get("train", {}), record.get("start", {}).get("path")
+        path, columns = data.get("path", ""), data.get("columns") or {}
+        is_pairs = {*columns} == {"instruction", "output"} or (not columns and "Alpaca" in data.get("layout", ""))
+        if start is None or not is_pairs or Path(path).suffix not in (".csv", ".jsonl"):
+            reason = "no scores yet: choose a suite of questions (`soren-align suites` lists them)"
+            return reason, [*chat, f"soren-align eval {run} --suite SUITE"]
+        if Path(start).is_relative_to(Path.cwd()):
+            start = os.path.relpath(start)
+        words = ["soren-align", "new", "NAME", "--model", start, "--data", path]
+        if columns and [*columns.values()] != ["question", "answer"]:
+            words += ["--question", columns["instruction"], "--answer", columns["output"]]
+        reason = f"no scores yet: `new` holds out some questions of {path}, and makes a suite of them"
+        return reason, [*chat, shlex.join(words)]
     for results in evaluations:
         own = results["rows"][-1]
         if few := [column for column in own["scores"] if has_too_few(own, column)]:
             remedy = f"add questions to the suite {results['suite']}, {MIN_QUESTIONS} or more, and evaluate again"
             return f"{', '.join(few)}: {TOO_FEW} to compare models; {remedy}", [*chat, f"soren-align eval {run}"]
     return "", [*chat, f"soren-align push {run} YOU/NAME --dry-run"]
-
-
-def _way_to_scores(run: str, record: dict[str, Any]) -> tuple[str, str]:
-    """Return why a run has no scores, and the command that leads to some: `new --data` for a file of questions."""
-    data, start = record.get("data", {}).get("train", {}), record.get("start", {}).get("path")
-    path, columns = data.get("path", ""), data.get("columns") or {}
-    is_pairs = {*columns} == {"instruction", "output"} or (not columns and "Alpaca" in data.get("layout", ""))
-    if start is None or not is_pairs or Path(path).suffix not in (".csv", ".jsonl"):
-        return (
-            "no scores yet: choose a suite of questions (`soren-align suites` lists them)",
-            f"soren-align eval {run} --suite SUITE",
-        )
-    if Path(start).is_relative_to(Path.cwd()):
-        start = os.path.relpath(start)
-    words = ["soren-align", "new", "NAME", "--model", start, "--data", path]
-    if columns and [*columns.values()] != ["question", "answer"]:
-        words += ["--question", columns["instruction"], "--answer", columns["output"]]
-    return f"no scores yet: `new` holds out some questions of {path}, and makes a suite of them", shlex.join(words)
-
-
-def status_of(record: dict[str, Any]) -> str:
-    """Return a run's status with its dates, and the last error of one that has not ended."""
-    times = ", ".join(f"{key} {record[key]}" for key in ("started", "finished") if record.get(key))
-    error = f"; last error: {record['last_error']}" if record.get("last_error") else ""
-    reason = f" ({record['training']['diverged']})" if record["status"] == "diverged" else ""
-    return f"{record['status']}{reason}, {times}{error}"
 
 
 def evaluations_of(folder: RunFolder) -> list[Results]:
@@ -235,7 +234,7 @@ def newest_run() -> RunFolder:
 def curves(names: Sequence[str], *, output: str = "curves.png", preset: str | None = None) -> None:
     """Draw the curves of runs into one picture, and print each one's ends. Raises UserError if none has any.
 
-    names: empty: the newest run below RUNS. preset: `paper_curves.PRESET`, or None for one panel of all losses.
+    names: empty: the newest run below RUNS. preset: `curves.PRESET`, or None for one panel of all losses.
     """
     path = Path(output)
     if path.suffix != ".png" or not path.absolute().parent.is_dir():

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.errors import UserError
 from ..core.files import digest, read_text, write
@@ -109,6 +109,50 @@ def _record(results: Results, row: Row, model: str, details: Mapping[str, Any], 
     is_own = details["model_availability"] == "unknown"
     source = {"source_name": results["title"], "source_type": "evaluation_run", "source_organization_name": owner}
     source |= {"evaluator_relationship": "first_party" if is_own else "third_party"}
+    evaluation_results = []
+    for column, metric, filter_name, identity in _benchmarks(results, row):
+        # The score of one benchmark, with its uncertainty and the difference to the starting checkpoint.
+        score = dict[str, Any](row["scores"][column])
+        shares = {
+            key: score[key] / 100
+            for key in ("value", "stderr", "low", "high", "chance")
+            if isfinite(score.get(key, nan))
+        }
+        uncertainty: dict[str, Any] = {"num_samples": score["n"]} if "n" in score else {}
+        if "stderr" in shares:
+            uncertainty["standard_error"] = {"value": shares["stderr"], "method": "analytic"}
+        if "low" in shares and "high" in shares:
+            interval = {"lower": shares["low"], "upper": shares["high"], "confidence_level": 0.95}
+            uncertainty["confidence_interval"] = interval
+        start = row.get("start") or {"name": results["rows"][0]["name"], "differences": row.get("differences") or {}}
+        comparison: dict[str, Any] = {}
+        if difference := start["differences"].get(column):
+            comparison = {f"difference_{key}": difference[key] / 100 for key in ("value", "low", "high")}
+            comparison |= {"difference_to": start["name"], "p_holm": difference["p_holm"]}
+        conditions = {
+            key: _mapping(settings.get(key)).get(column) for key in ("num_fewshot", "task_versions", "clusters")
+        }
+        conditions |= {key: settings.get(key) for key in ("chat_template", "batch_size", "bos", "limit", "seeds")}
+        origin = _texts({"suite": results["suite"], "data": settings.get("data")})
+        evaluation_results.append(
+            {
+                "evaluation_result_id": identity,
+                "evaluation_name": column,
+                "source_data": {"dataset_name": column, "source_type": "other", "additional_details": origin},
+                "metric_config": {
+                    "metric_id": METRIC_IDS.get(metric, f"lm-evaluation-harness.{metric}"),
+                    "metric_name": metric,
+                    "metric_unit": "proportion",
+                    "lower_is_better": False,
+                    "score_type": "continuous",
+                    "min_score": -1.0 if column in _mapping(settings.get("num_choices")) else 0.0,
+                    "max_score": 1.0,
+                    "additional_details": _texts({"filter": filter_name, "chance": shares.get("chance")}),
+                },
+                "score_details": {"score": shares["value"], "uncertainty": uncertainty, "details": _texts(comparison)},
+                "generation_config": {"additional_details": _texts(conditions)},
+            }
+        )
     return {
         "schema_version": SCHEMA_VERSION,
         "evaluation_id": f"{results['suite']}/{model}/{now}",
@@ -125,64 +169,17 @@ def _record(results: Results, row: Row, model: str, details: Mapping[str, Any], 
             "inference_engine": {"name": engine, "version": str(versions.get(engine, "unknown"))},
             "additional_details": _texts(facts | {"weights_sha256": row.get("weights_sha256")}),
         },
-        "evaluation_results": [_result(benchmark, results, row) for benchmark in _benchmarks(results, row)],
+        "evaluation_results": evaluation_results,
     }
 
 
-class _Benchmark(NamedTuple):
-    column: str
-    metric: str
-    filter_name: str
-    result_id: str
-
-
-def _benchmarks(results: Results, row: Row) -> Iterator[_Benchmark]:
-    """Yield the columns that are benchmarks: an average has no metric and no questions."""
+def _benchmarks(results: Results, row: Row) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (column, metric, filter, identity) of the benchmarks: an average has no metric and no questions."""
     for column, key in results["settings"].get("metrics", {}).items():
         metric, _, filter_name = key.partition(",")
         if column in row["scores"]:
             identity = f"{column}/{metric}" + (f":{filter_name}" if filter_name != "none" else "")
-            yield _Benchmark(column, metric, filter_name, identity)
-
-
-def _result(benchmark: _Benchmark, results: Results, row: Row) -> dict[str, Any]:
-    """Return the score of one benchmark, with its uncertainty and the difference to the starting checkpoint."""
-    column, metric, filter_name, identity = benchmark
-    score, settings = dict[str, Any](row["scores"][column]), dict[str, Any](results["settings"])
-    shares = {
-        key: score[key] / 100 for key in ("value", "stderr", "low", "high", "chance") if isfinite(score.get(key, nan))
-    }
-    uncertainty: dict[str, Any] = {"num_samples": score["n"]} if "n" in score else {}
-    if "stderr" in shares:
-        uncertainty["standard_error"] = {"value": shares["stderr"], "method": "analytic"}
-    if "low" in shares and "high" in shares:
-        interval = {"lower": shares["low"], "upper": shares["high"], "confidence_level": 0.95}
-        uncertainty["confidence_interval"] = interval
-    start = row.get("start") or {"name": results["rows"][0]["name"], "differences": row.get("differences") or {}}
-    details: dict[str, Any] = {}
-    if difference := start["differences"].get(column):
-        details = {f"difference_{key}": difference[key] / 100 for key in ("value", "low", "high")}
-        details |= {"difference_to": start["name"], "p_holm": difference["p_holm"]}
-    facts = {key: _mapping(settings.get(key)).get(column) for key in ("num_fewshot", "task_versions", "clusters")}
-    facts |= {key: settings.get(key) for key in ("chat_template", "batch_size", "bos", "limit", "seeds")}
-    source = _texts({"suite": results["suite"], "data": settings.get("data")})
-    return {
-        "evaluation_result_id": identity,
-        "evaluation_name": column,
-        "source_data": {"dataset_name": column, "source_type": "other", "additional_details": source},
-        "metric_config": {
-            "metric_id": METRIC_IDS.get(metric, f"lm-evaluation-harness.{metric}"),
-            "metric_name": metric,
-            "metric_unit": "proportion",
-            "lower_is_better": False,
-            "score_type": "continuous",
-            "min_score": -1.0 if column in _mapping(settings.get("num_choices")) else 0.0,
-            "max_score": 1.0,
-            "additional_details": _texts({"filter": filter_name, "chance": shares.get("chance")}),
-        },
-        "score_details": {"score": shares["value"], "uncertainty": uncertainty, "details": _texts(details)},
-        "generation_config": {"additional_details": _texts(facts)},
-    }
+            yield column, metric, filter_name, identity
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -389,17 +389,15 @@ def _check_training(raw: _Raw) -> None:
         raw.report(("trainer", "metric_for_best_model"), message)
     _check_parallel(raw)
     config, where = raw.parallel, raw.path("run", "parallel")
-    if run.get("samples") is not None:
-        if (prompts := raw.path("run", "samples", "prompts")) is not None:
-            file, key = shipped.resolve(prompts), ("run", "samples", "prompts")
-            if file.suffix not in PROMPT_FILES:
-                kinds = " or ".join(PROMPT_FILES)
-                raw.report(key, f"found {prompts!r}; write a list of texts, or a file ({kinds})")
-            elif not file.is_file():
-                raw.report(key, f"there is no file {prompts!r}; correct the path")
-        if config and (config.kind == "fsdp2" or config.stage == 3):
-            message = f"run.parallel {where} shards the weights, so no process can generate samples; remove run.samples"
-            raw.report(("run", "samples"), message)
+    if (prompts := raw.path("run", "samples", "prompts")) is not None:
+        file, key = shipped.resolve(prompts), ("run", "samples", "prompts")
+        if file.suffix not in PROMPT_FILES:
+            raw.report(key, f"found {prompts!r}; write a list of texts, or a file ({' or '.join(PROMPT_FILES)})")
+        elif not file.is_file():
+            raw.report(key, f"there is no file {prompts!r}; correct the path")
+    if run.get("samples") is not None and config and (config.kind == "fsdp2" or config.stage == 3):
+        message = f"run.parallel {where} shards the weights, so no process can generate samples; remove run.samples"
+        raw.report(("run", "samples"), message)
     resume = raw.path("run", "resume")
     if resume is not None and resume not in ("auto", "never") and not local_path(resume).is_dir():
         raw.report(("run", "resume"), f"found {resume!r}; write auto, never, or the folder of a checkpoint")

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import islice, takewhile
 from pathlib import Path
@@ -59,7 +59,12 @@ def data_files(path: str) -> dict[str, Path]:
         raise UserError(f"{path}: is a whole home folder or disk; name a folder of data")
     if "**" in path:
         raise UserError(f"{path}: '**' is not supported; name the folder, whose data files are all read")
-    entries = list(islice(glob.iglob(str(place)) if has_wildcards else _walk(place), MAX_ENTRIES + 1))
+    entries = list(islice(glob.iglob(str(place)), MAX_ENTRIES + 1)) if has_wildcards else []
+    for parent, folders, names in () if has_wildcards else os.walk(place):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        entries += [parent, *(os.path.join(parent, name) for name in names if not name.startswith("."))]
+        if len(entries) > MAX_ENTRIES:
+            break
     if len(entries) > MAX_ENTRIES:
         raise UserError(f"{path}: holds more than {MAX_ENTRIES:,} files and folders; name a smaller folder")
     files = [file for name in entries if data_suffix(file := Path(name)) in SUFFIXES and file.is_file()]
@@ -81,13 +86,6 @@ def _root(path: str) -> Path:
     if not is_pattern(path):
         return place
     return next(parent for parent in place.parents if not any(c in str(parent) for c in "*?["))
-
-
-def _walk(folder: Path) -> Iterator[str]:
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield parent
-        yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
 
 
 # The first lines of .jsonl and .csv files, checked before torch is loaded: records, with columns that can be read.

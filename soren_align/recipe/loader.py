@@ -60,7 +60,16 @@ def load(
     Raises UserError with every mistake.
     """
     values = {name: value for name, value in (options or {}).items() if value is not None}
-    source = _without_file(task, values) if name_or_path is None else _read(find(name_or_path), notify)
+    if name_or_path is None:  # a task's settings for any model and data, which the options name
+        path, needed = shipped.ROOT / f"configs/start/{task}.yaml", [*OPTIONS][:3]
+        if not path.is_file() or not values.keys() & needed:
+            example = f", or no recipe and {join_words(needed)}" if path.is_file() else ""
+            raise UserError(f"name a recipe{example}; `soren-align recipes` lists the shipped recipes")
+        if missing := [name for name in needed if name not in values]:
+            raise UserError(f"a command without a recipe needs {join_words(needed)}; add {join_words(missing)}")
+        source = parse(read_text(path), f"configs/start/{task}.yaml")
+    else:
+        source = _read(find(name_or_path), notify)
     refuse_foreign(name_or_path, source.content)
     settings = [Setting(name, OPTIONS[name], value) for name, value in values.items()]
     data = source.content.get("data")
@@ -134,18 +143,6 @@ def _add_columns(source: Document, notify: Notify, question: str | None, answer:
         if not is_named:
             text = "column '{instruction}' is read as the instruction, column '{output}' as the answer"
             notify(f"--data {path}: {text.format(**columns)}")
-
-
-def _without_file(task: str | None, options: Mapping[str, Any]) -> Document:
-    """The document of a task's settings for any model and data; raises UserError without these."""
-    path = shipped.ROOT / f"configs/start/{task}.yaml"
-    needed = [*OPTIONS][:3]
-    if not path.is_file() or not options.keys() & needed:
-        example = f", or no recipe and {join_words(needed)}" if path.is_file() else ""
-        raise UserError(f"name a recipe{example}; `soren-align recipes` lists the shipped recipes")
-    if missing := [name for name in needed if name not in options]:
-        raise UserError(f"a command without a recipe needs {join_words(needed)}; add {join_words(missing)}")
-    return parse(read_text(path), f"configs/start/{task}.yaml")
 
 
 FOREIGN_KEYS = {

@@ -225,17 +225,6 @@ def few_steps(recipe: Recipe, num_steps: int, num_ranks: int) -> str | None:
     )
 
 
-def refuse_no_batch(recipe: Recipe, num_examples: int, num_ranks: int) -> None:
-    """Raise UserError if there is less than one batch of examples, or packed sequences, and incomplete batches are
-    dropped."""
-    micro_batch = trainer_value(recipe, "per_device_train_batch_size") * num_ranks
-    if recipe.trainer.get("dataloader_drop_last") and num_examples < micro_batch:
-        raise UserError(
-            f"trainer.dataloader_drop_last: would drop all data, as {num_examples} {batch_unit(recipe)} are less than "
-            f"one batch of {micro_batch}; remove this key, or lower trainer.per_device_train_batch_size"
-        )
-
-
 def trainer_value(recipe: Recipe, key: str) -> Any:
     """The value of `trainer.key`: the recipe's, or TRL's default."""
     return recipe.trainer.get(key, trl.fields(recipe.task)[key].default)

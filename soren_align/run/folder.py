@@ -179,7 +179,16 @@ class RunFolder:
         """
         own = self.path / (RANKS_LOCK if as_rank else LOCK)
         if not lock.is_held(own):
-            self._refuse_foreign(create)
+            # Nothing is written, not even a lock, if the folder is not a run's and cannot become one.
+            if self.path.exists() and not self.path.is_dir():
+                raise UserError(f"{self}: is a file; choose another run.output_dir")
+            names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
+            # of a start that was killed; a lease beside a lock has its name and more
+            names = {name for name in names if not name.startswith(LOCK) and not _PART.fullmatch(name)}
+            if not create:
+                self.record()
+            elif self.read() is None and names:
+                raise UserError(f"{self}: is neither empty nor a run folder; choose another run.output_dir")
             self.path.mkdir(parents=True, exist_ok=True)
             lock.acquire(own, shared=shared)
             ranks = self.path / RANKS_LOCK
@@ -231,18 +240,6 @@ class RunFolder:
         finally:
             if not was_locked:
                 self.release()
-
-    def _refuse_foreign(self, create: bool) -> None:
-        """Raise UserError if the folder is not a run's and cannot become one. Nothing is written, not even a lock."""
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"{self}: is a file; choose another run.output_dir")
-        names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
-        # of a start that was killed; a lease beside a lock has its name and more
-        names = {name for name in names if not name.startswith(LOCK) and not _PART.fullmatch(name)}
-        if create and self.read() is None and names:
-            raise UserError(f"{self}: is neither empty nor a run folder; choose another run.output_dir")
-        if not create:
-            self.record()
 
     def clear(self) -> None:
         """Remove the files of a run, and no others; of links, not their targets.

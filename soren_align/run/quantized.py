@@ -1,29 +1,12 @@
-"""Load models whose linear layers bitsandbytes has quantized, and describe their weights."""
+"""Describe the weights of models whose linear layers bitsandbytes has quantized."""
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import BitsAndBytesConfig
-
-from ..recipe import Quantization
 
 _BITS = {"Params4bit": "4bit", "Int8Params": "8bit"}
 """bitsandbytes' classes of weights, by name: it is not imported where nothing is quantized."""
-
-
-def quantization_config(quantization: Quantization) -> BitsAndBytesConfig:
-    """Return transformers' form of the recipe's `model.quantize`."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of each layer's casts
-    if quantization.quantize == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=getattr(torch, quantization.compute_dtype),
-    )
 
 
 def weight_numel(parameter: torch.Tensor) -> int:

@@ -5,6 +5,7 @@ transformers initializes missing weights at random, and PEFT leaves zeros; both 
 """
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -31,7 +33,7 @@ from ..core.files import read_json
 from ..core.patches import patched
 from ..recipe.model import Quantization, refuse_unquantizable
 from .provenance import weight_files
-from .quantized import quantization_config, quantized_layers
+from .quantized import quantized_layers
 
 _MASK = re.compile(r"(^|\.)attn(\.attention)?\.(masked_)?bias$")
 """Causal masks, which old checkpoints of GPT-2 and GPT-Neo contain among their weights."""
@@ -105,8 +107,12 @@ def load_model(
     config = load_config(name, options.get("revision"), place)  # raises if the model cannot be built
     if quantization is not None:
         refuse_unquantizable(quantization.quantize, name)
-        options |= {"quantization_config": quantization_config(quantization)}
-        options["dtype"] = getattr(torch, quantization.dtype)
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of each layer's casts
+        how: dict[str, Any] = {"load_in_8bit": True}
+        if quantization.quantize == "4bit":
+            how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+            how["bnb_4bit_compute_dtype"] = getattr(torch, quantization.compute_dtype)
+        options |= {"quantization_config": BitsAndBytesConfig(**how), "dtype": getattr(torch, quantization.dtype)}
     # On one rank: it reads all files a second time. If it raises, its launcher stops the other ranks.
     if not hf_deepspeed.is_deepspeed_zero3_enabled():
         _refuse_more_weights(place or name, config, files)

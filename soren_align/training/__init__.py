@@ -1,8 +1,12 @@
 """SFT and DPO: TRL's trainers with our optimizers, from a recipe."""
 
-from ..core.silence import silence_missing_kernels
+import logging
 
-silence_missing_kernels()  # before the import of PEFT
+_KERNELS = "Failed to load CPU gemm_4bit_forward"
+"""Begins bitsandbytes' warning about a package of optional kernels, which the import of PEFT prints."""
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: not record.getMessage().startswith(_KERNELS)
+)
 
 from .trainer import SorenDPOTrainer, SorenSFTTrainer  # noqa: E402
 

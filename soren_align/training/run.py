@@ -32,7 +32,7 @@ from ..tasks import TASKS
 from . import build, checkpoints
 from .checkpoints import PICKLE_REFUSED, model_bytes, refuse_full_disk, write_errors
 from .lost_updates import LostUpdatesPolicy, change_after_saving
-from .measure.benchmark import BenchmarkRecorder, selected_score
+from .measure.benchmark import BenchmarkRecorder
 from .measure.held_out import HeldOutRecorder
 from .measure.progress import LogsOfShortRuns, TrainingProgress
 from .measure.retention import Retention, read_probes
@@ -89,26 +89,15 @@ def train(
     metrics, judges = tuple(TASKS[recipe.task].higher_is_better), recipe.data.eval_part == "verdict"
     held_out = HeldOutRecorder(trainer, metrics, folder, ranks) if judges and trainer.eval_dataset else None
     trainer.remove_callback(PrinterCallback)
-    shown = progress if ranks.is_first else None
-    for callback in (
-        stop,
-        early,
-        LogsOfShortRuns(),
-        shown,
-        samples,
-        retention,
-        scored,
-        held_out,
-        LockCheck(folder, ranks),
-    ):
-        if callback is not None:
-            trainer.add_callback(callback)
+    shown, measured = progress if ranks.is_first else None, (samples, retention, scored, held_out)
+    for callback in filter(None, (stop, early, LogsOfShortRuns(), shown, *measured, LockCheck(folder, ranks))):
+        trainer.add_callback(callback)
 
     identity = run_identity(setup, trainer, ranks)
     if ranks.is_first:
         report_setup(folder, console, setup, trainer, ranks, identity, probes and probes.source)
         if scored:
-            scored.report(folder, console, selected_score(trainer.args, stops_early=early is not None))
+            scored.report(folder, console, stops_early=early is not None)
         logged = read_json(checkpoint / "trainer_state.json")["log_history"] if checkpoint else ()
         for notice in folder.drop_measurements_after(resumed_from, logged):
             print_labelled(console, "notice", notice)
@@ -145,16 +134,15 @@ def train(
     identity |= {"precision": precision(trainer), **trainer.batch_hash.record()}
     if ranks.is_first:
         folder.update(optimizer=trainer.optimizer_check.record)
-        if finished:
-            folder.update(identity=identity)
-            if "best_model" not in result and (reason := divergence(read_metrics(folder.metrics))):
-                result["diverged"] = reason
-            report_result(folder, console, recipe, trainer, result, seconds, resumed_from)
-            remove(folder.start_logits)  # later than the status: until then a rerun resumes, and needs them
-        if stop.stopped:
-            saved = "model" if finished else "checkpoint"
-            where = f"at step {state.global_step}, {saved} saved"
-            print_labelled(console, "stopped", f"{where}; rerun the same command to resume")
+    if ranks.is_first and finished:
+        folder.update(identity=identity)
+        if "best_model" not in result and (reason := divergence(read_metrics(folder.metrics))):
+            result["diverged"] = reason
+        report_result(folder, console, recipe, trainer, result, seconds, resumed_from)
+        remove(folder.start_logits)  # later than the status: until then a rerun resumes, and needs them
+    if ranks.is_first and stop.stopped:
+        where = f"at step {state.global_step}, {'model' if finished else 'checkpoint'} saved"
+        print_labelled(console, "stopped", f"{where}; rerun the same command to resume")
     return not stop.stopped
 
 

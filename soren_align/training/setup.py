@@ -3,7 +3,7 @@
 Starting checkpoint, tokenizer, examples (loaded, held out, mixed, as tokens), TRL's config, learning-rate schedule.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -38,7 +38,7 @@ from ..data import (
 )
 from ..optim import route
 from ..recipe import DataSplit, HeldOut, HeldOutNumber, Recipe, TrainSplit, columns_text, compute_dtype
-from ..recipe.parallel import Parallel, accumulation, gradient_notice, parallel, refuse_no_batch, trainer_value
+from ..recipe.parallel import Parallel, accumulation, batch_unit, gradient_notice, parallel, trainer_value
 from ..run.folder import RunFolder
 from ..run.record import describe_dropped
 from ..sharding import start_deepspeed
@@ -93,7 +93,12 @@ def set_up_training(
     """
     unset_hf_deepspeed_config()  # of an earlier run in this process: models would be sharded while they load
     model_config = load_config(recipe)
-    check_routing(recipe, model_config)
+    routing = recipe.optimizer.routing
+    if routing.get("split") or routing.get("lora_update") == "product":  # whether they fit the model, without weights
+        with torch.device("meta"), as_user_error("optimizer", ValueError):
+            model = AutoModelForCausalLM.from_config(model_config)
+            freeze(model, recipe.model.freeze)
+            route(add_empty_adapter(model, recipe, recipe.model.name_or_path), **routing)
     splits = load_splits(recipe)
     train, stream = splits["train"], None
     start, tokenizer_source = starting_checkpoint(recipe, folder, train.dataset, verify=ranks.is_first)
@@ -142,8 +147,13 @@ def set_up_training(
             )
         held_out = {"num_examples": evaluation.num_examples, "num_kept": evaluated.num_kept, "dropped": dropped}
         held_out |= {key: getattr(evaluated, key) for key in ("num_truncated", "num_truncated_tokens", "num_tokens")}
-    if stream is None:
-        refuse_no_batch(recipe, packing.num_sequences if packing else counts.num_kept, ranks.num_ranks)
+    num_examples, unit = packing.num_sequences if packing else counts.num_kept, batch_unit(recipe)
+    micro_batch = trainer_value(recipe, "per_device_train_batch_size") * ranks.num_ranks
+    if stream is None and recipe.trainer.get("dataloader_drop_last") and num_examples < micro_batch:
+        raise UserError(
+            f"trainer.dataloader_drop_last: would drop all data, as {num_examples} {unit} are less than one batch of "
+            f"{micro_batch}; remove this key, or lower trainer.per_device_train_batch_size"
+        )
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     positions = positions if isinstance(positions, int) else None
     notices = [*train.notices, *(evaluation.notices if evaluation else ()), *of_template, *of_pairs]
@@ -208,20 +218,6 @@ def padding_token(tokenizer: Any, own: str | None = None) -> str | None:
     return own or tokenizer.pad_token or tokenizer.eos_token
 
 
-def check_routing(recipe: Recipe, config: Any) -> None:
-    """Raise UserError if optimizer.split or optimizer.lora_update does not fit the model, on a model without weights.
-
-    config: the model's.
-    """
-    routing = recipe.optimizer.routing
-    if not routing.get("split") and routing.get("lora_update") != "product":
-        return
-    with torch.device("meta"), as_user_error("optimizer", ValueError):
-        model = AutoModelForCausalLM.from_config(config)
-        freeze(model, recipe.model.freeze)
-        route(add_empty_adapter(model, recipe, recipe.model.name_or_path), **recipe.optimizer.routing)
-
-
 def check_attention(recipe: Recipe, config: Any) -> None:
     """Raise UserError if model.attn_implementation is not installed, or the architecture does not have it.
 
@@ -260,22 +256,11 @@ def _notices(
     is_cut = not counts.stop_token_trained and not recipe.trainer.get("packing")
     if is_cut and max_length is not None and columns & {"messages", "prompt"}:
         # If every example is cut before its first answer, the loss would be that of prompts alone.
-        lengths = []
-        for example in dataset:
-            turns = example.get("messages", ())
-            prompt = example.get("prompt") or [*takewhile(lambda turn: turn["role"] != "assistant", turns)]
-            if isinstance(prompt, list):
-                with template_errors("the chat template fails on a prompt"):
-                    rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
-            else:
-                rendered = tokenizer(prompt)
-            lengths.append(len(rendered["input_ids"]))
-            if lengths[-1] < max_length:
-                break
-        else:
+        too_long = [*takewhile(lambda length: length >= max_length, _prompt_lengths(dataset, tokenizer))]
+        if len(too_long) == len(dataset):
             raise UserError(
                 f"trainer.max_length: {max_length} cuts every example before its answer, as the shortest prompt has "
-                f"{min(lengths)} tokens; write a larger number"
+                f"{min(too_long)} tokens; write a larger number"
             )
     if not counts.stop_token_trained and not of_template:
         notices.append(f"the stop token is never trained, because trainer.max_length {max_length} cuts every answer")
@@ -325,6 +310,19 @@ def _notices(
             "tokenizer does not know this text, so the model does not see this text. Use a model whose tokenizer does"
         )
     return notices
+
+
+def _prompt_lengths(dataset: Any, tokenizer: Any) -> Iterator[int]:
+    """Yield the number of tokens before the first answer of each example."""
+    for example in dataset:
+        turns = example.get("messages", ())
+        prompt = example.get("prompt") or [*takewhile(lambda turn: turn["role"] != "assistant", turns)]
+        if isinstance(prompt, list):
+            with template_errors("the chat template fails on a prompt"):
+                rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+        else:
+            rendered = tokenizer(prompt)
+        yield len(rendered["input_ids"])
 
 
 def _plain_pair_notices(recipe: Recipe, train: Any, tokenizer: Any) -> list[str]:

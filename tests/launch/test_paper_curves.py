@@ -6,9 +6,8 @@ from PIL import Image
 from soren_align import recipe
 from soren_align.cli.app import main
 from soren_align.core.figures import LIGHT
-from soren_align.run import paper_curves
-from soren_align.run.curves import Curve, Curves
-from soren_align.run.paper_curves import draw_losses, limits
+from soren_align.run import curves as run_curves
+from soren_align.run.curves import Curve, Curves, draw_losses, limits
 from tests.launch.test_show import write_metrics
 from tests.support.run_folders import finished_run
 
@@ -21,7 +20,7 @@ def curves(scale):
 
 def drawn(monkeypatch, tmp_path, runs):
     figures = []
-    monkeypatch.setattr(paper_curves, "write_pictures", lambda path, draw: figures.append(draw(LIGHT)))
+    monkeypatch.setattr(run_curves, "write_pictures", lambda path, draw: figures.append(draw(LIGHT)))
     draw_losses(runs, tmp_path / "a.png")
     return figures[0]
 

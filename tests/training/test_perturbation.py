@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.recipe import recipe_hash
-from soren_align.training.perturbation import perturb_, uniform
+from soren_align.training.model import perturb_, uniform
 from tests.support.tiny_run import TinyRun
 from tests.support.trainer_jobs import PERTURBED
 from tests.support.trainer_parity import ranks_do

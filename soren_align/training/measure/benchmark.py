@@ -4,8 +4,6 @@ No weight changes, no random number is drawn from the training's generators, and
 """
 
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,9 +26,14 @@ class BenchmarkRecorder(TrainerCallback):
     def __init__(self, trainer: Any, benchmark: Any, every: int | None):
         self.trainer, self.benchmark, self.every = trainer, benchmark, every
 
-    def report(self, folder: RunFolder, console: Console, selection: Mapping[str, Any]) -> None:
-        """Write the questions into run.json, and print their numbers. selection: see `selected_score`."""
-        record = self.benchmark.record() | selection
+    def report(self, folder: RunFolder, console: Console, *, stops_early: bool) -> None:
+        """Write the questions into run.json, and which score chooses the saved weights, if one does; print their
+        numbers."""
+        record, args = self.benchmark.record(), self.trainer.args
+        metric = str(args.metric_for_best_model).removeprefix("eval_")
+        is_used = args.load_best_model_at_end or stops_early or args.save_strategy == "best"
+        if is_used and metric.startswith(BENCHMARK):
+            record["selected_by"] = metric.removeprefix(BENCHMARK)
         folder.update(benchmark=record)
         numbers = [f"{own['questions']:,} of {own['of']:,} of {name}" for name, own in record["columns"].items()]
         when = f"every {self.every:,} steps" if self.every else "at evaluations"
@@ -61,26 +64,10 @@ class BenchmarkRecorder(TrainerCallback):
     def _scores(self) -> dict[str, float]:
         trainer = self.trainer
         model = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
-        with evaluating(model), _same_generators():
-            return self.benchmark.scores(model, trainer.model.config, trainer.args.device)
-
-
-@contextmanager
-def _same_generators() -> Iterator[None]:
-    """Restore the state of Python's and numpy's generators after the block."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
-def selected_score(args: Any, *, stops_early: bool) -> dict[str, str]:
-    """Return {"selected_by": a benchmark's name} if a benchmark chooses the saved weights; {} otherwise.
-
-    args: TRL's config.
-    """
-    metric = str(args.metric_for_best_model).removeprefix("eval_")
-    is_used = args.load_best_model_at_end or stops_early or args.save_strategy == "best"
-    return {"selected_by": metric.removeprefix(BENCHMARK)} if is_used and metric.startswith(BENCHMARK) else {}
+        states = random.getstate(), np.random.get_state()
+        try:
+            with evaluating(model):
+                return self.benchmark.scores(model, trainer.model.config, trainer.args.device)
+        finally:  # the training's random numbers are not drawn
+            random.setstate(states[0])
+            np.random.set_state(states[1])

@@ -151,22 +151,18 @@ class Measurements(TrainerCallback):
             self._sums.add(2, values[0], values[-1])
             self._num_decomposed += 1
             if min(shape) <= MAX_ROWS:
-                self._add_contrast(applied, values)
+                sigma, output = singular_values(applied.input), applied.output.flatten()
+                sigma = sigma.where(sigma > null_space_bound(applied.input) * sigma[0], 0.0)
+                numbers = contrast_numbers(sigma, values)
+                # Of the matrices themselves: a map that is not increasing exchanges the order of the singular values.
+                x = applied.input.flatten()
+                numbers[2] = x.dot(output) / (x.norm() * output.norm())
+                has_contrast = numbers.isfinite().all()  # a zero momentum has none
+                self._sums.add(5, *numbers.where(has_contrast, 0.0), has_contrast)
         approximates = applied.group.get("map", {"name": "exact"})["name"] != "exact"
         if self.log.map_error and approximates and applied.name == self._compared[1] and min(shape) <= MAX_ROWS:
             self._sums.add(4, distance_from_sigmoid(applied.input, applied.output))
             self._num_compared += 1
-
-    def _add_contrast(self, applied: AppliedMap, values: Tensor) -> None:
-        """values: the singular values of the output, in descending order."""
-        sigma, output = singular_values(applied.input), applied.output.flatten()
-        sigma = sigma.where(sigma > null_space_bound(applied.input) * sigma[0], 0.0)
-        numbers = contrast_numbers(sigma, values)
-        # Of the matrices themselves: a map that is not increasing exchanges the order of the singular values.
-        x = applied.input.flatten()
-        numbers[2] = x.dot(output) / (x.norm() * output.norm())
-        has_contrast = numbers.isfinite().all()  # a zero momentum has none
-        self._sums.add(5, *numbers.where(has_contrast, 0.0), has_contrast)
 
 
 class SpectraRecorder(TrainerCallback):
