@@ -190,7 +190,7 @@ def copy(
     schema (recipe.schema.json or study.schema.json), by which an editor completes and checks the keys of the copy.
     """
     from ..core.document import with_modeline
-    from ..recipe.loader import merged_text, task_of
+    from ..recipe.loader import merged_text, parse
 
     known, studies = shipped.recipes(), shipped.studies()
     if (source := (known | studies).get(name)) is None:
@@ -200,7 +200,7 @@ def copy(
     schema_file = _write_schema(target.parent, "study" if name in studies else "recipe")
     text = source.read_text(encoding="utf-8") if name in studies else merged_text(source)
     target.write_text(with_modeline(text, schema_file), encoding="utf-8")
-    next_command = "compare" if name in studies else task_of(source)
+    next_command = "compare" if name in studies else parse(text, name).content["task"]
     typer.echo(printable(f"{target}: edit this file, then run soren-align {next_command} {target}"))
 
 

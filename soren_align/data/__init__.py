@@ -2,7 +2,7 @@
 
 from .arrow import dataset_of, has_turns, iterable_dataset
 from .cache import tokenize
-from .encode import BATCH_SIZE, drop_reason_of, encode, has_marks, without_empty_answers
+from .encode import BATCH_SIZE, encode, has_marks, without_empty_answers
 from .formats import PLAIN_PAIRS
 from .masks import FIRST, TRAINED, EncodedExample, LossMasks, Tokens, from_token_columns, pair_of, token_columns
 from .pairs import start_margins

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import UserError
 from ..tasks import OPTIONS, TaskName
-from .masks import EncodedExample, Rendering, Tokens, after_prompt, from_token_columns, inside, num_shared
+from .masks import EMPTY_REASON, EncodedExample, Rendering, Tokens, after_prompt, from_token_columns, inside, num_shared
 from .rendering import template_errors
 from .split import LoadedSplit
 from .turns import EMPTY_ANSWER, Turn, for_template, template_options
@@ -24,9 +24,6 @@ BATCH_SIZE = 64
 """Examples that are tokenized together."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers and TRL
 _SUBJECT = "the chat template renders the first example, but fails on a later one"
-_REASON = "an answer has only tool calls, which the chat template does not print"
-"""Training on such an example would teach silence. It is dropped, and not only its answer: what follows would be
-trained as an answer without the call and its result."""
 Columns = dict[str, list[Any]]
 
 
@@ -173,11 +170,6 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids
 
 
-def drop_reason_of(example: EncodedExample) -> str | None:
-    """The reason to drop an example with such an answer; None for others."""
-    return _REASON if EMPTY_ANSWER in example.left_out else None
-
-
 def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSplit, Dataset]:
     """(the split, its tokens) without such examples, which are counted under `dropped`; unchanged if there are none.
 
@@ -192,9 +184,9 @@ def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSp
         lost = set(split.source_indices) - set(sources)
         name = split.source["sources"][min(lost)]["path"] if lost else split.name
         raise UserError(
-            f"{name}: in each example {_REASON}; set model.chat_template to a template that prints tool calls, or "
+            f"{name}: in each example {EMPTY_REASON}; set model.chat_template to a template that prints tool calls, or "
             "remove this split"
         )
-    dropped = {**split.dropped, _REASON: len(rows) - len(indices)}
+    dropped = {**split.dropped, EMPTY_REASON: len(rows) - len(indices)}
     rest = replace(split, dataset=split.dataset.select(indices), dropped=dropped, source_indices=sources)
     return rest, tokens.select(indices)

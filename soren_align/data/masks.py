@@ -15,6 +15,9 @@ from .turns import EMPTY_ANSWER, REASONING, Turn, for_template, without
 
 EQUAL_ANSWERS = "two answers with the same tokens"
 """The start of the reason to drop such pairs."""
+EMPTY_REASON = "an answer has only tool calls, which the chat template does not print"
+"""Training on such an example would teach silence. It is dropped, and not only its answer: what follows would be
+trained as an answer without the call and its result."""
 
 
 class Tokens(NamedTuple):
@@ -46,9 +49,12 @@ class EncodedExample(NamedTuple):
     def drop_reason(self, max_length: int | None) -> str | None:
         """Why the example is not trained on; None if it is.
 
-        TRL drops the same examples, except pairs of two equal answers, whose sigmoid loss has no gradient.
+        TRL drops the same examples, except those with an empty answer, and pairs of two equal answers, whose sigmoid
+        loss has no gradient.
         """
         first, *others = self.sides
+        if EMPTY_ANSWER in self.left_out:
+            return EMPTY_REASON
         if others and max_length is not None and self.num_prompt >= max_length:
             return f"the prompt alone fills max_length {max_length}"
         if others:

@@ -93,8 +93,12 @@ class PairCounter:
         self._num_equal = self._num_longer = self._num_shorter = 0
         self._first: dict[str, int] = {}
 
-    def add(self, index: int, sides: Sequence[Tokens]) -> None:
-        """Add a pair that is trained on. sides: after truncation."""
+    def add(self, index: int, sides: Sequence[Tokens] | None) -> None:
+        """Add a pair. sides: after truncation; None: equal answers, so that the pair is dropped."""
+        if sides is None:
+            self._num_equal += 1
+            self._first.setdefault("equal", index)
+            return
         chosen, rejected = (
             int.from_bytes(hashlib.blake2b(array("q", side.ids).tobytes(), digest_size=8).digest()) for side in sides
         )
@@ -104,11 +108,6 @@ class PairCounter:
         difference = len(sides[0].ids) - len(sides[1].ids)  # the prompt is in both
         self._num_longer += difference > 0
         self._num_shorter += difference < 0
-
-    def add_equal(self, index: int) -> None:
-        """Add a pair that is dropped because its answers are equal."""
-        self._num_equal += 1
-        self._first.setdefault("equal", index)
 
     def stats(self) -> PairStats:
         """Of all pairs."""

@@ -1,7 +1,7 @@
 """Statistics of a dataset: numbers of examples and tokens, and one example as text."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
@@ -95,7 +95,7 @@ def dataset_stats(
     sums: Counter[str] = Counter()
     max_id, has_stop, first = -1, False, []
     pairs = PairCounter() if TASKS[task].answers else None
-    batches: Iterator[Any] = dataset.iter(batch_size=BATCH_SIZE)
+    batches: Any = dataset.iter(batch_size=BATCH_SIZE)
     encoded = (encode(batch, task, tokenizer, assistant_only_loss, completion_only_loss) for batch in batches)
     for index, example in enumerate(chain.from_iterable(encoded)):
         lengths.append(example.length)
@@ -103,7 +103,7 @@ def dataset_stats(
             masks.add(example.sides[0].trained)
         reason = example.drop_reason(max_length)
         if pairs and reason and reason.startswith(EQUAL_ANSWERS):
-            pairs.add_equal(index)
+            pairs.add(index, None)
         if reason:
             dropped[reason] += 1
             continue

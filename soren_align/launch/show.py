@@ -234,7 +234,7 @@ def newest_run() -> RunFolder:
 def curves(names: Sequence[str], *, output: str = "curves.png", preset: str | None = None) -> None:
     """Draw the curves of runs into one picture, and print each one's ends. Raises UserError if none has any.
 
-    names: empty: the newest run below RUNS. preset: `curves.PRESET`, or None for one panel of all losses.
+    names: empty: the newest run below RUNS. preset: "paper-losses", or None for one panel of all losses.
     """
     path = Path(output)
     if path.suffix != ".png" or not path.absolute().parent.is_dir():

@@ -7,7 +7,6 @@ changes. It contains no local path: see `public`.
 import json
 import math
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -83,9 +82,35 @@ def card(run: RunFolder, title: str, merged: bool = False, *, repo: str = "", re
     shown, url = pictures(run), ""
     if repo:  # pages of the hub do not lie beside their files
         url = f"{constants.ENDPOINT}/{repo}/resolve/{quote(revision or 'main', safe='')}/"
-    evaluations = _evaluations(run, recipe, shown, url)
-    scores, gains, answers = evaluations.scores, evaluations.gains, evaluations.answers
-    eval_results = [] if merged else evaluations.eval_results  # the adapter was evaluated
+    # Of the evaluations: a table for each suite, with the starting checkpoint in its first row; gains; the scores for
+    # the hub; and the answers of the first suite that has some in words, if the run has no samples.
+    scores, gains, eval_results, answers = list[str](), list[str](), list[EvalResult](), of_samples(run)
+    for number, folder in enumerate(evaluations(run.path), 1):
+        try:
+            results = read_results(folder)
+        except UserError:  # the page states it
+            scores.append(f"The results in `eval/{without_html(folder.name)}` could not be read.")
+            continue
+        if results is None:
+            continue
+        index = own_row(results, run, TASKS[recipe.task].title)
+        results = without_paths(results, recipe)
+        heading, _, rest = tables.markdown(results, fold=True).partition("\n\n")
+        picture = _picture(f"scores{f'-{number}' * (number > 1)}", results["title"], shown, url)
+        scores += [f"##{heading}", picture, rest.rstrip()]
+        if index is None:
+            continue
+        own = results["rows"][index]
+        start, lines = tables.gains(results, own)
+        # The first lines about the suite: each score, and whether it is better than that of the start.
+        beside = f", beside {start['name']}" if start is not own else ""
+        intervals = ", with the 95% interval of the difference" if any("[" in line for line in lines) else ""
+        first = lines[:MAX_GAINS]
+        first += [f"{len(lines) - MAX_GAINS} more in the table below"] if len(lines) > MAX_GAINS else []
+        first = [f"  - {markdown_line(line)}" for line in (*first, *tables.warnings(results))]
+        gains.append("\n".join([markdown_line(f"{results['title']}; percent{beside}{intervals}"), *first]))
+        eval_results += [] if merged else _eval_results(results, own, run)  # the adapter was evaluated
+        answers = answers or of_evaluation(folder, results, own, start)
     front_matter = ModelCardData(
         base_model=base,
         datasets=list(dict.fromkeys(datasets)) or None,
@@ -101,9 +126,9 @@ def card(run: RunFolder, title: str, merged: bool = False, *, repo: str = "", re
     method = f"{TASKS[recipe.task].title} with {recipe.optimizer.title}"
     merge = " It is merged with its base model." if merged else ""
     of_base = f" of {base.split('/')[-1]}" if base else ""
-    start = " from random weights" if recipe.model.init_seed is not None else ""
+    init = " from random weights" if recipe.model.init_seed is not None else ""
     prefix = "LoRA adapter, " * is_lora
-    what = f"{prefix}{TASKS[recipe.task].title}{of_base} with {recipe.optimizer.title}{start}"
+    what = f"{prefix}{TASKS[recipe.task].title}{of_base} with {recipe.optimizer.title}{init}"
     warning, change = _change(record["training"], is_adapter, merged)
     size = f"{record['parameters']['trainable' if is_lora else 'total']:,} parameters"
     examples = f"{train['num_kept']:,} examples of {', '.join(map(public, sources[:3]))}"
@@ -130,50 +155,6 @@ def card(run: RunFolder, title: str, merged: bool = False, *, repo: str = "", re
         _folded("Recipe", fenced(yaml, "yaml")),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-@dataclass
-class _Evaluations:
-    """What the evaluations of a run have for its page."""
-
-    scores: list[str] = field(default_factory=list)
-    """A table for each suite in the run folder, with the starting checkpoint in its first row."""
-    gains: list[str] = field(default_factory=list)
-    eval_results: list[EvalResult] = field(default_factory=list)
-    answers: Answers | None = None
-    """Of the run's samples, or else of the first suite that has answers in words."""
-
-
-def _evaluations(run: RunFolder, recipe: Recipe, shown: dict[str, Path], url: str) -> _Evaluations:
-    """Return the tables of a run's evaluations, and what its own rows in them show."""
-    page = _Evaluations(answers=of_samples(run))
-    for number, folder in enumerate(evaluations(run.path), 1):
-        try:
-            results = read_results(folder)
-        except UserError:  # the page states it
-            page.scores.append(f"The results in `eval/{without_html(folder.name)}` could not be read.")
-            continue
-        if results is None:
-            continue
-        index = own_row(results, run, TASKS[recipe.task].title)
-        results = without_paths(results, recipe)
-        heading, _, rest = tables.markdown(results, fold=True).partition("\n\n")
-        picture = _picture(f"scores{f'-{number}' * (number > 1)}", results["title"], shown, url)
-        page.scores += [f"##{heading}", picture, rest.rstrip()]
-        if index is None:
-            continue
-        own = results["rows"][index]
-        start, lines = tables.gains(results, own)
-        # The first lines about the suite: each score, and whether it is better than that of the start.
-        beside = f", beside {start['name']}" if start is not own else ""
-        intervals = ", with the 95% interval of the difference" if any("[" in line for line in lines) else ""
-        first = lines[:MAX_GAINS]
-        first += [f"{len(lines) - MAX_GAINS} more in the table below"] if len(lines) > MAX_GAINS else []
-        first = [f"  - {markdown_line(line)}" for line in (*first, *tables.warnings(results))]
-        page.gains.append("\n".join([markdown_line(f"{results['title']}; percent{beside}{intervals}"), *first]))
-        page.eval_results += _eval_results(results, own, run)
-        page.answers = page.answers or of_evaluation(folder, results, own, start)
-    return page
 
 
 def _folded(summary: str, text: str) -> str:

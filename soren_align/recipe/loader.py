@@ -102,8 +102,18 @@ def load(
             )
         else:
             source.apply(setting)
-    if any(columns) or (name_or_path is None and task == "sft"):
-        _add_columns(source, notify, *columns)
+    # The columns of a file of questions and answers; values of a wrong type are left.
+    is_named, data = any(columns), source.content.get("data")
+    train = data.get("train") if isinstance(data, dict) else None
+    if is_named and (source.content.get("task") != "sft" or isinstance(train, list)):
+        raise UserError("--question, --answer: are for sft on one file; write `columns` into the recipe's data section")
+    split: dict[str, Any] = train if isinstance(train, dict) else {}
+    may_name = is_named or (name_or_path is None and task == "sft" and "columns" not in split)
+    if isinstance(path := split.get("path"), str) and may_name and (own := question_columns(path, *columns)):
+        split["columns"] = own
+        if not is_named:
+            text = "column '{instruction}' is read as the instruction, column '{output}' as the answer"
+            notify(f"--data {path}: {text.format(**own)}")
     return _checked(source, task)
 
 
@@ -130,21 +140,6 @@ def load_for_model(model: str, overrides: list[str] | None = None, notify: Notif
         return recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": model})})
 
 
-def _add_columns(source: Document, notify: Notify, question: str | None, answer: str | None) -> None:
-    """Write the columns of a file of questions and answers into `data.train`; values of a wrong type are left."""
-    data, is_named = source.content.get("data"), question or answer
-    split = data.get("train") if isinstance(data, dict) else None
-    if is_named and (source.content.get("task") != "sft" or isinstance(split, list)):
-        raise UserError("--question, --answer: are for sft on one file; write `columns` into the recipe's data section")
-    if not isinstance(split, dict) or not isinstance(path := split.get("path"), str):
-        return
-    if (is_named or "columns" not in split) and (columns := question_columns(path, question, answer)):
-        split["columns"] = columns
-        if not is_named:
-            text = "column '{instruction}' is read as the instruction, column '{output}' as the answer"
-            notify(f"--data {path}: {text.format(**columns)}")
-
-
 FOREIGN_KEYS = {
     "base_model": "an Axolotl file",
     "finetuning_type": "a LLaMA-Factory file",
@@ -167,11 +162,6 @@ def refuse_foreign(name: str | None, content: Mapping[str, Any]) -> None:
 def find(name_or_path: str) -> Path:
     """The recipe's file: an existing path, else a shipped name. Raises UserError if it is neither."""
     return document.find(name_or_path, shipped.recipes(), "recipe")
-
-
-def task_of(path: Path) -> str | None:
-    """The task in a recipe's file, or in the recipe that it extends; nothing else is checked."""
-    return _read(path, lambda _: None).content.get("task")
 
 
 def merged_text(path: Path) -> str:

@@ -236,7 +236,6 @@ def describe(curves: Curves) -> list[str]:
 # optimizer. The paper's source lacks its pictures, so the axes are ours: linear, and without the losses above those
 # after the first tenth of the steps, which would hide all differences.
 
-PRESET = "paper-losses"
 PANELS = {LOSS: "training loss", HELD_OUT: "evaluation loss"}
 CUT_OFF = 0.1
 """The share of the steps whose losses do not set the limits of an axis."""

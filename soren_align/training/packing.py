@@ -30,7 +30,6 @@ from ..data import (
     State,
     Stream,
     dataset_of,
-    drop_reason_of,
     encode,
     iterable_dataset,
     token_columns,
@@ -207,7 +206,7 @@ class TokenStream:
         for batch in _batches(examples, BATCH_SIZE):
             columns = {name: [example.get(name) for example in batch] for name in self.stream.columns}
             for example in encode(columns, self.task, self.tokenizer, *self.loss):
-                if reason := drop_reason_of(example) or example.drop_reason(max_length):
+                if reason := example.drop_reason(max_length):
                     self.dropped[reason] += 1
                     continue
                 self.num_kept += 1
