@@ -39,7 +39,7 @@ class Fork(subprocess.Popen):
         descriptors = [p2cread, c2pwrite, errwrite]
         descriptors = [number if own == -1 else own for number, own in enumerate(descriptors)]
         with there:
-            socket.send_fds(server(), [b"."], [*descriptors, there.fileno()])
+            socket.send_fds(server()[0], [b"."], [*descriptors, there.fileno()])
             self.connection.sendall(json.dumps(request).encode() + b"\n")
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
         self.pid = int(self.connection.recv(8))
@@ -62,12 +62,11 @@ class Fork(subprocess.Popen):
 
 @functools.cache
 def server():
-    """A connection to the server, which ends with this process."""
+    """A connection to the server, and its process, which ends with this one."""
     here, there = socket.socketpair()
     code = f"import sys; sys.path.append({ROOT!r}); from tests.support.forks import serve; serve({there.fileno()})"
     with there:
-        subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, pass_fds=[there.fileno()])
-    return here
+        return here, subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, pass_fds=[there.fileno()])
 
 
 def serve(descriptor):

@@ -25,7 +25,7 @@ from soren_align.training import checkpoints, trainer
 from soren_align.training import run as training
 from soren_align.training.trainer import SorenTrainerMixin
 from tests.support import command
-from tests.support.tiny_run import Hostile, flip_bit, reseal
+from tests.support.tiny_run import Hostile, TinyRun, flip_bit, reseal
 from tests.support.trainer_parity import logged, weights
 
 pytestmark = pytest.mark.model
@@ -134,11 +134,21 @@ def test_a_pickle_in_a_checkpoint_runs_no_code_and_is_refused_in_words(tiny_run,
     assert not (tmp_path / "made").exists()
 
 
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory):
+    """The folder of a run that was killed after step 5, with two checkpoints."""
+    folder = tmp_path_factory.mktemp("killed") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(lambda: TinyRun(folder), 5, patch)
+    return folder
+
+
 @pytest.fixture
-def stopped(tiny_run, monkeypatch):
-    """The newer checkpoint of a run that was killed after step 5; there is an older one."""
-    stop_after(tiny_run, 5, monkeypatch)
-    return tiny_run().folder.checkpoints / "checkpoint-4"
+def stopped(tiny_run, killed_run):
+    """The newer checkpoint of a copy of `killed_run`."""
+    folder = tiny_run().folder
+    shutil.copytree(killed_run, folder.path)
+    return folder.checkpoints / "checkpoint-4"
 
 
 def test_every_file_of_a_checkpoint_is_verified_by_content(stopped):
