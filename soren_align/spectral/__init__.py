@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from .matrices import full_precision
     from .minimax import guarded_minimax_sigmoid, minimax_sigmoid, num_workspace_numbers
     from .nulls import random_spectrum, shuffled_spectrum
-    from .pion import high_pass
     from .powers import rational_power
-    from .quintic import newton_schulz
+    from .quintic import high_pass, newton_schulz
     from .sns import guarded_soft_newton_schulz, released_level, released_sigmoid, soft_newton_schulz
 
 __all__ = [
@@ -44,9 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for module in (
-        ("exact", "matrices", "minimax", "nulls", "pion", "powers", "quintic", "sns") if name in __all__ else ()
-    ):
+    for module in ("exact", "matrices", "minimax", "nulls", "powers", "quintic", "sns") if name in __all__ else ():
         if hasattr(loaded := import_module(f".{module}", __name__), name):
             return getattr(loaded, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

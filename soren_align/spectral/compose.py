@@ -1,6 +1,6 @@
 """The cheapest composition of odd polynomials for a formula, with a certificate, or a refusal with what is reachable.
 
-`compose` tries more and more products, until the proved bound of the error (`certificate`) is within the error that is
+`compose` tries more and more products, until the proved bound of the error (`composition`) is within the error that is
 asked for. The work is bounded: some seconds for a formula that nothing matches. Results are cached by content.
 """
 
@@ -21,8 +21,7 @@ from ..core.errors import UserError
 from ..core.files import default_cache_folder, digest, read_json, write
 from ..core.optimizer_settings import MUON_STEPS
 from . import intervals
-from .certificate import largest_error
-from .composition import TOP, Composition, value
+from .composition import TOP, Composition, largest_error, value
 from .flops import composition_flops, num_products, quintic_flops
 from .formula import Formula, parse
 from .intervals import Jet
@@ -261,13 +260,10 @@ def refusal(target: Target, error: float, reached: list[Composed]) -> str:
     offers = [
         f"{c.error:.2g} with {c.num_products} products ({c.flops_over_muon:.2f} of Muon's FLOPs)" for c in front[-3:]
     ]
+    least = front[-1].error  # rounded up to two digits
+    unit = 10.0 ** (math.floor(math.log10(least)) - 1)
+    least = math.ceil(least / unit * (1 - 1e-12)) * unit
     return (
         f"formula: no polynomials reach the error {error:g} for {name}; possible errors: {', '.join(offers)}; write "
-        f"error: {_rounded_up(front[-1].error):g}, or exact: true for a decomposition"
+        f"error: {least:g}, or exact: true for a decomposition"
     )
-
-
-def _rounded_up(number: float) -> float:
-    """To two digits."""
-    unit = 10.0 ** (math.floor(math.log10(number)) - 1)
-    return math.ceil(number / unit * (1 - 1e-12)) * unit

@@ -1,7 +1,7 @@
 """Coefficients of composed odd polynomials that match a function on a grid.
 
 By least squares from several starts, and then by linear programs that lower the largest error. What lies between the
-points of the grid is for `certificate`.
+points of the grid is for `composition.largest_error`.
 """
 
 from collections.abc import Sequence

@@ -44,11 +44,12 @@ class Formula:
         """f(x), of an array, a tensor or a `Jet`; an array has NaN or an infinity where f is not defined."""
         if isinstance(x, np.ndarray):
             with np.errstate(all="ignore"):
-                return np.broadcast_to(np.asarray(_value(self.root, x, np, _as_float)), x.shape)
+                numbers = _value(self.root, x, np, lambda number, _: np.float64(number))
+            return np.broadcast_to(np.asarray(numbers), x.shape)
         if isinstance(x, intervals.Jet):
             with np.errstate(all="ignore"):
                 return _value(self.root, x, intervals, intervals.number)
-        return _value(self.root, x, import_module("torch"), _as_tensor)
+        return _value(self.root, x, import_module("torch"), lambda number, like: like.new_tensor(number))
 
     def __str__(self) -> str:
         return _text(self.root)
@@ -89,7 +90,11 @@ def _checked(node: ast.AST, parameters: Mapping[str, float], count: list[int], d
     if depth > MAX_DEPTH:
         raise UserError(f"formula: nests more than {MAX_DEPTH} operations; write a shorter one")
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        if not math.isfinite(value := _as_number(node.value)):
+        try:
+            value = float(node.value)
+        except OverflowError:  # of a whole number
+            value = math.inf
+        if not math.isfinite(value):
             raise UserError("formula: has a number beyond 1e308; write smaller numbers")
         return value
     if isinstance(node, ast.Name):
@@ -116,21 +121,6 @@ def _checked(node: ast.AST, parameters: Mapping[str, float], count: list[int], d
         return (name, *(_checked(argument, parameters, count, depth + 1) for argument in node.args))
     allowed = f"numbers, x, + - * / ^, and {', '.join(FUNCTIONS)}"
     raise UserError(f"formula: {ast.unparse(node)[:60]!r} is not allowed; write {allowed}")
-
-
-def _as_number(value: Any) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _as_float(value: float, x: Any) -> Any:
-    return np.float64(value)
-
-
-def _as_tensor(value: float, x: Any) -> Any:
-    return x.new_tensor(value)
 
 
 def _value(node: Node, x: Any, module: Any, number: Any) -> Any:
@@ -160,20 +150,16 @@ def _text(node: Node) -> str:
     if name == "neg":
         return f"-({texts[0]})" if isinstance(operands[0], tuple) else f"-{texts[0]}"
     if name in _ARITHMETIC:
-        sides = [
-            f"({text})" if _needs_parentheses(side, name, i) else text
-            for i, (side, text) in enumerate(zip(operands, texts, strict=True))
-        ]
+        sides = []
+        for position, (side, text) in enumerate(zip(operands, texts, strict=True)):
+            rank = _RANK.get(side[0], 9) if isinstance(side, tuple) else 9
+            if isinstance(side, float) and side < 0:
+                rank = _RANK["neg"]
+            binds_other_side = position == (0 if name == "^" else 1)
+            needs_parentheses = rank < _RANK[name] or (rank == _RANK[name] and binds_other_side)
+            sides.append(f"({text})" if needs_parentheses else text)
         return f" {name} ".join(sides) if name != "^" else "^".join(sides)
     return f"{name}({', '.join(texts)})"
 
 
 _RANK = {"+": 1, "-": 1, "*": 2, "/": 2, "neg": 3, "^": 4}
-
-
-def _needs_parentheses(node: Node, parent: str, position: int) -> bool:
-    rank = _RANK.get(node[0], 9) if isinstance(node, tuple) else 9
-    if isinstance(node, float) and node < 0:
-        rank = 3
-    right_binds = position == (0 if parent == "^" else 1)
-    return rank < _RANK[parent] or (rank == _RANK[parent] and right_binds)

@@ -52,10 +52,6 @@ class Interval:
         """The intersection of two intervals that contain the same exact value; of one, where the other is NaN."""
         return Interval(np.fmax(self.low, other.low), np.fmin(self.high, other.high))
 
-    def hull(self, other: "Interval") -> "Interval":
-        """The smallest interval that contains both."""
-        return Interval(np.minimum(self.low, other.low), np.maximum(self.high, other.high))
-
     def largest(self) -> Array:
         """The largest absolute value."""
         return np.maximum(np.abs(self.low), np.abs(self.high))
@@ -182,7 +178,7 @@ def maximum(x: Jet, y: Jet) -> Jet:
 
 
 def _chosen(x: Jet, y: Jet, is_x: Array, is_y: Array) -> Interval:
-    both = x.slope.hull(y.slope)
+    both = Interval(np.minimum(x.slope.low, y.slope.low), np.maximum(x.slope.high, y.slope.high))
     low = np.where(is_x, x.slope.low, np.where(is_y, y.slope.low, both.low))
     return Interval(low, np.where(is_x, x.slope.high, np.where(is_y, y.slope.high, both.high)))
 

@@ -70,7 +70,7 @@ def itself(sigma: "Tensor", **settings: Any) -> "Tensor":
 
 def pions(sigma: "Tensor", **settings: Any) -> "Tensor":
     """Pion's target, which is its polynomials themselves."""
-    return _file("pion").high_pass(sigma.diag(), **settings).diagonal()
+    return _file("quintic").high_pass(sigma.diag(), **settings).diagonal()
 
 
 def drawn(sigma: "Tensor") -> "Tensor":
@@ -283,7 +283,7 @@ HIGH_PASS = SpectralMap(
     label="high_pass {promotions}+{suppressions}",
     doc="Pion's map: the leading singular values become 1, the others fall towards 0.",
     source="Pion, arXiv 2605.19282",
-    function=lambda x, *, precision, max_norm, **settings: (_file("pion").high_pass(x, **settings), 0),
+    function=lambda x, *, precision, max_norm, **settings: (_file("quintic").high_pass(x, **settings), 0),
     is_finite=True,
     target=pions,
     settings={

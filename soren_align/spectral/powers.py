@@ -116,11 +116,12 @@ def invert_(a: Tensor) -> Tensor:
     first, side, last = a[..., :half, :half], a[..., :half, half:], a[..., half:, half:]
     invert_(first)
     solved = multiply(first, side)
-    _add_upper_(last, side.mT, solved, -1.0)  # the Schur complement
+    _subtract_upper_(last, side.mT, solved)  # the Schur complement
     invert_(last)
     torch.neg(multiply(solved, last), out=side)
-    _add_upper_(first, side, solved.mT, -1.0)
-    _mirror_(first)
+    _subtract_upper_(first, side, solved.mT)
+    for block in _blocks(half, a.device.type):  # the blocks above the diagonal, copied below it
+        first[..., block.stop :, block] = first[..., block, block.stop :].mT
     a[..., half:, :half] = side.mT
     return a
 
@@ -130,16 +131,10 @@ def _blocks(rows: int, device_type: str) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _add_upper_(c: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
-    """c + alpha a @ b, symmetric, in c: its blocks on the diagonal and above."""
+def _subtract_upper_(c: Tensor, a: Tensor, b: Tensor) -> None:
+    """c - a @ b, symmetric, in c: its blocks on the diagonal and above."""
     for rows in _blocks(c.shape[-1], c.device.type):
-        add_product_(c[..., rows, rows.start :], a[..., rows, :], b[..., rows.start :], alpha)
-
-
-def _mirror_(c: Tensor) -> None:
-    """Copy the blocks above the diagonal below it."""
-    for rows in _blocks(c.shape[-1], c.device.type):
-        c[..., rows.stop :, rows] = c[..., rows, rows.stop :].mT
+        add_product_(c[..., rows, rows.start :], a[..., rows, :], b[..., rows.start :], -1.0)
 
 
 def power_flops(num_rows: int, num_columns: int, p: float) -> int | None:

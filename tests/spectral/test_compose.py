@@ -11,9 +11,8 @@ import pytest
 
 from soren_align.core.errors import UserError
 from soren_align.spectral import compose as composing
-from soren_align.spectral.certificate import largest_error
 from soren_align.spectral.compose import compose, from_dict, refuse_unsuitable, target_of
-from soren_align.spectral.composition import TOP, Composition, value
+from soren_align.spectral.composition import TOP, Composition, largest_error, value
 
 EXAMPLES = {  # the formula, its parameters, the normalization, the limit, the error
     "soft sign": ("x / sqrt(x^2 + tau^2)", {"tau": 0.1}, "nu", 1.0, 0.005),
