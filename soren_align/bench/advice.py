@@ -42,7 +42,7 @@ def candidates(spectra: Sequence[Spectrum], recipe: Recipe) -> list[Candidate]:
     tau, own = threshold(spectra), recipe.optimizer.spectral_map
     return [
         *([Candidate(f"this run: {own.label.format(**recipe.optimizer.map_settings)}", _own(recipe))] if own else []),
-        Candidate("sigmoid(x / T), T for a contrast", _sigmoid_of_contrast),
+        Candidate("sigmoid(x / T), T for a contrast", lambda x: torch.sigmoid(MIDDLE * x / median_of_modes(x, x))),
         Candidate(f"soft_sign, tau: {tau:g}", _target(SOFT_SIGN, tau=tau)),
         Candidate(f"tanh, tau: {tau:g}", _target(TANH, tau=tau)),
         Candidate("identity: momentum SGD", _target(IDENTITY)),
@@ -64,10 +64,6 @@ def _own(recipe: Recipe) -> Callable[[Tensor], Tensor]:
 def _target(spectral_map: SpectralMap, **settings: float) -> Callable[[Tensor], Tensor]:
     """A map's function of singular values, which needs no polynomials."""
     return partial(spectral_map.target, **{**spectral_map.plain_defaults, **settings})
-
-
-def _sigmoid_of_contrast(sigma: Tensor) -> Tensor:
-    return torch.sigmoid(MIDDLE * sigma / median_of_modes(sigma, sigma))
 
 
 def threshold(spectra: Sequence[Spectrum]) -> float:

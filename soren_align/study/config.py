@@ -6,7 +6,7 @@ candidate at both ends of its space are checked before anything runs.
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -243,7 +243,7 @@ def _parsed(path: Path) -> Document:
     return parse(read_text(path), str(path), f"a study is a mapping ({', '.join(StudyFile.model_fields)})")
 
 
-def recipe_of_run(study: StudyFile, run: Run, notify: Callable[[str], object] = lambda line: None) -> Recipe:
+def recipe_of_run(study: StudyFile, run: Run) -> Recipe:
     """The recipe of one run, whose folder is below study.output_dir. Raises UserError as `recipe.load` does."""
     texts = _settings(study.set) + _settings(study.candidates[run.candidate].set) + _settings(run.parameters)
     own: dict[str, Any] = {"trainer.seed": run.seed, "run.output_dir": f"{study.output_dir}/{run.folder}"}
@@ -253,7 +253,7 @@ def recipe_of_run(study: StudyFile, run: Run, notify: Callable[[str], object] = 
         own["run.perturb.seed"] = draws[0] if run.draw is None else run.draw
     if run.stage == "search":
         own["eval"] = None
-    recipe = recipes.load(study.recipe, texts + _settings(own), notify=notify)
+    recipe = recipes.load(study.recipe, texts + _settings(own), notify=lambda line: None)
     if trainer_value(recipe, "data_seed") is not None:  # it would fix the order of the examples for all seeds
         recipe = recipe.model_copy(update={"trainer": {**recipe.trainer, "data_seed": run.seed}})
     if recipe.task == "pretrain" and recipe.model.init_seed is not None:  # the starting weights are part of the result

@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 
-from ..evaluate.stats.paired import ColumnPoints, Points
+from ..evaluate.stats.paired import ColumnPoints
 from .stats import Answers
 from .study import HELD_OUT, Candidate, DrawSpread, Run
 
@@ -26,15 +26,36 @@ def over_draws(candidates: Sequence[Candidate], answers: Answers) -> tuple[list[
     for points in (answers.runs, answers.starts):
         means.append({})
         for candidate in (candidate for candidate in candidates if candidate.name in points):
-            own = iter(points[candidate.name])
-            seeds = [[next(own) for _ in runs] for runs in by_seed(candidate.verdict)]
-            means[-1][candidate.name] = [_mean_points(draws) for draws in seeds]
+            answered = iter(points[candidate.name])
+            seeds = [[next(answered) for _ in runs] for runs in by_seed(candidate.verdict)]
+            means[-1][candidate.name] = [
+                {
+                    column: ColumnPoints(
+                        np.mean([draw[column].each for draw in draws], axis=0), own.clusters, own.prompts
+                    )
+                    for column, own in draws[0].items()
+                    if all(column in draw and draw[column].prompts == own.prompts for draw in draws)
+                }
+                for draws in seeds
+            ]
     return [mean_candidate(candidate) for candidate in candidates], Answers(*means)
 
 
 def mean_candidate(candidate: Candidate) -> Candidate:
     """Return a candidate with one run per seed of the verdict: the mean over its draws."""
-    return replace(candidate, verdict=[_mean_run(runs) for runs in by_seed(candidate.verdict)])
+    verdict = []
+    for runs in by_seed(candidate.verdict):
+        failed = next((run for run in runs if run.status != "finished"), None)
+        if len(runs) == 1 or failed is not None:  # one draw that failed fails its seed
+            verdict.append(failed or runs[0])
+            continue
+        metrics = [run.metric for run in runs if run.metric is not None]
+        scores = [run.scores for run in runs if run.scores is not None]
+        columns = [column for column in scores[0] if all(column in each for each in scores)] if scores else []
+        metric = fmean(metrics) if len(metrics) == len(runs) else None
+        means = {c: fmean(each[c] for each in scores) for c in columns} if len(scores) == len(runs) else None
+        verdict.append(replace(runs[0], metric=metric, scores=means))
+    return replace(candidate, verdict=verdict)
 
 
 def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
@@ -43,32 +64,6 @@ def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
     for run in runs:
         seeds.setdefault(run.seed, []).append(run)
     return list(seeds.values())
-
-
-def _mean_run(runs: list[Run]) -> Run:
-    """Return the run of a seed: the first draw's, with the mean metric and scores of all; one that failed fails all."""
-    if len(runs) == 1:
-        return runs[0]
-    failed = next((run for run in runs if run.status != "finished"), None)
-    if failed is not None:
-        return failed
-    metrics = [run.metric for run in runs if run.metric is not None]
-    scores = [run.scores for run in runs if run.scores is not None]
-    columns = [column for column in scores[0] if all(column in each for each in scores)] if scores else []
-    return replace(
-        runs[0],
-        metric=fmean(metrics) if len(metrics) == len(runs) else None,
-        scores={c: fmean(each[c] for each in scores) for c in columns} if len(scores) == len(runs) else None,
-    )
-
-
-def _mean_points(draws: list[Points]) -> Points:
-    first = draws[0]
-    return {
-        column: ColumnPoints(np.mean([draw[column].each for draw in draws], axis=0), each.clusters, each.prompts)
-        for column, each in first.items()
-        if all(column in draw and draw[column].prompts == each.prompts for draw in draws)
-    }
 
 
 def draw_spreads(candidates: Sequence[Candidate]) -> list[DrawSpread]:

@@ -30,7 +30,22 @@ def export(path: str, output: str, *, owner: str, samples: bool = False) -> list
     if target.exists() and not target.is_dir():
         raise UserError(f"--output: {target} is not a folder; write the path of a folder")
     if (folder / STUDY_FILE).is_file():
-        return _export_study(folder, target, owner, samples=samples)
+        # The records of a study's final runs. The starting checkpoint has one record if all runs agree on it.
+        verdict, name = read_verdict_file(folder), folder.resolve().name
+        if verdict.problems:
+            raise UserError(
+                f"{folder}: has no verdict because of {count(len(verdict.problems), 'problem')}, which its report "
+                f"lists; fix each problem and rerun soren-align compare. The first problem: {verdict.problems[0]}"
+            )
+        if not verdict.differences or not verdict.digits:
+            raise UserError(f"{folder}: has no verdict yet; rerun soren-align compare until all runs have ended")
+        records = []
+        for run in map(RunFolder, (path for path in run_folders(folder) if path.parents[1].name == "verdict")):
+            candidate = run.path.parent.name
+            details = {"study": verdict.title, "study_declaration": verdict.digits, "candidate": candidate}
+            names = Names(owner, f"{name}-{candidate}-{run.name}", name, details)
+            records += export_run(run, target, names, samples=samples)
+        return list(dict.fromkeys(records))
     run = RunFolder(folder)
     if run.read() is None:
         raise UserError(
@@ -39,22 +54,3 @@ def export(path: str, output: str, *, owner: str, samples: bool = False) -> list
     digits = declared_digits(run.path)
     details = {"study_declaration": digits} if digits else {}
     return export_run(run, target, Names(owner, run.name, run.name, details), samples=samples)
-
-
-def _export_study(folder: Path, target: Path, owner: str, *, samples: bool) -> list[Path]:
-    """Write the records of a study's final runs. The starting checkpoint has one record if all runs agree on it."""
-    verdict, name = read_verdict_file(folder), folder.resolve().name
-    if verdict.problems:
-        raise UserError(
-            f"{folder}: has no verdict because of {count(len(verdict.problems), 'problem')}, which its report "
-            f"lists; fix each problem and rerun soren-align compare. The first problem: {verdict.problems[0]}"
-        )
-    if not verdict.differences or not verdict.digits:
-        raise UserError(f"{folder}: has no verdict yet; rerun soren-align compare until all runs have ended")
-    records = []
-    for run in map(RunFolder, (path for path in run_folders(folder) if path.parents[1].name == "verdict")):
-        candidate = run.path.parent.name
-        details = {"study": verdict.title, "study_declaration": verdict.digits, "candidate": candidate}
-        names = Names(owner, f"{name}-{candidate}-{run.name}", name, details)
-        records += export_run(run, target, names, samples=samples)
-    return list(dict.fromkeys(records))

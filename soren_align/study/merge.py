@@ -98,11 +98,15 @@ def merge(names: Sequence[str]) -> Merged:
     labels = labels if len(set(labels)) == len(labels) else [*map(str, names)]
     results = [[(run.metric, run.scores) for c in study.candidates for run in c.verdict] for study in studies]
     pairs = [(i, k) for k in range(len(studies)) for i in range(k) if results[i] == results[k]]
+    over_studies = []  # the candidates, each study a draw of its seeds
+    for candidates in zip(*(study.candidates for study in studies), strict=True):
+        runs = [replace(run, draw=k) for k, each in enumerate(candidates) for run in mean_candidate(each).verdict]
+        over_studies.append(replace(candidates[0], verdict=runs))
     return Merged(
         tuple(labels),
         tuple(studies),
         tuple(Replicated(*key, tuple(each[key] for each in by_key)) for key in shared),
-        tuple(_spreads(studies)),
+        tuple(draw_spreads(over_studies)),
         tuple((labels[i], labels[k]) for i, k in pairs),
     )
 
@@ -115,26 +119,12 @@ def _comparable(declaration: dict[str, Any]) -> dict[str, Any]:
     return {"study": study, "files": declaration["files"]}
 
 
-def _spreads(studies: Sequence[Study]) -> list[DrawSpread]:
-    """Return the spreads of the candidates over seeds and, for each seed, over studies."""
-    merged = []
-    for candidates in zip(*(study.candidates for study in studies), strict=True):
-        runs = [replace(run, draw=k) for k, each in enumerate(candidates) for run in mean_candidate(each).verdict]
-        merged.append(replace(candidates[0], verdict=runs))
-    return draw_spreads(merged)
-
-
 def show(names: Sequence[str], *, as_json: bool = False) -> None:
-    """Print the merged studies. Raises UserError as `merge` does."""
+    """Print the merged studies, 80 columns wide. Raises UserError as `merge` does."""
     merged = merge(names)
     if as_json:
         sys.stdout.write(json.dumps(merged_json(merged), indent=2) + "\n")
-    else:
-        Terminal().print(terminal_merged(merged), highlight=False)
-
-
-def terminal_merged(merged: Merged) -> Group:
-    """Return the merged studies for a terminal of 80 columns."""
+        return
     study = merged.studies[0]
     head, blank = ["", *merged.names], [""] * len(merged.names)
     parts: list[Any] = [Text(study.name, style="bold")]
@@ -175,7 +165,7 @@ def terminal_merged(merged: Merged) -> Group:
         parts.append(
             Text(f"{a} and {b} have runs that are equal bit for bit, so they count as one study.", style="yellow")
         )
-    return Group(*parts)
+    Terminal().print(Group(*parts), highlight=False)
 
 
 def answer_sentences(merged: Merged, reference: str) -> list[str]:

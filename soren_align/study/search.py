@@ -313,8 +313,12 @@ class Trials:
                 if name not in self.study.candidates:
                     continue  # removed from study.yaml, which the audit reports
                 free = self.study.free(name)
-                if parameters.keys() != free.keys() or not all(_is_of(free[key], parameters[key]) for key in free):
+                if parameters.keys() != free.keys():
                     raise ValueError(parameters)
+                for key, value in parameters.items():  # an extension's interval is another: any number is valid
+                    is_number = isinstance(value, float) and isfinite(value)
+                    if not (value in values if isinstance(values := free[key], list) else is_number):
+                        raise ValueError(parameters)
                 self.parameters[name].append(parameters)
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
                 raise UserError(
@@ -343,11 +347,6 @@ class Trials:
         drop_incomplete_line(self.file)
         append(self.file, json.dumps({"candidate": candidate, "parameters": params}) + "\n")
         self.parameters[candidate].append(params)
-
-
-def _is_of(values: Range | Values, value: object) -> bool:
-    """Whether a value can be one of these; an extension's interval is another."""
-    return value in values if isinstance(values, list) else isinstance(value, float) and isfinite(value)
 
 
 def _tpe_point(

@@ -168,13 +168,20 @@ def _comparisons(
 ) -> Iterator[_Comparison]:
     """Yield the comparisons of all measures. measures: the columns of which each is the mean."""
     runs = [points for name in names for points in answers.runs[name]]
+    # (candidate, reference, the reference's name); None: the starting checkpoint.
+    compared: list[tuple[int, int | None, str]] = [(k, None, BASE) for k in range(len(names))]
+    if rules.reference == ALL_PAIRS:
+        compared += [(k, other, names[other]) for other in range(len(names)) for k in range(other + 1, len(names))]
+    elif rules.reference in names:
+        other = names.index(rules.reference)
+        compared += [(k, other, rules.reference) for k in range(len(names)) if k != other]
     for measure, columns in measures.items():
         if not all(are_alike(runs[0], other, columns) for other in runs):
             continue
         stacked = {c: np.array([[points[c].each for points in answers.runs[name]] for name in names]) for c in columns}
         scores = np.mean([stacked[column].mean(axis=2) for column in columns], axis=0)  # [candidates, seeds]
         ranges = {name: float(np.ptp(scores[k])) for k, name in enumerate(names)}
-        for k, reference, name in _pairs(names, rules.reference):
+        for k, reference, name in compared:
             pairs = []
             for column in columns:
                 if reference is not None:
@@ -192,17 +199,6 @@ def _comparisons(
                     result = replace(result, spread=replace(result.spread, selection=part))
                 noisiest = max((each for each in (names[k], name) if each in ranges), key=ranges.__getitem__)
                 yield _Comparison(names[k], name, measure, result, (noisiest, ranges[noisiest]))
-
-
-def _pairs(names: list[str], reference: str) -> list[tuple[int, int | None, str]]:
-    """Return the comparisons as (candidate, reference, the reference's name), None for the starting checkpoint."""
-    pairs: list[tuple[int, int | None, str]] = [(k, None, BASE) for k in range(len(names))]
-    if reference == ALL_PAIRS:
-        pairs += [(k, other, names[other]) for other in range(len(names)) for k in range(other + 1, len(names))]
-    elif reference in names:
-        other = names.index(reference)
-        pairs += [(k, other, reference) for k in range(len(names)) if k != other]
-    return pairs
 
 
 def are_alike(a: Points, b: Points, columns: Sequence[str]) -> bool:

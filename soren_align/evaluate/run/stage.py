@@ -98,7 +98,18 @@ def evaluate(
     if cached := [f"{name} {cached:,} of {cached + computed:,}" for name, cached, computed in requests if cached]:
         unit = "requests; a multiple-choice question has one request per choice"
         print_labelled(console, "cached", f"{', '.join(cached)} {unit}")
-    shortfall = _shortfall(suite, tasks, options)
+    # Why the scores are, or may be, no result of the suite; "" if they are.
+    reasons = [f"without {', '.join(options.omit)}"] if options.omit else []
+    for task in suite.tasks:
+        sizes = num_questions(tasks[task.column]).values()
+        if options.limit and max(sizes) > options.limit:
+            reasons.append(f"the first {options.limit} questions of each task")
+            break
+        if task.questions and sum(sizes) != task.questions:
+            reasons.append(f"on other data ({sum(sizes):,} of {task.questions:,} questions of {task.column})")
+            break
+    shortfall = f"on the data in {options.data_root}" if options.data_root else ""
+    shortfall = f"{', '.join(reasons)}, not the suite's result" if reasons else shortfall
     settings = {  # those that the first model's results do not have, or that may differ in its row
         "chat_template": suite.apply_chat_template,
         "num_processes": model_options.num_processes,
@@ -313,19 +324,3 @@ def _result_rows(rows: Sequence[PlannedRow], evaluated: list[tuple[str, ModelRes
     for (child, parent), differences in zip(trained.items(), compare_pairs(pairs, suite.average), strict=True):
         entries[child]["start"] = {"name": rows[parent].name, "differences": differences}
     return entries
-
-
-def _shortfall(suite: Suite, tasks: Tasks, options: Eval) -> str:
-    """Return the reason why the scores are, or may be, no result of the suite; "" if they are."""
-    reasons = [f"without {', '.join(options.omit)}"] if options.omit else []
-    for task in suite.tasks:
-        sizes = num_questions(tasks[task.column]).values()
-        if options.limit and max(sizes) > options.limit:
-            reasons.append(f"the first {options.limit} questions of each task")
-            break
-        if task.questions and sum(sizes) != task.questions:
-            reasons.append(f"on other data ({sum(sizes):,} of {task.questions:,} questions of {task.column})")
-            break
-    if reasons:
-        return f"{', '.join(reasons)}, not the suite's result"
-    return f"on the data in {options.data_root}" if options.data_root else ""

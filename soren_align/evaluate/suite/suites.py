@@ -209,17 +209,12 @@ def benchmark_suite(recipe: Recipe) -> Suite | None:
     if section.columns:
         suite = suite.model_copy(update={"tasks": [task for task in suite.tasks if task.column in section.columns]})
     metric = str(recipe.trainer.get("metric_for_best_model", "")).removeprefix("eval_")
-    names = [BENCHMARK + name for name in benchmark_scores(suite)]
+    columns = [task.column for task in suite.tasks]
+    names = [BENCHMARK + name for name in [*columns, *(["average"] if len(columns) > 1 else [])]]
     if metric.startswith(BENCHMARK) and metric not in names:
         hint = did_you_mean(metric, names, f"write one of {', '.join(names)}")
         raise UserError(f"trainer.metric_for_best_model: run.benchmark measures no {metric!r}{hint}")
     return suite
-
-
-def benchmark_scores(suite: Suite) -> list[str]:
-    """Return the names of a suite's scores during training: its columns, and of several their average."""
-    columns = [task.column for task in suite.tasks]
-    return [*columns, *(["average"] if len(columns) > 1 else [])]
 
 
 def refuse_missing_packages(suite: Suite) -> None:

@@ -127,11 +127,21 @@ def target_blocks(study: Study) -> list[Block]:
     metric = text.metric_name(study)
     target = f"{reference.name}'s final {metric}"
     own, length = times[reference.name], max(run.curve[-1].step for run in finished(reference.verdict) if run.curve)
-    items = [
-        _statement(name, each, (reference.name, own), target, length)
-        for name, each in times.items()
-        if name != reference.name
-    ]
+    items = []  # when each candidate first reaches the target, beside the reference's own time
+    usual = _time(_summary(own.steps)[0], ".0f")
+    for name, each in times.items():
+        if name == reference.name:
+            continue
+        num, seeds = sum(not time.is_longer for time in each.steps), count(len(each.steps), "seed")
+        if 2 * num <= len(each.steps):
+            items.append(Item(f"{name} reached {target} with {num} of {seeds}", "."))
+            continue
+        middle, least, most = (_time(time, ".0%") for time in _summary(each.step_shares))
+        interval = f"; smallest {least}, largest {most}" if least != most else ""
+        lead = f"{name} first reached {target} at step {_time(_summary(each.steps)[0], '.0f')} of {length}"
+        lead += f", {reference.name} itself first at step {usual}"
+        shares = f"With equal seeds, {name} needed {middle} of {reference.name}'s steps"
+        items.append(Item(lead, f" (medians over {seeds}). {shares} (median{interval})."))
     head = ["", "reached", "steps", f"share of {reference.name}'s steps"]
     is_comparable = curves.are_times_comparable(curves.cpu_loads(study))
     has_seconds = is_comparable and all(len(each.seconds) == len(each.steps) for each in times.values())
@@ -185,19 +195,6 @@ def target_times(candidate: Candidate, reference: Candidate, *, higher_is_better
             times.seconds.append(Time(reach is None, seconds))
             times.second_shares.append(Time(reach is None, seconds / usual[1]))
     return times
-
-
-def _statement(name: str, times: TargetTimes, reference: tuple[str, TargetTimes], target: str, length: int) -> Item:
-    """Return when a candidate first reaches the target, beside the reference's own time. length: steps of a run."""
-    num, seeds = sum(not time.is_longer for time in times.steps), count(len(times.steps), "seed")
-    if 2 * num <= len(times.steps):
-        return Item(f"{name} reached {target} with {num} of {seeds}", ".")
-    own, usual = (_time(_summary(each.steps)[0], ".0f") for each in (times, reference[1]))
-    middle, least, most = (_time(time, ".0%") for time in _summary(times.step_shares))
-    interval = f"; smallest {least}, largest {most}" if least != most else ""
-    lead = f"{name} first reached {target} at step {own} of {length}, {reference[0]} itself first at step {usual}"
-    shares = f"With equal seeds, {name} needed {middle} of {reference[0]}'s steps"
-    return Item(lead, f" (medians over {seeds}). {shares} (median{interval}).")
 
 
 def _spread(times: Sequence[Time], form: str) -> str:

@@ -97,7 +97,11 @@ def comparisons(study: Study, reference: str, *, most: int | None = None) -> lis
             seen = f"; {resolution(study, d)}" if d.answer == "not distinguishable" else ""
             if d.is_equivalent and d.equivalence is not None:
                 seen = f"; equivalent within {size(d.equivalence, d.unit)}{points}"
-            interval = f"{'' if i else '95% interval '}{change_interval(study, d)}"
+            # In the words of `change`: "0.420 to 0.671", or "0.1 higher to 0.2 lower".
+            ends = sorted((d.low, d.high), reverse=d.value < 0)
+            words = ["" if d.low * d.high > 0 else f" {_direction(study, d.unit, end)}" for end in ends]
+            bounds = " to ".join(f"{size(abs(end), d.unit)}{word}" for end, word in zip(ends, words, strict=True))
+            interval = f"{'' if i else '95% interval '}{bounds}"
             numbers.append(
                 f"{'its ' * (not i)}{name} is {change(study, d)} ({interval}, corrected {p_value(d.p_holm)}{seen})"
             )
@@ -112,14 +116,6 @@ def comparisons(study: Study, reference: str, *, most: int | None = None) -> lis
 def change(study: Study, d: Difference) -> str:
     """Return a difference in words: "0.545 lower", "3.2 points higher"."""
     return f"{size(abs(d.value), d.unit)}{POINTS[d.unit]} {_direction(study, d.unit, d.value)}"
-
-
-def change_interval(study: Study, d: Difference) -> str:
-    """Return the interval of a difference in the words of `change`: "0.420 to 0.671", "0.1 higher to 0.2 lower"."""
-    ends = sorted((d.low, d.high), key=lambda end: end if d.value >= 0 else -end)
-    if d.low * d.high > 0:
-        return " to ".join(size(abs(end), d.unit) for end in ends)
-    return " to ".join(f"{size(abs(end), d.unit)} {_direction(study, d.unit, end)}" for end in ends)
 
 
 def _direction(study: Study, unit: str, value: float) -> str:

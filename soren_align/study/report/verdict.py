@@ -142,6 +142,26 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
         commit = read_declaration(folder).get("commit")
     differences = [] if study.problems else study.differences
     search, rules = (study.file.get(key) or {} for key in ("search", "verdict"))
+    # The scores on every measure: held-out first, as in the report.
+    candidates = {candidate.name: finished(mean_candidate(candidate).verdict) for candidate in study.candidates}
+    measures = []
+    for name in (HELD_OUT, *text.columns_of_suite(study)):
+        if name == HELD_OUT:
+            start = [run.start for run in next(filter(None, candidates.values()), [])]
+            own = {each: [run.metric for run in verdict] for each, verdict in candidates.items()}
+        else:
+            start = [(study.base_scores or {}).get(name)]
+            own = {each: [(run.scores or {}).get(name) for run in verdict] for each, verdict in candidates.items()}
+        measures.append(
+            VerdictMeasure(
+                name=name,
+                unit="loss" if name == HELD_OUT else "percent",
+                higher_is_better=study.higher_is_better or name != HELD_OUT,
+                num_questions=study.num_questions.get(name),
+                start=_scores(start),
+                candidates={each: _scores(values) for each, values in own.items()},
+            )
+        )
     return VerdictFile(
         title=study.name,
         declaration=study.declaration or None,
@@ -164,7 +184,7 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
             )
             for candidate in study.candidates
         ],
-        measures=_measures(study),
+        measures=measures,
         differences=[
             VerdictDifference(
                 **{key: getattr(each, key) for key in VerdictDifference.model_fields if hasattr(each, key)},
@@ -177,30 +197,6 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
         cautions=[shown(caution) for caution in study.cautions],
         problems=[shown(problem) for problem in study.problems],
     )
-
-
-def _measures(study: Study) -> list[VerdictMeasure]:
-    """Return the scores on every measure: held-out first, as in the report."""
-    candidates = {candidate.name: finished(mean_candidate(candidate).verdict) for candidate in study.candidates}
-    measures = []
-    for name in (HELD_OUT, *text.columns_of_suite(study)):
-        if name == HELD_OUT:
-            start = [run.start for run in next(filter(None, candidates.values()), [])]
-            own = {each: [run.metric for run in verdict] for each, verdict in candidates.items()}
-        else:
-            start = [(study.base_scores or {}).get(name)]
-            own = {each: [(run.scores or {}).get(name) for run in verdict] for each, verdict in candidates.items()}
-        measures.append(
-            VerdictMeasure(
-                name=name,
-                unit="loss" if name == HELD_OUT else "percent",
-                higher_is_better=study.higher_is_better or name != HELD_OUT,
-                num_questions=study.num_questions.get(name),
-                start=_scores(start),
-                candidates={each: _scores(values) for each, values in own.items()},
-            )
-        )
-    return measures
 
 
 def _scores(values: list[float | None]) -> Scores:
