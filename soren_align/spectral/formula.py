@@ -90,8 +90,9 @@ def _checked(node: ast.AST, parameters: Mapping[str, float], count: list[int], d
     if depth > MAX_DEPTH:
         raise UserError(f"formula: nests more than {MAX_DEPTH} operations; write a shorter one")
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        constant: Any = node.value
         try:
-            value = float(node.value)
+            value = float(constant)
         except OverflowError:  # of a whole number
             value = math.inf
         if not math.isfinite(value):
