@@ -95,6 +95,8 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
                 "the time of the maps is not included, because the operations of singular value decompositions are "
                 "not counted",
             )
+    if benchmark := plan["benchmark"]:
+        write("benchmark", _benchmark_text(benchmark, compute["hours"]))
     console.print()
     _print_evaluation(plan["evaluation"], console)
     console.print()
@@ -300,6 +302,18 @@ def _print_bar(section: dict[str, Any], location: str, console: Console) -> None
 
 def _table(head: list[str], rows: list[list[str]], title: str, align: str) -> Any:
     return Table(head, rows, title, align).rich(pad_edge=True)
+
+
+def _benchmark_text(benchmark: dict[str, Any], hours: dict[str, float] | None) -> str:
+    """Return the cost of `run.benchmark`. hours: of training, by device."""
+    share = benchmark["share_of_training"]
+    text = f"{benchmark['suite']}, {benchmark['num_measurements']:,} times {benchmark['num_questions']:,} questions: "
+    text += f"about {benchmark['num_answers']:,} answers, "
+    text += ", ".join(f"{estimated_time(share * number)} on one {name}" for name, number in (hours or {}).items())
+    return (
+        f"{text}{' or ' * bool(hours)}{share:.1%} of the time of training (assumed: an answer is a forward pass of the"
+        " length of an example; generated answers take longer)"
+    )
 
 
 def _print_evaluation(evaluation: dict[str, Any] | None, console: Console) -> None:

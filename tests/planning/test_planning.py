@@ -211,6 +211,26 @@ def test_the_plan_describes_when_checkpoints_are_saved(planned, small_mistral, s
     assert "SaveStrategy" not in text
 
 
+@pytest.mark.parametrize(
+    ("suite", "measurements", "answers"),
+    [
+        ("{suite: quickstart, questions: 12, every: 250}", 4, 4 * 3 * 12 * 4),  # steps 0, 250, 500, 600
+        ("{suite: open-llm-leaderboard-v1, columns: [arc_challenge, mmlu], every: 600}", 2, 2 * 2 * 50 * 4),
+    ],
+)
+def test_the_plan_counts_the_answers_of_benchmarks(planned, suite, measurements, answers):
+    plan, text = planned("quickstart/sft", f"run.benchmark={suite}")
+    section, trained = plan["benchmark"], plan["steps"]["total"] * plan["steps"]["global_batch_size"]
+    assert (plan["steps"]["total"], section["num_measurements"]) == (600, measurements)
+    assert section["num_answers"] == pytest.approx(
+        answers, rel=0.001
+    )  # some questions of arc_challenge have 3 or 5 choices
+    assert section["share_of_training"] == pytest.approx(section["num_answers"] / trained / 3)
+    line = f"{measurements} times {section['num_questions']} questions: about {section['num_answers']:,} answers"
+    assert line in " ".join(text.split())
+    assert planned("quickstart/sft")[0]["benchmark"] is None
+
+
 def test_the_plan_names_samples_and_an_early_end(planned):
     watched = ["run.samples.prompts=[What does the owl say?]", "run.early_stopping.patience=2"]
     plan, _ = planned("quickstart/sft", *watched)

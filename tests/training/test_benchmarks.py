@@ -25,7 +25,7 @@ from soren_align.evaluate.stats.significance import selection_section
 from soren_align.evaluate.suite.suites import benchmark_suite, load_suite
 from soren_align.evaluate.suite.tasks import load_tasks
 from soren_align.publish.card import card
-from soren_align.recipe import Eval
+from soren_align.recipe import Eval, checks
 from soren_align.run.curves import Curves, describe_scores, draw_curves, read_curves
 from soren_align.run.folder import RunFolder, read_metrics
 from soren_align.sharding.ranks import Ranks
@@ -247,12 +247,18 @@ def test_columns_that_the_suite_does_not_have_are_refused(tmp_path, overrides, m
         benchmark_suite(loaded)
 
 
-def test_questions_that_cannot_be_scored_are_refused_before_the_model_is_loaded(tiny_run):
+def test_questions_that_cannot_be_scored_are_refused_before_the_model_is_loaded(tiny_run, monkeypatch):
     run = tiny_run("sft", AT_EVALUATIONS, *EVALUATED)
     setup = run.prepare()
-    sharded = recipe.load("quickstart/sft", [AT_EVALUATIONS, "run.parallel=zero3"])
-    with pytest.raises(UserError, match=r"the answers of zoo_gen are generated, .* zero3 shards the weights; write"):
-        read_benchmark(sharded, setup.start, setup.tokenizer, run.ranks)
+    for mode in ("zero3", "fsdp2"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checks, "_check_parallel", lambda *arguments: None)  # refuses fsdp2 without GPUs
+            sharded = recipe.load("quickstart/sft", [AT_EVALUATIONS, f"run.parallel={mode}"])
+        message = (
+            rf"the answers of zoo_gen are generated, .* {mode} shards the weights; write the names of the suite's other"
+        )
+        with pytest.raises(UserError, match=message):
+            read_benchmark(sharded, setup.start, setup.tokenizer, run.ranks)
     setup.tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"no chat template, but suite quickstart applies one; set model.chat_template"):
         read_benchmark(run.recipe, setup.start, setup.tokenizer, run.ranks)
