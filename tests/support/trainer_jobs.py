@@ -217,20 +217,30 @@ def moments(make):
     """All that test_second_moments.py asks of two ranks."""
     with mock.patch.object(checks, "_check_parallel"), fsdp2_on_cpus(), mock.patch.dict(os.environ):
         for kind in MOMENTS:
-            interrupted(make, kind, "fsdp2")
+            interrupted(make, kind, "fsdp2", MOMENTS[kind])
     for mode in ("ddp", "zero2", "zero3"):  # ZeRO last: accelerate keeps it
         for kind in MOMENTS:
-            interrupted(make, kind, mode)
+            interrupted(make, kind, mode, MOMENTS[kind])
     for mode in ("zero2", "zero3"):
         for kind, overrides in MOMENTS.items():
             assert killed(make, f"freed-{kind}-{mode}", mode, *FOR_TWO_OR_THREE, *overrides[:1])
 
 
-def interrupted(make, kind, mode):
+BLOCKS = ("optimizer.split={'*up_proj': [100, 40, 20]}", "optimizer.second_moment=rows")
+"""A rank's shard does not end where a block does."""
+
+
+def blocks(make):
+    """Runs whose weights are divided into blocks, under FSDP2."""
+    with mock.patch.object(checks, "_check_parallel"), fsdp2_on_cpus(), mock.patch.dict(os.environ):
+        interrupted(make, "blocks", "fsdp2", BLOCKS)
+
+
+def interrupted(make, kind, mode, overrides):
     """A run, and one that all ranks leave after step 3 and take up again."""
-    make(f"whole-{kind}-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *MOMENTS[kind]).train()
-    assert killed(make, f"killed-{kind}-{mode}", mode, *GLOBAL, *MOMENTS[kind])
-    make(f"killed-{kind}-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *MOMENTS[kind]).train()
+    make(f"whole-{kind}-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *overrides).train()
+    assert killed(make, f"killed-{kind}-{mode}", mode, *GLOBAL, *overrides)
+    make(f"killed-{kind}-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *overrides).train()
 
 
 def freed_moments(make):
@@ -522,7 +532,8 @@ def run(group, job, folder):
     make.ranks, make.folder = current_ranks(), folder
     jobs = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision, "adapters": adapters}
     jobs |= {"watched": watched, "c4": c4, "benchmarked": benchmarked, "benchmarked_fsdp2": benchmarked_fsdp2}
-    jobs |= {"small_memory": small_memory, "perturbed": perturbed, "moments": moments, "freed_moments": freed_moments}
+    jobs |= {"small_memory": small_memory, "perturbed": perturbed, "blocks": blocks}
+    jobs |= {"moments": moments, "freed_moments": freed_moments}
     with mock.patch.object(quintic, "newton_schulz", quintic.newton_schulz):  # without_bfloat16() replaces it
         try:
             return jobs[job](make)

@@ -28,6 +28,14 @@ def test_two_ranks_resume_bit_for_bit(two_ranks, kind, mode):
     assert killed.read()["optimizer"]["groups"][0]["second_moment"] == kind
 
 
+def test_two_ranks_resume_blocks_of_weights_bit_for_bit(rank_pools, tmp_path):
+    ranks_do(rank_pools(2), "blocks", tmp_path)
+    whole, killed = (RunFolder(tmp_path / f"{name}-blocks-fsdp2") for name in ("whole", "killed"))
+    assert killed.read()["resumed_from_steps"] == [2]
+    assert furthest(weights(whole.path), weights(killed.path)) == 0
+    assert killed.read()["optimizer"]["groups"][0]["second_moment"] == "rows"
+
+
 @pytest.fixture(scope="module")
 def three_ranks(rank_pools, two_ranks):
     """The same folder after three ranks have gone on with its runs under ZeRO."""
