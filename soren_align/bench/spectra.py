@@ -355,7 +355,7 @@ def _draw_lines(axes: Axes, spectrum: Spectrum, outputs: dict[str, Tensor], colo
     values = _drawn(spectrum.without_null_space / spectrum.nu)
     axes.plot(numbers, values, color=colors.ink, linewidth=1.8, label=f"{spectrum.of} / nu")
     for i, (label, output) in enumerate(outputs.items()):
-        style = line_style(1 + i, colors)
+        style: dict[str, Any] = line_style(1 + i, colors)
         if label == EXACT:
             style = {"color": colors.muted, "linestyle": "-", "marker": "o", "markerfacecolor": colors.paper}
         drawn = _drawn(output)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..bench import shapes
 from ..core.errors import LostRankError, UserError, known_failure
+from ..core.figures import NO_PICTURES
 from ..core.files import read_json
 from ..core.optimizer_settings import ERROR, FORMULA_RESOLUTION, NORMALIZATIONS, POSITIVE
 from ..core.signals import deferred
@@ -155,7 +156,7 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
     from .show import print_chart, print_next
 
     curves = read_curves(folder.metrics)
-    if curves.by_key:
+    if curves.by_key and NO_PICTURES not in os.environ:
         draw_curves([(folder.name, curves)], folder.curves)
     write_card(folder)
     print_chart(console, curves)
@@ -177,7 +178,8 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
     elif result := describe_result(folder.record("training")["training"]):
         print_labelled(console, "result", result)
     folder.update(status="finished", finished=now(), last_error=None)
-    print_labelled(console, "done", f"{folder} (recipe.yaml, model/, model/README.md, curves.png)", wrap=False)
+    files = ["recipe.yaml", "model/", "model/README.md", *[folder.curves.name] * folder.curves.is_file()]
+    print_labelled(console, "done", f"{folder} ({', '.join(files)})", wrap=False)
     print_next(console, folder, folder.record())
     return 0
 

@@ -1,14 +1,14 @@
 """Compare three answers of a trained model with the answers of its starting checkpoint.
 
 They are not selected: the first prompts of the run's samples (`run.samples`), at step 0 and at the end; without samples
-the first questions of an evaluation that the models answered in words. A run folder may come from anyone: files are
+evenly spaced questions of an evaluation whose answers are generated. A run folder may come from anyone: files are
 read up to a length, links are not followed, and what cannot be read is left out.
 """
 
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Answers:
     before: str
     after: str
     rows: list[tuple[str, str, str]]
+    targets: list[str] = field(default_factory=list)
+    """The right answers of the rows, where the questions have one."""
 
 
 def of_samples(run: RunFolder) -> Answers | None:
@@ -52,15 +54,18 @@ def of_samples(run: RunFolder) -> Answers | None:
 
 
 def of_evaluation(folder: Path, results: Results, own: Row, start: Row) -> Answers | None:
-    """Return answers to the first questions of a column of generated text; None without such a column.
+    """Return answers to evenly spaced questions of a column of generated text; None without such a column.
 
     folder: of the results. own, start: the rows of the trained model, and of the checkpoint that it started from.
     """
     for column in filter(is_component, own["scores"]):
         before, after = (_responses(folder / "samples" / row["name"] / f"{column}.jsonl") for row in (start, own))
-        rows = [(prompt, before[key][1], answer) for key, (prompt, answer) in after.items() if key in before]
-        if answers := _answers(f"The first questions of {column}", start["name"], own["name"], rows):
-            return answers
+        keys = [key for key in after if key in before]
+        keys = keys[:: max(1, len(keys) // NUM_ANSWERS)][:NUM_ANSWERS]  # questions are often sorted by kind
+        rows = [(after[key][0], before[key][1], after[key][1]) for key in keys]
+        if answers := _answers(f"Evenly spaced questions of {column}", start["name"], own["name"], rows):
+            targets = [after[key][2] for key in keys]
+            return replace(answers, targets=[short(target, MAX_CHARACTERS) for target in targets if target])
     return None
 
 
@@ -80,8 +85,9 @@ def _text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else ""
 
 
-def _responses(file: Path) -> dict[str, tuple[str, str]]:
-    """Return (question, response) of a file of lm-eval's samples by question, without those of multiple choice."""
+def _responses(file: Path) -> dict[str, tuple[str, str, str]]:
+    """Return (question, response, right answer or "") of a file of lm-eval's samples by question; of multiple choice
+    none."""
     if any(path.is_symlink() for path in (file, file.parent, file.parent.parent)) or not file.is_file():
         return {}
     with file.open("rb") as stream:
@@ -97,7 +103,9 @@ def _responses(file: Path) -> dict[str, tuple[str, str]]:
         if not named and isinstance(prompt, str):
             named = [prompt if len(prompt) < MAX_CHARACTERS else f"…{prompt[1 - MAX_CHARACTERS :]}"]  # behind its shots
         if isinstance(response, str) and named:
-            responses.setdefault(f"{sample.get('task')}:{sample.get('doc_id')}", (named[0], response))
+            target = sample.get("target")
+            target = target if isinstance(target, str) else ""
+            responses.setdefault(f"{sample.get('task')}:{sample.get('doc_id')}", (named[0], response, target))
     return responses
 
 

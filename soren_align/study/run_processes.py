@@ -1,8 +1,8 @@
 """Start each run of a study in its own process.
 
-Without a GPU, the process is a fork of a server that has loaded the libraries once: loading them takes 20 seconds of a
-CPU, which is most of a tiny run's time. A fork of a process that has used a GPU cannot use this GPU, so with GPUs every
-run is a new interpreter.
+Without a GPU, the process is a fork of a server that has loaded the libraries once (preloaded.py): loading them takes
+20 seconds of a CPU, which is most of a tiny run's time. A fork of a process that has used a GPU cannot use this GPU, so
+with GPUs every run is a new interpreter.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from ..core.errors import ResumableError, known_failure
+from ..core.figures import NO_PICTURES
 from ..core.signals import raising_interrupts
 from ..recipe import Recipe, load_text, to_yaml
 from ..run.folder import STOPPED, RunFolder
@@ -31,13 +32,6 @@ RESUMABLE = 71
 """Exit code of a run that the machine stopped: a full disk, missing memory, a lost rank. It resumes later."""
 LOCKED = 75
 """Exit code of a run that another command holds, or has ended in the meantime."""
-LOADED = (
-    *("soren_align.training", "soren_align.training.run", "soren_align.training.setup", "soren_align.sharding.ranks"),
-    *("soren_align.evaluate.run.lineage", "soren_align.evaluate.run.stage", "soren_align.publish.card"),
-)
-"""The modules that a training and an evaluation import, in an order in which bitsandbytes prints no warning. No thread
-may run in a server that has loaded them, but for jemalloc's own: a fork copies none, and a lock that one holds would
-stay locked."""
 
 
 def start_server(*, on_gpus: bool) -> BaseContext:
@@ -47,13 +41,13 @@ def start_server(*, on_gpus: bool) -> BaseContext:
     # Of a run that was killed, Python's tracker of semaphores would print a warning on the terminal.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*LOADED])
+    context.set_forkserver_preload([f"{__package__}.preloaded"])
     return context
 
 
 def start_run(context: BaseContext, recipe: Recipe, log: Path, processes: int, gpus: list[str]) -> BaseProcess:
     """Train and evaluate a recipe in a new process, whose output is appended to `log`. gpus: those it may use."""
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    environment = {NO_PICTURES: "1"} | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
     log.parent.mkdir(parents=True, exist_ok=True)
     process = context.Process(target=_run, args=(to_yaml(recipe), str(log), processes, environment))  # pyright: ignore[reportAttributeAccessIssue]
     process.start()

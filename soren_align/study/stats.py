@@ -285,7 +285,7 @@ def cautions(candidates: Sequence[Candidate], answers: Answers) -> Iterator[str]
         if p < 0.05 / len(columns):
             most, least = max(deviations, key=deviations.__getitem__), min(deviations, key=deviations.__getitem__)
             yield (
-                f"{measure}: the standard deviation over seeds is {deviations[most]:.3g} with {most} and "
-                f"{deviations[least]:.3g} with {least}; the runs of {most} may be far from their mean; trials.csv "
-                "has the scores of single runs"
+                f"{measure}: the runs of {most} differ much more between seeds than those of {least} (standard "
+                f"deviation {deviations[most]:.3g} and {deviations[least]:.3g}), so other seeds could give {most} "
+                "another mean; trials.csv has the scores of single runs"
             )

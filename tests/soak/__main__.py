@@ -45,12 +45,9 @@ def load_libraries(folder: Path) -> None:
     os.environ.update(runs.environment(folder), HF_HOME=str(folder / "hf"))  # which datasets reads on import
     import importlib
 
-    from soren_align.study.run_processes import LOADED
     from tests.support.rank_pool import PRELOADED
 
-    for name in (
-        *LOADED, *PRELOADED, "soren_align.cli.app", "soren_align.launch.commands", "tests.support.trainer_jobs",
-    ):  # fmt: skip
+    for name in ("soren_align.study.preloaded", *PRELOADED, "soren_align.cli.app", "tests.support.trainer_jobs"):
         importlib.import_module(name)
 
 

@@ -91,8 +91,9 @@ def test_the_statement_has_the_median_share_and_its_range():
     items, caveat, table, _ = blocks_of([4, 3, 2, 1, 0], [4, 2, 1, 1, 1], [4, 3, 3, 2, 1])
     (item,) = items.items
     assert item.lead + item.text == (
-        "soren first reached adamw's final held-out loss at step 20 of 40, adamw itself first at step 40 (medians "
-        "over 3 seeds). With equal seeds, soren needed 50% of adamw's steps (median; smallest 25%, largest 75%)."
+        "soren first reached adamw's final held-out loss at step 20 of 40; adamw's own runs first reached their final "
+        "value at step 40 (medians over 3 seeds). With equal seeds, soren needed 50% of the steps that adamw needed "
+        "for this value (median; smallest 25%, largest 75%)."
     )
     assert "curves of longer runs" in caveat.text
     assert table.rows == [
@@ -104,8 +105,8 @@ def test_the_statement_has_the_median_share_and_its_range():
 def test_seeds_that_do_not_reach_the_target_are_censored():
     items, _, table, _ = blocks_of([4, 3, 2, 1, 0], [4, 3, 3, 3, 3], [4, 3, 3, 2, 1])
     assert items.items[0].text == (
-        " (medians over 3 seeds). With equal seeds, soren needed 75% of adamw's steps (median; smallest 50%, largest > "
-        "100%)."
+        "; adamw's own runs first reached their final value at step 40 (medians over 3 seeds). With equal seeds, soren "
+        "needed 75% of the steps that adamw needed for this value (median; smallest 50%, largest > 100%)."
     )
     assert table.rows[1][1:4] == ["2 of 3 seeds", "30 (20 to > 40)", "75% (50% to > 100%)"]
     items, _, table, _ = blocks_of([4, 3, 2, 1, 0], [4, 3, 3, 3, 3])

@@ -389,7 +389,7 @@ def test_spectra_of_run_folders_are_drawn(tmp_path):
     assert spectra_figure(replace(study, candidates=outside), tmp_path / "other") is None
 
 
-def test_the_first_answers_of_every_candidate_stand_beside_those_of_the_start(tmp_path):
+def test_answers_of_every_candidate_stand_beside_the_right_ones_and_those_of_the_start(tmp_path):
     study = make_study(names=("adamw", "soren"))
     planned = recipe.load("quickstart/sft", [f"run.output_dir={tmp_path / 'run'}"])
     for candidate in study.candidates:
@@ -401,12 +401,13 @@ def test_the_first_answers_of_every_candidate_stand_beside_those_of_the_start(tm
             file = folder.evaluation("quickstart") / f"samples/{row}/zoo_mc.jsonl"
             file.parent.mkdir(parents=True)
             doc = {"doc_id": 0, "doc": {"question": "Which color?"}, "resps": [[answer]], "filtered_resps": [answer]}
+            doc["target"] = "red"
             file.write_text(json.dumps(doc) + "\n")
     page, _ = written(study, tmp_path)
-    assert ["Which color?", "?", "<b>adamw</b>", "<b>soren</b>"] in assert_self_contained(page).rows
+    assert ["Which color?", "red", "?", "<b>adamw</b>", "<b>soren</b>"] in assert_self_contained(page).rows
     (folder.evaluation("quickstart") / "results.json").write_text("{")
     page, _ = written(study, tmp_path)
-    assert ["Which color?", "?", "<b>adamw</b>"] in Reader(page).rows
+    assert ["Which color?", "red", "?", "<b>adamw</b>"] in Reader(page).rows
 
 
 def test_the_table_of_runs_has_every_run_and_no_formulas():

@@ -6,8 +6,6 @@ of equal results from two processes, starts at least one interpreter.
 """
 
 import functools
-import gc
-import importlib
 import json
 import os
 import select
@@ -17,9 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from soren_align.study.run_processes import LOADED
-
-ENVIRONMENT = dict(os.environ)
+ENVIRONMENT = os.environ | {"DS_ACCELERATOR": "cpu"}  # as `set_environment` without a GPU
 ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -71,13 +67,9 @@ def server():
 
 def serve(descriptor):
     """Fork a command for each request, and end as the command where it is one."""
-    import soren_align.core.silence  # noqa: F401  first, as `soren-align compare` does
+    import soren_align.study.preloaded  # noqa: F401  as `soren-align compare` does
 
-    for name in LOADED:
-        importlib.import_module(name)
     sys.path.remove(ROOT)
-    gc.collect()
-    gc.freeze()
     connection = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the commands
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # that the parent of a command does not stay as a zombie

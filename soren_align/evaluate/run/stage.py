@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from ...core.errors import ResumableError, UserError
+from ...core.figures import NO_PICTURES
 from ...core.files import default_cache_folder, is_component, write
 from ...core.text import loading, print_labelled
 from ...recipe import Eval, Model, trains_adapter
@@ -162,7 +163,8 @@ def write_results(results: Results, samples: Samples, output: Path, points: str 
                 escaped = (UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line) + "\n" for line in lines)
                 write(folder / row / f"{column}.jsonl", "".join(escaped))
         write(output / "table.md", tables.markdown(results))
-        tables.draw(results, output / "scores.png")
+        if NO_PICTURES not in os.environ:
+            tables.draw(results, output / "scores.png")
 
 
 @contextmanager
@@ -200,7 +202,8 @@ def print_results(
     table = table or console
     table.print()
     table.print(tables.terminal(results, brief=brief), highlight=False)
-    print_labelled(console, "written", f"{output}: table.md (all notes), scores.png, samples/", wrap=False)
+    files = ["table.md (all notes)", *["scores.png"] * (NO_PICTURES not in os.environ), "samples/"]
+    print_labelled(console, "written", f"{output}: {', '.join(files)}", wrap=False)
 
 
 def preflight(

@@ -161,8 +161,9 @@ def search_figure(study: Study) -> Figure | None:
         "Every run of the search against its setting. A trial is one setting; with several seeds, its metric is "
         "the mean over its runs. A ring marks the selected trial. At the edge of the axis, triangles mark runs "
         "with a worse metric than the axis shows, x marks diverged runs and + failed runs. The expected best at n "
-        "is the mean of the best metric among n of these trials. A trial without a result has the metric of the "
-        "starting checkpoint here. Where lines cross, the better optimizer depends on the number of trials."
+        "is the best metric among n of these trials, averaged over all choices of n trials. A trial without a result "
+        "has the metric of the starting checkpoint here. Where lines cross, the better optimizer depends on the "
+        "number of trials."
     )
     if left := keys[MAX_KEYS:]:
         caption += f" Not shown: {join_words(left)}; trials.csv has all values."

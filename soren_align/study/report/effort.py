@@ -73,13 +73,14 @@ def tuning_blocks(study: Study) -> list[Block]:
         (
             "selected again",
             _selected_again,
-            "Selected again: how often each setting is selected if the seeds of the trials are resampled with "
-            "replacement.",
+            "Selected again: the seeds of the trials are resampled with replacement, and each sample selects the "
+            "setting that is best in it; the cells have the share of the samples that select a setting.",
         ),
         (
             "selection sd",
             lambda each: number(each.selection.variance**0.5, ".4f") if each.selection else "-",
-            f"Selection sd: the standard deviation of the selected setting's {metric} over these samples.",
+            f"Selection sd: each sample's selected setting has its mean {metric} over all seeds of the search; this is "
+            "the standard deviation of these values over the samples.",
         ),
     ]
     columns = [column for column in columns if any(column[1](each) != "-" for each in tunings)]
@@ -139,9 +140,9 @@ def target_blocks(study: Study) -> list[Block]:
         middle, least, most = (_time(time, ".0%") for time in _summary(each.step_shares))
         interval = f"; smallest {least}, largest {most}" if least != most else ""
         lead = f"{name} first reached {target} at step {_time(_summary(each.steps)[0], '.0f')} of {length}"
-        lead += f", {reference.name} itself first at step {usual}"
-        shares = f"With equal seeds, {name} needed {middle} of {reference.name}'s steps"
-        items.append(Item(lead, f" (medians over {seeds}). {shares} (median{interval})."))
+        usually = f"{reference.name}'s own runs first reached their final value at step {usual}"
+        shares = f"With equal seeds, {name} needed {middle} of the steps that {reference.name} needed for this value"
+        items.append(Item(lead, f"; {usually} (medians over {seeds}). {shares} (median{interval})."))
     head = ["", "reached", "steps", f"share of {reference.name}'s steps"]
     is_comparable = curves.are_times_comparable(curves.cpu_loads(study))
     has_seconds = is_comparable and all(len(each.seconds) == len(each.steps) for each in times.values())

@@ -18,8 +18,8 @@ from rich.text import Text
 from ...core.errors import UserError, printable
 from ...core.files import write
 from ...core.text import Table, count, duration, gibibytes, join_words, mean_std, p_value
-from ...evaluate.report.results import read_results
-from ...publish.answers import Answers, of_evaluation
+from ...evaluate.report.results import Results, read_results
+from ...publish.answers import of_evaluation
 from ...recipe import load_resolved
 from ...run.folder import RunFolder
 from ...run.metrics import IN_STUDIES
@@ -71,7 +71,7 @@ def write_report(study: Study, folder: Path) -> None:
     repeat += [Paragraph(f"Machine: {study.machine}.")] if study.machine else []
     resolved = json.dumps(study.file, indent=1, ensure_ascii=False, default=str)
     parts: Mapping[str, Sequence[Block | None]] = {
-        "Verdict": verdict_blocks(study),
+        "Verdict": verdict_blocks(study, folder),
         "How this conclusion could be wrong": [*cautions, Paragraph(general)],
         "Along the runs": [charts.curves_figure(study)],
         "Answers": answer_blocks(study, folder),
@@ -95,21 +95,18 @@ def write_report(study: Study, folder: Path) -> None:
     write(folder / VERDICT, json.dumps(verdict_file(study, folder).model_dump(), indent=1) + "\n")
 
 
-def verdict_blocks(study: Study) -> list[Block]:
+def verdict_blocks(study: Study, folder: Path) -> list[Block]:
     """Return the verdict; of a study with faults these instead."""
     if study.problems:
         return [
             Alert("No verdict: the runs cannot be compared", study.problems),
             Paragraph("The figures and tables below show the runs as they are; they do not support a conclusion."),
-            *score_blocks(study),
+            *score_blocks(study, folder),
         ]
     if not study.differences:
-        return [Paragraph(text.no_verdict(study), kind="lead"), *score_blocks(study)]
+        return [Paragraph(text.no_verdict(study), kind="lead"), *score_blocks(study, folder)]
     blocks: list[Block] = [Paragraph(sentence, kind="lead") for sentence in text.headline(study)]
-    blocks += score_blocks(study)
-    for name in text.references_of(study):
-        blocks.append(Items(text.comparisons(study, name, most=1), f"Against {text.reference_name(name)}"))
-        blocks.append(charts.differences_figure(study, name))
+    blocks += score_blocks(study, folder)
     num = num_declared_tests(text.rules_of(study), len(study.candidates), text.measures_of(study))
     note = (
         "Intervals cover the spread over seeds, and over questions or held-out examples. Two optimizers are compared "
@@ -118,10 +115,14 @@ def verdict_blocks(study: Study) -> list[Block]:
         'can exclude 0 although the candidate is "not distinguishable". In tables and figures, positive differences '
         "are better, also for a loss."
     )
-    return [*blocks, Paragraph(note, kind="muted")]
+    blocks.append(Paragraph(note, kind="muted"))
+    for name in text.references_of(study):
+        blocks.append(Items(text.comparisons(study, name, most=1), f"Against {text.reference_name(name)}"))
+        blocks.append(charts.differences_figure(study, name))
+    return blocks
 
 
-def score_blocks(study: Study) -> list[Block]:
+def score_blocks(study: Study, folder: Path) -> list[Block]:
     """Return the scores, the starting checkpoint's in the first row, marked by the answers against the reference."""
     columns = text.columns_of_suite(study)
     rows = [["starting checkpoint", *_scores(study, columns)[0], "-", ""]]
@@ -132,9 +133,8 @@ def score_blocks(study: Study) -> list[Block]:
         settings = [f"{key} {text.setting(value)}" for key, value in searched if key not in derived] or ["none"]
         rows.append([candidate.name, *scores, str(len(finished(candidate.verdict))), "\n".join(settings)])
     head = ["", text.metric_name(study), *columns, "runs", "selected setting"]
-    note = "Mean ± standard deviation over the seeds of the final runs; scores in percent."
-    if legend := text.legend(study):
-        note = f"{note} {legend}"
+    note = f"Mean ± standard deviation over the seeds of the final runs; scores in percent. {_suite(study, folder)}"
+    note = f"{note.strip()} {text.legend(study)}".strip()
     align = "l" + "r" * (len(head) - 2) + "l"
     blocks: list[Block] = [Table(head, rows, align=align, signs=SIGNS), Paragraph(note, kind="muted")]
     if study.draws:
@@ -189,36 +189,57 @@ def _scores(study: Study, columns: list[str]) -> list[list[str]]:
 
 
 def answer_blocks(study: Study, folder: Path) -> list[Block]:
-    """Return the answers to the first questions that are answered in words: the start's, then each candidate's."""
+    """Return answers to questions whose answers are generated: the start's, then each candidate's."""
     names: list[str] = []
     rows: dict[str, list[str]] = {}
+    source = ""
     for candidate in study.candidates:
-        shown = [answers for run in finished(candidate.verdict)[:1] if (answers := _answers(folder / run.folder))]
-        for answers in shown:
+        for run in finished(candidate.verdict)[:1]:
+            output, results = _evaluation(folder / run.folder)
+            if output is None or results is None or len(results["rows"]) < 2:
+                continue
+            *_, start, own = results["rows"]
+            if (answers := of_evaluation(output, results, own, start)) is None:
+                continue
             names.append(candidate.name)
-            for prompt, before, after in answers.rows:
-                rows.setdefault(prompt, [prompt, before]).append(after)
-    complete = [row for row in rows.values() if len(row) == 2 + len(names)]
+            source = answers.source
+            targets = answers.targets if len(answers.targets) == len(answers.rows) else ["-"] * len(answers.rows)
+            for (prompt, before, after), target in zip(answers.rows, targets, strict=True):
+                rows.setdefault(prompt, [prompt, target, before]).append(after)
+    complete = [row for row in rows.values() if len(row) == 3 + len(names)]
     if not complete:
         return []
-    note = (
-        "Answers to the first questions that are answered in words: of the starting checkpoint, and of each "
-        "optimizer's final run with the first seed."
-    )
-    return [TextTable(["", "start", *names], complete, align="l" * (2 + len(names))), Paragraph(note, kind="muted")]
+    note = f"{source}: generated by the starting checkpoint, and by each optimizer's final run with the first seed."
+    head = ["", "right answer", "start", *names]
+    return [TextTable(head, complete, align="l" * len(head)), Paragraph(note, kind="muted")]
 
 
-def _answers(folder: Path) -> Answers | None:
-    """Return the answers of a run beside those of its start; None of damaged files, which the audit reports."""
+def _suite(study: Study, folder: Path) -> str:
+    """Return a sentence about the suite's scores, as the first final run's results name them; "" without results."""
+    runs = [run for candidate in study.candidates for run in finished(candidate.verdict)]
+    results = _evaluation(folder / runs[0].folder)[1] if runs else None
+    columns = [column for column in text.columns_of_suite(study) if column != text.AVERAGE]
+    scores = results["rows"][-1]["scores"] if results and results["rows"] else {}
+    if not results or not columns or not all(column in scores for column in columns):
+        return ""
+    parts = []
+    for column in columns:
+        metric = results["settings"].get("metrics", {}).get(column, "").split(",")[0]
+        chance, number = scores[column].get("chance"), study.num_questions.get(column, 0)
+        facts = [metric, *[count(number, "question")] * bool(number)]
+        facts += [] if chance is None else [f"{chance:.0f}% by guessing"]
+        parts.append(f"{column} ({', '.join(facts)})")
+    return f"Scores of the suite {results['title']}: {join_words(parts)}."
+
+
+def _evaluation(folder: Path) -> tuple[Path | None, Results | None]:
+    """Return the folder and the results of a run's evaluation; None of damaged files, which the audit reports."""
     with suppress(UserError):
         run = RunFolder(folder)
-        options = load_resolved(run.recipe).eval
-        output = run.evaluation(options.name) if options else None
-        results = read_results(output) if output else None
-        if output and results and len(results["rows"]) > 1:
-            *_, start, own = results["rows"]
-            return of_evaluation(output, results, own, start)
-    return None
+        if options := load_resolved(run.recipe).eval:
+            output = run.evaluation(options.name)
+            return output, read_results(output)
+    return None, None
 
 
 def matched(study: Study) -> list[Block]:

@@ -220,9 +220,10 @@ def subtitle(study: Study) -> str:
     declared = f" The study was declared before its first run (hash {digits})." if digits else ""
     best = f"{'highest' if study.higher_is_better else 'lowest'} {'mean ' * bool(with_seeds)}{metric_name(study)}"
     return (
-        f"{count(len(study.candidates), 'optimizer')} on {recipe}{length}. Search: {each} settings of each optimizer"
-        f"{with_seeds} ({len(ended)} of {len(trials)} runs ended{without}); each optimizer's setting with the {best} "
-        f"is selected. Final runs: the selected settings with {fresh}, judged on other held-out examples.{declared}"
+        f"{count(len(study.candidates), 'optimizer')} with the recipe {recipe}{length}. Search: {each} settings of "
+        f"each optimizer{with_seeds} ({len(ended)} of {len(trials)} runs ended{without}); each optimizer's setting "
+        f"with the {best} is selected. Final runs: the selected settings with {fresh}, judged on other held-out "
+        f"examples.{declared}"
     )
 
 

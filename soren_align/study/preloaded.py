@@ -1,0 +1,26 @@
+"""What a run of a study imports and reads once: the only module of the server that the processes of runs fork from.
+
+The order of the imports is one in which bitsandbytes prints no warning. No thread may run afterwards, but for
+jemalloc's own: a fork copies none, and a lock that one holds would stay locked.
+"""
+
+import gc
+from contextlib import suppress
+
+from ..training import run, setup  # noqa: F401  # isort: skip
+from ..evaluate.run import lineage, stage  # noqa: F401
+from ..launch import commands, evaluation, show  # noqa: F401
+from ..publish import card  # noqa: F401
+from ..recipe import trl
+from ..run import curves  # noqa: F401
+from ..sharding import hosts, ranks  # noqa: F401
+from ..tasks import TASKS
+
+with suppress(Exception):  # a run that needs it names what is wrong with it
+    import deepspeed  # noqa: F401  # accelerate imports it when a model is saved: a second
+
+for task in TASKS:
+    trl.fields(task)  # cached: the names and types of TRL's settings
+
+gc.collect()
+gc.freeze()  # each of a run's three full collections took a third of a second
