@@ -4,10 +4,21 @@ from .arrow import dataset_of, has_turns, iterable_dataset
 from .cache import tokenize
 from .encode import BATCH_SIZE, encode, has_marks, without_empty_answers
 from .formats import PLAIN_PAIRS
-from .masks import FIRST, TRAINED, EncodedExample, LossMasks, Tokens, from_token_columns, pair_of, token_columns
+from .masks import (
+    EMPTY_REASON,
+    FIRST,
+    TRAINED,
+    EncodedExample,
+    LossMasks,
+    Tokens,
+    from_token_columns,
+    pair_of,
+    token_columns,
+)
 from .pairs import start_margins
 from .rendering import template_errors
 from .split import LoadedSplit, hold_out, load_split, mix
 from .stats import DatasetStats, dataset_stats, show_example
 from .stream import Preview, State, Stream, open_split, open_stream
 from .tokenizer import check_template, last_visible, set_template, texts_of, trained_tokenizer, within_vocabulary
+from .turns import EMPTY_ANSWER

@@ -49,12 +49,9 @@ class EncodedExample(NamedTuple):
     def drop_reason(self, max_length: int | None) -> str | None:
         """Why the example is not trained on; None if it is.
 
-        TRL drops the same examples, except those with an empty answer, and pairs of two equal answers, whose sigmoid
-        loss has no gradient.
+        TRL drops the same examples, except pairs of two equal answers, whose sigmoid loss has no gradient.
         """
         first, *others = self.sides
-        if EMPTY_ANSWER in self.left_out:
-            return EMPTY_REASON
         if others and max_length is not None and self.num_prompt >= max_length:
             return f"the prompt alone fills max_length {max_length}"
         if others:

@@ -35,7 +35,7 @@ ELSEWHERE = {
     "chat_template_path": "write model.chat_template instead (qwen2.5, zephyr, or the path of a .jinja file)",
     "eos_token": "write model.eos_token",
     "trust_remote_code": "soren-align does not run a model's remote code; use a model that transformers supports",
-    "dataset_text_field": "write data.train.columns, if the column has an unusual name",
+    "dataset_text_field": "write data.train.columns instead, if the column with the text is not named text",
     **dict.fromkeys(("dataset_kwargs", "remove_unused_columns"), "write the keys of the data section"),
     **dict.fromkeys(
         ("disable_tqdm", "log_level", "log_level_replica"), "soren-align itself shows the progress; remove this key"

@@ -1,8 +1,8 @@
 """Start each run of a study in its own process.
 
-Without a GPU, the process is a fork of a server that has loaded the libraries once (preloaded.py): loading them takes
-20 seconds of a CPU, which is most of a tiny run's time. A fork of a process that has used a GPU cannot use this GPU, so
-with GPUs every run is a new interpreter.
+Without a GPU, the process is a fork of a server that has loaded the libraries once (launch/preloaded.py): loading them
+takes 20 seconds of a CPU, which is most of a tiny run's time. A fork of a process that has used a GPU cannot use this
+GPU, so with GPUs every run is a new interpreter.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def start_server(*, on_gpus: bool) -> BaseContext:
     # Of a run that was killed, Python's tracker of semaphores would print a warning on the terminal.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"{__package__}.preloaded"])
+    context.set_forkserver_preload(["soren_align.launch.preloaded"])
     return context
 
 

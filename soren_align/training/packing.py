@@ -24,6 +24,8 @@ from ..core.errors import UserError
 from ..core.silence import quiet_libraries
 from ..data import (
     BATCH_SIZE,
+    EMPTY_ANSWER,
+    EMPTY_REASON,
     FIRST,
     TRAINED,
     LossMasks,
@@ -206,7 +208,8 @@ class TokenStream:
         for batch in _batches(examples, BATCH_SIZE):
             columns = {name: [example.get(name) for example in batch] for name in self.stream.columns}
             for example in encode(columns, self.task, self.tokenizer, *self.loss):
-                if reason := example.drop_reason(max_length):
+                is_empty = EMPTY_ANSWER in example.left_out
+                if reason := EMPTY_REASON if is_empty else example.drop_reason(max_length):
                     self.dropped[reason] += 1
                     continue
                 self.num_kept += 1

@@ -36,7 +36,7 @@ from ..data import (
     tokenize,
     without_empty_answers,
 )
-from ..optim import route
+from ..optim import names_of_matrices, route
 from ..recipe import DataSplit, HeldOut, HeldOutNumber, Recipe, TrainSplit, columns_text, compute_dtype
 from ..recipe.parallel import Parallel, accumulation, batch_unit, gradient_notice, parallel, trainer_value
 from ..run.folder import RunFolder
@@ -45,6 +45,7 @@ from ..sharding import start_deepspeed
 from ..sharding.ranks import Ranks
 from ..tasks import TASKS
 from .adapters import add_empty_adapter, freeze
+from .measure.measurements import matching
 from .measure.samples import Prompt, read_prompts
 from .model import generation_notices, load_config, load_tokenizer, starting_checkpoint
 from .packing import Packing, TokenStream, pack
@@ -93,12 +94,18 @@ def set_up_training(
     """
     unset_hf_deepspeed_config()  # of an earlier run in this process: models would be sharded while they load
     model_config = load_config(recipe)
-    routing = recipe.optimizer.routing
-    if routing.get("split") or routing.get("lora_update") == "product":  # whether they fit the model, without weights
+    routing, logged = recipe.optimizer.routing, recipe.run.log_spectra
+    # Whether the names fit the model, without weights.
+    if routing.get("split") or routing.get("lora_update") == "product" or logged.steps:
         with torch.device("meta"), as_user_error("optimizer", ValueError):
             model = AutoModelForCausalLM.from_config(model_config)
             freeze(model, recipe.model.freeze)
-            route(add_empty_adapter(model, recipe, recipe.model.name_or_path), **routing)
+            routes = route(add_empty_adapter(model, recipe, recipe.model.name_or_path), **routing)
+        if logged.steps:
+            mapped = [each for each in routes if each.rule == "spectral" and recipe.optimizer.name != "adamw"]
+            matching(
+                [n for each in mapped for n in names_of_matrices(each.name, each.shape, each.layout)], logged.matrices
+            )
     splits = load_splits(recipe)
     train, stream = splits["train"], None
     start, tokenizer_source = starting_checkpoint(recipe, folder, train.dataset, verify=ranks.is_first)

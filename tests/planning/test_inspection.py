@@ -87,12 +87,12 @@ def test_a_model_in_the_cache_of_the_hub_is_inspected_offline(tmp_path):
         blob = file.rename(cached / f"blobs/{number:040x}")
         (cached / f"snapshots/{commit}" / file.name).symlink_to(f"../../blobs/{blob.name}")
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    done = command.run_process("inspect", "owner/tiny", "--json", env=environment)
+    done = command.run_process("inspect", "owner/tiny", "--json", env=environment, is_fork=False)  # read on import
     assert done.returncode == 0, done.stderr
     inspection = json.loads(done.stdout)
     assert (inspection["model"]["class"], inspection["problems"]) == ("Phi3ForCausalLM", [])
     assert inspection["tokens"]["template"]["end_is_eos"]
-    missing = command.run_process("inspect", "owner/other", env=environment)
+    missing = command.run_process("inspect", "owner/other", env=environment, is_fork=False)
     assert missing.returncode == 2
     assert "model owner/other: is neither a folder nor in the cache, and HF_HUB_OFFLINE" in missing.stderr
 

@@ -47,7 +47,7 @@ def load_libraries(folder: Path) -> None:
 
     from tests.support.rank_pool import PRELOADED
 
-    for name in ("soren_align.study.preloaded", *PRELOADED, "soren_align.cli.app", "tests.support.trainer_jobs"):
+    for name in ("soren_align.launch.preloaded", *PRELOADED, "soren_align.cli.app", "tests.support.trainer_jobs"):
         importlib.import_module(name)
 
 

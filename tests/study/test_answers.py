@@ -137,4 +137,6 @@ def test_a_diverged_run_and_unequal_spreads_are_cautions():
     muon = Candidate("muon", {}, {}, [], 0, {}, runs("muon", "diverged"))
     first, second = cautions([muon], unlike)
     assert first == "muon: 1 of 3 runs with fresh seeds diverged, so this candidate has no verdict"
-    assert second.startswith("held-out metric: the standard deviation over seeds is 1 with adamw and 0.0001 with soren")
+    assert second.startswith(
+        "held-out metric: the runs of adamw differ much more between seeds than those of soren (standard"
+    )

@@ -185,7 +185,7 @@ def _wait_for(condition, process, seconds=240):
 @pytest.mark.process
 def test_no_thread_runs_in_the_server_that_runs_are_forked_from():
     """Except that of pyarrow's allocator, jemalloc, which handles forks."""
-    code = "import glob, soren_align.study.preloaded\n"
+    code = "import glob, soren_align.launch.preloaded\n"
     code += "print(*(open(file).read() for file in glob.glob('/proc/self/task/*/comm')), sep='')"
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}  # as set_environment without a GPU
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

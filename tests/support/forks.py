@@ -67,7 +67,7 @@ def server():
 
 def serve(descriptor):
     """Fork a command for each request, and end as the command where it is one."""
-    import soren_align.study.preloaded  # noqa: F401  as `soren-align compare` does
+    import soren_align.launch.preloaded  # noqa: F401  as `soren-align compare` does
 
     sys.path.remove(ROOT)
     connection = socket.socket(fileno=descriptor)

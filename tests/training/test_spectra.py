@@ -14,10 +14,12 @@ from soren_align.bench.spectra import spectra_of_run
 from soren_align.core.errors import UserError
 from soren_align.optim import AdamW, Muon, Soren, SpectralOptimizer
 from soren_align.optim.step import nesterov
+from soren_align.run.folder import RunFolder
 from soren_align.sharding.ranks import Ranks
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid
 from soren_align.training.measure import measurements
 from soren_align.training.measure.measurements import MeasurementLog, Measurements, SpectraRecorder
+from soren_align.training.setup import set_up_training
 from soren_align.training.trained_optimizer import AttachedOptimizer, StartingWeights
 from tests.support.tiny_run import TinyRun, spectra
 from tests.training.test_resume import stop_after
@@ -190,3 +192,13 @@ def test_a_name_that_matches_no_matrix_is_refused():
             UserError, match=r"run.log_spectra.matrices: '.*' matches no matrix; run `soren-align plan`"
         ):
             SpectraRecorder(attached_to(optimizer), MeasurementLog(steps=(1,), matrices=("*", glob)))
+
+
+@pytest.mark.unit
+def test_such_a_name_is_refused_before_weights_are_made(tmp_path):
+    for name, glob in (("soren", "*.nowhere"), ("adamw", "*")):
+        settings = [f"optimizer.name={name}", "run.log_spectra.steps=[1]", f"run.log_spectra.matrices=['{glob}']"]
+        folder = RunFolder(tmp_path / name)
+        with pytest.raises(UserError, match="matches no matrix"):
+            set_up_training(recipe.load("quickstart/sft", [f"run.output_dir={folder.path}", *settings]), folder)
+        assert not folder.start.exists()

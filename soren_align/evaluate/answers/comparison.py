@@ -51,7 +51,7 @@ def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
             if columns != Columns():
                 raise UserError(
                     f"{path}: is a folder of results of soren-align, which has one metric per task; remove --metric,"
-                    " --id, --score, --task, --cluster and --max-score, or name the folder of a row in its samples"
+                    " --id, --score, --task, --cluster and --max-score, or name the folder of one model in its samples"
                     " folder"
                 )
             rows = _own_rows(path)
@@ -138,7 +138,7 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
             if bool(scores.digest) != bool(reference.digest):
                 raise UserError(
                     f"{scores.source}: is compared with {reference.source}, but only one of them is a folder of results"
-                    " of soren-align; name the folder of a row in its samples folder instead"
+                    " of soren-align; name the folder of one model in its samples folder instead"
                 )
         orders = _orders(task, chosen, common)
         labels = next((scores for scores in chosen.values() if scores.clusters), None)

@@ -8,6 +8,7 @@ They are measured on logging steps only: those of the recipe, and of a run too s
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -165,6 +166,14 @@ class Measurements(TrainerCallback):
             self._num_compared += 1
 
 
+def matching(names: Sequence[str], globs: Sequence[str]) -> list[str]:
+    """Return the names that one of run.log_spectra's globs matches. Raises UserError if a glob matches none."""
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UserError(f"run.log_spectra.matrices: {glob!r} matches no matrix; run `soren-align plan` for a list")
+    return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
+
+
 class SpectraRecorder(TrainerCallback):
     """Appends the singular values of the map's inputs, or of the gradients, to `log.spectra` at `log.steps`.
 
@@ -177,13 +186,7 @@ class SpectraRecorder(TrainerCallback):
 
     def __init__(self, attached: AttachedOptimizer, log: MeasurementLog):
         self.attached, self.log = attached, log
-        matrices = attached.names_of_matrices
-        for glob in log.matrices:
-            if not any(fnmatchcase(name, glob) for name in matrices):
-                raise UserError(
-                    f"run.log_spectra.matrices: {glob!r} matches no matrix; run `soren-align plan` for a list"
-                )
-        names = [name for name in matrices if any(fnmatchcase(name, glob) for glob in log.matrices)]
+        names = matching(attached.names_of_matrices, log.matrices)
         self._positions = {name: position for position, name in enumerate(names)}
         self._records: list[dict[str, Any]] = []
 

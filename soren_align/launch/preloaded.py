@@ -8,8 +8,8 @@ import gc
 from contextlib import suppress
 
 from ..training import run, setup  # noqa: F401  # isort: skip
+from . import commands, evaluation, show  # noqa: F401  # isort: skip
 from ..evaluate.run import lineage, stage  # noqa: F401
-from ..launch import commands, evaluation, show  # noqa: F401
 from ..publish import card  # noqa: F401
 from ..recipe import trl
 from ..run import curves  # noqa: F401
