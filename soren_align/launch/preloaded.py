@@ -16,8 +16,9 @@ from ..run import curves  # noqa: F401
 from ..sharding import hosts, ranks  # noqa: F401
 from ..tasks import TASKS
 
-with suppress(Exception):  # a run that needs it names what is wrong with it
-    import deepspeed  # noqa: F401  # accelerate imports it when a model is saved: a second
+# accelerate imports DeepSpeed where a run saves its model, which takes a second. A broken one fails there, in the run.
+with suppress(ImportError, OSError, RuntimeError, AttributeError):
+    import deepspeed  # noqa: F401
 
 for task in TASKS:
     trl.fields(task)  # cached: the names and types of TRL's settings

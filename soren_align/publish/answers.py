@@ -33,7 +33,7 @@ class Answers:
     after: str
     rows: list[tuple[str, str, str]]
     targets: list[str] = field(default_factory=list)
-    """The right answers of the rows, where the questions have one."""
+    """The right answers of the rows, "" where there is none; of samples none at all."""
 
 
 def of_samples(run: RunFolder) -> Answers | None:
@@ -64,8 +64,7 @@ def of_evaluation(folder: Path, results: Results, own: Row, start: Row) -> Answe
         keys = keys[:: max(1, len(keys) // NUM_ANSWERS)][:NUM_ANSWERS]  # questions are often sorted by kind
         rows = [(after[key][0], before[key][1], after[key][1]) for key in keys]
         if answers := _answers(f"Evenly spaced questions of {column}", start["name"], own["name"], rows):
-            targets = [after[key][2] for key in keys]
-            return replace(answers, targets=[short(target, MAX_CHARACTERS) for target in targets if target])
+            return replace(answers, targets=[short(after[key][2], MAX_CHARACTERS) for key in keys])
     return None
 
 

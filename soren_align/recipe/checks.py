@@ -288,9 +288,7 @@ def _check_precision(raw: _Raw) -> None:
     where, name = ("optimizer", "compensation"), raw.path("run", "parallel")
     start, lora = raw.path("model", "name_or_path"), raw.section("model", "lora")
     kind = raw.parallel.kind if raw.parallel else None
-    if (
-        raw.get("run", "perturb") is not None
-    ):  # of starting weights in float32, in memory and as the optimizer gets them
+    if raw.get("run", "perturb") is not None:  # the starting weights must be float32, in memory and for the optimizer
         recorded, key = None, ("run", "perturb")
         with suppress(UserError):  # reported at model.name_or_path
             recorded = start and recorded_quantization(start)

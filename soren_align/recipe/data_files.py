@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice, takewhile
 from pathlib import Path
@@ -59,12 +59,7 @@ def data_files(path: str) -> dict[str, Path]:
         raise UserError(f"{path}: is a whole home folder or disk; name a folder of data")
     if "**" in path:
         raise UserError(f"{path}: '**' is not supported; name the folder, whose data files are all read")
-    entries = list(islice(glob.iglob(str(place)), MAX_ENTRIES + 1)) if has_wildcards else []
-    for parent, folders, names in () if has_wildcards else os.walk(place):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        entries += [parent, *(os.path.join(parent, name) for name in names if not name.startswith("."))]
-        if len(entries) > MAX_ENTRIES:
-            break
+    entries = list(islice(glob.iglob(str(place)) if has_wildcards else _walk(place), MAX_ENTRIES + 1))
     if len(entries) > MAX_ENTRIES:
         raise UserError(f"{path}: holds more than {MAX_ENTRIES:,} files and folders; name a smaller folder")
     files = [file for name in entries if data_suffix(file := Path(name)) in SUFFIXES and file.is_file()]
@@ -86,6 +81,13 @@ def _root(path: str) -> Path:
     if not is_pattern(path):
         return place
     return next(parent for parent in place.parents if not any(c in str(parent) for c in "*?["))
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield parent
+        yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
 
 
 # The first lines of .jsonl and .csv files, checked before torch is loaded: records, with columns that can be read.
@@ -128,21 +130,26 @@ def data_problems(
             records = _first_records(name, file, split)
         except UserError as error:
             return list(error.problems)
-        columns = {column: None for record in records for column in record}
-        own = split.get("columns")
-        listed = ", ".join(columns)
-        if not columns:
-            continue
-        if isinstance(own, dict) and own:
-            keys = ((ours, theirs) for ours, theirs in own.items() if ours not in TURN_KEYS)  # those are not columns
-            for ours, theirs in keys:
-                if isinstance(theirs, str) and theirs not in columns:
-                    hint = did_you_mean(theirs, columns, "write one of these columns")
-                    return [f"{name}: columns.{ours} is '{theirs}', but the file has the columns {listed}{hint}"]
-        elif task in TASKS and not columns.keys() & set(get_args(Column)):
-            hint = example_of_names(records[0], task)
-            return [f"{name}: has the columns {listed}, but {task} needs {TASKS[task].required_columns}{hint}"]
+        if problems := _column_problems(name, records, split, task):
+            return problems
     return []
+
+
+def _column_problems(name: str, records: list[dict[str, Any]], split: dict[str, Any], task: str | None) -> list[str]:
+    columns = {column: None for record in records for column in record}
+    names = split.get("columns")
+    if isinstance(names, dict) and names:
+        for ours, theirs in names.items() if columns else ():  # keys of turns are not columns
+            if ours not in TURN_KEYS and isinstance(theirs, str) and theirs not in columns:
+                hint = did_you_mean(theirs, columns, "write one of these columns")
+                return [
+                    f"{name}: columns.{ours} is '{theirs}', but the file has the columns {', '.join(columns)}{hint}"
+                ]
+        return []
+    if not columns or task not in TASKS or columns.keys() & set(get_args(Column)):
+        return []
+    hint = example_of_names(records[0], task)
+    return [f"{name}: has the columns {', '.join(columns)}, but {task} needs {TASKS[task].required_columns}{hint}"]
 
 
 def question_columns(path: str, question: str | None = None, answer: str | None = None) -> dict[str, str]:

@@ -208,8 +208,8 @@ class TokenStream:
         for batch in _batches(examples, BATCH_SIZE):
             columns = {name: [example.get(name) for example in batch] for name in self.stream.columns}
             for example in encode(columns, self.task, self.tokenizer, *self.loss):
-                is_empty = EMPTY_ANSWER in example.left_out
-                if reason := EMPTY_REASON if is_empty else example.drop_reason(max_length):
+                reason = EMPTY_REASON if EMPTY_ANSWER in example.left_out else example.drop_reason(max_length)
+                if reason:
                     self.dropped[reason] += 1
                     continue
                 self.num_kept += 1

@@ -83,6 +83,20 @@ class TrainingSetup:
     the first ones."""
 
 
+def _check_names(recipe: Recipe, model_config: Any) -> None:
+    """Check the recipe's names of weights and matrices on the model without weights. Raises UserError."""
+    routing, logged = recipe.optimizer.routing, recipe.run.log_spectra
+    if not (routing.get("split") or routing.get("lora_update") == "product" or logged.steps):
+        return
+    with torch.device("meta"), as_user_error("optimizer", ValueError):
+        model = AutoModelForCausalLM.from_config(model_config)
+        freeze(model, recipe.model.freeze)
+        routes = route(add_empty_adapter(model, recipe, recipe.model.name_or_path), **routing)
+    if logged.steps:
+        mapped = [each for each in routes if each.rule == "spectral" and recipe.optimizer.name != "adamw"]
+        matching([n for each in mapped for n in names_of_matrices(each.name, each.shape, each.layout)], logged.matrices)
+
+
 def set_up_training(
     recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], object] | None = None, ranks: Ranks = Ranks()
 ) -> TrainingSetup:
@@ -94,18 +108,7 @@ def set_up_training(
     """
     unset_hf_deepspeed_config()  # of an earlier run in this process: models would be sharded while they load
     model_config = load_config(recipe)
-    routing, logged = recipe.optimizer.routing, recipe.run.log_spectra
-    # Whether the names fit the model, without weights.
-    if routing.get("split") or routing.get("lora_update") == "product" or logged.steps:
-        with torch.device("meta"), as_user_error("optimizer", ValueError):
-            model = AutoModelForCausalLM.from_config(model_config)
-            freeze(model, recipe.model.freeze)
-            routes = route(add_empty_adapter(model, recipe, recipe.model.name_or_path), **routing)
-        if logged.steps:
-            mapped = [each for each in routes if each.rule == "spectral" and recipe.optimizer.name != "adamw"]
-            matching(
-                [n for each in mapped for n in names_of_matrices(each.name, each.shape, each.layout)], logged.matrices
-            )
+    _check_names(recipe, model_config)
     splits = load_splits(recipe)
     train, stream = splits["train"], None
     start, tokenizer_source = starting_checkpoint(recipe, folder, train.dataset, verify=ranks.is_first)

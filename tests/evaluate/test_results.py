@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from soren_align.core.errors import UserError
+from soren_align.core.figures import NO_PICTURES
 from soren_align.core.text import stderr_console
 from soren_align.evaluate.report.results import read_results, refuse_foreign, refuse_foreign_summary, write_summary
 from soren_align.evaluate.run import stage
@@ -81,6 +82,15 @@ def test_a_link_in_place_of_a_file_is_replaced_and_not_followed(tmp_path):
     write_results(make_results(), {}, output)
     assert mine.read_text() == "mine"
     assert read_results(output) == make_results()
+
+
+def test_where_no_pictures_are_wanted_none_of_earlier_scores_stays(tmp_path, monkeypatch):
+    write_results(make_results(), {}, tmp_path)
+    assert len([*tmp_path.glob("scores*.png")]) == 2
+    monkeypatch.setenv(NO_PICTURES, "1")
+    write_results(make_results(), {}, tmp_path)
+    assert not [*tmp_path.glob("scores*.png")]
+    assert read_results(tmp_path) == make_results()
 
 
 def test_two_evaluations_that_end_together_leave_the_files_of_one(tmp_path):

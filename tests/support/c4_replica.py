@@ -13,8 +13,7 @@ from .published_tokenizers import TEXTS, qwen, t5
 NUM_TRAINED = 60  # documents of each of two files
 NUM_HELD_OUT = 24
 RECIPE = "llama-c4/60m-soren"
-LLAMA = {"vocab_size": len(t5()) - 100,  # as 32,000 for T5's 32,100
-         "hidden_size": 32, "intermediate_size": 86, "num_attention_heads": 4, "num_hidden_layers": 2,
+LLAMA = {"hidden_size": 32, "intermediate_size": 86, "num_attention_heads": 4, "num_hidden_layers": 2,
          "max_position_embeddings": 64, "pad_token_id": 0}  # fmt: skip
 
 
@@ -32,7 +31,7 @@ def c4(folder):
             _write(files / f"c4-train.0000{number}-of-00002.json.gz", [_document(rng) for _ in range(NUM_TRAINED)])
         _write(files / "c4-validation.00000-of-00001.json.gz", [_document(rng) for _ in range(NUM_HELD_OUT)])
         t5().save_pretrained(tokenizer)
-        LlamaConfig(**LLAMA).save_pretrained(model)
+        write_llama(model)
     return (
         f"model.name_or_path={model}",
         f"model.tokenizer={tokenizer}",
@@ -64,10 +63,15 @@ def replica(name, folder):
         overrides += [f"model.tokenizer={model}"] * recipe.startswith("scratch")
     if family == "paper-figures":  # their patterns name layers 0, 7 and 11
         model = folder / "llama-12"
-        LlamaConfig(**LLAMA | {"num_hidden_layers": 12}).save_pretrained(model)
+        write_llama(model, num_hidden_layers=12)
         overrides += [f"model.name_or_path={model}", "run.log_spectra.steps=[1, 3, 6]"]
     unused = ("optimizer.compensation", "optimizer.precision") if recipe.endswith(("adamw", "muon")) else ()
     return [override for override in overrides if override.partition("=")[0] not in unused]
+
+
+def write_llama(folder, **settings):
+    """The config of a LLaMA with so many embeddings as 32,000 for T5's 32,100 tokens."""
+    LlamaConfig(**LLAMA | settings, vocab_size=len(t5()) - 100).save_pretrained(folder)
 
 
 def write_qwen3(folder):

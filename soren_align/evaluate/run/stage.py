@@ -99,18 +99,7 @@ def evaluate(
     if cached := [f"{name} {cached:,} of {cached + computed:,}" for name, cached, computed in requests if cached]:
         unit = "requests; a multiple-choice question has one request per choice"
         print_labelled(console, "cached", f"{', '.join(cached)} {unit}")
-    # Why the scores are, or may be, no result of the suite; "" if they are.
-    reasons = [f"without {', '.join(options.omit)}"] if options.omit else []
-    for task in suite.tasks:
-        sizes = num_questions(tasks[task.column]).values()
-        if options.limit and max(sizes) > options.limit:
-            reasons.append(f"the first {options.limit} questions of each task")
-            break
-        if task.questions and sum(sizes) != task.questions:
-            reasons.append(f"on other data ({sum(sizes):,} of {task.questions:,} questions of {task.column})")
-            break
-    shortfall = f"on the data in {options.data_root}" if options.data_root else ""
-    shortfall = f"{', '.join(reasons)}, not the suite's result" if reasons else shortfall
+    shortfall = _shortfall(suite, tasks, options)
     settings = {  # those that the first model's results do not have, or that may differ in its row
         "chat_template": suite.apply_chat_template,
         "num_processes": model_options.num_processes,
@@ -163,7 +152,10 @@ def write_results(results: Results, samples: Samples, output: Path, points: str 
                 escaped = (UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line) + "\n" for line in lines)
                 write(folder / row / f"{column}.jsonl", "".join(escaped))
         write(output / "table.md", tables.markdown(results))
-        if NO_PICTURES not in os.environ:
+        if NO_PICTURES in os.environ:
+            for name in ("scores.png", "scores-dark.png"):  # of earlier scores
+                (output / name).unlink(missing_ok=True)
+        else:
             tables.draw(results, output / "scores.png")
 
 
@@ -202,7 +194,7 @@ def print_results(
     table = table or console
     table.print()
     table.print(tables.terminal(results, brief=brief), highlight=False)
-    files = ["table.md (all notes)", *["scores.png"] * (NO_PICTURES not in os.environ), "samples/"]
+    files = ["table.md (all notes)", *["scores.png"] * (output / "scores.png").is_file(), "samples/"]
     print_labelled(console, "written", f"{output}: {', '.join(files)}", wrap=False)
 
 
@@ -327,3 +319,19 @@ def _result_rows(rows: Sequence[PlannedRow], evaluated: list[tuple[str, ModelRes
     for (child, parent), differences in zip(trained.items(), compare_pairs(pairs, suite.average), strict=True):
         entries[child]["start"] = {"name": rows[parent].name, "differences": differences}
     return entries
+
+
+def _shortfall(suite: Suite, tasks: Tasks, options: Eval) -> str:
+    """Return the reason why the scores are, or may be, no result of the suite; "" if they are."""
+    reasons = [f"without {', '.join(options.omit)}"] if options.omit else []
+    for task in suite.tasks:
+        sizes = num_questions(tasks[task.column]).values()
+        if options.limit and max(sizes) > options.limit:
+            reasons.append(f"the first {options.limit} questions of each task")
+            break
+        if task.questions and sum(sizes) != task.questions:
+            reasons.append(f"on other data ({sum(sizes):,} of {task.questions:,} questions of {task.column})")
+            break
+    if reasons:
+        return f"{', '.join(reasons)}, not the suite's result"
+    return f"on the data in {options.data_root}" if options.data_root else ""

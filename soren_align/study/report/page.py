@@ -203,9 +203,8 @@ def answer_blocks(study: Study, folder: Path) -> list[Block]:
                 continue
             names.append(candidate.name)
             source = answers.source
-            targets = answers.targets if len(answers.targets) == len(answers.rows) else ["-"] * len(answers.rows)
-            for (prompt, before, after), target in zip(answers.rows, targets, strict=True):
-                rows.setdefault(prompt, [prompt, target, before]).append(after)
+            for (prompt, before, after), target in zip(answers.rows, answers.targets, strict=True):
+                rows.setdefault(prompt, [prompt, target or "-", before]).append(after)
     complete = [row for row in rows.values() if len(row) == 3 + len(names)]
     if not complete:
         return []
