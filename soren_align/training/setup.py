@@ -86,14 +86,15 @@ class TrainingSetup:
 def _check_names(recipe: Recipe, model_config: Any) -> None:
     """Check the recipe's names of weights and matrices on the model without weights. Raises UserError."""
     routing, logged = recipe.optimizer.routing, recipe.run.log_spectra
-    if not (routing.get("split") or routing.get("lora_update") == "product" or logged.steps):
+    records = logged.steps and recipe.optimizer.spectral_map
+    if not (routing.get("split") or routing.get("lora_update") == "product" or records):
         return
     with torch.device("meta"), as_user_error("optimizer", ValueError):
         model = AutoModelForCausalLM.from_config(model_config)
         freeze(model, recipe.model.freeze)
         routes = route(add_empty_adapter(model, recipe, recipe.model.name_or_path), **routing)
-    if logged.steps:
-        mapped = [each for each in routes if each.rule == "spectral" and recipe.optimizer.name != "adamw"]
+    if records:
+        mapped = [each for each in routes if each.rule == "spectral"]
         matching([n for each in mapped for n in names_of_matrices(each.name, each.shape, each.layout)], logged.matrices)
 
 

@@ -196,9 +196,8 @@ def test_a_name_that_matches_no_matrix_is_refused():
 
 @pytest.mark.unit
 def test_such_a_name_is_refused_before_weights_are_made(tmp_path):
-    for name, glob in (("soren", "*.nowhere"), ("adamw", "*")):
-        settings = [f"optimizer.name={name}", "run.log_spectra.steps=[1]", f"run.log_spectra.matrices=['{glob}']"]
-        folder = RunFolder(tmp_path / name)
-        with pytest.raises(UserError, match="matches no matrix"):
-            set_up_training(recipe.load("quickstart/sft", [f"run.output_dir={folder.path}", *settings]), folder)
-        assert not folder.start.exists()
+    settings = ["run.log_spectra.steps=[1]", "run.log_spectra.matrices=['*.nowhere']"]
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(UserError, match="matches no matrix"):
+        set_up_training(recipe.load("quickstart/sft", [f"run.output_dir={folder.path}", *settings]), folder)
+    assert not folder.start.exists()
