@@ -252,12 +252,14 @@ def test_variants_of_a_question_stay_on_one_side_of_the_split(run, tmp_path):
     lines = [f"Was kostet Eintritt Nummer {i};Der Eintritt {i} kostet {i} Euro." for i in range(40)]
     lines += [f"Bitte: was kostet Eintritt Nummer {i}  ?;Der Eintritt {i} kostet {i} Euro!" for i in range(40)]
     (tmp_path / "faq.csv").write_text("\n".join(["Frage;Auskunft", *lines]))
-    assert run("new", "mine", "--data", "faq.csv").code == 0
+    done = run("new", "mine", "--data", "faq.csv")
+    assert done.code == 0
     answers = []
     for name, key in (("chat.jsonl", "output"), ("questions/exact/test.jsonl", "answer")):
         records = map(json.loads, (tmp_path / "mine" / name).read_text().splitlines())
         answers.append({record[key].rstrip(".!") for record in records})
     assert [len(each) for each in answers] == [30, 10]
+    assert "no training example has" not in done.err  # variants of a question are no labels
     assert not answers[0] & answers[1]
     for record in map(json.loads, (tmp_path / "mine/questions/choice/test.jsonl").read_text().splitlines()):
         assert len({choice.rstrip(".!") for choice in record["choices"]}) == 4  # a variant is no wrong choice
@@ -266,6 +268,14 @@ def test_variants_of_a_question_stay_on_one_side_of_the_split(run, tmp_path):
     )
     assert run("new", "labels", "--data", "labels.csv").code == 0  # answers that are labels make no groups
     assert len((tmp_path / "labels/questions/exact/test.jsonl").read_text().splitlines()) == 20
+
+
+def test_new_states_that_labels_of_few_questions_each_are_held_out_whole(run, tmp_path):
+    (tmp_path / "few.csv").write_text(
+        "\n".join(["Frage;Auskunft", *(f"Frage {i};Abteilung {i % 15}" for i in range(60))])
+    )
+    done = run("new", "few", "--data", "few.csv")
+    assert "20 of 20 held-out questions have an answer that no training example has" in " ".join(done.err.split())
 
 
 @pytest.mark.parametrize(("content", "message"), [

@@ -100,7 +100,8 @@ def new(
     examples = "chat.jsonl, pairs.jsonl: examples; replace them by your own"
     questions = "questions/*/test.jsonl: questions; replace them by your own"
     if pairs:
-        num_held_out = write_questions(target, pairs)
+        num_held_out, more = write_questions(target, pairs)
+        notices += more
         examples = (
             f"chat.jsonl: {len(pairs) - num_held_out} examples of {data}; pairs.jsonl: sample pairs; replace them by "
             "your own"

@@ -17,6 +17,8 @@ MIN_PAIRS = 20
 """Examples of which some can be held out."""
 MAX_ALIKE = 5
 """Questions with one answer that are taken for variants of one question. The answer of more of them is a label."""
+MOST_LABELS = 1 / 3
+"""Different answers per question of a file up to which the answers may be labels."""
 Pairs = list[tuple[str, str]]
 
 
@@ -83,10 +85,11 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\w+", text.casefold()))
 
 
-def write_questions(target: Path, pairs: Pairs) -> int:
-    """Write the examples to train on, and those held out as questions of both kinds; return the number of the latter.
+def write_questions(target: Path, pairs: Pairs) -> tuple[int, list[str]]:
+    """Write the examples to train on, and those held out as questions of both kinds.
 
-    The choices of a question are its answer and answers to others.
+    The choices of a question are its answer and answers to others. Returns the number of held-out questions, and what
+    to know about them.
     """
     draw, groups = random.Random(0), _variants(pairs)
     draw.shuffle(groups)
@@ -109,4 +112,12 @@ def write_questions(target: Path, pairs: Pairs) -> int:
     for name, records in files.items():
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
         (target / name).write_text("".join(lines), encoding="utf-8")
-    return len(held_out)
+    numbers, trained = Counter(_words(reply) for _, reply in pairs), {_words(reply) for _, reply in train}
+    untrained = sum(numbers[_words(reply)] > 1 and _words(reply) not in trained for _, reply in held_out)
+    notices = []
+    if untrained and len(numbers) <= MOST_LABELS * len(pairs):
+        notices.append(
+            f"{untrained} of {len(held_out)} held-out questions have an answer that no training example has, because "
+            "questions with the same answer are held out together. If your answers are labels, divide the file yourself"
+        )
+    return len(held_out), notices

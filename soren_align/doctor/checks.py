@@ -40,6 +40,7 @@ CHECKS = {
     "parity": Check("trainings.parity", 540, 150),
     "DPO": Check("trainings.dpo", 120, 60),
     "memory": Check("trainings.memory", 180, 0),
+    "speed": Check("trainings.speed", 180, 0),
     "interruptions": Check("interruptions.interruptions", 300, 0),
 }
 """In the order in which they run: what others need comes first."""

@@ -30,13 +30,13 @@ def times(machine: Machine) -> Iterator[Finding]:
     """One line for the products, and one for each map over the matrices of one layer; on CPUs without float16, which
     they emulate.
     """
-    from ..planning.flops import PEAKS
+    from ..planning.flops import PEAKS, data_sheet
 
     device, model = torch.device(machine.device), MODELS[MODEL[machine.device]]
     rates = matmul_rates(device)
     name = torch.cuda.get_device_name() if machine.num_gpus else "CPU"
     # The data sheet's, by which plan predicts times.
-    peaks = next((peaks for gpu, peaks in PEAKS.items() if gpu in name), {})
+    peaks = PEAKS.get(data_sheet(name) or "", {})
     slow = [precision for precision, peak in peaks.items() if rates.get(precision, peak) < RATE_SHARE * peak]
     measured = ", ".join(f"{precision} {rate / 1e12:.3g}" for precision, rate in rates.items())
     expected = ", ".join(f"{RATE_SHARE * peaks[precision] / 1e12:.3g}" for precision in rates if precision in peaks)

@@ -1,4 +1,4 @@
-"""Trainings of the quickstart's model by the command itself: parity of the sharding strategies, and DPO's first step.
+"""Trainings by the command itself: parity of the sharding strategies, DPO's first step, peak memory and speed.
 
 Each is a process of its own: python -m soren_align sft quickstart/sft --set ...
 """
@@ -8,10 +8,12 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from ..core import shipped
@@ -150,6 +152,12 @@ MODEL_CONFIG = {
 """158 million parameters, so that the constants of CUDA's libraries are a small share of the peak."""
 MEMORY_SHARE, MEMORY_CONSTANT = 0.1, 0.3e9
 """The allowed difference from the plan: a share of it, and the workspaces of CUDA's libraries."""
+PACKED = ("trainer.packing=true", "trainer.packing_strategy=wrapped", "trainer.max_length=512",
+          "trainer.dataloader_drop_last=true")  # fmt: skip
+"""Full sequences in full batches: the data have 33 of them."""
+SPEED_SHARE = 0.25
+"""Of plan's tokens per second, which are those of a model of billions of parameters: at 1,024 columns, launches of
+kernels and the maps' small products take longer than their FLOPs."""
 
 
 def memory(machine: Machine) -> Iterator[Finding]:
@@ -157,6 +165,30 @@ def memory(machine: Machine) -> Iterator[Finding]:
     if not machine.num_gpus:
         yield skipped("memory", "no GPU")
         return
+    plan, run = planned_and_trained(machine, "memory", "trainer.max_steps=4")
+    record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    planned = max(plan["processes"]["memory_total"]["device"].values())
+    yield compared_memory(record["training"]["peak_memory_bytes"], planned)
+
+
+def speed(machine: Machine) -> Iterator[Finding]:
+    """Tokens per second of a training on the GPU, in full sequences, beside those of plan's hours."""
+    if not machine.num_gpus:
+        yield skipped("speed", "no GPU")
+        return
+    name = torch.cuda.get_device_name()
+    plan, run = planned_and_trained(machine, "speed", "trainer.max_steps=8", *PACKED)
+    yield compared_speed(name, last_speed(run), plan["compute"])
+
+
+def last_speed(run: Path) -> float:
+    """Tokens per second of the last step: the first ones compile and load kernels."""
+    logs = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [log["tokens_per_second"] for log in logs if "tokens_per_second" in log][-1]
+
+
+def planned_and_trained(machine: Machine, name: str, *more: str) -> tuple[dict[str, Any], Path]:
+    """The plan of a training of MODEL_CONFIG on one GPU, and its run's folder."""
     folder = folder_of(machine, "model")
     folder.mkdir(parents=True, exist_ok=True)
     for file in shipped.resolve("shipped:recipes/quickstart/base").iterdir():
@@ -164,17 +196,15 @@ def memory(machine: Machine) -> Iterator[Finding]:
             (folder / file.name).write_bytes(file.read_bytes())
     (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))
     more = (f"model.name_or_path={folder}", "trainer.bf16=true", "trainer.per_device_train_batch_size=32",
-            "run.global_batch_size=32", "trainer.max_steps=4", "optimizer.precision=auto")  # fmt: skip
-    words = command(machine, "memory", *more)
+            "run.global_batch_size=32", "optimizer.precision=auto", *more)  # fmt: skip
+    words = command(machine, name, *more)
     words[3] = "plan"
     words[4:6] = ["quickstart/sft"]  # in place of the recipe and --no-eval
     done = subprocess.run([*words, "--json"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     sys.stderr.write(done.stderr)
     if done.returncode:
         raise TrainingError(f"plan: exit code {done.returncode}: {last_line(done.stderr)}")
-    planned = max(json.loads(done.stdout)["processes"]["memory_total"]["device"].values())
-    record = json.loads((train(machine, "memory", *more) / "run.json").read_text(encoding="utf-8"))
-    yield compared_memory(record["training"]["peak_memory_bytes"], planned)
+    return json.loads(done.stdout), train(machine, name, *more)
 
 
 def compared_memory(peak: float, planned: float) -> Finding:
@@ -186,3 +216,19 @@ def compared_memory(peak: float, planned: float) -> Finding:
     )
     expected = f"{planned / 1e9:.2f} +- {allowed / 1e9:.2f} GB (plan)"
     return judged("memory", f"{peak / 1e9:.2f} GB", expected, abs(peak - planned) <= allowed, reason)
+
+
+def compared_speed(device: str, measured: float, compute: Mapping[str, Any]) -> Finding:
+    """The finding of so many tokens per second on a device. compute: the plan's section, of the same training."""
+    from ..planning.flops import data_sheet
+
+    chip = data_sheet(device)
+    if chip is None:
+        return skipped("speed", f"plan has no data sheet of {device}")
+    planned = compute["training_tokens"] / compute["hours"][chip] / 3600
+    reason = (
+        f"a training reaches {measured:,.0f} tokens per second, and plan assumes {planned:,.0f}; look at other "
+        "processes, power and clocks (nvidia-smi -q -d CLOCK,POWER), and multiply plan's hours by the ratio"
+    )
+    expected = f">= {SPEED_SHARE * planned:,.0f} (plan {planned:,.0f})"
+    return judged("speed", f"{measured:,.0f} tokens/s", expected, measured >= SPEED_SHARE * planned, reason)

@@ -283,6 +283,34 @@ def test_twice_the_planned_memory_is_named(peak, is_right):
     assert is_right or f"is {peak / 1e9:.2f} GB, and plan predicts 3.00 GB" in reasons["memory"]
 
 
+@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA L40S", "Tesla T4"])
+def test_a_quarter_of_the_planned_speed_is_named(device):
+    compute = {"training_tokens": 7_200_000, "hours": {"H100": 0.01, "A100": 0.1, "L40S": 0.02}}
+    planned = {"H": 200_000, "L": 100_000}.get(device.removeprefix("NVIDIA ")[0])
+    if planned is None:
+        finding = trainings.compared_speed(device, 1.0, compute)
+        assert (finding.verdict, finding.reason) == ("skipped", "plan has no data sheet of Tesla T4")
+        return
+    assert not failures([trainings.compared_speed(device, 0.26 * planned, compute)])
+    reasons = failures([trainings.compared_speed(device, 0.24 * planned, compute)])
+    assert f"reaches {0.24 * planned:,.0f} tokens per second, and plan assumes {planned:,}" in reasons["speed"]
+
+
+@pytest.mark.process
+@pytest.mark.rest
+def test_the_speed_is_that_of_full_sequences(machine, monkeypatch):
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = trainings.MODEL_CONFIG | small | {"num_key_value_heads": 2}
+    monkeypatch.setattr(trainings, "MODEL_CONFIG", config)
+    settings = ("trainer.bf16=false", "trainer.use_cpu=true", "trainer.max_steps=2", "trainer.logging_steps=1")
+    plan, training = trainings.planned_and_trained(machine, "speed", *settings, *trainings.PACKED)
+    assert plan["compute"]["training_tokens"] == 2 * 32 * 512
+    logs = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
+    tokens = [log["num_tokens"] for log in logs if "loss" in log]
+    assert tokens[-1] > 0.9 * 2 * 32 * 512
+    assert trainings.last_speed(training) > 0
+
+
 ENDINGS = {signal.SIGKILL: (1, 2.0, "rank 1 was killed by SIGKILL"), signal.SIGTERM: (130, 2.0, "stopped")}
 
 
