@@ -32,7 +32,7 @@ NAVIGATION = {
     ],
     "Science": [
         *("docs/optimizers.md", "docs/studies/README.md", "docs/studies/optimizers.md", "docs/studies/spectra.md"),
-        "docs/studies/spectrum.md",
+        *("docs/studies/spectrum.md", "docs/studies/pretrained-by.md"),
         *("docs/studies/maps.md", "docs/studies/pretraining.md", "docs/studies/wall-clock.md", "docs/studies/cnn.md"),
         *("docs/studies/theorems.md", "docs/studies/parity.md", "docs/studies/statistics.md", "docs/benchmarks.md"),
         "docs/figures.md",

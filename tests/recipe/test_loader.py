@@ -36,6 +36,8 @@ def write(tmp_path):
 
 
 CHAT = "shipped:recipes/quickstart/data/chat_train.jsonl"
+USERS_FILES = ("smollm2", "quickstart/docstrings")
+"""Recipes whose model and data are files that the user, a script or another recipe makes."""
 USERS_OWN = ["model.name_or_path=org/model", f"data={{train: {{path: '{CHAT}'}}, eval: {{path: '{CHAT}'}}}}"]
 
 
@@ -45,7 +47,7 @@ def test_every_shipped_recipe_loads(name, monkeypatch, tmp_path):
     overrides = []
     if name.startswith("quickstart/dpo"):  # it starts from what the SFT recipe makes
         overrides = ["model.name_or_path=org/model", "model.init_seed=null", "optimizer.aux_lr=1e-4"]
-    if name.startswith("smollm2"):  # the user names model and data
+    if name.startswith(USERS_FILES):
         overrides = USERS_OWN
     loaded = recipe.load(name, overrides)
     pretrains = name.startswith(("llama-c4", "qwen3-0.6b", "paper-figures", "quickstart/stdlib"))
@@ -296,7 +298,7 @@ def test_a_misspelt_key_of_the_base_is_not_left_out_silently(write):
 def test_any_optimizer_runs_any_shipped_recipe(name, optimizer, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     overrides = ["model={name_or_path: org/model}", "optimizer.aux_lr=1e-4"] * name.startswith("quickstart/dpo")
-    overrides += USERS_OWN * name.startswith("smollm2")
+    overrides += USERS_OWN * name.startswith(USERS_FILES)
     loaded = recipe.load(name, [*overrides, f"optimizer.name={optimizer}"])
     assert loaded.optimizer.name == optimizer
     assert recipe.load_text(recipe.to_yaml(loaded)) == loaded

@@ -16,6 +16,7 @@ MISSING = {
     "studies/quickstart-optimizers-dpo": "first run the recipe",
     "studies/smollm2-lora": "no file data/train.jsonl",
     "studies/smollm2-spectrum": "no file data/docstrings/train.jsonl",
+    "studies/pretrained-by": "no file data/short-docstrings/train.jsonl",
 }
 """Studies that need files of the user's, or of another run."""
 
@@ -28,7 +29,8 @@ def test_the_shipped_studies_are_studies_and_no_recipes():
         if finding := MISSING.get(name):
             with pytest.raises(UserError, match=finding) as caught:
                 load_study(name)
-            assert len(caught.value.problems) == (3 if name == "studies/smollm2-spectrum" else 1)  # its files
+            num_missing = {"studies/smollm2-spectrum": 3, "studies/pretrained-by": 4}  # three files of data, and a model
+            assert len(caught.value.problems) == num_missing.get(name, 1)
         else:
             load_study(name)
 
