@@ -102,7 +102,7 @@ def ends_table(studies: Studies) -> str:
 
 
 def equal_gain_table(studies: Studies) -> str:
-    """The rise of each final run where it first reaches the common gain; and the difference to the base's own optimizer.
+    """The rise where each final run first reaches the common gain, and the difference to the base's own optimizer.
 
     Differences are of runs with the same seed, so with the same batches. The detectable difference has a power of 80%
     at Holm's first threshold.
@@ -131,7 +131,12 @@ def equal_gain_table(studies: Studies) -> str:
         else:
             part, p = next(tests)
             row += [f"{detectable_by(part, len(p_values)):.3f}", f"{p:.3f}"]
-    head = ["base pretrained by", "fine-tuned by", f"rise at a gain of {gain:.3f}", "difference to the base's optimizer"]
+    head = [
+        "base pretrained by",
+        "fine-tuned by",
+        f"rise at a gain of {gain:.3f}",
+        "difference to the base's optimizer",
+    ]
     return Table([*head, "detectable", "p (Holm)"], rows, align="ll").markdown()
 
 
@@ -157,7 +162,7 @@ def whole_schedules_table(studies: Studies) -> str:
 
 
 def search_table(study: dict[str, Any]) -> str:
-    """Gain and rise at the end of each trial of the search, by learning rate; the largest gain of each row is marked."""
+    """Gain and rise at the end of each trial by learning rate; the largest gain of each row is marked."""
     rates = sorted({run["parameters"]["optimizer.lr"] for each in study["candidates"] for run in each["trials"]})
     rows = []
     for name, candidate in candidates(study).items():

@@ -29,7 +29,10 @@ def test_the_shipped_studies_are_studies_and_no_recipes():
         if finding := MISSING.get(name):
             with pytest.raises(UserError, match=finding) as caught:
                 load_study(name)
-            num_missing = {"studies/smollm2-spectrum": 3, "studies/pretrained-by": 4}  # three files of data, and a model
+            num_missing = {
+                "studies/smollm2-spectrum": 3,
+                "studies/pretrained-by": 4,
+            }  # three files of data, and a model
             assert len(caught.value.problems) == num_missing.get(name, 1)
         else:
             load_study(name)

@@ -20,13 +20,12 @@ from tests.support import command
 
 STUDIES = [name for name in shipped.studies() if name.startswith("studies/")]
 DATA = "shipped:recipes/quickstart/data/chat_train.jsonl"
+ALL_DATA = [f"set.data.{key}.path={DATA}" for key in ("train", "eval", "retention")]
 MISSING = {  # files that the user names, or another run makes
     "studies/quickstart-optimizers-dpo": ["set.model.name_or_path=org/model"],
     "studies/smollm2-lora": ["set.model.name_or_path=org/model", f"set.data.train.path={DATA}"],
-    **dict.fromkeys(
-        ("studies/smollm2-spectrum", "studies/pretrained-by"),
-        ["set.model.name_or_path=org/model", *(f"set.data.{key}.path={DATA}" for key in ("train", "eval", "retention"))],
-    ),
+    "studies/smollm2-spectrum": ["set.model.name_or_path=org/model", *ALL_DATA],
+    "studies/pretrained-by": ["set.model.name_or_path=org/model", *ALL_DATA],
 }
 
 
