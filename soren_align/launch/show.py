@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,15 @@ def newest_run() -> RunFolder:
     return newest
 
 
+def without_common_folder(paths: Sequence[str]) -> tuple[str, list[str]]:
+    """The folder that all paths begin with, and their rests; an empty one and the paths, if a rest would be empty."""
+    with suppress(ValueError):  # some are relative
+        common = os.path.commonpath(paths)
+        if common and common not in map(os.path.normpath, paths):
+            return common, [os.path.relpath(path, common) for path in paths]
+    return "", list(paths)
+
+
 def curves(names: Sequence[str], *, output: str = "curves.png", preset: str | None = None) -> None:
     """Draw the curves of runs into one picture, and print each one's ends. Raises UserError if none has any.
 
@@ -242,14 +252,17 @@ def curves(names: Sequence[str], *, output: str = "curves.png", preset: str | No
     folders, console = [RunFolder(name) for name in names] or [newest_run()], Terminal()
     for folder in folders:
         folder.record()
-    named = [(str(folder), read_curves(folder.metrics)) for folder in folders]
+    common, short_names = without_common_folder([str(folder) for folder in folders])
+    named = [(name, read_curves(folder.metrics)) for name, folder in zip(short_names, folders, strict=True)]
     drawn = [(name, curves) for name, curves in named if curves.by_key]
     if not drawn:
         raise UserError(
             f"{', '.join(map(str, folders))}: training logged no loss; train again with a smaller trainer.logging_steps"
         )
-    for name in [name for name, run in named if not run.by_key]:
-        print_labelled(stderr_console(), "notice", f"{name}: training logged no loss, so it is not drawn")
+    for folder in [folder for folder, (_, run) in zip(folders, named, strict=True) if not run.by_key]:
+        print_labelled(stderr_console(), "notice", f"{folder}: training logged no loss, so it is not drawn")
+    if common:
+        print_labelled(console, "runs in", common, wrap=False)
     rows = []
     for name, run in named:
         ends = [f"{points[-1][1]:.4g}" if (points := run[key]) else "-" for key in (LOSS, HELD_OUT, MARGIN)]
@@ -261,7 +274,7 @@ def curves(names: Sequence[str], *, output: str = "curves.png", preset: str | No
     if preset:
         from ..recipe import load_resolved  # here: `show` and `runs` need no recipe, and take half a second
 
-        recipes = {str(folder): load_resolved(folder.recipe) for folder in folders}
+        recipes = {name: load_resolved(folder.recipe) for name, folder in zip(short_names, folders, strict=True)}
         dark = draw_losses([(name, recipes[name], run) for name, run in drawn], path)
     else:
         dark = draw_curves(drawn, path)

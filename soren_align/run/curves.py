@@ -38,6 +38,10 @@ SAMPLED_FROM = 16 << 20
 """Bytes of a file of which every line is read. Of one k times as long, about every k-th line, and all evaluations."""
 MAX_LINE = 1 << 20
 """Bytes of a line that is read: those that runs write have a thousand."""
+MAX_INSIDE, MAX_LABEL_INSIDE, MAX_LABEL = 4, 24, 60
+"""Of a legend inside the axes: its lines, and the characters of one; characters of a line of any legend."""
+LABEL_HEIGHT = 0.19
+"""Inches of a line of a legend above the axes."""
 LOG_SCALE_FROM = 10
 """The factor between the largest and the smallest value from which an axis is logarithmic."""
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -172,7 +176,7 @@ def draw_curves(runs: Sequence[tuple[str, Curves]], path: Path) -> Path:
 
 def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
     from matplotlib.figure import Figure
-    from matplotlib.ticker import NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     is_alone = len(runs) == 1
     panels = [("loss", LOSS, HELD_OUT), ("reward margin of preference pairs", MARGIN, HELD_OUT_MARGIN)]
@@ -202,13 +206,34 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
                 axes.plot([step], [value], "*", markersize=13, **best)
         if keys[0] == LOSS and is_logarithmic(values):
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter(NullFormatter())
             title += ", logarithmic"
         style_axes(axes, title, "step", colors)
         axes.xaxis.set_major_formatter(compact)
-        axes.legend(frameon=False, fontsize=9, labelcolor=colors.ink)
+        if is_alone:
+            _legend(figure, [axes], colors)
+    if not is_alone:
+        _legend(figure, figure.axes, colors)
     return figure
+
+
+def _legend(figure: "Figure", panels: Sequence[Any], colors: Colors) -> None:
+    """One legend of all lines: in the first panel if it is small, else above, where the figure becomes higher."""
+    handles: dict[str, Any] = {}
+    for axes in panels:
+        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    style: dict[str, Any] = {"frameon": False, "fontsize": FONT - 1, "labelcolor": colors.ink}
+    longest = max(map(len, handles), default=0)
+    if len(handles) <= MAX_INSIDE and longest <= MAX_LABEL_INSIDE:
+        panels[0].legend([*handles.values()], [*handles], **style)
+        return
+    labels = [label if len(label) <= MAX_LABEL else f"…{label[1 - MAX_LABEL :]}" for label in handles]
+    columns = max(1, min(4, MAX_LABEL // (min(longest, MAX_LABEL) + 6)))
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + LABEL_HEIGHT * math.ceil(len(labels) / columns))
+    figure.legend([*handles.values()], labels, loc="outside upper left", ncols=columns, **style)
 
 
 def describe_scores(curves: Curves) -> list[str]:
@@ -270,11 +295,15 @@ def _losses_figure(rows: dict[str, list[tuple[str, Curves]]], colors: Colors) ->
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 0.6 + 2.6 * len(rows)), dpi=200, layout="constrained", facecolor=colors.paper)
+    numbers: dict[str, int] = {}  # a label has one style in all rows
+    for runs in rows.values():
+        for label, _ in runs:
+            numbers.setdefault(label, len(numbers))
     for panels, (model, runs) in zip(figure.subplots(len(rows), 2, squeeze=False), rows.items(), strict=True):
         for axes, (key, title) in zip(panels, PANELS.items(), strict=True):
-            for number, (label, curves) in enumerate(runs):
+            for label, curves in runs:
                 points = curves[key]
-                style: dict[str, Any] = line_style(number, colors) | {"linewidth": 1.2, "markersize": 4}
+                style: dict[str, Any] = line_style(numbers[label], colors) | {"linewidth": 1.2, "markersize": 4}
                 if key == LOSS or len(points) >= MAX_MARKERS:
                     style["marker"] = ""
                 axes.plot(*(zip(*points, strict=True) if points else ([], [])), **style, label=printable(label))
@@ -282,5 +311,5 @@ def _losses_figure(rows: dict[str, list[tuple[str, Curves]]], colors: Colors) ->
             style_axes(axes, title, "step", colors)
             axes.xaxis.set_major_formatter(compact)
         panels[0].set_ylabel(short(model, 40), fontsize=FONT, color=colors.ink, fontweight="bold", parse_math=False)
-        panels[0].legend(frameon=False, fontsize=FONT - 1, labelcolor=colors.ink)
+    _legend(figure, figure.axes, colors)
     return figure

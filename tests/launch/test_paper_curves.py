@@ -6,6 +6,7 @@ from PIL import Image
 from soren_align import recipe
 from soren_align.cli.app import main
 from soren_align.core.figures import LIGHT
+from soren_align.launch.show import without_common_folder
 from soren_align.run import curves as run_curves
 from soren_align.run.curves import Curve, Curves, draw_losses, limits
 from tests.launch.test_show import write_metrics
@@ -42,6 +43,46 @@ def test_runs_of_one_optimizer_have_the_names_of_their_folders(monkeypatch, tmp_
     runs = [(f"runs/{name}", recipe.load("llama-c4/60m-muon"), curves(1)) for name in "ab"]
     figure = drawn(monkeypatch, tmp_path, [*runs, ("runs/c", recipe.load("llama-c4/60m-soren"), curves(1))])
     assert [line.get_label() for line in figure.axes[0].lines] == ["Muon, runs/a", "Muon, runs/b", "Soren"]
+
+
+def test_an_optimizer_has_one_style_in_the_rows_of_all_models(monkeypatch, tmp_path):
+    names = ["60m-adamw", "60m-soren", "350m-muon", "350m-soren"]
+    runs = [(name, recipe.load(f"llama-c4/{name}"), curves(1)) for name in names]
+    figure = drawn(monkeypatch, tmp_path, runs)
+    styles = {(line.get_label(), line.get_color(), line.get_linestyle()) for axes in figure.axes for line in axes.lines}
+    assert len(styles) == 3
+
+
+def overlap(figure):
+    """Whether the figure's legend covers a panel, or leaves the picture."""
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    width, height = figure.get_size_inches() * figure.dpi
+    is_inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
+    return not is_inside or any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
+
+
+@pytest.mark.parametrize("length", [6, 40, 200])
+def test_names_of_many_runs_cover_no_line(monkeypatch, tmp_path, length):
+    runs = [(f"{number:0{length}}", recipe.load("llama-c4/60m-soren"), curves(1)) for number in range(10)]
+    assert not overlap(drawn(monkeypatch, tmp_path, runs))
+    figures = []
+    monkeypatch.setattr(run_curves, "write_pictures", lambda path, draw: figures.append(draw(LIGHT)))
+    run_curves.draw_curves([(name, each) for name, _, each in runs], tmp_path / "b.png")
+    assert not overlap(figures[0])
+
+
+@pytest.mark.parametrize(("paths", "expected"), [
+    (["a/b/c", "a/b/d/e"], ("a/b", ["c", "d/e"])),
+    (["a/b", "a/b/c"], ("", ["a/b", "a/b/c"])),
+    (["a/b"], ("", ["a/b"])),
+    (["a", "b"], ("", ["a", "b"])),
+    (["/a/b", "c"], ("", ["/a/b", "c"])),
+    (["/a/b", "/c"], ("/", ["a/b", "c"])),
+])  # fmt: skip
+def test_names_of_runs_leave_out_the_folder_of_all(paths, expected):
+    assert without_common_folder(paths) == expected
 
 
 def test_losses_of_the_first_tenth_of_the_steps_do_not_set_the_limits():
