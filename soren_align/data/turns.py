@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..core.files import is_text
 from ..tasks import OPTIONS
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -104,11 +105,11 @@ def _turn_problem(turn: Any) -> str | None:
         return "has no content" if content is None else f"has {_kind(content)} as content; write text"
     if not content.strip() and role != "tool" and "tool_calls" not in turn:
         return f"has empty content (role {role})"
-    if _is_broken(content):
+    if not is_text(content):
         return "has content with half of a surrogate pair, which is not valid text"
     others = (value for key, value in turn.items() if key != "content")
     texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in others)
-    return "has half of a surrogate pair, which is not valid text" if any(map(_is_broken, texts)) else None
+    return "has half of a surrogate pair, which is not valid text" if not all(map(is_text, texts)) else None
 
 
 def weight_problem(turns: list[Turn], name: str) -> str | None:
@@ -132,7 +133,7 @@ def text_problem(text: Any, name: str) -> str | None:
         return f"no '{name}'" if text is None else f"{name} is {_kind(text)}, not text"
     if not text.strip():
         return f"{name} is empty"
-    return f"{name} has half of a surrogate pair, which is not valid text" if _is_broken(text) else None
+    return None if is_text(text) else f"{name} has half of a surrogate pair, which is not valid text"
 
 
 def pair_problem(chosen: Any, rejected: Any) -> str | None:
@@ -144,13 +145,6 @@ def pair_problem(chosen: Any, rejected: Any) -> str | None:
     first = next((i for i, (c, r) in enumerate(zip(chosen, rejected, strict=False)) if c != r), None)
     where = f"they differ at turn [{first}]" if first is not None else "one of them has more turns"
     return f"chosen and rejected do not share a prompt: {where}, but only their last turns may differ"
-
-
-def _is_broken(text: str) -> bool:
-    try:
-        return not text.isascii() and not text.encode()
-    except UnicodeEncodeError:
-        return True
 
 
 def _kind(value: Any) -> str:

@@ -45,3 +45,8 @@ def judged(check: str, measured: str, expected: str, passes: bool, reason: str) 
 def skipped(check: str, reason: str) -> Finding:
     """The finding of a check that does not apply here."""
     return Finding(check, "", "", "skipped", reason)
+
+
+def last_line(text: str) -> str:
+    """The last line of an output that is not empty."""
+    return next((line.strip()[:600] for line in reversed(text.splitlines()) if line.strip()), "no output")

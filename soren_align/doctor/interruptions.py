@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..run.folder import RunFolder, step_of
-from .findings import Finding, Machine, judged
-from .trainings import TOLERANCE, TrainingError, command, folder_of, furthest, last_line, ranks_of, train
+from .findings import Finding, Machine, judged, last_line
+from .trainings import TOLERANCE, TrainingError, command, folder_of, furthest, ranks_of, train
 
 END_SECONDS = 60.0
 """For the processes to end after a kill or SIGTERM."""

@@ -19,7 +19,7 @@ from ..launch.environment import visible_gpus, without_ranks
 from ..run.folder import now
 from ..run.provenance import provenance
 from .checks import CHECKS
-from .findings import Finding, Machine, skipped
+from .findings import Finding, Machine, last_line, skipped
 
 RESULT, RUNS = "doctor.json", "runs"
 TOTAL_SECONDS, QUICK_SECONDS = 15 * 60.0, 3 * 60.0
@@ -84,7 +84,8 @@ def run_check(name: str, machine: Machine, seconds: float) -> list[Finding]:
         )
         try:
             code = process.wait(seconds)
-            problem = f"its process ended with exit code {code}: {last_line(log)}" if code else ""
+            output = log.read_text(encoding="utf-8", errors="replace")
+            problem = f"its process ended with exit code {code}: {last_line(output)}" if code else ""
         except subprocess.TimeoutExpired:
             problem = f"it had not ended after {seconds:.0f} s; {log} has its output"
         finally:
@@ -111,12 +112,6 @@ def environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     quiet = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15", "COLUMNS": "200"}
     return {"HF_HUB_OFFLINE": "1"} | without_ranks(os.environ) | quiet | {"PYTHONPATH": path}
-
-
-def last_line(log: Path) -> str:
-    """The last line of an output that is not empty."""
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
 
 
 def _read(file: Path) -> Iterator[Finding]:

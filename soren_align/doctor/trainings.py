@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from ..core import shipped
 from ..core.text import count
-from .findings import Finding, Machine, judged, skipped
+from .findings import Finding, Machine, judged, last_line, skipped
 
 TOLERANCE = 2e-6
 """float32, ten steps: other sums over ranks, magnified by the map's slope at zero (docs/studies/parity.md)."""
@@ -69,11 +69,6 @@ def train(machine: Machine, name: str, *more: str, processes: int = 1, task: str
     if done.returncode:
         raise TrainingError(f"exit code {done.returncode}: {last_line(done.stderr)}")
     return folder_of(machine, name)
-
-
-def last_line(text: str) -> str:
-    """The last line that is not empty."""
-    return next((line.strip()[:600] for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 
 def furthest(a: Path, b: Path) -> float:
