@@ -1,4 +1,4 @@
-"""The commands of the command line, except those in files.py and expert.py.
+"""The commands of the command line, except those in results.py, files.py and expert.py.
 
 Nothing here imports torch: help and a wrong recipe take less than a second.
 """
@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -18,7 +18,7 @@ from ..core.errors import UserError
 from ..core.files import local_path
 from ..core.version import __version__
 from ..tasks import TASKS
-from . import expert, files
+from . import expert, files, results
 from .grammar import HELP, WITH_JSON, AsJson, KeyCommand, refuse_options
 
 RESUMABLE = (*TASKS, "eval", "compare")
@@ -402,102 +402,20 @@ def chat(
     evaluation.chat(model, prompt or (), compare=compare, dtype=dtype, **settings)
 
 
-@app.command()
-def show(
-    context: typer.Context,
-    run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="A run folder. Default: the newest run below runs/.")
-    ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Also show the notes under the scores.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show a run's status, curve, scores, samples and the next commands."""
-    if as_json:
-        refuse_options(context, ["full"], WITH_JSON)
-    from ..launch import show as showing
-
-    showing.show(run, full=full, as_json=as_json)
-
-
-@app.command()
-def runs(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder of runs.")] = "runs",
-    as_json: AsJson = False,
-) -> None:
-    """List the runs below a folder."""
-    from ..launch import show as showing
-
-    showing.runs(folder, as_json=as_json)
-
-
-@app.command()
-def curves(
-    runs: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN...", help="Run folders. Default: the newest run below runs/.")
-    ] = None,
-    output: Annotated[
-        str, typer.Option(metavar="FILE.png", help="The file of the picture. A dark version is written beside it.")
-    ] = ("curves.png"),
-    preset: Annotated[
-        Literal["paper-losses"] | None,
-        typer.Option(
-            metavar="NAME",
-            help="paper-losses: draw the losses as the paper does: a row for each model, a line for each optimizer.",
-        ),
-    ] = None,
-) -> None:
-    """Draw the losses and margins of runs in one picture."""
-    from ..launch import show as showing
-
-    showing.curves(runs or (), output=output, preset=preset)
-
-
+app.command()(results.show)
+app.command()(results.runs)
+app.command()(results.curves)
 app.command()(expert.reshard)
 app.command()(expert.spectrum)
 app.command("map")(expert.show_map)
-
-
-@app.command()
-def merge(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run that trained an adapter.")],
-) -> None:
-    """Merge a LoRA adapter with its base model into RUN/merged."""
-    from ..launch import commands
-
-    commands.merge(run)
-
-
-@app.command()
-def push(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
-    repo: Annotated[
-        str, typer.Argument(metavar="OWNER/NAME", help="The repository, which is created if it is missing.")
-    ],
-    merged: Annotated[bool, typer.Option("--merged", help="Upload RUN/merged instead of the adapter.")] = False,
-    private: Annotated[
-        bool, typer.Option("--private", help="Upload only to a private repository, which is created if it is missing.")
-    ] = False,
-    revision: Annotated[
-        str | None, typer.Option(metavar="BRANCH", help="The branch, which is created if it is missing. Default: main.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and their sizes; upload nothing.")] = False,
-) -> None:
-    """Upload a run's model to the Hugging Face hub.
-
-    The command uploads the model, its card with pictures, the recipe and run.json. It uploads no local paths and no
-    other files.
-    """
-    from ..publish.push import push as upload
-
-    typer.echo(upload(run, repo, merged=merged, private=private, revision=revision, dry_run=dry_run))
-
-
+app.command()(results.merge)
+app.command()(results.push)
 app.command()(files.new)
 app.add_typer(files.recipes_app, name="recipes")
 app.add_typer(files.suites_app, name="suites")
 app.command("import")(files.import_)
-app.command()(files.export)
-app.command()(files.stats)
+app.command()(results.export)
+app.command()(results.stats)
 app.command()(files.schema)
 app.command()(files.docs)
 app.add_typer(expert.bench_app, name="bench")

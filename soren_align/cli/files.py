@@ -1,4 +1,4 @@
-"""Commands for files: `new`, `recipes`, `suites`, `import`, `export`, `stats`, `schema` and `docs`."""
+"""Commands for files: `new`, `recipes`, `suites`, `import`, `schema` and `docs`."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from ..core import shipped
 from ..core.errors import UserError, did_you_mean, printable
 from ..core.files import local_path
 from ..core.shipped import MODELINE
-from .grammar import AsJson, refuse_options
+from .grammar import refuse_options
 from .questions import ENOUGH, read_pairs, write_questions
 
 recipes_app = typer.Typer(
@@ -297,28 +297,6 @@ def schema(
     typer.echo(printable(f"{target}{use if kind != 'verdict' else ''}"))
 
 
-def export(
-    source: Annotated[str, typer.Argument(metavar="RUN_OR_STUDY", help="The folder of a run, or of a study.")],
-    format_: Annotated[
-        Literal["every_eval_ever"],
-        typer.Option("--format", metavar="FORMAT", help="every_eval_ever. Default: every_eval_ever."),
-    ] = "every_eval_ever",
-    output: Annotated[str, typer.Option(metavar="DIR", help="The folder of the records.")] = "export",
-    owner: Annotated[
-        str, typer.Option(metavar="NAME", help="You or your organization, in the names of your models.")
-    ] = "local",
-    samples: Annotated[bool, typer.Option("--samples", help="Also write every question and answer.")] = False,
-) -> None:
-    """Export the scores of a run, or of a study's final runs, for other tools.
-
-    The format is that of Every Eval Ever, a shared schema of evaluation results: one JSON file per model and suite.
-    """
-    from ..study.export import export as write_records
-
-    records = write_records(source, output, owner=owner, samples=samples)
-    typer.echo(printable(f"{output}: {len(records)} record{'s' * (len(records) > 1)} ({format_})"))
-
-
 def _schema(kind: str) -> tuple[str, str]:
     """Return the schema's file name and its text."""
     from ..core.document import schema_text
@@ -414,93 +392,3 @@ def docs(
     console = Console()
     with console.pager(styles=True):
         console.print(Markdown(re.sub(r"<!--.*?-->\n", "", text), hyperlinks=False))
-
-
-OF_RESULTS = ("reference", "metric", "id_", "score", "task", "cluster", "max_score", "group", "common")
-"""The options of `stats` that name columns of the results, or select what to compare."""
-
-
-def stats(
-    context: typer.Context,
-    results: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="RESULTS...", help="A file or folder of results per model, or NAME=PATH."),
-    ] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The model that all others are compared with. Default: the first."),
-    ] = None,
-    metric: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="METRIC",
-            help="A metric. You can repeat this option; each task uses the first of these metrics that its file "
-            "has. exact_match,strict-match names a metric and a filter of lm-eval. Default: acc_norm, acc, "
-            "exact_match, or else the first metric in the file.",
-        ),
-    ] = None,
-    id_: Annotated[str | None, typer.Option("--id", metavar="COLUMN", help="The column of the questions' ids.")] = None,
-    score: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="The column of scores: numbers from 0 to 1, or true and false.")
-    ] = None,
-    task: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of tasks.")] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COLUMN",
-            help="The column that names the cluster of a question, such as doc.passage. Questions of one cluster are "
-            "not independent.",
-        ),
-    ] = None,
-    max_score: Annotated[
-        float, typer.Option(min=1e-9, metavar="N", help="The largest possible score. Default: 1.")
-    ] = 1.0,
-    group: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PREFIX",
-            help="Join all tasks whose names begin with this text, such as mmlu, to one task. Each of them is one "
-            "cluster. You can repeat this option.",
-        ),
-    ] = None,
-    common: Annotated[bool, typer.Option("--common", help="Compare only the questions that all models have.")] = False,
-    average: Annotated[bool, typer.Option("--average", help="Also compare the means over the tasks.")] = False,
-    plan: Annotated[
-        float | None,
-        typer.Option(metavar="POINTS", help="Print how many questions are needed to detect a difference of POINTS."),
-    ] = None,
-    expected: Annotated[
-        float | None,
-        typer.Option(metavar="PERCENT", help="With --plan: the expected score. Default: the file's, or 50."),
-    ] = None,
-    questions: Annotated[
-        int | None,
-        typer.Option(min=2, metavar="N", help="With --plan: also print the difference that N questions can detect."),
-    ] = None,
-    as_json: AsJson = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
-) -> None:
-    """Compare anybody's evaluation results, question by question.
-
-    Reads lm-eval samples (--log_samples), olmo-eval predictions, inspect-ai logs, lighteval details, CSV and JSONL, and
-    the eval folders of runs. Intervals and p-values are those of `eval`.
-    """
-    from ..evaluate.answers import comparison
-    from ..evaluate.answers.files import Columns
-
-    columns = Columns(tuple(metric or ()), id_, score, task, cluster, max_score)
-    settings: dict[str, Any] = {"reference": reference, "groups": group or (), "common": common, "as_json": as_json}
-    if as_json:
-        refuse_options(context, ["as_markdown"], "with --json")
-    if score is not None:
-        refuse_options(context, ["metric"], "with --score, which names the column")
-    if plan is not None:
-        refuse_options(context, ["average", "as_markdown"], "with --plan")
-        if not results:
-            refuse_options(context, OF_RESULTS, "without results", "name a file or folder per model")
-        comparison.plan(plan, results or (), columns, expected=expected, questions=questions, **settings)
-        return
-    if not results:
-        raise UserError("stats: no results; name a file or folder per model, or add --plan POINTS")
-    refuse_options(context, ["expected", "questions"], "without --plan", "add --plan POINTS")
-    comparison.stats(results, columns, mean=average, as_markdown=as_markdown, **settings)

@@ -14,7 +14,7 @@ from ..optim import Route
 from ..optim.eight_bits import SMALL
 from ..optim.layout import default_workspace_mb, map_shape, num_batch_numbers, num_matrices
 from ..optim.product import NUM_PRODUCT_NUMBERS, is_factor, num_flops, product_shape
-from ..recipe import Recipe, as_adamw, compute_dtype, trains_adapter
+from ..recipe import OPTIMIZER_SECTIONS, Recipe, compute_dtype, trains_adapter
 from ..recipe.parallel import accumulation, global_batch, parallel, trainer_value
 from ..sharding.layout import flat_partitions, parameter_slices, replicas, row_blocks, split_weights
 from ..sharding.plan import (
@@ -202,7 +202,10 @@ def processes(
     on_cpu, precomputes = bool(trainer.get("use_cpu")), bool(trainer.get("precompute_ref_log_probs"))
     model = model_sizes(recipe, routes, frozen)
     rank = Rank(model, strategy, num_ranks, recipe.optimizer, compute_dtype(recipe), on_cpu)
-    cost, with_adamw = step_cost(rank), step_cost(replace(rank, optimizer=as_adamw(recipe.optimizer)))
+    # With AdamW in the place of the optimizer; keys that AdamW does not have are left out.
+    adamw = OPTIMIZER_SECTIONS["adamw"]
+    shared = recipe.optimizer.model_dump(include=set(adamw.model_fields) - {"name"})
+    cost, with_adamw = step_cost(rank), step_cost(replace(rank, optimizer=adamw(name="adamw", **shared)))
     saved = {}
     if costs.activation_bytes is not None:
         detail = f"{trainer_value(recipe, 'per_device_train_batch_size')} x {costs.max_tokens} tokens"

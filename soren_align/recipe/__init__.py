@@ -4,7 +4,7 @@
 that it extends, and `checks` looks for missing files and conflicting keys. Nothing here imports torch.
 """
 
-from .checks import evaluation_problems, model_problems
+from .checks import evaluation_problems
 from .data_files import (
     FILE_KINDS,
     STDLIB,
@@ -28,7 +28,15 @@ from .loader import (
     to_yaml,
     training_part,
 )
-from .model import Quantization, adapter_config, compute_dtype, is_local, quantization, recorded_quantization
-from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, MatrixOptimizer, OptimizerSection, as_adamw
+from .model import (
+    Quantization,
+    adapter_config,
+    compute_dtype,
+    is_local,
+    model_problems,
+    quantization,
+    recorded_quantization,
+)
+from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, MatrixOptimizer, OptimizerSection
 from .parallel import Parallel, accumulation, batch_unit, few_steps, global_batch, parallel, trainer_value
 from .schema import Eval, Model, Recipe, Samples, trains_adapter

@@ -7,19 +7,25 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any, get_args
 
 from ..core import shipped
 from ..core.document import Problem
 from ..core.errors import UserError, did_you_mean
-from ..core.files import local_path, refuse_special_files
+from ..core.files import local_path
 from ..core.optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision
 from ..core.yaml import Key
 from ..spectral.maps import SOREN_MAPS
 from ..tasks import BENCHMARK, TASKS
 from .data_files import STDLIB, STDLIB_SPLITS, data_problems, is_test_split
-from .model import adapter_config, attention_problems, is_adapter, is_local, recorded_quantization
+from .model import (
+    adapter_config,
+    attention_problems,
+    is_adapter,
+    is_local,
+    model_problems,
+    recorded_quantization,
+)
 from .parallel import Parallel, parallel
 from .perplexities import published_problems
 from .schema import Quantize, trains_others
@@ -193,43 +199,6 @@ def _check_model(raw: _Raw) -> None:
     if name != "ddp":
         message = f"quantized weights need ddp, but run.parallel is {name}; write run.parallel: ddp"
         raw.report(("model", "quantize" if quantize else "name_or_path"), message)
-
-
-def model_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[str]:
-    """The problems of the model or adapter at `path`. tokenizer: model.tokenizer, in the place of the folder's."""
-    if not is_local(path):
-        message = (
-            "init_seed needs a local folder with a config.json, from which it makes random weights; remove init_seed "
-            "to load this model's weights"
-        )
-        return [] if init_seed is None else [message]
-    folder = shipped.resolve(path)
-    if not folder.is_dir():
-        is_result = folder.name == "model"  # <run folder>/model
-        remedy = "first run the recipe that makes this folder" if is_result else "correct the path"
-        return [f"no folder {path}; {remedy}"]
-    try:
-        refuse_special_files(folder)
-        adapter = adapter_config(path)
-    except UserError as error:
-        return list(error.problems)
-    if adapter is not None:
-        base = adapter["base_model_name_or_path"]
-        if init_seed is not None:
-            return [f"{path} is an adapter of trained weights, not of random weights; remove model.init_seed"]
-        if is_local(base) and not Path(base).is_dir():
-            return [f"{path} is an adapter of {base}, which does not exist; restore this base model"]
-        return model_problems(base, None)
-    needed = ("config.json", "tokenizer_config.json") if tokenizer is None else ("config.json",)
-    missing = [name for name in needed if not (folder / name).is_file()]
-    if missing:
-        is_run = (folder / "run.json").is_file() and (folder / "model").is_dir()
-        remedy = f"write {path.rstrip('/')}/model, the model of this run" if is_run else "name a model's folder"
-        return [f"{path} has no {' and no '.join(missing)}; {remedy}"]
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
-    if init_seed is None and not weights:
-        return [f"{path} has no weights (*.safetensors); add weights, or set model.init_seed for random weights"]
-    return []
 
 
 def _check_optimizer(raw: _Raw) -> None:

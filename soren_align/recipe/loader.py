@@ -22,10 +22,10 @@ from ..core.files import local_path, read_text
 from ..core.text import dotted, join_words
 from ..tasks import TASKS
 from . import trl
-from .checks import model_problems, problems_beyond_schema
+from .checks import problems_beyond_schema
 from .data_files import question_columns
 from .data_section import kind_of_eval
-from .model import recorded_quantization
+from .model import model_problems, recorded_quantization
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
 from .schema import Recipe, resolve
 
@@ -124,7 +124,7 @@ SOME_EXAMPLES = "shipped:recipes/quickstart/data/chat_train.jsonl"
 def load_for_model(model: str, overrides: list[str] | None = None, notify: Notify = lambda _: None) -> Recipe:
     """The recipe of an SFT of `model` without a recipe's file, whose data are not to be read.
 
-    A folder may lack weights and tokenizer (`checks.model_problems` lists these); it has a config.json, or an adapter.
+    A folder may lack weights and tokenizer (`model_problems` lists these); it has a config.json, or an adapter.
     """
     values = ["data.eval=null", "trainer.eval_strategy=no", "trainer.eval_on_start=false", *(overrides or [])]
     options = dict(zip(OPTIONS, (model, SOME_EXAMPLES, "runs/inspect", None), strict=True))

@@ -1,4 +1,4 @@
-"""The model section without torch: adapters, quantization, names of models and of attentions.
+"""The model section without torch: models and adapters in folders, quantization, names of attentions.
 
 An adapter belongs to the quantized weights that it was trained on. So its folder records them, and whatever loads the
 adapter later (DPO, evaluation, merge) quantizes the base in the same way.
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..core import shipped
 from ..core.document import from_pydantic
 from ..core.errors import OutOfReach, UserError, did_you_mean
-from ..core.files import local_path, read_json
+from ..core.files import local_path, read_json, refuse_special_files
 from ..core.hub import hub_answers
 from ..core.text import dotted
 from .data_files import PYTHON, SUFFIXES, data_suffix, is_pattern
@@ -117,6 +117,43 @@ def is_local(path: str) -> bool:
         or is_pattern(path)
         or local.exists()
     )
+
+
+def model_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[str]:
+    """The problems of the model or adapter at `path`. tokenizer: model.tokenizer, in the place of the folder's."""
+    if not is_local(path):
+        message = (
+            "init_seed needs a local folder with a config.json, from which it makes random weights; remove init_seed "
+            "to load this model's weights"
+        )
+        return [] if init_seed is None else [message]
+    folder = shipped.resolve(path)
+    if not folder.is_dir():
+        is_result = folder.name == "model"  # <run folder>/model
+        remedy = "first run the recipe that makes this folder" if is_result else "correct the path"
+        return [f"no folder {path}; {remedy}"]
+    try:
+        refuse_special_files(folder)
+        adapter = adapter_config(path)
+    except UserError as error:
+        return list(error.problems)
+    if adapter is not None:
+        base = adapter["base_model_name_or_path"]
+        if init_seed is not None:
+            return [f"{path} is an adapter of trained weights, not of random weights; remove model.init_seed"]
+        if is_local(base) and not Path(base).is_dir():
+            return [f"{path} is an adapter of {base}, which does not exist; restore this base model"]
+        return model_problems(base, None)
+    needed = ("config.json", "tokenizer_config.json") if tokenizer is None else ("config.json",)
+    missing = [name for name in needed if not (folder / name).is_file()]
+    if missing:
+        is_run = (folder / "run.json").is_file() and (folder / "model").is_dir()
+        remedy = f"write {path.rstrip('/')}/model, the model of this run" if is_run else "name a model's folder"
+        return [f"{path} has no {' and no '.join(missing)}; {remedy}"]
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
+    if init_seed is None and not weights:
+        return [f"{path} has no weights (*.safetensors); add weights, or set model.init_seed for random weights"]
+    return []
 
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")

@@ -360,9 +360,3 @@ else:
         reduce(operator.or_, (Annotated[section, Tag(name)] for name, section in OPTIMIZER_SECTIONS.items())),
         Discriminator(lambda value: tag_of(value, OPTIMIZER_SECTIONS)),
     ]
-
-
-def as_adamw(optimizer: OptimizerSection) -> AdamWSettings:
-    """The settings with AdamW in the place of the optimizer; keys that AdamW does not have are left out."""
-    shared = optimizer.model_dump(include=set(AdamWSettings.model_fields) - {"name"})
-    return AdamWSettings(name="adamw", **shared)

@@ -1,0 +1,199 @@
+"""The commands for results: `stats`, `show`, `runs`, `curves`, `merge`, `push` and `export`."""
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ..core.errors import UserError, printable
+from .grammar import WITH_JSON, AsJson, refuse_options
+
+OF_RESULTS = ("reference", "metric", "id_", "score", "task", "cluster", "max_score", "group", "common")
+"""The options of `stats` that name columns of the results, or select what to compare."""
+
+
+def stats(
+    context: typer.Context,
+    results: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RESULTS...", help="A file or folder of results per model, or NAME=PATH."),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The model that all others are compared with. Default: the first."),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METRIC",
+            help="A metric. You can repeat this option; each task uses the first of these metrics that its file "
+            "has. exact_match,strict-match names a metric and a filter of lm-eval. Default: acc_norm, acc, "
+            "exact_match, or else the first metric in the file.",
+        ),
+    ] = None,
+    id_: Annotated[str | None, typer.Option("--id", metavar="COLUMN", help="The column of the questions' ids.")] = None,
+    score: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="The column of scores: numbers from 0 to 1, or true and false.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of tasks.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN",
+            help="The column that names the cluster of a question, such as doc.passage. Questions of one cluster are "
+            "not independent.",
+        ),
+    ] = None,
+    max_score: Annotated[
+        float, typer.Option(min=1e-9, metavar="N", help="The largest possible score. Default: 1.")
+    ] = 1.0,
+    group: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PREFIX",
+            help="Join all tasks whose names begin with this text, such as mmlu, to one task. Each of them is one "
+            "cluster. You can repeat this option.",
+        ),
+    ] = None,
+    common: Annotated[bool, typer.Option("--common", help="Compare only the questions that all models have.")] = False,
+    average: Annotated[bool, typer.Option("--average", help="Also compare the means over the tasks.")] = False,
+    plan: Annotated[
+        float | None,
+        typer.Option(metavar="POINTS", help="Print how many questions are needed to detect a difference of POINTS."),
+    ] = None,
+    expected: Annotated[
+        float | None,
+        typer.Option(metavar="PERCENT", help="With --plan: the expected score. Default: the file's, or 50."),
+    ] = None,
+    questions: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="With --plan: also print the difference that N questions can detect."),
+    ] = None,
+    as_json: AsJson = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+) -> None:
+    """Compare anybody's evaluation results, question by question.
+
+    Reads lm-eval samples (--log_samples), olmo-eval predictions, inspect-ai logs, lighteval details, CSV and JSONL, and
+    the eval folders of runs. Intervals and p-values are those of `eval`.
+    """
+    from ..evaluate.answers import comparison
+    from ..evaluate.answers.files import Columns
+
+    columns = Columns(tuple(metric or ()), id_, score, task, cluster, max_score)
+    settings: dict[str, Any] = {"reference": reference, "groups": group or (), "common": common, "as_json": as_json}
+    if as_json:
+        refuse_options(context, ["as_markdown"], "with --json")
+    if score is not None:
+        refuse_options(context, ["metric"], "with --score, which names the column")
+    if plan is not None:
+        refuse_options(context, ["average", "as_markdown"], "with --plan")
+        if not results:
+            refuse_options(context, OF_RESULTS, "without results", "name a file or folder per model")
+        comparison.plan(plan, results or (), columns, expected=expected, questions=questions, **settings)
+        return
+    if not results:
+        raise UserError("stats: no results; name a file or folder per model, or add --plan POINTS")
+    refuse_options(context, ["expected", "questions"], "without --plan", "add --plan POINTS")
+    comparison.stats(results, columns, mean=average, as_markdown=as_markdown, **settings)
+
+
+def show(
+    context: typer.Context,
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="A run folder. Default: the newest run below runs/.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Also show the notes under the scores.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a run's status, curve, scores, samples and the next commands."""
+    if as_json:
+        refuse_options(context, ["full"], WITH_JSON)
+    from ..launch import show as showing
+
+    showing.show(run, full=full, as_json=as_json)
+
+
+def runs(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder of runs.")] = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """List the runs below a folder."""
+    from ..launch import show as showing
+
+    showing.runs(folder, as_json=as_json)
+
+
+def curves(
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN...", help="Run folders. Default: the newest run below runs/.")
+    ] = None,
+    output: Annotated[
+        str, typer.Option(metavar="FILE.png", help="The file of the picture. A dark version is written beside it.")
+    ] = "curves.png",
+    preset: Annotated[
+        Literal["paper-losses"] | None,
+        typer.Option(
+            metavar="NAME",
+            help="paper-losses: draw the losses as the paper does: a row for each model, a line for each optimizer.",
+        ),
+    ] = None,
+) -> None:
+    """Draw the losses and margins of runs in one picture."""
+    from ..launch import show as showing
+
+    showing.curves(runs or (), output=output, preset=preset)
+
+
+def merge(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run that trained an adapter.")],
+) -> None:
+    """Merge a LoRA adapter with its base model into RUN/merged."""
+    from ..launch import commands
+
+    commands.merge(run)
+
+
+def push(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    repo: Annotated[
+        str, typer.Argument(metavar="OWNER/NAME", help="The repository, which is created if it is missing.")
+    ],
+    merged: Annotated[bool, typer.Option("--merged", help="Upload RUN/merged instead of the adapter.")] = False,
+    private: Annotated[
+        bool, typer.Option("--private", help="Upload only to a private repository, which is created if it is missing.")
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option(metavar="BRANCH", help="The branch, which is created if it is missing. Default: main.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and their sizes; upload nothing.")] = False,
+) -> None:
+    """Upload a run's model to the Hugging Face hub.
+
+    The command uploads the model, its card with pictures, the recipe and run.json. It uploads no local paths and no
+    other files.
+    """
+    from ..publish.push import push as upload
+
+    typer.echo(upload(run, repo, merged=merged, private=private, revision=revision, dry_run=dry_run))
+
+
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN_OR_STUDY", help="The folder of a run, or of a study.")],
+    format_: Annotated[
+        Literal["every_eval_ever"],
+        typer.Option("--format", metavar="FORMAT", help="every_eval_ever. Default: every_eval_ever."),
+    ] = "every_eval_ever",
+    output: Annotated[str, typer.Option(metavar="DIR", help="The folder of the records.")] = "export",
+    owner: Annotated[
+        str, typer.Option(metavar="NAME", help="You or your organization, in the names of your models.")
+    ] = "local",
+    samples: Annotated[bool, typer.Option("--samples", help="Also write every question and answer.")] = False,
+) -> None:
+    """Export the scores of a run, or of a study's final runs, for other tools.
+
+    The format is that of Every Eval Ever, a shared schema of evaluation results: one JSON file per model and suite.
+    """
+    from ..study.export import export as write_records
+
+    records = write_records(source, output, owner=owner, samples=samples)
+    typer.echo(printable(f"{output}: {len(records)} record{'s' * (len(records) > 1)} ({format_})"))
