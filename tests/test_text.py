@@ -14,8 +14,6 @@ from soren_align.core.text import (
     markdown_line,
     mean_std,
     number,
-    signed,
-    three_digits,
     with_prefix,
 )
 
@@ -64,8 +62,6 @@ def test_a_star_that_marks_a_number_stays():
 
 def test_numbers_have_one_form_each():
     assert [number(None), number(float("nan"), ".2f"), number(0.125, ".0%"), number(1234)] == ["-", "-", "12%", "1,234"]
-    assert [three_digits(value) for value in (None, 0.01234, 4.567, 1234.5)] == ["-", "0.0123", "4.57", "1234"]
-    assert [signed(value, 1) for value in (1.25, -0.31, -0.0)] == ["+1.2", "-0.3", "+0.0"]
     assert [mean_std(values, 2) for values in ([], [1.0], [1.0, 2.0])] == ["-", "1.00", "1.50 ± 0.71"]
     assert [count(1, "trial"), count(1000, "matrix", "matrices")] == ["1 trial", "1,000 matrices"]
     assert [join_words(names) for names in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == [

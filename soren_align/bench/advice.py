@@ -39,26 +39,23 @@ class Candidate:
 
 def candidates(spectra: Sequence[Spectrum], recipe: Recipe) -> list[Candidate]:
     """The map of the recipe's optimizer, and others; a threshold in them is that of the momenta, see `threshold`."""
-    tau, own = threshold(spectra), recipe.optimizer.spectral_map
+    tau, spectral_map, settings = threshold(spectra), recipe.optimizer.spectral_map, recipe.optimizer.map_settings
+    own = []
+    if spectral_map:
+
+        def mapped(sigma: Tensor) -> Tensor:
+            output, _ = spectral_map.function(sigma.float().diag(), precision="float32", max_norm=None, **settings)
+            return output.diagonal().double()
+
+        own = [Candidate(f"this run: {spectral_map.label.format(**settings)}", mapped)]
     return [
-        *([Candidate(f"this run: {own.label.format(**recipe.optimizer.map_settings)}", _own(recipe))] if own else []),
+        *own,
         Candidate("sigmoid(x / T), T for a contrast", lambda x: torch.sigmoid(MIDDLE * x / median_of_modes(x, x))),
         Candidate(f"soft_sign, tau: {tau:g}", _target(SOFT_SIGN, tau=tau)),
         Candidate(f"tanh, tau: {tau:g}", _target(TANH, tau=tau)),
         Candidate("identity: momentum SGD", _target(IDENTITY)),
         Candidate("high_pass: Pion", _target(HIGH_PASS)),
     ]
-
-
-def _own(recipe: Recipe) -> Callable[[Tensor], Tensor]:
-    spectral_map, settings = recipe.optimizer.spectral_map, recipe.optimizer.map_settings
-    assert spectral_map
-
-    def of(sigma: Tensor) -> Tensor:
-        output, _ = spectral_map.function(sigma.float().diag(), precision="float32", max_norm=None, **settings)
-        return output.diagonal().double()
-
-    return of
 
 
 def _target(spectral_map: SpectralMap, **settings: float) -> Callable[[Tensor], Tensor]:

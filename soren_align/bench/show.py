@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.text import Text
 
 from ..core.files import write
-from ..core.text import Table, number, three_digits
+from ..core.text import Table, number
 
 
 def terminal(results: dict[str, Any]) -> Group:
@@ -136,8 +136,8 @@ def _milliseconds(seconds: dict[str, float]) -> list[str]:
 
 
 def _scaled(value: float | None, unit: float) -> str:
-    """Three digits, or all before the decimal point; a dash for None."""
-    return three_digits(None if value is None else value / unit)
+    """Three digits, or all before the decimal point: 0.0123, 4.56, 1234; a dash for None."""
+    return "-" if value is None else number(value / unit, ".3g" if abs(value / unit) < 100 else ".0f")
 
 
 def _error(value: float) -> str:

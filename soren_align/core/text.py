@@ -252,16 +252,6 @@ def number(value: float | None, form: str = ",") -> str:
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
-def three_digits(value: float | None) -> str:
-    """Return three digits, or all before the decimal point: 0.0123, 4.56, 1234."""
-    return number(value, ".3g" if value is None or abs(value) < 100 else ".0f")
-
-
-def signed(value: float, decimals: int) -> str:
-    """Return a difference with its sign: +1.2, -0.3."""
-    return f"{value + 0.0:+.{decimals}f}"  # 0.0: no negative zero
-
-
 def mean_std(values: Sequence[float], decimals: int) -> str:
     """Return the mean and, of several values, their standard deviation: 1.25 ± 0.03."""
     if not values:

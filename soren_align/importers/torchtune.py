@@ -71,7 +71,7 @@ def read(source: dict[str, Any]) -> Torchtune | None:
     """
     if not any(isinstance(value, dict) and _COMPONENT in value for value in source.values()):
         return None
-    tune = Torchtune(_resolved(_dotted(source)))
+    tune = Torchtune(_resolved(source))
     for key, method in _TABLE["other_methods"].items():
         if key in source:
             raise UserError(f"{key}: this file trains with {method}, but only SFT and DPO on texts are supported")
@@ -132,8 +132,11 @@ def read(source: dict[str, Any]) -> Torchtune | None:
     return tune
 
 
-def _dotted(source: dict[str, Any]) -> dict[str, Any]:
-    """The keys of sections, and those of each dataset in a list, by dotted names."""
+def _resolved(source: dict[str, Any]) -> dict[str, Any]:
+    """The keys of sections, and those of each dataset in a list, by dotted names.
+
+    In the values `${key}` is replaced by the text of that key.
+    """
     flat: dict[str, Any] = {}
     for key, value in source.items():
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
@@ -142,11 +145,6 @@ def _dotted(source: dict[str, Any]) -> dict[str, Any]:
             flat |= {f"{key}.{k}": v for k, v in value.items()}
         else:
             flat[str(key)] = value
-    return flat
-
-
-def _resolved(flat: dict[str, Any]) -> dict[str, Any]:
-    """The values with `${key}` replaced by the text of that key."""
 
     def replace(value: Any) -> Any:
         if isinstance(value, list):

@@ -63,8 +63,7 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
                     refuse_unreachable(recipe)
                 prepare(folder, recipe, num_ranks)
                 # Before torch is imported, which takes seconds.
-                train = recipe.data.train
-                data = join_words([split.path for split in (train if isinstance(train, list) else [train])])
+                data = join_words([split.path for split in recipe.data.sources])
                 model, output = recipe.model.name_or_path, recipe.run.output_dir
                 text = f"{model} with {recipe.optimizer.name} on {data}, into {output}"
                 print_labelled(stderr_console(), recipe.task, text)

@@ -9,8 +9,9 @@ AdamW's updates depends on its gradients, and no config determines it: so it is 
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from ..core.errors import UserError
 from ..recipe import OptimizerSection, load_resolved
@@ -55,9 +56,14 @@ def distance_of(run: RunFolder) -> dict[str, Any]:
         )
     optimizer = load_resolved(run.recipe).optimizer
     _refuse_products(optimizer, str(run))
-    sizes, rates = (_of_each_step(logs, key) for key in ("update_rms", "learning_rate"))
-    decays = [1 - rate * optimizer.weight_decay for rate in rates]
-    values = {"walk": walk(sizes, memory_of(optimizer), decays), "relative_change": training["relative_change"]}
+    # Of each step: between two logs a value changes linearly, before the first one not at all.
+    steps, logged = range(1, logs[-1]["step"] + 1), [log["step"] for log in logs]
+    sizes, rates = (np.interp(steps, logged, [log[key] for log in logs]) for key in ("update_rms", "learning_rate"))
+    decays = 1 - rates * optimizer.weight_decay
+    values = {
+        "walk": walk(sizes.tolist(), memory_of(optimizer), decays.tolist()),
+        "relative_change": training["relative_change"],
+    }
     return {"run": str(run), "optimizer": optimizer.name, "lr": optimizer.lr, **values}
 
 
@@ -67,16 +73,6 @@ def _refuse_products(optimizer: OptimizerSection, place: str) -> None:
             f"--as-far-as: {place} has optimizer.lora_update: product, with which the updates are measured on the "
             "products but relative_change on the factors; compare runs with lora_update: factors"
         )
-
-
-def _of_each_step(logs: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    """The value of each step: between two logs it changes linearly, before the first one not at all."""
-    values = [logs[0][key]] * logs[0]["step"]
-    for before, after in pairwise(logs):
-        num_steps = after["step"] - before["step"]
-        change = (after[key] - before[key]) / max(num_steps, 1)
-        values += [before[key] + change * k for k in range(1, num_steps + 1)]
-    return values
 
 
 def as_far_as(

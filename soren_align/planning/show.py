@@ -95,10 +95,7 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
                 "the time of the maps is not included, because the operations of singular value decompositions are "
                 "not counted",
             )
-    if benchmark := plan["benchmark"]:
-        write("benchmark", _benchmark_text(benchmark, compute["hours"]))
-    console.print()
-    _print_evaluation(plan["evaluation"], console)
+    _print_evaluation(plan, console)
     console.print()
     if full:
         for number, file in enumerate(plan["files"]):
@@ -304,21 +301,19 @@ def _table(head: list[str], rows: list[list[str]], title: str, align: str) -> An
     return Table(head, rows, title, align).rich(pad_edge=True)
 
 
-def _benchmark_text(benchmark: dict[str, Any], hours: dict[str, float] | None) -> str:
-    """Return the cost of `run.benchmark`. hours: of training, by device."""
-    share = benchmark["share_of_training"]
-    text = f"{benchmark['suite']}, {benchmark['num_measurements']:,} times {benchmark['num_questions']:,} questions: "
-    text += f"about {benchmark['num_answers']:,} answers, "
-    text += ", ".join(f"{estimated_time(share * number)} on one {name}" for name, number in (hours or {}).items())
-    return (
-        f"{text}{' or ' * bool(hours)}{share:.1%} of the time of training (assumed: an answer is a forward pass of the"
-        " length of an example; generated answers take longer)"
-    )
-
-
-def _print_evaluation(evaluation: dict[str, Any] | None, console: Console) -> None:
-    """Print suite and size of the evaluation, and its questions in the training examples."""
-    write = partial(print_labelled, console)
+def _print_evaluation(plan: dict[str, Any], console: Console) -> None:
+    """Print the cost of `run.benchmark`, suite and size of the evaluation, and its questions in the training
+    examples."""
+    write, evaluation = partial(print_labelled, console), plan["evaluation"]
+    if benchmark := plan["benchmark"]:
+        share, hours = benchmark["share_of_training"], plan["compute"]["hours"] or {}
+        questions = f"{benchmark['num_measurements']:,} times {benchmark['num_questions']:,} questions"
+        times = [f"{estimated_time(share * number)} on one {name}" for name, number in hours.items()]
+        cost = f"{', '.join(times)}{' or ' * bool(times)}{share:.1%} of the time of training"
+        assumed = "an answer is a forward pass of the length of an example; generated answers take longer"
+        text = f"{benchmark['suite']}, {questions}: about {benchmark['num_answers']:,} answers, {cost}"
+        write("benchmark", f"{text} (assumed: {assumed})")
+    console.print()
     if evaluation is None:
         write("eval", "none: the recipe has no eval section")
         return

@@ -55,11 +55,6 @@ class Ranks:
         """The elementwise sums of `values` over all ranks."""
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
-    def min_and_max(self, value: float) -> tuple[float, float]:
-        """The smallest and the largest value of all ranks."""
-        minus_min, maximum = self._all_reduce([-value, value], dist.ReduceOp.MAX)
-        return -minus_min, maximum
-
     def _all_reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         if self.num_ranks == 1:
             return [float(value) for value in values]

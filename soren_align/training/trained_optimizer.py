@@ -138,7 +138,8 @@ def refuse_unaveraged_gradients(attached: AttachedOptimizer, step: int) -> None:
             continue
         for (momentum,) in chunks(local(state["exp_avg"])):
             squares.add(0, momentum.double().square_().sum())
-    smallest, largest = attached.ranks.min_and_max(math.sqrt(squares.totals()[0]))
+    norms = attached.ranks.gather(math.sqrt(squares.totals()[0]))
+    smallest, largest = min(norms), max(norms)
     if not math.isclose(smallest, largest, rel_tol=1e-6):
         raise UserError(
             f"step {step}: the processes did not average their gradients: the norm of the momentum differs between "

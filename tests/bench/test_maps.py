@@ -205,3 +205,8 @@ def test_what_would_take_minutes_is_left_out_and_said(monkeypatch):
     console = Console(file=io.StringIO(), width=80)
     console.print(show.terminal(found))
     assert console.file.getvalue().count(" - ") >= 3
+
+
+def test_times_in_tables_have_three_digits():
+    values = (None, 0.01234, 4.567, 1234.5)
+    assert [show._scaled(value, 1.0) for value in values] == ["-", "0.0123", "4.57", "1234"]

@@ -220,7 +220,7 @@ def test_the_verdict_comes_first_and_is_one_sentence_a_comparison(report):
 
 def test_a_loss_has_three_decimals_and_a_small_one_four():
     assert [size(value, "loss") for value in (1.38842, -0.01, 0.00962)] == ["1.388", "-0.010", "0.0096"]
-    assert [signed_size(value, "percent") for value in (0.0, -2.75)] == ["+0.0", "-2.8"]
+    assert [signed_size(value, "percent") for value in (-0.0, -2.75)] == ["+0.0", "-2.8"]
 
 
 def test_differences_have_their_candidates_colours_and_no_percent_beyond_100(monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import UserError, did_you_mean
+from ...core.files import local_path
 from ...core.text import Table, Terminal, count, join_words, number, print_labelled
 from ..report.results import NAME, Results, evaluations, read_results
 from ..report.tables import has_too_few, markdown, terminal
@@ -18,7 +19,7 @@ from ..stats.intervals import average, score_points
 from ..stats.paired import ModelAnswers, read_points
 from ..stats.power import POWER, Part, detectable_by, mean_part, part_of, questions_for
 from ..stats.significance import compare, pair_column, unpaired
-from .files import FILE_NAMES, Columns, read_path, read_scores
+from .files import FILE_NAMES, Columns, read_scores
 from .scores import Scores, hash_bits, match, numbers
 
 AVERAGE = "average"
@@ -44,7 +45,10 @@ def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
         name, equals, path_text = argument.partition("=")
         if not equals or Path(argument).exists():
             name, path_text = "", argument
-        path = read_path(path_text)
+        path = local_path(path_text)
+        if not path.is_file() and not path.is_dir():
+            finding = "is no regular file" if path.exists() else "there is no such file or folder"
+            raise UserError(f"{path_text}: {finding}; name a file or folder of results")
         if (path / "run.json").is_file():
             path = _evaluation(path)
         if (path / NAME).is_file():
@@ -194,13 +198,13 @@ def _orders(task: str, chosen: dict[str, Scores], common: bool) -> dict[str, np.
         if common or not number:
             continue
         if num_both < len(ids):
-            key, reason = first.read_id(int(in_both.argmin())), f"only {first_name} has it"
+            key, reason = first.find(int(in_both.argmin()))[1], f"only {first_name} has it"
         elif num_both < len(scores.ids):
             is_matched = np.zeros(len(scores.ids), bool)
             is_matched[order] = True
-            key, reason = scores.read_id(int(is_matched.argmin())), f"only {name} has it"
+            key, reason = scores.find(int(is_matched.argmin()))[1], f"only {name} has it"
         else:
-            key, reason = first.read_id(int(differing.argmax())), "its content differs"
+            key, reason = first.find(int(differing.argmax()))[1], "its content differs"
         raise UserError(
             f"{task}: {number:,} question{'s differ' if number > 1 else ' differs'} between {first_name}"
             f" ({len(ids):,} questions) and {name} ({len(scores.ids):,}), first {key[:60]} ({reason});"

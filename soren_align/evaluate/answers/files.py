@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ...core.errors import UserError, did_you_mean
-from ...core.files import local_path, parse_json, read_json
+from ...core.files import parse_json, read_json
 from ...core.text import join_words
 from ...recipe.data_files import csv_columns, refuse_wide_characters
 from .scores import Scores, first_repeat, hash_bits, numbers
@@ -64,10 +64,6 @@ class Columns:
     """Scores are divided by it."""
 
 
-RECOGNIZED = Columns()
-"""No option."""
-
-
 class Answer(NamedTuple):
     """A record of any format."""
 
@@ -93,12 +89,28 @@ def read_scores(path: Path, columns: Columns) -> dict[str, Scores]:
     for file in files:
         match = next(filter(None, (pattern.fullmatch(file.name) for pattern in FILE_NAMES)), None)
         default = match[1] if match else "" if file == path else file.stem
-        for task, scores in _read_file(file, default, columns).items():
+        own: dict[str, Scores] = {}
+        for place, task, metric, answer in _answers(file, default, columns):
+            if (scores := own.get(task)) is None:
+                scores = own[task] = Scores(metric, str(file), partial(_find_answer, file, default, columns, task))
+            point = _point(answer.scores.get(metric), metric, columns.max_score, place)
+            scores.add(str(answer.id), point, answer.content, answer.prompt)
+            if answer.cluster is not None:
+                scores.clusters.append(hash_bits(str(answer.cluster), 8))
+            if len(scores.clusters) not in (0, len(scores.ids)):
+                raise UserError(f"{place}: has no cluster, but other questions have one; write one into each record")
+            if len(scores.ids) > MAX_QUESTIONS:
+                raise UserError(f"{place}: has more than {MAX_QUESTIONS:,} questions; split the file by task")
+        for task, scores in own.items():
+            if (repeat := first_repeat(numbers(scores.ids))) is not None:
+                place, key = _find_answer(file, default, columns, task, repeat)
+                remedy = "remove one of them, or name the column that differs: --id COLUMN"
+                raise UserError(f"{place}: the question {key[:60]} occurs a second time; {remedy}")
             if task in tasks:
                 raise UserError(
                     f"{file}: has the task {task or scores.metric}, as {tasks[task].source}; name one of the two files"
                 )
-            tasks[task] = scores
+        tasks |= own
     return tasks
 
 
@@ -121,38 +133,11 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_file(file: Path, default: str, columns: Columns) -> dict[str, Scores]:
-    """Return the scores of a file by task. default: the task of records that name none."""
-    tasks: dict[str, Scores] = {}
-    for place, task, metric, answer in _answers(file, default, columns):
-        if (scores := tasks.get(task)) is None:
-            read_id = partial(_read_id, file, default, columns, task)
-            scores = tasks[task] = Scores(metric, str(file), read_id)
-        point = _point(answer.scores.get(metric), metric, columns.max_score, place)
-        scores.add(str(answer.id), point, answer.content, answer.prompt)
-        if answer.cluster is not None:
-            scores.clusters.append(hash_bits(str(answer.cluster), 8))
-        if len(scores.clusters) not in (0, len(scores.ids)):
-            raise UserError(f"{place}: has no cluster, but other questions have one; write one into each record")
-        if len(scores.ids) > MAX_QUESTIONS:
-            raise UserError(f"{place}: has more than {MAX_QUESTIONS:,} questions; split the file by task")
-    for task, scores in tasks.items():
-        if (repeat := first_repeat(numbers(scores.ids))) is not None:
-            place, key = _find_answer(file, default, columns, task, repeat)
-            remedy = "remove one of them, or name the column that differs: --id COLUMN"
-            raise UserError(f"{place}: the question {key[:60]} occurs a second time; {remedy}")
-    return tasks
-
-
 def _find_answer(file: Path, default: str, columns: Columns, task: str, number: int) -> tuple[str, str]:
     """Return the place and the id of a question of a task, by its number from 0: the file is read again."""
     answers = (answer for answer in _answers(file, default, columns) if answer[1] == task)
     place, _, _, answer = next(islice(answers, number, None))
     return place, str(answer.id)
-
-
-def _read_id(file: Path, default: str, columns: Columns, task: str, number: int) -> str:
-    return _find_answer(file, default, columns, task, number)[1]
 
 
 def _answers(file: Path, default: str, columns: Columns) -> Iterator[tuple[str, str, str, Answer]]:
@@ -164,12 +149,21 @@ def _answers(file: Path, default: str, columns: Columns) -> Iterator[tuple[str, 
     """The metric and the filter by task."""
     filter_names: set[str] = set()
     convert: Callable[[dict[str, Any]], Answer] | None = None
+    named = {name: path for name in ("id", "task", "cluster") if (path := getattr(columns, name))}  # by options
     for place, record in _records(file):
         if not isinstance(record, dict):
             raise UserError(f"{place}: is not an object with keys; name a file of {KNOWN}")
         if convert is None:
             convert = next((reader for keys, reader in FORMATS if keys <= record.keys()), _table)
-        answer = _override(convert(record), record, columns, place)
+        answer = convert(record)
+        if named:
+            values = {name: _lookup(record, path, f"--{name}", place) for name, path in named.items()}
+            answer = answer._replace(**values)
+        if columns.score:
+            answer = answer._replace(scores={columns.score: _lookup(record, columns.score, "--score", place)})
+        if answer.id in (None, ""):
+            names = ", ".join(map(str, record))[:200]
+            raise UserError(f"{place}: has no id of the question, only {names}; name its column: --id COLUMN")
         task = str(answer.task) if answer.task not in (None, "") else default
         if task not in metrics:
             filter_names.add(answer.filter)
@@ -189,22 +183,6 @@ def _answers(file: Path, default: str, columns: Columns) -> Iterator[tuple[str, 
         raise UserError(
             f"{file}: has no scores{' of ' + ', '.join(columns.metrics) if any(filter_names) else ''}{wanted}"
         )
-
-
-def _override(answer: Answer, record: dict[str, Any], columns: Columns, place: str) -> Answer:
-    """Return the answer with the columns that options name. Raises UserError if one is missing."""
-    if columns != RECOGNIZED:
-        values: dict[str, Any] = {}
-        for name in ("id", "task", "cluster"):
-            if path := getattr(columns, name):
-                values[name] = _lookup(record, path, f"--{name}", place)
-        if columns.score:
-            values["scores"] = {columns.score: _lookup(record, columns.score, "--score", place)}
-        answer = answer._replace(**values)
-    if answer.id in (None, ""):
-        names = ", ".join(map(str, record))[:200]
-        raise UserError(f"{place}: has no id of the question, only {names}; name its column: --id COLUMN")
-    return answer
 
 
 def _lookup(record: dict[str, Any], path: str, option: str, place: str) -> Any:
@@ -461,12 +439,3 @@ def _csv(file: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{file}: is no valid CSV: {error}; write or download the file again") from None
     except UnicodeDecodeError:
         raise UserError(f"{file}: is neither text in UTF-8 nor another known format; name a file of {KNOWN}") from None
-
-
-def read_path(text: str) -> Path:
-    """Return the path of an argument. Raises UserError if there is no such file or folder."""
-    path = local_path(text)
-    if not path.is_file() and not path.is_dir():
-        what = "is no regular file" if path.exists() else "there is no such file or folder"
-        raise UserError(f"{text}: {what}; name a file or folder of results")
-    return path

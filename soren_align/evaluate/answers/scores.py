@@ -34,8 +34,8 @@ class Scores:
     metric: str
     source: str
     """The file or folder, for messages."""
-    read_id: Callable[[int], str] = str
-    """Read the id of a question, by its number from 0."""
+    find: Callable[[int], tuple[str, str]] = lambda number: ("", str(number))
+    """Find the place and the id of a question, by its number from 0."""
     ids: array = field(default_factory=_long_words)
     """Hashes of the ids."""
     points: array = field(default_factory=lambda: array("b"))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ...core.text import count, join_words, number, p_value, signed
+from ...core.text import count, join_words, number, p_value
 from ...run.provenance import DIGITS
 from ..config import VerdictSection
 from ..study import AVERAGE, BASE, HELD_OUT, Difference, Study
@@ -234,7 +234,8 @@ def size(value: float, unit: str) -> str:
 
 def signed_size(value: float, unit: str) -> str:
     """Return a difference with its sign and the decimals of `size`."""
-    return signed(value, 1 if unit == "percent" else 3 if abs(value) >= 0.01 else 4)
+    decimals = 1 if unit == "percent" else 3 if abs(value) >= 0.01 else 4
+    return f"{value + 0.0:+.{decimals}f}"  # 0.0: no negative zero
 
 
 def seen_size(d: Difference) -> str:
