@@ -1,5 +1,6 @@
 """configs/slurm/train.sbatch on a real Slurm: whatever takes the nodes away, the job resumes by itself."""
 
+import json
 import os
 import time
 
@@ -12,7 +13,7 @@ from tests.soak import runs
 
 pytestmark = pytest.mark.slurm
 
-TRAIN_JOB = ROOT / "configs/slurm/train.sbatch"
+TRAIN_JOB, EVAL_JOB = ROOT / "configs/slurm/train.sbatch", ROOT / "configs/slurm/eval.sbatch"
 # What a user edits in the script; sbatch takes it from the command line as well. The last one of an option counts.
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
 # Checkpoints are saved when a signal stops the run, and at no other time.
@@ -160,3 +161,25 @@ def test_a_job_is_queued_again_after_a_stop_whatever_srun_returns(slurm, tmp_pat
     job = slurm.wait_for_end(number)
     assert job["JobState"] == state, job
     slurm.call("scancel", number)
+
+
+def test_an_evaluation_of_its_own_follows_the_training_and_no_machine_waits(slurm, submit, tmp_path):
+    trained, run = submit(config(8, parallel="ddp"))
+    options = ("--gpus-per-node=1", "--cpus-per-task=1")
+    folder = run.path.parent
+    follows = f"--dependency=afterok:{trained}"
+    job = slurm.submit(folder, *options, follows, EVAL_JOB, "run", "--suite", "quickstart", "--limit", "4")
+    assert slurm.job(job)["JobState"] == "PENDING"
+    assert slurm.wait_for_end(trained)["JobState"] == "COMPLETED"
+    assert not run.path.joinpath("eval").exists()
+    assert slurm.wait_for_end(job)["JobState"] == "COMPLETED", (folder / "log").read_text()
+    results = json.loads((run.path / "eval/quickstart/results.json").read_text())
+    assert results["models"]
+
+
+def test_an_evaluation_does_not_wait_for_a_cancelled_training(slurm, submit):
+    trained, run = submit(config(300, parallel="ddp"))
+    options = ("--gpus-per-node=1", "--cpus-per-task=1")
+    job = slurm.submit(run.path.parent, *options, f"--dependency=afterok:{trained}", EVAL_JOB, "run")
+    slurm.call("scancel", trained)
+    assert slurm.wait_for_end(job)["JobState"] == "CANCELLED"
