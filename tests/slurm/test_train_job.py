@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import time
 
 import pytest
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.slurm
 TRAIN_JOB, EVAL_JOB = ROOT / "configs/slurm/train.sbatch", ROOT / "configs/slurm/eval.sbatch"
 # What a user edits in the script; sbatch takes it from the command line as well. The last one of an option counts.
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
+LOADING = "loading   torch"
+"""Begins the line that a training prints before it imports its libraries."""
 # Checkpoints are saved when a signal stops the run, and at no other time.
 STEPS = ("trainer.save_steps=1000000", "trainer.eval_strategy=no", *runs.TWO)
 
@@ -52,17 +55,30 @@ def wait_for_steps(slurm, number, run):
         time.sleep(0.1)
 
 
+PREEMPTING = ("srun", "--partition=high", "--nodes=2", "--gpus-per-node=1", "true")
+
+
 def preempt(slurm, number, run):
-    slurm.call("srun", "--partition=high", "--nodes=2", "--gpus-per-node=1", "true")
+    slurm.call(*PREEMPTING)
 
 
 def preempt_at_the_start(slurm, number, run):
-    """Pre-empt a job that has been requeued, before its first step."""
-    lines, end = run.metrics.read_text(), time.monotonic() + 600
-    while slurm.job(number)["JobState"] != "RUNNING":
-        assert time.monotonic() < end
+    """Pre-empt a job that has been requeued, before its first step.
+
+    Slurm takes up to half a minute to pre-empt, and the training may take less: the ranks are stopped until then.
+    """
+    log, lines, end = run.path.parent / "log", run.metrics.read_text(), time.monotonic() + 600
+    starts = log.read_text().count(LOADING)
+    while log.read_text().count(LOADING) == starts:
+        assert time.monotonic() < end, log.read_text()
         time.sleep(0.1)
-    preempt(slurm, number, run)
+    slurm.call("scancel", "--signal=STOP", number)
+    with subprocess.Popen(PREEMPTING, env=slurm.environment) as preempting:
+        while slurm.job(number)["PreemptTime"] == "None" and preempting.poll() is None:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        slurm.call("scancel", "--signal=CONT", number)
+    assert preempting.returncode == 0
     assert run.metrics.read_text() == lines, "it has taken a step"
 
 
