@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ..core.errors import UserError
-from ..optim import SpectralOptimizer, Sums, chunks, copied_to_cpu, master_weights, names_of_matrices, norm
+from ..optim import SpectralOptimizer, Sums, chunks, copied_to_cpu, master_weights, norm
+from ..optim.layout import Weight, matrix_names, weights_in
 from ..sharding import local, restore_groups_
 from ..sharding.ranks import Ranks
 
@@ -37,19 +38,32 @@ class AttachedOptimizer:
     ranks: Ranks
 
     @cached_property  # of thousands of experts, and read at every step
-    def names_of_matrices(self) -> list[str]:
-        """The names of the matrices, each mapped once per optimizer step, in the order of the model."""
+    def weights(self) -> list[Weight]:
+        """The weights that have a spectral map, in the order of the model."""
         return [
-            matrix
+            weight
             for group in self.expected.param_groups
             if group["rule"] == "spectral"
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
-            for matrix in names_of_matrices(
+            for weight in weights_in(
                 name,
                 getattr(parameter, "ds_shape", parameter.shape),
                 group.get("weight_layouts", {}).get(name, "linear"),
             )
         ]
+
+    @cached_property
+    def names_of_matrices(self) -> list[str]:
+        """The names of the matrices, each mapped once per optimizer step, in the order of the model."""
+        return [matrix for weight in self.weights for matrix in matrix_names(weight.name, weight.layout)]
+
+    @cached_property
+    def first_of_each_shape(self) -> list[str]:
+        """The name of the first matrix of each shape, in the order of the model: the same on all ranks."""
+        firsts: dict[tuple[Any, ...], str] = {}
+        for weight in self.weights:
+            firsts.setdefault((weight.shape, weight.layout), matrix_names(weight.name, weight.layout)[0])
+        return [*firsts.values()]
 
     @property
     def has_other_parameters(self) -> bool:

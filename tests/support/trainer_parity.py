@@ -103,6 +103,8 @@ def assert_same_measurements(run, folder, logs):
     for log in logs:
         assert log["map_error_matrix"] == 10  # one fixed matrix of the 14, by the step alone
         assert log["map_error"] == pytest.approx(alone["map_error"], rel=1e-3)
+        for key in ("map_max_singular_value", "map_contrast", "map_cosine_to_muon", "map_cosine_to_momentum"):
+            assert log[key] == pytest.approx(alone[key], rel=1e-3), key  # of the same matrices, each on its owner rank
 
 
 def _furthest_spectra(a, b):

@@ -74,7 +74,6 @@ class Measurements(TrainerCallback):
         # numbers of a map's contrast, with the number of matrices that have one.
         self._sums = Sums(9)
         self._numel, self._num_decomposed, self._num_compared = [0, 0], 0, 0
-        self._shapes: set[tuple[int, ...]] = set()
 
     def values(self, num_tokens: int) -> dict[str, float]:
         """Return the measurements of the last logging step; docs/metrics.md describes the keys. Collective.
@@ -146,8 +145,7 @@ class Measurements(TrainerCallback):
 
     def _add_map(self, applied: AppliedMap) -> None:
         shape = applied.output.shape
-        if shape not in self._shapes and len(self._shapes) < MAX_DECOMPOSED:
-            self._shapes.add(shape)
+        if applied.name in self.attached.first_of_each_shape[:MAX_DECOMPOSED]:  # on one rank: an owner has it
             values = singular_values(applied.output)
             self._sums.add(2, values[0], values[-1])
             self._num_decomposed += 1
