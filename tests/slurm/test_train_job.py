@@ -189,8 +189,8 @@ def test_an_evaluation_of_its_own_follows_the_training_and_no_machine_waits(slur
     assert slurm.wait_for_end(trained)["JobState"] == "COMPLETED"
     assert not run.path.joinpath("eval").exists()
     assert slurm.wait_for_end(job)["JobState"] == "COMPLETED", (folder / "log").read_text()
-    results = json.loads((run.path / "eval/quickstart/results.json").read_text())
-    assert results["models"]
+    (results,) = run.path.glob("eval/*/results.json")
+    assert len(json.loads(results.read_text())["rows"]) == 2  # the model and its start
 
 
 def test_an_evaluation_does_not_wait_for_a_cancelled_training(slurm, submit):
