@@ -48,7 +48,7 @@ _ALL = (
     Metric(
         "map_max_singular_value",
         "largest and smallest singular value of the map's output (the update before it is scaled). Each of the "
-        "two values is a mean over one matrix of each shape, for at most eight shapes per process. The sigmoid "
+        "two values is a mean over the first matrix of each shape, for at most eight shapes. The sigmoid "
         "maps small singular values to 1/2. If the smallest value is far below the largest, there are two "
         "possible reasons: the map's iteration did not converge for small singular values, or the gradient does "
         "not have full rank",
