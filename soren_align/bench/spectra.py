@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from rich.console import Group, RenderableType
@@ -333,33 +334,35 @@ def _figure(names: list[str], steps: list[int], panels: Panels, colors: Colors) 
             axes.set_ylim(FLOOR, 1.5)
             axes.yaxis.set_minor_locator(NullLocator())
             style_axes(axes, f"step {step:,}", "", colors)
-            if (name, step) not in panels:
-                continue
-            spectrum, mapped = panels[name, step]
-            numbers = range(1, min(spectrum.shape) + 1)
-            if not spectrum.nu:
-                axes.text(0.5, 0.5, "zero", transform=axes.transAxes, ha="center", fontsize=FONT, color=colors.ink)
-            # 0 / 0 is nan, which is not drawn: the lines stay for the legend.
-            values = _drawn(spectrum.without_null_space / spectrum.nu)
-            axes.plot(numbers, values, color=colors.ink, linewidth=1.8, label=f"{spectrum.of} / nu")
-            for i, (label, output) in enumerate(mapped.items()):
-                style: dict[str, Any] = line_style(1 + i, colors)
-                if label == EXACT:
-                    style = {"color": colors.muted, "linestyle": "-", "marker": "o", "markerfacecolor": colors.paper}
-                drawn = _drawn(output)
-                # Markers at different modes, so that none covers another; matplotlib fails to place them on an empty
-                # line.
-                places = None if all(map(math.isnan, drawn)) else (0.03 + 0.13 * i / len(mapped), 0.3)
-                axes.plot(numbers, drawn, label=label, markevery=places, markersize=4, linewidth=1.3, **style)
-            axes.set_xlim(0, len(numbers) + 1)
-            entries |= {line.get_label(): line for line in axes.lines}
-            place = re.sub(r".*layers\.(\d+)\.", r"layer \1, ", name.removesuffix(".weight"))
-            label = f"{short(place, 32)}\n{' x '.join(map(str, spectrum.shape))}"
-            row[0].set_ylabel(label, fontsize=FONT - 1, color=colors.ink, parse_math=False)
+            if (name, step) in panels:
+                _draw_lines(axes, *panels[name, step], colors)
+                entries |= {line.get_label(): line for line in axes.lines}
+                place = re.sub(r".*layers\.(\d+)\.", r"layer \1, ", name.removesuffix(".weight"))
+                label = f"{short(place, 32)}\n{' x '.join(map(str, panels[name, step][0].shape))}"
+                row[0].set_ylabel(label, fontsize=FONT - 1, color=colors.ink, parse_math=False)
     legend: dict[str, Any] = {"loc": "outside upper center", "frameon": False, "labelcolor": colors.ink}
     figure.legend([*entries.values()], [*entries], ncols=3, handlelength=3.5, fontsize=FONT, **legend)
     figure.supxlabel("number of the singular value, from the largest on", fontsize=FONT, color=colors.ink)
     return figure
+
+
+def _draw_lines(axes: Axes, spectrum: Spectrum, outputs: dict[str, Tensor], colors: Colors) -> None:
+    """The singular values of one matrix and of the outputs of the maps."""
+    numbers = range(1, min(spectrum.shape) + 1)
+    if not spectrum.nu:
+        axes.text(0.5, 0.5, "zero", transform=axes.transAxes, ha="center", fontsize=FONT, color=colors.ink)
+    # 0 / 0 is nan, which is not drawn: the lines stay for the legend.
+    values = _drawn(spectrum.without_null_space / spectrum.nu)
+    axes.plot(numbers, values, color=colors.ink, linewidth=1.8, label=f"{spectrum.of} / nu")
+    for i, (label, output) in enumerate(outputs.items()):
+        style: dict[str, Any] = line_style(1 + i, colors)
+        if label == EXACT:
+            style = {"color": colors.muted, "linestyle": "-", "marker": "o", "markerfacecolor": colors.paper}
+        drawn = _drawn(output)
+        # Markers at different modes, so that none covers another; matplotlib fails to place them on an empty line.
+        places = None if all(map(math.isnan, drawn)) else (0.03 + 0.13 * i / len(outputs), 0.3)
+        axes.plot(numbers, drawn, label=label, markevery=places, markersize=4, linewidth=1.3, **style)
+    axes.set_xlim(0, len(numbers) + 1)
 
 
 def _drawn(values: Tensor) -> list[float]:

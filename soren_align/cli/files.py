@@ -17,7 +17,7 @@ from ..core.errors import UserError, did_you_mean, printable
 from ..core.files import local_path
 from ..core.shipped import MODELINE
 from .grammar import refuse_options
-from .questions import ENOUGH, read_pairs, write_questions
+from .questions import read_pairs, write_questions
 
 recipes_app = typer.Typer(
     help="List or copy the recipes and studies that come with soren-align.",
@@ -107,10 +107,6 @@ def new(
             "your own"
         )
         questions = f"questions/: {num_held_out} held-out examples; the wrong choices are other answers"
-        if num_held_out < ENOUGH:
-            notices.append(
-                f"{num_held_out} held-out questions are too few for confidence intervals, which need {ENOUGH}"
-            )
     if model and not has_gpu():
         notices.append(
             "this machine has no GPU, so the recipes train on the CPU; comments in the recipes name the keys for a GPU"

@@ -120,4 +120,6 @@ def write_questions(target: Path, pairs: Pairs) -> tuple[int, list[str]]:
             f"{untrained} of {len(held_out)} held-out questions have an answer that no training example has, because "
             "questions with the same answer are held out together. If your answers are labels, divide the file yourself"
         )
+    if len(held_out) < ENOUGH:
+        notices.append(f"{len(held_out)} held-out questions are too few for confidence intervals, which need {ENOUGH}")
     return len(held_out), notices

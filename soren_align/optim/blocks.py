@@ -29,7 +29,7 @@ CONTIGUOUS = {
     *(("c_attn", model_type) for model_type in ("gpt2", "imagegpt", "openai-gpt")),
     *(("Wqkv", model_type) for model_type in ("mpt", "dbrx")),
 }
-"""Layers, with the model_type of their config, that store all of q, then k, then v; `split_layout` has the others."""
+"""Layers, with the model_type of their config, that store all of q, then k, then v; `_is_contiguous` has the others."""
 INTERLEAVED = {
     *(("query_key_value", model_type) for model_type in ("gpt_neox", "gpt_neox_japanese", "bloom", "persimmon")),
     *(("query_key_value", "falcon"), ("c_attn", "gpt_bigcode"), ("qkv_proj", "codegen")),
@@ -78,15 +78,11 @@ def split_layout(
                 f"{place}: has {num_rows} {row}s, not a multiple of head_dim {size}; write the sizes of the blocks"
             )
         return f"{'transposed ' * is_transposed}blocks {num_rows // size}*{size}"
-    layer, model_type = layer_of(name), getattr(config, "model_type", "this model")
-    is_contiguous = layer == "gate_up_proj" or (layer, model_type) in CONTIGUOUS
-    if model_type in ("falcon", "gpt_bigcode"):
-        is_contiguous = config.multi_query and not getattr(config, "new_decoder_architecture", False)
-    if layer in FUSED and not is_contiguous:
-        projections = ", ".join(fused_projections(name))
+    if layer_of(name) in FUSED and not _is_contiguous(name, config):
+        projections, model_type = ", ".join(fused_projections(name)), getattr(config, "model_type", "this model")
         remedy = "write [heads] to make a block of each head, or remove this name"
-        remedy = remedy if layer in OF_HEADS else "remove this name"
-        if (layer, model_type) in INTERLEAVED or layer not in OF_HEADS:
+        remedy = remedy if layer_of(name) in OF_HEADS else "remove this name"
+        if (layer_of(name), model_type) in INTERLEAVED or layer_of(name) not in OF_HEADS:
             raise ValueError(
                 f"{place}: in {model_type} the {row}s of {projections} are interleaved, so they are no blocks; {remedy}"
             )
@@ -111,6 +107,16 @@ def split_layout(
             "this name"
         )
     return f"{'transposed ' * is_transposed}blocks {' '.join(f'{block}:{size}' for block, size in named)}"
+
+
+def _is_contiguous(name: str, config: Any) -> bool:
+    """Whether a fused weight stores its projections one after another."""
+    layer, model_type = layer_of(name), getattr(config, "model_type", None)
+    if model_type == "falcon":
+        return config.multi_query and not config.new_decoder_architecture
+    if model_type == "gpt_bigcode":
+        return config.multi_query
+    return layer == "gate_up_proj" or (layer, model_type) in CONTIGUOUS
 
 
 def _head_dim(name: str, place: str, config: Any) -> int:

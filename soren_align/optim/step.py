@@ -76,16 +76,7 @@ def spectral_step_(
     """
     for _, parameter in named:
         state[parameter]["step"] = state[parameter]["step"] + 1  # a new tensor: a state dict may hold the old one
-        # M <- momentum * M + (1 - momentum) * grad: an average without bias correction
-        grad, weight = local(parameter.grad), 1 - group["momentum"]
-        if "blocks" not in state[parameter]:
-            momentum = local(state[parameter]["exp_avg"])
-            momentum.lerp_(grad.to(momentum.dtype), weight)
-        for blocks in blocks_of(state[parameter]):  # of 8 bits
-            momentum = decoded(state[parameter], "exp_avg", blocks)
-            momentum.lerp_(grad.reshape(-1)[blocks.start : blocks.stop].to(momentum.dtype), weight)
-            encode_(state[parameter], "exp_avg", blocks, momentum)
-        grad = momentum = None  # freed before the maps
+        update_momentum_(state[parameter], local(parameter.grad), group["momentum"])
 
     for shard, direction in directions(group, state, exchange, maps):
         weight, compensation = shard.weight, shard.compensation
@@ -154,6 +145,18 @@ def directions(
                 direction = rescaled_(shard, direction, to_unit_rms=is_measured)
             yield shard, direction
         batch = pair = outputs = returned = direction = None  # freed before the next batch is made
+
+
+def update_momentum_(state: dict[str, Tensor], grad: Tensor, coefficient: float) -> None:
+    """M <- coefficient * M + (1 - coefficient) * grad: an average without bias correction. M: state["exp_avg"]."""
+    if "blocks" not in state:
+        momentum = local(state["exp_avg"])
+        momentum.lerp_(grad.to(momentum.dtype), 1 - coefficient)
+        return
+    for blocks in blocks_of(state):  # of 8 bits
+        momentum = decoded(state, "exp_avg", blocks)
+        momentum.lerp_(grad.reshape(-1)[blocks.start : blocks.stop].to(momentum.dtype), 1 - coefficient)
+        encode_(state, "exp_avg", blocks, momentum)
 
 
 def nesterov(momentum: Tensor, grad: Tensor, coefficient: float) -> Tensor:

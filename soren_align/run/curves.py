@@ -212,22 +212,22 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
             title += ", logarithmic"
         style_axes(axes, title, "step", colors)
         axes.xaxis.set_major_formatter(compact)
-        if is_alone:
-            _legend(figure, [axes], colors)
+        if is_alone:  # each panel has its own lines
+            axes.legend(frameon=False, fontsize=FONT - 1, labelcolor=colors.ink)
     if not is_alone:
-        _legend(figure, figure.axes, colors)
+        _legend(figure, colors)
     return figure
 
 
-def _legend(figure: "Figure", panels: Sequence[Any], colors: Colors) -> None:
-    """One legend of all lines: in the first panel if it is small, else above, where the figure becomes higher."""
+def _legend(figure: "Figure", colors: Colors) -> None:
+    """One legend of all runs: in the first panel if it is small, else above, where the figure becomes higher."""
     handles: dict[str, Any] = {}
-    for axes in panels:
+    for axes in figure.axes:
         handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     style: dict[str, Any] = {"frameon": False, "fontsize": FONT - 1, "labelcolor": colors.ink}
     longest = max(map(len, handles), default=0)
     if len(handles) <= MAX_INSIDE and longest <= MAX_LABEL_INSIDE:
-        panels[0].legend([*handles.values()], [*handles], **style)
+        figure.axes[0].legend([*handles.values()], [*handles], **style)
         return
     labels = [label if len(label) <= MAX_LABEL else f"…{label[1 - MAX_LABEL :]}" for label in handles]
     columns = max(1, min(4, MAX_LABEL // (min(longest, MAX_LABEL) + 6)))
@@ -311,5 +311,5 @@ def _losses_figure(rows: dict[str, list[tuple[str, Curves]]], colors: Colors) ->
             style_axes(axes, title, "step", colors)
             axes.xaxis.set_major_formatter(compact)
         panels[0].set_ylabel(short(model, 40), fontsize=FONT, color=colors.ink, fontweight="bold", parse_math=False)
-    _legend(figure, figure.axes, colors)
+    _legend(figure, colors)
     return figure

@@ -112,42 +112,41 @@ class RankStrategy(ABC):
         """
         tensors = [parameter for _, parameter in named]
         key = tuple(map(id, tensors))
-        exchange = self.exchanges.pop(key, None)
-        if exchange is None:
-            plan = problem = None
-            dtypes = {momentum_dtype(parameter) for _, parameter in named}
-            try:
-                if len(dtypes) > 1:
-                    names = ", ".join(sorted(map(str, dtypes)))
-                    raise ValueError(
-                        f"the matrices of one parameter group have the dtypes {names}; use one dtype per group"
-                    )
-                itemsize = next(iter(dtypes), torch.float32).itemsize
-                plan = make_exchange_plan(split_weights(self.layout(named), layouts), self.bucket_mb, itemsize)
-            except ValueError as error:
-                problem = error
-            group, device = self.ranks()
-            number = 0 if plan is None else plan.fingerprint
-            maxima = torch.tensor([int(plan is None), number, -number], device=device)
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-            failed, largest, minus_smallest = maxima.tolist()
-            if problem is not None:
-                raise problem
-            if failed:
-                raise ValueError(
-                    "the optimizer step failed on another rank before any weight changed; the error message of that "
-                    "rank has the cause"
-                )
-            if largest != -minus_smallest:
-                raise ValueError(
-                    "the matrices or their shards differ between the ranks; load the same model on all ranks"
-                )
-            assert plan is not None
-            exchange = self.exchange(plan, tensors, group, device, map_state)
+        exchange = self.exchanges.pop(key, None) or self._exchange(named, layouts, map_state)
         self.exchanges[key] = exchange
         while len(self.exchanges) > self.max_plans:  # the same on all ranks, which step in one order
             del self.exchanges[next(iter(self.exchanges))]
         return exchange
+
+    def _exchange(self, named: Named, layouts: WeightLayouts, map_state: MapState) -> "Exchange":
+        plan = problem = None
+        dtypes = {momentum_dtype(parameter) for _, parameter in named}
+        try:
+            if len(dtypes) > 1:
+                raise ValueError(
+                    f"the matrices of one parameter group have the dtypes {sorted(map(str, dtypes))}; use one dtype "
+                    "per group"
+                )
+            itemsize = next(iter(dtypes), torch.float32).itemsize
+            plan = make_exchange_plan(split_weights(self.layout(named), layouts), self.bucket_mb, itemsize)
+        except ValueError as error:
+            problem = error
+        group, device = self.ranks()
+        number = 0 if plan is None else plan.fingerprint
+        maxima = torch.tensor([int(plan is None), number, -number], device=device)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        failed, largest, minus_smallest = maxima.tolist()
+        if problem is not None:
+            raise problem
+        if failed:
+            raise ValueError(
+                "the optimizer step failed on another rank before any weight changed; the error message of that rank "
+                "has the cause"
+            )
+        if largest != -minus_smallest:
+            raise ValueError("the matrices or their shards differ between the ranks; load the same model on all ranks")
+        assert plan is not None
+        return self.exchange(plan, [parameter for _, parameter in named], group, device, map_state)
 
     def exchange(self, *arguments: Any) -> "Exchange":
         """The exchange that carries out a plan."""

@@ -67,10 +67,13 @@ def _run(recipe_text: str, log: str, processes: int, environment: dict[str, str]
         os.dup2(descriptor, stream)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # Stop with a checkpoint when the command has ended, also by SIGKILL.
-    threading.Thread(
-        target=lambda: (wait([parent.sentinel]), os.kill(os.getpid(), signal.SIGTERM)), daemon=True
-    ).start()
+
+    def stop_with_parent() -> None:
+        """Stop with a checkpoint when the command has ended, also by SIGKILL."""
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_with_parent, daemon=True).start()
     code = train_run(load_text(recipe_text), processes)
     with contextlib.suppress(OSError):  # what a full disk does not take must not change the exit code
         sys.stdout.flush()

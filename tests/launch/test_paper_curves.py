@@ -73,6 +73,16 @@ def test_names_of_many_runs_cover_no_line(monkeypatch, tmp_path, length):
     assert not overlap(figures[0])
 
 
+def test_a_run_alone_has_its_legends_in_its_panels(monkeypatch, tmp_path):
+    run = curves(1)
+    run.best = (97.0, 1.0)
+    figures = []
+    monkeypatch.setattr(run_curves, "write_pictures", lambda path, draw: figures.append(draw(LIGHT)))
+    run_curves.draw_curves([("a", run)], tmp_path / "a.png")
+    assert not figures[0].legends
+    assert all(axes.get_legend() for axes in figures[0].axes)
+
+
 @pytest.mark.parametrize(("paths", "expected"), [
     (["a/b/c", "a/b/d/e"], ("a/b", ["c", "d/e"])),
     (["a/b", "a/b/c"], ("", ["a/b", "a/b/c"])),

@@ -89,28 +89,12 @@ def read_scores(path: Path, columns: Columns) -> dict[str, Scores]:
     for file in files:
         match = next(filter(None, (pattern.fullmatch(file.name) for pattern in FILE_NAMES)), None)
         default = match[1] if match else "" if file == path else file.stem
-        own: dict[str, Scores] = {}
-        for place, task, metric, answer in _answers(file, default, columns):
-            if (scores := own.get(task)) is None:
-                scores = own[task] = Scores(metric, str(file), partial(_find_answer, file, default, columns, task))
-            point = _point(answer.scores.get(metric), metric, columns.max_score, place)
-            scores.add(str(answer.id), point, answer.content, answer.prompt)
-            if answer.cluster is not None:
-                scores.clusters.append(hash_bits(str(answer.cluster), 8))
-            if len(scores.clusters) not in (0, len(scores.ids)):
-                raise UserError(f"{place}: has no cluster, but other questions have one; write one into each record")
-            if len(scores.ids) > MAX_QUESTIONS:
-                raise UserError(f"{place}: has more than {MAX_QUESTIONS:,} questions; split the file by task")
-        for task, scores in own.items():
-            if (repeat := first_repeat(numbers(scores.ids))) is not None:
-                place, key = _find_answer(file, default, columns, task, repeat)
-                remedy = "remove one of them, or name the column that differs: --id COLUMN"
-                raise UserError(f"{place}: the question {key[:60]} occurs a second time; {remedy}")
+        for task, scores in _read_file(file, default, columns).items():
             if task in tasks:
                 raise UserError(
                     f"{file}: has the task {task or scores.metric}, as {tasks[task].source}; name one of the two files"
                 )
-        tasks |= own
+            tasks[task] = scores
     return tasks
 
 
@@ -131,6 +115,28 @@ def _files(folder: Path) -> list[Path]:
     if not files:
         raise UserError(f"{folder}: has no file of results; name a folder with {KNOWN}")
     return files
+
+
+def _read_file(file: Path, default: str, columns: Columns) -> dict[str, Scores]:
+    """Return the scores of a file by task. default: the task of records that name none."""
+    tasks: dict[str, Scores] = {}
+    for place, task, metric, answer in _answers(file, default, columns):
+        if (scores := tasks.get(task)) is None:
+            scores = tasks[task] = Scores(metric, str(file), partial(_find_answer, file, default, columns, task))
+        point = _point(answer.scores.get(metric), metric, columns.max_score, place)
+        scores.add(str(answer.id), point, answer.content, answer.prompt)
+        if answer.cluster is not None:
+            scores.clusters.append(hash_bits(str(answer.cluster), 8))
+        if len(scores.clusters) not in (0, len(scores.ids)):
+            raise UserError(f"{place}: has no cluster, but other questions have one; write one into each record")
+        if len(scores.ids) > MAX_QUESTIONS:
+            raise UserError(f"{place}: has more than {MAX_QUESTIONS:,} questions; split the file by task")
+    for task, scores in tasks.items():
+        if (repeat := first_repeat(numbers(scores.ids))) is not None:
+            place, key = _find_answer(file, default, columns, task, repeat)
+            remedy = "remove one of them, or name the column that differs: --id COLUMN"
+            raise UserError(f"{place}: the question {key[:60]} occurs a second time; {remedy}")
+    return tasks
 
 
 def _find_answer(file: Path, default: str, columns: Columns, task: str, number: int) -> tuple[str, str]:
