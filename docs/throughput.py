@@ -22,7 +22,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import SFTTrainer
 
 from soren_align import recipe
-from soren_align.core import shipped
+from soren_align.core.files import resolve_path
 from soren_align.run.folder import RunFolder
 from soren_align.sharding.ranks import Ranks
 from soren_align.training.build import build_trainer
@@ -59,7 +59,7 @@ def model_folder(folder: Path, changes: dict) -> Path:
     """The quickstart's model with another config."""
     target = folder / "-".join(["base", *map(str, changes.values())])
     if not target.exists():
-        shutil.copytree(shipped.resolve(BASE), target)
+        shutil.copytree(resolve_path(BASE), target)
         config = json.loads((target / "config.json").read_text()) | changes
         (target / "config.json").write_text(json.dumps(config))
     return target

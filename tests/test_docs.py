@@ -53,8 +53,7 @@ def test_every_note_belongs_to_a_command():
 def test_the_annotated_tree_is_current():
     """If not: python docs/make_architecture.py."""
     architecture = script("make_architecture")
-    text = architecture.PAGE.read_text(encoding="utf-8")
-    assert architecture.page(text) == text
+    assert architecture.page() == architecture.PAGE.read_text(encoding="utf-8")
     assert architecture.PICTURE.read_text(encoding="utf-8") == architecture.picture()
 
 

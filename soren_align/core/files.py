@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_package = Path(__file__).resolve().parent.parent
+ROOT = _package / "_shipped" if (_package / "_shipped").is_dir() else _package.parent
+"""The folder of the shipped folders (core/shipped.py): inside the package in a wheel, beside it in a checkout."""
+PREFIX = "shipped:"
+
 MAX_YAML_BYTES = 1 << 20
 MAX_JSON_BYTES = 1 << 26
 MAX_DEPTH = 50
@@ -55,6 +60,15 @@ def local_path(text: str | Path) -> Path:
     except (ValueError, RuntimeError) as error:  # a NUL, half of a surrogate pair; no home
         raise UserError(f"{text}: cannot be used as a path: {error}; name another path") from None
     return path
+
+
+def resolve_path(path: str) -> Path:
+    """Return the file or folder for a path in a recipe: `shipped:...` in the shipped folders, so that a recipe works in
+    any folder; others from the working directory.
+
+    Raises UserError if it cannot be a path.
+    """
+    return local_path(ROOT / path.removeprefix(PREFIX) if path.startswith(PREFIX) else path)
 
 
 def default_cache_folder() -> Path:

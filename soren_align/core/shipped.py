@@ -1,16 +1,14 @@
 """The shipped folders: `recipes/`, `configs/`, `eval/`, and the pages of `docs/`.
 
-A wheel has them inside the package; a checkout (or an editable install), beside it. A path that starts with `shipped:`
-is resolved here, so that a recipe works in any folder.
+They are listed by name here; a path that starts with `shipped:` is resolved by `files.resolve_path`.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import did_you_mean
-from .files import local_path
+from .files import ROOT
 
-PREFIX = "shipped:"
 MODELINE = "# yaml-language-server: $schema="
 """The first words of a recipe, by which editors find its JSON Schema."""
 
@@ -37,22 +35,16 @@ NAVIGATION = {
         *("docs/studies/theorems.md", "docs/studies/parity.md", "docs/studies/statistics.md", "docs/benchmarks.md"),
         "docs/figures.md",
     ],
-    "Contributing": ["CONTRIBUTING.md", "docs/architecture.md", "docs/style.md", "SECURITY.md", "CHANGELOG.md"],
+    "Contributing": [
+        "CONTRIBUTING.md",
+        "docs/architecture.md",
+        "docs/files.md",
+        "docs/style.md",
+        "SECURITY.md",
+        "CHANGELOG.md",
+    ],
 }
 """Every page by group, in the order of `soren-align docs`, the site and llms.txt."""
-
-_package = Path(__file__).resolve().parent.parent
-ROOT = _package / "_shipped" if (_package / "_shipped").is_dir() else _package.parent
-
-
-def resolve(path: str) -> Path:
-    """Return the file or folder for a path: `shipped:...` in the shipped folders, others from the working directory.
-
-    Raises UserError if it cannot be a path.
-    """
-    if path.startswith(PREFIX):
-        return local_path(ROOT / path.removeprefix(PREFIX))
-    return local_path(path)
 
 
 def recipes() -> dict[str, Path]:
@@ -105,9 +97,9 @@ def suites() -> dict[str, Path]:
     return {f.parent.name: f for f in sorted((ROOT / "eval").glob("*/suite.yaml"))}
 
 
-def suite_hint(name: str) -> str:
-    """The remedy for a name that is no suite's: a similar one, of a folder with a suite.yaml beside it too."""
-    beside = [str(file.parent) for file in local_path(name).parent.glob("*/suite.yaml")]
+def suite_hint(name: str, path: Path) -> str:
+    """The remedy for a name that is no suite's: a similar one, of a folder with a suite.yaml beside its path too."""
+    beside = [str(file.parent) for file in path.parent.glob("*/suite.yaml")]
     return did_you_mean(name, [*beside, *suites()], f"shipped suites: {', '.join(suites())}")
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..core import shipped
 from ..core.errors import UserError, did_you_mean
-from ..core.files import read_text
+from ..core.files import read_text, resolve_path
 from ..tasks import OPTIONS, TASKS, TaskName
 from .arrow import cache_key, examples_of, has_turns
 from .cache import prune, written_whole
@@ -32,7 +32,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, 
     Raises UserError if the file cannot be read, or the stop token is no single token of the vocabulary.
     """
     if chat_template is not None:
-        file = shipped.templates().get(chat_template) or shipped.resolve(chat_template)
+        file = shipped.templates().get(chat_template) or resolve_path(chat_template)
         try:
             tokenizer.chat_template = read_text(file)
         except UserError as error:

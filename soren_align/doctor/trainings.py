@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ..core import shipped
+from ..core.files import resolve_path
 from ..core.text import count
 from .findings import Finding, Machine, judged, last_line, skipped
 
@@ -186,7 +186,7 @@ def planned_and_trained(machine: Machine, name: str, *more: str) -> tuple[dict[s
     """The plan of a training of MODEL_CONFIG on one GPU, and its run's folder."""
     folder = folder_of(machine, "model")
     folder.mkdir(parents=True, exist_ok=True)
-    for file in shipped.resolve("shipped:recipes/quickstart/base").iterdir():
+    for file in resolve_path("shipped:recipes/quickstart/base").iterdir():
         if file.name.startswith(("tokenizer", "chat_template")):
             (folder / file.name).write_bytes(file.read_bytes())
     (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))

@@ -21,7 +21,7 @@ from ..core.optimizer_settings import ERROR, FORMULA_RESOLUTION, NORMALIZATIONS,
 from ..core.signals import deferred
 from ..core.silence import quiet_libraries
 from ..core.text import Terminal, counting, join_words, loading, print_labelled, stderr_console, working
-from ..evaluate.suite.suites import benchmark_suite, check_suite
+from ..evaluate.suite.suites import check_suites
 from ..recipe import Recipe, accumulation, adapter_config, load_resolved, parallel, recorded_quantization, trainer_value
 from ..recipe.model import refuse_unloadable, refuse_unquantizable, refuse_unreachable
 from ..run import lock
@@ -50,9 +50,7 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
     num_ranks = rank.num_ranks if rank else processes or 1
     accumulation(recipe, num_ranks)  # raises before anything is written
     refuse_unquantizable(recipe.model.quantize)
-    if recipe.eval:
-        check_suite(recipe.eval)
-    benchmark_suite(recipe)
+    check_suites(recipe)
     folder = RunFolder(recipe.run.output_dir)
     timeout_seconds = float(trainer_value(recipe, "ddp_timeout"))
     refusal = None
@@ -72,10 +70,10 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
                 raise
             refusal = error  # raised where the other ranks learn of it
         single = num_ranks == 1 and recipe.run.parallel == "ddp"
-        if single or rank or folder.record()["status"] == "trained":
-            set_environment(recipe, num_ranks if rank else 1, is_rank=rank is not None and not single)
+        here = single or rank is not None or folder.record()["status"] == "trained"
+        set_environment(recipe, num_ranks if rank or not here else 1, is_rank=rank is not None and not single)
+        if here:
             return train_here(folder, timeout_seconds, refusal)
-        set_environment(recipe, num_ranks)
         return _start_ranks(folder, num_ranks, timeout_seconds)
     except KeyboardInterrupt:
         record_stop(folder, requeue=num_ranks == 1)
@@ -260,9 +258,7 @@ def plan(
     run, whose distance the plan compares; see `planning.distance`.
     """
     accumulation(recipe, processes)  # raises before torch is imported
-    if recipe.eval:
-        check_suite(recipe.eval)
-    benchmark_suite(recipe)
+    check_suites(recipe)
     from ..planning.distance import distance_of
 
     other = None if as_far_as is None else distance_of(RunFolder(as_far_as))

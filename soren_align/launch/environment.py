@@ -15,7 +15,6 @@ from pathlib import Path
 from ..core.errors import UserError
 from ..recipe import Recipe, trl
 from ..recipe.model import estimated_parameters
-from ..run.folder import RunFolder
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns as PEFT imports it, where it is installed
 # srun's name for torch's. The batch script itself has SLURM_PROCID too, but no SLURM_STEP_NUM_TASKS.
@@ -128,7 +127,7 @@ def library_environment(recipe: Recipe | None, num_ranks: int = 1, is_rank: bool
         env.setdefault("ACCELERATE_USE_CPU", "true")
     if recipe and "tensorboard" in trl.named(recipe.trainer.get("report_to")):
         # transformers' default contains the host's name, and is a new folder after each resume.
-        env.setdefault("TENSORBOARD_LOGGING_DIR", str(RunFolder(recipe.run.output_dir).path / "tensorboard"))
+        env.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(recipe.run.output_dir).expanduser() / "tensorboard"))
     if recipe and recipe.run.offline:
         env.setdefault("HF_HUB_OFFLINE", "1")
     if not has_gpu():

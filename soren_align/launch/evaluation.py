@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from ..core import shipped
 from ..core.errors import ResumableError, UserError, in_one_line, known_failure
-from ..core.files import default_cache_folder, local_path, refuse_unwritable
+from ..core.files import default_cache_folder, local_path, refuse_unwritable, resolve_path
 from ..core.patches import hub_offline
 from ..core.signals import deferred
 from ..core.silence import quiet_libraries
@@ -56,7 +56,7 @@ def evaluate(
             # A suite's path is relative to the folder that run.output_dir is relative to, unless it names one here.
             suite, output_dir, place = recipe.eval.suite, local_path(recipe.run.output_dir), first.path.resolve()
             depth = len(output_dir.parts)
-            is_here = suite in shipped.suites() or shipped.resolve(suite).exists()
+            is_here = suite in shipped.suites() or resolve_path(suite).exists()
             if not is_here and place.parts[-depth:] == output_dir.parts:
                 there = Path(*place.parts[:-depth], suite)
                 if there.exists():

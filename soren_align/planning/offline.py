@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import shipped
+from ..core.files import resolve_path
 from ..core.hub import hub_answers
 from ..core.patches import hub_offline
 from ..recipe import Data, DataSplit, HeldOut, HeldOutNumber, is_local
@@ -17,7 +18,7 @@ from ..recipe import Data, DataSplit, HeldOut, HeldOutNumber, is_local
 
 def model_config(name: str) -> Path | None:
     """The folder with the config.json of a model of the shipped recipes, or of a local one; None for another model."""
-    folder = shipped.resolve(name) if is_local(name) else shipped.ROOT / "configs/models" / name
+    folder = resolve_path(name) if is_local(name) else shipped.ROOT / "configs/models" / name
     return folder if (folder / "config.json").is_file() else None
 
 

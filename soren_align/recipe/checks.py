@@ -12,7 +12,7 @@ from typing import Any, get_args
 from ..core import shipped
 from ..core.document import Problem
 from ..core.errors import UserError, did_you_mean
-from ..core.files import local_path
+from ..core.files import local_path, resolve_path
 from ..core.optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision
 from ..core.yaml import Key
 from ..spectral.maps import SOREN_MAPS
@@ -70,7 +70,7 @@ class _Raw:
         """The text, if it is a text and can be a path."""
         try:
             if isinstance(text, str) and text:
-                shipped.resolve(text)
+                resolve_path(text)
                 return text
         except UserError as error:
             self.no_paths[key] = str(error)
@@ -147,7 +147,7 @@ def _check_model(raw: _Raw) -> None:
         problems = attention_problems(attention, raw.get("trainer", "use_cpu"))
         raw.report(("model", "attn_implementation"), *problems)
     if (template := raw.path("model", "chat_template")) is not None:
-        known, file = shipped.templates(), shipped.resolve(template)
+        known, file = shipped.templates(), resolve_path(template)
         if template not in known and file.suffix != ".jinja":
             hint = did_you_mean(template, known)
             names = ", ".join(known)
@@ -161,7 +161,7 @@ def _check_model(raw: _Raw) -> None:
         message += "add model.init_seed, or remove this key"
         raw.report(("model", "tokenizer"), message)
     elif isinstance(tokenizer, str) and (not tokenizer or raw.path("model", "tokenizer") is not None):
-        file = shipped.resolve(tokenizer) / "tokenizer_config.json"
+        file = resolve_path(tokenizer) / "tokenizer_config.json"
         if not tokenizer or (is_local(tokenizer) and not file.is_file()):
             remedy = "write a tokenizer's folder or hub name, or {vocab_size: N}"
             raw.report(("model", "tokenizer"), f"{tokenizer!r} has no tokenizer_config.json; {remedy}")
@@ -189,7 +189,7 @@ def _check_model(raw: _Raw) -> None:
     # The quantization of the frozen weights: the section's, or that which the adapter was trained on.
     if quantize not in get_args(Quantize) and recorded is None:
         return
-    exists = not is_local(model) or shipped.resolve(model).is_dir()
+    exists = not is_local(model) or resolve_path(model).is_dir()
     if exists and not adapts and not isinstance(lora, dict):
         message = "quantized weights cannot be trained; add `lora: {r: 16}` to train an adapter, or remove this key"
         raw.report(("model", "quantize"), message)
@@ -357,7 +357,7 @@ def _check_training(raw: _Raw) -> None:
     _check_parallel(raw)
     config, where = raw.parallel, raw.path("run", "parallel")
     if (prompts := raw.path("run", "samples", "prompts")) is not None:
-        file, key = shipped.resolve(prompts), ("run", "samples", "prompts")
+        file, key = resolve_path(prompts), ("run", "samples", "prompts")
         if file.suffix not in PROMPT_FILES:
             raw.report(key, f"found {prompts!r}; write a list of texts, or a file ({' or '.join(PROMPT_FILES)})")
         elif not file.is_file():
@@ -404,10 +404,11 @@ def evaluation_problems(settings: dict[str, Any]) -> list[tuple[str, str]]:
     ):
         names = settings.get(key) or []
         for name in [names] if isinstance(names, str) else names:
-            if name not in known and not shipped.resolve(name).exists():
+            if name not in known and not resolve_path(name).exists():
                 others = did_you_mean(name, known, f"write one of {', '.join(known)}")
-                hint = shipped.suite_hint(name) if key == "suite" else others
-                path = shipped.resolve(name).absolute()
+                path = resolve_path(name).absolute()
+                # As the user wrote it, not absolute: the hint has the names of folders beside it.
+                hint = shipped.suite_hint(name, resolve_path(name)) if key == "suite" else others
                 problems.append((key, f"no shipped {kind} has the name {name!r}, and there is no file {path}{hint}"))
     if settings.get("backend") == "vllm" and importlib.util.find_spec("vllm") is None:
         problems.append(("backend", "vLLM is not installed; run `pip install 'soren-align[vllm]'`, or write hf"))

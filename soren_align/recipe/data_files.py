@@ -12,8 +12,8 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, get_args
 
-from ..core import shipped
 from ..core.errors import UserError, did_you_mean
+from ..core.files import resolve_path
 from ..tasks import OPTIONS, TASKS, TURN_KEYS, Column
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
@@ -34,9 +34,9 @@ def data_suffix(file: Path) -> str:
     return inner if file.suffix == ".gz" and inner != ".parquet" else file.suffix
 
 
-def is_pattern(path: str) -> bool:
-    """Whether a path has wildcards, which the hub's names never have."""
-    return any(character in path for character in "*?[") and not shipped.resolve(path).exists()
+def has_wildcards(path: str) -> bool:
+    """Whether a path has wildcards, which the hub's names never have. A file's name may have them too."""
+    return any(character in path for character in "*?[")
 
 
 def data_files(path: str) -> dict[str, Path]:
@@ -45,8 +45,9 @@ def data_files(path: str) -> dict[str, Path]:
     Of a folder, all data files at any depth. Hidden files and folders, and links to folders, are left out. Raises
     UserError if there is no file, if a single one is of no kind that can be read, or if there are too many.
     """
-    place, has_wildcards = shipped.resolve(path), is_pattern(path)
-    if not has_wildcards and not place.is_dir():
+    place = resolve_path(path)
+    is_pattern = has_wildcards(path) and not place.exists()
+    if not is_pattern and not place.is_dir():
         if not place.exists():
             names: Iterable[str] = os.listdir(place.parent) if place.parent.is_dir() else ()
             raise UserError(f"no file {path}{did_you_mean(place.name, names, 'correct the path')}")
@@ -55,18 +56,18 @@ def data_files(path: str) -> dict[str, Path]:
         if data_suffix(place) not in SUFFIXES:
             raise UserError(f"{path}: '{place.suffix}' files cannot be read; convert the file to one of {FILE_KINDS}")
         return {path: place}
-    if not has_wildcards and place.resolve() in (Path("~").expanduser().resolve(), Path("/")):
+    if not is_pattern and place.resolve() in (Path("~").expanduser().resolve(), Path("/")):
         raise UserError(f"{path}: is a whole home folder or disk; name a folder of data")
     if "**" in path:
         raise UserError(f"{path}: '**' is not supported; name the folder, whose data files are all read")
-    entries = list(islice(glob.iglob(str(place)) if has_wildcards else _walk(place), MAX_ENTRIES + 1))
+    entries = list(islice(glob.iglob(str(place)) if is_pattern else _walk(place), MAX_ENTRIES + 1))
     if len(entries) > MAX_ENTRIES:
         raise UserError(f"{path}: holds more than {MAX_ENTRIES:,} files and folders; name a smaller folder")
     files = [file for name in entries if data_suffix(file := Path(name)) in SUFFIXES and file.is_file()]
     if not files:
         raise UserError(f"{path}: has no data file; name a folder with files of one of these kinds: {FILE_KINDS}")
     root = _root(path)
-    start = root if has_wildcards else Path(path)
+    start = root if is_pattern else Path(path)
     return {str(start / file.relative_to(root)): file for file in sorted(files)}
 
 
@@ -77,10 +78,10 @@ def is_test_split(split: str) -> bool:
 
 def _root(path: str) -> Path:
     """The folder itself, or the part of a pattern that has no wildcard."""
-    place = shipped.resolve(path)
-    if not is_pattern(path):
+    place = resolve_path(path)
+    if not has_wildcards(path) or place.exists():
         return place
-    return next(parent for parent in place.parents if not any(c in str(parent) for c in "*?["))
+    return next(parent for parent in place.parents if not has_wildcards(str(parent)))
 
 
 def _walk(folder: Path) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from ..core import document, shipped
 from ..core.document import Document, Key, Setting, tag_of
 from ..core.errors import UserError
-from ..core.files import local_path, read_text
+from ..core.files import local_path, read_text, resolve_path
 from ..core.text import dotted, join_words
 from ..tasks import TASKS
 from . import trl
@@ -129,7 +129,7 @@ def load_for_model(model: str, overrides: list[str] | None = None, notify: Notif
     values = ["data.eval=null", "trainer.eval_strategy=no", "trainer.eval_on_start=false", *(overrides or [])]
     options = dict(zip(OPTIONS, (model, SOME_EXAMPLES, "runs/inspect", None), strict=True))
     problems = model_problems(model, None)
-    if problems and not (shipped.resolve(model) / "config.json").is_file():
+    if problems and not (resolve_path(model) / "config.json").is_file():
         raise UserError(*problems)
     try:
         return load(None, values, "sft", notify, options)

@@ -10,13 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..core import shipped
 from ..core.document import from_pydantic
 from ..core.errors import OutOfReach, UserError, did_you_mean
-from ..core.files import local_path, read_json, refuse_special_files
+from ..core.files import PREFIX, local_path, read_json, refuse_special_files, resolve_path
 from ..core.hub import hub_answers
 from ..core.text import dotted
-from .data_files import PYTHON, SUFFIXES, data_suffix, is_pattern
+from .data_files import PYTHON, SUFFIXES, data_suffix, has_wildcards
 from .schema import ADAPTER, Quantize, Recipe
 
 
@@ -52,7 +51,7 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
     Raises UserError for pickled weights, an adapter that is not LoRA, a field of the wrong type, and a base that is
     itself an adapter.
     """
-    file = shipped.resolve(str(folder)) / ADAPTER
+    file = resolve_path(str(folder)) / ADAPTER
     if not file.is_file():
         return None
     config = read_json(file)
@@ -72,10 +71,10 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
         raise UserError(*(f"{folder}: {ADAPTER}: {dotted(key[:2])}: {message}" for key, message in problems)) from None
     if not isinstance(name, str) or not name.isprintable():
         raise UserError(f"{folder}: base_model_name_or_path: found {name!r:.80}; write a folder's path or a hub name")
-    beside, base = file.parent.parent / "start", local_path(name)
+    beside, base = file.parent.parent / "start", resolve_path(name)
     if base.name == "start" and not base.is_dir() and beside.is_dir():
         name = str(beside.resolve())  # the run folder was moved, with the random starting weights in it
-    elif is_adapter(name):
+    elif (base / ADAPTER).is_file():
         raise UserError(
             f"{file.parent}: the base model {name} is an adapter too; merge {name}, and write the merged model's "
             f"folder as base_model_name_or_path into {ADAPTER}"
@@ -85,7 +84,7 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
 
 def is_adapter(model: str) -> bool:
     """Whether the folder is an adapter's, valid or not."""
-    return (shipped.resolve(model) / ADAPTER).is_file()
+    return (resolve_path(model) / ADAPTER).is_file()
 
 
 def estimated_parameters(model: str) -> int | None:
@@ -94,9 +93,9 @@ def estimated_parameters(model: str) -> int | None:
     Of a transformer with gated layers: embeddings, head, and the matrices of attention and MLPs.
     """
     try:
-        if config := adapter_config(model):
-            return estimated_parameters(config["base_model_name_or_path"])
-        config = read_json(shipped.resolve(model) / "config.json")
+        if adapter := adapter_config(model):
+            model = adapter["base_model_name_or_path"]
+        config = read_json(resolve_path(model) / "config.json")
         width, depth, words, inner = (
             int(config[key]) for key in ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size")
         )
@@ -111,10 +110,10 @@ def is_local(path: str) -> bool:
     """Whether a model or dataset is named by a path: the hub's names are `name` or `owner/name`, without a suffix."""
     local = local_path(path)
     return (
-        path.startswith((shipped.PREFIX, PYTHON, "/", "./", "../", "~"))
+        path.startswith((PREFIX, PYTHON, "/", "./", "../", "~"))
         or path.count("/") > 1
         or data_suffix(local) in SUFFIXES
-        or is_pattern(path)
+        or has_wildcards(path)
         or local.exists()
     )
 
@@ -127,7 +126,7 @@ def model_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[str
             "to load this model's weights"
         )
         return [] if init_seed is None else [message]
-    folder = shipped.resolve(path)
+    folder = resolve_path(path)
     if not folder.is_dir():
         is_result = folder.name == "model"  # <run folder>/model
         remedy = "first run the recipe that makes this folder" if is_result else "correct the path"
@@ -208,7 +207,7 @@ def recorded_quantization(adapter: str | Path) -> Quantization | None:
 
     Raises UserError for a record of another form.
     """
-    file = shipped.resolve(str(adapter)) / QUANTIZATION_RECORD
+    file = resolve_path(str(adapter)) / QUANTIZATION_RECORD
     if not file.is_file():
         return None
     try:

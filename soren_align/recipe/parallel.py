@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..core import shipped
 from ..core.errors import UserError, did_you_mean
-from ..core.files import parse_json, read_text
+from ..core.files import parse_json, read_text, resolve_path
 from ..core.yaml import parse_yaml
 from . import trl
 from .schema import Recipe
@@ -94,7 +94,7 @@ def parallel(name_or_path: str) -> Parallel:
         folder, suffix = ("accelerate", "yaml") if name_or_path == "fsdp2" else ("deepspeed", "json")
         path = shipped.ROOT / "configs" / folder / f"{name_or_path}.{suffix}"
     else:
-        path = shipped.resolve(name_or_path)
+        path = resolve_path(name_or_path)
     if path.suffix not in (".json", ".yaml", ".yml") or not path.is_file():
         hint = did_you_mean(name_or_path.lower(), NAMES, f"write {', '.join(NAMES)}, or a file's path (.json, .yaml)")
         raise UserError(f"found {name_or_path!r}, which is neither a known name nor a file{hint}")

@@ -7,7 +7,7 @@ from pydantic import Field
 from ..core import shipped
 from ..core.document import Section, parse
 from ..core.errors import UserError, did_you_mean
-from ..core.files import read_text
+from ..core.files import read_text, resolve_path
 
 
 class PublishedModel(Section):
@@ -38,7 +38,7 @@ class PublishedPerplexities(Section):
 def load_perplexities(name_or_path: str) -> PublishedPerplexities:
     """Read a shipped table ('paper/pretraining') or a YAML file of the same form. Raises UserError with all errors."""
     known = shipped.perplexities()
-    path = known.get(name_or_path) or shipped.resolve(name_or_path)
+    path = known.get(name_or_path) or resolve_path(name_or_path)
     if not path.is_file():
         hint = did_you_mean(name_or_path, known, f"write {', '.join(known)}, or the path of a file")
         raise UserError(f"there is no table of published perplexities {name_or_path!r}{hint}")

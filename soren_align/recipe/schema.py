@@ -7,10 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal, LiteralString
 from pydantic import Discriminator, Field, Tag, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
 
-from ..core import shipped
 from ..core.document import Section
 from ..core.errors import UserError
-from ..core.files import read_json
+from ..core.files import read_json, resolve_path
 from ..tasks import TASKS, TaskName
 from . import trl
 from .data_section import Data
@@ -428,7 +427,7 @@ def is_derived(recipe: Recipe, key: str) -> bool:
 
 def trains_adapter(model: Model) -> bool:
     """Whether an adapter is trained: a new one, or the one in the folder that training starts from."""
-    return model.lora is not None or (shipped.resolve(model.name_or_path) / ADAPTER).is_file()
+    return model.lora is not None or (resolve_path(model.name_or_path) / ADAPTER).is_file()
 
 
 def trains_others(start: str, lora: Lora | None) -> bool:
@@ -436,7 +435,7 @@ def trains_others(start: str, lora: Lora | None) -> bool:
 
     start: model.name_or_path; lora: the new adapter.
     """
-    file = shipped.resolve(start) / ADAPTER
+    file = resolve_path(start) / ADAPTER
     if not file.is_file():
         return lora is None or bool(lora.modules_to_save)
     try:

@@ -12,9 +12,17 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from trl.chat_template_utils import get_training_chat_template
 
-from ..core import shipped
 from ..core.errors import UserError, as_user_error, in_one_line
-from ..core.files import CHANGED, Content, contents, default_cache_folder, read_json, rename_durably, write
+from ..core.files import (
+    CHANGED,
+    Content,
+    contents,
+    default_cache_folder,
+    read_json,
+    rename_durably,
+    resolve_path,
+    write,
+)
 from ..data import encode, set_template, trained_tokenizer, within_vocabulary
 from ..recipe import Recipe, adapter_config, is_local, quantization
 from ..recipe.schema import TrainedTokenizer
@@ -77,7 +85,7 @@ def _contents(start: Path) -> dict[str, Content]:
 
 
 def _resolved(name: str) -> str:
-    return str(shipped.resolve(name)) if is_local(name) else name
+    return str(resolve_path(name)) if is_local(name) else name
 
 
 def _named(recipe: Recipe, source: str) -> str:

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from soren_align.core import shipped
 from soren_align.core.errors import UserError
+from soren_align.core.files import resolve_path
 from soren_align.run.folder import RunFolder
 from tests.support.trainer_parity import ranks_do
 
@@ -27,11 +27,11 @@ LOST = ("model.dtype=bfloat16", "optimizer.compensation=none")
 def qwen(tmp_path_factory):
     """A Qwen2 of hidden size 64 as it would be published: in bfloat16."""
     folder = tmp_path_factory.mktemp("qwen")
-    base = shipped.resolve("shipped:recipes/quickstart/base")
+    base = resolve_path("shipped:recipes/quickstart/base")
     # transformers puts Qwen2's own class in the place of the quickstart's tokenizer: words become byte pairs.
     words = Tokenizer(models.BPE())
     words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    rows = shipped.resolve("shipped:recipes/quickstart/data/chat_train.jsonl").read_text().splitlines()
+    rows = resolve_path("shipped:recipes/quickstart/data/chat_train.jsonl").read_text().splitlines()
     said = [turn["content"] for row in rows for turn in json.loads(row)["messages"]]
     special = [token["content"] for token in json.loads((base / "tokenizer.json").read_text())["added_tokens"]]
     alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from soren_align.core import files, shipped
+from soren_align.core import files
 from soren_align.core.errors import UserError
+from soren_align.core.files import resolve_path
 from soren_align.run import folder as run_folder
 from soren_align.run.folder import RunFolder, read_seal
 from soren_align.run.lock import LockedError
@@ -436,7 +437,7 @@ def test_a_checkpoint_of_other_data_or_other_weights_is_refused(tiny_run, monkey
 
 def test_a_template_that_has_changed_in_its_file_is_refused(tiny_run, tmp_path, monkeypatch):
     file = tmp_path / "mine.jinja"
-    text = shipped.resolve("shipped:recipes/quickstart/base/chat_template.jinja").read_text()
+    text = resolve_path("shipped:recipes/quickstart/base/chat_template.jinja").read_text()
     file.write_text(text)
     asked = ("sft", f"model.chat_template={file}")
     stop_after(lambda: tiny_run(*asked), 3, monkeypatch)

@@ -17,7 +17,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from ...core import shipped
 from ...core.document import Section, parse
 from ...core.errors import UserError, did_you_mean
-from ...core.files import read_text
+from ...core.files import read_text, resolve_path
 from ...core.text import join_words
 from ...recipe import Eval, Recipe
 from ...tasks import BENCHMARK
@@ -136,16 +136,16 @@ class Suite(Section):
         """Return the folder `data_root`; None for the hub."""
         if self.data_root is None:
             return None
-        return (self.path.parent / shipped.resolve(self.data_root)).resolve()  # an absolute data_root stays unchanged
+        return (self.path.parent / resolve_path(self.data_root)).resolve()  # an absolute data_root stays unchanged
 
 
 def load_suite(name_or_path: str | Path) -> Suite:
     """Return the suite of a shipped name, a suite.yaml or a folder with one. Raises UserError with all errors in it."""
     known = shipped.suites()
-    path = known.get(str(name_or_path)) or shipped.resolve(str(name_or_path))
+    path = known.get(str(name_or_path)) or resolve_path(str(name_or_path))
     path = path / "suite.yaml" if path.is_dir() else path
     if not path.is_file():
-        hint = shipped.suite_hint(str(name_or_path))
+        hint = shipped.suite_hint(str(name_or_path), path)
         raise UserError(f"{name_or_path}: is neither a suite.yaml nor a shipped suite{hint}")
     path = path.resolve()
     document = parse(
@@ -158,6 +158,13 @@ def load_suite(name_or_path: str | Path) -> Suite:
             document.problems.append((("tasks", i, "file"), f"there is no task file {file}; correct the path"))
     document.refuse_problems()
     return suite
+
+
+def check_suites(recipe: Recipe) -> None:
+    """Raise UserError if the suite of a recipe's evaluation or of its `run.benchmark` is invalid."""
+    benchmark_suite(recipe)
+    if recipe.eval:
+        check_suite(recipe.eval)
 
 
 def check_suite(options: Eval) -> Suite:
@@ -286,7 +293,7 @@ def load_published(name_or_path: str, suite_name: str) -> list[Any]:
     Raises UserError with all errors in the file, or if the scores belong to another suite.
     """
     known = shipped.published()
-    path = known.get(name_or_path) or shipped.resolve(name_or_path)
+    path = known.get(name_or_path) or resolve_path(name_or_path)
     if not path.is_file():
         hint = did_you_mean(name_or_path, known, f"write one of {', '.join(known)}")
         raise UserError(f"{name_or_path}: is neither a file nor a shipped table of published scores{hint}")

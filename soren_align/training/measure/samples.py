@@ -15,9 +15,8 @@ import torch
 from rich.console import Console
 from transformers import GenerationConfig, TrainerCallback
 
-from ...core import shipped
 from ...core.errors import UserError
-from ...core.files import append, parse_json, read_text
+from ...core.files import append, parse_json, read_text, resolve_path
 from ...core.text import print_labelled
 from ...data import template_errors
 from ...recipe import Samples
@@ -81,7 +80,7 @@ def read_prompts(samples: Samples, tokenizer: Any, has_turns: bool, num_position
 
 def _contents(path: str) -> Iterator[str | list[dict[str, Any]]]:
     """Yield the prompts of a .txt or .jsonl file."""
-    file = shipped.resolve(path)
+    file = resolve_path(path)
     for number, line in enumerate(read_text(file).splitlines(), 1):
         if not line.strip():
             continue
