@@ -225,6 +225,13 @@ def read_form(file: Path, form: TypeAdapter[Any], remedy: str, max_bytes: int) -
         raise UserError(f"{file} {dotted(first['loc'])[:80]}: {first['msg'][:120]}; {remedy}") from None
 
 
+def value_at(content: Any, key: Key) -> Any:
+    """The value at a key of plain data, of any type; None if it is missing."""
+    for part in key:
+        content = content.get(part) if isinstance(content, dict) else None
+    return content
+
+
 def place(key: Key, lines: dict[Key, str]) -> str:
     """Return 'file:line' of the key, or of the nearest section around it."""
     while key not in lines:

@@ -5,13 +5,14 @@ Read by the recipe's schema, the signatures of `optim`, the checks of a paramete
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 AdjustLrFn = Literal["none", "original", "match_rms_adamw", "match_rms_measured"]
 Matrices = Literal["inside-blocks", "all-2d"]
 """The parameters of a model that are matrices to the optimizer, see `optim.route`."""
-BLOCKS = ("q", "k", "v", "gate", "up", "heads")
-"""Names of blocks into which a fused weight is split, see `optim.blocks`."""
+BlockName = Literal["q", "k", "v", "gate", "up", "heads"]
+"""Of blocks into which a fused weight is split, see `optim.blocks`."""
+BLOCKS: tuple[str, ...] = get_args(BlockName)
 Compensation = Literal["none", "kahan"]
 States = Literal["float32", "8bit"]
 """Of the optimizer: momentum, and AdamW's moments."""

@@ -12,6 +12,7 @@ from .masks import (
     LossMasks,
     Tokens,
     from_token_columns,
+    last_visible,
     pair_of,
     token_columns,
 )
@@ -20,5 +21,5 @@ from .rendering import template_errors
 from .split import LoadedSplit, hold_out, load_split, mix
 from .stats import DatasetStats, dataset_stats, show_example
 from .stream import Preview, State, Stream, open_split, open_stream
-from .tokenizer import check_template, last_visible, set_template, texts_of, trained_tokenizer, within_vocabulary
+from .tokenizer import check_template, set_template, texts_of, trained_tokenizer, within_vocabulary
 from .turns import EMPTY_ANSWER

@@ -7,8 +7,6 @@ have more than 50 GB.
 """
 
 import errno
-import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -63,11 +61,10 @@ def tokenize(
     root = Path(tempfile.mkdtemp(prefix="soren-align-")) if cache is None else cache / "tokens"
     # All of the tokenizer that changes tokens, but not its place.
     whole: Any = tokenizer
-    words = whole.backend_tokenizer.to_str() if whole.is_fast else [repr(whole), whole.get_vocab()]
-    parts = [words, whole.special_tokens_map, whole.chat_template, type(whole).__name__]
+    words = whole.backend_tokenizer.to_str() if whole.is_fast else [repr(whole), sorted(whole.get_vocab().items())]
+    parts = [words, sorted(whole.special_tokens_map.items()), whole.chat_template, type(whole).__name__]
     versions = [metadata.version(package) for package in _VERSIONS]
-    identity = hashlib.sha256(json.dumps([parts, versions], sort_keys=True, default=str).encode()).hexdigest()
-    folder = root / cache_key(dataset._fingerprint, len(dataset), settings, identity)
+    folder = root / cache_key(dataset._fingerprint, len(dataset), settings, parts, versions)
     tokens = _load(folder, features, len(dataset))
 
     def tokens_of(batch: Any) -> dict[str, list[Any]]:

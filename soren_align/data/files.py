@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -56,10 +56,8 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | InvalidReco
     """
     if data_suffix(file) != ".parquet":
         with _open(file) as stream:
-            # A byte order mark, or a NUL, which JSON and plain text do not contain; json itself detects some encodings.
-            start = stream.read(4)
-        refuse_wide_characters(str(file), start)
-    readers = {".parquet": _parquet, ".csv": _csv, ".txt": _texts}
+            refuse_wide_characters(str(file), stream.read(4))
+    readers = {".parquet": _parquet, ".csv": _csv, ".txt": _lines}
     reader = readers.get(data_suffix(file), _lines if has_lines(file) else _array)
     for number, record in reader(file):
         if not isinstance(record, dict | InvalidRecord):
@@ -130,30 +128,20 @@ def _bounded_lines(file: Path, stream: Any, first: int = 1) -> Iterator[Any]:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, Any]]:
+    """A JSON value, or a text, per line."""
+    is_text = data_suffix(file) == ".txt"
     with _open(file) as stream:
         for number, line in enumerate(_bounded_lines(file, stream), start=1):
-            if not line.strip():
-                continue
             try:
-                yield number, json.loads(line)
+                text = line.decode("utf-8-sig")
+                if text.strip():
+                    yield number, {"text": text.rstrip("\r\n")} if is_text else json.loads(text)
             except json.JSONDecodeError as error:
                 yield number, InvalidRecord(f"is not JSON: {error.msg} at column {error.colno}")
             except UnicodeDecodeError as error:
                 yield number, InvalidRecord(f"is not UTF-8 at byte {error.start + 1} of the line{_TO_UTF_8}")
             except (ValueError, RecursionError) as error:  # a number of 5000 digits, brackets nested too deeply
                 yield number, InvalidRecord(f"is JSON that cannot be read: {error}")
-
-
-def _texts(file: Path) -> Iterator[tuple[int, Any]]:
-    with _open(file) as stream:
-        for number, line in enumerate(_bounded_lines(file, stream), start=1):
-            try:
-                text = line.decode("utf-8-sig").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                yield number, InvalidRecord(f"is not UTF-8 at byte {error.start + 1} of the line{_TO_UTF_8}")
-                continue
-            if text.strip():
-                yield number, {"text": text}
 
 
 def _csv(file: Path) -> Iterator[tuple[int, Any]]:
@@ -214,10 +202,6 @@ class LocalFiles:
             if not os.access(file, os.R_OK):
                 raise UserError(f"{name}: you have no permission to read this file; change its permissions")
         return cls(files)
-
-    def numbered(self, limit: int | None) -> Iterator[tuple[str, dict[str, Any] | InvalidRecord]]:
-        """(place, record) of the first `limit` records of all files."""
-        return islice((numbered for name in self.files for numbered in self.of_file(name)), limit)
 
     def samples(self, num_records: int) -> Iterator[tuple[str, list[dict[str, Any] | InvalidRecord]]]:
         """(name, first records) of each file that has any; of the first file if none has."""
@@ -313,7 +297,7 @@ class StandardLibrary(LocalFiles):
     def of_split(cls, split: str) -> "StandardLibrary":
         """Raises UserError if Python has no source of its standard library here."""
         root = Path(sysconfig.get_path("stdlib"))
-        chosen = entries(root, "train" if split == "train" else "validation")
+        chosen = entries(root)["train" if split == "train" else "validation"]
         if not chosen:
             raise UserError(
                 f"{STDLIB}: this Python has no source files of its standard library in {root}; use another Python"
@@ -342,15 +326,6 @@ class StandardLibrary(LocalFiles):
         yield name, {"text": topics(file)[topic] if topic else file.read_text(encoding="utf-8")}
 
 
-@cache
-def entries(root: Path, split: Literal["train", "validation"]) -> tuple[Entry, ...]:
-    """The examples of a split of the standard library at `root`, sorted by name."""
-    if split == "train":
-        return tuple(entry for entry in _all_entries(root) if not is_validation(entry.name))
-    trained = {entry.sha256 for entry in entries(root, "train")}
-    return tuple(e for e in _all_entries(root) if is_validation(e.name) and e.sha256 not in trained)
-
-
 def is_validation(name: str) -> bool:
     """Whether the example with this name is in the split `validation`."""
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
@@ -358,7 +333,8 @@ def is_validation(name: str) -> bool:
 
 
 @cache
-def _all_entries(root: Path) -> tuple[Entry, ...]:
+def entries(root: Path) -> dict[str, tuple[Entry, ...]]:
+    """The examples of the standard library at `root` by split, sorted by name."""
     texts: list[tuple[str, Path, str]] = []
     for file in root.rglob("*.py"):
         name = file.relative_to(root)
@@ -372,7 +348,11 @@ def _all_entries(root: Path) -> tuple[Entry, ...]:
             else:
                 texts.append((name.as_posix(), file, text))
     contents = ((name, file, text.encode()) for name, file, text in sorted(texts) if text.strip())
-    return tuple(Entry(name, file, hashlib.sha256(text).hexdigest(), len(text)) for name, file, text in contents)
+    examples = [Entry(name, file, hashlib.sha256(text).hexdigest(), len(text)) for name, file, text in contents]
+    train = tuple(entry for entry in examples if not is_validation(entry.name))
+    trained = {entry.sha256 for entry in train}
+    validation = (entry for entry in examples if is_validation(entry.name) and entry.sha256 not in trained)
+    return {"train": train, "validation": tuple(validation)}
 
 
 @cache

@@ -147,7 +147,7 @@ def _format(example: Example, task: str, apply_chat_template: bool = True) -> Fo
             inputs = ("conversations", *native)
             return Format("ShareGPT preferences, joined to pairs", inputs, native, _joined_pair)
         if is_dialogue(chosen):
-            return Format("pairs of dialogues as text, split into turns", native, native, _dialogue_pair)
+            return Format("pairs of dialogues as text, split into turns", native, native, _dialogues)
         inputs = ("prompt", *native)
         if "prompt" in columns and isinstance(chosen, str) and not isinstance(example["prompt"], list):
             if apply_chat_template:
@@ -172,7 +172,7 @@ def _format(example: Example, task: str, apply_chat_template: bool = True) -> Fo
         inputs = tuple(column for column in _ALPACA if column in columns)
         return Format("Alpaca instructions and outputs, as turns", inputs, both, _alpaca)
     if "text" in columns and is_dialogue(example["text"]):
-        return Format("dialogues as text, split into turns", ("text",), native, _conversation)
+        return Format("dialogues as text, split into turns", ("text",), native, _dialogues)
     return Format("plain text, without a template", ("text",), ("text",), _texts) if "text" in columns else None
 
 
@@ -202,12 +202,17 @@ def read_example(example: Example, form: Format) -> Example | str:
 
 
 def _conversation(example: Example, inputs: tuple[str, ...]) -> Example | str:
-    """A conversation; under `text`, a dialogue."""
-    name = inputs[0]
-    turns = from_dialogue(example.get(name), name) if name == "text" else example.get(name)
-    if name == "text" and isinstance(turns, str):
-        return turns
-    return conversation_problem(turns, name) or {"messages": plain_turns(turns)}  # pyright: ignore (a list)
+    """A conversation."""
+    turns: Any = example.get(inputs[0])
+    return conversation_problem(turns, inputs[0]) or {"messages": plain_turns(turns)}
+
+
+def _dialogues(example: Example, inputs: tuple[str, ...]) -> Example | str:
+    """A dialogue as text, or two: a pair."""
+    names = ("chosen", "rejected") if "chosen" in inputs else inputs[:1]
+    turns = {name: from_dialogue(example.get(name), name) for name in names}
+    problem = next((value for value in turns.values() if isinstance(value, str)), None)
+    return problem or (_pair(turns) if "chosen" in inputs else _conversation(turns, inputs))
 
 
 def _texts(example: Example, inputs: tuple[str, ...]) -> Example | str:
@@ -265,12 +270,6 @@ def _pair(example: Example, _: tuple[str, ...] = (), prefix: str = "") -> Exampl
                 "this key"
             )
     return pair_problem(chosen, rejected) or {"chosen": plain_turns(chosen), "rejected": plain_turns(rejected)}
-
-
-def _dialogue_pair(example: Example, _: tuple[str, ...]) -> Example | str:
-    """Two dialogues as text."""
-    sides = {column: from_dialogue(example.get(column), column) for column in ("chosen", "rejected")}
-    return next((side for side in sides.values() if isinstance(side, str)), None) or _pair(sides)
 
 
 def _joined_pair(example: Example, inputs: tuple[str, ...]) -> Example | str:

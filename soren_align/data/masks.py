@@ -93,7 +93,7 @@ def from_token_columns(columns: dict[str, list[Any]], task: TaskName) -> Iterato
 def pair_of(tokens: Mapping[str, list[int]]) -> EncodedExample:
     """The pair in a row of TRL's columns prompt_ids, chosen_ids and rejected_ids."""
     prompt = tokens["prompt_ids"]
-    return _after(len(prompt), [prompt + tokens["chosen_ids"], prompt + tokens["rejected_ids"]])
+    return after_prompt(prompt, [prompt + tokens["chosen_ids"], prompt + tokens["rejected_ids"]])
 
 
 def after_prompt(prompt: list[int], sides: list[list[int]]) -> EncodedExample:
@@ -102,7 +102,8 @@ def after_prompt(prompt: list[int], sides: list[list[int]]) -> EncodedExample:
     A template may render the prompt alone differently, and tokens may merge across its end: the completion starts at
     the first difference.
     """
-    return _after(min(num_shared(prompt, ids) for ids in sides), sides)
+    start = min(num_shared(prompt, ids) for ids in sides)
+    return EncodedExample(tuple(Tokens(ids, [i >= start for i in range(len(ids))]) for ids in sides), start)
 
 
 def num_shared(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -110,18 +111,13 @@ def num_shared(a: Sequence[Any], b: Sequence[Any]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _after(num_prompt: int, sides: list[list[int]]) -> EncodedExample:
-    return EncodedExample(tuple(Tokens(ids, [i >= num_prompt for i in range(len(ids))]) for ids in sides), num_prompt)
+def last_visible(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
+    """The position of the last token that is eos or not blank: of a conversation, the token that ends the last answer.
 
-
-def ends_in_trained_stop(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the last token, blank ones aside, is the tokenizer's eos and trained."""
-    for token, trained in zip(reversed(tokens.ids), reversed(tokens.trained), strict=True):
-        if token == tokenizer.eos_token_id:
-            return trained
-        if str(tokenizer.decode([token])).strip():
-            return False
-    return False
+    0 if there is none.
+    """
+    eos = tokenizer.eos_token_id
+    return next((i for i in reversed(range(len(ids))) if ids[i] == eos or str(tokenizer.decode([ids[i]])).strip()), 0)
 
 
 def text_spans(sides: Sequence[Tokens], num_prompt: int, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

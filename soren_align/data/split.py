@@ -25,7 +25,7 @@ from ..recipe import STDLIB, DataSplit, TrainSplit, is_local
 from ..tasks import OPTIONS, TASKS, TaskName
 from . import formats, hub
 from .arrow import cache_key, concatenated, examples_of, features_of, has_turns
-from .files import InvalidRecord, LocalFiles, StandardLibrary
+from .files import InvalidRecord, LocalFiles, LocalReader, StandardLibrary
 from .formats import ColumnMapping, Example, Format
 
 MAX_REPORTED = 5
@@ -101,7 +101,7 @@ def _from_file(spec: DataSplit, task: TaskName) -> tuple[Dataset, Format, dict[s
     key = cache_key(origin["sha256"], suffixes, task, spec.limit, *rules)
 
     def examples() -> Iterator[Example]:
-        for _, example in checked(local.numbered(spec.limit), form, spec, task, spec.path):
+        for _, example in checked(islice(LocalReader(local), spec.limit), form, spec, task, spec.path):
             is_valid = isinstance(example, dict)
             yield example | {_REASON: None} if is_valid else dict.fromkeys(form.outputs) | {_REASON: example}
 
@@ -309,18 +309,17 @@ def mix(splits: Sequence[LoadedSplit], configs: Sequence[TrainSplit], seed: int)
     if len(splits) == 1 and configs[0].weight == 1:
         return splits[0]
     refuse_other_kinds(splits)
-    names = [split.name for split in splits]
     generator = np.random.default_rng(seed)
     samples = []  # of each split the indices of its examples
     for split, source in zip(splits, configs, strict=True):
         number, repeats = len(split.dataset), int(source.weight)
         fraction = generator.permutation(number)[: round((source.weight - repeats) * number)]
         samples.append(np.concatenate([np.tile(np.arange(number), repeats), fraction]))
-    for name, source, sample in zip(names, configs, samples, strict=True):
+    for split, source, sample in zip(splits, configs, samples, strict=True):
         if len(sample) == 0:
             raise UserError(
-                f"data.train: a weight of {source.weight:g} leaves no example of {name}; write a larger weight, or "
-                "remove this split"
+                f"data.train: a weight of {source.weight:g} leaves no example of {split.name}; write a larger weight, "
+                "or remove this split"
             )
     starts = np.cumsum([0, *(len(split.dataset) for split in splits[:-1])])
     order = generator.permutation(sum(map(len, samples)))
@@ -330,15 +329,22 @@ def mix(splits: Sequence[LoadedSplit], configs: Sequence[TrainSplit], seed: int)
         {**s.source, "layout": s.layout, "dropped": s.dropped, "weight": source.weight, "num_sampled": len(sample)}
         for source, s, sample in zip(configs, splits, samples, strict=True)
     ]
-    return LoadedSplit(
-        dataset=concatenated([split.dataset for split in splits]).select(indices),
-        layout="; ".join(dict.fromkeys(split.layout for split in splits)),
-        num_examples=len(indices) + sum(sum(split.dropped.values()) for split in splits),
-        dropped=dict(sum((Counter(split.dropped) for split in splits), Counter())),
-        source={"path": " + ".join(names), "seed": seed, "num_examples": len(indices), "sources": sources},
-        notices=tuple(notice for split in splits for notice in split.notices),
-        source_indices=tuple(source_indices.tolist()),
-    )
+    source = {"seed": seed, "num_examples": len(indices), "sources": sources}
+    whole = LoadedSplit(**joined(splits, source), source_indices=tuple(source_indices.tolist()))
+    num_examples = len(indices) + sum(whole.dropped.values())
+    return replace(whole, dataset=whole.dataset.select(indices), num_examples=num_examples)
+
+
+def joined(splits: Sequence[LoadedSplit], source: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `LoadedSplit` of all examples of the splits. source: its keys, `path` aside."""
+    return {
+        "dataset": concatenated([split.dataset for split in splits]),
+        "layout": "; ".join(dict.fromkeys(split.layout for split in splits)),
+        "num_examples": sum(split.num_examples for split in splits),
+        "dropped": dict(sum((Counter(split.dropped) for split in splits), Counter())),
+        "source": {"path": " + ".join(split.name for split in splits), **source},
+        "notices": tuple(notice for split in splits for notice in split.notices),
+    }
 
 
 def refuse_other_kinds(splits: Sequence[LoadedSplit]) -> None:

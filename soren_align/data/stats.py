@@ -16,7 +16,7 @@ from ..core.errors import printable
 from ..run.record import describe_truncation
 from ..tasks import TASKS, TaskName
 from .encode import BATCH_SIZE, encode
-from .masks import EQUAL_ANSWERS, LossMasks, ends_in_trained_stop, text_spans
+from .masks import EQUAL_ANSWERS, LossMasks, last_visible, text_spans
 from .pairs import PairCounter, PairStats
 
 HEAD, TAIL = 600, 200
@@ -120,8 +120,10 @@ def dataset_stats(
         if counts_unknown:
             sums["unknown"] += sum(side.ids.count(unknown_id) for side in example.sides)
         max_id = max(max_id, *(max(side.ids, default=-1) for side in sides))
-        if not has_stop and len(sides[0].ids) == len(example.sides[0].ids):
-            has_stop = ends_in_trained_stop(sides[0], tokenizer)
+        (ids, trained), *_ = sides
+        if not has_stop and ids and len(ids) == len(example.sides[0].ids):
+            last = last_visible(ids, tokenizer)
+            has_stop = ids[last] == tokenizer.eos_token_id and trained[last]
         first = first or text_spans(sides, example.num_prompt, tokenizer)
     percentiles = np.percentile(lengths or [0], (50, 90, 99), method="inverted_cdf")
     num_sources = max(source_indices) + 1 if source_indices else 0

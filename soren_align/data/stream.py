@@ -20,7 +20,7 @@ from ..core.silence import quiet_libraries
 from ..recipe import TrainSplit, is_local
 from ..tasks import TaskName
 from . import hub
-from .arrow import concatenated, examples_of, features_of
+from .arrow import examples_of, features_of
 from .files import LocalReader
 from .formats import Example, Format
 from .split import (
@@ -30,6 +30,7 @@ from .split import (
     count_alike,
     format_of,
     hold_out,
+    joined,
     local_files,
     position,
     read,
@@ -216,17 +217,8 @@ def open_stream(
             dataset = split.dataset.select(np.flatnonzero(is_kept))
             num_held_out = len(split.dataset) - len(dataset)
             first[i] = replace(split, dataset=dataset, num_examples=split.num_examples - num_held_out)
-    source = first[0].source
-    if len(first) > 1:
-        pairs = zip(first, configs, strict=True)
-        sources = [{**split.source, "layout": split.layout, "weight": config.weight} for split, config in pairs]
-        source = {"path": " + ".join(split.name for split in first), "sources": sources}
-    preview = Preview(
-        dataset=first[0].dataset if len(first) == 1 else concatenated([split.dataset for split in first]),
-        layout="; ".join(dict.fromkeys(split.layout for split in first)),
-        num_examples=sum(split.num_examples for split in first),
-        dropped=dict(sum((Counter(split.dropped) for split in first), Counter())),
-        source=source | {"streaming": {"shuffle_buffer": block_size}},
-        stream=Stream(splits, block_size, seed, fraction or 0.0),
-    )
-    return preview, held_out
+    pairs = zip(first, configs, strict=True)
+    sources = [{**split.source, "layout": split.layout, "weight": config.weight} for split, config in pairs]
+    source = {"sources": sources} if len(first) > 1 else first[0].source
+    whole = joined(first, source | {"streaming": {"shuffle_buffer": block_size}})
+    return Preview(**whole, stream=Stream(splits, block_size, seed, fraction or 0.0)), held_out

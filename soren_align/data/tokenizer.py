@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ..tasks import OPTIONS, TASKS, TaskName
 from .arrow import cache_key, examples_of, has_turns
 from .cache import prune, written_whole
 from .encode import encode, has_marks
+from .masks import last_visible
 from .rendering import template_errors
 from .turns import for_template, template_options
 
@@ -121,11 +122,6 @@ def check_template(
         elif ids[last] != tokenizer.eos_token_id:
             notices = [f"answers end with {end}, but the model stops at {eos}: add model.eos_token: '{end}'"]
     return notices
-
-
-def last_visible(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    """The position of the last token that is not blank: of a conversation, the token that ends the last answer."""
-    return next((i for i in reversed(range(len(ids))) if str(tokenizer.decode([ids[i]])).strip()), 0)
 
 
 def _render(

@@ -264,10 +264,9 @@ def options(example: Mapping[str, Any]) -> dict[str, str] | str:
 def plain_turns(turns: list[Turn]) -> list[Turn]:
     """Valid turns without their null keys, role and content first."""
     first = ("role", "content")
-    others = [{key: value for key, value in turn.items() if key not in first and value is not None} for turn in turns]
     return [
-        {key: turn[key] for key in first} | dict(sorted(other.items()))
-        for turn, other in zip(turns, others, strict=True)
+        {key: turn[key] for key in first} | {k: v for k, v in sorted(turn.items()) if k not in first and v is not None}
+        for turn in turns
     ]
 
 

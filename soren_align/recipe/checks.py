@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, get_args
 
 from ..core import shipped
-from ..core.document import Problem
+from ..core.document import Problem, value_at
 from ..core.errors import UserError, did_you_mean
 from ..core.files import local_path, resolve_path
 from ..core.optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision
@@ -52,10 +52,7 @@ class _Raw:
 
     def get(self, *keys: str) -> Any:
         """The value at a key, of any type; None if missing."""
-        node: Any = self.data
-        for key in keys:
-            node = node.get(key) if isinstance(node, dict) else None
-        return node
+        return value_at(self.data, keys)
 
     def text(self, *keys: str) -> str | None:
         """The text at a key; None for anything else."""

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 
 from ..core import document, shipped
-from ..core.document import Document, Key, Setting, tag_of
+from ..core.document import Document, Key, Setting, tag_of, value_at
 from ..core.errors import UserError
 from ..core.files import local_path, read_text, resolve_path
 from ..core.text import dotted, join_words
@@ -84,9 +85,7 @@ def load(
         del model["init_seed"]
     settings += source.settings(overrides or [])
     for at, union in UNIONS.items():
-        parent: Any = source.content
-        for key in at[:-1]:
-            parent = parent.get(key) if isinstance(parent, dict) else None
+        parent = value_at(source.content, at[:-1])
         if not isinstance(parent, dict) or at[-1] not in parent:
             continue
         names = [setting.value for setting in settings if setting.key == (*at, "name")]
@@ -94,7 +93,7 @@ def load(
             parent[at[-1]] = _as_section(parent[at[-1]], at)
             settings = [s._replace(value=_as_section(s.value, at)) if s.key == at else s for s in settings]
         if names and isinstance(section := parent[at[-1]], dict):
-            parent[at[-1]] = _without_foreign_keys(section, union, names[-1], at, notify)
+            _drop_foreign_keys(section, union, names[-1], at, notify)
     for setting in settings:
         if setting.key == ("extends",):
             source.bad_settings.append(
@@ -103,8 +102,7 @@ def load(
         else:
             source.apply(setting)
     # The columns of a file of questions and answers; values of a wrong type are left.
-    is_named, data = any(columns), source.content.get("data")
-    train = data.get("train") if isinstance(data, dict) else None
+    is_named, train = any(columns), value_at(source.content, ("data", "train"))
     if is_named and (source.content.get("task") != "sft" or isinstance(train, list)):
         raise UserError("--question, --answer: are for sft on one file; write `columns` into the recipe's data section")
     split: dict[str, Any] = train if isinstance(train, dict) else {}
@@ -175,25 +173,9 @@ def _merged_with_comments(path: Path) -> Any:
         return over
     base = _merged_with_comments(find(name))
     explanations = (base.ca.comment or [None, None])[1] or []
-    _merge_commented(base, over, ())
+    _merge(base, over, lambda _: None)
     base.ca.comment = [None, [*over.ca.comment[1], *explanations[2:]]]  # its modeline and title are those of `path`
     return base
-
-
-def _merge_commented(base: Any, over: Any, at: Key) -> None:
-    """Write the values of `over` into `base`, as `_merged` does, with their comments."""
-    if at in UNIONS:
-        own_keys = _without_foreign_keys(base, UNIONS[at], over.get("name"), at, lambda _: None)
-        for key in [key for key in base if key not in own_keys]:
-            del base[key]
-    for key, value in over.items():
-        inherited = base.get(key)
-        if isinstance(inherited, dict) and isinstance(value, dict):
-            _merge_commented(inherited, value, (*at, key))
-        else:
-            base[key] = value
-        if key in over.ca.items:
-            base.ca.items[key] = over.ca.items[key]
 
 
 def load_text(text: str, name: str = "recipe", on_missing: Notify | None = None) -> Recipe:
@@ -256,21 +238,24 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
         )
     base = _read(base_path, notify, (*extending, path.resolve()))
     raw["extends"] = [base_name, *base.content.pop("extends", [])]
-    return Document(_merged(base.content, raw, notify), base.lines | lines)
+    _merge(base.content, raw, notify)
+    return Document(base.content, base.lines | lines)
 
 
-def _merged(base: dict[str, Any], over: dict[str, Any], notify: Notify, at: Key = ()) -> dict[str, Any]:
-    """The values of `over`, and those of `base` where it has none. at: the key of both sections."""
+def _merge(base: Any, over: Any, notify: Notify, at: Key = ()) -> None:
+    """Write the values of `over` into `base`, with the comments of those that have some. at: the key of both."""
     if at in UNIONS:
-        base = _without_foreign_keys(base, UNIONS[at], over.get("name"), at, notify)
-    both = base | over
-    for key in base.keys() & over.keys():
-        inherited = _as_section(base[key], (*at, key))
-        if isinstance(inherited, dict) and isinstance(over[key], dict):
-            if (*at, key) == ("data", "eval") and kind_of_eval(inherited) != kind_of_eval(over[key]):
-                continue
-            both[key] = _merged(inherited, over[key], notify, (*at, key))
-    return both
+        _drop_foreign_keys(base, UNIONS[at], over.get("name"), at, notify)
+    for key, value in over.items():
+        where = (*at, key)
+        inherited = _as_section(base.get(key), where)
+        is_other = where == ("data", "eval") and kind_of_eval(inherited) != kind_of_eval(value)
+        if isinstance(inherited, dict) and isinstance(value, dict) and not is_other:
+            _merge(inherited, value, notify, where)
+            value = inherited
+        base[key] = value
+    if isinstance(base, CommentedMap):
+        base.ca.items.update(over.ca.items)
 
 
 def _as_section(value: Any, at: Key) -> Any:
@@ -278,17 +263,16 @@ def _as_section(value: Any, at: Key) -> Any:
     return {"name": value} if at in UNIONS and isinstance(value, str) else value
 
 
-def _without_foreign_keys(
-    section: dict[str, Any], union: dict[str, Any], name: Any, at: Key, notify: Notify
-) -> dict[str, Any]:
-    """`section` without the keys that other members of its union have and the member `name` does not."""
+def _drop_foreign_keys(section: dict[str, Any], union: dict[str, Any], name: Any, at: Key, notify: Notify) -> None:
+    """Delete the keys of `section` that other members of its union have and the member `name` does not."""
     if not isinstance(name, str) or name not in union or name == (old := tag_of(section, union)):
-        return section
+        return
     others = {key for member in union.values() for key in member.model_fields}
     foreign = [key for key in section if key in others - union[name].model_fields.keys()]
     if foreign:
         notify(f"{dotted(at)}.name={name}: ignored {', '.join(foreign)} of {old}, which {name} does not have")
-    return {key: value for key, value in section.items() if key not in foreign}
+    for key in foreign:
+        del section[key]
 
 
 def _checked(source: Document, task: str | None, on_missing: Notify | None = None) -> Recipe:

@@ -6,17 +6,17 @@ them. Defaults and bounds come from `optimizer_settings`.
 """
 
 import operator
-from functools import partial, reduce
+from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
-    WithJsonSchema,
+    ValidationError,
+    WrapValidator,
     create_model,
     model_validator,
 )
@@ -54,22 +54,23 @@ NonNegative = Annotated[float, within(settings.NON_NEGATIVE)]
 Coefficient = Annotated[float, within(settings.COEFFICIENT)]
 
 
-def _block(value: Any) -> Any:
-    if value in settings.BLOCKS or (isinstance(value, int) and not isinstance(value, bool) and value > 1):
-        return value
-    names = ", ".join(settings.BLOCKS)
-    raise PydanticCustomError("choice", "write {names}, or a row count (2 or more)", {"names": names})
+def worded(remedy: Any) -> WrapValidator:
+    """Give one message for all members of a union of plain types, or for all choices."""
+
+    def validate(value: Any, check: Any) -> Any:
+        try:
+            return check(value)
+        except ValidationError:
+            raise PydanticCustomError("union", remedy) from None
+
+    return WrapValidator(validate)
 
 
-_BLOCK_SCHEMA = {"anyOf": [{"enum": [*settings.BLOCKS]}, {"type": "integer", "minimum": 2}]}
-Block = Annotated[Any, AfterValidator(_block), WithJsonSchema(_BLOCK_SCHEMA)]
+Block = Annotated[
+    settings.BlockName | Annotated[int, Field(ge=2)],
+    worded(f"write {', '.join(settings.BLOCKS)}, or a row count (2 or more)"),
+]
 """Of `split`: a projection, all heads, or a row count."""
-
-
-def _one_of(choices: tuple[float, ...], value: float) -> float:
-    if value not in choices:
-        raise PydanticCustomError("choice", "write {choices}", {"choices": " or ".join(map(str, choices))})
-    return value
 
 
 class _MapSection(Section):
@@ -85,8 +86,7 @@ def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
     for key, setting in spectral_map.settings.items():
         kind: Any = dict[str, Any] | None if setting.default is None else type(setting.default)
         if setting.choices:
-            schema: Any = {"enum": list(setting.choices)}
-            kind = Annotated[kind, AfterValidator(partial(_one_of, setting.choices)), Field(json_schema_extra=schema)]
+            kind = Annotated[Literal[setting.choices], worded(f"write {' or '.join(map(str, setting.choices))}")]
         elif setting.bounds:
             kind = Annotated[kind, within(setting.bounds)]
         fields[key] = (kind, Field(setting.default, description=setting.doc))

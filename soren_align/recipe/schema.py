@@ -2,18 +2,17 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, LiteralString
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, Tag, ValidationError
 
-from ..core.document import Section
+from ..core.document import Section, value_at
 from ..core.errors import UserError
 from ..core.files import read_json, resolve_path
 from ..tasks import TASKS, TaskName
 from . import trl
 from .data_section import Data
-from .optimizer import Coefficient, NonNegative, Optimizer, Positive
+from .optimizer import Coefficient, NonNegative, Optimizer, Positive, worded
 
 
 class LogSpectra(Section):
@@ -36,18 +35,6 @@ class LogSpectra(Section):
     except `exact`."""
 
 
-def _worded(remedy: LiteralString) -> WrapValidator:
-    """Give one message for all members of a union of plain types."""
-
-    def validate(value: Any, check: Any) -> Any:
-        try:
-            return check(value)
-        except ValidationError:
-            raise PydanticCustomError("union", remedy) from None
-
-    return WrapValidator(validate)
-
-
 class Samples(Section):
     """Prompts that the model answers during training, with the run's chat template and greedy decoding. The answers are
     written into samples.jsonl and have no effect on the training. Samples are not available under ZeRO 3 and FSDP2,
@@ -57,7 +44,7 @@ class Samples(Section):
 
     prompts: Annotated[
         Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | Annotated[str, Field(min_length=1)],
-        _worded("write a list of texts, or a .txt or .jsonl file"),
+        worded("write a list of texts, or a .txt or .jsonl file"),
     ]
     """A list of texts, each the first message of a user; or a file: .txt with one prompt per line, or .jsonl with the
     key `prompt` in every object (a text or a list of messages). If the training data are plain texts, a prompt is the
@@ -180,7 +167,7 @@ class Lora(Section):
     """Dropout on the input of the factors."""
     target_modules: Annotated[
         Annotated[list[str], Field(min_length=1)] | Literal["all-linear"],
-        _worded("write all-linear, or a list of the names of layers"),
+        worded("write all-linear, or a list of the names of layers"),
     ] = "all-linear"
     """Names of the layers that get factors, such as q_proj; or `all-linear`: all linear layers except the output
     head."""
@@ -410,19 +397,15 @@ def is_derived(recipe: Recipe, key: str) -> bool:
     it is a default."""
     values = recipe.model_dump()
     *sections, last = key.split(".")
-    node: Any = values
-    for section in sections:
-        node = node.get(section) if isinstance(node, dict) else None
-    if not isinstance(node, dict) or last not in node:
+    section = value_at(values, tuple(sections))
+    if not isinstance(section, dict) or last not in section:
         return False
-    value = node.pop(last)
+    value = section.pop(last)
     try:
-        again: Any = resolve(Recipe.model_validate(values)).model_dump()
+        again = resolve(Recipe.model_validate(values))
     except ValidationError:  # a required key
         return False
-    for part in (*sections, last):
-        again = again.get(part) if isinstance(again, dict) else None
-    return again == value
+    return value_at(again.model_dump(), (*sections, last)) == value
 
 
 def trains_adapter(model: Model) -> bool:

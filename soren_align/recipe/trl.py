@@ -101,7 +101,12 @@ class Field:
 def fields(task: str) -> dict[str, Field]:
     """The fields of the installed TRL's config class for a task, by name."""
     transformers, trl, config = _source("transformers"), _source("trl"), TASKS[task].config
-    enums = _enums(transformers / "trainer_utils.py") | _enums(transformers / "training_args.py")
+    enums: dict[str, tuple[str, ...]] = {}  # string enums: class name -> its values
+    for module in ("trainer_utils", "training_args"):
+        for node in _tree(transformers / f"{module}.py").body:
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "ExplicitEnum" for base in node.bases):
+                values = [s.value for s in node.body if isinstance(s, ast.Assign)]
+                enums[node.name] = tuple(v.value for v in values if isinstance(v, ast.Constant))
     known: dict[str, Field] = {}
     for path, name in (
         (transformers / "training_args.py", "TrainingArguments"),
@@ -199,16 +204,6 @@ def _source(package: str) -> Path:
 @functools.cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _enums(path: Path) -> dict[str, tuple[str, ...]]:
-    """String enums of a module: class name -> its values."""
-    enums = {}
-    for node in _tree(path).body:
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "ExplicitEnum" for base in node.bases):
-            values = [s.value for s in node.body if isinstance(s, ast.Assign)]
-            enums[node.name] = tuple(v.value for v in values if isinstance(v, ast.Constant))
-    return enums
 
 
 def _class_fields(path: Path, name: str, enums: dict[str, tuple[str, ...]]) -> dict[str, Field]:
