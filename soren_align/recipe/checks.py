@@ -27,7 +27,7 @@ from .model import (
     recorded_quantization,
 )
 from .parallel import Parallel, parallel
-from .perplexities import published_problems
+from .perplexities import load_perplexities
 from .schema import Quantize, trains_others
 
 PROMPT_FILES = (".txt", ".jsonl")
@@ -117,10 +117,10 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
             if "[" in name:
                 raw.report((*at, "split"), f"found {name!r}, but a file is always read whole; use the key limit")
         elif is_trained and is_test_split(name) and not trains_on_test:
-            message = (
-                f"'{name}' is a test split, and scores on training data are meaningless; name another split, or add "
+            remedy = "name another split, or add train_on_test: true to this section"
+            raw.report(
+                (*at, "split"), f"'{name}' is a test split, and scores on training data are meaningless; {remedy}"
             )
-            raw.report((*at, "split"), message + "train_on_test: true to this section")
     raw.problems += streaming_problems(raw.section("data"), raw.section("trainer"))
     _check_optimizer(raw)
     _check_precision(raw)
@@ -132,9 +132,18 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
     raw.problems += [(("eval", key), message) for key, message in evaluation_problems(settings)]
     benchmark = {key: raw.path("run", "benchmark", key) for key in ("suite", "data_root")}
     raw.problems += [(("run", "benchmark", key), message) for key, message in evaluation_problems(benchmark)]
-    if table := raw.path("run", "published", "table"):
-        problems = published_problems(table, raw.text("run", "published", "model"), raw.text("task"))
-        raw.problems += [(("run", "published", *key), message) for key, message in problems]
+    at = ("run", "published")
+    table, model = raw.path(*at, "table"), raw.text(*at, "model")
+    if table and raw.get("task") != "pretrain":
+        raw.report(at, "only a pre-training reports a perplexity; remove this section")
+    elif table:
+        try:
+            models = load_perplexities(table).models
+            if model and model not in models:
+                hint = did_you_mean(model, models, f"write one of {', '.join(models)}")
+                raw.report((*at, "model"), f"{table} has no model {model!r}{hint}")
+        except UserError as error:
+            raw.report((*at, "table"), *error.problems)
     return [*raw.problems, *raw.no_paths.items()]
 
 
@@ -146,17 +155,13 @@ def _check_model(raw: _Raw) -> None:
     if (template := raw.path("model", "chat_template")) is not None:
         known, file = shipped.templates(), resolve_path(template)
         if template not in known and file.suffix != ".jinja":
-            hint = did_you_mean(template, known)
-            names = ", ".join(known)
-            raw.report(
-                ("model", "chat_template"), f"found {template!r}; write {names}, or the path of a .jinja file{hint}"
-            )
+            remedy = f"write {', '.join(known)}, or the path of a .jinja file{did_you_mean(template, known)}"
+            raw.report(("model", "chat_template"), f"found {template!r}; {remedy}")
         elif template not in known and not file.is_file():
             raw.report(("model", "chat_template"), f"no file {template}; correct the path")
     if tokenizer is not None and init_seed is None:
-        message = "applies only to random weights, because trained weights need their own tokenizer; "
-        message += "add model.init_seed, or remove this key"
-        raw.report(("model", "tokenizer"), message)
+        reason = "applies only to random weights, because trained weights need their own tokenizer"
+        raw.report(("model", "tokenizer"), f"{reason}; add model.init_seed, or remove this key")
     elif isinstance(tokenizer, str) and (not tokenizer or raw.path("model", "tokenizer") is not None):
         file = resolve_path(tokenizer) / "tokenizer_config.json"
         if not tokenizer or (is_local(tokenizer) and not file.is_file()):
@@ -201,16 +206,14 @@ def _check_model(raw: _Raw) -> None:
 def _check_optimizer(raw: _Raw) -> None:
     section = raw.section("optimizer")
     # Decoupled weight decay that turns the sign of weights: W <- (1 - lr * weight_decay) * W - ..., in any group.
-    for rate, decay, default in (
-        ("lr", "weight_decay", WEIGHT_DECAY),
-        ("aux_lr", "aux_weight_decay", AUX_WEIGHT_DECAY),
-    ):
+    defaults = (("lr", "weight_decay", WEIGHT_DECAY), ("aux_lr", "aux_weight_decay", AUX_WEIGHT_DECAY))
+    for rate, decay, default in defaults:
         key = "lr" if section.get(rate) is None else rate  # aux_lr is lr where it is not set
         factors = section.get(key), section.get(decay, default)
         if all(isinstance(factor, int | float) for factor in factors) and factors[0] * factors[1] >= 1:
-            message = f"{factors[0]:g} times {decay} {factors[1]:g} is {factors[0] * factors[1]:g}, so each step would "
-            message += f"change the signs of the weights; write a smaller learning rate or a smaller {decay}"
-            raw.report(("optimizer", key), message)
+            product = f"{factors[0]:g} times {decay} {factors[1]:g} is {factors[0] * factors[1]:g}"
+            remedy = f"write a smaller learning rate or a smaller {decay}"
+            raw.report(("optimizer", key), f"{product}, so each step would change the signs of the weights; {remedy}")
     if section.get("matrices") == "all-2d" and raw.trains_adapter:
         message = "has no effect on an adapter, whose matrices are its factors; remove this key"
         raw.report(("optimizer", "matrices"), message)
@@ -220,15 +223,12 @@ def _check_optimizer(raw: _Raw) -> None:
             raw.report(("optimizer", "lora_update"), message)
         for key, plain in (("second_moment", "none"), ("map_input", "momentum")):
             if section.get(key) not in (None, plain):
-                message = (
-                    f"depends on the choice of the factors of a product; write `{key}: {plain}`, or `lora_update: "
-                )
-                raw.report(("optimizer", key), f"{message}factors`")
+                remedy = f"write `{key}: {plain}`, or `lora_update: factors`"
+                raw.report(("optimizer", key), f"depends on the choice of the factors of a product; {remedy}")
     mode = raw.text("run", "parallel") or "ddp"
     if section.get("states") == "8bit" and (mode == "fsdp2" or mode.endswith((".yaml", ".yml"))):
-        raw.report(
-            ("optimizer", "states"), f"8-bit states need ddp or ZeRO, but run.parallel is {mode}; change one of the two"
-        )
+        message = f"8-bit states need ddp or ZeRO, but run.parallel is {mode}; change one of the two"
+        raw.report(("optimizer", "states"), message)
     if section.get("states") == "8bit" and section.get("second_moment") == "elements":
         message = "8-bit states have no second moment of elements; write `states: float32`, or `second_moment: rows`, "
         raw.report(("optimizer", "states"), f"{message}whose moments stay in float32")
@@ -282,14 +282,12 @@ def _check_precision(raw: _Raw) -> None:
         raw.report(("model", "dtype"), message)
     if kind is None:
         return
-    has_masters = kind != "ddp"
+    has_masters, remedy = kind != "ddp", "remove this key, or write null"
     if dtype != "bfloat16":
         if compensation == "kahan":
-            raw.report(
-                where, "applies only to bfloat16 parameters, but model.dtype is float32; remove this key, or write null"
-            )
+            raw.report(where, f"applies only to bfloat16 parameters, but model.dtype is float32; {remedy}")
     elif adapts and compensation == "kahan":
-        raw.report(where, "an adapter's factors are float32 and need no compensation; remove this key, or write null")
+        raw.report(where, f"an adapter's factors are float32 and need no compensation; {remedy}")
     elif not has_masters and not adapts and compensation is None:
         message = (
             "rounding to bfloat16 loses most small updates. Write float32 (`trainer: {bf16: true}` still gives "
@@ -298,9 +296,7 @@ def _check_precision(raw: _Raw) -> None:
         )
         raw.report(("model", "dtype"), message)
     elif has_masters and compensation == "kahan":
-        raw.report(
-            where, f"{name} updates float32 master weights, which need no compensation; remove this key, or write null"
-        )
+        raw.report(where, f"{name} updates float32 master weights, which need no compensation; {remedy}")
     elif has_masters and trainer.get("bf16") is False and not trainer.get("fp16"):
         message = f"under {name}, bfloat16 weights get float32 master weights only with `trainer: {{bf16: true}}`"
         raw.report(("model", "dtype"), f"{message}; write that, or `dtype: float32`")
@@ -326,10 +322,8 @@ def _check_training(raw: _Raw) -> None:
         )
         raw.report(("trainer", "eval_packing"), message)
     if trainer.get("use_liger_kernel") is True and importlib.util.find_spec("liger_kernel") is None:
-        raw.report(
-            ("trainer", "use_liger_kernel"),
-            "liger-kernel is not installed; run `pip install 'soren-align[liger]'`, or remove this key",
-        )
+        message = "liger-kernel is not installed; run `pip install 'soren-align[liger]'`, or remove this key"
+        raw.report(("trainer", "use_liger_kernel"), message)
     benchmark = raw.section("run", "benchmark")
     if benchmark and benchmark.get("every") is None and (held_out is None or strategy in ("no", False)):
         message = "without `every`, benchmarks are measured at evaluations, of which there are none; write `every`, "
@@ -382,11 +376,8 @@ def _check_parallel(raw: _Raw) -> None:
     """Check whether this machine can shard so. A function of its own: tests of FSDP2 on CPUs replace it."""
     config = raw.parallel
     if config and config.kind == "fsdp2" and raw.get("trainer", "use_cpu"):
-        message = (
-            "accelerate shards only on GPUs, and would silently train with DDP under trainer.use_cpu; write ddp or "
-            "a ZeRO stage, or remove trainer.use_cpu"
-        )
-        raw.report(("run", "parallel"), message)
+        reason = "accelerate shards only on GPUs, and would silently train with DDP under trainer.use_cpu"
+        raw.report(("run", "parallel"), f"{reason}; write ddp or a ZeRO stage, or remove trainer.use_cpu")
     if config and config.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
         message = "needs DeepSpeed, which is not installed; run `pip install 'deepspeed>=0.19.8,<0.20'`"
         raw.report(("run", "parallel"), message)
@@ -395,10 +386,8 @@ def _check_parallel(raw: _Raw) -> None:
 def evaluation_problems(settings: dict[str, Any]) -> list[tuple[str, str]]:
     """(key, message) of each file, suite or package of an evaluation that is missing."""
     problems: list[tuple[str, str]] = []
-    for key, kind, known in (
-        ("suite", "suite", shipped.suites()),
-        ("published", "table of published scores", shipped.published()),
-    ):
+    tables = ("published", "table of published scores", shipped.published())
+    for key, kind, known in (("suite", "suite", shipped.suites()), tables):
         names = settings.get(key) or []
         for name in [names] if isinstance(names, str) else names:
             if name not in known and not resolve_path(name).exists():
@@ -424,6 +413,7 @@ def splits(data: Any) -> Iterator[tuple[Key, dict[str, Any]]]:
                 yield ("data", name) if i is None else ("data", name, i), split
 
 
+_NEEDS_ALL = "needs all examples before training, but data.streaming reads them during training"
 NOT_STREAMED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_train_epochs": (
         (None,),
@@ -434,14 +424,8 @@ NOT_STREAMED: dict[str, tuple[tuple[Any, ...], str]] = {
         "with data.streaming, the training process itself reads the data, so that a resumed run continues at the exact "
         "example; remove this key",
     ),
-    "precompute_ref_log_probs": (
-        (None, False),
-        "needs all examples before training, but data.streaming reads them during training; remove this key",
-    ),
-    "train_sampling_strategy": (
-        (None, "random"),
-        "needs all examples before training, but data.streaming reads them during training; remove this key",
-    ),
+    "precompute_ref_log_probs": ((None, False), f"{_NEEDS_ALL}; remove this key"),
+    "train_sampling_strategy": ((None, "random"), f"{_NEEDS_ALL}; remove this key"),
     "shuffle_dataset": (
         (None, False),
         "with data.streaming, data.streaming.shuffle_buffer sets the shuffling; remove this key",
@@ -460,23 +444,16 @@ def streaming_problems(data: dict[str, Any], trainer: dict[str, Any]) -> Iterato
         return
     max_steps = trainer.get("max_steps")
     if not isinstance(max_steps, int) or max_steps < 1:
-        yield (
-            ("trainer", "max_steps"),
-            "is required with data.streaming, because the number of examples is unknown; write the number of optimizer "
-            "steps",
-        )
+        reason = "is required with data.streaming, because the number of examples is unknown"
+        yield ("trainer", "max_steps"), f"{reason}; write the number of optimizer steps"
     for key, (allowed, reason) in NOT_STREAMED.items():
         if trainer.get(key) not in allowed:
             yield ("trainer", key), reason
     if isinstance(evaluation := data.get("eval"), dict) and "examples" in evaluation:
-        message = "needs all examples before training, but data.streaming reads them during training; write "
-        message += "{fraction: 0.01}, or a split"
-        yield ("data", "eval"), message
+        yield ("data", "eval"), f"{_NEEDS_ALL}; write {{fraction: 0.01}}, or a split"
     for at, split in splits(data):
         name, path = split.get("split"), split.get("path")
         is_part = isinstance(name, str) and ("[" in name or "+" in name)
         if at[1] == "train" and is_part and isinstance(path, str) and not is_local(path):
-            yield (
-                (*at, "split"),
-                "only a whole split can be streamed; write a whole split and a limit, or a list of splits",
-            )
+            message = "only a whole split can be streamed; write a whole split and a limit, or a list of splits"
+            yield (*at, "split"), message

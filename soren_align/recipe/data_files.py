@@ -125,32 +125,24 @@ def data_problems(
                 f"the file {name} has the name of a test split, and scores on training data are meaningless; write a "
                 "pattern that leaves this file out, such as train*.jsonl, or add train_on_test: true to this section"
             ]
+    names: Any = split.get("columns")
+    names = names if isinstance(names, dict) else {}
     readable = [(name, file) for name, file in files.items() if file.suffix in (".jsonl", ".csv")] if reads_data else []
     for name, file in readable[:NUM_FILES]:
         try:
             records = _first_records(name, file, split)
         except UserError as error:
             return list(error.problems)
-        if problems := _column_problems(name, records, split, task):
-            return problems
-    return []
-
-
-def _column_problems(name: str, records: list[dict[str, Any]], split: dict[str, Any], task: str | None) -> list[str]:
-    columns = {column: None for record in records for column in record}
-    names = split.get("columns")
-    if isinstance(names, dict) and names:
+        columns = {column: None for record in records for column in record}
+        head = f"the columns {', '.join(columns)}"
         for ours, theirs in names.items() if columns else ():  # keys of turns are not columns
             if ours not in TURN_KEYS and isinstance(theirs, str) and theirs not in columns:
                 hint = did_you_mean(theirs, columns, "write one of these columns")
-                return [
-                    f"{name}: columns.{ours} is '{theirs}', but the file has the columns {', '.join(columns)}{hint}"
-                ]
-        return []
-    if not columns or task not in TASKS or columns.keys() & set(get_args(Column)):
-        return []
-    hint = example_of_names(records[0], task)
-    return [f"{name}: has the columns {', '.join(columns)}, but {task} needs {TASKS[task].required_columns}{hint}"]
+                return [f"{name}: columns.{ours} is '{theirs}', but the file has {head}{hint}"]
+        if columns and not names and task in TASKS and not columns.keys() & {*get_args(Column)}:
+            hint = example_of_names(records[0], task)
+            return [f"{name}: has {head}, but {task} needs {TASKS[task].required_columns}{hint}"]
+    return []
 
 
 def question_columns(path: str, question: str | None = None, answer: str | None = None) -> dict[str, str]:
@@ -160,9 +152,8 @@ def question_columns(path: str, question: str | None = None, answer: str | None 
     the file has several that may be the questions.
     """
     if (question is None) != (answer is None):
-        raise UserError(
-            f"--{'question' if question is None else 'answer'}: is missing; write --question COLUMN and --answer COLUMN"
-        )
+        option = "--question" if question is None else "--answer"
+        raise UserError(f"{option}: is missing; write --question COLUMN and --answer COLUMN")
     columns = {"instruction": question, "output": answer} if question and answer else {}
     try:
         name, file = next(iter(data_files(path).items()))
@@ -178,9 +169,8 @@ def question_columns(path: str, question: str | None = None, answer: str | None 
     if {"question", "answer"} <= {*names}:
         pair = ["question", "answer"]
     elif len(names) > 2:
-        remedy = (
-            f"add --question COLUMN --answer COLUMN, such as {shlex.join(('--question', pair[0], '--answer', pair[1]))}"
-        )
+        options = shlex.join(("--question", pair[0], "--answer", pair[1]))
+        remedy = f"add --question COLUMN --answer COLUMN, such as {options}"
         raise UserError(f"--data: {path}: found the columns {', '.join(names)}; {remedy}")
     return dict(zip(("instruction", "output"), pair, strict=True))
 
@@ -209,17 +199,17 @@ def _first_records(
     num_lines = min(limit, most) if isinstance(limit, int) else most
     try:
         with file.open("rb") as stream:
-            start = stream.read(4)
-        refuse_wide_characters(name, start)
-        if file.suffix == ".csv":
-            return _first_rows(name, file, num_lines, is_whole)
-        lines = _lines(file, num_lines)
+            refuse_wide_characters(name, stream.read(4))
+            if file.suffix == ".csv":
+                return _first_rows(name, file, num_lines, is_whole)
+            stream.seek(0)
+            lines = list(islice(_lines(stream), num_lines))
     except OSError as error:
         raise UserError(f"{name}: cannot be read: {error.strerror}; check the path and its permissions") from None
     records = []
-    for number, line in lines:
+    for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
+            record = json.loads(line) if line.strip() else None
         except json.JSONDecodeError as error:
             if split.get("bad_examples", "refuse") == "refuse":
                 reason = f"not JSON: {error.msg} at column {error.colno}; write one JSON object per line"
@@ -234,17 +224,13 @@ def _first_records(
 def _first_rows(name: str, file: Path, num_lines: int, is_whole: bool) -> list[dict[str, Any]]:
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         names, delimiter = csv_columns(name, stream.readline(MAX_LINE))
-        lines = takewhile(lambda line: 0 < len(line) < MAX_LINE, iter(lambda: stream.readline(MAX_LINE), ""))
         rows: list[list[str]] = []
         with suppress(csv.Error):  # reported later, with its line
-            for row in islice(csv.reader(lines, delimiter=delimiter), num_lines):
-                rows.append(row)
-    for number, row in enumerate(rows, 1):
-        if is_whole and row and len(row) != len(names):
-            remedy = f"put a text that contains {delimiter!r} in quotes"
-            raise UserError(
-                f"{name}: record {number} has {len(row)} columns, but the header has {len(names)}; {remedy}"
-            )
+            rows.extend(islice(csv.reader(_lines(stream), delimiter=delimiter), num_lines))
+    for number, row in enumerate(rows if is_whole else (), 1):
+        if row and len(row) != len(names):
+            finding = f"record {number} has {len(row)} columns, but the header has {len(names)}"
+            raise UserError(f"{name}: {finding}; put a text that contains {delimiter!r} in quotes")
     records = [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
     return records or [dict.fromkeys(names, "")]
 
@@ -294,14 +280,6 @@ def longest_texts(example: dict[str, Any]) -> list[str]:
     return [column for column in texts if column in longest]
 
 
-def _lines(file: Path, num_lines: int) -> list[tuple[int, bytes]]:
-    """(number, line) of the first lines that are not blank, up to the first that is too long."""
-    lines: list[tuple[int, bytes]] = []
-    with file.open("rb") as stream:
-        for number in range(1, num_lines + 1):
-            line = stream.readline(MAX_LINE)
-            if len(line) == MAX_LINE or not line:
-                break
-            if line.strip():
-                lines.append((number, line))
-    return lines
+def _lines(stream: Any) -> Iterator[Any]:
+    """The lines up to the first that is too long."""
+    return takewhile(lambda line: 0 < len(line) < MAX_LINE, iter(lambda: stream.readline(MAX_LINE), None))

@@ -76,11 +76,8 @@ def load(
     data = source.content.get("data")
     if "--data" in values and isinstance(data, dict) and not isinstance(data.get("train"), dict):
         data["train"] = {}  # a bare path, or several splits
-    if (
-        "--model" in values
-        and source.content.get("task") != "pretrain"
-        and "init_seed" in (model := source.content.get("model") or {})
-    ):
+    model = source.content.get("model") or {}
+    if "--model" in values and source.content.get("task") != "pretrain" and "init_seed" in model:
         notify(f"--model {values['--model']}: ignored model.init_seed, which makes random weights")
         del model["init_seed"]
     settings += source.settings(overrides or [])
@@ -95,12 +92,10 @@ def load(
         if names and isinstance(section := parent[at[-1]], dict):
             _drop_foreign_keys(section, union, names[-1], at, notify)
     for setting in settings:
-        if setting.key == ("extends",):
-            source.bad_settings.append(
-                f"{setting.text}: extends cannot be set here; write this key into a recipe's file"
-            )
-        else:
+        if setting.key != ("extends",):
             source.apply(setting)
+            continue
+        source.bad_settings.append(f"{setting.text}: extends cannot be set here; write this key into a recipe's file")
     # The columns of a file of questions and answers; values of a wrong type are left.
     is_named, train = any(columns), value_at(source.content, ("data", "train"))
     if is_named and (source.content.get("task") != "sft" or isinstance(train, list)):

@@ -163,9 +163,7 @@ def _deepspeed_problems(config: dict[str, Any]) -> Iterator[str]:
         if offload.get("super_offload"):
             reason = _ZERO_UNSUPPORTED["super_offload"]
             yield f"{where}.super_offload: is not supported, because {reason}; remove this key"
-    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none" and config.get(
-        "zero_force_ds_cpu_optimizer"
-    ):
+    if Parallel("zero", config).offloads and config.get("zero_force_ds_cpu_optimizer"):
         yield "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would replace the recipe's optimizer; write false"
 
 

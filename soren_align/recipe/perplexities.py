@@ -46,28 +46,11 @@ def load_perplexities(name_or_path: str) -> PublishedPerplexities:
     return parse(read_text(path), str(path), form).validated(PublishedPerplexities)
 
 
-def published_problems(table: str, model: str | None, task: str | None) -> list[tuple[tuple[str, ...], str]]:
-    """(key below run.published, message) of each problem of the section."""
-    if task != "pretrain":
-        return [((), "only a pre-training reports a perplexity; remove this section")]
-    try:
-        models = load_perplexities(table).models
-    except UserError as error:
-        return [(("table",), problem) for problem in error.problems]
-    if model is None or model in models:
-        return []
-    hint = did_you_mean(model, models, f"write one of {', '.join(models)}")
-    return [(("model",), f"{table} has no model {model!r}{hint}")]
-
-
 def describe_published(table: PublishedPerplexities, model: str) -> list[str]:
     """Return the lines of a model: the perplexities, those corrected for the loop's division, and the source."""
     runs = table.models[model]
-    lines = [f"published for {model} on {table.data}, not compared: {_listed(runs.perplexities)}"]
+    parts = {f"published for {model} on {table.data}, not compared": runs.perplexities}
     if n := runs.num_batches:
-        lines.append(f"corrected, if their loop divided {n} losses by {n + 1}: {_listed(runs.corrected())}")
+        parts[f"corrected, if their loop divided {n} losses by {n + 1}"] = runs.corrected()
+    lines = [f"{head}: {', '.join(f'{name} {value:.2f}' for name, value in of.items())}" for head, of in parts.items()]
     return [*lines, table.source]
-
-
-def _listed(perplexities: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.2f}" for name, value in perplexities.items())
