@@ -199,9 +199,8 @@ def find(name_or_path: str, known: dict[str, Path], kind: str) -> Path:
     if name_or_path in known:
         return known[name_or_path]
     beside = [str(file) for file in path.parent.glob("*.yaml")]
-    hint = did_you_mean(
-        name_or_path, [*beside, *known], otherwise="`soren-align recipes` lists the shipped recipes and studies"
-    )
+    remedy = "`soren-align recipes` lists the shipped recipes and studies"
+    hint = did_you_mean(name_or_path, [*beside, *known], remedy)
     raise UserError(f"{name_or_path}: no such file, nor a shipped {kind}{hint}")
 
 

@@ -217,6 +217,5 @@ def did_you_mean(word: object, known: Iterable[str], otherwise: str = "") -> str
     otherwise: the remedy where no word is similar; empty for none.
     """
     meant = closest(word, known)
-    if meant is not None:
-        return f"; did you mean '{meant}'?"
-    return f"; {otherwise}" if otherwise else ""
+    remedy = otherwise if meant is None else f"did you mean '{meant}'?"
+    return f"; {remedy}" if remedy else ""

@@ -104,15 +104,13 @@ def read_text(path: str | Path, max_bytes: int = MAX_YAML_BYTES) -> str:
         remedy = REMEDIES[error.errno or 0] if of_machine else "check the path and its permissions"
         raise UserError(f"{path}: cannot be read: {error.strerror}; {remedy}") from None
     if len(content) > max_bytes:
-        raise UserError(
-            f"{path}: is larger than {max_bytes:,} bytes, the limit for this kind of file; shorten this file"
-        )
+        remedy = "shorten this file"
+        raise UserError(f"{path}: is larger than {max_bytes:,} bytes, the limit for this kind of file; {remedy}")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(
-            f"{path}:1 is not a text file in UTF-8; convert the file to UTF-8, or name another file"
-        ) from None
+        remedy = "convert the file to UTF-8, or name another file"
+        raise UserError(f"{path}:1 is not a text file in UTF-8; {remedy}") from None
 
 
 def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_DEPTH) -> Any:
@@ -122,14 +120,13 @@ def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: i
 
 def parse_json(text: str, name: str, max_depth: int = MAX_DEPTH) -> Any:
     """Return JSON text as plain data. Raises UserError, with `name` for the file, if it exceeds the limits."""
+    too_deep = UserError(f"{name}: cannot be read as JSON: nested more than {max_depth} levels deep; {CORRECT}")
     try:
         data = json.loads(text, parse_int=_json_int)
     except json.JSONDecodeError as error:
         raise UserError(f"{name}:{error.lineno} cannot be read as JSON: {error.msg}; {CORRECT}") from None
     except RecursionError:
-        raise UserError(
-            f"{name}: cannot be read as JSON: nested more than {max_depth} levels deep; {CORRECT}"
-        ) from None
+        raise too_deep from None
     except ValueError as error:
         raise UserError(f"{name}: cannot be read as JSON: {error}; {CORRECT}") from None
     level = [data]
@@ -145,7 +142,7 @@ def parse_json(text: str, name: str, max_depth: int = MAX_DEPTH) -> Any:
         level = children
         if not level:
             return data
-    raise UserError(f"{name}: cannot be read as JSON: nested more than {max_depth} levels deep; {CORRECT}")
+    raise too_deep
 
 
 def is_text(value: str) -> bool:
@@ -323,9 +320,8 @@ def refuse_unwritable(folder: Path, key: str) -> None:
     if not existing.is_dir():
         raise UserError(f"{key}: {folder} cannot be created: {existing} is a file; name another folder")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(
-            f"{key}: {existing} is read-only, or you have no permission to write into it; name another folder"
-        )
+        remedy = "name another folder"
+        raise UserError(f"{key}: {existing} is read-only, or you have no permission to write into it; {remedy}")
 
 
 def append(path: Path, text: str) -> None:

@@ -3,7 +3,6 @@
 They are listed by name here; a path that starts with `shipped:` is resolved by `files.resolve_path`.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import did_you_mean
@@ -49,23 +48,27 @@ NAVIGATION = {
 
 def recipes() -> dict[str, Path]:
     """Return every shipped recipe by name, e.g. {'quickstart/sft': .../recipes/quickstart/sft.yaml}, sorted."""
-    return {name: file for name, file in _recipes_and_studies() if not is_study(file)}
+    return {name: file for name, file in _files("recipes").items() if not is_study(file)}
 
 
 def studies() -> dict[str, Path]:
     """Return every shipped study by name, e.g. {'quickstart/compare': .../recipes/quickstart/compare.yaml}, sorted."""
-    return {name: file for name, file in _recipes_and_studies() if is_study(file)}
+    return {name: file for name, file in _files("recipes").items() if is_study(file)}
 
 
-def _recipes_and_studies() -> Iterator[tuple[str, Path]]:
-    folder = ROOT / "recipes"
-    yield from ((str(f.relative_to(folder).with_suffix("")), f) for f in sorted(folder.glob("*/*.yaml")))
+def _files(folder: str) -> dict[str, Path]:
+    """The YAML files in the subfolders of a shipped folder by name, sorted; without those beside a suite."""
+    files = sorted((ROOT / folder).glob("*/*.yaml"))
+    return {f"{f.parent.name}/{f.stem}": f for f in files if not (f.parent / "suite.yaml").exists()}
 
 
 def is_study(file: Path) -> bool:
     """Whether a YAML file is a study, and not a recipe: it has `candidates`."""
-    text = file.read_text(encoding="utf-8", errors="replace")
-    return any(line.startswith("candidates:") for line in text.splitlines())
+    return _has_key(file, "candidates")
+
+
+def _has_key(file: Path, key: str) -> bool:
+    return any(line.startswith(f"{key}:") for line in file.read_text("utf-8", errors="replace").splitlines())
 
 
 def templates() -> dict[str, Path]:
@@ -105,19 +108,9 @@ def suite_hint(name: str, path: Path) -> str:
 
 def published() -> dict[str, Path]:
     """Return every shipped table of published scores by name, e.g. {'paper/sft': .../eval/paper/sft.yaml}, sorted."""
-    return {name: file for name, file in _tables() if not _has_models(file)}
+    return {name: file for name, file in _files("eval").items() if not _has_key(file, "models")}
 
 
 def perplexities() -> dict[str, Path]:
     """Return every shipped table of published perplexities by name: {'paper/pretraining': ...}, sorted."""
-    return {name: file for name, file in _tables() if _has_models(file)}
-
-
-def _tables() -> Iterator[tuple[str, Path]]:
-    files = sorted((ROOT / "eval").glob("*/*.yaml"))
-    yield from ((f"{f.parent.name}/{f.stem}", f) for f in files if not (f.parent / "suite.yaml").exists())
-
-
-def _has_models(file: Path) -> bool:
-    """Whether a table has perplexities of models, and not scores of a suite."""
-    return "\nmodels:" in file.read_text(encoding="utf-8")
+    return {name: file for name, file in _files("eval").items() if _has_key(file, "models")}

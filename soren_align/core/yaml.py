@@ -35,9 +35,8 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, str]]:
     Raises UserError, with the line, for tags, invalid YAML and text beyond the limits above.
     """
     if len(text) > MAX_YAML_BYTES:
-        raise UserError(
-            f"{name}: is larger than {MAX_YAML_BYTES:,} bytes, the limit for a YAML file; shorten this file"
-        )
+        remedy = "shorten this file"
+        raise UserError(f"{name}: is larger than {MAX_YAML_BYTES:,} bytes, the limit for a YAML file; {remedy}")
     reader = _Reader(name, YAML(typ="safe", pure=True).parse(text))
     mark = None
     try:

@@ -35,9 +35,8 @@ def examples_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
                 yield example | {name: [json.loads(turn) for turn in example[name]] for name in lists if example[name]}
     except (pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: text that is not UTF-8
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"the dataset's Arrow files cannot be read: {reason}; remove these files from the cache, then rerun"
-        ) from None
+        remedy = "remove these files from the cache, then rerun"
+        raise UserError(f"the dataset's Arrow files cannot be read: {reason}; {remedy}") from None
 
 
 def dataset_of(rows: Sequence[dict[str, Any]]) -> Dataset:

@@ -8,6 +8,7 @@ assistant's tokens of a template without {% generation %}: tests/data/test_turn_
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from datasets import Dataset
@@ -43,17 +44,11 @@ def encode(
         yield from from_token_columns(columns, task)
         return
     if {"messages", "prompt"} <= columns.keys():  # conversations, and prompts and completions
-        is_chat = [bool(turns) for turns in columns["messages"]]
-        encoded: dict[bool, Iterator[EncodedExample]] = {}
-        for kind, other in {True: {"prompt", "completion"}, False: {"messages"}}.items():
-            own = {
-                name: [value for value, is_one in zip(values, is_chat, strict=True) if is_one is kind]
-                for name, values in columns.items()
-                if name not in other
-            }
-            if kind in is_chat:
-                encoded[kind] = encode(own, task, tokenizer, assistant_only_loss, completion_only_loss)
-        yield from (next(encoded[kind]) for kind in is_chat)
+        examples = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        for is_chat, alike in groupby(examples, key=lambda example: bool(example["messages"])):
+            group, others = [*alike], {"prompt", "completion"} if is_chat else {"messages"}
+            own = {name: [example[name] for example in group] for name in columns if name not in others}
+            yield from encode(own, task, tokenizer, assistant_only_loss, completion_only_loss)
         return
     if "text" in columns or isinstance(columns.get("prompt", [None])[0], str):  # without a template
         yield from _encode_texts(columns, tokenizer, completion_only_loss)
@@ -143,8 +138,10 @@ def _encode_chats(
             if derives:
                 trained = inside(rendering.answer_spans(), tokens["offset_mapping"])
             elif any("weight" in turn for turn in chat):
-                untrained = inside(rendering.untrained_spans(), tokens["offset_mapping"])
-                trained = [mark and not skipped for mark, skipped in zip(trained, untrained, strict=True)]
+                skipped = [number for number, turn in enumerate(chat) if not turn.get("weight", 1)]
+                spans = [(rendering.end(number), rendering.end(number + 1)) for number in skipped]  # with their headers
+                untrained = inside(spans, tokens["offset_mapping"])
+                trained = [mark and not other for mark, other in zip(trained, untrained, strict=True)]
             left_out = rendering.left_out(chat if prompt_tokens is None else completions[i])
         if prompt_tokens is not None:
             start = num_shared(prompt_tokens[i]["input_ids"], ids)

@@ -105,9 +105,8 @@ class _Decompressed(io.RawIOBase):
             raise UserError(f"{self.file}: cannot be decompressed: {error}; compress the data again") from None
         self.num_left -= num_bytes
         if self.num_left < 0:
-            raise UserError(
-                f"{self.file}: the decompressed data are larger than {MAX_RATIO} times this file; decompress it"
-            )
+            remedy = "decompress it"
+            raise UserError(f"{self.file}: the decompressed data are larger than {MAX_RATIO} times this file; {remedy}")
         return num_bytes
 
     def close(self) -> None:
@@ -171,9 +170,8 @@ def _array(file: Path) -> Iterator[tuple[int, Any]]:
         with _open(file) as stream:
             yield from enumerate(json.load(stream), start=1)
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{file}:{error.lineno}: is not JSON: {error.msg} at column {error.colno}; correct this line"
-        ) from None
+        remedy = "correct this line"
+        raise UserError(f"{file}:{error.lineno}: is not JSON: {error.msg} at column {error.colno}; {remedy}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: is JSON that cannot be read: {error}; correct the file") from None
 
@@ -299,9 +297,8 @@ class StandardLibrary(LocalFiles):
         root = Path(sysconfig.get_path("stdlib"))
         chosen = entries(root)["train" if split == "train" else "validation"]
         if not chosen:
-            raise UserError(
-                f"{STDLIB}: this Python has no source files of its standard library in {root}; use another Python"
-            )
+            remedy = "use another Python"
+            raise UserError(f"{STDLIB}: this Python has no source files of its standard library in {root}; {remedy}")
         return cls({f"{STDLIB}/{entry.name}": entry.file for entry in chosen}, split, chosen)
 
     def origin(self) -> dict[str, Any]:

@@ -29,9 +29,8 @@ def fetch(path: str, split: str, revision: str | None, name: str | None = None) 
     try:
         dataset = builder.as_dataset(split=split)
     except (ValueError, AssertionError) as error:  # train[:10], train[50%:] and the like
-        raise UserError(
-            f"{path}: '{split}' is no valid part of a split: {error}; write a part such as train[:10%], or a limit"
-        ) from None
+        remedy = "write a part such as train[:10%], or a limit"
+        raise UserError(f"{path}: '{split}' is no valid part of a split: {error}; {remedy}") from None
     assert isinstance(dataset, Dataset)
     return dataset, str(builder.hash)
 

@@ -174,15 +174,11 @@ class Rendering:
                 prompt = self._beginning(i, prompts=True)
                 # Some prompts have a <think> that this answer does not have.
                 is_prompt = self.text.startswith(prompt)
-                start = len(prompt) if is_prompt else max(self._end(i), num_shared(prompt, self.text))
-                end = self._end(i + 1)
+                start = len(prompt) if is_prompt else max(self.end(i), num_shared(prompt, self.text))
+                end = self.end(i + 1)
                 stripped = self.text[:end].rstrip()  # after a stop token the model has stopped
                 spans.append((start, len(stripped) if stripped.endswith(stop_tokens) else end))
         return spans
-
-    def untrained_spans(self) -> list[Span]:
-        """The parts that belong to turns of weight 0, their headers included."""
-        return [(self._end(i), self._end(i + 1)) for i, turn in enumerate(self.turns) if not turn.get("weight", 1)]
 
     def left_out(self, trained: list[Turn]) -> list[str]:
         """The kinds of parts without which the text is the same: the template ignores them.
@@ -220,7 +216,7 @@ class Rendering:
         )
         return [*kinds, EMPTY_ANSWER] if is_silent else kinds
 
-    def _end(self, num_turns: int) -> int:
+    def end(self, num_turns: int) -> int:
         """The length of the rendering of the first turns, with which the text starts."""
         if num_turns in (0, len(self.turns)):
             return len(self.text) if num_turns else 0

@@ -8,7 +8,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,10 +44,6 @@ class PairStats:
     length does not predict the label."""
     first: dict[str, int] = field(default_factory=dict)
     """"equal", "copy", "contradictory" -> the index of the first such pair."""
-
-    def record(self) -> dict[str, Any]:
-        """For run.json."""
-        return asdict(self)
 
     def notices(self, dataset: Dataset, *, repeats: bool) -> list[str]:
         """A line about each number that matters. dataset: the counted examples, in TRL's columns.

@@ -112,9 +112,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(left, int) and isinstance(right, int):
             power = max(0, right) if operator == "**" else 1
             if left.bit_length() * power + right.bit_length() > MAX_BITS:
-                raise SecurityError(
-                    f"the template computes an integer of more than {MAX_BITS:,} bits; use smaller numbers"
-                )
+                remedy = "use smaller numbers"
+                raise SecurityError(f"the template computes an integer of more than {MAX_BITS:,} bits; {remedy}")
         elif operator == "%" and isinstance(left, str):
             _refuse_wide_format(left)
             self.charge_repeated(right, ["%" * left.count("%")])

@@ -265,18 +265,16 @@ def hold_out(
     positions = [np.array([position(example) for example in examples_of(split.dataset)]) for split in splits]
     total = sum(map(len, positions))
     if examples is not None and examples >= total:
-        raise UserError(
-            f"data.eval.examples: {examples} is not below the number of examples, {total}; write a smaller number"
-        )
+        remedy = "write a smaller number"
+        raise UserError(f"data.eval.examples: {examples} is not below the number of examples, {total}; {remedy}")
     end = fraction if examples is None else np.sort(np.concatenate(positions))[examples]
     remaining, chosen = [], []
     for split, own in zip(splits, positions, strict=True):
         is_held_out = own < end
         num_held_out = int(is_held_out.sum())
         if is_held_out.all():
-            raise UserError(
-                f"data.eval.{key}: {number:g} holds out all examples of {split.name}; write a smaller number"
-            )
+            remedy = "write a smaller number"
+            raise UserError(f"data.eval.{key}: {number:g} holds out all examples of {split.name}; {remedy}")
         chosen.append(split.dataset.select(np.flatnonzero(is_held_out)))
         dataset = split.dataset.select(np.flatnonzero(~is_held_out))
         source = {**split.source, "num_held_out": num_held_out}
@@ -284,9 +282,8 @@ def hold_out(
     dataset = concatenated(chosen)
     if len(dataset) == 0:
         reason = "" if examples is None else ", because equal examples are held out together or not at all"
-        raise UserError(
-            f"data.eval.{key}: {number:g} holds out none of {total} examples{reason}; write a larger number"
-        )
+        remedy = "write a larger number"
+        raise UserError(f"data.eval.{key}: {number:g} holds out none of {total} examples{reason}; {remedy}")
     names, layouts = (" + ".join(split.name for split in splits), dict.fromkeys(split.layout for split in splits))
     source = {"path": names, "split": "held out", key: number, "num_examples": len(dataset)}
     return remaining, LoadedSplit(dataset, "; ".join(layouts), len(dataset), {}, source)

@@ -96,9 +96,8 @@ def read_data(c: Conversion, evaluates: bool) -> None:
     for place, split in (places | {k: v for k, v in section.items() if k == "eval"}).items():
         if "path" in split and not is_local(str(split["path"])):
             split["bad_examples"] = "drop"
-            c.ours[f"data.{place}.bad_examples"] = (
-                "bad examples are dropped and counted; to keep one, fix it in a file of your own"
-            )
+            reason = "bad examples are dropped and counted; to keep one, fix it in a file of your own"
+            c.ours[f"data.{place}.bad_examples"] = reason
 
 
 def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
@@ -112,9 +111,8 @@ def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
         parts = zip(datasets.items(), configs, strict=False)  # more configurations than datasets, never fewer
         datasets = [{"path": p, "weight": w, "config": c, "split": s} for (p, w), c in parts for s in splits]
     elif root == "dataset" and not isinstance(datasets, list):
-        raise UserError(
-            f"dataset: found {datasets!r}; write names that dataset_info.json, a file beside this one, lists"
-        )
+        remedy = f"write names that {INFO}, a file beside this one, lists"
+        raise UserError(f"dataset: found {datasets!r}; {remedy}")
     elif root == "dataset_name":
         split = source.get("dataset_train_split") or "train"
         datasets = [{"path": datasets, "split": split, "config": source.get("dataset_config")}]
@@ -253,10 +251,9 @@ _KNOWN_KEYS = {"role": ("role", "from"), "content": ("content", "value"), "weigh
 _KNOWN_ROLES = {"user": ("user", "human"), "assistant": ("assistant", "gpt"), "system": ("system",)}
 _KNOWN_ROLES |= {"tool": ("tool", "observation", "function", "ipython"), "tool_call": ("tool_call", "function_call")}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-ALPACA_PROMPT = (
-    "instruction and input become a user's turn in the chat template, but in the source a part of Alpaca's prompt"
-)
-OWN_PROMPT = "instruction and input become a user's turn in the chat template, but the source has a format of its own"
+_PROMPT = "instruction and input become a user's turn in the chat template, but"
+ALPACA_PROMPT = f"{_PROMPT} in the source a part of Alpaca's prompt"
+OWN_PROMPT = f"{_PROMPT} the source has a format of its own"
 _PAIR = ("prompt", "chosen", "rejected")
 _ALPACA = ("instruction", "input", "output", "system")
 FIELDS = ("field", "field_messages", "field_chosen", "field_rejected", "field_prompt", "message_field_role")
@@ -304,10 +301,8 @@ def _axolotl_names(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tup
     where = _READ if not names else "data.train." + " and data.train.".join(names)
     explained = {key: (where, False) for key in FIELDS if key in entry}
     if renamed := {key: name for key, name in mappings.items() if key not in ("role", "content") and key != name}:
-        explained["message_property_mappings"] = (
-            f"a turn of a recipe has only role and content, so this part of the mapping is ignored: {renamed}",
-            True,
-        )
+        reason = "a turn of a recipe has only role and content, so this part of the mapping is ignored"
+        explained["message_property_mappings"] = (f"{reason}: {renamed}", True)
     for key in ("field_thinking", "template_thinking_key"):
         if entry.get(key) not in (None, *_REASONING):
             explained[key] = (f"found {entry[key]}; rename this key of a turn: {' or '.join(_REASONING)}", True)
@@ -366,9 +361,8 @@ def with_datasets(source: dict[str, Any], folder: Path) -> dict[str, Any]:
     name = str(source.get("dataset_dir") or "data")
     candidates = (place / name / INFO for place in (folder, *folder.parents[:2], Path.cwd()))
     if (info_file := next((file for file in candidates if file.is_file()), None)) is None:
-        raise UserError(
-            f"dataset: there is no {name}/{INFO} beside this file; copy {INFO} there, or change dataset_dir"
-        )
+        remedy = f"copy {INFO} there, or change dataset_dir"
+        raise UserError(f"dataset: there is no {name}/{INFO} beside this file; {remedy}")
     info = read_json(info_file)
     if not isinstance(info, dict):
         raise UserError(f"{info_file}: is no JSON object; write an object with the names of datasets as keys")

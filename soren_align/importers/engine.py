@@ -34,6 +34,7 @@ DTYPE = (
 )
 MUON = "optimizer.name: muon; compare optimizer.adjust_lr_fn with the source's scale of updates, which may differ"
 SDPA = "transformers chooses the attention, usually sdpa"
+_REFERENCE = "the reference model is the model with this adapter, but in the source the model without an adapter"
 _RSLORA = ("use_rslora", "peft_use_rslora")
 _STREAMING = ("streaming", "dataset_streaming")
 _PACKING = ("packing", "neat_packing")
@@ -266,11 +267,8 @@ def _lora(key: str, name: str, value: Any, c: Conversion) -> Note | None:
         model["name_or_path"] = c.start
         if name in START:
             is_dpo = flat.get("stage") == "dpo" or bool(flat.get("rl"))
-            reference = (
-                "; the reference model is the model with this adapter, but in the source the model without an adapter"
-                * is_dpo
-            )
-            return c.rename(key, f"model.name_or_path; training continues with this adapter{reference}", is_dpo)
+            explanation = "model.name_or_path; training continues with this adapter"
+            return c.rename(key, explanation + f"; {_REFERENCE}" * is_dpo, is_dpo)
         if name in ("model_name_or_path", "base_model"):
             return c.drop(key, "not needed, because the adapter's folder names its base model")
         if note := _quantization(key, name, value, c):
@@ -419,9 +417,8 @@ def _optimizer_and_model(key: str, name: str, value: Any, c: Conversion) -> Note
         if matches(value, TABLES["adamw_8bit"]):
             optimizer["states"] = "8bit"
             return c.rename(key, "optimizer.name: adamw, optimizer.states: 8bit")
-        return c.rename(
-            key, f"optimizer.name: adamw at the same learning rate; soren-align does not have {value}", True
-        )
+        effect = f"soren-align does not have {value}"
+        return c.rename(key, f"optimizer.name: adamw at the same learning rate; {effect}", True)
     if name == "use_muon" and value is True:
         optimizer["name"] = "muon"
         return c.rename(key, MUON, True)
@@ -449,17 +446,13 @@ def _optimizer_and_model(key: str, name: str, value: Any, c: Conversion) -> Note
             return c.drop(key, "chat_template_jinja sets the template")
     if name in ("chat_template", "chat_template_jinja") and isinstance(value, str) and "{{" in value:
         if c.template_path is None:
-            reason = (
-                "the recipe uses the tokenizer's own chat template; to use the file's template, add a DEST, beside "
-            )
-            reason += "which the import writes this template"
-            return c.drop(key, reason, True)
+            remedy = "to use the file's template, add a DEST, beside which the import writes this template"
+            return c.drop(key, f"the recipe uses the tokenizer's own chat template; {remedy}", True)
         c.template, model["chat_template"] = value, c.template_path
         return c.rename(key, f"model.chat_template: {c.template_path}")
     if name == "chat_template_path" and value is not None and not str(value).endswith(".jinja"):
-        return c.drop(
-            key, f"{value} is no .jinja file; save its chat template as one, and write model.chat_template", True
-        )
+        remedy = "save its chat template as one, and write model.chat_template"
+        return c.drop(key, f"{value} is no .jinja file; {remedy}", True)
     return None
 
 

@@ -52,11 +52,8 @@ def import_file(path: Path, task: TaskName | None = None, template_file: Path | 
     except UserError as error:
         if template_file is not None and conversion.template is not None:
             template_file.unlink()
-        raise UserError(
-            *error.problems,
-            *missing,
-            f"{path.name}: nothing was written; correct this file, and run the same command again",
-        ) from None
+        remedy = f"{path.name}: nothing was written; correct this file, and run the same command again"
+        raise UserError(*error.problems, *missing, remedy) from None
     table = to_table(conversion, path.name)
     if missing:
         lines = [line for problem in missing for line in _wrapped(problem, 2)]
@@ -112,12 +109,8 @@ def to_table(conversion: Conversion, name: str) -> str:
     """The outcome of each key, 80 columns wide: first the keys that change the training."""
     parts = {"changes to the training": [note for note in conversion.notes if note.changes_training]}
     others = [note for note in conversion.notes if not note.changes_training]
-    for outcome, title in {
-        "unknown": "unknown keys, which are left out",
-        "renamed": "renamed",
-        "dropped": "dropped",
-    }.items():
-        parts[title] = [note for note in others if note.outcome == outcome]
+    titles = {"unknown": "unknown keys, which are left out", "renamed": "renamed", "dropped": "dropped"}
+    parts |= {title: [note for note in others if note.outcome == outcome] for outcome, title in titles.items()}
     lines = [f"{name} as a recipe for soren-align {conversion.task}"]
     for title, notes in parts.items():
         if notes:

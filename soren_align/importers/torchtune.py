@@ -45,11 +45,10 @@ class Torchtune:
         by_key = {note.key: note for note in self.notes}
         for note in notes:
             inside = re.fullmatch(r"(?:datasets|dataset_val)\[(\d+)\]\.(\w+)", note.key)
-            place = (
-                f"dataset[{inside[1]}]" if inside and f"dataset[{inside[1]}].{_COMPONENT}" in self.source else "dataset"
-            )
-            key = f"{place}.{_COMPONENT if inside[2] == 'type' else inside[2]}" if inside else self.names.get(note.key)
-            key = key or note.key
+            key = self.names.get(note.key, note.key)
+            if inside:
+                place = f"dataset[{inside[1]}]" if f"dataset[{inside[1]}].{_COMPONENT}" in self.source else "dataset"
+                key = f"{place}.{_COMPONENT if inside[2] == 'type' else inside[2]}"
             is_renamed = note.outcome == "unchanged" and key != note.key
             explanation = f"trainer.{note.key}" if is_renamed else note.explanation
             outcome = "renamed" if is_renamed else note.outcome

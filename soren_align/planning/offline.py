@@ -11,9 +11,9 @@ from typing import Any
 
 from ..core import shipped
 from ..core.files import resolve_path
-from ..core.hub import hub_answers
 from ..core.patches import hub_offline
 from ..recipe import Data, DataSplit, HeldOut, HeldOutNumber, is_local
+from ..recipe.model import hub_answers
 
 
 def model_config(name: str) -> Path | None:

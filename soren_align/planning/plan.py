@@ -184,7 +184,7 @@ def _data(recipe: Recipe, inputs: Inputs, num_trained: int) -> dict[str, Any]:
         "num_truncated": account.num_truncated,
         "num_truncated_tokens": account.num_truncated_tokens,
         "num_unknown_tokens": account.num_unknown_tokens,
-        "pairs": account.pairs.record() if account.pairs else None,
+        "pairs": asdict(account.pairs) if account.pairs else None,
         "packing": asdict(inputs.ready.packing) if inputs.ready.packing else None,
         "token_length_percentiles": account.lengths,
         "trained_token_share": account.trained_share,

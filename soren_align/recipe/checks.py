@@ -18,14 +18,7 @@ from ..core.yaml import Key
 from ..spectral.maps import SOREN_MAPS
 from ..tasks import BENCHMARK, TASKS
 from .data_files import STDLIB, STDLIB_SPLITS, data_problems, is_test_split
-from .model import (
-    adapter_config,
-    attention_problems,
-    is_adapter,
-    is_local,
-    model_problems,
-    recorded_quantization,
-)
+from .model import adapter_config, attention_problems, is_adapter, is_local, model_problems, recorded_quantization
 from .parallel import Parallel, parallel
 from .perplexities import load_perplexities
 from .schema import Quantize, trains_others

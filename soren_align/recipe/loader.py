@@ -147,9 +147,8 @@ def refuse_foreign(name: str | None, content: Mapping[str, Any]) -> None:
     """Raise UserError with the command that imports another tool's file, if this is one."""
     kind = next((kind for key, kind in FOREIGN_KEYS.items() if key in content), None)
     if kind and not content.keys() & {"task", "run"}:
-        raise UserError(
-            f"{name}: is {kind}, not a recipe; run `soren-align import {name} recipe.yaml` to convert the file"
-        )
+        remedy = f"run `soren-align import {name} recipe.yaml` to convert the file"
+        raise UserError(f"{name}: is {kind}, not a recipe; {remedy}")
 
 
 def find(name_or_path: str) -> Path:
@@ -228,9 +227,8 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
     except UserError as error:
         raise UserError(f"{where} extends: {error}") from None
     if base_path.resolve() in (path.resolve(), *extending):
-        raise UserError(
-            f"{where} extends: this recipe and {base_name} extend each other; remove `extends` from one of them"
-        )
+        remedy = "remove `extends` from one of them"
+        raise UserError(f"{where} extends: this recipe and {base_name} extend each other; {remedy}")
     base = _read(base_path, notify, (*extending, path.resolve()))
     raw["extends"] = [base_name, *base.content.pop("extends", [])]
     _merge(base.content, raw, notify)

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..core.document import from_pydantic
 from ..core.errors import OutOfReach, UserError, did_you_mean
 from ..core.files import PREFIX, local_path, read_json, refuse_special_files, resolve_path
-from ..core.hub import hub_answers
 from ..core.text import dotted
 from .data_files import PYTHON, SUFFIXES, data_suffix, has_wildcards
 from .schema import ADAPTER, Quantize, Recipe
@@ -229,9 +228,24 @@ def refuse_unquantizable(quantize: str | None, place: str = "model.quantize") ->
     Called before weights are loaded: a machine without bitsandbytes can import, check and plan such a recipe.
     """
     if quantize and importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            f"{place}: needs bitsandbytes, which is not installed; run `pip install 'soren-align[quantize]'`"
-        )
+        remedy = "run `pip install 'soren-align[quantize]'`"
+        raise UserError(f"{place}: needs bitsandbytes, which is not installed; {remedy}")
+
+
+HUB_SECONDS = 3.0
+"""The hub is asked once and briefly, since its own client retries for half a minute."""
+
+
+def hub_answers() -> bool:
+    """Whether the hub can be used now: offline mode is off, and the hub answers, not only a proxy before it."""
+    from huggingface_hub import constants, get_session  # 0.2 s, of commands that mostly need no hub
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        return get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS).status_code < 500
+    except Exception:  # whatever its client raises, the hub is unreachable
+        return False
 
 
 def refuse_unreachable(recipe: Recipe) -> None:

@@ -101,14 +101,8 @@ def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
         return section
 
     validators: Any = {"complete": model_validator(mode="after")(complete)}
-    options: Any = {
-        "__base__": _MapSection,
-        "__module__": __name__,
-        "__doc__": spectral_map.doc,
-        "__validators__": validators,
-    }
-    section: Any = create_model(f"{title}Map", **options, **fields)
-    return section
+    options: Any = {"__base__": _MapSection, "__module__": __name__, "__doc__": spectral_map.doc}
+    return create_model(f"{title}Map", __validators__=validators, **options, **fields)
 
 
 def _as_section(value: Any) -> Any:

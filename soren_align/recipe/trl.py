@@ -12,6 +12,7 @@ import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import gt, le, lt
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ AT_LEAST |= {"gradient_accumulation_steps": 1, "max_length": 2, "save_total_limi
 AT_LEAST |= dict.fromkeys(("seed", "warmup_steps", "max_grad_norm", "dataloader_num_workers"), 0)
 AT_MOST: dict[str, int] = dict.fromkeys(("seed", "data_seed"), 2**32 - 1)  # numpy's
 AT_MOST |= dict.fromkeys(("dataloader_num_workers", "dataset_num_proc"), 256)  # each is a process, of every rank
-MORE_THAN = {"num_train_epochs": 0, "logging_steps": 0, "save_steps": 0, "eval_steps": 0, "beta": 0}
+ABOVE = {"num_train_epochs": 0, "logging_steps": 0, "save_steps": 0, "eval_steps": 0, "beta": 0}
+_LIMITS = ((AT_LEAST, lt, "of at least"), (AT_MOST, gt, "of at most"), (ABOVE, le, "above"))
 
 
 @dataclass(frozen=True)
@@ -166,12 +168,9 @@ def _problem(task: str, key: str, value: Any) -> str | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
             return f"found {value!r}; write a finite number"
-        if key in AT_LEAST and value < AT_LEAST[key]:
-            return f"found {value!r}; write a number of at least {AT_LEAST[key]}"
-        if key in AT_MOST and value > AT_MOST[key]:
-            return f"found {value!r}; write a number of at most {AT_MOST[key]}"
-        if key in MORE_THAN and value <= MORE_THAN[key]:
-            return f"found {value!r}; write a number above {MORE_THAN[key]}"
+        for limits, is_outside, words in _LIMITS:
+            if key in limits and is_outside(value, limits[key]):
+                return f"found {value!r}; write a number {words} {limits[key]}"
     return None
 
 
@@ -195,9 +194,8 @@ _WORDS = {
 def _source(package: str) -> Path:
     spec = importlib.util.find_spec(package)  # finds the folder; runs nothing of it
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(
-            f"{package} is not installed; run `pip install soren-align`, which installs {package}"
-        )
+        remedy = f"run `pip install soren-align`, which installs {package}"
+        raise ModuleNotFoundError(f"{package} is not installed; {remedy}")
     return Path(spec.origin).parent
 
 

@@ -68,7 +68,7 @@ def report_setup(
     examples |= {"num_truncated": counts.num_truncated, "num_truncated_tokens": counts.num_truncated_tokens}
     examples["num_unknown_tokens"] = counts.num_unknown_tokens
     examples |= {"packing": asdict(setup.packing)} if setup.packing else {}
-    examples |= {"pairs": counts.pairs.record()} if counts.pairs else {}
+    examples |= {"pairs": asdict(counts.pairs)} if counts.pairs else {}
     references = [f"ref_{answer}_logps" for answer in TASKS[recipe.task].answers]
     if references and {*references} <= {*(trainer.train_dataset.column_names or ())}:
         examples["pairs"]["start_margins"] = start_margins(*(trainer.train_dataset[name] for name in references))
