@@ -28,9 +28,13 @@ def read_pairs(data: str, question: str | None, answer: str | None) -> tuple[Pai
     Raises UserError if they cannot be read.
     """
     from ..core.text import count
-    from ..recipe.data_files import data_files, question_columns, read_rows
+    from ..recipe.data_files import MAX_ROWS, data_files, first_records, question_columns
 
-    rows = read_rows(*next(iter(data_files(data).items())))
+    name, file = next(iter(data_files(data).items()))
+    if file.suffix not in (".csv", ".jsonl"):
+        raise UserError(f"{name}: is no .csv or .jsonl file; name a .csv or .jsonl file with questions and answers")
+    if not (rows := first_records(name, file, {}, MAX_ROWS, is_whole=True)):
+        raise UserError(f"{name}: has no records; name a file with questions and answers")
     columns = list(dict.fromkeys(column for row in rows for column in row))
     known = next((pair for pair in KNOWN_PAIRS if {*pair} <= {*columns}), KNOWN_PAIRS[0])
     names = (*question_columns(data, question, answer).values(),) or known

@@ -35,12 +35,8 @@ NAVIGATION = {
         "docs/figures.md",
     ],
     "Contributing": [
-        "CONTRIBUTING.md",
-        "docs/architecture.md",
-        "docs/files.md",
-        "docs/style.md",
-        "SECURITY.md",
-        "CHANGELOG.md",
+        *("CONTRIBUTING.md", "docs/architecture.md", "docs/files.md", "docs/style.md"),
+        *("SECURITY.md", "CHANGELOG.md"),
     ],
 }
 """Every page by group, in the order of `soren-align docs`, the site and llms.txt."""

@@ -51,7 +51,18 @@ def encode(
             yield from encode(own, task, tokenizer, assistant_only_loss, completion_only_loss)
         return
     if "text" in columns or isinstance(columns.get("prompt", [None])[0], str):  # without a template
-        yield from _encode_texts(columns, tokenizer, completion_only_loss)
+        names = [name for name in ("text", "completion", "chosen", "rejected") if name in columns]
+        # One end token each: T5's tokenizer adds its own, and TRL's would be a second one.
+        eos = str(tokenizer.eos_token)
+        end = "" if _ids("a", tokenizer)[-1] == tokenizer.eos_token_id else eos
+        answers = zip(*([text.removesuffix(eos) + end for text in columns[name]] for name in names), strict=True)
+        for prompt, texts in zip(columns.get("prompt", [""] * len(columns[names[0]])), answers, strict=True):
+            sides = [_ids(prompt + text, tokenizer) for text in texts]
+            if len(sides) > 1 or ("prompt" in columns and completion_only_loss):
+                example = after_prompt(_ids(prompt, tokenizer), sides)
+                yield example if len(sides) > 1 else example._replace(num_prompt=0)
+            else:
+                yield EncodedExample((Tokens(sides[0], [True] * len(sides[0])),), 0)
         return
     columns = {
         # Without the keys that Arrow has filled with null.
@@ -75,25 +86,6 @@ def encode(
             lost = [kind for rendering in renderings for kind in rendering.left_out(rendering.turns[-1:])]
         example = after_prompt(prompt["input_ids"], [tokens["input_ids"] for tokens in both])
         yield example._replace(left_out=tuple(dict.fromkeys(lost)))
-
-
-def _encode_texts(
-    columns: Columns, tokenizer: PreTrainedTokenizerBase, completion_only: bool
-) -> Iterator[EncodedExample]:
-    """The examples of plain texts, of prompts and completions, or of pairs."""
-    names = [name for name in ("text", "completion", "chosen", "rejected") if name in columns]
-    # One end token each: T5's tokenizer adds its own, and TRL's would be a second one.
-    eos = str(tokenizer.eos_token)
-    end = "" if _ids("a", tokenizer)[-1] == tokenizer.eos_token_id else eos
-    answers = zip(*([text.removesuffix(eos) + end for text in columns[name]] for name in names), strict=True)
-    prompts = columns.get("prompt", [""] * len(columns[names[0]]))
-    for prompt, texts in zip(prompts, answers, strict=True):
-        sides = [_ids(prompt + text, tokenizer) for text in texts]
-        if len(sides) > 1 or ("prompt" in columns and completion_only):
-            example = after_prompt(_ids(prompt, tokenizer), sides)
-            yield example if len(sides) > 1 else example._replace(num_prompt=0)
-        else:
-            yield EncodedExample((Tokens(sides[0], [True] * len(sides[0])),), 0)
 
 
 def has_marks(template: str) -> bool:

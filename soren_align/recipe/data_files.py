@@ -130,7 +130,7 @@ def data_problems(
     readable = [(name, file) for name, file in files.items() if file.suffix in (".jsonl", ".csv")] if reads_data else []
     for name, file in readable[:NUM_FILES]:
         try:
-            records = _first_records(name, file, split)
+            records = first_records(name, file, split)
         except UserError as error:
             return list(error.problems)
         columns = {column: None for record in records for column in record}
@@ -157,7 +157,7 @@ def question_columns(path: str, question: str | None = None, answer: str | None 
     columns = {"instruction": question, "output": answer} if question and answer else {}
     try:
         name, file = next(iter(data_files(path).items()))
-        records = _first_records(name, file, {})
+        records = first_records(name, file, {})
     except (UserError, OSError):
         return columns
     names = list(dict.fromkeys(column for record in records for column in record))
@@ -179,16 +179,7 @@ MAX_ROWS = 100_000
 """Of a file that is read whole without torch."""
 
 
-def read_rows(name: str, file: Path) -> list[dict[str, Any]]:
-    """The records of a .csv or .jsonl file, MAX_ROWS at most. name: for messages. Raises UserError if it has none."""
-    if file.suffix not in (".csv", ".jsonl"):
-        raise UserError(f"{name}: is no .csv or .jsonl file; name a .csv or .jsonl file with questions and answers")
-    if not (rows := _first_records(name, file, {}, MAX_ROWS, is_whole=True)):
-        raise UserError(f"{name}: has no records; name a file with questions and answers")
-    return rows
-
-
-def _first_records(
+def first_records(
     name: str, file: Path, split: dict[str, Any], most: int = NUM_LINES, *, is_whole: bool = False
 ) -> list[dict[str, Any]]:
     """The first records that are objects. Raises UserError for a file or a line that cannot be read.
