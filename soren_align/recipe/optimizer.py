@@ -102,7 +102,8 @@ def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
 
     validators: Any = {"complete": model_validator(mode="after")(complete)}
     options: Any = {"__base__": _MapSection, "__module__": __name__, "__doc__": spectral_map.doc}
-    return create_model(f"{title}Map", __validators__=validators, **options, **fields)
+    section: Any = create_model(f"{title}Map", __validators__=validators, **options, **fields)
+    return section
 
 
 def _as_section(value: Any) -> Any:

@@ -103,7 +103,7 @@ class Field:
 def fields(task: str) -> dict[str, Field]:
     """The fields of the installed TRL's config class for a task, by name."""
     transformers, trl, config = _source("transformers"), _source("trl"), TASKS[task].config
-    enums: dict[str, tuple[str, ...]] = {}  # string enums: class name -> its values
+    enums: dict[str, Any] = {}  # string enums: class name -> its values
     for module in ("trainer_utils", "training_args"):
         for node in _tree(transformers / f"{module}.py").body:
             if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "ExplicitEnum" for base in node.bases):
