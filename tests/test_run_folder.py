@@ -521,14 +521,17 @@ def test_what_the_system_refuses_is_one_sentence(monkeypatch, capsys, main, erro
 @pytest.mark.parametrize(
     "error", [UserError("loading failed"), OSError(errno.ENOSPC, "No space left on device", "/run/eval")]
 )
-def test_an_evaluation_that_fails_leaves_a_trained_model_and_a_way_to_evaluate_it(folder, monkeypatch, error):
+def test_an_evaluation_that_fails_leaves_a_trained_model_and_a_way_to_evaluate_it(make, folder, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
+    finished_run(folder)
+    folder.update(status="trained")
     monkeypatch.setattr(evaluation, "run_evaluation", fail)
     with pytest.raises(UserError, match=r"(loading failed|No space left)(.|\n)*Only the evaluation failed") as raised:
-        evaluation.evaluate_trained(folder, recipe.Eval(suite="quickstart"), stderr_console())
+        commands._finish(folder, make(), stderr_console(), evaluate_here=True)
     assert f"soren-align eval {folder}" in str(raised.value)
+    assert folder.record()["status"] == "trained"
 
 
 # -- a training that diverged ------------------------------------------------------------------------------------------

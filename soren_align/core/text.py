@@ -174,25 +174,27 @@ LABEL_STYLES = {"notice": "yellow", "warning": "yellow", "diverged": "red", "nex
 """Of labels that are not only bold."""
 
 
-def print_labelled(console: Console, label: str, text: str, *, wrap: bool = True, link: str = "") -> None:
-    """Print a label in the first 10 columns, or as many as it needs, and the text from column 10 on.
+def print_labelled(console: Console, label: str, *texts: str, wrap: bool = True, link: str = "") -> None:
+    """Print a label in the first 10 columns, or as many as it needs, and the texts from column 10 on, below each other.
 
     wrap: on a terminal, into lines of its width; False for what is copied: a path, a command. Where there is no
     terminal, as in a cluster's logs, one record is one line, unless COLUMNS is set. link: an address that the text
     opens, in terminals that can.
     """
-    indents: dict[str, Any] = {"initial_indent": f"{label:<9} ", "subsequent_indent": " " * 10}
-    lines = [f"{label:<9} {printable(text)}"]
-    if wrap:
-        width = console.width if console.is_terminal or "COLUMNS" in os.environ else sys.maxsize
-        lines = textwrap.wrap(printable(text), width, **indents, break_long_words=False, break_on_hyphens=False)
-    for number, line in enumerate(lines):
-        styled = Text(line)
-        if not number:
-            styled.stylize(f"bold {LABEL_STYLES.get(label, '')}", 0, len(label))
-        if link:
-            styled.stylize(f"link {link}", 10)
-        console.print(styled, soft_wrap=True)
+    style = f"bold {LABEL_STYLES.get(label, '')}"
+    width = console.width if console.is_terminal or "COLUMNS" in os.environ else sys.maxsize
+    for text in texts:
+        lines = [f"{label:<9} {printable(text)}"]
+        if wrap:
+            indents: dict[str, Any] = {"initial_indent": f"{label:<9} ", "subsequent_indent": " " * 10}
+            lines = textwrap.wrap(printable(text), width, **indents, break_long_words=False, break_on_hyphens=False)
+        for line in lines:
+            styled = Text(line)
+            styled.stylize(style, 0, len(label))
+            if link:
+                styled.stylize(f"link {link}", 10)
+            console.print(styled, soft_wrap=True)
+            label = ""
 
 
 def stderr_console(*, quiet: bool = False) -> Terminal:

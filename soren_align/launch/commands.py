@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any
 
 from ..bench import shapes
-from ..core.errors import LostRankError, UserError, known_failure
+from ..core.errors import LostRankError, ResumableError, UserError, known_failure
 from ..core.figures import NO_PICTURES
 from ..core.files import read_json
 from ..core.optimizer_settings import ERROR, FORMULA_RESOLUTION, NORMALIZATIONS, POSITIVE
@@ -159,9 +159,9 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
     print_chart(console, curves)
     if reason := folder.record("training")["training"].get("diverged"):
         folder.update(status="diverged", finished=now(), last_error=None)
-        print_labelled(console, "diverged", f"{reason}; {AFTER_DIVERGENCE}")
         not_evaluated = ", and is not evaluated" if recipe.eval else ""
-        print_labelled(console, "", f"{folder.model} is the diverged model, kept for inspection{not_evaluated}")
+        kept = f"{folder.model} is the diverged model, kept for inspection{not_evaluated}"
+        print_labelled(console, "diverged", f"{reason}; {AFTER_DIVERGENCE}", kept)
         from .torchrun import STARTED_HERE
 
         return 0 if STARTED_HERE in os.environ else 1
@@ -169,9 +169,19 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
         worker = [sys.executable, "-m", "soren_align.launch.worker", str(folder), "--timeout", "0"]
         os.execvpe(sys.executable, worker, without_ranks(os.environ) | lock.keep_through_exec())
     if recipe.eval:
-        from .evaluation import evaluate_trained
+        from . import evaluation
 
-        evaluate_trained(folder, recipe.eval, console)
+        try:
+            evaluation.run_evaluation([str(folder)], recipe.eval, console, brief=True)
+        except Exception as error:
+            problem = known_failure(error, folder.path)
+            if problem is None:
+                raise
+            raise (ResumableError if isinstance(problem, ResumableError) else UserError)(
+                *problem.problems,
+                f"Only the evaluation failed; the trained model is in {folder.model}. Fix the cause and rerun the same "
+                f"command, or run `soren-align eval {folder}` with other options",
+            ) from error
     elif result := describe_result(folder.record("training")["training"]):
         print_labelled(console, "result", result)
     folder.update(status="finished", finished=now(), last_error=None)
@@ -340,8 +350,7 @@ def reshard(run: str) -> None:
             if record.get("processes"):
                 previous = [*record.get("previous_processes", []), record["processes"]]
                 folder.update(processes=None, previous_processes=previous)
-        message = f"done      any number of processes can resume from {checkpoint}"
-        console.print(message, highlight=False, soft_wrap=True)
+        print_labelled(console, "done", f"any number of processes can resume from {checkpoint}", wrap=False)
 
 
 def merge(run: str) -> None:

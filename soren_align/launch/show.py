@@ -70,9 +70,8 @@ def show(run: str | None, *, full: bool = False, as_json: bool = False) -> None:
     training = record.get("training", {})
     if "first_loss" in training:
         seconds = training.get("seconds_since_start_or_resume", 0)
-        print_labelled(console, "trained", f"{count(training['steps'], 'step')} in {seconds:,.0f} s")
-        for line in describe_losses(training):
-            print_labelled(console, "", line)
+        steps = f"{count(training['steps'], 'step')} in {seconds:,.0f} s"
+        print_labelled(console, "trained", steps, *describe_losses(training))
     for line in (*describe(curves), *describe_preferences(training)):
         print_labelled(console, "notice", line)
     print_chart(console, curves)
@@ -92,8 +91,8 @@ def print_chart(console: Terminal, curves: Curves) -> None:
         legend = "loss" + ", o held-out loss, * lowest held-out loss" * bool(curves[HELD_OUT])
         width = min(console.width, 100) - 10
         chart = braille(curves[LOSS] or curves[HELD_OUT], width, CHART_LINES, curves[HELD_OUT], curves.best)
-        _print_lines(console, "curve", [legend, *chart])
-    _print_lines(console, "benchmark", describe_scores(curves))
+        print_labelled(console, "curve", legend, *chart, wrap=False)
+    print_labelled(console, "benchmark", *describe_scores(curves), wrap=False)
 
 
 def print_next(console: Terminal, folder: RunFolder, record: dict[str, Any]) -> None:
@@ -101,13 +100,7 @@ def print_next(console: Terminal, folder: RunFolder, record: dict[str, Any]) -> 
     reason, commands = next_commands(folder, record)
     if reason:
         print_labelled(console, "notice", reason)
-    _print_lines(console, "next", commands)
-
-
-def _print_lines(console: Terminal, label: str, lines: Sequence[str]) -> None:
-    """Print lines as they are, the first one behind the label."""
-    for i, line in enumerate(lines):
-        print_labelled(console, "" if i else label, line, wrap=False)
+    print_labelled(console, "next", *commands, wrap=False)
 
 
 def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[str]]:
@@ -270,7 +263,7 @@ def curves(names: Sequence[str], *, output: str = "curves.png", preset: str | No
         rows.append([name, f"{run.last_step:g}", *ends[:2], best, ends[2]])
     console.print(Table(["run", "step", "loss", "held-out", "lowest held-out", "margin"], rows, align="lrrr").rich())
     for name, run in named:
-        _print_lines(console, "benchmark", [f"{name}: {line}" for line in describe_scores(run)])
+        print_labelled(console, "benchmark", *(f"{name}: {line}" for line in describe_scores(run)), wrap=False)
     if preset:
         from ..recipe import load_resolved  # here: `show` and `runs` need no recipe, and take half a second
 

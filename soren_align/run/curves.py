@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -275,7 +274,31 @@ def draw_losses(runs: Sequence[tuple[str, "Recipe", Curves]], path: Path) -> Pat
         title = recipe.optimizer.title
         label = title if lines[model, title] == 1 else f"{title}, {folder}"
         rows.setdefault(model, []).append((label, curves))
-    return write_pictures(path, partial(_losses_figure, rows))
+    numbers: dict[str, int] = {}  # a label has one style in all rows
+    for drawn in rows.values():
+        for label, _ in drawn:
+            numbers.setdefault(label, len(numbers))
+
+    def figure(colors: Colors) -> "Figure":
+        from matplotlib.figure import Figure
+
+        picture = Figure(figsize=(6.4, 0.6 + 2.6 * len(rows)), dpi=200, layout="constrained", facecolor=colors.paper)
+        for panels, (model, runs) in zip(picture.subplots(len(rows), 2, squeeze=False), rows.items(), strict=True):
+            for axes, (key, title) in zip(panels, PANELS.items(), strict=True):
+                for label, curves in runs:
+                    points = curves[key]
+                    style: dict[str, Any] = line_style(numbers[label], colors) | {"linewidth": 1.2, "markersize": 4}
+                    if key == LOSS or len(points) >= MAX_MARKERS:
+                        style["marker"] = ""
+                    axes.plot(*(zip(*points, strict=True) if points else ([], [])), **style, label=printable(label))
+                axes.set_ylim(limits([curves[key] for _, curves in runs]))
+                style_axes(axes, title, "step", colors)
+                axes.xaxis.set_major_formatter(compact)
+            panels[0].set_ylabel(short(model, 40), fontsize=FONT, color=colors.ink, fontweight="bold", parse_math=False)
+        _legend(picture, colors)
+        return picture
+
+    return write_pictures(path, figure)
 
 
 def limits(curves: Sequence[list[tuple[float, float]]]) -> tuple[float, float] | None:
@@ -289,27 +312,3 @@ def limits(curves: Sequence[list[tuple[float, float]]]) -> tuple[float, float] |
         return None
     margin = 0.04 * (max(late) - min(late))
     return min(late) - margin, max(late) + margin
-
-
-def _losses_figure(rows: dict[str, list[tuple[str, Curves]]], colors: Colors) -> "Figure":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 0.6 + 2.6 * len(rows)), dpi=200, layout="constrained", facecolor=colors.paper)
-    numbers: dict[str, int] = {}  # a label has one style in all rows
-    for runs in rows.values():
-        for label, _ in runs:
-            numbers.setdefault(label, len(numbers))
-    for panels, (model, runs) in zip(figure.subplots(len(rows), 2, squeeze=False), rows.items(), strict=True):
-        for axes, (key, title) in zip(panels, PANELS.items(), strict=True):
-            for label, curves in runs:
-                points = curves[key]
-                style: dict[str, Any] = line_style(numbers[label], colors) | {"linewidth": 1.2, "markersize": 4}
-                if key == LOSS or len(points) >= MAX_MARKERS:
-                    style["marker"] = ""
-                axes.plot(*(zip(*points, strict=True) if points else ([], [])), **style, label=printable(label))
-            axes.set_ylim(limits([curves[key] for _, curves in runs]))
-            style_axes(axes, title, "step", colors)
-            axes.xaxis.set_major_formatter(compact)
-        panels[0].set_ylabel(short(model, 40), fontsize=FONT, color=colors.ink, fontweight="bold", parse_math=False)
-    _legend(figure, colors)
-    return figure

@@ -42,17 +42,8 @@ PREVIOUS = "remove this checkpoint's folder to resume from the previous checkpoi
 MERGED_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that was merged
 CONTENTS = (
     *("recipe.yaml", "metrics.jsonl", "spectra.jsonl", "samples.jsonl", "start", "start_logits.safetensors"),
-    *(
-        "held_out.json",
-        "curves.png",
-        "curves-dark.png",
-        "checkpoints",
-        "model",
-        "merged",
-        "eval",
-        "tensorboard",
-        "run.json",
-    ),
+    *("held_out.json", "curves.png", "curves-dark.png", "checkpoints", "model", "merged", "eval", "tensorboard"),
+    "run.json",
 )
 AFTER_DIVERGENCE = "train again with a smaller optimizer.lr, such as a tenth, and with --overwrite"
 STOPPED = "stopped by a signal"

@@ -82,7 +82,8 @@ def release(file: Path) -> None:
     for descriptor in [number for number in _descriptors if _is_open(number, file)]:
         _descriptors.remove(descriptor)
         os.close(descriptor)
-    if token := _leases.pop(str(file.absolute()), None):
+    token = _leases.pop(str(file.absolute()), None)
+    if token and _read(_lease(file)).get("process") == os.getpid():  # not in a forked child, whose parent holds it
         _remove_lease(file, token)
 
 
@@ -120,7 +121,8 @@ def _hold_leases(leases: dict[str, str]) -> None:
     if _renewal is None or not _renewal.is_alive():  # not in a forked child
         _renewal = threading.Thread(target=_renew_leases, daemon=True)
         _renewal.start()
-        atexit.register(_release_leases, os.getpid())
+    for path in leases:
+        atexit.register(release, Path(path))
 
 
 def _renew_leases() -> None:
@@ -130,12 +132,6 @@ def _renew_leases() -> None:
             with suppress(OSError):  # of a network; the next renewal may succeed
                 if is_held(Path(path)):
                     os.utime(_lease(Path(path)))
-
-
-def _release_leases(process: int) -> None:
-    if os.getpid() == process:
-        for path in list(_leases):
-            release(Path(path))
 
 
 def _refuse_leased(file: Path) -> None:

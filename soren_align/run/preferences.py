@@ -19,15 +19,6 @@ _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff
 """Chinese and Japanese have no spaces: each character counts as a word."""
 
 
-def log_probability_changes(log: Mapping[str, float], beta: float) -> dict[str, float]:
-    """Return the mean change of an answer's log-probability in nats, by "chosen" and "rejected".
-
-    log: the rewards of a training log, or of an evaluation without its `eval_`. A reward is beta times this change, on
-    the same pairs, if the reference is the start.
-    """
-    return {answer: log[f"rewards/{answer}"] / beta for answer in ("chosen", "rejected")}
-
-
 def sample_changes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what changed in the answers of samples.jsonl from step 0 to its end; {} without both.
 

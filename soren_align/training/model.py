@@ -149,9 +149,8 @@ def generation_notices(recipe: Recipe, start: str) -> list[str]:
     """
     name, revision = adapters.base_model(start, recipe.model.revision)
     place = f"model {_named(recipe, start)}"
-    options: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
-        config = GenerationConfig.from_pretrained(name, **options)
+        config = GenerationConfig.from_pretrained(name, revision=revision or "main")
     except OSError:  # it has none
         return []
     except Exception as error:

@@ -16,18 +16,11 @@ from ..data import start_margins
 from ..optim import route, routing_table, share_notices, spectral_share
 from ..recipe import Recipe, batch_unit, global_batch, recipe_hash
 from ..recipe.perplexities import describe_published, load_perplexities
+from ..run import record
 from ..run.folder import RunFolder, read_metrics
-from ..run.preferences import describe_preferences, log_probability_changes, sample_changes
+from ..run.preferences import describe_preferences, sample_changes
 from ..run.provenance import fingerprint
 from ..run.quantized import quantization_of, weight_numel
-from ..run.record import (
-    SURVIVAL_THRESHOLD,
-    describe_dropped,
-    describe_earlier_runs,
-    describe_early_stop,
-    describe_held_out,
-    describe_losses,
-)
 from ..sharding.ranks import Ranks
 from ..tasks import TASKS
 from .measure.measurements import CONTRAST
@@ -58,10 +51,10 @@ def report_setup(
     routing = routing_table(route(trainer.model, **optimizer.routing))
     earlier, start = [], Path(setup.start)  # task and steps of the runs that trained the start, the first one first
     with suppress(UserError):  # damaged or of an older version: nothing is known of it
-        record = RunFolder(start.parent).read() if start.name in ("model", "merged") else None
-        if record and "training" in record:
-            earlier = record.get("start", {}).get("after", [])
-            earlier = [*earlier, {"task": record["task"], "steps": record["training"]["steps"]}]
+        before = RunFolder(start.parent).read() if start.name in ("model", "merged") else None
+        if before and "training" in before:
+            earlier = before.get("start", {}).get("after", [])
+            earlier = [*earlier, {"task": before["task"], "steps": before["training"]["steps"]}]
     examples: dict[str, Any] = {"num_kept": counts.num_kept, "dropped": train.dropped | counts.dropped}
     if counts.num_kept_by_source:
         examples["num_kept_by_source"] = list(counts.num_kept_by_source)
@@ -105,40 +98,37 @@ def report_setup(
 
     for notice in (*setup.notices, *share_notices(optimizer.name, routing)):
         print_labelled(console, "notice", notice)
-    dropped = f", {text}" if (text := describe_dropped(train.dropped | counts.dropped)) else ""
+    dropped = f", {text}" if (text := record.describe_dropped(train.dropped | counts.dropped)) else ""
     if stream:
-        print_labelled(console, "data", f"{train.layout}, streamed from {train.source['path']}")
-        print_labelled(console, "", f"the first {train.num_examples:,} examples: {counts.num_kept:,} kept{dropped}")
+        lines = [f"{train.layout}, streamed from {train.source['path']}"]
+        lines.append(f"the first {train.num_examples:,} examples: {counts.num_kept:,} kept{dropped}")
     else:
-        print_labelled(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
-        for num_examples, source in zip(counts.num_kept_by_source, train.source.get("sources", ()), strict=True):
-            print_labelled(console, "", describe_source(source, num_examples))
-    lines = [counts.describe_truncation()] if counts.num_truncated else []
-    lines += describe_held_out(setup.held_out) if setup.held_out else []
+        lines = [f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}"]
+        lines += map(describe_source, train.source.get("sources", ()), counts.num_kept_by_source)
+    lines += [counts.describe_truncation()] if counts.num_truncated else []
+    lines += record.describe_held_out(setup.held_out) if setup.held_out else []
     lines += setup.packing.describe() if setup.packing else []
     if margins := examples.get("pairs", {}).get("start_margins"):
         share = f"{margins['share_positive']:.0%} of the pairs, mean difference {margins['mean']:.3g}"
         lines.append(f"the starting model gives the chosen answer the higher log-probability in {share}")
-    for line in lines:
-        print_labelled(console, "", line)
-    checkpoint = ", ".join(filter(None, ("starting checkpoint", describe_earlier_runs({"after": earlier}))))
-    print_labelled(console, "model", f"{setup.start} ({checkpoint})")
+    print_labelled(console, "data", *lines)
+    checkpoint = ", ".join(filter(None, ("starting checkpoint", record.describe_earlier_runs({"after": earlier}))))
+    lines = [f"{setup.start} ({checkpoint})"]
     if perturb := recipe.run.perturb:
-        print_labelled(
-            console, "", f"each starting weight changed by at most {perturb.size:g} of itself, seed {perturb.seed}"
-        )
+        lines.append(f"each starting weight changed by at most {perturb.size:g} of itself, seed {perturb.seed}")
     if quantization:
         weights = f"{quantization['num_weights']:,} weights in {quantization['quantize']} ({quantization['type']})"
-        print_labelled(console, "", f"{weights}, computed in {quantization['compute_dtype']}")
+        lines.append(f"{weights}, computed in {quantization['compute_dtype']}")
+    print_labelled(console, "model", *lines)
     if ranks.launched:
         print_labelled(console, "batch", f"{size} {batch_unit(recipe)} per step: {factors}")
         print_labelled(console, "parallel", recipe.run.parallel)
     num_matrices, share = sum(row["matrices"] for row in routing), spectral_share(routing)
     matrices = f"{optimizer.description}, lr {optimizer.lr:g}: {num_matrices:,} matrices"
     others = sum(row["tensors"] for row in routing if row["rule"] == "adamw")
-    print_labelled(console, "optimizer", matrices + f", {share:.1%} of the trained parameters" * bool(others))
-    if others:
-        print_labelled(console, "", f"adamw, lr {optimizer.aux_lr:g}: {others:,} other parameters, {1 - share:.1%}")
+    lines = [matrices + f", {share:.1%} of the trained parameters" * bool(others)]
+    lines += [f"adamw, lr {optimizer.aux_lr:g}: {others:,} other parameters, {1 - share:.1%}"] * bool(others)
+    print_labelled(console, "optimizer", *lines)
 
 
 def report_first_step(
@@ -186,8 +176,10 @@ def report_result(
         counted = {"num_pairs": num_examples, "held_out": bool(evaluations)}
         losses["preferences"] = {"share": share, "margin": margin, **counted, "loss_type": list(trainer.loss_types)}
         if args.beta and not args.sync_ref_model:  # which would move the reference away from the start
-            logged = {key.removeprefix(prefix): value for key, value in source.items()}
-            losses["preferences"]["log_probability_changes"] = log_probability_changes(logged, args.beta)
+            # A reward is beta times the change, in nats.
+            losses["preferences"]["log_probability_changes"] = {
+                answer: source[f"{prefix}rewards/{answer}"] / args.beta for answer in ("chosen", "rejected")
+            }
         if folder.samples.is_file() and (changes := sample_changes(read_metrics(folder.samples))):
             losses["samples"] = changes
 
@@ -214,17 +206,17 @@ def report_result(
     if losses["first_loss"] is None and mean is not None:  # ended early, or trainer.logging_strategy is no
         loss = f", loss {mean:.3f} on average"
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
-    print_labelled(console, "trained", f"{steps} step{'s' * (steps != 1)}{resumed} in {seconds:.0f} s{loss}")
+    lines = [f"{steps} step{'s' * (steps != 1)}{resumed} in {seconds:.0f} s{loss}"]
     advice = "; other maps: soren-align spectrum RUN --advise"
-    lines = describe_losses({"steps": steps, **losses}, of_updates=advice)
+    lines += record.describe_losses({"steps": steps, **losses}, of_updates=advice)
     if stream:
         counts = stream.counts()
-        dropped = f", {text}" if (text := describe_dropped(counts["dropped"])) else ""
+        dropped = f", {text}" if (text := record.describe_dropped(counts["dropped"])) else ""
         passes = ", ".join(map(str, counts["passes"]))
         passes = f"; complete passes over the data: {passes}" if any(counts["passes"]) else ""
         lines.append(f"{counts['num_read']:,} examples read{dropped}{passes}")
     if early := result.get("stopped_early"):
-        lines.append(f"stopped early, before step {early['max_steps']}: {describe_early_stop(early)}")
+        lines.append(f"stopped early, before step {early['max_steps']}: {record.describe_early_stop(early)}")
     if best := result.get("best_model"):
         evaluation = f"{best['metric']} {best['value']:.4g}"
         lines.append(f"the saved model is that of step {best['step']}, with the best evaluation: {evaluation}")
@@ -236,25 +228,23 @@ def report_result(
                 lines += describe_published(load_perplexities(published.table), published.model)
     if result["relative_change"] < SMALL_CHANGE:
         lines.append(f"the weight matrices changed by {100 * result['relative_change']:.3g}% of their norm")
-    for line in lines:
-        print_labelled(console, "", line)
+    print_labelled(console, "trained", *lines)
     for notice in describe_preferences(losses):
         print_labelled(console, "notice", notice)
     if "matrices" not in result["change_after_saving"]:  # nothing has changed
         return
     dtype, matrices = (result["change_after_saving"][key] for key in ("dtype", "matrices"))
     projection, entries = (100 * matrices[key] for key in ("projection", "fraction_changed"))
-    if min(entries, projection) < 100 * SURVIVAL_THRESHOLD:
-        print_labelled(console, "saved", f"model/ in {dtype}, which keeps {projection:.3g}% of the training's change")
-        line = f"{entries:.3g}% of the changed entries still differ from the starting checkpoint after rounding"
-        print_labelled(console, "", line)
-        print_labelled(
-            console, "warning", "rounding loses most of the change; write run.save_dtype: float32 to keep it"
-        )
+    if min(entries, projection) < 100 * record.SURVIVAL_THRESHOLD:
+        kept = f"model/ in {dtype}, which keeps {projection:.3g}% of the training's change"
+        differing = f"{entries:.3g}% of the changed entries still differ from the starting checkpoint after rounding"
+        print_labelled(console, "saved", kept, differing)
+        remedy = "write run.save_dtype: float32 to keep it"
+        print_labelled(console, "warning", f"rounding loses most of the change; {remedy}")
 
 
 def describe_source(source: dict[str, Any], num_examples: int) -> str:
     """Return a line of a mixture: "zoo.jsonl: 30 of 120 examples (weight 0.25), 29 used, chat messages"."""
-    dropped = f", {describe_dropped(source['dropped'])}" if source["dropped"] else ""
+    dropped = f", {record.describe_dropped(source['dropped'])}" if source["dropped"] else ""
     sampled = f"{source['num_sampled']} of {source['num_examples']} examples (weight {source['weight']:g})"
     return f"{source['path']}: {sampled}, {num_examples} used, {source['layout']}{dropped}"

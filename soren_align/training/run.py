@@ -120,8 +120,8 @@ def train(
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             result["best_model"] = best_evaluation(args, state)
         with trl_config_names(trainer.model):
-            if validation := trainer.validation():
-                result["validation"] = validation
+            if recipe.task == "pretrain" and trainer.eval_dataset is not None:
+                result["validation"] = trainer.validation()
             if held_out:
                 held_out.record("end")
             if samples and ("best_model" in result or samples.last_step != state.global_step):

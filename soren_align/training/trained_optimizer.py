@@ -57,18 +57,34 @@ class AttachedOptimizer:
         """The names of the matrices, each mapped once per optimizer step, in the order of the model."""
         return [matrix for weight in self.weights for matrix in matrix_names(weight.name, weight.layout)]
 
-    @cached_property
-    def first_of_each_shape(self) -> list[str]:
-        """The name of the first matrix of each shape, in the order of the model: the same on all ranks."""
-        firsts: dict[tuple[Any, ...], str] = {}
-        for weight in self.weights:
-            firsts.setdefault((weight.shape, weight.layout), matrix_names(weight.name, weight.layout)[0])
-        return [*firsts.values()]
-
     @property
     def has_other_parameters(self) -> bool:
         """Whether AdamW updates a second parameter group."""
         return len(self.expected.param_groups) > 1
+
+    def refuse_unaveraged_gradients(self, step: int) -> None:
+        """Raise UserError if the ranks of DDP have different momentum, which shows that gradients were not averaged.
+
+        Collective. DDP averages gradients only if the loss is computed through its wrapper; every rank keeps all
+        momentum. The norms may differ by 1e-6: GPUs of two kinds may sum in another order.
+        """
+        if self.ranks.num_ranks == 1:
+            return
+        squares = Sums(1)
+        for state in self.optimizer.state.values():
+            if "blocks" in state:  # in 8 bits
+                squares.add(0, norm(state, "exp_avg")[0].double().square())
+                continue
+            for (momentum,) in chunks(local(state["exp_avg"])):
+                squares.add(0, momentum.double().square_().sum())
+        norms = self.ranks.gather(math.sqrt(squares.totals()[0]))
+        smallest, largest = min(norms), max(norms)
+        if not math.isclose(smallest, largest, rel_tol=1e-6):
+            raise UserError(
+                f"step {step}: the processes did not average their gradients: the norm of the momentum differs between "
+                f"the processes, from {smallest:g} to {largest:g}. The loss was computed without DDP's wrapper; use "
+                "one process, or ZeRO"
+            )
 
 
 class OptimizerCheck(TrainerCallback):
@@ -135,31 +151,6 @@ class OptimizerCheck(TrainerCallback):
         if num_maps != num_matrices:
             raise OptimizerMismatch(f"{num_maps} spectral maps in one optimizer step for {num_matrices} matrices")
         self.counts["maps_per_step"] = num_maps
-
-
-def refuse_unaveraged_gradients(attached: AttachedOptimizer, step: int) -> None:
-    """Raise UserError if the ranks of DDP have different momentum, which shows that gradients were not averaged.
-
-    Collective. DDP averages gradients only if the loss is computed through its wrapper; every rank keeps all momentum.
-    The norms may differ by 1e-6: GPUs of two kinds may sum in another order.
-    """
-    if attached.ranks.num_ranks == 1:
-        return
-    squares = Sums(1)
-    for state in attached.optimizer.state.values():
-        if "blocks" in state:  # in 8 bits
-            squares.add(0, norm(state, "exp_avg")[0].double().square())
-            continue
-        for (momentum,) in chunks(local(state["exp_avg"])):
-            squares.add(0, momentum.double().square_().sum())
-    norms = attached.ranks.gather(math.sqrt(squares.totals()[0]))
-    smallest, largest = min(norms), max(norms)
-    if not math.isclose(smallest, largest, rel_tol=1e-6):
-        raise UserError(
-            f"step {step}: the processes did not average their gradients: the norm of the momentum differs between "
-            f"the processes, from {smallest:g} to {largest:g}. The loss was computed without DDP's wrapper; use "
-            "one process, or ZeRO"
-        )
 
 
 class StartingWeights:

@@ -36,13 +36,7 @@ from .measure.measurements import MeasurementLog, Measurements, SpectraRecorder
 from .measure.samples import evaluating
 from .packing import IsolationCheck, TokenStream
 from .reference import BatchHash, ReferenceCheck, reference_key
-from .trained_optimizer import (
-    AttachedOptimizer,
-    OptimizerCheck,
-    OptimizerMismatch,
-    StartingWeights,
-    refuse_unaveraged_gradients,
-)
+from .trained_optimizer import AttachedOptimizer, OptimizerCheck, OptimizerMismatch, StartingWeights
 
 OptimizerSettings = str | Mapping[str, Any] | OptimizerSection | None
 """None: Soren. A name: soren, muon, htmuon, adamw. A mapping: keywords of `build_optimizer`, any of which may be left
@@ -117,6 +111,11 @@ class SorenTrainerMixin(Trainer):
             groups = enumerate(self.expected_optimizer.param_groups)
             parameters = [(index, p) for index, group in groups for p in group["params"]]
             self.starting_weights = StartingWeights(parameters[self._ranks.rank :: self._ranks.num_ranks])
+
+    @property
+    def forward_model(self) -> Any:
+        """The model whose forward pass gathers sharded weights, in the precision of training."""
+        return self.model_wrapped if self.is_deepspeed_enabled else self.model
 
     def create_accelerator_and_postprocess(self) -> None:
         """As TRL; under FSDP2 only the weights in forward and backward are bfloat16, as under DDP and ZeRO."""
@@ -218,7 +217,7 @@ class SorenTrainerMixin(Trainer):
             if num_skipped_steps := self.optimizer_check.counts.get("num_skipped_steps"):
                 logs["num_skipped_steps"] = num_skipped_steps
             if self.attached.parallel == "ddp":
-                refuse_unaveraged_gradients(self.attached, self.state.global_step)
+                self.attached.refuse_unaveraged_gradients(self.state.global_step)
         elif "eval_loss" in logs:
             for measurement in self.evaluated_with:
                 logs.update(measurement.values())
@@ -292,9 +291,6 @@ class SorenTrainerMixin(Trainer):
             super()._save(output_dir, state_dict)
         finally:
             _set(changed)
-
-    def validation(self) -> dict[str, Any] | None:
-        """Return None: only a pre-training has an exact validation loss."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card per checkpoint; publish/card.py writes that of the model."""
@@ -423,7 +419,7 @@ class SorenPretrainer(SorenSFTTrainer):
         """
         num_examples = len(dataloader.dataset)  # pyright: ignore[reportArgumentType] (a Dataset with a length)
         num_batches = math.ceil(num_examples / self.args.per_device_eval_batch_size)
-        model: Any = self.model_wrapped if self.is_deepspeed_enabled else self.model
+        model = self.forward_model
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # of losses and tokens
         handler: Any = self.callback_handler
         handler.eval_dataloader = dataloader
@@ -440,18 +436,14 @@ class SorenPretrainer(SorenSFTTrainer):
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(None, None, metrics, num_examples)  # pyright: ignore[reportArgumentType]
 
-    def validation(self) -> dict[str, Any] | None:
-        """Return {"loss", "perplexity", "num_tokens"} of the trained model; None without held-out examples. Collective.
+    def validation(self) -> dict[str, Any]:
+        """Return {"loss", "perplexity", "num_tokens"} of the trained model on the held-out examples. Collective.
 
         It is evaluated again if the last evaluation was of other weights.
         """
-        if self.eval_dataset is None:
-            return None
-        logs = [log for log in self.state.log_history if "eval_loss" in log]
-        if not logs or logs[-1]["step"] != self.state.global_step or self.args.load_best_model_at_end:
-            self.evaluate()
-            logs = [log for log in self.state.log_history if "eval_loss" in log]
-        last = logs[-1]
+        last: Any = next((log for log in reversed(self.state.log_history) if "eval_loss" in log), None)
+        if last is None or last["step"] != self.state.global_step or self.args.load_best_model_at_end:
+            last = self.evaluate()
         return {"loss": last["eval_loss"], "perplexity": last["eval_perplexity"], "num_tokens": last["eval_tokens"]}
 
 

@@ -168,7 +168,6 @@ def measured(group):
         AttachedOptimizer,
         OptimizerCheck,
         StartingWeights,
-        refuse_unaveraged_gradients,
     )
 
     def run(put):
@@ -194,7 +193,7 @@ def measured(group):
             each.on_optimizer_step(args, state, None)
         values = {key: value for key, value in measurements.values(1).items() if key != "tokens_per_second"}
         two = SimpleNamespace(num_ranks=2, gather=lambda norm: [norm, norm], sums=list)
-        refuse_unaveraged_gradients(replace(attached, ranks=two), 1)
+        replace(attached, ranks=two).refuse_unaveraged_gradients(1)
         exported = [
             export_weights([("x", p.detach(), optimizer.state[p].get("compensation"))], torch.float16)["x"]
             for p in (matrix, vector)

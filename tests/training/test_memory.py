@@ -21,7 +21,6 @@ from soren_align.training.trained_optimizer import (
     OptimizerCheck,
     StartingWeights,
     compact_copies,
-    refuse_unaveraged_gradients,
 )
 
 MB = 2**20
@@ -71,7 +70,7 @@ class Shard:
 
     def drift(self):
         two = SimpleNamespace(num_ranks=2, gather=lambda value: [value, value])
-        refuse_unaveraged_gradients(replace(self.attached, ranks=two), 1)
+        replace(self.attached, ranks=two).refuse_unaveraged_gradients(1)
 
     def start(self):
         return compact_copies([self.flat.detach()])

@@ -4,44 +4,44 @@ import pytest
 
 from soren_align.launch.show import show
 from soren_align.publish.card import _change
-from soren_align.run.preferences import describe_preferences, log_probability_changes, repeated_share, sample_changes
+from soren_align.run.preferences import describe_preferences, repeated_share, sample_changes
 
-LOG = {"rewards/chosen": -0.25, "rewards/rejected": -1.0}
+FALL = {"chosen": -2.5, "rejected": -10.0}
 NORMAL = "This is normal in DPO; it is a concern if sampled answers become longer, repeat themselves or make no sense"
 
 
-def training(log, loss_type=("sigmoid",), samples=None, beta=0.1):
-    preferences = {"log_probability_changes": log_probability_changes(log, beta), "loss_type": list(loss_type)}
+def training(changes, loss_type=("sigmoid",), samples=None):
+    preferences = {"log_probability_changes": changes, "loss_type": list(loss_type)}
     return {"preferences": preferences} | ({"samples": samples} if samples else {})
 
 
-@pytest.mark.parametrize(("log", "sentence"), [
-    (LOG, f"fell by 2.5 on average, that of the rejected ones by 10. {NORMAL}. If this is a concern, try "
+@pytest.mark.parametrize(("changes", "sentence"), [
+    (FALL, f"fell by 2.5 on average, that of the rejected ones by 10. {NORMAL}. If this is a concern, try "
           "trainer.loss_type: [sigmoid, sft]"),
-    ({"rewards/chosen": -0.25, "rewards/rejected": -0.1},
+    ({"chosen": -2.5, "rejected": -1},
      "fell by 2.5 on average, that of the rejected ones by 1. The model has not learned the preference: check the "
      "labels, or lower the learning rate"),
-    ({"rewards/chosen": -0.25, "rewards/rejected": 0.1}, "that of the rejected ones rose by 1. The model has not"),
+    ({"chosen": -2.5, "rejected": 1}, "that of the rejected ones rose by 1. The model has not"),
 ])  # fmt: skip
-def test_a_fall_of_the_chosen_answers_is_one_sentence(log, sentence):
-    (text,) = describe_preferences(training(log))
+def test_a_fall_of_the_chosen_answers_is_one_sentence(changes, sentence):
+    (text,) = describe_preferences(training(changes))
     assert text.startswith("the log-probability of the chosen answers fell by 2.5 on average, ")
     assert sentence in text
     assert ("loss_type" in text) == ("loss_type" in sentence)
 
 
-@pytest.mark.parametrize("log", [{"rewards/chosen": 0.1, "rewards/rejected": -1.0},
-                                 {"rewards/chosen": -1e-4, "rewards/rejected": -1.0},
-                                 {"rewards/chosen": float("nan"), "rewards/rejected": float("nan")}])  # fmt: skip
-def test_no_fall_is_no_sentence(log):
-    assert describe_preferences(training(log)) == []
+@pytest.mark.parametrize("changes", [{"chosen": 1, "rejected": -10},
+                                 {"chosen": -0.001, "rejected": -10},
+                                 {"chosen": float("nan"), "rejected": float("nan")}])  # fmt: skip
+def test_no_fall_is_no_sentence(changes):
+    assert describe_preferences(training(changes)) == []
     assert describe_preferences({}) == []
 
 
 def test_the_remedy_is_left_out_where_it_is_used_or_has_no_reader():
-    assert "try" not in describe_preferences(training(LOG, ["sigmoid", "sft"]))[0]
-    assert "try" not in describe_preferences(training(LOG), remedy=False)[0]
-    assert "[hinge, sft]" in describe_preferences(training(LOG, ["hinge"]))[0]
+    assert "try" not in describe_preferences(training(FALL, ["sigmoid", "sft"]))[0]
+    assert "try" not in describe_preferences(training(FALL), remedy=False)[0]
+    assert "[hinge, sft]" in describe_preferences(training(FALL, ["hinge"]))[0]
 
 
 def line(step, prompt, completion, **marks):
@@ -55,9 +55,7 @@ def test_samples_are_compared_by_prompt_from_the_start_to_the_end():
     assert sample_changes(lines) == {"num_prompts": 2, "characters": [7.0, 60.0],
                                      "repeated": [0.0, pytest.approx((16 / 17 + 36 / 37) / 2)]}  # fmt: skip
     assert sample_changes(lines[:2]) == sample_changes(lines[2:]) == sample_changes(lines[:3]) == {}
-    texts = describe_preferences(
-        training({"rewards/chosen": 1.0, "rewards/rejected": 0.0}, samples=sample_changes(lines))
-    )
+    texts = describe_preferences(training({"chosen": 10, "rejected": 0}, samples=sample_changes(lines)))
     assert texts == [
         "the sampled answers to 2 prompts became longer: from 7 to 60 characters on average",
         "the sampled answers to 2 prompts repeat themselves: 96% of their sequences of 4 words are repeated, 0% at the "
@@ -95,7 +93,7 @@ def test_the_changes_are_those_of_the_held_out_log_probabilities(tiny_run, capsy
 
 
 def test_the_card_states_the_fall_without_a_remedy():
-    result = {"steps": 3, "first_loss": 0.7, "last_loss": 0.5, "relative_change": 0.1, **training(LOG)}
+    result = {"steps": 3, "first_loss": 0.7, "last_loss": 0.5, "relative_change": 0.1, **training(FALL)}
     result["preferences"] |= {"share": 1.0, "margin": 1.0, "num_pairs": 8, "held_out": True}
     _, text = _change(result, is_adapter=False, merged=False)
     assert text.endswith(f"by 10. {NORMAL}.")

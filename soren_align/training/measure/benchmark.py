@@ -3,10 +3,8 @@
 No weight changes, no random number is drawn from the training's generators, and no second model is loaded.
 """
 
-import random
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from transformers import Trainer, TrainerCallback
 
@@ -62,12 +60,6 @@ class BenchmarkRecorder(TrainerCallback):
         control.should_log = should_log  # of the training's loss, which is still to come
 
     def _scores(self) -> dict[str, float]:
-        trainer = self.trainer
-        model = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
-        states = random.getstate(), np.random.get_state()
-        try:
-            with evaluating(model):
-                return self.benchmark.scores(model, trainer.model.config, trainer.args.device)
-        finally:  # the training's random numbers are not drawn
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+        trainer, model = self.trainer, self.trainer.forward_model
+        with evaluating(model):
+            return self.benchmark.scores(model, trainer.model.config, trainer.args.device)

@@ -36,14 +36,13 @@ class HeldOutRecorder(TrainerCallback):
     def record(self, at: Literal["start", "end"]) -> None:
         """Measure all examples and write their metrics."""
         trainer, values, weights, hashes = self.trainer, [], [], []
-        model: Any = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
         logged = trainer._metrics["eval"]  # TRL's: values of each metric, which its next log averages
-        with evaluating(model):
+        with evaluating(trainer.forward_model):
             for example in trainer.eval_dataset:
                 batch = trainer.data_collator([example])
                 ids = {k: v.tolist() for k, v in batch.items() if torch.is_tensor(v) and not v.is_floating_point()}
                 labels = batch.get("labels")
-                loss, _, _ = trainer.prediction_step(model, batch, prediction_loss_only=True)
+                loss, _, _ = trainer.prediction_step(trainer.forward_model, batch, prediction_loss_only=True)
                 own = {"eval_loss": [float(loss)], **{f"eval_{key}": of_key for key, of_key in logged.items()}}
                 values.append([own[metric][-1] for metric in self.metrics])
                 weights.append(1.0 if labels is None else float((labels[:, 1:] != -100).sum()))

@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from ...core.errors import UserError
 from ...core.files import append
 from ...optim import AppliedMap, PendingUpdate, Sums, matrices_of
+from ...optim.layout import matrix_names
 from ...spectral import distance_from_sigmoid, singular_values
 from ...spectral.contrast import contrast_numbers
 from ...spectral.exact import null_space_bound
@@ -64,6 +65,10 @@ class Measurements(TrainerCallback):
         self.num_tokens: Any = 0  # a tensor on the device of the batches: read on logging steps only
         self._matrices: dict[str, Any] = {}  # the parameter group
         self._aux_learning_rate = 0.0
+        firsts: dict[Any, str] = {}  # the name of the first matrix of each shape: the same on all ranks
+        for weight in attached.weights:
+            firsts.setdefault((weight.shape, weight.layout), matrix_names(weight.name, weight.layout)[0])
+        self._decomposed = [*firsts.values()][:MAX_DECOMPOSED]
         self._compared = (0, "")  # position and name of the matrix whose map is compared with the exact sigmoid
         self._since = (time.perf_counter(), 0)  # time and number of tokens at the last log
         self._reset()
@@ -145,7 +150,7 @@ class Measurements(TrainerCallback):
 
     def _add_map(self, applied: AppliedMap) -> None:
         shape = applied.output.shape
-        if applied.name in self.attached.first_of_each_shape[:MAX_DECOMPOSED]:  # on one rank: an owner has it
+        if applied.name in self._decomposed:  # on one rank: an owner has it
             values = singular_values(applied.output)
             self._sums.add(2, values[0], values[-1])
             self._num_decomposed += 1

@@ -144,7 +144,7 @@ class Retention(TrainerCallback):
                 self._start = logits
             return
         if self.probes.held_out:
-            with evaluating(self._model):
+            with evaluating(self.trainer.forward_model):
                 logits = [part.cpu() for part in self._scores(self.probes.held_out)]
             if self.ranks.is_first:
                 (self._start,) = compact_copies([torch.cat(logits)])
@@ -159,7 +159,7 @@ class Retention(TrainerCallback):
     def values(self) -> dict[str, float]:
         """Return {"kl_to_start", "retention_loss"} in nats per token, those that the recipe asks for. Collective."""
         divergence, loss = [], []
-        with evaluating(self._model):
+        with evaluating(self.trainer.forward_model):
             first = 0
             for logits in self._scores(self.probes.held_out):
                 if self._start is not None:
@@ -175,14 +175,9 @@ class Retention(TrainerCallback):
             if parts
         }
 
-    @property
-    def _model(self) -> Any:
-        """The model whose forward pass gathers sharded weights, in the precision of training."""
-        return self.trainer.model_wrapped if self.trainer.is_deepspeed_enabled else self.trainer.model
-
     def _scores(self, probes: Sequence[Probe]) -> Iterator[Tensor]:
         """Yield each probe's logits at the positions before `probe.positions`: [positions, vocabulary], float32."""
-        model, device = self._model, self.trainer.args.device
+        model, device = self.trainer.forward_model, self.trainer.args.device
         inner = getattr(model, "module", model)  # within DeepSpeed's wrapper
         base: Any = inner.get_base_model() if isinstance(inner, PeftModel) else inner
         keeps = "logits_to_keep" in inspect.signature(type(base).forward).parameters

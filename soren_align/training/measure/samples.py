@@ -5,12 +5,14 @@ tests/training/test_samples.py compares the weights bit for bit with those of a 
 """
 
 import json
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from transformers import GenerationConfig, TrainerCallback
@@ -167,8 +169,9 @@ class SampleWriter(TrainerCallback):
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Within the block the model is in evaluation mode; every module's own mode and the random state are restored."""
+    """Within the block the model is in evaluation mode; every module's own mode and the random states are restored."""
     modes = [(module, module.training) for module in model.modules()]
+    states = random.getstate(), np.random.get_state()
     model.eval()
     # Without this argument the states of all visible GPUs would be saved, on each of them, with a warning.
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -178,6 +181,8 @@ def evaluating(model: Any) -> Iterator[None]:
     finally:
         for module, is_training in modes:
             module.training = is_training
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _shown(text: str) -> str:
