@@ -3,14 +3,14 @@
 import gc
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from ..core import shipped
-from ..core.errors import ResumableError, UserError, in_one_line, known_failure
+from ..core.document import Document
+from ..core.errors import UserError, in_one_line
 from ..core.files import default_cache_folder, local_path, refuse_unwritable, resolve_path
 from ..core.patches import hub_offline
 from ..core.signals import deferred
@@ -46,10 +46,8 @@ def evaluate(
     for model in models:
         refuse_missing(model)
     first = RunFolder(models[0])
-    was_locked = first.is_locked()
-    try:
-        if output is None and first.read():
-            first.lock(shared=True)  # results are written into it
+    # Results are written into it.
+    with first.locked(shared=True) if output is None and first.read() else nullcontext():
         run = first.read()  # again, now that it is locked
         recipe = load_resolved(first.recipe) if run and first.recipe.is_file() else None
         if recipe and recipe.eval:
@@ -72,9 +70,6 @@ def evaluate(
         refuse_ranks("eval")
         set_environment(recipe, num_gpus=settings.processes or (run or {}).get("processes") or 1)
         run_evaluation(models, settings, stderr_console(), output=output, summary=summary, cache=cache)
-    finally:
-        if not was_locked:
-            first.release()
 
 
 def refuse_missing(model: str) -> None:
@@ -104,21 +99,16 @@ def evaluation_settings(recipe: Recipe | None, options: dict[str, Any]) -> Eval:
     options = {key: value for key, value in options.items() if value is not None}
     if options.get("suite", section.get("suite")) != section.get("suite"):
         section = {}  # the batch size and the data belong to the other suite
-    try:
-        settings = Eval.model_validate(section | options)
-    except ValidationError as error:
-        problems = error.errors(include_url=False)
-        if any(problem["loc"] == ("suite",) for problem in problems):
-            raise UserError(
-                "--suite: is required, because the first model is not a run whose recipe has an eval section; write "
-                f"one of {', '.join(shipped.suites())}"
-            ) from None
+    if not (section | options).get("suite"):
         raise UserError(
-            *(f"--{str(p['loc'][0]).replace('_', '-')}: found {p['input']!r}; {p['msg']}" for p in problems)
-        ) from None
-    problems = evaluation_problems(settings.model_dump())
-    if problems:
-        raise UserError(*(f"--{key.replace('_', '-')}: {message}" for key, message in problems))
+            "--suite: is required, because the first model is not a run whose recipe has an eval section; write one of "
+            f"{', '.join(shipped.suites())}"
+        )
+    places = {(): "eval", **{(key,): f"--{key.replace('_', '-')}" for key in Eval.model_fields}}
+    document = Document(section | options, places)
+    settings = document.validated(Eval)
+    document.problems += [((key,), message) for key, message in evaluation_problems(settings.model_dump())]
+    document.refuse_problems()
     return settings
 
 
@@ -218,21 +208,6 @@ def overlaps_of_runs(
     for other in others:
         first |= other
     return first
-
-
-def evaluate_trained(folder: RunFolder, settings: Eval, console: Terminal) -> None:
-    """Evaluate the model of a run after training. A UserError names the model and the command for a new try."""
-    try:
-        run_evaluation([str(folder)], settings, console, brief=True)
-    except Exception as error:
-        problem = known_failure(error, folder.path)
-        if problem is None:
-            raise
-        raise (ResumableError if isinstance(problem, ResumableError) else UserError)(
-            *problem.problems,
-            f"Only the evaluation failed; the trained model is in {folder.model}. Fix the cause and rerun the same "
-            f"command, or run `soren-align eval {folder}` with other options",
-        ) from error
 
 
 def chat(

@@ -27,7 +27,7 @@ from ..run.folder import RunFolder
 from ..training import build
 from ..training.adapters import common_globs
 from ..training.model import TWO_ANSWERS, generation_notices, load_config, load_tokenizer, starting_checkpoint
-from ..training.packing import refuse_mixing_in
+from ..training.packing import refuse_mixing
 from ..training.setup import check_attention, padding_token, refuse_unembedded
 from . import offline
 from .flops import build_model, kinds_of_blocks, select_blocks
@@ -272,7 +272,7 @@ def probe_packing(config: Any, model: Any, attention: str | None = None) -> tupl
             return None, f"not tested here, because a model of one block of each type already has {numel:,} parameters"
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
-            refuse_mixing_in(build_model(small, None, torch.float32, (), attention), "trainer.packing")
+            refuse_mixing(build_model(small, None, torch.float32, (), attention), "trainer.packing")
     except UserError as error:
         return (False, str(error)) if str(error).startswith("trainer.packing") else (None, f"not tested here: {error}")
     except Exception as error:  # an architecture's code need not run with these sizes; training may work

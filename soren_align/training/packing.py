@@ -16,26 +16,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import TrainerCallback
 from trl import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from .. import data
 from ..core.errors import UserError
 from ..core.silence import quiet_libraries
-from ..data import (
-    BATCH_SIZE,
-    EMPTY_ANSWER,
-    EMPTY_REASON,
-    FIRST,
-    TRAINED,
-    LossMasks,
-    State,
-    Stream,
-    dataset_of,
-    encode,
-    iterable_dataset,
-    token_columns,
-)
 from ..tasks import TASKS, TaskName
 
 NUM_PACKED_TOGETHER = 1_000
@@ -43,6 +30,9 @@ NUM_PACKED_TOGETHER = 1_000
 Row = dict[str, list[int]]
 NUM_EXAMPLES, NUM_TOKENS = 3, 16
 """A probe's examples and the tokens of each: short, as logits have an entry for each token of the vocabulary."""
+PROBE = [[*range(first, first + NUM_TOKENS)] for first in range(3, 3 + NUM_EXAMPLES * NUM_TOKENS, NUM_TOKENS)]
+COLLATOR = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+"""Examples of the tokens 3 to 50, and TRL's packing, for a model without data."""
 TOLERANCE = 1e-4
 """Largest change of the other examples' logits, relative to the change of the example's own. 20 small random models
 (tests/training/test_isolation.py has some) are at exactly 0, in float32 and bfloat16 (those with experts at 2e-8 with
@@ -91,7 +81,7 @@ class Packing:
         return []
 
 
-def pack(masks: LossMasks, args: Any) -> Packing:
+def pack(masks: data.LossMasks, args: Any) -> Packing:
     """Return the packing of the examples, whose loss masks are given, by TRL's config `args`."""
     dataset = masks.dataset()
     if args.shuffle_dataset:
@@ -101,7 +91,7 @@ def pack(masks: LossMasks, args: Any) -> Packing:
     packed = [pack_dataset(shard, args.max_length, args.packing_strategy) for shard in shards]
     tables: list[Any] = [shard.with_format("arrow")[:] for shard in packed]
     tokens = np.concatenate([_flat(table["tokens"]) for table in tables])
-    num_trained = int((tokens & TRAINED).sum())
+    num_trained = int((tokens & data.TRAINED).sum())
     # The first tokens of the examples in sequences, or, as a wrapped sequence is one part, of sequences.
     lengths = np.concatenate(
         [
@@ -119,7 +109,7 @@ def pack(masks: LossMasks, args: Any) -> Packing:
         num_long_examples=int((masks.lengths > args.max_length).sum()),
         num_lost_tokens=int(masks.lengths.sum()) - len(tokens),
         num_lost_trained_tokens=sum(map(sum, masks.masks)) - num_trained,
-        num_continuations=int((first_tokens & FIRST == 0).sum()),
+        num_continuations=int((first_tokens & data.FIRST == 0).sum()),
     )
 
 
@@ -138,9 +128,7 @@ class TokenStream:
     block, however long the run. Every rank reads the whole stream, of which accelerate leaves it its micro-batches.
     """
 
-    def __init__(
-        self, stream: Stream, task: TaskName, tokenizer: PreTrainedTokenizerBase, args: Any, loss: tuple[bool, bool]
-    ):
+    def __init__(self, stream: data.Stream, task: TaskName, tokenizer: Any, args: Any, loss: tuple[bool, bool]):
         """args: TRL's config. loss: assistant_only_loss and completion_only_loss, see `data.encode`."""
         self.stream, self.tokenizer, self.args, self.loss = stream, tokenizer, args, loss
         self.task: TaskName = task
@@ -149,22 +137,22 @@ class TokenStream:
         start = {"block": stream.start, "num_rows": 0, "num_kept": 0, "dropped": {}, "num_trained": 0, "counts": None}
         self._begin(start)
 
-    def _begin(self, start: State) -> None:
+    def _begin(self, start: data.State) -> None:
         """Set what an iteration counts to the state `start`."""
         self.start, self.block_end = start, start["block"]
-        self.block_starts: list[State] = []
+        self.block_starts: list[data.State] = []
         self.num_rows, self.num_kept, self.dropped = start["num_rows"], start["num_kept"], Counter(start["dropped"])
 
     def dataset(self) -> Any:
         """Return the sequences as TRL's trainers take them."""
-        return iterable_dataset(self.rows)
+        return data.iterable_dataset(self.rows)
 
-    def resume(self, state: State, num_passed_over: int) -> None:
+    def resume(self, state: data.State, num_passed_over: int) -> None:
         """Start the next iteration at `state`. num_passed_over: sequences in the batches that are passed over."""
         self.num_passed_over = num_passed_over
         self._begin(state)
 
-    def state(self, num_trained: int) -> State:
+    def state(self, num_trained: int) -> data.State:
         """Return plain data to resume from after `num_trained` sequences, which the latest iteration has passed."""
         while len(self.block_starts) > 1 and self.block_starts[1]["num_rows"] <= num_trained:
             del self.block_starts[0]
@@ -195,7 +183,7 @@ class TokenStream:
                 sequences: Any = batch
                 if self._packs:
                     with quiet_libraries():
-                        dataset = dataset_of(batch)
+                        dataset = data.dataset_of(batch)
                         sequences = pack_dataset(dataset, self.args.max_length, self.args.packing_strategy)
                 for row in sequences:
                     self.num_rows += 1
@@ -205,17 +193,17 @@ class TokenStream:
     def _examples(self, examples: list[dict[str, Any]]) -> Iterator[Row]:
         """Yield the tokens of examples that are not dropped, those of SFT truncated: pairs are, by TRL's collator."""
         max_length = None if self._packs else self.args.max_length
-        for batch in _batches(examples, BATCH_SIZE):
+        for batch in _batches(examples, data.BATCH_SIZE):
             columns = {name: [example.get(name) for example in batch] for name in self.stream.columns}
-            for example in encode(columns, self.task, self.tokenizer, *self.loss):
-                reason = EMPTY_REASON if EMPTY_ANSWER in example.left_out else example.drop_reason(max_length)
+            for example in data.encode(columns, self.task, self.tokenizer, *self.loss):
+                reason = data.EMPTY_REASON if data.EMPTY_ANSWER in example.left_out else example.drop_reason(max_length)
                 if reason:
                     self.dropped[reason] += 1
                     continue
                 self.num_kept += 1
                 if len(example.sides) == 1:
                     example = example._replace(sides=(example.sides[0].truncated(max_length),))
-                values = token_columns([example], self.task)
+                values = data.token_columns([example], self.task)
                 yield {name: values[name][0] for name in TASKS[self.task].token_columns}
 
 
@@ -241,12 +229,13 @@ class IsolationCheck(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Run the probe on the wrapped, possibly sharded model, which has loaded its checkpoint."""
         examples = probe_examples(self.dataset)
-        if len(examples) < 2:
-            return
-        refuse_mixing(model, self.collator, examples, args.device, self.place)
+        if len(examples) > 1:
+            refuse_mixing(model, self.place, examples, self.collator, args.device)
 
 
-def refuse_mixing(model: Any, collator: Any, examples: list[list[int]], device: Any, place: str) -> None:
+def refuse_mixing(
+    model: Any, place: str, examples: list[list[int]] = PROBE, collator: Any = COLLATOR, device: Any = "cpu"
+) -> None:
     """Raise UserError if the model mixes packed examples. place: the recipe's key that packs them. Collective."""
     try:
         change, noise = cross_talk(model, collator, examples, device)
@@ -264,13 +253,6 @@ def refuse_mixing(model: Any, collator: Any, examples: list[list[int]], device: 
         f"one example's tokens changes the logits of other examples, by {change:.1%} of the change of the example's "
         f"own logits. Write {other}packing: false, or packing_strategy: wrapped to let examples attend to each other"
     )
-
-
-def refuse_mixing_in(model: Any, place: str) -> None:
-    """Raise UserError if a model on the CPU mixes packed examples of the tokens 3 to 50, packed as TRL packs them."""
-    tokens = [*range(3, 3 + NUM_EXAMPLES * NUM_TOKENS)]
-    examples = [tokens[start : start + NUM_TOKENS] for start in range(0, len(tokens), NUM_TOKENS)]
-    refuse_mixing(model, DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True), examples, "cpu", place)
 
 
 def probe_examples(dataset: Any) -> list[list[int]]:

@@ -15,27 +15,9 @@ from transformers import AutoModelForCausalLM, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.optimization import GreedyLR
 
+from .. import data
 from ..core.errors import UserError, as_user_error, in_one_line
 from ..core.files import default_cache_folder
-from ..data import (
-    BATCH_SIZE,
-    PLAIN_PAIRS,
-    DatasetStats,
-    LossMasks,
-    Preview,
-    check_template,
-    dataset_stats,
-    from_token_columns,
-    has_turns,
-    hold_out,
-    load_split,
-    mix,
-    open_split,
-    open_stream,
-    template_errors,
-    tokenize,
-    without_empty_answers,
-)
 from ..optim import names_of_matrices, route
 from ..recipe import DataSplit, HeldOut, HeldOutNumber, Recipe, TrainSplit, columns_text, compute_dtype
 from ..recipe.parallel import Parallel, accumulation, batch_unit, gradient_notice, parallel, trainer_value
@@ -115,7 +97,7 @@ def set_up_training(
     start, tokenizer_source = starting_checkpoint(recipe, folder, train.dataset, verify=ranks.is_first)
     tokenizer = load_tokenizer(recipe, tokenizer_source)
     config = trl_arguments(recipe, folder.checkpoints, ranks)
-    if isinstance(train, Preview):
+    if isinstance(train, data.Preview):
         stream = TokenStream(train.stream, recipe.data_task, tokenizer, config, loss_of(recipe))
     # transformers may refuse lr_scheduler_kwargs when it makes the schedule or steps it
     optimizer, settings = torch.optim.SGD([torch.zeros(1)], lr=1.0), config.lr_scheduler_kwargs or {}
@@ -131,7 +113,7 @@ def set_up_training(
 
     of_pairs = _plain_pair_notices(recipe, train, tokenizer)
     assistant_only, completion_only = map(recipe.trainer.get, ("assistant_only_loss", "completion_only_loss"))
-    of_template = check_template(tokenizer, recipe.data_task, bool(assistant_only), train.dataset, completion_only)
+    of_template = data.check_template(tokenizer, recipe.data_task, bool(assistant_only), train.dataset, completion_only)
     of_generation = generation_notices(recipe, start)
     splits, tokens = tokenize_splits(recipe, splits, tokenizer, on_examples)
     train = splits["train"]
@@ -170,7 +152,7 @@ def set_up_training(
     notices = [*train.notices, *(evaluation.notices if evaluation else ()), *of_template, *of_pairs]
     notices += _notices(recipe, train.dataset, tokenizer, counts, packing, config.max_length, positions, of_template)
     samples = recipe.run.samples
-    prompts = read_prompts(samples, tokenizer, has_turns(train.dataset), positions) if samples else ()
+    prompts = read_prompts(samples, tokenizer, data.has_turns(train.dataset), positions) if samples else ()
     notices += of_generation
     return TrainingSetup(
         recipe, start, tokenizer, splits, tokens, counts, held_out, tuple(notices), prompts, packing, stream
@@ -179,10 +161,10 @@ def set_up_training(
 
 def _count(
     recipe: Recipe, config: Any, tokens: Any, source_indices: Sequence[int], tokenizer: Any, *, packs: bool
-) -> tuple[DatasetStats, Packing | None]:
+) -> tuple[data.DatasetStats, Packing | None]:
     """Count examples and their tokens, after packing if they are packed. config: TRL's."""
-    masks = LossMasks() if packs else None
-    counts = dataset_stats(
+    masks = data.LossMasks() if packs else None
+    counts = data.dataset_stats(
         tokens,
         recipe.data_task,
         tokenizer,
@@ -252,7 +234,7 @@ def _notices(
     recipe: Recipe,
     dataset: Any,
     tokenizer: Any,
-    counts: DatasetStats,
+    counts: data.DatasetStats,
     packing: Packing | None,
     max_length: int | None,
     positions: int | None,
@@ -280,7 +262,7 @@ def _notices(
             "the loss contains all tokens of conversations, also the user's messages. To train only on the answers, "
             "write trainer.assistant_only_loss: true. To hide this notice, write false for this key"
         )
-    if "completion" in columns and not has_turns(dataset) and tokenizer.chat_template:
+    if "completion" in columns and not data.has_turns(dataset) and tokenizer.chat_template:
         # the `columns` by which prompts and answers in plain text become turns
         own: dict[str, str] = {**recipe.data.sources[0].columns}
         answers = {"instruction": "prompt", "output": "completion"}
@@ -329,7 +311,7 @@ def _prompt_lengths(dataset: Any, tokenizer: Any) -> Iterator[int]:
         turns = example.get("messages", ())
         prompt = example.get("prompt") or [*takewhile(lambda turn: turn["role"] != "assistant", turns)]
         if isinstance(prompt, list):
-            with template_errors("the chat template fails on a prompt"):
+            with data.template_errors("the chat template fails on a prompt"):
                 rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
         else:
             rendered = tokenizer(prompt)
@@ -341,13 +323,13 @@ def _plain_pair_notices(recipe: Recipe, train: Any, tokenizer: Any) -> list[str]
 
     Raises UserError if there is no template.
     """
-    if PLAIN_PAIRS not in train.layout:
+    if data.PLAIN_PAIRS not in train.layout:
         return []
     key, turns = "data.train.apply_chat_template", train.dataset[0]["chosen"]
     without = f"train the texts as they are, write {key}: false"
     if not tokenizer.chat_template:
         raise UserError(
-            f"{train.source['path']}: has {PLAIN_PAIRS}, but the tokenizer has no chat template; write "
+            f"{train.source['path']}: has {data.PLAIN_PAIRS}, but the tokenizer has no chat template; write "
             f"model.chat_template, or, to {without}"
         )
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -371,20 +353,20 @@ def load_splits(recipe: Recipe) -> dict[str, Any]:
     Raises UserError if only one of both has turns, or texts have different columns.
     """
     evaluation, streaming, held_out = recipe.data.eval, recipe.data.streaming, None
-    seed = recipe.trainer.get("seed", 42)
+    task, seed = recipe.data_task, recipe.trainer.get("seed", 42)
     if streaming is not None:
         fraction = evaluation.fraction if isinstance(evaluation, HeldOut) else None
-        train, held_out = open_stream(recipe.data.sources, recipe.data_task, streaming.shuffle_buffer, seed, fraction)
+        train, held_out = data.open_stream(recipe.data.sources, task, streaming.shuffle_buffer, seed, fraction)
     else:
-        sources = [load_split(source, recipe.data_task) for source in recipe.data.sources]
+        sources = [data.load_split(source, task) for source in recipe.data.sources]
         if isinstance(evaluation, HeldOut | HeldOutNumber):
-            sources, held_out = hold_out(sources, **evaluation.model_dump())
-        train = mix(sources, recipe.data.sources, seed)
+            sources, held_out = data.hold_out(sources, **evaluation.model_dump())
+        train = data.mix(sources, recipe.data.sources, seed)
     if isinstance(evaluation, DataSplit):
         if streaming is not None and evaluation.limit:  # of a dataset on the hub, no more than these is downloaded
-            held_out = open_split(TrainSplit(**evaluation.model_dump()), recipe.data_task).first(evaluation.limit)
+            held_out = data.open_split(TrainSplit(**evaluation.model_dump()), task).first(evaluation.limit)
         else:
-            held_out = load_split(evaluation, recipe.data_task)
+            held_out = data.load_split(evaluation, task)
     if held_out and held_out.kind != train.kind:
         raise UserError(
             f"data.eval: has {held_out.layout}, but data.train has {train.layout}; use data of the same kind"
@@ -407,12 +389,12 @@ def tokenize_splits(
     for name, split in splits.items():
         if split:
             report = on_examples if name == "train" else None
-            all_tokens = tokenize(split.dataset, recipe.data_task, tokenizer, cache, *loss_of(recipe), report)
-            remaining[name], tokens[name] = without_empty_answers(split, all_tokens)
+            all_tokens = data.tokenize(split.dataset, recipe.data_task, tokenizer, cache, *loss_of(recipe), report)
+            remaining[name], tokens[name] = data.without_empty_answers(split, all_tokens)
     if recipe.data.eval_tokens and (evaluation := tokens["eval"]):
         # the first examples with so many predicted tokens, or all
         max_length = None if recipe.trainer.get("packing") else trainer_value(recipe, "max_length")
-        batches = (from_token_columns(batch, recipe.data_task) for batch in evaluation.iter(BATCH_SIZE))
+        batches = (data.from_token_columns(batch, recipe.data_task) for batch in evaluation.iter(data.BATCH_SIZE))
         numbers = (
             sum(sum(side.truncated(max_length).trained[1:]) for side in example.sides)
             for examples in batches
