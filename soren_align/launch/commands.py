@@ -160,8 +160,8 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
     if reason := folder.record("training")["training"].get("diverged"):
         folder.update(status="diverged", finished=now(), last_error=None)
         not_evaluated = ", and is not evaluated" if recipe.eval else ""
-        kept = f"{folder.model} is the diverged model, kept for inspection{not_evaluated}"
-        print_labelled(console, "diverged", f"{reason}; {AFTER_DIVERGENCE}", kept)
+        model = f"{folder.model} is the diverged model, kept for inspection{not_evaluated}"
+        print_labelled(console, "diverged", f"{reason}; {AFTER_DIVERGENCE}", model)
         from .torchrun import STARTED_HERE
 
         return 0 if STARTED_HERE in os.environ else 1

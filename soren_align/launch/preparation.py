@@ -21,11 +21,9 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     UserError otherwise, and if `accelerate launch` is configured for another kind of parallelism than the recipe.
     """
     shared = parallel(recipe.run.parallel)
-    for variable, kind, name in (
-        ("ACCELERATE_USE_DEEPSPEED", "zero", "DeepSpeed"),
-        ("ACCELERATE_USE_FSDP", "fsdp2", "FSDP"),
-    ):
-        if os.environ.get(variable, "").lower() == "true" and shared.kind != kind:
+    for kind, name in {"zero": "DeepSpeed", "fsdp2": "FSDP"}.items():
+        is_configured = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true"
+        if is_configured and shared.kind != kind:
             raise UserError(
                 f"accelerate is configured for {name}, but run.parallel is {shared.kind}; write another run.parallel "
                 "(zero1, zero2, zero3, fsdp2 or the path of a config), or configure accelerate for plain multi-GPU"

@@ -17,18 +17,7 @@ from ..core.text import Table, Terminal, can_print, count, number, print_labelle
 from ..evaluate.report.results import Results, read_results
 from ..evaluate.report.tables import MIN_QUESTIONS, TOO_FEW, has_too_few
 from ..evaluate.report.tables import terminal as results_table
-from ..run.curves import (
-    HELD_OUT,
-    LOSS,
-    MARGIN,
-    Curves,
-    braille,
-    describe,
-    describe_scores,
-    draw_curves,
-    draw_losses,
-    read_curves,
-)
+from ..run.curves import HELD_OUT, LOSS, MARGIN, Curves, braille, draw_curves, draw_losses, read_curves
 from ..run.folder import RunFolder, read_metrics
 from ..run.preferences import describe_preferences
 from ..run.record import describe_earlier_runs, describe_losses
@@ -72,7 +61,7 @@ def show(run: str | None, *, full: bool = False, as_json: bool = False) -> None:
         seconds = training.get("seconds_since_start_or_resume", 0)
         steps = f"{count(training['steps'], 'step')} in {seconds:,.0f} s"
         print_labelled(console, "trained", steps, *describe_losses(training))
-    for line in (*describe(curves), *describe_preferences(training)):
+    for line in (*curves.describe(), *describe_preferences(training)):
         print_labelled(console, "notice", line)
     print_chart(console, curves)
     for results in evaluations:
@@ -92,7 +81,7 @@ def print_chart(console: Terminal, curves: Curves) -> None:
         width = min(console.width, 100) - 10
         chart = braille(curves[LOSS] or curves[HELD_OUT], width, CHART_LINES, curves[HELD_OUT], curves.best)
         print_labelled(console, "curve", legend, *chart, wrap=False)
-    print_labelled(console, "benchmark", *describe_scores(curves), wrap=False)
+    print_labelled(console, "benchmark", *curves.describe_scores(), wrap=False)
 
 
 def print_next(console: Terminal, folder: RunFolder, record: dict[str, Any]) -> None:
@@ -263,7 +252,7 @@ def curves(names: Sequence[str], *, output: str = "curves.png", preset: str | No
         rows.append([name, f"{run.last_step:g}", *ends[:2], best, ends[2]])
     console.print(Table(["run", "step", "loss", "held-out", "lowest held-out", "margin"], rows, align="lrrr").rich())
     for name, run in named:
-        print_labelled(console, "benchmark", *(f"{name}: {line}" for line in describe_scores(run)), wrap=False)
+        print_labelled(console, "benchmark", *(f"{name}: {line}" for line in run.describe_scores()), wrap=False)
     if preset:
         from ..recipe import load_resolved  # here: `show` and `runs` need no recipe, and take half a second
 

@@ -85,6 +85,24 @@ class Curves:
     def __getitem__(self, key: str) -> list[tuple[float, float]]:
         return self.by_key[key].points if key in self.by_key else []
 
+    def describe_scores(self) -> list[str]:
+        """Return a line for each benchmark: its first and its last score, and the highest between them."""
+        lines = []
+        for key, curve in self.by_key.items():
+            if key.startswith(SCORE):
+                (_, first), *_, (last_step, last) = [*curve.points[:1], *curve.points]
+                step, highest = max(curve.points, key=lambda point: (point[1], -point[0]))
+                best = f", highest {highest:.1%} at step {step:g}" if highest > last else ""
+                lines.append(f"{key.removeprefix(SCORE)} {first:.1%} -> {last:.1%} at step {last_step:g}{best}")
+        return lines
+
+    def describe(self) -> list[str]:
+        """Return sentences about the held-out loss: where it was lowest, if it has risen since."""
+        if not (self.best and self.last) or self.last[1] <= 1.01 * self.best[1]:
+            return []
+        (step, best), (last_step, last) = self.best, self.last
+        return [f"the held-out loss was lowest at step {step:g} ({best:.4g}), and was {last:.4g} at step {last_step:g}"]
+
 
 def read_curves(file: Path) -> Curves:
     """Return the curves in a metrics.jsonl; of a missing file none. Damaged lines and values are left out."""
@@ -233,26 +251,6 @@ def _legend(figure: "Figure", colors: Colors) -> None:
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + LABEL_HEIGHT * math.ceil(len(labels) / columns))
     figure.legend([*handles.values()], labels, loc="outside upper left", ncols=columns, **style)
-
-
-def describe_scores(curves: Curves) -> list[str]:
-    """Return a line for each benchmark: its first and its last score, and the highest between them."""
-    lines = []
-    for key, curve in curves.by_key.items():
-        if key.startswith(SCORE):
-            (_, first), *_, (last_step, last) = [*curve.points[:1], *curve.points]
-            step, highest = max(curve.points, key=lambda point: (point[1], -point[0]))
-            best = f", highest {highest:.1%} at step {step:g}" if highest > last else ""
-            lines.append(f"{key.removeprefix(SCORE)} {first:.1%} -> {last:.1%} at step {last_step:g}{best}")
-    return lines
-
-
-def describe(curves: Curves) -> list[str]:
-    """Return sentences about the held-out loss: where it was lowest, if it has risen since."""
-    if not (curves.best and curves.last) or curves.last[1] <= 1.01 * curves.best[1]:
-        return []
-    (step, best), (last_step, last) = curves.best, curves.last
-    return [f"the held-out loss was lowest at step {step:g} ({best:.4g}), and was {last:.4g} at step {last_step:g}"]
 
 
 # The paper's figures of losses, from any run folders: `curves RUN... --preset paper-losses`. A row for each model, with

@@ -236,9 +236,9 @@ def report_result(
     dtype, matrices = (result["change_after_saving"][key] for key in ("dtype", "matrices"))
     projection, entries = (100 * matrices[key] for key in ("projection", "fraction_changed"))
     if min(entries, projection) < 100 * record.SURVIVAL_THRESHOLD:
-        kept = f"model/ in {dtype}, which keeps {projection:.3g}% of the training's change"
-        differing = f"{entries:.3g}% of the changed entries still differ from the starting checkpoint after rounding"
-        print_labelled(console, "saved", kept, differing)
+        saved = f"model/ in {dtype}, which keeps {projection:.3g}% of the training's change"
+        remaining = f"{entries:.3g}% of the changed entries still differ from the starting checkpoint after rounding"
+        print_labelled(console, "saved", saved, remaining)
         remedy = "write run.save_dtype: float32 to keep it"
         print_labelled(console, "warning", f"rounding loses most of the change; {remedy}")
 

@@ -10,7 +10,7 @@ from PIL import Image
 from soren_align.cli.app import main
 from soren_align.core.errors import UserError
 from soren_align.launch import show
-from soren_align.run.curves import HELD_OUT, LOSS, MAX_POINTS, braille, describe, draw_curves, read_curves
+from soren_align.run.curves import HELD_OUT, LOSS, MAX_POINTS, braille, draw_curves, read_curves
 from soren_align.run.folder import read_metrics
 from tests.support.run_folders import add_results, finished_run
 
@@ -98,7 +98,7 @@ def test_a_chart_of_one_point_or_equal_values_is_drawn(points):
 def test_a_rise_of_the_held_out_loss_is_said(tmp_path, losses, is_said):
     write_metrics(tmp_path / "m", *({"step": 10 * i, HELD_OUT: loss} for i, loss in enumerate(losses)))
     expected = ["the held-out loss was lowest at step 10 (0.1), and was 0.2 at step 20"] if is_said else []
-    assert describe(read_curves(tmp_path / "m")) == expected
+    assert read_curves(tmp_path / "m").describe() == expected
 
 
 def test_show_prints_status_curve_scores_and_next_commands(run, capsys, monkeypatch):

@@ -26,7 +26,7 @@ from soren_align.evaluate.suite.suites import benchmark_suite, load_suite
 from soren_align.evaluate.suite.tasks import load_tasks
 from soren_align.publish.card import card
 from soren_align.recipe import Eval, checks
-from soren_align.run.curves import Curves, describe_scores, draw_curves, read_curves
+from soren_align.run.curves import Curves, draw_curves, read_curves
 from soren_align.run.folder import RunFolder, read_metrics
 from soren_align.sharding.ranks import Ranks
 from tests.support.trainer_parity import furthest, ranks_do, weights
@@ -194,7 +194,7 @@ def test_a_column_that_did_not_choose_the_weights_is_held_out():
 def test_they_are_drawn_and_described_with_the_other_curves(measured, tmp_path):
     curves, last = read_curves(measured.folder.metrics), scores(measured)[5]
     assert curves["eval_benchmark/zoo_gen"] == [(s, v["zoo_gen"]) for s, v in scores(measured).items()]
-    lines = describe_scores(curves)
+    lines = curves.describe_scores()
     assert any(line.startswith("zoo_mc ") and f"-> {last['zoo_mc']:.1%} at step 5" in line for line in lines)
     draw_curves([("one", curves), ("two", curves)], tmp_path / "curves.png")
     without = {key: curve for key, curve in curves.by_key.items() if "benchmark" not in key}
