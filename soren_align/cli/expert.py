@@ -85,8 +85,8 @@ def spectrum(
     from ..launch import commands
 
     of = "gradient" if gradients or preset else "momentum"
-    options = {"output": output, "preset": preset, "full": full, "advise": advise, "as_json": as_json}
-    commands.spectrum(run, matrices or ["*"], of=of, **options)
+    options = {"full": full, "advise": advise, "as_json": as_json}
+    commands.spectrum(run, matrices or ["*"], of, output, preset, **options)
 
 
 def show_map(

@@ -50,15 +50,11 @@ class ChatModel:
         dtype = dtype or str(config.dtype or torch.float32).removeprefix("torch.")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer = load_tokenizer(folder)
+        self.has_template = bool(self.tokenizer.chat_template)  # without one the model completes plain text
         lm = load_lm(folder, self.tokenizer, BackendSettings("hf", dtype, device, 1))
         self.model, self.context = lm.model, lm.max_length
         quantized = quantization_of(self.model)
         self.precision = dtype if quantized is None else f"{quantized['quantize']} ({quantized['type']})"
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template; without one the model completes plain text."""
-        return bool(self.tokenizer.chat_template)
 
     def tokens(self, turns: list[dict[str, str]]) -> torch.Tensor:
         """Return the prompt for an answer to the last turn, [1, length]. Without a template it is that turn's text."""

@@ -6,7 +6,7 @@ Whatever can be refused without torch is refused first. Only training on several
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -106,7 +106,7 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
         recording = _recording_errors(folder) if ranks.is_first else nullcontext()
         with recording, watched(ranks, partial(_end_without, folder, ranks.is_first)):
             if ranks.is_first:
-                folder.forget_failure()
+                folder.record_failure(None)
             if ranks.broadcast(folder.record()["status"] if ranks.is_first else None) != "trained":
                 benchmark = None
                 with working(console, "Checking data and evaluation") as show, ranks.main_process_first():
@@ -253,15 +253,7 @@ def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> i
     return failure.code
 
 
-def plan(
-    recipe: Recipe,
-    next_command: str,
-    *,
-    full: bool = False,
-    as_json: bool = False,
-    processes: int = 1,
-    as_far_as: str | None = None,
-) -> int:
+def plan(recipe: Recipe, next_command: str, *, full: bool, as_json: bool, processes: int, as_far_as: str | None) -> int:
     """Print what `train` would do with this number of processes: a summary, or all of it. Returns the exit code.
 
     next_command: the one that trains the recipe; printed last, unless training would not start. as_far_as: a finished
@@ -382,13 +374,7 @@ def merge(run: str) -> None:
 
 
 def bench(
-    subject: str,
-    shapes_text: str,
-    *,
-    device: str | None = None,
-    tokens: int = 0,
-    as_json: bool = False,
-    output: str | None = None,
+    subject: str, shapes_text: str, *, device: str | None, tokens: int = 0, as_json: bool, output: str | None
 ) -> None:
     """Measure the maps ("maps") or the optimizers ("step"). Raises UserError before torch is imported."""
     matrices = shapes.parse(shapes_text)
@@ -448,15 +434,7 @@ def show_map(text: str, settings: dict[str, Any], *, plot: str | None = None, as
 
 
 def spectrum(
-    run: str,
-    globs: Sequence[str],
-    *,
-    of: str = "momentum",
-    output: str | None = None,
-    preset: str | None = None,
-    full: bool = False,
-    advise: bool = False,
-    as_json: bool = False,
+    run: str, globs: list[str], of: str, output: str | None, preset: str | None, full: bool, advise: bool, as_json: bool
 ) -> None:
     """Show the spectra of a run and the output of every map on them, without training, in tables or JSON.
 

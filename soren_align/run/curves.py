@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,9 +111,7 @@ def read_curves(file: Path) -> Curves:
         return curves
     every = 1 + file.stat().st_size // SAMPLED_FROM
     with file.open("rb") as lines:
-        for number in count():
-            if not (line := lines.readline(MAX_LINE)):
-                break
+        for number, line in enumerate(iter(partial(lines.readline, MAX_LINE), b"")):
             if number % every and b'"eval_' not in line:
                 continue
             if (record := parse_metrics(line)) is None:

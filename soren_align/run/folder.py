@@ -123,27 +123,22 @@ class RunFolder:
         """Replace run.json by these keys and the version of its format."""
         write(self._file, to_text(json.loads(json.dumps(record | {"format_version": FORMAT_VERSION}))))
 
-    def record_failure(self, error: Exception) -> None:
+    def record_failure(self, error: Exception | None) -> None:
         """Write an error into run.json, if the run has begun and the disk has room: its message, whether the training
         diverged, and whether the same command resumes the run. Of a defect, no UserError, the software that has it.
+        None: remove these keys, as the run is resumed.
         """
-        is_defect = not isinstance(error, UserError)
-        message = (f"{type(error).__name__}: {error}".splitlines() or [""])[0] if is_defect else str(error)
+        failure: dict[str, Any] = {"last_error": None}
+        if error is not None:
+            is_defect = not isinstance(error, UserError)
+            message = (f"{type(error).__name__}: {error}".splitlines() or [""])[0] if is_defect else str(error)
+            failure = {"last_error": message, "diverged": isinstance(error, DivergedError)}
+            failure |= {"resumable": isinstance(error, ResumableError), "defect": software() if is_defect else None}
         with suppress(OSError, UserError):
-            if self.read() is not None:
-                self.update(
-                    last_error=message,
-                    diverged=isinstance(error, DivergedError),
-                    resumable=isinstance(error, ResumableError),
-                    defect=software() if is_defect else None,
-                )
-
-    def forget_failure(self) -> None:
-        """Remove what `record_failure` has written: the run is resumed."""
-        failure = ("diverged", "resumable", "defect")
-        self.replace(
-            **{key: value for key, value in self.record().items() if key not in failure} | {"last_error": None}
-        )
+            if (record := self.read()) is not None:
+                for key in ("diverged", "resumable", "defect"):
+                    record.pop(key, None)
+                self.replace(**record | failure)
 
     def complete_checkpoints(self) -> list[Path]:
         """Return the complete checkpoints (see training/checkpoints.py), in the order of their steps."""

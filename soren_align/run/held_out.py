@@ -26,6 +26,7 @@ from ..core.files import read_json, write
 
 MAX_BYTES = 256 << 20
 """Of the file. 10,000 preference pairs with three metrics are 1.3 MB."""
+End = Literal["start", "end"]
 Values = Mapping[str, Sequence[float]]
 """By metric ("eval_loss"), a value for each example."""
 
@@ -55,12 +56,7 @@ class HeldOutValues:
 
 
 def add_values(
-    file: Path,
-    at: Literal["start", "end"],
-    examples: str,
-    weights: Sequence[float],
-    clusters: Sequence[int] | None,
-    values: Values,
+    file: Path, at: End, examples: str, weights: Sequence[float], clusters: Sequence[int] | None, values: Values
 ) -> None:
     """Write the values of a run's start or end; those of the end beside the start's."""
     content: dict[str, Any] = {}

@@ -50,12 +50,8 @@ def _describe(layer: Any) -> dict[str, Any]:
     bits = _BITS[type(weight).__name__]
     if bits == "8bit":
         return {"quantize": bits, "type": _name(weight.dtype), "compute_dtype": "float16"}
-    state = weight.quant_state
-    return {
-        "quantize": bits,
-        "type": f"{state.quant_type}{', double quantization' if state.nested else ''}",
-        "compute_dtype": _name(layer.compute_dtype),
-    }
+    kind = weight.quant_state.quant_type + ", double quantization" * weight.quant_state.nested
+    return {"quantize": bits, "type": kind, "compute_dtype": _name(layer.compute_dtype)}
 
 
 def _num_bytes(layer: Any) -> int:

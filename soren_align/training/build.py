@@ -69,9 +69,7 @@ def build_trainer(
     # The recipe names a file, whose contents may have changed.
     template = json.dumps(setup.tokenizer.chat_template)
     origin["chat_template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
-    spectra = recipe.run.log_spectra
     files = (folder.metrics, folder.spectra) if ranks.is_first else (None, None)
-    log = MeasurementLog(*files, tuple(spectra.steps), tuple(spectra.matrices), tuple(spectra.of), spectra.map_error)
     # TRL prints while it truncates and packs; data/stats.py has already counted and shown the same.
     with as_user_error("trainer", ValueError, RuntimeError), contextlib.redirect_stdout(io.StringIO()):
         return getattr(trainer, task.trainer)(
@@ -83,7 +81,7 @@ def build_trainer(
             peft_config=new_adapter,
             optimizer_settings=recipe.optimizer,
             origin=origin,
-            measurement_log=log,
+            measurement_log=MeasurementLog(*files, recipe.run.log_spectra),
             save_dtype=save_dtype(recipe, setup.start),
             parallel=kind,
             lost_updates=lost_updates,

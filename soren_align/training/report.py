@@ -142,18 +142,12 @@ def report_first_step(
 
 
 def report_result(
-    folder: RunFolder,
-    console: Console,
-    recipe: Recipe,
-    trainer: Any,
-    result: dict[str, Any],
-    seconds: float,
-    resumed_from: int,
+    folder: RunFolder, console: Console, recipe: Recipe, trainer: Any, result: dict[str, Any], resumed_from: int
 ) -> None:
     """Write status "trained", losses, the peak of the memory and `result` into run.json, and print them.
 
-    result: relative changes, `change_after_saving`, `stopped_early`, `best_model` and `validation`. resumed_from: the
-    step of the checkpoint; 0 for a new run.
+    result: seconds, relative changes, `change_after_saving`, `stopped_early`, `best_model` and `validation`.
+    resumed_from: the step of the checkpoint; 0 for a new run.
     """
     steps, args, history, stream = trainer.state.global_step, trainer.args, trainer.state.log_history, trainer.stream
     # The losses of training, and of the held-out examples: at the start, and of the saved model; see run/record.py.
@@ -189,7 +183,6 @@ def report_result(
     if stream:
         data = (folder.read() or {})["data"]
         folder.update(data={**data, "train": {**data["train"], **stream.counts()}})
-    training = {"steps": steps, "seconds_since_start_or_resume": round(seconds, 1), **losses}
     written = {
         "recipe_sha256": recipe_hash(recipe, with_optimizer=True),
         "metrics_sha256": file_sha256(folder.metrics),
@@ -199,12 +192,13 @@ def report_result(
     used: dict[str, Any] = {"peak_memory_bytes": peak_memory()}
     if not torch.accelerator.is_available() and hasattr(os, "getloadavg"):
         used["cpu_load"] = round(os.getloadavg()[0], 2)
-    folder.update(status="trained", training={**training, **used, **result}, written=written)
+    folder.update(status="trained", training={"steps": steps, **losses, **used, **result}, written=written)
 
     means = (log["train_loss"] for log in reversed(history) if "train_loss" in log)
     loss, mean = "", next(means, None)
     if losses["first_loss"] is None and mean is not None:  # ended early, or trainer.logging_strategy is no
         loss = f", loss {mean:.3f} on average"
+    seconds = result["seconds_since_start_or_resume"]
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
     lines = [f"{steps} step{'s' * (steps != 1)}{resumed} in {seconds:.0f} s{loss}"]
     advice = "; other maps: soren-align spectrum RUN --advise"

@@ -107,11 +107,11 @@ def train(
             folder.update(resumed_from_steps=[*earlier, resumed_from])
 
     with closing(progress), closing(stop):
-        seconds = _run_loop(trainer, checkpoint)
+        result: dict[str, Any] = {"seconds_since_start_or_resume": _run_loop(trainer, checkpoint)}
     args, state = trainer.args, trainer.state
     finished = not stop.stopped or state.global_step >= state.max_steps
     refuse_lost_lock(folder, ranks)
-    result: dict[str, Any] = relative_changes(trainer.starting_weights, trainer.attached)
+    result |= relative_changes(trainer.starting_weights, trainer.attached)
     if finished:
         if early and early.has_stopped:
             settings = {"patience": early.early_stopping_patience, "threshold": early.early_stopping_threshold}
@@ -138,7 +138,7 @@ def train(
         folder.update(identity=identity)
         if "best_model" not in result and (reason := divergence(read_metrics(folder.metrics))):
             result["diverged"] = reason
-        report_result(folder, console, recipe, trainer, result, seconds, resumed_from)
+        report_result(folder, console, recipe, trainer, result, resumed_from)
         remove(folder.start_logits)  # later than the status: until then a rerun resumes, and needs them
     if ranks.is_first and stop.stopped:
         where = f"at step {state.global_step}, {'model' if finished else 'checkpoint'} saved"
@@ -169,7 +169,7 @@ def _run_loop(trainer: Any, checkpoint: Path | None) -> float:
         if isinstance(cause, pickle.UnpicklingError):
             raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
         raise UserError(f"{checkpoint}: the checkpoint cannot be loaded ({in_one_line(cause)}); {PREVIOUS}") from error
-    return time.monotonic() - started
+    return round(time.monotonic() - started, 1)
 
 
 def _find_checkpoint(recipe: Recipe, folder: RunFolder, origin: dict[str, Any], console: Console) -> Path | None:

@@ -149,14 +149,12 @@ def set_up_training(
         )
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     positions = positions if isinstance(positions, int) else None
-    notices = [*train.notices, *(evaluation.notices if evaluation else ()), *of_template, *of_pairs]
-    notices += _notices(recipe, train.dataset, tokenizer, counts, packing, config.max_length, positions, of_template)
     samples = recipe.run.samples
     prompts = read_prompts(samples, tokenizer, data.has_turns(train.dataset), positions) if samples else ()
-    notices += of_generation
-    return TrainingSetup(
-        recipe, start, tokenizer, splits, tokens, counts, held_out, tuple(notices), prompts, packing, stream
-    )
+    setup = TrainingSetup(recipe, start, tokenizer, splits, tokens, counts, held_out, (), prompts, packing, stream)
+    notices = [*train.notices, *(evaluation.notices if evaluation else ()), *of_template, *of_pairs]
+    notices += _notices(setup, config.max_length, positions, of_template)
+    return replace(setup, notices=(*notices, *of_generation))
 
 
 def _count(
@@ -231,21 +229,16 @@ def check_attention(recipe: Recipe, config: Any) -> None:
 
 
 def _notices(
-    recipe: Recipe,
-    dataset: Any,
-    tokenizer: Any,
-    counts: data.DatasetStats,
-    packing: Packing | None,
-    max_length: int | None,
-    positions: int | None,
-    of_template: Sequence[str],
+    setup: TrainingSetup, max_length: int | None, positions: int | None, of_template: Sequence[str]
 ) -> list[str]:
     """Return the notices about the tokens that are trained. Raises UserError if no answer is.
 
     positions: of the model, if its config has a number. of_template: the notices about the chat template, one of which
     is about the stop token.
     """
-    notices, columns = [], set(dataset.column_names)
+    recipe, tokenizer, counts, packing = setup.recipe, setup.tokenizer, setup.account, setup.packing
+    dataset, notices = setup.splits["train"].dataset, []
+    columns = set(dataset.column_names)
     is_cut = not counts.stop_token_trained and not recipe.trainer.get("packing")
     if is_cut and max_length is not None and columns & {"messages", "prompt"}:
         # If every example is cut before its first answer, the loss would be that of prompts alone.

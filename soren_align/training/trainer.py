@@ -165,7 +165,7 @@ class SorenTrainerMixin(Trainer):
         self.add_callback(GradientCheck(self.attached))
         self.add_callback(self.optimizer_check)
         self.add_callback(self.measurements)
-        if self.measurement_log.steps:
+        if self.measurement_log.section.steps:
             self.add_callback(SpectraRecorder(self.attached, self.measurement_log))
         if self.lost_updates is not None:
             self.add_callback(FirstStepCheck(self.attached, self.lost_updates))

@@ -14,6 +14,7 @@ from soren_align.bench.spectra import spectra_of_run
 from soren_align.core.errors import UserError
 from soren_align.optim import AdamW, Muon, Soren, SpectralOptimizer
 from soren_align.optim.step import nesterov
+from soren_align.recipe.schema import LogSpectra
 from soren_align.run.folder import RunFolder
 from soren_align.sharding.ranks import Ranks
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid
@@ -158,7 +159,7 @@ def test_map_error_is_measured_of_approximate_sigmoids_only_and_unless_it_is_off
     assert {"map_error", "map_error_matrix"} <= measured(new(Soren, map="sns")).keys()
     for optimizer in (new(Soren, map="exact"), new(Muon), new(AdamW)):
         assert "map_error" not in measured(optimizer)
-    assert "map_error" not in measured(new(Soren), MeasurementLog(map_error=False))
+    assert "map_error" not in measured(new(Soren), MeasurementLog(section=LogSpectra(map_error=False)))
 
 
 @pytest.mark.unit
@@ -186,12 +187,12 @@ def test_a_resumed_run_records_what_an_uninterrupted_one_does(tiny_run, monkeypa
 
 @pytest.mark.unit
 def test_a_name_that_matches_no_matrix_is_refused():
-    SpectraRecorder(attached_to(new(Soren)), MeasurementLog(steps=(1,), matrices=("mat*",)))
+    SpectraRecorder(attached_to(new(Soren)), MeasurementLog(section=LogSpectra(steps=[1], matrices=["mat*"])))
     for optimizer, glob in ((new(Soren), "*query*"), (new(AdamW), "*")):
         with pytest.raises(
             UserError, match=r"run.log_spectra.matrices: '.*' matches no matrix; run `soren-align plan`"
         ):
-            SpectraRecorder(attached_to(optimizer), MeasurementLog(steps=(1,), matrices=("*", glob)))
+            SpectraRecorder(attached_to(optimizer), MeasurementLog(section=LogSpectra(steps=[1], matrices=["*", glob])))
 
 
 @pytest.mark.unit

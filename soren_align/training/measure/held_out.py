@@ -6,14 +6,14 @@ because TRL averages its metrics over ranks: one forward pass per example, twice
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
 from ...core.files import digest
 from ...run.folder import RunFolder
-from ...run.held_out import add_values
+from ...run.held_out import End, add_values
 from ...sharding.ranks import Ranks
 from .samples import evaluating
 
@@ -33,7 +33,7 @@ class HeldOutRecorder(TrainerCallback):
         if not state.global_step:
             self.record("start")
 
-    def record(self, at: Literal["start", "end"]) -> None:
+    def record(self, at: End) -> None:
         """Measure all examples and write their metrics."""
         trainer, values, weights, hashes = self.trainer, [], [], []
         logged = trainer._metrics["eval"]  # TRL's: values of each metric, which its next log averages

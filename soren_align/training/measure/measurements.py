@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ...core.errors import UserError
 from ...core.files import append
 from ...optim import AppliedMap, PendingUpdate, Sums, matrices_of
 from ...optim.layout import matrix_names
+from ...recipe.schema import LogSpectra
 from ...spectral import distance_from_sigmoid, singular_values
 from ...spectral.contrast import contrast_numbers
 from ...spectral.exact import null_space_bound
@@ -41,17 +42,14 @@ CONTRAST = ("map_contrast", "map_cosine_to_muon", "map_cosine_to_momentum")
 
 @dataclass(frozen=True)
 class MeasurementLog:
-    """Where measurements are written, on the first rank alone, and which: see `LogSpectra` in `recipe/schema.py`.
+    """Where measurements are written, on the first rank alone, and which.
 
-    metrics: a .jsonl file that gets a line per log. spectra: one that gets a line per matrix at each of `steps`.
+    metrics: a .jsonl file that gets a line per log. spectra: one that gets a line per matrix at each step of `section`.
     """
 
     metrics: Path | None = None
     spectra: Path | None = None
-    steps: tuple[int, ...] = ()
-    matrices: tuple[str, ...] = ("*",)
-    of: tuple[str, ...] = ("momentum",)
-    map_error: bool = True
+    section: LogSpectra = field(default_factory=LogSpectra)
 
 
 class Measurements(TrainerCallback):
@@ -164,7 +162,7 @@ class Measurements(TrainerCallback):
                 has_contrast = numbers.isfinite().all()  # a zero momentum has none
                 self._sums.add(5, *numbers.where(has_contrast, 0.0), has_contrast)
         approximates = applied.group.get("map", {"name": "exact"})["name"] != "exact"
-        if self.log.map_error and approximates and applied.name == self._compared[1] and min(shape) <= MAX_ROWS:
+        if self.log.section.map_error and approximates and applied.name == self._compared[1] and min(shape) <= MAX_ROWS:
             self._sums.add(4, distance_from_sigmoid(applied.input, applied.output))
             self._num_compared += 1
 
@@ -178,29 +176,33 @@ def matching(names: Sequence[str], globs: Sequence[str]) -> list[str]:
 
 
 class SpectraRecorder(TrainerCallback):
-    """Appends the singular values of the map's inputs, or of the gradients, to `log.spectra` at `log.steps`.
+    """Appends the singular values of the map's inputs, or of the gradients, to `log.spectra` at `section.steps`.
 
     One line per matrix and step, in the order of the model: {"step", "name", "shape", "singular_values"}, the latter in
     descending order, to seven digits; a gradient's has "of": "gradient". `bench/spectra.py` reads the file. Collective
     at these steps; a momentum is decomposed on the matrix's owner rank, gradients on the first rank.
 
-    Raises UserError if one of `log.matrices` matches no matrix.
+    Raises UserError if one of `section.matrices` matches no matrix.
     """
 
     def __init__(self, attached: AttachedOptimizer, log: MeasurementLog):
-        self.attached, self.log = attached, log
-        names = matching(attached.names_of_matrices, log.matrices)
+        self.attached, self.log, self.section = attached, log, log.section
+        names = matching(attached.names_of_matrices, log.section.matrices)
         self._positions = {name: position for position, name in enumerate(names)}
         self._records: list[dict[str, Any]] = []
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Observe the coming step if it is one of `steps`."""
-        if state.global_step + 1 in self.log.steps and "momentum" in self.log.of:
+        if state.global_step + 1 in self.section.steps and "momentum" in self.section.of:
             self.attached.optimizer.map_observers |= {self._add}
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         """Record the gradients, averaged over ranks and clipped."""
-        if state.global_step + 1 in self.log.steps and "gradient" in self.log.of and self.attached.ranks.is_first:
+        if (
+            state.global_step + 1 in self.section.steps
+            and "gradient" in self.section.of
+            and self.attached.ranks.is_first
+        ):
             for group in self.attached.optimizer.param_groups:
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
                     if group["rule"] == "spectral" and parameter.grad is not None:
@@ -211,7 +213,7 @@ class SpectraRecorder(TrainerCallback):
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Gather the records of all ranks, and append them."""
         step = state.global_step + 1
-        if step not in self.log.steps:
+        if step not in self.section.steps:
             return
         self.attached.optimizer.map_observers -= {self._add}
         records = [record for part in self.attached.ranks.gather(self._records) for record in part]
