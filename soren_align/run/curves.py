@@ -45,13 +45,15 @@ LOG_SCALE_FROM = 10
 """The factor between the largest and the smallest value from which an axis is logarithmic."""
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bits of braille's dots in a character, by row and column; U+2800 has none."""
+Point = tuple[float, float]
+"""Step and value."""
 
 
 @dataclass
 class Curve:
-    """Means of logged values along the steps: `points` of (step, value), at most 2 MAX_POINTS."""
+    """Means of logged values along the steps: `points`, at most 2 MAX_POINTS."""
 
-    points: list[tuple[float, float]] = field(default_factory=list)
+    points: list[Point] = field(default_factory=list)
     values_per_point: int = 1
     _steps: float = 0.0
     _sum: float = 0.0
@@ -79,10 +81,10 @@ class Curves:
 
     by_key: dict[str, Curve] = field(default_factory=dict)
     last_step: float = 0.0
-    best: tuple[float, float] | None = None
-    last: tuple[float, float] | None = None
+    best: Point | None = None
+    last: Point | None = None
 
-    def __getitem__(self, key: str) -> list[tuple[float, float]]:
+    def __getitem__(self, key: str) -> list[Point]:
         return self.by_key[key].points if key in self.by_key else []
 
     def describe_scores(self) -> list[str]:
@@ -139,11 +141,7 @@ def is_logarithmic(values: Sequence[float]) -> bool:
 
 
 def braille(
-    line: Sequence[tuple[float, float]],
-    width: int,
-    height: int,
-    marks: Sequence[tuple[float, float]] = (),
-    best: tuple[float, float] | None = None,
+    line: Sequence[Point], width: int, height: int, marks: Sequence[Point] = (), best: Point | None = None
 ) -> list[str]:
     """Return a chart of `height` lines for a terminal: `line` in dots, `marks` as o, the best one of them as *.
 
@@ -297,7 +295,7 @@ def draw_losses(runs: Sequence[tuple[str, "Recipe", Curves]], path: Path) -> Pat
     return write_pictures(path, figure)
 
 
-def limits(curves: Sequence[list[tuple[float, float]]]) -> tuple[float, float] | None:
+def limits(curves: Sequence[list[Point]]) -> tuple[float, float] | None:
     """Return the limits of an axis for curves of (step, loss): from the lowest loss to the highest after CUT_OFF.
 
     None for fewer than two different losses.

@@ -234,17 +234,14 @@ def refuse_other_keys(
     name: str, missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str] = ()
 ) -> None:
     """Raise UserError with the first keys and their number, unless files and model contain the same weights."""
-    problems = []
-    for problem, keys in (
-        ("these weights are missing", missing),
-        ("the model does not have these weights", [key for key in unexpected if not _MASK.search(key)]),
-        ("these weights have another shape than in the model", mismatched),
-    ):
-        names = sorted(keys)
-        if names:
-            problems.append(f"{name}: {problem}: {', '.join(names[:3])} ({len(names)} in total)")
-    if problems:
-        raise UserError(*problems)
+    problems = {
+        "these weights are missing": sorted(missing),
+        "the model does not have these weights": sorted(key for key in unexpected if not _MASK.search(key)),
+        "these weights have another shape than in the model": sorted(mismatched),
+    }
+    if any(problems.values()):
+        findings = (f"{text}: {', '.join(keys[:3])} ({len(keys)} in total)" for text, keys in problems.items() if keys)
+        raise UserError(*(f"{name}: {finding}" for finding in findings))
 
 
 def _read_configs(name: str, message: str) -> None:

@@ -93,13 +93,11 @@ def pack(masks: data.LossMasks, args: Any) -> Packing:
     tokens = np.concatenate([_flat(table["tokens"]) for table in tables])
     num_trained = int((tokens & data.TRAINED).sum())
     # The first tokens of the examples in sequences, or, as a wrapped sequence is one part, of sequences.
-    lengths = np.concatenate(
-        [
-            _flat(table["seq_lengths"]) if "seq_lengths" in table.column_names else [*map(len, table["tokens"])]
-            for table in tables
-        ]
-    )
-    first_tokens = tokens[np.concatenate(([0], lengths.cumsum()[:-1]))]
+    lengths = [
+        _flat(table["seq_lengths"]) if "seq_lengths" in table.column_names else [*map(len, table["tokens"])]
+        for table in tables
+    ]
+    first_tokens = tokens[np.concatenate(([0], np.concatenate(lengths).cumsum()[:-1]))]
     return Packing(
         strategy=args.packing_strategy,
         max_length=args.max_length,

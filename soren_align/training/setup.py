@@ -5,7 +5,7 @@ Starting checkpoint, tokenizer, examples (loaded, held out, mixed, as tokens), T
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, takewhile
+from itertools import accumulate, chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -161,14 +161,9 @@ def _count(
     recipe: Recipe, config: Any, tokens: Any, source_indices: Sequence[int], tokenizer: Any, *, packs: bool
 ) -> tuple[data.DatasetStats, Packing | None]:
     """Count examples and their tokens, after packing if they are packed. config: TRL's."""
-    masks = data.LossMasks() if packs else None
+    masks, max_length = (data.LossMasks(), None) if packs else (None, config.max_length)
     counts = data.dataset_stats(
-        tokens,
-        recipe.data_task,
-        tokenizer,
-        max_length=config.max_length if masks is None else None,
-        source_indices=source_indices,
-        masks=masks,
+        tokens, recipe.data_task, tokenizer, max_length=max_length, source_indices=source_indices, masks=masks
     )
     if masks is None or not masks.masks:
         return counts, None
@@ -388,11 +383,8 @@ def tokenize_splits(
         # the first examples with so many predicted tokens, or all
         max_length = None if recipe.trainer.get("packing") else trainer_value(recipe, "max_length")
         batches = (data.from_token_columns(batch, recipe.data_task) for batch in evaluation.iter(data.BATCH_SIZE))
-        numbers = (
-            sum(sum(side.truncated(max_length).trained[1:]) for side in example.sides)
-            for examples in batches
-            for example in examples
-        )
+        examples = chain.from_iterable(batches)
+        numbers = (sum(sum(side.truncated(max_length).trained[1:]) for side in one.sides) for one in examples)
         ends = (number for number, total in enumerate(accumulate(numbers), 1) if total >= recipe.data.eval_tokens)
         if (num_examples := next(ends, len(evaluation))) < len(evaluation):
             tokens["eval"] = evaluation.select(range(num_examples))

@@ -40,17 +40,13 @@ class AttachedOptimizer:
     @cached_property  # of thousands of experts, and read at every step
     def weights(self) -> list[Weight]:
         """The weights that have a spectral map, in the order of the model."""
-        return [
-            weight
-            for group in self.expected.param_groups
-            if group["rule"] == "spectral"
-            for name, parameter in zip(group["param_names"], group["params"], strict=True)
-            for weight in weights_in(
-                name,
-                getattr(parameter, "ds_shape", parameter.shape),
-                group.get("weight_layouts", {}).get(name, "linear"),
-            )
-        ]
+        weights: list[Weight] = []
+        for group in (group for group in self.expected.param_groups if group["rule"] == "spectral"):
+            layouts = group.get("weight_layouts", {})
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                weights += weights_in(name, shape, layouts.get(name, "linear"))
+        return weights
 
     @cached_property
     def names_of_matrices(self) -> list[str]:

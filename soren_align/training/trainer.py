@@ -327,12 +327,7 @@ class SorenTrainerMixin(Trainer):
         finally:
             self.args.save_total_limit = limit
         if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=str(folder),
-                save_total_limit=limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=False,
-            )
+            rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint)
 
 
 def _set(settings: list[tuple[Any, str, Any]]) -> None:
