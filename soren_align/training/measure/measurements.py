@@ -198,11 +198,8 @@ class SpectraRecorder(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         """Record the gradients, averaged over ranks and clipped."""
-        if (
-            state.global_step + 1 in self.section.steps
-            and "gradient" in self.section.of
-            and self.attached.ranks.is_first
-        ):
+        is_recorded = "gradient" in self.section.of and self.attached.ranks.is_first
+        if is_recorded and state.global_step + 1 in self.section.steps:
             for group in self.attached.optimizer.param_groups:
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
                     if group["rule"] == "spectral" and parameter.grad is not None:
