@@ -3,7 +3,7 @@
 Starting checkpoint, tokenizer, examples (loaded, held out, mixed, as tokens), TRL's config, learning-rate schedule.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, takewhile
 from pathlib import Path
@@ -28,7 +28,7 @@ from ..sharding.ranks import Ranks
 from ..tasks import TASKS
 from .adapters import add_empty_adapter, freeze
 from .measure.measurements import matching
-from .measure.samples import Prompt, read_prompts
+from .measure.samples import Prompt, prompt_ids, read_prompts
 from .model import generation_notices, load_config, load_tokenizer, starting_checkpoint
 from .packing import Packing, TokenStream, pack
 
@@ -237,7 +237,10 @@ def _notices(
     is_cut = not counts.stop_token_trained and not recipe.trainer.get("packing")
     if is_cut and max_length is not None and columns & {"messages", "prompt"}:
         # If every example is cut before its first answer, the loss would be that of prompts alone.
-        too_long = [*takewhile(lambda length: length >= max_length, _prompt_lengths(dataset, tokenizer))]
+        pairs = ((one.get("prompt"), one.get("messages", ())) for one in dataset)
+        prompts = (prompt or [*takewhile(lambda turn: turn["role"] != "assistant", turns)] for prompt, turns in pairs)
+        lengths = (len(prompt_ids(prompt, tokenizer, "the chat template fails on a prompt")) for prompt in prompts)
+        too_long = [*takewhile(lambda length: length >= max_length, lengths)]
         if len(too_long) == len(dataset):
             raise UserError(
                 f"trainer.max_length: {max_length} cuts every example before its answer, as the shortest prompt has "
@@ -291,19 +294,6 @@ def _notices(
             "tokenizer does not know this text, so the model does not see this text. Use a model whose tokenizer does"
         )
     return notices
-
-
-def _prompt_lengths(dataset: Any, tokenizer: Any) -> Iterator[int]:
-    """Yield the number of tokens before the first answer of each example."""
-    for example in dataset:
-        turns = example.get("messages", ())
-        prompt = example.get("prompt") or [*takewhile(lambda turn: turn["role"] != "assistant", turns)]
-        if isinstance(prompt, list):
-            with data.template_errors("the chat template fails on a prompt"):
-                rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
-        else:
-            rendered = tokenizer(prompt)
-        yield len(rendered["input_ids"])
 
 
 def _plain_pair_notices(recipe: Recipe, train: Any, tokenizer: Any) -> list[str]:

@@ -60,24 +60,29 @@ def read_prompts(samples: Samples, tokenizer: Any, has_turns: bool, num_position
         raise UserError(f"{place}: found {len(contents)} prompts; write 1 to {MAX_PROMPTS} prompts")
     prompts = []
     for number, content in enumerate(contents, 1):
-        if has_turns:
-            turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
-            with template_errors(f"{place}: the chat template fails on prompt {number}"):
-                ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
-        elif isinstance(content, str):
-            ids = tokenizer(content)["input_ids"]
-        else:
+        is_text = isinstance(content, str)
+        if not (has_turns or is_text):
             raise UserError(
                 f"{place}: prompt {number} has messages, but the training data are plain texts; write a text"
             )
+        prompt = [{"role": "user", "content": content}] if has_turns and is_text else content
+        ids = prompt_ids(prompt, tokenizer, f"{place}: the chat template fails on prompt {number}")
         room = samples.max_new_tokens if num_positions is None else num_positions - len(ids)
         if room < 1:
             raise UserError(
                 f"{place}: prompt {number} has {len(ids)} tokens, but the model has only {num_positions} positions; "
                 "write a shorter prompt"
             )
-        prompts.append(Prompt(content, list(ids), min(samples.max_new_tokens, room)))
+        prompts.append(Prompt(content, ids, min(samples.max_new_tokens, room)))
     return tuple(prompts)
+
+
+def prompt_ids(prompt: str | list[dict[str, Any]], tokenizer: Any, subject: str) -> list[int]:
+    """Return the tokens of a text, or of turns with the beginning of an answer. subject: see `template_errors`."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    with template_errors(subject):
+        return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
 def _contents(path: str) -> Iterator[str | list[dict[str, Any]]]:
