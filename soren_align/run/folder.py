@@ -69,6 +69,8 @@ class RunFolder:
         self.model = self.path / "model"
         self.merged = self.path / "merged"
         self._file = self.path / "run.json"
+        self._is_holder = False
+        self._cached: tuple[tuple[int, int], dict[str, Any]] | None = None  # the record, and which file it is from
 
     @property
     def name(self) -> str:
@@ -95,7 +97,14 @@ class RunFolder:
         """
         if not self._file.is_file() or (self.path / "config.json").is_file():
             return None
-        return read_record(self._file)
+        # A holder reads it again only if the file was replaced, as by a rank that it started.
+        if not self._is_holder or self._cached is None or self._cached[0] != self._version():
+            self._cached = self._version(), read_record(self._file)
+        return dict(self._cached[1])
+
+    def _version(self) -> tuple[int, int]:
+        status = self._file.stat()
+        return status.st_ino, status.st_mtime_ns
 
     def record(self, *required: str) -> dict[str, Any]:
         """Return run.json as `read` does. Raises UserError if the folder is not a run's, or lacks a required key."""
@@ -121,7 +130,9 @@ class RunFolder:
 
     def replace(self, **record: Any) -> None:
         """Replace run.json by these keys and the version of its format."""
-        write(self._file, to_text(json.loads(json.dumps(record | {"format_version": FORMAT_VERSION}))))
+        record = json.loads(json.dumps(record | {"format_version": FORMAT_VERSION}))
+        write(self._file, to_text(record))
+        self._cached = self._version(), record
 
     def record_failure(self, error: Exception | None) -> None:
         """Write an error into run.json, if the run has begun and the disk has room: its message, whether the training
@@ -174,6 +185,7 @@ class RunFolder:
                     lock.release(own)
                     raise
                 lock.release(ranks)
+        self._is_holder = True
         # Writing through a link among the files of a run would change files elsewhere; opening a pipe may never end.
         for name in CONTENTS:
             for entry in (self.path / name, *self.path.glob(f"{name}.*part")):
@@ -187,6 +199,7 @@ class RunFolder:
 
     def release(self) -> None:
         """Let other processes use the folder."""
+        self._is_holder = False
         for name in (LOCK, RANKS_LOCK):
             lock.release(self.path / name)
 
