@@ -143,8 +143,8 @@ def run_evaluation(
     if output:
         refuse_unwritable(folder, "--output")
     if summary:
-        refuse_foreign_summary(Path(summary))
         refuse_unwritable(Path(summary).parent, "--summary")
+        refuse_foreign_summary(Path(summary))
     omitted: dict[str, str] = {}
     cache_folder = Path(cache) if cache else default_cache_folder()
     with quiet_libraries():

@@ -163,7 +163,7 @@ def test_an_answer_longer_than_the_context_is_found_before_training_and_its_colu
     assert results["title"].startswith("Commonsense, zero-shot: without piqa, on other data (4 of 1,172 questions")
     assert "piqa" not in results["rows"][0]["scores"]
     with pytest.raises(UserError, match=r"eval\.omit: suite commonsense-zero-shot has no column 'pica'; did you mean"):
-        preflight(Eval(**evaluation, omit=["pica"]))
+        preflight(Eval(**evaluation, omit=["pica"]), [])
 
 
 def test_truncated_prompts_are_a_notice_or_a_problem_if_strict(short, readers):

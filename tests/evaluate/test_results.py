@@ -135,8 +135,8 @@ def test_a_row_whose_name_is_no_folders_is_refused(tmp_path, name):
 
 def test_a_place_that_cannot_be_written_to_is_refused_before_a_model_is_asked(tmp_path):
     (tmp_path / "file").write_text("mine")
-    for output in (tmp_path / "file", tmp_path / "file" / "out"):
-        with pytest.raises(UserError, match="not a folder"):
+    for output, reason in ((tmp_path / "file", "not a folder"), (tmp_path / "file" / "out", "file is a file")):
+        with pytest.raises(UserError, match=reason):
             evaluate(output)
 
 

@@ -168,8 +168,13 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
             listed = ", ".join(f"{len(scores.ids) - size:,} of {name}" for name, scores in chosen.items())
             notes.append(f"{task}: compared on the {size:,} questions that all have; left out: {listed}")
         del clusters, prompts
-        for scores in chosen.values():
-            scores.forget_questions()
+        for scores in chosen.values():  # only the points are needed from here on
+            scores.ids, scores.contents, scores.prompts, scores.clusters = (
+                array("Q"),
+                array("I"),
+                array("I"),
+                array("Q"),
+            )
     if not answers[first_name].points:
         raise UserError("the models have no task in common; name results of the same tasks")
     return answers, notes
@@ -221,25 +226,6 @@ def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a != b) & (a != 0) & (b != 0)
 
 
-def join_tasks(answers: dict[str, ModelAnswers], prefix: str) -> None:
-    """Join the tasks whose names begin with `prefix` to one, with the tasks as clusters. Raises UserError for none."""
-    names = [task for task in next(iter(answers.values())).points if task.startswith(prefix)]
-    if not names:
-        tasks = list(next(iter(answers.values())).points)
-        raise UserError(f"--group {prefix}: no task begins with it{did_you_mean(prefix, tasks, 'correct --group')}")
-    for model in answers.values():
-        labels = np.concatenate(
-            [
-                model.clusters.pop(name, np.full(len(model.points[name]), hash_bits(name, 8), np.uint64))
-                for name in names
-            ]
-        )
-        each = np.concatenate([model.points.pop(name) for name in names])
-        model.points[prefix], model.clusters[prefix] = each, labels  # pyright: ignore[reportArgumentType]
-        hashes = [pair for name in names for pair in model.prompt_hashes.pop(name, [])]
-        model.prompt_hashes |= {prefix: hashes} if hashes else {}
-
-
 def make_results(models: dict[str, Model], answers: dict[str, ModelAnswers], notes: list[str], mean: bool) -> Results:
     """Return the table's content, as results.json has it; the first model is the reference.
 
@@ -262,20 +248,6 @@ def make_results(models: dict[str, Model], answers: dict[str, ModelAnswers], not
     title = f"{count(len(rows), 'model')}, {count(len(first.points), 'task')}"
     return {"format": 1, "title": title, "suite": "", "rows": rows, "published": [], "settings": {}, "notes": notes,
             "intervals": True}  # fmt: skip
-
-
-def effects(answers: dict[str, ModelAnswers], results: Results) -> dict[str, dict[str, float]]:
-    """Return the minimum detectable effects of all differences, in points, by model and column."""
-    first = next(iter(answers.values()))
-    differences = {row["name"]: row.get("differences") or {} for row in results["rows"]}
-    num_tests = sum(map(len, differences.values()))
-    smallest: dict[str, dict[str, float]] = {}
-    for name, columns in differences.items():
-        parts = {task: variance_of(first, answers[name], task) for task in columns if task != AVERAGE}
-        if AVERAGE in columns:
-            parts[AVERAGE] = mean_part([*parts.values()], len(parts))
-        smallest[name] = {task: 100 * (detectable_by(part, num_tests) or 0.0) for task, part in parts.items()}
-    return smallest
 
 
 def variance_of(first: ModelAnswers, later: ModelAnswers, task: str) -> Part:
@@ -301,7 +273,15 @@ def stats(
     mean = mean or any(scores.has_average for scores in models[first].values())
     metrics = {task: scores.metric for task, scores in models[first].items()}
     results = make_results(models, answers, notes, mean)
-    smallest = effects(answers, results)
+    # The minimum detectable effects of all differences, in points, by model and column.
+    smallest: dict[str, dict[str, float]] = {}
+    differences = {row["name"]: row.get("differences") or {} for row in results["rows"]}
+    num_tests = sum(map(len, differences.values()))
+    for name, columns_of_row in differences.items():
+        parts = {task: variance_of(answers[first], answers[name], task) for task in columns_of_row if task != AVERAGE}
+        if AVERAGE in columns_of_row:
+            parts[AVERAGE] = mean_part([*parts.values()], len(parts))
+        smallest[name] = {task: 100 * (detectable_by(part, num_tests) or 0.0) for task, part in parts.items()}
     if as_json:
         content = _json(results, metrics, smallest)
         sys.stdout.write(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
@@ -340,8 +320,18 @@ def load(
             raise UserError(f"--reference: no model has the name {reference}{hint}")
         models = {reference: models[reference]} | models
     answers, notes = align(models, common)
-    for prefix in groups:
-        join_tasks(answers, prefix)
+    for prefix in groups:  # the tasks whose names begin with it become one, with the tasks as clusters
+        tasks = list(answers[next(iter(models))].points)
+        names = [task for task in tasks if task.startswith(prefix)]
+        if not names:
+            raise UserError(f"--group {prefix}: no task begins with it{did_you_mean(prefix, tasks, 'correct --group')}")
+        for model in answers.values():
+            sizes = {name: len(model.points[name]) for name in names}
+            labels = [model.clusters.pop(n, np.full(size, hash_bits(n, 8), np.uint64)) for n, size in sizes.items()]
+            each = np.concatenate([model.points.pop(name) for name in names])
+            model.points[prefix], model.clusters[prefix] = each, np.concatenate(labels)  # pyright: ignore[reportArgumentType]
+            hashes = [pair for name in names for pair in model.prompt_hashes.pop(name, [])]
+            model.prompt_hashes |= {prefix: hashes} if hashes else {}
     return models, answers, notes
 
 

@@ -11,7 +11,7 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -88,8 +88,24 @@ def read_scores(path: Path, columns: Columns) -> dict[str, Scores]:
     tasks: dict[str, Scores] = {}
     for file in files:
         match = next(filter(None, (pattern.fullmatch(file.name) for pattern in FILE_NAMES)), None)
-        default = match[1] if match else "" if file == path else file.stem
-        for task, scores in _read_file(file, default, columns).items():
+        default = match[1] if match else "" if file == path else file.stem  # the task of records that name none
+        own: dict[str, Scores] = {}
+        for place, task, metric, answer in _answers(file, default, columns):
+            if (scores := own.get(task)) is None:
+                scores = own[task] = Scores(metric, str(file), partial(_find_answer, file, default, columns, task))
+            point = _point(answer.scores.get(metric), metric, columns.max_score, place)
+            scores.add(str(answer.id), point, answer.content, answer.prompt)
+            if answer.cluster is not None:
+                scores.clusters.append(hash_bits(str(answer.cluster), 8))
+            if len(scores.clusters) not in (0, len(scores.ids)):
+                raise UserError(f"{place}: has no cluster, but other questions have one; write one into each record")
+            if len(scores.ids) > MAX_QUESTIONS:
+                raise UserError(f"{place}: has more than {MAX_QUESTIONS:,} questions; split the file by task")
+        for task, scores in own.items():
+            if (repeat := first_repeat(numbers(scores.ids))) is not None:
+                place, key = scores.find(repeat)
+                remedy = "remove one of them, or name the column that differs: --id COLUMN"
+                raise UserError(f"{place}: the question {key[:60]} occurs a second time; {remedy}")
             if task in tasks:
                 raise UserError(
                     f"{file}: has the task {task or scores.metric}, as {tasks[task].source}; name one of the two files"
@@ -117,28 +133,6 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_file(file: Path, default: str, columns: Columns) -> dict[str, Scores]:
-    """Return the scores of a file by task. default: the task of records that name none."""
-    tasks: dict[str, Scores] = {}
-    for place, task, metric, answer in _answers(file, default, columns):
-        if (scores := tasks.get(task)) is None:
-            scores = tasks[task] = Scores(metric, str(file), partial(_find_answer, file, default, columns, task))
-        point = _point(answer.scores.get(metric), metric, columns.max_score, place)
-        scores.add(str(answer.id), point, answer.content, answer.prompt)
-        if answer.cluster is not None:
-            scores.clusters.append(hash_bits(str(answer.cluster), 8))
-        if len(scores.clusters) not in (0, len(scores.ids)):
-            raise UserError(f"{place}: has no cluster, but other questions have one; write one into each record")
-        if len(scores.ids) > MAX_QUESTIONS:
-            raise UserError(f"{place}: has more than {MAX_QUESTIONS:,} questions; split the file by task")
-    for task, scores in tasks.items():
-        if (repeat := first_repeat(numbers(scores.ids))) is not None:
-            place, key = _find_answer(file, default, columns, task, repeat)
-            remedy = "remove one of them, or name the column that differs: --id COLUMN"
-            raise UserError(f"{place}: the question {key[:60]} occurs a second time; {remedy}")
-    return tasks
-
-
 def _find_answer(file: Path, default: str, columns: Columns, task: str, number: int) -> tuple[str, str]:
     """Return the place and the id of a question of a task, by its number from 0: the file is read again."""
     answers = (answer for answer in _answers(file, default, columns) if answer[1] == task)
@@ -154,14 +148,11 @@ def _answers(file: Path, default: str, columns: Columns) -> Iterator[tuple[str, 
     metrics: dict[str, tuple[str, str]] = {}
     """The metric and the filter by task."""
     filter_names: set[str] = set()
-    convert: Callable[[dict[str, Any]], Answer] | None = None
     named = {name: path for name in ("id", "task", "cluster") if (path := getattr(columns, name))}  # by options
     for place, record in _records(file):
         if not isinstance(record, dict):
             raise UserError(f"{place}: is not an object with keys; name a file of {KNOWN}")
-        if convert is None:
-            convert = next((reader for keys, reader in FORMATS if keys <= record.keys()), _table)
-        answer = convert(record)
+        answer = _convert(record)
         if named:
             values = {name: _lookup(record, path, f"--{name}", place) for name, path in named.items()}
             answer = answer._replace(**values)
@@ -180,15 +171,11 @@ def _answers(file: Path, default: str, columns: Columns) -> Iterator[tuple[str, 
         metric, filter_name = metrics[task]
         if answer.filter == filter_name:
             yield place, task, metric, answer
+    if not metrics and any(filter_names):
+        listed = ", ".join(sorted(filter_names))
+        raise UserError(f"{file}: has no scores of {', '.join(columns.metrics)}; write one of the filters {listed}")
     if not metrics:
-        wanted = (
-            f"; write one of the filters {', '.join(sorted(filter_names))}"
-            if any(filter_names)
-            else f"; name a file of {KNOWN}"
-        )
-        raise UserError(
-            f"{file}: has no scores{' of ' + ', '.join(columns.metrics) if any(filter_names) else ''}{wanted}"
-        )
+        raise UserError(f"{file}: has no scores; name a file of {KNOWN}")
 
 
 def _lookup(record: dict[str, Any], path: str, option: str, place: str) -> Any:
@@ -249,63 +236,41 @@ def _point(value: Any, metric: str, max_score: float, place: str) -> float:
     return number / max_score
 
 
-# The formats. Each function converts a record.
-
-
-def _lm_eval(record: dict[str, Any]) -> Answer:
-    names = record.get("metrics") or [key for key in record if key not in LM_EVAL_KEYS and not key.endswith("_hash")]
-    scores = {str(name): record[name] for name in names if name in record}
-    # Our samples of a group name the subtask, whose doc_ids begin at 0.
-    key = f"{record['task']}/{record['doc_id']}" if "task" in record else record["doc_id"]
-    content = record.get("doc_hash") or record.get("doc")
-    return Answer(key, scores, None, content, record.get("prompt_hash"), str(record.get("filter") or "none"))
-
-
-def _olmo_eval(record: dict[str, Any]) -> Answer:
-    """Convert {metric: {scorer: value}}; the metric has the scorer's name unless there are several."""
+def _convert(record: dict[str, Any]) -> Answer:
+    """Return the answer in a record, whose format its keys show."""
     scores: dict[str, Any] = {}
-    for metric, values in (record["instance_metrics"] or {}).items():
-        for scorer, value in values.items() if isinstance(values, dict) else [(metric, values)]:
-            scores[metric if scorer == metric else f"{metric}.{scorer}"] = value
-    return Answer(record["native_id"], scores, content=record.get("label"))
-
-
-def _inspect(record: dict[str, Any]) -> Answer:
-    """Convert a sample; several epochs of a sample are questions of one cluster."""
-    scores: dict[str, Any] = {}
-    for scorer, score in (record["scores"] or {}).items():
-        value = score.get("value") if isinstance(score, dict) else score
-        for key, part in value.items() if isinstance(value, dict) else [("", value)]:
-            scores[f"{scorer}.{key}" if key else scorer] = GRADES.get(part, part) if isinstance(part, str) else part
-    epochs = record.get("epochs") or 1
-    key = f"{record['id']} epoch {record['epoch']}" if epochs > 1 else record["id"]
-    content = [record.get("input"), record.get("target")]
-    return Answer(key, scores, record.get("task"), content, cluster=record["id"] if epochs > 1 else None)
-
-
-def _lighteval(record: dict[str, Any]) -> Answer:
-    doc = record["doc"] or {}
-    return Answer(doc.get("id"), record["metric"] or {}, content=[doc.get("query"), doc.get("choices")])
-
-
-def _table(record: dict[str, Any]) -> Answer:
-    key = task = None
-    for name in IDS:
-        if (key := record.get(name)) not in (None, ""):
-            break
-    for name in TASKS:
-        if (task := record.get(name)) not in (None, ""):
-            break
+    match record:
+        case {"doc_id": key, "filtered_resps": _}:  # lm-eval
+            names = record.get("metrics") or [k for k in record if k not in LM_EVAL_KEYS and not k.endswith("_hash")]
+            scores = {str(name): record[name] for name in names if name in record}
+            # Our samples of a group name the subtask, whose doc_ids begin at 0.
+            key = f"{record['task']}/{key}" if "task" in record else key
+            content = record.get("doc_hash") or record.get("doc")
+            return Answer(key, scores, None, content, record.get("prompt_hash"), str(record.get("filter") or "none"))
+        case {"native_id": key, "instance_metrics": metrics}:  # olmo-eval: {metric: {scorer: value}}
+            for metric, values in (metrics or {}).items():
+                for scorer, value in values.items() if isinstance(values, dict) else [(metric, values)]:
+                    # The metric has the scorer's name unless there are several.
+                    scores[metric if scorer == metric else f"{metric}.{scorer}"] = value
+            return Answer(key, scores, content=record.get("label"))
+        case {"doc": doc, "metric": metrics}:  # lighteval
+            doc = doc or {}
+            return Answer(doc.get("id"), metrics or {}, content=[doc.get("query"), doc.get("choices")])
+        case {"id": key, "epoch": epoch, "scores": values}:  # inspect-ai
+            for scorer, score in (values or {}).items():
+                value = score.get("value") if isinstance(score, dict) else score
+                for name, part in value.items() if isinstance(value, dict) else [("", value)]:
+                    grade = GRADES.get(part, part) if isinstance(part, str) else part
+                    scores[f"{scorer}.{name}" if name else scorer] = grade
+            content = [record.get("input"), record.get("target")]
+            if (record.get("epochs") or 1) <= 1:
+                return Answer(key, scores, record.get("task"), content)
+            # Several epochs of a sample are questions of one cluster.
+            return Answer(f"{key} epoch {epoch}", scores, record.get("task"), content, cluster=key)
+    key, task = (
+        next((value for name in names if (value := record.get(name)) not in (None, "")), None) for names in (IDS, TASKS)
+    )
     return Answer(key, record, task, record.get("question"), cluster=record.get("cluster"), is_table=True)
-
-
-FORMATS: list[tuple[set[str], Callable[[dict[str, Any]], Answer]]] = [
-    ({"doc_id", "filtered_resps"}, _lm_eval),
-    ({"native_id", "instance_metrics"}, _olmo_eval),
-    ({"doc", "metric"}, _lighteval),
-    ({"id", "epoch", "scores"}, _inspect),
-]
-"""The keys by which a record is recognized."""
 
 
 # The records of a file, each with its place.

@@ -19,14 +19,6 @@ NUM_PARTS = 64
 BLOCK = 1 << 20
 
 
-def _words() -> array:
-    return array("I")
-
-
-def _long_words() -> array:
-    return array("Q")
-
-
 @dataclass
 class Scores:
     """The scores of one model on one task, in the order of its file."""
@@ -36,15 +28,15 @@ class Scores:
     """The file or folder, for messages."""
     find: Callable[[int], tuple[str, str]] = lambda number: ("", str(number))
     """Find the place and the id of a question, by its number from 0."""
-    ids: array = field(default_factory=_long_words)
+    ids: array = field(default_factory=lambda: array("Q"))
     """Hashes of the ids."""
     points: array = field(default_factory=lambda: array("b"))
     """In [0, 1]: bytes until one is neither 0 nor 1, then float64."""
-    contents: array = field(default_factory=_words)
+    contents: array = field(default_factory=lambda: array("I"))
     """Hashes of the questions; 0: unknown. Empty: all are unknown."""
-    prompts: array = field(default_factory=_words)
+    prompts: array = field(default_factory=lambda: array("I"))
     """Hashes of the prompts, as `contents`."""
-    clusters: array = field(default_factory=_long_words)
+    clusters: array = field(default_factory=lambda: array("Q"))
     """Hashes of the clusters' names. Empty: the questions are independent."""
     digest: str = ""
     """Of an evaluation of our own: the hash of all questions and prompts, in place of `contents`."""
@@ -68,10 +60,6 @@ class Scores:
         if not hashes:
             hashes.frombytes(bytes(hashes.itemsize * len(self.ids)))
         hashes.append(0 if value is None else hash_bits(value, 4))
-
-    def forget_questions(self) -> None:
-        """Free all but the points, after the questions have been matched."""
-        self.ids, self.contents, self.prompts, self.clusters = _long_words(), _words(), _words(), _long_words()
 
 
 def hash_bits(content: Any, num_bytes: int) -> int:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from ...core.errors import UserError
-from ...core.files import is_component, read_json, write
+from ...core.files import is_component, read_json, refuse_unwritable, write
 from ...core.text import dotted
 
 NAME = "results.json"
@@ -202,7 +202,7 @@ def _contradiction(rows: list[Row]) -> str:
 def refuse_foreign(output: Path, names: list[str]) -> None:
     """Raises UserError if writing rows of these names would replace files that no evaluation wrote."""
     remedy = f"choose another --output, or move {output} away"
-    _refuse_unwritable(output, "--output")
+    refuse_unwritable(output.absolute().parent, "--output")
     if os.path.lexists(output) and not output.is_dir():
         raise UserError(f"{output}: is not a folder; {remedy}")
     for name in names:
@@ -237,11 +237,10 @@ def write_summary(results: Results, file: Path) -> None:
 
 
 def refuse_foreign_summary(file: Path) -> None:
-    """Raises UserError if `file` is there and not an earlier summary, or cannot be written."""
+    """Raises UserError if `file` is there and not an earlier summary."""
     problem, remedy = "is not a summary of an evaluation", "choose another --summary, or move this file away"
     if file.is_symlink() or file.is_dir():
         raise UserError(f"{file}: is a symbolic link or a folder; {remedy}")
-    _refuse_unwritable(file, "--summary")
     try:
         content = _read(file, problem)
     except UserError as error:
@@ -255,13 +254,6 @@ def refuse_foreign_summary(file: Path) -> None:
     )
     if content is not None and not is_summary:
         raise UserError(f"{file}: {problem}; {remedy}")
-
-
-def _refuse_unwritable(path: Path, option: str) -> None:
-    """Raises UserError if the parent folder of `path` cannot be made."""
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    if not parent.is_dir():
-        raise UserError(f"{path}: {parent} is not a folder; choose another {option}")
 
 
 def _read(file: Path, problem: str) -> Any:

@@ -98,14 +98,28 @@ def notes(results: Results, brief: bool = False) -> list[str]:
 
     brief: without the statistical methods and the settings.
     """
-    return [
-        *_legend(results, brief),
-        *_details(results),
-        *_contamination(results),
-        *_selection(results),
-        *results["notes"],
-        *([] if brief else _settings(results)),
-    ]
+    rows, lines = results["rows"], _legend(results, brief)
+    for column, score in rows[0]["scores"].items():
+        for label in score.get("also", {}):
+            texts = []
+            for row in rows:
+                difference = (row.get("differences") or {}).get(column)
+                d = difference and difference.get("also", {}).get(label)
+                change = f" ({', '.join(_difference(d, has_too_few(row, column)))})" if d else ""
+                texts.append(f"{row['name']} {_score(row['scores'][column].get('also', {})[label], results)}{change}")
+            lines.append(f"{column}, {label}: {', '.join(texts)}")
+    for row in rows:
+        source = row.get("chat_template_of", row["name"])
+        if source != row["name"]:
+            template = f"with the chat template of {source}" if source else "without a chat template"
+            lines.append(f"{row['name']} was evaluated {template}")
+    models = [f"{row['name']} {row['model']}" for row in rows if row["model"]]  # model cards omit local folders
+    lines += [f"models: {', '.join(models)}"] if models else []
+    eos = {row["name"]: row.get("eos_token_id") for row in rows if row.get("eos_token_id") is not None}
+    if len(set(map(str, eos.values()))) > 1:
+        lines.append(f"generated text ends with token: {', '.join(f'{name} {token}' for name, token in eos.items())}")
+    lines += [*_truncation(results), *_contamination(results), *_selection(results), *results["notes"]]
+    return lines if brief else [*lines, *_settings(results)]
 
 
 def warnings(results: Results) -> list[str]:
@@ -223,31 +237,6 @@ def _legend(results: Results, brief: bool) -> list[str]:
         )
     sources = dict.fromkeys(row["source"] for row in results["published"])
     return [*lines, *(f"published scores, not evaluated here and not compared: {source}" for source in sources)]
-
-
-def _details(results: Results) -> list[str]:
-    """Return lines with the additional scores, the models, and the number of truncated prompts."""
-    rows, lines = results["rows"], []
-    for column, score in rows[0]["scores"].items():
-        for label in score.get("also", {}):
-            texts = []
-            for row in rows:
-                difference = (row.get("differences") or {}).get(column)
-                d = difference and difference.get("also", {}).get(label)
-                change = f" ({', '.join(_difference(d, has_too_few(row, column)))})" if d else ""
-                texts.append(f"{row['name']} {_score(row['scores'][column].get('also', {})[label], results)}{change}")
-            lines.append(f"{column}, {label}: {', '.join(texts)}")
-    for row in rows:
-        source = row.get("chat_template_of", row["name"])
-        if source != row["name"]:
-            template = f"with the chat template of {source}" if source else "without a chat template"
-            lines.append(f"{row['name']} was evaluated {template}")
-    models = [f"{row['name']} {row['model']}" for row in rows if row["model"]]  # model cards omit local folders
-    lines += [f"models: {', '.join(models)}"] if models else []
-    eos = {row["name"]: row.get("eos_token_id") for row in rows if row.get("eos_token_id") is not None}
-    if len(set(map(str, eos.values()))) > 1:
-        lines.append(f"generated text ends with token: {', '.join(f'{name} {token}' for name, token in eos.items())}")
-    return lines + _truncation(results)
 
 
 def _truncation(results: Results) -> list[str]:

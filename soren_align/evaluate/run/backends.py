@@ -58,22 +58,25 @@ class BackendSettings:
 
 def load_lm(folder: Path, tokenizer: Any, settings: BackendSettings) -> Any:
     """Return lm-eval's object for the model in a folder."""
-    if settings.backend == "hf":
-        return hf_lm(_load_hf(folder, settings).to(settings.device), tokenizer, settings.batch_size)
-    if (folder / ADAPTER).is_file():
+    if settings.backend == "vllm" and (folder / ADAPTER).is_file():
         raise UserError(
             f"{folder}: is an adapter, which vLLM does not load; run `soren-align merge RUN` and evaluate RUN/merged, "
             "or use --backend hf"
         )
-    if "quantization_config" not in (read_json(folder / "config.json") or {}):  # vLLM has quantizers of its own
-        try:
+    model = None
+    try:
+        if settings.backend == "hf":
+            model = _load_hf(folder, settings)
+        elif "quantization_config" not in (read_json(folder / "config.json") or {}):  # vLLM has quantizers of its own
             load_model(str(folder), device_map={"": "meta"})  # names and shapes only: vLLM loads the weights itself
-        except (ImportError, OSError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(
-                f"{folder}: the model cannot be loaded: {in_one_line(error)}; check the files in this folder"
-            ) from error
+    except UserError:
+        raise
+    except (ImportError, OSError, ValueError) as error:
+        raise UserError(
+            f"{folder}: the model cannot be loaded: {in_one_line(error)}; check the files in this folder"
+        ) from error
+    if model is not None:
+        return hf_lm(model.to(settings.device), tokenizer, settings.batch_size)
     from lm_eval.models.vllm_causallms import VLLM
 
     # vLLM always generates one token, which needs a place in the context.
@@ -158,6 +161,27 @@ def generation_settings(folder: Path) -> tuple[dict[str, Any], Any]:
     return changing, settings.get("eos_token_id")
 
 
+def num_new_tokens(settings: Any, default: int, context: int) -> int:
+    """Return how many tokens a request may generate. Raises ContextTooShort if they leave no room for a prompt.
+
+    settings: of the request. default: where these name no number. context: the model's, in tokens.
+    """
+    num_new = int(cast(Any, normalize_gen_kwargs(settings, default))["max_gen_toks"])
+    if num_new >= context:
+        raise ContextTooShort(
+            f"an answer of {num_new} tokens leaves no room for a prompt in the model's context of {context} tokens"
+        )
+    return num_new
+
+
+def refuse_long_choice(num_tokens: int, context: int) -> None:
+    """Raises ContextTooShort if an answer choice alone does not fit the model's context."""
+    if num_tokens > context:
+        raise ContextTooShort(
+            f"an answer choice of {num_tokens} tokens does not fit the model's context of {context} tokens"
+        )
+
+
 def _count_truncated(lm_class: type, spare: int) -> Any:
     """Return a subclass of lm-eval's class that counts the prompts it truncates from the left.
 
@@ -170,10 +194,7 @@ def _count_truncated(lm_class: type, spare: int) -> Any:
         def _loglikelihood_tokens(self, requests: Any, **options: Any) -> Any:
             max_tokens = self.max_length + spare
             longest = max((len(continuation) for _, _, continuation in requests), default=0)
-            if longest > self.max_length:  # an assertion in lm-eval
-                raise ContextTooShort(
-                    f"an answer choice of {longest} tokens does not fit the model's context of {self.max_length} tokens"
-                )
+            refuse_long_choice(longest, self.max_length)  # an assertion in lm-eval
             if not all(continuation for _, _, continuation in requests):
                 raise ContextTooShort("an answer choice has no tokens")
             self.num_truncated += len(
@@ -184,12 +205,7 @@ def _count_truncated(lm_class: type, spare: int) -> Any:
         def generate_until(self, requests: Any, **options: Any) -> Any:
             for request in requests:
                 prompt, settings = request.args
-                num_new = cast(Any, normalize_gen_kwargs(settings, self.max_gen_toks))["max_gen_toks"]
-                if num_new >= self.max_length:
-                    raise ContextTooShort(
-                        f"an answer of {num_new} tokens leaves no room for a prompt in the model's context of "
-                        f"{self.max_length} tokens"
-                    )
+                num_new = num_new_tokens(settings, self.max_gen_toks, self.max_length)
                 self.num_truncated += len(self.tok_encode(prompt)) > self.max_length - num_new
             return super().generate_until(requests, **options)
 
@@ -197,28 +213,20 @@ def _count_truncated(lm_class: type, spare: int) -> Any:
 
 
 def _load_hf(folder: Path, settings: BackendSettings) -> Any:
-    base = base_folder(folder)
-    dtype = getattr(torch, settings.dtype)
-    try:
-        if base and (quantization := recorded_quantization(folder)):
-            # As it was trained, on a quantized base: merged, the base would be quantized again.
-            as_evaluated = quantization.model_copy(update={"compute_dtype": settings.dtype})
-            model = load_model(str(base), as_evaluated, device_map={"": settings.device})
-            for parameter in model.parameters():
-                if parameter.is_floating_point():  # else it is quantized
-                    parameter.data = parameter.data.to(dtype)
-            return load_adapter(model, str(folder))
-        # Not cast after loading: that would round the rotary frequencies too, and change the positions of long prompts.
-        model = load_model(str(base or folder), dtype=torch.float32 if base else dtype)
-        if base:
-            # Merged as `merge_and_unload` would for a model on disk: both give the same responses to the last bit.
-            model = cast(Any, load_adapter(model, str(folder))).merge_and_unload()
-            for parameter in model.parameters():
+    base, dtype = base_folder(folder), getattr(torch, settings.dtype)
+    if base and (quantization := recorded_quantization(folder)):
+        # As it was trained, on a quantized base: merged, the base would be quantized again.
+        as_evaluated = quantization.model_copy(update={"compute_dtype": settings.dtype})
+        model = load_model(str(base), as_evaluated, device_map={"": settings.device})
+        for parameter in model.parameters():
+            if parameter.is_floating_point():  # else it is quantized
                 parameter.data = parameter.data.to(dtype)
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"{folder}: the model cannot be loaded: {in_one_line(error)}; check the files in this folder"
-        ) from error
+        return load_adapter(model, str(folder))
+    # Not cast after loading: that would round the rotary frequencies too, and change the positions of long prompts.
+    model = load_model(str(base or folder), dtype=torch.float32 if base else dtype)
+    if base:
+        # Merged as `merge_and_unload` would for a model on disk: both give the same responses to the last bit.
+        model = cast(Any, load_adapter(model, str(folder))).merge_and_unload()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
     return model

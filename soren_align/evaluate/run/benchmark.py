@@ -17,7 +17,7 @@ from lm_eval.utils import handle_non_serializable, hash_string
 
 from ...core.errors import ResumableError, UserError
 from ...core.silence import silence
-from ...recipe import Recipe, parallel
+from ...recipe import Eval, Recipe, parallel
 from ...sharding.ranks import Ranks
 from ...tasks import BENCHMARK
 from ..stats.points import normalize
@@ -26,7 +26,7 @@ from ..suite.suites import Suite, benchmark_suite
 from ..suite.tasks import load_tasks, num_questions, score_keys, subtasks
 from .backends import BackendSettings, hf_lm, run_requests
 from .harness import run_lm_eval
-from .preflight import check_questions, read_row
+from .preflight import Probe, read_row
 from .requests import RequestDispatcher, ResponseCache
 from .workers import Chunk, OutOfMemory, guarded
 
@@ -118,11 +118,21 @@ def read_benchmark(recipe: Recipe, start: str, tokenizer: Any, ranks: Ranks) -> 
                     f"{recipe.run.parallel} shards the weights; {OMIT}"
                 )
     row = read_row("this run", start, tokenizer, recipe.model.revision)
-    docs = {
-        column: [(subtask, [subtask.eval_docs[i] for i in indices]) for subtask, indices in chosen.indices]
-        for column, chosen in questions.items()
-    }
-    notices = check_questions(row, suite, docs, OMIT)
+    if suite.apply_chat_template and not row.template_of:
+        raise UserError(
+            f"run.benchmark: the tokenizer has no chat template, but suite {suite.name} applies one; set "
+            "model.chat_template, or choose another suite"
+        )
+    probe = Probe(row, suite, Eval(suite=suite.name), OMIT)
+    for task in suite.tasks:
+        chosen = questions[task.column].indices
+        probe.add(task, [(subtask, [subtask.eval_docs[i] for i in indices]) for subtask, indices in chosen])
+    if probe.problems:
+        raise UserError(*dict.fromkeys(probe.problems))
+    notices = []
+    if probe.truncated:
+        context = f"the context of {row.context} tokens"
+        notices = [f"run.benchmark: {context} truncates prompts of {', '.join(probe.truncated)}"]
     return Benchmark(suite, questions, tokenizer, ranks, is_sharded, tuple(notices))
 
 

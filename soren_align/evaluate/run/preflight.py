@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
+from lm_eval.models.utils import resolve_max_length
 
 from ...core.errors import UserError, in_one_line
 from ...core.files import local_path
@@ -21,8 +21,18 @@ from ...run.weights import load_config
 from ..stats.scores import cluster_labels
 from ..suite.sandbox import rendering
 from ..suite.suites import Suite, SuiteTask
-from ..suite.tasks import Tasks, equal_choices, long_answers, shared_texts, subtasks
-from .backends import MAX_GEN_TOKS, BackendSettings, base_folder, generation_settings, load_tokenizer, model_folder
+from ..suite.tasks import Tasks, equal_choices, load_tasks, long_answers, shared_texts, subtasks
+from .backends import (
+    MAX_GEN_TOKS,
+    BackendSettings,
+    ContextTooShort,
+    base_folder,
+    generation_settings,
+    load_tokenizer,
+    model_folder,
+    num_new_tokens,
+    refuse_long_choice,
+)
 from .lineage import OnOmitted, lineage, run_of
 from .requests import RequestDispatcher, ResponseCache
 from .workers import InProcess
@@ -106,9 +116,13 @@ def with_base_template(rows: Sequence[PlannedRow], which: str) -> list[PlannedRo
 
 
 def check(
-    rows: Sequence[PlannedRow], suite: Suite, load: Callable[[], Tasks], options: Eval
+    rows: Sequence[PlannedRow],
+    suite: Suite,
+    options: Eval,
+    cache: Path | None = None,
+    on_column: Callable[[str], object] | None = None,
 ) -> tuple[Tasks, list[str]]:
-    """Return (the tasks, notices). load: returns the suite's tasks with their data.
+    """Return (the suite's tasks with their data, notices). cache, on_column: as in `load_tasks`.
 
     Raises UserError with all reasons why one of the rows could not be evaluated.
     """
@@ -127,13 +141,13 @@ def check(
             "eval.backend: hf; or train with --no-eval, run `soren-align merge RUN` and evaluate RUN/merged"
         )
     try:
-        tasks = load()
+        tasks = load_tasks(suite, cache, on_column, trusted=options.trust_suite)
     except UserError as error:
         raise UserError(*problems, *error.problems) from error
-    probes = {row.name: _Probe(row, suite, options) for row in rows}
+    probes = {row.name: Probe(row, suite, options) for row in rows}
     if not problems:
-        shortest = min((row.context for row in rows), default=0)
-        for task in suite.tasks if rows else ():
+        shortest = min(row.context for row in rows)
+        for task in suite.tasks:
             loaded = [s for s in subtasks(tasks[task.column]) if s.OUTPUT_TYPE != "loglikelihood_rolling"]
             questions = [(subtask, _longest(subtask, shortest, options.limit)) for subtask in loaded]
             for probe in probes.values():
@@ -141,31 +155,10 @@ def check(
         problems = [problem for probe in probes.values() for problem in probe.problems]
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    if not rows:
-        return tasks, []
     return tasks, [*_row_notices(rows, suite, probes), *_question_notices(rows[-1], suite, tasks, options)]
 
 
-def check_questions(row: PlannedRow, suite: Suite, questions: dict[str, list[Any]], omit: str) -> list[str]:
-    """Return notices about the prompts of some questions: by column, pairs of lm-eval's task and its questions.
-
-    omit: the remedy for a column that cannot be scored. Raises UserError with all reasons why one cannot.
-    """
-    if suite.apply_chat_template and not row.template_of:
-        raise UserError(
-            f"run.benchmark: the tokenizer has no chat template, but suite {suite.name} applies one; set "
-            "model.chat_template, or choose another suite"
-        )
-    probe = _Probe(row, suite, Eval(suite=suite.name), omit)
-    for task in suite.tasks:
-        probe.add(task, questions[task.column])
-    if probe.problems:
-        raise UserError(*dict.fromkeys(probe.problems))
-    context = f"the context of {row.context} tokens"
-    return [f"run.benchmark: {context} truncates prompts of {', '.join(probe.truncated)}"] if probe.truncated else []
-
-
-def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "_Probe"]) -> list[str]:
+def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "Probe"]) -> list[str]:
     """Return notices about rows that will not be compared, and prompts that lose their beginning."""
     first, *others = rows
     notices = []
@@ -250,7 +243,7 @@ def _as_list(requests: Any) -> list[Any]:
     return requests if isinstance(requests, list) else [requests]
 
 
-class _Probe:
+class Probe:
     """The requests of one row for the longest questions, and the problems of these."""
 
     def __init__(self, row: PlannedRow, suite: Suite, options: Eval, omit: str = ""):
@@ -290,26 +283,20 @@ class _Probe:
             )
             return
         self.prompts[task.column] = [request.args[0] for request in requests]
-        context, too_long, is_truncated = self.row.context, [], False
-        for request in requests:
-            if request.request_type == "generate_until":
-                num_new = int(cast(Any, normalize_gen_kwargs(request.args[1], MAX_GEN_TOKS))["max_gen_toks"])
-                if num_new >= context:
-                    too_long.append(
-                        f"an answer of {num_new} tokens leaves no room for a prompt in the model's context of "
-                        f"{context} tokens"
-                    )
-                is_truncated |= self._num_tokens(request.args[0]) > context - num_new
-            elif request.request_type == "loglikelihood":
-                num = self._num_tokens("".join(request.args))
-                if (num_answer := num - self._num_tokens(request.args[0])) > context:
-                    too_long.append(
-                        f"an answer choice of {num_answer} tokens does not fit the model's context of {context} tokens"
-                    )
-                is_truncated |= num > context + 1
-        if too_long:
-            self.problems.append(f"{self.lm.label}: {too_long[0]}; {self._remedy(task)}")
-        elif is_truncated:
+        context, is_truncated = self.row.context, False
+        try:
+            for request in requests:
+                if request.request_type == "generate_until":
+                    num_new = num_new_tokens(request.args[1], MAX_GEN_TOKS, context)
+                    is_truncated |= self._num_tokens(request.args[0]) > context - num_new
+                elif request.request_type == "loglikelihood":
+                    num = self._num_tokens("".join(request.args))
+                    refuse_long_choice(num - self._num_tokens(request.args[0]), context)
+                    is_truncated |= num > context + 1
+        except ContextTooShort as error:
+            self.problems.append(f"{self.lm.label}: {error}; {self._remedy(task)}")
+            return
+        if is_truncated:
             self.truncated.append(task.column)
             if self.options.strict:
                 self.problems.append(

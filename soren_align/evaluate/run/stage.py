@@ -36,7 +36,7 @@ from ..stats.significance import (
     unpaired,
 )
 from ..suite.suites import Suite, check_suite, load_published, suite_of
-from ..suite.tasks import Tasks, load_tasks, num_questions
+from ..suite.tasks import Tasks, num_questions
 from .backends import require_backend
 from .harness import ModelResults, Options, ProgressDisplay, evaluate_model
 from .lineage import parents, selections
@@ -82,7 +82,8 @@ def evaluate(
         for row in published:
             row["scores"].pop("average", None)
     planned = with_base_template([saved_row(*row) for row in rows], options.base_template)
-    tasks, notices = check(planned, suite, lambda: _load_tasks(suite, options, cache, console), options)
+    with loading(console, "Loading tasks") as status:
+        tasks, notices = check(planned, suite, options, cache, lambda name: status.update(f"Loading tasks: {name}"))
     for notice in notices:
         print_labelled(console, "notice", notice)
     overlaps = find_overlaps(tasks) if find_overlaps else None
@@ -199,7 +200,7 @@ def print_results(
 
 
 def preflight(
-    options: Eval, rows: Sequence[PlannedRow] = (), on_column: Callable[[str], object] | None = None
+    options: Eval, rows: Sequence[PlannedRow], on_column: Callable[[str], object] | None = None
 ) -> tuple[Tasks, list[str]]:
     """Check all that an evaluation needs except the models. Returns the tasks with their data, and notices.
 
@@ -208,8 +209,7 @@ def preflight(
     """
     require_backend(options.backend)
     suite = check_suite(options)
-    rows = with_base_template(rows, options.base_template) if rows else []
-    return check(rows, suite, lambda: load_tasks(suite, None, on_column, trusted=options.trust_suite), options)
+    return check(with_base_template(rows, options.base_template), suite, options, on_column=on_column)
 
 
 def preflight_of_training(
@@ -246,13 +246,6 @@ def output_of(run: RunFolder, options: Eval) -> Path:
                 "--output for another folder"
             )
     return output
-
-
-def _load_tasks(suite: Suite, options: Eval, cache: Path, console: Console) -> Tasks:
-    with loading(console, "Loading tasks") as status:
-        return load_tasks(
-            suite, cache, lambda column: status.update(f"Loading tasks: {column}"), trusted=options.trust_suite
-        )
 
 
 def _evaluate_models(
