@@ -118,9 +118,7 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
                         refuse_foreign(stage.output_of(folder, recipe.eval), [])
                         show("Checking evaluation")
                         inputs = recipe.eval, setup.recipe.model, setup.start, setup.tokenizer
-                        _, notices = stage.preflight_of_training(
-                            *inputs, lambda column: show(f"Checking evaluation: {column}")
-                        )
+                        _, notices = stage.preflight(*inputs, lambda name: show(f"Checking evaluation: {name}"))
                         for notice in notices:
                             print_labelled(console, "notice", notice)
                     if recipe.run.benchmark:  # on every rank: each answers a share of the questions

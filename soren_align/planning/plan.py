@@ -315,7 +315,7 @@ def _evaluation(
     from ..evaluate.suite.tasks import num_questions
 
     try:
-        tasks, notices = stage.preflight_of_training(recipe.eval, recipe.model, inputs.start, inputs.ready.tokenizer)
+        tasks, notices = stage.preflight(recipe.eval, recipe.model, inputs.start, inputs.ready.tokenizer)
     except UserError as error:
         return (
             section,

@@ -17,7 +17,7 @@ from ..core.errors import UserError
 from ..core.files import write
 from ..core.text import Table, fenced, html_text, markdown_line, without_html
 from ..evaluate.report import tables
-from ..evaluate.report.results import Results, Row, evaluations, read_results
+from ..evaluate.report.results import NAME, Results, Row, evaluations, read_results
 from ..recipe import Recipe, adapter_config, load_resolved, to_yaml
 from ..run.folder import RunFolder
 from ..run.preferences import describe_preferences
@@ -87,14 +87,10 @@ def card(run: RunFolder, title: str, merged: bool = False, *, repo: str = "", re
     scores, gains, eval_results, answers = list[str](), list[str](), list[EvalResult](), of_samples(run)
     for number, folder in enumerate(evaluations(run.path), 1):
         try:
-            results = read_results(folder)
+            results, index = public_results(folder, run, recipe)
         except UserError:  # the page states it
             scores.append(f"The results in `eval/{without_html(folder.name)}` could not be read.")
             continue
-        if results is None:
-            continue
-        index = own_row(results, run, TASKS[recipe.task].title)
-        results = without_paths(results, recipe)
         heading, _, rest = tables.markdown(results, fold=True).partition("\n\n")
         picture = _picture(f"scores{f'-{number}' * (number > 1)}", results["title"], shown, url)
         scores += [f"##{heading}", picture, rest.rstrip()]
@@ -170,13 +166,6 @@ def _picture(name: str, alt: str, shown: dict[str, Path], url: str) -> str:
     image = f'<img src="{url}{light}" alt="{alt}" width="{width}">'
     source = f'<source media="(prefers-color-scheme: dark)" srcset="{url}{dark}">' if dark in shown else ""
     return f"<picture>{source}{image}</picture>"
-
-
-def own_row(results: Results, run: RunFolder, title: str) -> int | None:
-    """Return the row of the run's model: by its folder, or, if the run was moved, the last one if it is of the task."""
-    rows = results["rows"]
-    own = [i for i, row in enumerate(rows) if row["model"] and Path(row["model"]).resolve() == run.model.resolve()]
-    return own[0] if own else len(rows) - 1 if rows[-1]["name"] == title else None
 
 
 def _eval_results(results: Results, own: Row, run: RunFolder) -> list[EvalResult]:
@@ -337,17 +326,27 @@ def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> tuple[s
     return warning, " ".join(lines)
 
 
-def without_paths(results: Results, recipe: Recipe) -> Results:
-    """Return results for publication: of a model in the hub's cache, its name there and the commit."""
-    rows = []
-    for row in results["rows"]:
-        match = re.search(r"models--([^/]+)--([^/]+)/snapshots/(\w+)", row["model"] or "")
-        rows.append(row | {"model": f"{match[1]}/{match[2]}@{match[3]}" if match else None})
+def public_results(folder: Path, run: RunFolder, recipe: Recipe) -> tuple[Results, int | None]:
+    """Return an evaluation's results for publication, and the row of the run's model.
+
+    Of a model in the hub's cache, the results have its name there and the commit. The run's row is found by its folder;
+    if the run was moved, it is the last one if that is of the task. Raises UserError if the results are damaged.
+    """
+    results = read_results(folder)
+    if results is None:
+        raise UserError(f"{folder / NAME}: is missing; evaluate the run again")
+    models = [row["model"] for row in results["rows"]]
+    own = [i for i, model in enumerate(models) if model and Path(model).resolve() == run.model.resolve()]
+    if not own and results["rows"][-1]["name"] == TASKS[recipe.task].title:
+        own = [len(models) - 1]
+    matches = [re.search(r"models--([^/]+)--([^/]+)/snapshots/(\w+)", model or "") for model in models]
+    names = [f"{match[1]}/{match[2]}@{match[3]}" if match else None for match in matches]
+    rows = [row | {"model": name} for row, name in zip(results["rows"], names, strict=True)]
     settings, title = results["settings"].copy(), results["title"]
     if Path(settings.get("data", "hub")).is_absolute():
         settings["data"] = (recipe.eval and recipe.eval.data_root) or "local files"
         title = re.sub(r": on the data in .*", ": on local data", title, flags=re.DOTALL)
-    return public(results | {"title": title, "rows": rows, "settings": settings})
+    return public(results | {"title": title, "rows": rows, "settings": settings}), own[0] if own else None
 
 
 def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:

@@ -22,12 +22,11 @@ from typing import Any
 
 from ..core.errors import UserError
 from ..core.files import digest, read_text, write
-from ..evaluate.report.results import NAME, Results, Row, evaluations, read_results
+from ..evaluate.report.results import NAME, Results, Row, evaluations
 from ..evaluate.stats.points import metric_points
 from ..recipe import load_resolved
 from ..run.folder import RunFolder
-from ..tasks import TASKS
-from .card import own_row, public, without_paths
+from .card import public, public_results
 
 SCHEMA_VERSION = "0.3.0"
 COLLECTION = "soren-align"
@@ -58,11 +57,7 @@ def export_run(run: RunFolder, output: Path, names: Names, *, samples: bool) -> 
     """
     recipe, record, written = load_resolved(run.recipe), run.record(), []
     for folder in evaluations(run.path):
-        results = read_results(folder)
-        if results is None:
-            continue
-        own = own_row(results, run, TASKS[recipe.task].title)
-        results = without_paths(results, recipe)
+        results, own = public_results(folder, run, recipe)
         values = [score["value"] for row in results["rows"] for score in row["scores"].values()]
         if not results["settings"].get("metrics") or not all(map(isfinite, values)):
             raise UserError(f"{folder / NAME}: has no metrics, or scores that are no numbers; evaluate the run again")

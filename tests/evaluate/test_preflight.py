@@ -24,6 +24,7 @@ from soren_align.launch import commands
 from soren_align.launch.evaluation import evaluation_settings
 from soren_align.planning.plan import plan_training
 from soren_align.recipe import Eval
+from soren_align.recipe.schema import Lora, Model
 from soren_align.training import run as training
 from tests.support import command
 from tests.support.tiny_models import CHATML
@@ -46,6 +47,11 @@ def table(rows, output, options=CHAT):
     screen = io.StringIO()
     results = evaluate(rows, options, output, device="cpu", console=Console(file=screen, width=80))
     return results, screen.getvalue(), (output / "table.md").read_text()
+
+
+def notices_before_training(options, start, lora=None):
+    model = Model(name_or_path=str(start), lora=lora)
+    return preflight(options, model, str(start), load_tokenizer(start))[1]
 
 
 def test_a_base_without_template_is_evaluated_with_the_runs_and_compared(plain, models, tmp_path):
@@ -163,28 +169,24 @@ def test_an_answer_longer_than_the_context_is_found_before_training_and_its_colu
     assert results["title"].startswith("Commonsense, zero-shot: without piqa, on other data (4 of 1,172 questions")
     assert "piqa" not in results["rows"][0]["scores"]
     with pytest.raises(UserError, match=r"eval\.omit: suite commonsense-zero-shot has no column 'pica'; did you mean"):
-        preflight(Eval(**evaluation, omit=["pica"]), [])
+        notices_before_training(Eval(**evaluation, omit=["pica"]), model)
 
 
 def test_truncated_prompts_are_a_notice_or_a_problem_if_strict(short, readers):
     model, evaluation = short
     few = Eval(suite="open-llm-leaderboard-v1", data_root=evaluation["data_root"], omit=["mmlu"])
-    rows = planned_rows(str(model), None, load_tokenizer(model), is_adapter=False)
-    _, notices = preflight(few, rows)
-    assert notices == [
+    assert notices_before_training(few, model) == [
         "base, this run: the context of 512 tokens truncates the longest prompts of arc_challenge, gsm8k"
     ]
     with pytest.raises(
         UserError, match=r"arc_challenge: prompts do not fit .* eval\.strict is true; write eval\.strict: false"
     ):
-        preflight(few.model_copy(update={"strict": True}), rows)
-    rows = planned_rows(str(readers[0]), None, load_tokenizer(readers[0]), is_adapter=False)
-    assert preflight(few, rows)[1] == []
+        notices_before_training(few.model_copy(update={"strict": True}), model)
+    assert notices_before_training(few, readers[0]) == []
 
 
 def test_a_group_without_clusters_and_questions_about_one_passage_are_notices(short, readers, tmp_path):
     evaluation = short[1]
-    rows = planned_rows(str(readers[0]), None, load_tokenizer(readers[0]), is_adapter=False)
     passages = ["A passage of more than a hundred characters, " * 3 + name for name in ("one", "two", "three")]
     questions = [{"passage": passages[i % 3], "question": f"Q{i}?", "answer": "yes"} for i in range(7)]
     questions += [{"passage": "the only question about this text " * 4, "question": "Q7?", "answer": "no"}]
@@ -200,7 +202,7 @@ def test_a_group_without_clusters_and_questions_about_one_passage_are_notices(sh
 
     def notices(own):
         (folder / "suite.yaml").write_text(own)
-        return [each for each in preflight(Eval(suite=str(folder)), rows)[1] if "cluster" in each]
+        return [n for n in notices_before_training(Eval(suite=str(folder)), readers[0]) if "cluster" in n]
 
     (notice,) = notices(suite % "")
     assert notice.startswith("own: 7 of 8 questions share 3 texts of the field passage, but the suite names no cluster")
@@ -227,7 +229,7 @@ def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):
     assert [(row.name, row.template_of) for row in rows] == [("base", "base"), ("SFT", "SFT"), ("this run", "this run")]
     assert AutoTokenizer.from_pretrained(run / "model").chat_template != rows[2].tokenizer.chat_template == CHATML
     config = "generation_config.json of {} sets {{}}, but that of base sets {{'repetition_penalty': 1.3}}"
-    _, notices = preflight(CHAT, rows)
+    _, notices = preflight(CHAT, Model(name_or_path=str(run / "model")), str(run / "model"), tokenizer)
     other = "; their chat templates differ, and therefore their prompts "
     other += "(for equal templates, write eval.base_template: run)"
     assert notices == [
@@ -238,9 +240,8 @@ def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):
 
 def test_vllm_is_refused_for_an_adapter_before_training(models, monkeypatch):
     monkeypatch.setattr("soren_align.evaluate.run.stage.require_backend", lambda _: None)
-    rows = planned_rows(str(models[0]), None, load_tokenizer(models[0]), is_adapter=True)
     with pytest.raises(UserError, match=r"this run: is an adapter, but eval\.backend vllm loads only whole models"):
-        preflight(CHAT.model_copy(update={"backend": "vllm"}), rows)
+        notices_before_training(CHAT.model_copy(update={"backend": "vllm"}), models[0], lora=Lora())
 
 
 def test_without_examples_no_train_split_is_needed(data_root, tmp_path):

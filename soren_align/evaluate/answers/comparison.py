@@ -437,10 +437,10 @@ def plan(
     needs = f"questions for\n{points:g} point{'s' * (points != 1)}"
     console.print(Table(["", "answers that\ndiffer", needs, "points with\nquestions"], rows).rich(), highlight=False)
     console.print()
+    notice = (
+        "for one comparison. The largest share is that of two unrelated models; a model and the checkpoint that it was "
+        "trained from differ in fewer answers. Two results measure it: stats A B --plan N"
+    )
     if len(answers) > 1:
-        print_labelled(console, "notice", f"Holm's first threshold for {count(num_tests, 'comparison')}")
-    else:
-        print_labelled(
-            console, "notice", "for one comparison. The largest share is that of two unrelated models; a model and the"
-            " checkpoint that it was trained from differ in fewer answers. Two results measure it: stats A B --plan N",
-        )  # fmt: skip
+        notice = f"Holm's first threshold for {count(num_tests, 'comparison')}"
+    print_labelled(console, "notice", notice)

@@ -200,25 +200,16 @@ def print_results(
 
 
 def preflight(
-    options: Eval, rows: Sequence[PlannedRow], on_column: Callable[[str], object] | None = None
+    options: Eval, model: Model, start: str, tokenizer: Any, on_column: Callable[[str], object] | None = None
 ) -> tuple[Tasks, list[str]]:
-    """Check all that an evaluation needs except the models. Returns the tasks with their data, and notices.
+    """Check all that the evaluation after a training needs except the models' weights.
 
-    rows: the table's, from `planned_rows`, the starting checkpoint first. on_column: called before a column is loaded.
-    Raises UserError with all problems found.
+    model: of the recipe. start: the starting checkpoint. tokenizer: of the training, with its chat template.
+    on_column: called before a column is loaded.
+    Returns the tasks with their data, and notices. Raises UserError with all problems found.
     """
     require_backend(options.backend)
     suite = check_suite(options)
-    return check(with_base_template(rows, options.base_template), suite, options, on_column=on_column)
-
-
-def preflight_of_training(
-    options: Eval, model: Model, start: str, tokenizer: Any, on_column: Callable[[str], object] | None = None
-) -> tuple[Tasks, list[str]]:
-    """Return `preflight` for the table after a training. Raises UserError as `preflight`.
-
-    model: of the recipe. start: the starting checkpoint. tokenizer: of the training, with its chat template.
-    """
     omitted: list[str] = []
     rows = planned_rows(
         start,
@@ -227,7 +218,8 @@ def preflight_of_training(
         is_adapter=trains_adapter(model),
         on_omitted=lambda sentence, path: omitted.append(f"{sentence} ({path})"),
     )
-    tasks, notices = preflight(options, rows, on_column)
+    rows = with_base_template(rows, options.base_template)
+    tasks, notices = check(rows, suite, options, on_column=on_column)
     return tasks, [*omitted, *notices]
 
 

@@ -99,7 +99,7 @@ def overlaps(
     lengths = {len(words) for words in by_words}
     overlapping: set[int] = set()
     exact: set[int] = set()
-    num_read = num_reported = 0
+    num_read = 0
     for num_read, example in enumerate(examples, start=1):
         for words in map(words_of, example):
             if len(words) in lengths:
@@ -108,11 +108,10 @@ def overlaps(
                 if (key := hash(ngram)) in by_hash:
                     phrase = f" {' '.join(ngram)} "
                     overlapping.update(i for i in by_hash[key] - overlapping if phrase in texts[i])
-        if on_examples is not None and num_read - num_reported == REPORTED_EXAMPLES:
-            on_examples(num_read - num_reported)
-            num_reported = num_read
-    if on_examples is not None:
-        on_examples(num_read - num_reported)
+        if on_examples and num_read % REPORTED_EXAMPLES == 0:
+            on_examples(REPORTED_EXAMPLES)
+    if on_examples:
+        on_examples(num_read % REPORTED_EXAMPLES)
     result, first = Overlaps({}, {}, {}, num_read), 0
     for column, questions in columns.items():
         result.questions[column] = len(questions)
