@@ -6,7 +6,6 @@ read up to a length, links are not followed, and what cannot be read is left out
 """
 
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ class Answers:
     source: str
     before: str
     after: str
-    rows: list[tuple[str, str, str]]
+    rows: list[tuple[str, ...]]
     targets: list[str] = field(default_factory=list)
     """The right answers of the rows, "" where there is none; of samples none at all."""
 
@@ -69,12 +68,8 @@ def of_evaluation(folder: Path, results: Results, own: Row, start: Row) -> Answe
 
 
 def _answers(source: str, before: str, after: str, rows: list[tuple[str, str, str]]) -> Answers | None:
-    shown = [(short(prompt, MAX_CHARACTERS), _answer(a), _answer(b)) for prompt, a, b in rows[:NUM_ANSWERS]]
+    shown = [tuple(short(text, MAX_CHARACTERS) or "(empty)" for text in row) for row in rows[:NUM_ANSWERS]]
     return Answers(source, before, after, shown) if shown else None
-
-
-def _answer(text: str) -> str:
-    return short(text, MAX_CHARACTERS) or "(empty)"
 
 
 def _text(prompt: Any) -> str:
@@ -92,7 +87,12 @@ def _responses(file: Path) -> dict[str, tuple[str, str, str]]:
     with file.open("rb") as stream:
         lines = stream.read(MAX_BYTES).splitlines()
     responses = {}
-    for sample in _parsed(lines):
+    for line in lines:
+        sample: Any = None
+        with suppress(ValueError, RecursionError):  # the last line may be cut
+            sample = json.loads(line)
+        if not isinstance(sample, dict):
+            continue
         response = sample.get("resps", sample.get("filtered_resps"))
         while isinstance(response, list) and response:  # not extracted from, if it was kept
             response = response[0]
@@ -106,11 +106,3 @@ def _responses(file: Path) -> dict[str, tuple[str, str, str]]:
             target = target if isinstance(target, str) else ""
             responses.setdefault(f"{sample.get('task')}:{sample.get('doc_id')}", (named[0], response, target))
     return responses
-
-
-def _parsed(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the objects among lines of JSON; the last line may be cut."""
-    for line in lines:
-        with suppress(ValueError, RecursionError):
-            if isinstance(value := json.loads(line), dict):
-                yield value

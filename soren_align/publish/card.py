@@ -74,7 +74,7 @@ def card(run: RunFolder, title: str, merged: bool = False, *, repo: str = "", re
     """
     own_record = run.record(*TRAINED)
     recipe = load_resolved(run.recipe)
-    record, yaml = public_record(own_record, recipe), public_recipe(recipe)
+    record, yaml = public_record(own_record, recipe), to_yaml(public(recipe.model_dump()))
     is_adapter, train = adapter_config(run.model) is not None, own_record["data"]["train"]
     sources = [source["path"] for source in train.get("sources", [train])]
     datasets = [source["path"] for source in train.get("sources", [train]) if "revision" in source]
@@ -271,11 +271,6 @@ def public_record(record: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     start = record["start"]["path"]
     named = record["start"] | {"path": recipe.model.name_or_path if Path(start).is_absolute() else start}
     return public({key: value for key, value in record.items() if key != "last_error"} | {"start": named})
-
-
-def public_recipe(recipe: Recipe) -> str:
-    """Return recipe.yaml for publication."""
-    return to_yaml(public(recipe.model_dump()))
 
 
 def on_hub(start: str) -> str | None:

@@ -16,12 +16,12 @@ from huggingface_hub.utils import validate_repo_id
 from ..core.errors import UserError
 from ..core.files import read_json
 from ..core.text import print_labelled, stderr_console, with_prefix
-from ..recipe import Recipe, adapter_config, load_resolved
+from ..recipe import Recipe, adapter_config, load_resolved, to_yaml
 from ..recipe.model import QUANTIZATION_RECORD
 from ..run.folder import RunFolder
 from ..run.record import to_text
 from ..tasks import TASKS
-from .card import card, pictures, public, public_recipe, public_record
+from .card import card, pictures, public, public_record
 
 CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
 MODEL_NAMES = ("name_or_path", "_name_or_path", "base_model_name_or_path")
@@ -114,7 +114,7 @@ def _stage(
         (folder / name).write_bytes(picture.read_bytes())
     page = card(run, repo.partition("/")[2], merged, repo=repo, revision=revision)
     (folder / "README.md").write_text(page, encoding="utf-8")
-    (folder / "recipe.yaml").write_text(public_recipe(recipe), encoding="utf-8")
+    (folder / "recipe.yaml").write_text(to_yaml(public(recipe.model_dump())), encoding="utf-8")
     record = public_record(run.record(), recipe)
     (folder / "run.json").write_text(to_text(record), encoding="utf-8")
 

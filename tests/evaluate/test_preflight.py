@@ -225,11 +225,12 @@ def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):
     (run / "run.json").write_text(json.dumps(record | {"start": {"path": str(base), "sha256_or_revision": None}}))
     tokenizer = AutoTokenizer.from_pretrained(models[0])
     tokenizer.chat_template = CHATML
-    rows = planned_rows(str(run / "model"), None, tokenizer, is_adapter=False)
+    planned = Model(name_or_path=str(run / "model")), str(run / "model"), tokenizer
+    rows = planned_rows(*planned)
     assert [(row.name, row.template_of) for row in rows] == [("base", "base"), ("SFT", "SFT"), ("this run", "this run")]
     assert AutoTokenizer.from_pretrained(run / "model").chat_template != rows[2].tokenizer.chat_template == CHATML
     config = "generation_config.json of {} sets {{}}, but that of base sets {{'repetition_penalty': 1.3}}"
-    _, notices = preflight(CHAT, Model(name_or_path=str(run / "model")), str(run / "model"), tokenizer)
+    _, notices = preflight(CHAT, *planned)
     other = "; their chat templates differ, and therefore their prompts "
     other += "(for equal templates, write eval.base_template: run)"
     assert notices == [

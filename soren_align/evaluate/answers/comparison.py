@@ -342,9 +342,7 @@ def _finding(first: str, row: Any) -> str:
         is_open, word = d["p_holm"] >= 0.05, "better" if d["value"] > 0 else "worse"
         key = "too few questions" if has_too_few(row, column) else "no significant difference" if is_open else word
         columns.setdefault(key, []).append(column)
-    parts = []
-    for word in ("better", "worse"):
-        parts += [f"{word} than {first} in {join_words(columns[word])}"] if word in columns else []
+    parts = [f"{word} than {first} in {join_words(columns[word])}" for word in ("better", "worse") if word in columns]
     for words in ("no significant difference", "too few questions"):
         to = f" to {first}" if not parts and words == "no significant difference" else ""
         parts += [f"{words}{to} in {join_words(columns[words])}"] if words in columns else []

@@ -103,7 +103,7 @@ def read_scores(path: Path, columns: Columns) -> dict[str, Scores]:
                 raise UserError(f"{place}: has more than {MAX_QUESTIONS:,} questions; split the file by task")
         for task, scores in own.items():
             if (repeat := first_repeat(numbers(scores.ids))) is not None:
-                place, key = scores.find(repeat)
+                place, key = _find_answer(file, default, columns, task, repeat)
                 remedy = "remove one of them, or name the column that differs: --id COLUMN"
                 raise UserError(f"{place}: the question {key[:60]} occurs a second time; {remedy}")
             if task in tasks:
@@ -116,11 +116,9 @@ def read_scores(path: Path, columns: Columns) -> dict[str, Scores]:
 
 def _files(folder: Path) -> list[Path]:
     """Return the files of one model in a folder."""
-    entries = []
-    for entry in folder.rglob("*"):
-        entries.append(entry)
-        if len(entries) > MAX_ENTRIES:
-            raise UserError(f"{folder}: holds more than {MAX_ENTRIES:,} files; name a smaller folder")
+    entries = [*islice(folder.rglob("*"), MAX_ENTRIES + 1)]
+    if len(entries) > MAX_ENTRIES:
+        raise UserError(f"{folder}: holds more than {MAX_ENTRIES:,} files; name a smaller folder")
     regular = sorted(entry for entry in entries if entry.is_file())
     files = [file for file in regular if any(pattern.fullmatch(file.name) for pattern in FILE_NAMES)]
     files = files or [file for file in regular if file.suffix in SUFFIXES]
@@ -213,8 +211,6 @@ def _choose(answer: Answer, columns: Columns, place: str) -> str | None:
 
 def _number(value: Any) -> float | None:
     """Return a score as a number, which may be NaN; None if it is none."""
-    if type(value) is float or value is True or value is False:
-        return float(value)
     if isinstance(value, str):
         value = WORDS.get(value.strip().lower(), value)
     try:

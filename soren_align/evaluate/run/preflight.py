@@ -16,7 +16,7 @@ from lm_eval.models.utils import resolve_max_length
 from ...core.errors import UserError, in_one_line
 from ...core.files import local_path
 from ...core.silence import silence
-from ...recipe import Eval, is_local
+from ...recipe import Eval, Model, is_local, trains_adapter
 from ...run.weights import load_config
 from ..stats.scores import cluster_labels
 from ..suite.sandbox import rendering
@@ -87,18 +87,16 @@ def saved_row(name: str, model: Path | str) -> PlannedRow:
     return row
 
 
-def planned_rows(
-    start: str, revision: str | None, tokenizer: Any, *, is_adapter: bool, on_omitted: OnOmitted | None = None
-) -> list[PlannedRow]:
+def planned_rows(model: Model, start: str, tokenizer: Any, on_omitted: OnOmitted | None = None) -> list[PlannedRow]:
     """Return the rows of the table after a training from `start`: the checkpoints before it, and the trained model.
 
-    tokenizer: of the training, with its chat template. is_adapter: whether an adapter is trained.
+    model: of the recipe. tokenizer: of the training, with its chat template.
     """
     is_trained = is_local(start) and run_of(local_path(start)) is not None
     earlier = lineage(start, on_omitted) if is_trained else []
-    rows = [saved_row(*row) for row in earlier] or [read_row("base", start, revision=revision)]
-    trained = read_row("this run", start, tokenizer, revision)
-    return [*rows, replace(trained, is_adapter=is_adapter)]
+    rows = [saved_row(*row) for row in earlier] or [read_row("base", start, revision=model.revision)]
+    trained = read_row("this run", start, tokenizer, model.revision)
+    return [*rows, replace(trained, is_adapter=trains_adapter(model))]
 
 
 def with_base_template(rows: Sequence[PlannedRow], which: str) -> list[PlannedRow]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,9 +17,9 @@ from rich.console import Console
 
 from ...core.errors import ResumableError, UserError
 from ...core.figures import NO_PICTURES
-from ...core.files import default_cache_folder, is_component, write
+from ...core.files import default_cache_folder, is_component, remove, write
 from ...core.text import loading, print_labelled
-from ...recipe import Eval, Model, trains_adapter
+from ...recipe import Eval, Model
 from ...run.folder import RunFolder
 from ...run.provenance import commit, fingerprint
 from ..report import tables
@@ -138,11 +137,7 @@ def write_results(results: Results, samples: Samples, output: Path, points: str 
         refuse_foreign(output, list(samples))  # again: another evaluation may have written there since the first time
         earlier = read_results(output)
         for row in earlier["rows"] if earlier else []:  # no other evaluation's samples stay beside new ones
-            entry = folder / row["name"]
-            if entry.is_symlink() or entry.is_file():
-                entry.unlink()
-            elif entry.is_dir():
-                shutil.rmtree(entry)
+            remove(folder / row["name"])
         # First: it marks the folder as an evaluation's, so that after a kill the same command replaces the other files.
         write(output / NAME, json.dumps(results, indent=2) + "\n")
         write(output / POINTS, points)
@@ -211,13 +206,7 @@ def preflight(
     require_backend(options.backend)
     suite = check_suite(options)
     omitted: list[str] = []
-    rows = planned_rows(
-        start,
-        model.revision,
-        tokenizer,
-        is_adapter=trains_adapter(model),
-        on_omitted=lambda sentence, path: omitted.append(f"{sentence} ({path})"),
-    )
+    rows = planned_rows(model, start, tokenizer, lambda sentence, path: omitted.append(f"{sentence} ({path})"))
     rows = with_base_template(rows, options.base_template)
     tasks, notices = check(rows, suite, options, on_column=on_column)
     return tasks, [*omitted, *notices]
@@ -277,8 +266,9 @@ def _evaluate_models(
 
 def _result_rows(rows: Sequence[PlannedRow], evaluated: list[tuple[str, ModelResults]], suite: Suite) -> list[Row]:
     """Return the rows of results.json."""
-    entries: list[Any] = [
-        {
+    entries: list[Any] = []
+    for row, (_, results), differences in zip(rows, evaluated, compare(evaluated, suite.average), strict=True):
+        entry = {
             "name": row.name,
             "model": str(row.model),
             "weights_sha256": fingerprint(str(row.model)),
@@ -287,17 +277,14 @@ def _result_rows(rows: Sequence[PlannedRow], evaluated: list[tuple[str, ModelRes
             "eos_token_id": results.eos_token_id,
             "num_requests": results.num_requests,
         }
-        | ({"chat_template_of": row.template_of} if suite.apply_chat_template else {})
-        for row, (_, results) in zip(rows, evaluated, strict=True)
-    ]
-    comparisons = compare(evaluated, suite.average)
-    for entry, differences, (_, results) in zip(entries, comparisons, evaluated, strict=True):
-        if differences is None:
-            continue
-        entry["differences"] = differences
-        if reasons := unpaired(evaluated[0][1], results):
-            average = {"average": "not all columns are compared"} if suite.average else {}
-            entry["unpaired"] = reasons | average
+        if suite.apply_chat_template:
+            entry["chat_template_of"] = row.template_of
+        if differences is not None:
+            entry["differences"] = differences
+            if reasons := unpaired(evaluated[0][1], results):
+                average = {"average": "not all columns are compared"} if suite.average else {}
+                entry["unpaired"] = reasons | average
+        entries.append(entry)
     # Of a chain base, SFT, DPO: DPO with SFT. Each row is compared with the first one already.
     trained = {child: parent for child, parent in parents([row.model for row in rows]).items() if parent > 0}
     pairs = [(evaluated[parent][1], evaluated[child][1]) for child, parent in trained.items()]
