@@ -28,8 +28,7 @@ from ..stats.intervals import average
 from ..stats.paired import ModelAnswers
 from ..stats.points import CLIPPED
 from ..stats.scores import cluster_labels, score_column
-from ..suite.reproducible import scoring
-from ..suite.sandbox import rendering
+from ..suite.sandbox import rendering, scoring
 from ..suite.suites import Suite, SuiteTask
 from ..suite.tasks import Tasks, load_tasks, score_keys, subtasks
 from .backends import BackendSettings, generation_settings, load_tokenizer, model_folder, require_backend

@@ -3,15 +3,21 @@
 lm-eval's task files may name Python functions (`!function`), metrics that the `evaluate` package loads as scripts, any
 loader of `datasets`, and Jinja templates, which lm-eval renders outside of a sandbox. lm-eval handles each of these in
 one function, which is replaced by a checked one while tasks are loaded and evaluated. Includes and groups use it too.
+What lm-eval's own functions take from generators and clocks is made to depend on the suite's seeds alone.
 """
 
 import contextlib
-from collections.abc import Iterator
-from functools import cache
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import datasets
 import lm_eval.api.metrics  # noqa: F401 (registers them)
+import numpy as np
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from lm_eval import utils
 from lm_eval.api import registry
@@ -20,8 +26,7 @@ from ...core import shipped
 from ...core.errors import UserError
 from ...core.patches import patched
 from ...data.rendering import BoundedEnvironment
-from .reproducible import processing_once
-from .suites import LM_EVAL_TASKS
+from .suites import LM_EVAL_TASKS, Seeds
 
 OWN = (LM_EVAL_TASKS.resolve(), (shipped.ROOT / "eval").resolve())
 """The folders whose task files may name functions: lm-eval's own and the shipped suites."""
@@ -82,7 +87,66 @@ def rendering() -> Any:
     return patched("lm_eval.utils.env", sandbox)
 
 
-@cache
+@functools.cache
 def _runs_generated_code(folder: Path) -> bool:
     """Whether lm-eval's tasks in `folder` are marked as unsafe. A file that includes them could remove the mark."""
     return any("unsafe_code: true" in f.read_text("utf-8") for f in folder.iterdir() if "yaml" in f.name)
+
+
+@contextlib.contextmanager
+def documents(seeds: Seeds) -> Iterator[Callable[[], None]]:
+    """A context in which the questions of a task depend on the seeds alone; yields a function that sets them.
+
+    GPQA's code shuffles the choices with Python's generator. `datasets` would read the order of the first loading, by
+    whichever program, from its cache. The generators' states are restored.
+    """
+    states, was_enabled = (random.getstate(), np.random.get_state()), datasets.is_caching_enabled()
+    datasets.disable_caching()
+
+    def seed() -> None:  # as simple_evaluate, before it loads tasks
+        random.seed(seeds.random)
+        np.random.seed(seeds.numpy)
+
+    try:
+        yield seed
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if was_enabled:
+            datasets.enable_caching()
+
+
+def processing_once(function: Any) -> Any:
+    """Return a task's function; if it is its `process_docs`, it processes a dataset once.
+
+    lm-eval calls it at each access to the questions, and would get another order of GPQA's choices each time.
+    """
+    processed: dict[str, Any] = {}
+
+    @functools.wraps(function)
+    def once(*arguments: Any, **options: Any) -> Any:
+        if options or len(arguments) != 1 or not isinstance(arguments[0], datasets.Dataset):
+            return function(*arguments, **options)
+        key = arguments[0]._fingerprint
+        if key not in processed:
+            processed[key] = function(arguments[0])
+        return processed[key]
+
+    return once
+
+
+@contextlib.contextmanager
+def scoring(seeds: Seeds) -> Iterator[None]:
+    """A context in which the points of a response do not depend on chance, and hardly on the machine's speed.
+
+    For packages that a task's code has imported: IFEval's detects languages by a generator without a seed, and MATH's
+    gives up after 1 or 5 seconds, within which the first call reads the grammar of LaTeX.
+    """
+    with contextlib.ExitStack() as stack:
+        if languages := sys.modules.get("langdetect"):
+            name = "langdetect.DetectorFactory.seed"
+            stack.enter_context(patched(name, seeds.random, getattr(languages, "DetectorFactory", None)))
+        if verifier := sys.modules.get("math_verify"):
+            verifier.parse("$1$")
+            import_module("sympy.parsing.latex").parse_latex("1")
+        yield

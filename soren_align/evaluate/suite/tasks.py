@@ -21,8 +21,7 @@ from ...core.errors import UserError, closest
 from ...core.files import default_cache_folder, digest
 from ...core.silence import silence
 from ...data.files import InvalidRecord, read_records
-from .reproducible import documents
-from .sandbox import loading, rendering
+from .sandbox import documents, loading, rendering
 from .suites import Suite, SuiteTask, refuse_missing_packages
 
 Tasks = dict[str, Task | Group]
