@@ -14,6 +14,7 @@ from soren_align.evaluate.suite.suites import LM_EVAL_TASKS, load_suite
 from soren_align.evaluate.suite.tasks import load_tasks
 from soren_align.launch.evaluation import evaluation_settings
 from soren_align.recipe import Eval, load, training_part
+from tests.support.tiny_models import start_of
 
 SHIPPED = shipped.ROOT / "eval" / "quickstart"
 TASK = "tasks/zoo_mc.yaml"
@@ -47,12 +48,13 @@ def refused(folder, message="--trust-suite"):
     return str(error.value)
 
 
-def test_a_function_is_not_run(folder):
+def test_a_function_is_not_run(folder, models):
     add(folder, "process_docs: !function evil.docs")
     assert "runs code (!function evil.docs); read the suite's files, and add --trust-suite" in refused(folder)
     with pytest.raises(UserError, match="--trust-suite"):
-        stage.preflight(Eval(suite=str(folder)))
-    assert len(stage.preflight(Eval(suite=str(folder), trust_suite=True))[0]["zoo_mc"].eval_docs) == 120
+        stage.preflight(Eval(suite=str(folder)), *start_of(models[0]))
+    tasks, _ = stage.preflight(Eval(suite=str(folder), trust_suite=True), *start_of(models[0]))
+    assert len(tasks["zoo_mc"].eval_docs) == 120
     assert (folder.parent / "ran").exists()
 
 

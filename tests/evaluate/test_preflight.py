@@ -24,10 +24,10 @@ from soren_align.launch import commands
 from soren_align.launch.evaluation import evaluation_settings
 from soren_align.planning.plan import plan_training
 from soren_align.recipe import Eval
-from soren_align.recipe.schema import Lora, Model
+from soren_align.recipe.schema import Lora
 from soren_align.training import run as training
 from tests.support import command
-from tests.support.tiny_models import CHATML
+from tests.support.tiny_models import CHATML, start_of
 
 pytestmark = pytest.mark.model
 
@@ -47,11 +47,6 @@ def table(rows, output, options=CHAT):
     screen = io.StringIO()
     results = evaluate(rows, options, output, device="cpu", console=Console(file=screen, width=80))
     return results, screen.getvalue(), (output / "table.md").read_text()
-
-
-def notices_before_training(options, start, lora=None):
-    model = Model(name_or_path=str(start), lora=lora)
-    return preflight(options, model, str(start), load_tokenizer(start))[1]
 
 
 def test_a_base_without_template_is_evaluated_with_the_runs_and_compared(plain, models, tmp_path):
@@ -169,20 +164,20 @@ def test_an_answer_longer_than_the_context_is_found_before_training_and_its_colu
     assert results["title"].startswith("Commonsense, zero-shot: without piqa, on other data (4 of 1,172 questions")
     assert "piqa" not in results["rows"][0]["scores"]
     with pytest.raises(UserError, match=r"eval\.omit: suite commonsense-zero-shot has no column 'pica'; did you mean"):
-        notices_before_training(Eval(**evaluation, omit=["pica"]), model)
+        preflight(Eval(**evaluation, omit=["pica"]), *start_of(model))
 
 
 def test_truncated_prompts_are_a_notice_or_a_problem_if_strict(short, readers):
     model, evaluation = short
     few = Eval(suite="open-llm-leaderboard-v1", data_root=evaluation["data_root"], omit=["mmlu"])
-    assert notices_before_training(few, model) == [
+    assert preflight(few, *start_of(model))[1] == [
         "base, this run: the context of 512 tokens truncates the longest prompts of arc_challenge, gsm8k"
     ]
     with pytest.raises(
         UserError, match=r"arc_challenge: prompts do not fit .* eval\.strict is true; write eval\.strict: false"
     ):
-        notices_before_training(few.model_copy(update={"strict": True}), model)
-    assert notices_before_training(few, readers[0]) == []
+        preflight(few.model_copy(update={"strict": True}), *start_of(model))
+    assert preflight(few, *start_of(readers[0]))[1] == []
 
 
 def test_a_group_without_clusters_and_questions_about_one_passage_are_notices(short, readers, tmp_path):
@@ -202,7 +197,8 @@ def test_a_group_without_clusters_and_questions_about_one_passage_are_notices(sh
 
     def notices(own):
         (folder / "suite.yaml").write_text(own)
-        return [n for n in notices_before_training(Eval(suite=str(folder)), readers[0]) if "cluster" in n]
+        _, every = preflight(Eval(suite=str(folder)), *start_of(readers[0]))
+        return [notice for notice in every if "cluster" in notice]
 
     (notice,) = notices(suite % "")
     assert notice.startswith("own: 7 of 8 questions share 3 texts of the field passage, but the suite names no cluster")
@@ -225,12 +221,12 @@ def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):
     (run / "run.json").write_text(json.dumps(record | {"start": {"path": str(base), "sha256_or_revision": None}}))
     tokenizer = AutoTokenizer.from_pretrained(models[0])
     tokenizer.chat_template = CHATML
-    planned = Model(name_or_path=str(run / "model")), str(run / "model"), tokenizer
-    rows = planned_rows(*planned)
+    model, start, _ = start_of(run / "model")
+    rows = planned_rows(model, start, tokenizer)
     assert [(row.name, row.template_of) for row in rows] == [("base", "base"), ("SFT", "SFT"), ("this run", "this run")]
     assert AutoTokenizer.from_pretrained(run / "model").chat_template != rows[2].tokenizer.chat_template == CHATML
     config = "generation_config.json of {} sets {{}}, but that of base sets {{'repetition_penalty': 1.3}}"
-    _, notices = preflight(CHAT, *planned)
+    _, notices = preflight(CHAT, model, start, tokenizer)
     other = "; their chat templates differ, and therefore their prompts "
     other += "(for equal templates, write eval.base_template: run)"
     assert notices == [
@@ -242,7 +238,7 @@ def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):
 def test_vllm_is_refused_for_an_adapter_before_training(models, monkeypatch):
     monkeypatch.setattr("soren_align.evaluate.run.stage.require_backend", lambda _: None)
     with pytest.raises(UserError, match=r"this run: is an adapter, but eval\.backend vllm loads only whole models"):
-        notices_before_training(CHAT.model_copy(update={"backend": "vllm"}), models[0], lora=Lora())
+        preflight(CHAT.model_copy(update={"backend": "vllm"}), *start_of(models[0], Lora()))
 
 
 def test_without_examples_no_train_split_is_needed(data_root, tmp_path):

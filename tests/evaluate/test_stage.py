@@ -22,6 +22,7 @@ from soren_align.evaluate.stats.paired import read_points
 from soren_align.evaluate.suite.tasks import num_questions
 from soren_align.recipe import Eval
 from tests.support.lm_eval_reference import ZERO_SHOT
+from tests.support.tiny_models import start_of
 
 QUICKSTART = Eval(suite="quickstart")
 COLUMNS = ["zoo_mc", "zoo_gen", "preference"]
@@ -212,14 +213,15 @@ def test_what_is_no_result_of_the_benchmarks_is_not_called_one(readers, data_roo
     assert results["settings"]["data"] == str(data_root)
 
 
-def test_preflight_counts_the_questions_and_finds_what_is_missing(data_root, tmp_path):
+def test_preflight_counts_the_questions_and_finds_what_is_missing(readers, data_root, tmp_path):
     asked = Eval(suite="commonsense-zero-shot", data_root=str(data_root))
-    tasks, notices = preflight(asked)
+    start = start_of(readers[0])
+    tasks, notices = preflight(asked, *start)
     assert ({c: sum(num_questions(t).values()) for c, t in tasks.items()}, notices) == (dict.fromkeys(ZERO_SHOT, 4), [])
     with pytest.raises(UserError, match="there is no dataset folder"):
-        preflight(asked.model_copy(update={"data_root": str(tmp_path)}))
+        preflight(asked.model_copy(update={"data_root": str(tmp_path)}), *start)
     with pytest.raises(UserError, match="vLLM is not installed"):
-        preflight(asked.model_copy(update={"backend": "vllm"}))
+        preflight(asked.model_copy(update={"backend": "vllm"}), *start)
 
 
 @pytest.mark.rest

@@ -14,10 +14,12 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
 from soren_align.core import shipped
+from soren_align.recipe.schema import Lora, Model
 from tests.support import benchmark_questions as questions
 
 BASE = shipped.ROOT / "recipes" / "quickstart" / "base"
@@ -35,6 +37,11 @@ def make_model(folder, seed):
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BASE)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(BASE).save_pretrained(folder)
     return folder
+
+
+def start_of(folder: Path, lora: Lora | None = None) -> tuple[Model, str, PreTrainedTokenizerBase]:
+    """Return the model section of a recipe that trains from a folder, the folder, and its tokenizer."""
+    return Model(name_or_path=str(folder), lora=lora), str(folder), AutoTokenizer.from_pretrained(folder)
 
 
 def make_reader(folder: Path, seed: int = 0, chat_template: bool = False) -> Path:

@@ -17,7 +17,7 @@ from lm_eval.utils import handle_non_serializable, hash_string
 
 from ...core.errors import ResumableError, UserError
 from ...core.silence import silence
-from ...recipe import Eval, Recipe, parallel
+from ...recipe import Recipe, parallel
 from ...sharding.ranks import Ranks
 from ...tasks import BENCHMARK
 from ..stats.points import normalize
@@ -123,7 +123,7 @@ def read_benchmark(recipe: Recipe, start: str, tokenizer: Any, ranks: Ranks) -> 
             f"run.benchmark: the tokenizer has no chat template, but suite {suite.name} applies one; set "
             "model.chat_template, or choose another suite"
         )
-    probe = Probe(row, suite, Eval(suite=suite.name), OMIT)
+    probe = Probe(row, suite, omit=OMIT)
     for task in suite.tasks:
         chosen = questions[task.column].indices
         probe.add(task, [(subtask, [subtask.eval_docs[i] for i in indices]) for subtask, indices in chosen])

@@ -142,7 +142,7 @@ def check(
         tasks = load_tasks(suite, cache, on_column, trusted=options.trust_suite)
     except UserError as error:
         raise UserError(*problems, *error.problems) from error
-    probes = {row.name: Probe(row, suite, options) for row in rows}
+    probes = {row.name: Probe(row, suite, strict=options.strict) for row in rows}
     if not problems:
         shortest = min(row.context for row in rows)
         for task in suite.tasks:
@@ -244,9 +244,9 @@ def _as_list(requests: Any) -> list[Any]:
 class Probe:
     """The requests of one row for the longest questions, and the problems of these."""
 
-    def __init__(self, row: PlannedRow, suite: Suite, options: Eval, omit: str = ""):
+    def __init__(self, row: PlannedRow, suite: Suite, *, strict: bool = False, omit: str = ""):
         """omit: the remedy for a column that cannot be evaluated; "": to omit it from the evaluation."""
-        self.row, self.suite, self.options, self.omit = row, suite, options, omit
+        self.row, self.suite, self.strict, self.omit = row, suite, strict, omit
         settings = BackendSettings("hf", suite.dtype, "cpu", suite.batch_size)
         self.lm = RequestDispatcher(
             InProcess(Path(row.model), row.tokenizer, settings), row.tokenizer, settings, ResponseCache(None, {})
@@ -296,7 +296,7 @@ class Probe:
             return
         if is_truncated:
             self.truncated.append(task.column)
-            if self.options.strict:
+            if self.strict:
                 self.problems.append(
                     f"{self.lm.label}: prompts do not fit the context of {self.row.context} tokens, and eval.strict is "
                     "true; write eval.strict: false (--no-strict) to truncate and count such prompts"
