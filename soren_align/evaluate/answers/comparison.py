@@ -145,9 +145,7 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
                     " of soren-align; name the folder of one model in its samples folder instead"
                 )
         orders = _orders(task, chosen, common)
-        labels = next((scores for scores in chosen.values() if scores.clusters), None)
-        labels_order = next((orders[name] for name, scores in chosen.items() if scores is labels), slice(None))
-        clusters = numbers(labels.clusters)[labels_order] if labels else None
+        clusters = next((numbers(scores.clusters)[orders[n]] for n, scores in chosen.items() if scores.clusters), None)
         prompts = numbers(reference.prompts)
         for name, scores in chosen.items():
             model = answers[name]

@@ -108,11 +108,8 @@ class ModelResults(ModelAnswers):
 
     def add(self, task: SuiteTask, loaded: Any, output: dict[str, Any], model: str) -> None:
         """Add one column. loaded: lm-eval's task or group. output: of lm-eval's simple_evaluate. model: its name."""
-        by_name = {subtask.task_name: subtask for subtask in subtasks(loaded)}
-        docs = [
-            (by_name[name], q["doc"]) for name in by_name for q in output["samples"][name] if q["filter"] == task.filter
-        ]
-        labels = cluster_labels(task, docs)
+        answers = [(subtask, sample) for subtask in subtasks(loaded) for sample in output["samples"][subtask.task_name]]
+        labels = cluster_labels(task, [(s, sample["doc"]) for s, sample in answers if sample["filter"] == task.filter])
         score, points, also_points, samples = score_column(task, loaded, output, model, labels)
         questions = [sample for sample in samples if sample["filter"] == task.filter]
         self.scores[task.column], self.points[task.column], self.samples[task.column] = score, points, samples

@@ -181,8 +181,7 @@ def suite_of(options: Eval) -> Suite:
     Raises UserError if the section omits a column that the suite does not have, or all columns.
     """
     suite = load_suite(options.suite)
-    overrides = {"batch_size": options.batch_size, "dtype": options.dtype}
-    changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
+    changes = options.model_dump(include={"batch_size", "dtype"}, exclude_none=True)
     if options.data_root is not None:
         changes["data_root"] = str(Path(options.data_root).expanduser().absolute())
     _refuse_unknown(options.omit, suite, "eval.omit")

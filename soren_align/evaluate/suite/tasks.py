@@ -26,6 +26,8 @@ from .suites import Suite, SuiteTask, refuse_missing_packages
 
 Tasks = dict[str, Task | Group]
 """By column: a task, or a group of tasks (MMLU's 57 subjects)."""
+GROUP = "suite_{}"
+"""The name of the group that `_manager` makes for a task."""
 SETTINGS = ("doc_to_text", "doc_to_choice", "doc_to_target")
 SPLITS = ("test_split", "validation_split")
 LETTERS = "ABCDEFGHIJ"
@@ -61,7 +63,7 @@ def load_tasks(
             with silence():
                 try:
                     seed()
-                    loaded = manager.load([_wrapper(task)])
+                    loaded = manager.load([GROUP.format(task.task)])
                     tasks[task.column] = (loaded.get("groups", {}) | loaded["tasks"])[task.task]
                     sizes = num_questions(tasks[task.column])
                 except UserError as error:
@@ -161,14 +163,10 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
             member = {"task": task.task, **settings}
             included = yaml.safe_dump({"include": str(file), "task": task.task})
             (folder / f"{task.task}.yaml").write_text(included, encoding="utf-8")
-        wrapper = {"group": _wrapper(task), "task": [member]}
-        (folder / f"{_wrapper(task)}.yaml").write_text(yaml.safe_dump(wrapper), encoding="utf-8")
+        group = GROUP.format(task.task)
+        wrapper = yaml.safe_dump({"group": group, "task": [member]})
+        (folder / f"{group}.yaml").write_text(wrapper, encoding="utf-8")
     return TaskManager(include_path=[str(folder), *members], include_defaults=False)
-
-
-def _wrapper(task: SuiteTask) -> str:
-    """Return the name of the group that `_manager` makes for a task."""
-    return f"suite_{task.task}"
 
 
 def _read(file: Path) -> dict[str, Any]:
