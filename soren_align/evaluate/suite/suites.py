@@ -8,11 +8,12 @@ known.
 """
 
 import importlib.util
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from ...core import shipped
 from ...core.document import Section, parse
@@ -48,10 +49,16 @@ class Seeds(Section):
     fewshot: int = 1234
 
 
-def _refuse_duplicates(names: list[str], key: str, owner: str) -> None:
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    if duplicates:
-        raise ValueError(f"{key} {duplicates[0]!r} occurs twice; give every {owner} its own {key}")
+def _distinct(key: str) -> AfterValidator:
+    """Return the check of a list in which no two entries have the same `key`."""
+
+    def check(entries: list[Any]) -> list[Any]:
+        counts = Counter(getattr(entry, key) for entry in entries)
+        if repeated := min((name for name, count in counts.items() if count > 1), default=None):
+            raise ValueError(f"{key} {repeated!r} occurs twice; give every entry its own {key}")
+        return entries
+
+    return AfterValidator(check)
 
 
 class SuiteTask(Section):
@@ -108,7 +115,7 @@ class Suite(Section):
     """The extra of soren-align that installs the tasks' `imports`."""
     notes: list[str] = Field(default_factory=list)
     """Notes under the table."""
-    tasks: Annotated[list[SuiteTask], Field(min_length=1)]
+    tasks: Annotated[list[SuiteTask], Field(min_length=1), _distinct("column"), _distinct("task")]
 
     @property
     def path(self) -> Path:
@@ -119,12 +126,6 @@ class Suite(Section):
     def name(self) -> str:
         """The folder's name: 'quickstart' for eval/quickstart/suite.yaml."""
         return self.path.parent.name
-
-    @model_validator(mode="after")
-    def _refuse_duplicate_names(self) -> "Suite":
-        for key in ("column", "task"):
-            _refuse_duplicates([getattr(task, key) for task in self.tasks], f"tasks: {key}", "task")
-        return self
 
     def file_of(self, task: SuiteTask) -> Path:
         """Return the task's YAML file."""
@@ -277,12 +278,7 @@ class PublishedTable(Section):
     """The model that was evaluated."""
     suite: str
     """The suite with the same columns."""
-    rows: Annotated[list[PublishedRow], Field(min_length=1)]
-
-    @model_validator(mode="after")
-    def _refuse_duplicate_names(self) -> "PublishedTable":
-        _refuse_duplicates([row.name for row in self.rows], "rows: name", "row")
-        return self
+    rows: Annotated[list[PublishedRow], Field(min_length=1), _distinct("name")]
 
 
 def load_published(name_or_path: str, suite_name: str) -> list[Any]:
