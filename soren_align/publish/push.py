@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
 
-from ..core.errors import UserError
+from ..core.errors import UserError, in_one_line
 from ..core.files import read_json
 from ..core.text import print_labelled, stderr_console, with_prefix
 from ..recipe import Recipe, adapter_config, load_resolved, to_yaml
@@ -77,7 +77,7 @@ def push(
             message = f"{TASKS[recipe.task].title} with {recipe.optimizer.name}, by soren-align"
             api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
         except (HTTPError, OSError) as error:  # the hub's errors are of both types
-            reason = " ".join(str(error).split())[:400]
+            reason = in_one_line(error, 400)
             raise UserError(
                 f"{repo}: the upload failed: {reason}; check the token, the name and the network"
             ) from error

@@ -19,7 +19,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ...core.errors import UserError, did_you_mean
+from ...core.errors import UserError, did_you_mean, in_one_line
 from ...core.files import parse_json, read_json
 from ...core.text import join_words
 from ...recipe.data_files import csv_columns, refuse_wide_characters
@@ -384,8 +384,9 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
                     number += 1
                     yield f"{file} record {number}", record
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-        raise UserError(f"{file}: is no valid Parquet file: {reason}; write or copy the file again") from None
+        raise UserError(
+            f"{file}: is no valid Parquet file: {in_one_line(error)}; write or copy the file again"
+        ) from None
 
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:

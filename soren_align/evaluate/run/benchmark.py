@@ -129,11 +129,9 @@ def read_benchmark(recipe: Recipe, start: str, tokenizer: Any, ranks: Ranks) -> 
         probe.add(task, [(subtask, [subtask.eval_docs[i] for i in indices]) for subtask, indices in chosen])
     if probe.problems:
         raise UserError(*dict.fromkeys(probe.problems))
-    notices = []
-    if probe.truncated:
-        context = f"the context of {row.context} tokens"
-        notices = [f"run.benchmark: {context} truncates prompts of {', '.join(probe.truncated)}"]
-    return Benchmark(suite, questions, tokenizer, ranks, is_sharded, tuple(notices))
+    truncates = f"run.benchmark: the context of {row.context} tokens truncates prompts of {', '.join(probe.truncated)}"
+    notices = (truncates,) if probe.truncated else ()
+    return Benchmark(suite, questions, tokenizer, ranks, is_sharded, notices)
 
 
 def choose_questions(name: str, task: Any, number: int) -> Questions:

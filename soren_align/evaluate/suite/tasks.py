@@ -17,7 +17,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from ...core.errors import UserError, closest
+from ...core.errors import UserError, closest, in_one_line
 from ...core.files import default_cache_folder, digest
 from ...core.silence import silence
 from ...data.files import InvalidRecord, read_records
@@ -174,9 +174,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return load_yaml(file, resolve_func=False)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(
-            f"{file}: is no valid task file: {' '.join(str(error).split())[:200]}; correct the file"
-        ) from None
+        raise UserError(f"{file}: is no valid task file: {in_one_line(error)}; correct the file") from None
 
 
 def _own_data(suite: Suite, task: SuiteTask) -> tuple[dict[str, Any], Path | None]:
