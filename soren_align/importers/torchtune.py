@@ -5,6 +5,7 @@ one counterpart; the functions here are for components, whose class decides. Rea
 longer developed.
 """
 
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,15 +146,8 @@ def _resolved(source: dict[str, Any]) -> dict[str, Any]:
         else:
             flat[str(key)] = value
 
-    def replace(value: Any) -> Any:
-        if isinstance(value, list):
-            return [replace(part) for part in value]
-        if isinstance(value, dict):
-            return {key: replace(part) for key, part in value.items()}
-        pattern = r"\$\{([\w.]+)\}"
-        return re.sub(pattern, lambda m: str(flat.get(m[1], m[0])), value) if isinstance(value, str) else value
-
-    return {key: replace(value) for key, value in flat.items()}
+    values = json.dumps(flat, ensure_ascii=False)
+    return json.loads(re.sub(r"\$\{([\w.]+)\}", lambda m: json.dumps(str(flat.get(m[1], m[0])))[1:-1], values))
 
 
 def _component(tune: Torchtune, section: str) -> str:

@@ -158,18 +158,14 @@ def find(name_or_path: str) -> Path:
 
 def merged_text(path: Path) -> str:
     """The text of a recipe of ours, with the keys that it extends; the comments stay."""
-    return document.dump(_merged_with_comments(path))
-
-
-def _merged_with_comments(path: Path) -> Any:
-    over: Any = YAML().load(read_text(path))
-    if not isinstance(name := over.pop("extends", None), str):
-        return over
-    base = _merged_with_comments(find(name))
-    explanations = (base.ca.comment or [None, None])[1] or []
-    _merge(base, over, lambda _: None)
-    base.ca.comment = [None, [*over.ca.comment[1], *explanations[2:]]]  # its modeline and title are those of `path`
-    return base
+    recipe: Any = YAML().load(read_text(path))
+    if isinstance(name := recipe.pop("extends", None), str):
+        base, over = YAML().load(merged_text(find(name))), recipe
+        explanations = (base.ca.comment or [None, None])[1] or []
+        _merge(base, over, lambda _: None)
+        base.ca.comment = [None, [*over.ca.comment[1], *explanations[2:]]]  # modeline and title are those of `path`
+        recipe = base
+    return document.dump(recipe)
 
 
 def load_text(text: str, name: str = "recipe", on_missing: Notify | None = None) -> Recipe:
