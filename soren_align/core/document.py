@@ -263,9 +263,7 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 def write_schema(file: Path, text: str) -> bool:
     """Write a schema's text, over an earlier one of ours. Returns False, writing nothing, if the file is another's."""
-    if file.is_symlink() or (
-        file.exists() and SCHEMA_COMMENT not in file.read_text(encoding="utf-8", errors="replace")
-    ):
+    if file.is_symlink() or (file.exists() and SCHEMA_COMMENT not in file.read_text("utf-8", errors="replace")):
         return False
     write(file, text)
     return True

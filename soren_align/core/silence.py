@@ -17,14 +17,13 @@ LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "huggingface_hub", "lm_ev
 @contextlib.contextmanager
 def log_level(level: int, *names: str) -> Iterator[None]:
     """Set the level of the loggers with these names."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
         logger.setLevel(level)
     try:
         yield
     finally:
-        for logger, before in zip(loggers, levels, strict=True):
+        for logger, before in levels.items():
             logger.setLevel(before)
 
 

@@ -306,7 +306,8 @@ def with_prefix(number: float | None, unit: str) -> str:
     """At least three digits and an SI prefix: 6.11 GB, 307 TFLOP; "unknown" for None."""
     if number is None:
         return "unknown"
-    scale, prefix = next(
-        ((10.0**e, p) for e, p in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M")) if number >= 10**e), (1e3, "k")
+    prefixes = {1e18: "E", 1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k"}
+    scale = next((scale for scale in prefixes if number >= scale), 1e3)
+    return (
+        f"{number / scale:.{0 if number >= 100 * scale else 1 if number >= 10 * scale else 2}f} {prefixes[scale]}{unit}"
     )
-    return f"{number / scale:.{0 if number >= 100 * scale else 1 if number >= 10 * scale else 2}f} {prefix}{unit}"

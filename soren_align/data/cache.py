@@ -107,10 +107,8 @@ def tokenize(
 def prune(root: Path) -> None:
     """Remove folders unused for MAX_AGE_SECONDS, and the least recently used ones beyond MAX_BYTES."""
     now, total = time.time(), 0
-    folders = sorted(
-        ((f.stat().st_mtime, f) for f in root.iterdir() if f.is_dir() and not f.is_symlink()), reverse=True
-    )
-    for used, folder in folders:
+    folders = [(f.stat().st_mtime, f) for f in root.iterdir() if f.is_dir() and not f.is_symlink()]
+    for used, folder in sorted(folders, reverse=True):
         total += sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
         age = now - used
         if age > IN_USE_SECONDS and (age > MAX_AGE_SECONDS or total > MAX_BYTES):
@@ -144,5 +142,4 @@ def _load(folder: Path, features: Features, num_examples: int) -> Dataset | None
         tokens = Dataset(table, fingerprint=folder.name)
     except (OSError, ValueError, pa.ArrowException):
         return None
-    is_expected = tokens.features == features and len(tokens) == num_examples
-    return tokens if is_expected else None
+    return tokens if tokens.features == features and len(tokens) == num_examples else None

@@ -50,10 +50,9 @@ class StreamReader:
         """dataset: from `stream`; not modified. place: for messages."""
         # A copy of all of it: a shallow one shares its position with the original (datasets 5.2; test_stream.py).
         self.dataset, self.place = copy.deepcopy(dataset), place
-        self.num_read = 0
+        self.num_read = 0 if position is None else position["num_read"]
         if position is not None:
-            self.num_read, state = position["num_read"], position["state"]
-            self.dataset.load_state_dict(state)
+            self.dataset.load_state_dict(position["state"])
 
     @property
     def position(self) -> Any:
@@ -95,10 +94,9 @@ def _builder(path: str, revision: str | None, name: str | None) -> Iterator[Data
     except Exception as error:
         kind = OutOfReach if isinstance(error, ConnectionError) or constants.HF_HUB_OFFLINE else UserError
         reason, *others = (str(error).strip() or type(error).__name__).splitlines()
-        configurations = " ".join([reason, *others[:1]])
-        if "configurations in the cache" in reason:
-            message = f"{reason}; add the key `name` with one of these configurations"
-        elif re.search("[Aa]vailable", configurations):
+        is_cached = "configurations in the cache" in reason
+        configurations = reason if is_cached else " ".join([reason, *others[:1]])
+        if is_cached or re.search("[Aa]vailable", configurations):
             message = f"{configurations}; add the key `name` with one of these configurations"
         elif kind is OutOfReach:
             message = (

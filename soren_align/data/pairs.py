@@ -95,9 +95,8 @@ class PairCounter:
             self._num_equal += 1
             self._first.setdefault("equal", index)
             return
-        chosen, rejected = (
-            int.from_bytes(hashlib.blake2b(array("q", side.ids).tobytes(), digest_size=8).digest()) for side in sides
-        )
+        digests = (hashlib.blake2b(array("q", side.ids).tobytes(), digest_size=8).digest() for side in sides)
+        chosen, rejected = map(int.from_bytes, digests)
         self._keys.append((chosen * _MULTIPLIER + rejected) % 2**64)
         self._swapped.append((rejected * _MULTIPLIER + chosen) % 2**64)
         self._indices.append(index)

@@ -143,8 +143,7 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
 def _check_model(raw: _Raw) -> None:
     section, init_seed, tokenizer = raw.section("model"), raw.get("model", "init_seed"), raw.get("model", "tokenizer")
     if (attention := raw.text("model", "attn_implementation")) is not None:
-        problems = attention_problems(attention, raw.get("trainer", "use_cpu"))
-        raw.report(("model", "attn_implementation"), *problems)
+        raw.report(("model", "attn_implementation"), *attention_problems(attention, raw.get("trainer", "use_cpu")))
     if (template := raw.path("model", "chat_template")) is not None:
         known, file = shipped.templates(), resolve_path(template)
         if template not in known and file.suffix != ".jinja":

@@ -95,9 +95,8 @@ def estimated_parameters(model: str) -> int | None:
         if adapter := adapter_config(model):
             model = adapter["base_model_name_or_path"]
         config = read_json(resolve_path(model) / "config.json")
-        width, depth, words, inner = (
-            int(config[key]) for key in ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size")
-        )
+        keys = ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size")
+        width, depth, words, inner = (int(config[key]) for key in keys)
         num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
     except (UserError, OSError, LookupError, TypeError, ValueError, AttributeError):
         return None

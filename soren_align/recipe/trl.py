@@ -19,6 +19,8 @@ from typing import Any
 from ..core.errors import did_you_mean
 from ..tasks import TASKS
 
+_PROGRESS = "soren-align itself shows the progress; remove this key"
+_PROCESSES = "soren-align sets this value for the processes that it starts; remove this key"
 _PUSH = "training uploads nothing; remove this key, and run `soren-align push RUN OWNER/NAME` after training"
 
 # Keys of TRL that belong to another section of a recipe, or to none: one meaning, one place.
@@ -38,15 +40,10 @@ ELSEWHERE = {
     "trust_remote_code": "soren-align does not run a model's remote code; use a model that transformers supports",
     "dataset_text_field": "write data.train.columns instead, if the column with the text is not named text",
     **dict.fromkeys(("dataset_kwargs", "remove_unused_columns"), "write the keys of the data section"),
-    **dict.fromkeys(
-        ("disable_tqdm", "log_level", "log_level_replica"), "soren-align itself shows the progress; remove this key"
-    ),
+    **dict.fromkeys(("disable_tqdm", "log_level", "log_level_replica"), _PROGRESS),
     **dict.fromkeys(("do_train", "do_eval", "do_predict"), "the command determines this value; remove this key"),
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), "write run.parallel"),
-    **dict.fromkeys(
-        ("accelerator_config", "local_rank"),
-        "soren-align sets this value for the processes that it starts; remove this key",
-    ),
+    **dict.fromkeys(("accelerator_config", "local_rank"), _PROCESSES),
     "save_only_model": "a checkpoint without its optimizer cannot be resumed; remove this key",
     "ignore_data_skip": "a resumed run must train on the same examples as an uninterrupted run; remove this key",
     "auto_find_batch_size": "this key changes the batch size silently; write per_device_train_batch_size",
