@@ -9,10 +9,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from soren_align.study.stats import verdict
 from soren_align.study.study import HELD_OUT
-from tests.study.test_verdict import EQUAL, LARGE, LOSS_ONLY, RULES, coverage, share_with_false_answers, with_gain
-from tests.support.simulated_studies import draw
+from tests.study.test_verdict import (
+    EQUAL,
+    LARGE,
+    LOSS_ONLY,
+    RULES,
+    coverage,
+    share_better,
+    share_with_false_answers,
+    studies,
+    with_gain,
+)
 
 FAR = {"start": -0.8, "skill": 0.8, "start_loss": 3.0}
 """All candidates are much better than the start, as after a training that works."""
@@ -47,14 +55,9 @@ def cells():
         yield "unequal spreads", f"{seeds} seeds, (3, 1, 1, 1), columns", replace(columns, spreads=(3, 1, 1, 1)), RULES
         for number in (2, 8):
             world = replace(base, example_sd=0.002, **names(number))
-            rules = RULES.model_copy(update={"reference": "o0"})
-            yield "2 and 8 candidates", f"{seeds} seeds, {number}", world, rules
-            yield (
-                "2 and 8 candidates",
-                f"{seeds} seeds, {number}, all pairs",
-                world,
-                RULES.model_copy(update={"reference": "all"}),
-            )
+            for reference, title in (("o0", ""), ("all", ", all pairs")):
+                rules = RULES.model_copy(update={"reference": reference})
+                yield "2 and 8 candidates", f"{seeds} seeds, {number}{title}", world, rules
         # A mean that few runs decide, against the start itself: no method can tell it from so few seeds.
         for kind in ("lognormal", "bad"):
             world = replace(base, seed_kind=kind, example_sd=0.002)
@@ -89,26 +92,17 @@ def main(count, count_of_worst, num_worst=10):
         for to_base in (True, False):
             shares = []
             for factor in (1.0, 1.5):
-                better = with_gain(world, column, to_base, factor)
-                found = draws(better, RULES, number, seed=1)
-                wanted = ("soren", "base" if to_base else "adamw", column)
-                answers = [d.answer for each in found for d in each if (d.candidate, d.reference, d.measure) == wanted]
-                shares.append(f"{np.mean([answer == 'better' for answer in answers]):.0%}")
+                found = studies(with_gain(world, column, to_base, factor), number, seed=1)
+                shares.append(f"{share_better(found, column, 'base' if to_base else 'adamw'):.0%}")
             effect = with_gain(world, column, to_base, 1.0).gains["soren", column]
             effect = f"{effect:.1f} standard deviations" if column == HELD_OUT else f"{100 * effect:.1f} points"
-            print(
-                f"| {title}, to {'the start' if to_base else 'AdamW'} | {effect} | {' | '.join(shares)} |", flush=True
-            )
-
-
-def draws(world, rules, count, seed):
-    rng = np.random.default_rng(seed)
-    return [verdict(rules, *draw(world, rng)) for _ in range(count)]
+            reference = "the start" if to_base else "AdamW"
+            print(f"| {title}, to {reference} | {effect} | {' | '.join(shares)} |", flush=True)
 
 
 def share(world, rules, count, seed):
     """(share with a wrong answer, number of studies, coverage of the held-out loss)"""
-    found = draws(world, rules, count, seed)
+    found = studies(world, count, rules, seed)
     return share_with_false_answers(world, found), count, coverage(world, found, [HELD_OUT])
 
 

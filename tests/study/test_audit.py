@@ -102,6 +102,25 @@ class PlantedStudy:
         folder = RunFolder(self.folder / place)
         folder.update(identity=folder.read()["identity"] | keys)
 
+    def again(self, place, *arguments, **changes):
+        """Put another run, of `add`'s arguments, in the place of one."""
+        shutil.rmtree(self.folder / place)
+        stage, name, last = place.split("/")
+        self.add(name, last, *arguments, stage=stage, **changes)
+
+    def edit(self, place, old, new, *, is_sealed=False):
+        """Change the text of a file of a run; is_sealed: as if it had been so in the training."""
+        file = self.folder / place
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new, 1))
+        if is_sealed:
+            self.seal(place.rpartition("/")[0])
+
+    def drop(self, place, key):
+        """Remove a key of run.json."""
+        folder = RunFolder(self.folder / place)
+        folder.replace(**{name: value for name, value in folder.read().items() if name != key})
+
     def problems(self):
         runs, unreadable = read_files(self.folder)
         return [*unreadable, *audit(self.study, self.folder, runs)]
@@ -138,6 +157,62 @@ def only(problems, *words):
     assert ";" in problems[0], "a remedy"
 
 
+def train_longer(study):
+    folder = RunFolder(study.folder / "verdict/adamw/101")
+    folder.update(training=folder.read()["training"] | {"steps": 300})
+    study.change("verdict/adamw/101", batches="e" * 16, num_batches=300)
+
+
+# By cheat: how it is planted, and what the one problem contains.
+CHEATS = {
+    "other initial weights": (
+        lambda s: s.change("verdict/soren/102", starting_weights="0" * 16),
+        "verdict/soren/102: has other initial weights than the other runs ("),
+    "selection on a benchmark": (
+        lambda s: s.file["search"].update(metric="zoo_mc"),
+        "search.metric: found 'zoo_mc', which is no metric of held-out examples"),
+    "another parameter in the verdict": (
+        lambda s: s.again("verdict/soren/102", 102, 0.005, 1.25, sets=["optimizer.momentum=0.9"]),
+        "verdict/soren/102: differs from other runs of soren", "optimizer.momentum: 0.9 instead of"),
+    "a setting that was not searched": (
+        lambda s: s.again("verdict/soren/102", 102, 0.006, 1.25),
+        "verdict/soren/102: the setting (", "was not tried in the search", "but the best setting of the search"),
+    "another recipe": (
+        lambda s: s.again("search/soren/00", 0, 0.003, 1.4, sets=["trainer.lr_scheduler_type=constant"]),
+        "search/soren/00: differs from", "trainer.lr_scheduler_type: 'constant' instead of 'cosine'"),
+    "another number of steps": (
+        train_longer, "verdict/adamw/101: has another number of steps than the other runs (300 instead of 150)"),
+    "edited values of held-out examples": (
+        lambda s: s.edit("verdict/soren/101/held_out.json", '"end": {"eval_loss": [1.', '"end": {"eval_loss": [0.'),
+        "verdict/soren/101: held_out.json differs from the file that the training wrote; restore this file"),
+    "a run judged by the examples that selected the settings": (
+        lambda s: s.edit("verdict/soren/101/recipe.yaml", "part: verdict", "part: search", is_sealed=True),
+        "verdict/soren/101: data.eval_part is search, but a run of this stage has verdict"),
+    "the weights of one seed for two": (
+        lambda s: s.seal("verdict/soren/103", weights="verdict/soren/101"),
+        "verdict/soren/103: has the same weights as verdict/soren/101, although the two runs"),
+    "a run without hashes of its files": (
+        lambda s: s.drop("search/soren/01", "written"),
+        "search/soren/01: run.json has no hashes of the training's files"),
+    **{part: (lambda s, part=part, new=value: s.change("search/adamw/01", **{part: new}), "search/adamw/01: ", words)
+       for part, value, words in (
+           ("precision", {"weights": ["bfloat16"], "updated": ["float32"], "autocast": "no"}, "another precision"),
+           ("processes", 2, "another number of processes than the other runs (2 instead of 1)"),
+           ("versions", VERSIONS | {"torch": "2.12.0"}, "torch: '2.12.0' instead of '2.13.0'"),
+           ("data", "c" * 16, "other training or held-out examples"),
+           ("global_batch_size", 32, "another global batch size"),
+           ("device", "NVIDIA H200", "another kind of device"),
+           ("batches", None, "other batches"))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_cheat_is_one_problem_with_a_remedy(study, cheat):
+    plant, *words = CHEATS[cheat]
+    plant(study)
+    only(study.problems(), *words)
+
+
 def test_another_data_order_for_one_optimizer_is_caught(study):
     for number in range(3):
         study.change(f"search/soren/{number:02}", batches="f" * 16)
@@ -145,11 +220,6 @@ def test_another_data_order_for_one_optimizer_is_caught(study):
     study.file["search"]["trials"] = 4
     problems = [problem for problem in study.problems() if "order" in problem]
     only(problems, "search/soren/00 and 2 more runs: has other batches, or the same in another order", "f" * 16)
-
-
-def test_other_initial_weights_are_caught(study):
-    study.change("verdict/soren/102", starting_weights="0" * 16)
-    only(study.problems(), "verdict/soren/102: has other initial weights than the other runs (")
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
@@ -183,8 +253,7 @@ def test_a_candidate_of_which_no_trial_finished_has_no_verdict_and_is_no_problem
     shutil.rmtree(study.folder / "verdict/soren")
     assert any("verdict/soren: has no run with seed 101, 102, 103" in problem for problem in study.problems())
     for place in study.folder.glob("search/soren/*"):
-        folder = RunFolder(place)
-        diverge(folder)
+        diverge(RunFolder(place))
     study.runs = [run for run in study.runs if (run.candidate, run.stage) != ("soren", "verdict")]
     assert study.problems() == []
     assert "soren: no trial has finished" in " ".join(study.cautions())
@@ -201,15 +270,8 @@ def test_a_verdict_on_a_seed_of_the_search_is_caught(study):
     assert any(problem.startswith("verdict/soren: has no run with seed 103") for problem in problems)
 
 
-def test_selection_on_a_benchmark_is_caught(study):
-    study.file["search"]["metric"] = "zoo_mc"
-    only(study.problems(), "search.metric: found 'zoo_mc', which is no metric of held-out examples")
-
-
 def test_a_setting_that_is_not_the_best_on_held_out_examples_is_caught(study):
-    metrics = RunFolder(study.folder / "search/soren/02").metrics
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in curve(1.1)))
-    study.seal("search/soren/02")
+    study.edit("search/soren/02/metrics.jsonl", '"eval_loss": 1.3', '"eval_loss": 1.1', is_sealed=True)
     (problem,) = study.problems()
     setting = (
         "the setting (optimizer.aux_lr 0.005, optimizer.lr 0.005) has eval_loss 1.2, but the best setting of the search"
@@ -217,47 +279,6 @@ def test_a_setting_that_is_not_the_best_on_held_out_examples_is_caught(study):
     assert problem.startswith(
         f"verdict/soren/101 and 2 more runs: {setting} (optimizer.aux_lr 0.009, optimizer.lr 0.009) has 1.1"
     )
-
-
-def test_other_parameters_in_the_verdict_are_caught(study):
-    shutil.rmtree(study.folder / "verdict/soren/102")
-    study.add("soren", "102", 102, 0.005, 1.25, stage="verdict", sets=["optimizer.momentum=0.9"])
-    only(study.problems(), "verdict/soren/102: differs from other runs of soren", "optimizer.momentum: 0.9 instead of")
-    shutil.rmtree(study.folder / "verdict/soren/102")
-    study.add("soren", "102", 102, 0.006, 1.25, stage="verdict")
-    only(
-        study.problems(),
-        "verdict/soren/102: the setting (",
-        "was not tried in the search",
-        "but the best setting of the search",
-    )
-
-
-@pytest.mark.parametrize(("part", "value", "words"), [
-    ("precision", {"weights": ["bfloat16"], "updated": ["float32"], "autocast": "no"}, "another precision"),
-    ("processes", 2, "another number of processes than the other runs (2 instead of 1)"),
-    ("versions", VERSIONS | {"torch": "2.12.0"}, "torch: '2.12.0' instead of '2.13.0'"),
-    ("data", "c" * 16, "other training or held-out examples"),
-    ("global_batch_size", 32, "another global batch size"),
-    ("device", "NVIDIA H200", "another kind of device"),
-    ("batches", None, "other batches"),
-])  # fmt: skip
-def test_unequal_conditions_are_caught(study, part, value, words):
-    study.change("search/adamw/01", **{part: value})
-    only(study.problems(), "search/adamw/01: ", words)
-
-
-def test_another_number_of_steps_is_caught_once(study):
-    folder = RunFolder(study.folder / "verdict/adamw/101")
-    folder.update(training=folder.read()["training"] | {"steps": 300})
-    study.change("verdict/adamw/101", batches="e" * 16, num_batches=300)
-    only(study.problems(), "verdict/adamw/101: has another number of steps than the other runs (300 instead of 150)")
-
-
-def test_another_recipe_is_caught(study):
-    shutil.rmtree(study.folder / "search/soren/00")
-    study.add("soren", "00", 0, 0.003, 1.4, sets=["trainer.lr_scheduler_type=constant"])
-    only(study.problems(), "search/soren/00: differs from", "trainer.lr_scheduler_type: 'constant' instead of 'cosine'")
 
 
 def test_an_optimizer_that_is_not_the_declared_one_is_caught(study):
@@ -269,55 +290,30 @@ def test_an_optimizer_that_is_not_the_declared_one_is_caught(study):
 
 
 def test_a_recipe_that_was_edited_after_training_and_a_run_without_an_identity_are_caught(study):
-    file = RunFolder(study.folder / "search/soren/00").recipe
-    file.write_text(file.read_text().replace("warmup_steps: 20", "warmup_steps: 10"))
-    folder = RunFolder(study.folder / "search/soren/01")
-    folder.replace(**{key: value for key, value in folder.read().items() if key != "identity"})
+    study.edit("search/soren/00/recipe.yaml", "warmup_steps: 20", "warmup_steps: 10")
+    study.drop("search/soren/01", "identity")
     problems = study.problems()
     assert any("search/soren/00: recipe.yaml differs from the recipe of the training" in p for p in problems)
     assert any("search/soren/01: run.json has no section `identity`" in p for p in problems)
 
 
 def test_metrics_that_were_edited_after_training_are_caught(study):
-    for place in study.folder.glob("verdict/soren/*"):
-        metrics = RunFolder(place).metrics
-        metrics.write_text(metrics.read_text().replace("1.25", "1.85"))
+    for seed in FRESH:
+        study.edit(f"verdict/soren/{seed}/metrics.jsonl", "1.25", "1.85")
     problems = study.problems()
     assert len(problems) == 3
-    assert problems[0].startswith(
-        "verdict/soren/101: metrics.jsonl differs from the file that the training wrote; restore this file"
-    )
-
-
-def test_values_of_held_out_examples_that_were_edited_are_caught(study):
-    file = study.folder / "verdict/soren/101/held_out.json"
-    file.write_text(file.read_text().replace('"end": {"eval_loss": [1.', '"end": {"eval_loss": [0.'))
-    only(
-        study.problems(),
-        "verdict/soren/101: held_out.json differs from the file that the training wrote; restore this file",
-    )
-
-
-def test_a_run_judged_by_the_examples_that_selected_the_settings_is_caught(study):
-    place = "verdict/soren/101"
-    recipe_file = study.folder / place / "recipe.yaml"
-    recipe_file.write_text(recipe_file.read_text().replace("eval_part: verdict", "eval_part: search"))
-    study.seal(place)
-    only(study.problems(), "verdict/soren/101: data.eval_part is search, but a run of this stage has verdict")
+    words = "metrics.jsonl differs from the file that the training wrote; restore this file"
+    assert problems[0].startswith(f"verdict/soren/101: {words}")
 
 
 def test_a_step_chosen_by_the_examples_that_judge_is_a_caution(study):
-    place = "verdict/soren/101"
-    recipe_file = study.folder / place / "recipe.yaml"
-    text = recipe_file.read_text()
-    recipe_file.write_text(text.replace("trainer:\n", "trainer:\n  load_best_model_at_end: true\n"))
+    study.edit("verdict/soren/101/recipe.yaml", "trainer:\n", "trainer:\n  load_best_model_at_end: true\n")
     assert any("chose the step of each model" in caution for caution in study.cautions())
 
 
 def test_an_undeclared_key_that_all_runs_of_a_candidate_have_is_caught(study):
     for place in study.folder.glob("*/soren/*"):
-        file = RunFolder(place).recipe
-        file.write_text(file.read_text().replace("weight_decay: 0.1", "weight_decay: 0.0", 1))
+        study.edit(f"{place}/recipe.yaml", "weight_decay: 0.1", "weight_decay: 0.0")
     edited = [problem for problem in study.problems() if "recipe.yaml differs from the recipe" in problem]
     assert len(edited) == 6
     for place in study.folder.glob("*/soren/*"):  # as if all runs had been trained with it
@@ -409,28 +405,14 @@ def test_answers_of_another_run_are_caught(study):
     assert len(study.problems()) == 2
 
 
-def test_the_weights_of_one_seed_for_two_are_caught(study):
-    study.seal("verdict/soren/103", weights="verdict/soren/101")
-    only(study.problems(), "verdict/soren/103: has the same weights as verdict/soren/101, although the two runs")
-
-
-def test_a_run_without_hashes_of_its_files_is_caught(study):
-    folder = RunFolder(study.folder / "search/soren/01")
-    folder.replace(**{key: value for key, value in folder.read().items() if key != "written"})
-    only(study.problems(), "search/soren/01: run.json has no hashes of the training's files")
-
-
 def test_differences_of_the_schedule_that_a_study_declares_are_cautions(study):
     study.file["candidates"]["soren"]["set"]["trainer.max_grad_norm"] = 1.0
-    for place in [p for p in study.folder.glob("*/soren/*")]:
-        folder = RunFolder(place)
-        folder.recipe.write_text(folder.recipe.read_text().replace("  seed:", "  max_grad_norm: 1.0\n  seed:"))
-        study.change(place, recipe=recipe_hash(recipe.load_resolved(folder.recipe)))
-        study.seal(place)
-        shutil.copy(folder.recipe, study.folder / "candidates/soren.yaml")
+    for place in [*study.folder.glob("*/soren/*")]:
+        study.edit(f"{place}/recipe.yaml", "  seed:", "  max_grad_norm: 1.0\n  seed:", is_sealed=True)
+        study.change(place, recipe=recipe_hash(recipe.load_resolved(place / "recipe.yaml")))
+        shutil.copy(place / "recipe.yaml", study.folder / "candidates/soren.yaml")
     assert study.problems() == []
-    found = study.cautions()
-    assert any("soren: its trainer.max_grad_norm differ" in caution for caution in found)
+    assert any("soren: its trainer.max_grad_norm differ" in caution for caution in study.cautions())
 
 
 @pytest.mark.rest

@@ -3,14 +3,14 @@
 import json
 import re
 import shutil
+from unittest import mock
 
 import pytest
 
-from soren_align.core.files import write
 from soren_align.study import audit
-from soren_align.study.report.verdict import VERDICT, verdict_file
+from soren_align.study.report.verdict import VERDICT
 from tests.support import command
-from tests.support.large_study import plant
+from tests.support.large_study import SMALL, plant, write_verdict
 
 RUN, EVALUATION = "verdict/soren/102", "verdict/soren/102/eval/open-llm-leaderboard-v1"
 WRITTEN = {"study.json", VERDICT, "history.jsonl", ".lock", "trials.jsonl"}
@@ -59,19 +59,18 @@ NO_VERDICT = {
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     folder = tmp_path_factory.mktemp("damaged")
-    plant(folder, trials=1, num_seeds=3, examples=40, questions=60, answer_bytes=10)
+    plant(folder, **SMALL)
     return folder
 
 
-def run(study, tmp_path, change, monkeypatch):
-    """Damage a copy of the study; return its folder, the command's Result, and the changed files of its runs."""
-    monkeypatch.setattr(audit, "write_report", lambda s, to: write(to / VERDICT, verdict_file(s, to).model_dump_json()))
+def run(study, tmp_path, change):
+    """Damage a copy of the study; return its folder, the command's Result, and whether files of its runs changed."""
     shutil.copytree(study / "study", tmp_path / "study")
     change(tmp_path / "study")
     before = contents(tmp_path / "study")
-    file = study / "large.yaml"
-    arguments = ("compare", file, "--report", "--set", f"output_dir={tmp_path / 'study'}")
-    result = command.run(*arguments, env={"COLUMNS": "2000"})
+    arguments = ("compare", study / "large.yaml", "--report", "--set", f"output_dir={tmp_path / 'study'}")
+    with mock.patch.object(audit, "write_report", write_verdict):
+        result = command.run(*arguments, env={"COLUMNS": "2000"})
     return tmp_path / "study", result, before != contents(tmp_path / "study")
 
 
@@ -82,9 +81,9 @@ def contents(folder):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("fault", REFUSED)
-def test_a_study_that_cannot_be_read_is_refused_in_one_sentence(study, tmp_path, fault, monkeypatch):
+def test_a_study_that_cannot_be_read_is_refused_in_one_sentence(study, tmp_path, fault):
     change, words = REFUSED[fault]
-    folder, result, is_changed = run(study, tmp_path, change, monkeypatch)
+    folder, result, is_changed = run(study, tmp_path, change)
     assert result.returncode == 2, result.stdout
     lines = [line for line in result.stderr.splitlines() if not line.startswith("  ")]  # the keys of a recipe
     assert len(lines) == 1, result.stderr
@@ -95,9 +94,9 @@ def test_a_study_that_cannot_be_read_is_refused_in_one_sentence(study, tmp_path,
 
 @pytest.mark.rest
 @pytest.mark.parametrize("fault", NO_VERDICT)
-def test_a_study_with_a_damaged_run_has_no_verdict_and_names_the_file(study, tmp_path, fault, monkeypatch):
+def test_a_study_with_a_damaged_run_has_no_verdict_and_names_the_file(study, tmp_path, fault):
     change, words = NO_VERDICT[fault]
-    folder, result, is_changed = run(study, tmp_path, change, monkeypatch)
+    folder, result, is_changed = run(study, tmp_path, change)
     assert result.returncode == 0, result.stderr
     content = json.loads((folder / VERDICT).read_text())
     assert content["differences"] == []

@@ -201,9 +201,7 @@ def test_a_draw_that_misses_or_is_not_declared_is_a_problem(ended):
     recipe = place / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("seed: 7", "seed: 9"))
     found = problems(ended)
-    assert any(
-        problem.startswith("verdict/soren/102-7: has draw 9, which is not in verdict.draws") for problem in found
-    )
+    assert "\nverdict/soren/102-7: has draw 9, which is not in verdict.draws" in "\n".join(["", *found])
     assert "verdict/soren: has no run with draw 7 and seed 102; rerun the study" in found
     assert any("recipe.yaml" in problem for problem in found)
 

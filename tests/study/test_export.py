@@ -4,17 +4,17 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from soren_align.core.errors import UserError
-from soren_align.core.files import write
 from soren_align.run.folder import RunFolder
 from soren_align.study import audit
 from soren_align.study.export import export
-from soren_align.study.report.verdict import VERDICT, verdict_file
+from soren_align.study.report.verdict import VERDICT
 from tests.support import command
-from tests.support.large_study import plant
+from tests.support.large_study import SMALL, plant, write_verdict
 
 # Of eval.schema.json 0.3.0 and instance_level_eval.schema.json 0.3.0: the required keys, and all keys where others are
 # refused. The whole schema is compared where the package is installed (Python 3.12, not among this package's own).
@@ -46,9 +46,8 @@ INSTANCE = {
 def study(tmp_path_factory):
     """A small study that has ended, with its verdict.json; of the report nothing else."""
     folder = tmp_path_factory.mktemp("export")
-    plant(folder, trials=1, num_seeds=3, examples=40, questions=60, answer_bytes=10)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(audit, "write_report", lambda s, to: write(to / VERDICT, verdict_file(s, to).model_dump_json()))
+    plant(folder, **SMALL)
+    with mock.patch.object(audit, "write_report", write_verdict):
         assert audit.conclude(folder / "study").problems == []
     return folder / "study"
 
@@ -185,10 +184,8 @@ def test_names_of_folders_become_names_of_models(study, tmp_path):
     copy = tmp_path / "my run (2)"
     shutil.copytree(study / "verdict/soren/102", copy)
     export(str(copy), str(tmp_path / "out"), owner="me")
-    assert sorted(path.name for path in (tmp_path / "out/data/soren-align/me").iterdir()) == [
-        "my-run-2",
-        "my-run-2-base",
-    ]
+    names = sorted(path.name for path in (tmp_path / "out/data/soren-align/me").iterdir())
+    assert names == ["my-run-2", "my-run-2-base"]
     assert RunFolder(copy).read()["status"] == "finished"
 
 

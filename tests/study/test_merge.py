@@ -26,6 +26,10 @@ def loss_of(shift, effect):
     return loss
 
 
+def merged(folders, *names):
+    return merge([str(folders[name]) for name in names])
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Studies: soren is better in `a` and `b`, and not in `c`; others differ from `a` in run.perturb or in seeds."""
@@ -45,35 +49,32 @@ def folders(tmp_path_factory):
 
 
 def test_an_answer_holds_only_if_every_study_gives_it(folders):
-    two, three = (merge([str(folders[name]) for name in names]) for names in (("a", "b"), ("a", "b", "c")))
+    two, three = merged(folders, "a", "b"), merged(folders, "a", "b", "c")
     (of_two,) = (each for each in two.differences if each.reference == "adamw")
     (of_three,) = (each for each in three.differences if each.reference == "adamw")
     assert (of_two.candidate, of_two.measure, of_two.answer) == ("soren", HELD_OUT, "better")
     assert [round(d.value, 6) for d in of_two.each] == [0.5, 0.4]
     assert of_three.answer is None
     assert answer_sentences(two, "adamw") == ["soren is better than adamw on held-out loss in both studies."]
-    assert answer_sentences(three, "adamw") == [
-        "soren: the answers differ on held-out loss better in 2 and not distinguishable in 1."
-    ]
+    (sentence,) = answer_sentences(three, "adamw")
+    assert sentence == "soren: the answers differ on held-out loss better in 2 and not distinguishable in 1."
     assert "in all 3 studies" in answer_sentences(three, BASE)[0]
 
 
 def test_the_spread_over_studies_is_that_of_draws_within_seeds(folders):
-    merged = merge([str(folders["a"]), str(folders["b"])])
-    losses = [
-        [[loss_of(*of)(run) for of in ((0.0, 0.5), (0.02, 0.4))] for run in candidate.verdict]
-        for candidate in merged.studies[0].candidates
-    ]
+    both = merged(folders, "a", "b")
+    losses = [[[loss_of(*of)(run) for of in ((0.0, 0.5), (0.02, 0.4))] for run in candidate.verdict]
+              for candidate in both.studies[0].candidates]  # fmt: skip
     seeds, studies = variance_components(np.array(losses))
-    (spread,) = merged.spreads
+    (spread,) = both.spreads
     assert (spread.seeds**2, spread.draws**2) == (pytest.approx(seeds), pytest.approx(studies))
     assert spread.num_draws == 2
 
 
 def test_studies_that_differ_by_rounding_alone_are_merged(folders):
-    merged = merge([str(folders["a"]), str(folders["perturbed"])])
-    assert merged.names == ("a", "perturbed")
-    assert not merged.equal
+    both = merged(folders, "a", "perturbed")
+    assert both.names == ("a", "perturbed")
+    assert not both.equal
 
 
 def test_a_copied_study_is_no_second_draw(folders, tmp_path):
@@ -87,23 +88,20 @@ def test_the_command_prints_the_studies_side_by_side(folders):
     assert "+0.500 ▲" in result.stdout
     assert "+0.0000" in result.stdout
     values = json.loads(command.run("compare", "--merge", "--json", *map(str, (folders["a"], folders["c"]))).stdout)
-    assert values == json.loads(json.dumps(merged_json(merge([str(folders["a"]), str(folders["c"])]))))
+    assert values == json.loads(json.dumps(merged_json(merged(folders, "a", "c"))))
     (of_adamw,) = (each for each in values["differences"] if each["reference"] == "adamw")
     assert of_adamw["answers"] == ["better", "not distinguishable"]
     assert of_adamw["answer"] is None
 
 
-@pytest.mark.parametrize(
-    ("names", "finding"),
-    [
-        (["a"], "write the folders of two or more different studies"),
-        (["a", "a"], "write the folders of two or more different studies"),
-        (["a", "seeds"], "differs from the study in .*verdict.seeds"),
-    ],
-)
+@pytest.mark.parametrize(("names", "finding"), [
+    (["a"], "write the folders of two or more different studies"),
+    (["a", "a"], "write the folders of two or more different studies"),
+    (["a", "seeds"], "differs from the study in .*verdict.seeds"),
+])  # fmt: skip
 def test_what_cannot_be_merged_is_refused(folders, names, finding):
     with pytest.raises(UserError, match=f"(?s){finding}"):
-        merge([str(folders[name]) for name in names])
+        merged(folders, *names)
 
 
 def test_a_folder_without_a_verdict_is_refused(folders, tmp_path):

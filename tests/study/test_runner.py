@@ -1,7 +1,5 @@
 """A study runs to its end, whatever is killed, and as many runs at a time as one likes give the same bits."""
 
-import contextlib
-import errno
 import hashlib
 import io
 import json
@@ -10,14 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
-from soren_align.core.errors import DivergedError, OutOfReach, ResumableError, UserError
+from soren_align.core.errors import DivergedError, ResumableError, UserError
 from soren_align.core.text import Terminal
 from soren_align.launch import commands
 from soren_align.run.folder import RunFolder
@@ -26,10 +23,12 @@ from soren_align.study.config import first_run, recipe_of_run
 from soren_align.study.run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server, train_run
 from soren_align.study.runs import read_run
 from soren_align.training import checkpoints
+from tests.launch.test_endings import OF_THE_MACHINE
 from tests.support import command
 from tests.support.run_folders import lock_of_another_process
 from tests.support.study_runs import TINY, end, end_all, progress_of, study_of
 
+SOME_FAILURES = ("full disk", "memory", "lost rank", "offline")  # test_endings has tests of all
 NO_DECAY = "set: {optimizer.weight_decay: 0.0, optimizer.aux_weight_decay: 0.0}"
 SEARCHED = f"soren: {{{NO_DECAY}, space: {{optimizer.lr: [0.005, 100.0]}}}}"
 SHORT = TINY.replace("soren: {}", SEARCHED).replace("trials: 3", "trials: 2")
@@ -59,6 +58,33 @@ def plain(study):
     return [plain(each) for each in study] if isinstance(study, list) else study
 
 
+@pytest.fixture
+def study(tmp_path):
+    """The study of TINY, without runs."""
+    return study_of(tmp_path)
+
+
+@pytest.fixture
+def ended(study):
+    """The same study, whose runs have ended; none is started again."""
+    end_all(study, lambda run: 2.0 + run.number)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "start_run", None)
+        yield study
+
+
+@pytest.fixture
+def machine(study, monkeypatch):
+    """machine(faults) -> the Machine on which the study runs."""
+
+    def make(faults):
+        made = Machine(study, faults)
+        monkeypatch.setattr(runner, "start_run", made)
+        return made
+
+    return make
+
+
 NAMES = ("name", "command", "output_dir", "seconds", "peak_memory_bytes", "load", "train_loss")
 
 
@@ -71,16 +97,26 @@ def weights_of(folder):
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+def short(folder):
+    """The arguments of the command that runs SHORT's study in folder/study."""
+    (folder / "short.yaml").write_text(SHORT)
+    return ["compare", folder / "short.yaml", "--set", f"output_dir={folder / 'study'}"]
+
+
 @pytest.fixture(scope="module")
 def one_by_one(tmp_path_factory):
     """The folder of SHORT's study, whose runs were trained in this process, and what was printed."""
     folder = tmp_path_factory.mktemp("study")
-    (folder / "short.yaml").write_text(SHORT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "start_run", train_here)
-        result = command.run("compare", folder / "short.yaml", "--set", f"output_dir={folder / 'study'}")
+        result = command.run(*short(folder))
     assert result.returncode == 0, result.stderr
     return folder / "study", result
+
+
+def assert_same_study(one, other):
+    assert result_of(one) == result_of(other)
+    assert weights_of(one) == weights_of(other)
 
 
 @pytest.mark.slow
@@ -103,7 +139,7 @@ def test_a_study_that_has_ended_is_only_read(one_by_one, monkeypatch):
     monkeypatch.setattr(runner, "start_run", None)
     before = result_of(folder)
     for option in ([], ["--report"]):
-        result = command.run("compare", folder.parent / "short.yaml", "--set", f"output_dir={folder}", *option)
+        result = command.run(*short(folder.parent), *option)
         assert result.returncode == 0
         assert "\nsoren " in result.stdout
         assert "On held-out loss" in result.stdout
@@ -114,9 +150,7 @@ def test_a_study_that_has_ended_is_only_read(one_by_one, monkeypatch):
 @pytest.mark.model
 def test_a_study_on_a_full_disk_stops_and_resumes_to_the_bits_of_an_undisturbed_one(one_by_one, tmp_path, monkeypatch):
     """At three moments of the search and of the final runs."""
-    (tmp_path / "short.yaml").write_text(SHORT)
-    folder = tmp_path / "study"
-    arguments = ["compare", tmp_path / "short.yaml", "--set", f"output_dir={folder}"]
+    folder, arguments = tmp_path / "study", short(tmp_path)
     monkeypatch.setattr(runner, "start_run", train_here)
     for number in (5, 20, 6):  # of checks of the free space, of which a run has four
         room = iter([2**40] * number)
@@ -130,56 +164,43 @@ def test_a_study_on_a_full_disk_stops_and_resumes_to_the_bits_of_an_undisturbed_
         statuses = [RunFolder(file.parent).read() for file in folder.glob("*/*/*/run.json")]
         assert sum(bool(record.get("resumable")) and record["status"] != "finished" for record in statuses) == 1
     assert command.run(*arguments).returncode == 0
-    assert result_of(folder) == result_of(one_by_one[0])
-    assert weights_of(folder) == weights_of(one_by_one[0])
+    assert_same_study(folder, one_by_one[0])
 
 
 @pytest.mark.process
 def test_a_study_killed_three_times_with_two_jobs_has_the_bits_of_one_job(one_by_one, tmp_path):
     """The second kill is of the runs too, as when a machine fails."""
-    (tmp_path / "short.yaml").write_text(SHORT)
-    folder = tmp_path / "study"
-    arguments = ["compare", tmp_path / "short.yaml", "--set", f"output_dir={folder}", "--jobs", "2"]
+    folder, arguments = tmp_path / "study", [*short(tmp_path), "--jobs", "2"]
     for kill in range(3):
         with (tmp_path / "errors").open("a") as errors:
             process = command.start(*arguments, stderr=errors, start_new_session=True)
-        _wait_for(lambda num=kill: _num_checkpoints(folder) > 3 * num, process)
+        command.wait_for(lambda num=kill: _num_checkpoints(folder) > 3 * num, process)
         if kill == 1:
             os.killpg(process.pid, signal.SIGKILL)
         process.send_signal(signal.SIGINT if kill == 2 else signal.SIGKILL)
         assert process.wait(60) == (130 if kill == 2 else -signal.SIGKILL)
     assert command.run_process(*arguments).returncode == 0
-    assert result_of(folder) == result_of(one_by_one[0])
-    assert weights_of(folder) == weights_of(one_by_one[0])
+    assert_same_study(folder, one_by_one[0])
     assert len(weights_of(folder)) >= 9
 
 
 @pytest.mark.process
 def test_two_commands_at_once_of_which_one_is_killed_have_the_bits_of_one(one_by_one, tmp_path):
     """Each command takes runs that the other has not, and continues those of the killed one."""
-    (tmp_path / "short.yaml").write_text(SHORT)
-    folder, errors = tmp_path / "study", tmp_path / "errors"
-    arguments = ["compare", tmp_path / "short.yaml", "--set", f"output_dir={folder}", "--jobs", "1"]
+    folder, errors, arguments = tmp_path / "study", tmp_path / "errors", [*short(tmp_path), "--jobs", "1"]
     with errors.open("a") as stream:
         killed, other = (command.start(*arguments, stdout=stream, stderr=stream) for _ in range(2))
-        _wait_for(lambda: _num_checkpoints(folder) > 2, killed)
+        command.wait_for(lambda: _num_checkpoints(folder) > 2, killed)
         killed.kill()
         assert killed.wait(60) == -signal.SIGKILL, errors.read_text()
         assert other.wait(240) == 0, errors.read_text()
-    assert result_of(folder) == result_of(one_by_one[0])
-    assert weights_of(folder) == weights_of(one_by_one[0])
+    assert_same_study(folder, one_by_one[0])
     assert (folder / "trials.jsonl").read_bytes() == (one_by_one[0] / "trials.jsonl").read_bytes()
 
 
 def _num_checkpoints(folder):
     """Complete ones of all runs; rglob would fail where a run renames a folder meanwhile."""
     return len(list(folder.glob("*/*/*/checkpoints/checkpoint-*/soren_align.json")))
-
-
-def _wait_for(condition, process, seconds=240):
-    end = time.monotonic() + seconds
-    while not condition() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.02)
 
 
 @pytest.mark.process
@@ -193,26 +214,20 @@ def test_no_thread_runs_in_the_server_that_runs_are_forked_from():
     assert done.stderr == ""  # of its import, on the terminal of compare
 
 
-def test_a_run_of_another_command_is_waited_for_and_read(tmp_path, monkeypatch):
+def test_a_run_of_another_command_is_waited_for_and_read(ended, monkeypatch):
     """Two commands share a study by the locks of run folders alone."""
-    study = study_of(tmp_path)
-    end_all(study, lambda run: 2.0 + run.number)
-    folder = RunFolder(Path(study.output_dir) / "verdict/soren/103")
+    folder, waits = RunFolder(Path(ended.output_dir) / "verdict/soren/103"), []
     folder.update(status="training", last_error=None)
-    started, waits = [], []
+
+    def finish(*_, **__):
+        waits.append(1)
+        if len(waits) == 3:
+            folder.update(status="finished")
+
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(runner, "start_run", lambda *arguments: started.append(arguments))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(lock_of_another_process(folder))
-
-        def finish(*_, **__):
-            waits.append(1)
-            if len(waits) == 3:
-                folder.update(status="finished")
-
-        monkeypatch.setattr(runner, "wait", finish)
-        assert runner.compare(study, jobs=2) == 0
-    assert started == []
+    monkeypatch.setattr(runner, "wait", finish)
+    with lock_of_another_process(folder):
+        assert runner.compare(ended, jobs=2) == 0
     assert len(waits) == 3
 
 
@@ -246,35 +261,26 @@ class Machine:
         return _Ended(code)
 
 
-# tests/launch/test_endings.py has all of them.
-OF_THE_MACHINE = {
-    "full disk": OSError(errno.ENOSPC, "No space left on device"), "memory": MemoryError(),
-    "lost rank": ResumableError("another rank failed"), "offline": OutOfReach("owner/data: the hub cannot be reached"),
-}  # fmt: skip
-
-
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("place", "name"), [*(("search/adamw/01", name) for name in OF_THE_MACHINE), ("verdict/soren/102", "full disk")]
+    ("place", "name"), [*(("search/adamw/01", name) for name in SOME_FAILURES), ("verdict/soren/102", "full disk")]
 )
-def test_a_machine_that_fails_stops_the_study_and_ends_no_run(tmp_path, monkeypatch, capsys, name, place):
-    study = study_of(tmp_path)
-    machine = Machine(study, {place: [OF_THE_MACHINE[name]]})
-    monkeypatch.setattr(runner, "start_run", machine)
+def test_a_machine_that_fails_stops_the_study_and_ends_no_run(study, machine, name, place):
+    host = machine({place: [OF_THE_MACHINE[name]]})
     with pytest.raises(ResumableError, match=rf"no result is lost \(\d+ of \d+ runs have ended\): {place}: .+"):
         runner.compare(study)
     folder = Path(study.output_dir)
     record = RunFolder(folder / place).read()
     assert record["resumable"] is True
-    assert machine.started[-1] == place  # no other run was started
+    assert host.started[-1] == place  # no other run was started
     assert not (folder / "study.json").exists()
     if place.startswith("search/adamw"):
         assert not (folder / "verdict/adamw").exists()
     runner.report(study)  # concludes nothing of a run that has not ended
     assert {run["status"] for run in runs_of(folder) if run["folder"] == place} == {"running"}
     assert runner.compare(study) == 0
-    assert machine.started.count(place) == 2
-    assert len(machine.started) == len(set(machine.started)) + 1  # none but this one is repeated
+    assert host.started.count(place) == 2
+    assert len(host.started) == len(set(host.started)) + 1  # none but this one is repeated
     assert {run["status"] for run in runs_of(folder)} == {"finished"}
     assert not (folder / "earlier").exists()
 
@@ -284,35 +290,30 @@ def runs_of(folder):
     return [run for each in candidates for run in (*each["trials"], *each["verdict"])]
 
 
-def test_a_run_that_cannot_even_write_its_log_stops_the_study(tmp_path, monkeypatch):
-    study = study_of(tmp_path)
-    monkeypatch.setattr(runner, "start_run", Machine(study, {"search/adamw/00": [RESUMABLE]}))
-    with pytest.raises(
-        ResumableError, match=r"search/adamw/00: the log of this run cannot be written, with [\d,]+ bytes free"
-    ):
+def test_a_run_that_cannot_even_write_its_log_stops_the_study(study, machine):
+    machine({"search/adamw/00": [RESUMABLE]})
+    message = r"search/adamw/00: the log of this run cannot be written, with [\d,]+ bytes free"
+    with pytest.raises(ResumableError, match=message):
         runner.compare(study)
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGSEGV, 130, SERVER_LOST])
-def test_a_killed_run_is_repeated_once_before_any_final_run(tmp_path, monkeypatch, capsys, code):
+def test_a_killed_run_is_repeated_once_before_any_final_run(study, machine, capsys, code):
     """Then the study stops: the final runs of a selection without it would be trained for nothing."""
-    study = study_of(tmp_path)
-    machine = Machine(study, {"search/adamw/02": [code], "search/soren/02": [code, code, code]})
-    monkeypatch.setattr(runner, "start_run", machine)
+    host = machine({"search/adamw/02": [code], "search/soren/02": [code, code, code]})
     with pytest.raises(ResumableError, match=r"search/soren/02: .*, for the second time; .*\(--jobs\)"):
         runner.compare(study)
     assert "search/adamw/02: " in capsys.readouterr().err
-    assert machine.started.count("search/adamw/02") == machine.started.count("search/soren/02") == 2
-    assert not any(place.startswith("verdict/soren") for place in machine.started)
+    assert host.started.count("search/adamw/02") == host.started.count("search/soren/02") == 2
+    assert not any(place.startswith("verdict/soren") for place in host.started)
     assert runner.compare(study) == 0  # killed once more
-    assert machine.started.count("search/soren/02") == 4
-    assert len(machine.started) == len(set(machine.started)) + 4
+    assert host.started.count("search/soren/02") == 4
+    assert len(host.started) == len(set(host.started)) + 4
     assert not (Path(study.output_dir) / "earlier").exists()
 
 
-def test_a_terminal_shows_the_ended_runs_of_all_the_time_left_and_the_best_so_far(tmp_path):
-    study = study_of(tmp_path)
+def test_a_terminal_shows_the_ended_runs_of_all_the_time_left_and_the_best_so_far(study):
     progress = progress_of(study)
     for run, loss in zip(progress.update(), (3.0, 2.5, 2.0, 2.75), strict=False):
         end(study, run, loss)
@@ -329,53 +330,45 @@ def test_a_terminal_shows_the_ended_runs_of_all_the_time_left_and_the_best_so_fa
     assert running == "running: runs of other commands"
 
 
-def test_the_last_lines_of_a_study_have_its_report_as_a_link(tmp_path, monkeypatch):
-    study = study_of(tmp_path)
-    end_all(study, lambda run: 2.0 + run.number / 10)
+def test_the_last_lines_of_a_study_have_its_report_as_a_link(ended, monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(runner, "Terminal", lambda: Terminal(file=out, force_terminal=True, width=80))
-    runner.report(study)
-    page = Path(study.output_dir) / "report.html"
+    runner.report(ended)
+    page = Path(ended.output_dir) / "report.html"
     assert page.is_file()
     last = out.getvalue().splitlines()[-1]
     assert f";{page.as_uri()}\x1b\\" in last
     assert re.sub(r"\x1b(\]8;.*?\x1b\\|\[[\d;]*m)", "", last) == f"report    {page}"
 
 
-def test_running_runs_end_before_the_study_stops(tmp_path, monkeypatch, capsys):
-    study = study_of(tmp_path)
-    machine = Machine(study, {"search/adamw/00": [OSError(errno.ENOSPC, "No space left on device")]})
-    monkeypatch.setattr(runner, "start_run", machine)
+def test_running_runs_end_before_the_study_stops(study, machine):
+    host = machine({"search/adamw/00": [OF_THE_MACHINE["full disk"]]})
     with pytest.raises(ResumableError, match=r"\(1 of 12 runs have ended\): search/adamw/00: "):
         runner.compare(study, jobs=2)
-    assert machine.started == ["search/adamw/00", "search/soren/00"]
+    assert host.started == ["search/adamw/00", "search/soren/00"]
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("error", "code", "status"),
-    [(DivergedError("step 4: NaN"), 2, "diverged"), (UserError("data.train: none can be trained on"), 2, "failed")],
+    ("error", "status"),
+    [(DivergedError("step 4: NaN"), "diverged"), (UserError("data.train: none can be trained on"), "failed")],
     ids=["diverged", "refused"],
 )
-def test_divergence_and_a_refused_recipe_end_a_run(tmp_path, monkeypatch, error, code, status):
-    study = study_of(tmp_path)
-    machine = Machine(study, {"search/soren/01": [error]})
-    monkeypatch.setattr(runner, "start_run", machine)
+def test_divergence_and_a_refused_recipe_end_a_run(study, machine, error, status):
+    host = machine({"search/soren/01": [error]})
     for _ in range(2):
         assert runner.compare(study) == 0
-    assert machine.started.count("search/soren/01") == 1
+    assert host.started.count("search/soren/01") == 1
     (run,) = [run for run in runs_of(Path(study.output_dir)) if run["folder"] == "search/soren/01"]
     assert (run["status"], run["reason"]) == (status, str(error))
 
 
-def test_a_run_that_a_defect_ended_is_tried_again_after_an_update_only(tmp_path, monkeypatch):
+def test_a_run_that_a_defect_ended_is_tried_again_after_an_update_only(study, machine):
     """Within one version it is a failed trial, so that the study ends; its traceback is in its log."""
-    study = study_of(tmp_path)
-    machine = Machine(study, {"search/soren/01": [IndexError("list index out of range")] * 2})
-    monkeypatch.setattr(runner, "start_run", machine)
+    host = machine({"search/soren/01": [IndexError("list index out of range")] * 2})
     for _ in range(2):
         assert runner.compare(study) == 0
-    assert machine.started.count("search/soren/01") == 1
+    assert host.started.count("search/soren/01") == 1
     folder = RunFolder(Path(study.output_dir) / "search/soren/01")
     assert folder.read()["last_error"] == "IndexError: list index out of range"
     (run,) = [run for run in runs_of(Path(study.output_dir)) if run["folder"] == "search/soren/01"]
@@ -383,24 +376,21 @@ def test_a_run_that_a_defect_ended_is_tried_again_after_an_update_only(tmp_path,
     folder.update(defect="soren-align 0.0.9")
     for count in (2, 2):
         assert runner.compare(study) == 0
-        assert machine.started.count("search/soren/01") == count
+        assert host.started.count("search/soren/01") == count
     folder.update(defect="soren-align 0.0.9")
     assert runner.compare(study) == 0  # without the defect
     assert {run["status"] for run in runs_of(Path(study.output_dir))} == {"finished"}
 
 
-def test_models_of_the_search_are_removed_and_its_runs_are_not_repeated(tmp_path, monkeypatch):
+def test_models_of_the_search_are_removed_and_its_runs_are_not_repeated(ended, tmp_path):
     """search.keep_models may be set after the study has ended."""
-    study = study_of(tmp_path)
-    end_all(study, lambda run: 2.0 + run.number)
-    folder = Path(study.output_dir)
+    folder = Path(ended.output_dir)
     for each in folder.glob("*/*/*"):
         for name in ("model", "checkpoints", "start"):
             (each / name).mkdir()
             (each / name / "model.safetensors").write_bytes(b"0")
     RunFolder(folder / "search/soren/02").update(status="training", last_error="no space left on the disk")
-    monkeypatch.setattr(runner, "start_run", None)
-    assert runner.compare(study) == 0
+    assert runner.compare(ended) == 0
     before = plain_study(folder)
     assert len(list(folder.rglob("model.safetensors"))) == 12 * 3
     with lock_of_another_process(RunFolder(folder / "search/adamw/00")):
@@ -419,13 +409,10 @@ def plain_study(folder):
     return result
 
 
-def test_another_number_of_processes_is_refused_before_a_run_starts(tmp_path, monkeypatch):
-    study = study_of(tmp_path)
-    end_all(study, lambda run: 2.0 + run.number)
-    RunFolder(Path(study.output_dir) / "search/soren/02").update(status="training", processes=2)
-    monkeypatch.setattr(runner, "start_run", None)
+def test_another_number_of_processes_is_refused_before_a_run_starts(ended):
+    RunFolder(Path(ended.output_dir) / "search/soren/02").update(status="training", processes=2)
     with pytest.raises(UserError, match="the study's runs have 2 processes each, not 1; rerun with --processes 2"):
-        runner.compare(study)
+        runner.compare(ended)
 
 
 @pytest.mark.process
@@ -445,20 +432,18 @@ def test_a_run_of_two_processes_records_them_and_is_not_repeated(tmp_path):
     assert read_run(run, folder, "eval_loss").status == "finished"
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    study = study_of(tmp_path)
+def test_a_folder_of_something_else_is_refused(study):
     Path(study.output_dir).mkdir()
     (Path(study.output_dir) / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="is neither empty nor a study's folder"):
         runner.compare(study)
 
 
-def test_a_report_of_a_study_that_was_not_started_is_refused(tmp_path):
+def test_a_report_of_a_study_that_was_not_started_is_refused(study):
     with pytest.raises(UserError, match="no study's folder"):
-        runner.report(study_of(tmp_path))
+        runner.report(study)
 
 
-def test_a_study_killed_before_its_first_run_continues(tmp_path):
-    study = study_of(tmp_path)
+def test_a_study_killed_before_its_first_run_continues(study):
     progress_of(study)
     assert [run.status for run in progress_of(study).update()] == ["waiting"] * 6

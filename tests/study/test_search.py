@@ -14,6 +14,7 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
+from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.run.folder import RunFolder, read_metrics
@@ -42,6 +43,19 @@ def trials_of(study):
     return progress_of(study).trials.parameters
 
 
+@pytest.fixture
+def study(tmp_path):
+    """The study of TINY, without runs."""
+    return study_of(tmp_path)
+
+
+@pytest.fixture
+def concluded(study):
+    """The folder of the same study, whose runs have ended."""
+    end_all(study, loss_of)
+    return Path(study.output_dir)
+
+
 @METHODS
 def test_the_trials_do_not_depend_on_the_order_in_which_runs_end(tmp_path, method):
     drawn = []
@@ -58,7 +72,6 @@ def test_the_trials_do_not_depend_on_the_order_in_which_runs_end(tmp_path, metho
 
 def test_all_candidates_have_the_same_points_in_their_own_intervals(tmp_path):
     study = study_of(tmp_path, "candidates.soren.space.optimizer.lr={low: 1.0e-2, high: 1.0}")
-    drawn = trials_of(study)
     progress_of(study).update()
     drawn = trials_of(study)
     for own, other in zip(drawn["soren"], drawn["adamw"], strict=True):
@@ -81,8 +94,7 @@ def test_a_grid_is_every_combination_once(tmp_path):
     assert points == {(lr, decay) for lr in (0.001, 0.01) for decay in (0.0, 0.1, 0.2)}
 
 
-def test_the_verdict_has_the_best_setting_and_starts_when_its_search_has_ended(tmp_path):
-    study = study_of(tmp_path)
+def test_the_verdict_has_the_best_setting_and_starts_when_its_search_has_ended(study):
     progress = progress_of(study)
     for run in progress.update():
         if run.candidate == "soren":
@@ -100,8 +112,7 @@ def test_the_verdict_has_the_best_setting_and_starts_when_its_search_has_ended(t
     assert progress.num_runs(runs) == {"search": 6, "verdict": 3}
 
 
-def test_a_study_is_declared_before_its_first_run_and_holds_to_it(tmp_path):
-    study = study_of(tmp_path)
+def test_a_study_is_declared_before_its_first_run_and_holds_to_it(study):
     folder = Path(study.output_dir)
     progress_of(study)
     declared = read_declaration(folder)
@@ -142,44 +153,33 @@ def test_examples_that_changed_since_the_declaration_are_refused(tmp_path):
     ("high: 0.1", "high: 0.0011", r"search.space.optimizer.lr.high: 0.0011 instead of 0.1"),
     ("metric: eval_loss", "metric: eval_mean_token_accuracy", r"search.metric: 'eval_mean_token_accuracy' instead of"),
 ], ids=["a seed less", "one seed", "another seed", "reference", "power", "space", "metric"])  # fmt: skip
-def test_a_study_that_was_edited_after_its_runs_has_no_verdict(tmp_path, old, new, words):
-    study = study_of(tmp_path)
-    end_all(study, loss_of)
-    folder = Path(study.output_dir)
-    assert conclude(folder).problems == []
-    file = folder / "study.yaml"
+def test_a_study_that_was_edited_after_its_runs_has_no_verdict(concluded, old, new, words):
+    assert conclude(concluded).problems == []
+    file = concluded / "study.yaml"
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new, 1))
-    result = conclude(folder)
+    result = conclude(concluded)
     assert any(re.search(words, problem) for problem in result.problems), result.problems
     assert result.differences == []
 
 
-def test_a_candidate_or_a_history_that_was_edited_after_the_declaration_is_a_problem(tmp_path):
-    study = study_of(tmp_path)
-    end_all(study, loss_of)
-    folder = Path(study.output_dir)
-    file = folder / "candidates/soren.yaml"
+def test_a_candidate_or_a_history_that_was_edited_after_the_declaration_is_a_problem(concluded):
+    file = concluded / "candidates/soren.yaml"
     text = file.read_text()
     file.write_text(text.replace("weight_decay: 0.1", "weight_decay: 0.0"))
-    problems = conclude(folder).problems
-    assert any(
-        "candidates/soren.yaml: differs from the declaration (optimizer.weight_decay" in each for each in problems
-    )
+    words = "candidates/soren.yaml: differs from the declaration (optimizer.weight_decay"
+    assert words in "\n".join(conclude(concluded).problems)
     file.write_text(text)
-    assert conclude(folder).problems == []
-    history = folder / "history.jsonl"
+    assert conclude(concluded).problems == []
+    history = concluded / "history.jsonl"
     history.write_text("".join(history.read_text().splitlines(keepends=True)[1:]))
-    assert any(
-        "history.jsonl: its first line is not this study's declaration" in each for each in conclude(folder).problems
-    )
+    words = "history.jsonl: its first line is not this study's declaration"
+    assert words in "\n".join(conclude(concluded).problems)
 
 
-def test_a_repeated_run_and_an_earlier_look_are_cautions(tmp_path):
-    study = study_of(tmp_path)
-    end_all(study, loss_of)
-    folder = Path(study.output_dir)
+def test_a_repeated_run_and_an_earlier_look_are_cautions(study, concluded):
+    folder = concluded
 
     def conclusion():
         note_ended(folder, progress_of(study).update())
@@ -191,10 +191,8 @@ def test_a_repeated_run_and_an_earlier_look_are_cautions(tmp_path):
     record = RunFolder(folder / run.folder)
     record.update(written=record.read()["written"] | {"weights_sha256": "e" * 64})
     repeated, looks = conclusion()
-    assert (
-        repeated
-        == "verdict/soren/103: this run was repeated: it ended 2 times, with different weights; the last one counts"
-    )
+    words = "this run was repeated: it ended 2 times, with different weights; the last one counts"
+    assert repeated == f"verdict/soren/103: {words}"
     assert looks.startswith("`compare` has computed 2 verdicts, each from a different set of runs; ")
     lines = (folder / "history.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["declared", *["ended"] * 12, "looked", "ended", "looked"]
@@ -202,19 +200,14 @@ def test_a_repeated_run_and_an_earlier_look_are_cautions(tmp_path):
     assert len(conclusion()) == 2
 
 
-def test_a_candidate_that_was_removed_after_its_runs_is_a_problem(tmp_path):
-    study = study_of(tmp_path)
-    end_all(study, loss_of)
-    folder = Path(study.output_dir)
-    file = folder / "study.yaml"
+def test_a_candidate_that_was_removed_after_its_runs_is_a_problem(concluded):
+    file = concluded / "study.yaml"
     start, end_of_it = file.read_text().index("  soren:"), file.read_text().index("search:")
     file.write_text(file.read_text()[:start] + file.read_text()[end_of_it:])
-    result = conclude(folder)
-    assert any("differs from the declaration (candidates.soren: " in problem for problem in result.problems)
+    assert "differs from the declaration (candidates.soren: " in "\n".join(conclude(concluded).problems)
 
 
-def test_a_seed_of_the_verdict_is_run_for_all_candidates_before_the_next(tmp_path):
-    study = study_of(tmp_path)
+def test_a_seed_of_the_verdict_is_run_for_all_candidates_before_the_next(study):
     progress = progress_of(study)
     for run in progress.update():
         end(study, run, loss_of(run))
@@ -237,8 +230,7 @@ def test_several_seeds_of_the_search_select_by_their_mean(tmp_path):
     assert len(result.candidates[0].trials) == 6
 
 
-def test_failed_and_diverged_trials_are_results(tmp_path):
-    study = study_of(tmp_path)
+def test_failed_and_diverged_trials_are_results(study):
     progress = progress_of(study)
     soren = [run for run in progress.update() if run.candidate == "soren"]
     adamw = [run for run in progress.update() if run.candidate == "adamw"]
@@ -251,9 +243,8 @@ def test_failed_and_diverged_trials_are_results(tmp_path):
     result = read_study(Path(study.output_dir))
     candidates = {each.name: each for each in result.candidates}
     assert [run.status for run in candidates["soren"].trials] == ["diverged", "diverged", "failed"]
-    assert (
-        candidates["soren"].trials[0].reason == "the held-out loss was 5 at the start, rose to 9, and was 9 at the end"
-    )
+    reason = "the held-out loss was 5 at the start, rose to 9, and was 9 at the end"
+    assert candidates["soren"].trials[0].reason == reason
     assert candidates["soren"].selected is None
     assert candidates["soren"].verdict == []
     assert candidates["adamw"].selected == 0
@@ -278,9 +269,7 @@ def test_a_budget_ends_the_search_after_a_round_of_all_candidates(tmp_path):
     assert "each candidate has 2 trials instead of the declared 6, because the budget ended" in found
 
 
-def test_a_winner_at_an_end_is_reported_and_extended_with_as_many_trials_for_all(tmp_path):
-    study = study_of(tmp_path)
-
+def test_a_winner_at_an_end_is_reported_and_extended_with_as_many_trials_for_all(study):
     def at_the_end(run):  # soren's is best at the largest rate, adamw's within
         return 0.1 / run.parameters["optimizer.lr"] if run.candidate == "soren" else loss_of(run)
 
@@ -300,8 +289,7 @@ def test_a_winner_at_an_end_is_reported_and_extended_with_as_many_trials_for_all
     assert all(run.parameters["optimizer.lr"] < 0.1 for run in further if run.candidate == "adamw")
 
 
-def test_an_extension_waits_for_the_search(tmp_path):
-    study = study_of(tmp_path)
+def test_an_extension_waits_for_the_search(study):
     with pytest.raises(UserError, match="the search has not ended; rerun without --extend first"):
         progress_of(study).extend()
 
@@ -314,8 +302,6 @@ def test_another_study_is_refused_with_the_differences(tmp_path):
 
 
 def test_a_changed_recipe_is_refused_too(tmp_path):
-    from soren_align import recipe
-
     base = tmp_path / "base.yaml"
     base.write_text("extends: quickstart/sft\ndata: {train: {limit: 100}}\n")
     progress_of(study_of(tmp_path, f"recipe={base}"))
@@ -325,8 +311,7 @@ def test_a_changed_recipe_is_refused_too(tmp_path):
         progress_of(study_of(tmp_path, f"recipe={base}"))
 
 
-def test_a_metric_that_was_written_into_a_study_folder_is_refused_in_one_sentence(tmp_path):
-    study = study_of(tmp_path)
+def test_a_metric_that_was_written_into_a_study_folder_is_refused_in_one_sentence(study):
     progress_of(study).update()
     file = Path(study.output_dir) / "study.yaml"
     file.write_text(file.read_text().replace("metric: eval_loss", "metric: eval_zoo"))
@@ -334,8 +319,7 @@ def test_a_metric_that_was_written_into_a_study_folder_is_refused_in_one_sentenc
         read_study(file.parent)
 
 
-def test_a_line_that_a_kill_left_incomplete_is_dropped(tmp_path):
-    study = study_of(tmp_path)
+def test_a_line_that_a_kill_left_incomplete_is_dropped(study):
     progress_of(study).update()
     file = Path(study.output_dir) / TRIALS
     content = file.read_bytes()
@@ -437,20 +421,12 @@ def test_tpe_without_optuna_is_refused_with_the_extra(tmp_path, monkeypatch):
         study_of(tmp_path, "search.method=tpe")
 
 
-def test_the_study_is_plain_data(tmp_path):
-    study = study_of(tmp_path)
-    end_all(study, loss_of)
-    folder = Path(study.output_dir)
-    written = json.loads(json.dumps(asdict(read_study(folder))))
+def test_the_study_is_plain_data(concluded):
+    written = json.loads(json.dumps(asdict(read_study(concluded))))
     run = written["candidates"][1]["verdict"][0]
-    assert run["metric"] == run["curve"][-1]["metric"] == pytest.approx(loss_of(_Run(run)))
+    assert run["metric"] == run["curve"][-1]["metric"] == pytest.approx(loss_of(SimpleNamespace(**run)))
     assert [point["step"] for point in run["curve"]] == [0, 6]
     assert run["curve"][-1]["seconds"] == pytest.approx(10)
-
-
-class _Run:
-    def __init__(self, record):
-        self.parameters, self.seed = record["parameters"], record["seed"]
 
 
 def test_a_verdict_of_an_earlier_setting_is_set_aside_where_the_audit_does_not_look(tmp_path):
@@ -472,10 +448,8 @@ def test_a_curve_has_the_tokens_of_training_at_each_evaluation(tmp_path, count):
     lines += [{"step": 6, **train, "num_tokens": 600.0}, {"step": 6, "eval_loss": 4.0, **count}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     points = read_curve(read_metrics(tmp_path / "metrics.jsonl"), "eval_loss")
-    assert [(point.step, point.tokens, point.seconds) for point in points] == [
-        (0, 0, 0.0),
-        (6, count.get("eval_num_tokens", 600), 10.0),
-    ]
+    expected = [(0, 0, 0.0), (6, count.get("eval_num_tokens", 600), 10.0)]
+    assert [(point.step, point.tokens, point.seconds) for point in points] == expected
 
 
 def test_a_study_without_the_recipes_of_its_candidates_is_refused(ended, tmp_path):

@@ -13,12 +13,12 @@ from tests.support import command
 from tests.support.study_runs import TINY, study_of
 
 MISSING = {
-    "studies/quickstart-optimizers-dpo": "first run the recipe",
-    "studies/smollm2-lora": "no file data/train.jsonl",
-    "studies/smollm2-spectrum": "no file data/docstrings/train.jsonl",
-    "studies/pretrained-by": "no file data/short-docstrings/train.jsonl",
+    "studies/quickstart-optimizers-dpo": ("first run the recipe", 1),
+    "studies/smollm2-lora": ("no file data/train.jsonl", 1),
+    "studies/smollm2-spectrum": ("no file data/docstrings/train.jsonl", 3),
+    "studies/pretrained-by": ("no file data/short-docstrings/train.jsonl", 4),  # three files of data, and a model
 }
-"""Studies that need files of the user's, or of another run."""
+"""Studies that need files of the user's, or of another run: what is found first, and how many."""
 
 
 def test_the_shipped_studies_are_studies_and_no_recipes():
@@ -26,14 +26,11 @@ def test_the_shipped_studies_are_studies_and_no_recipes():
     assert "quickstart/sft" in shipped.recipes()
     assert not shipped.studies().keys() & shipped.recipes().keys()
     for name in shipped.studies():
-        if finding := MISSING.get(name):
+        if name in MISSING:
+            finding, num_missing = MISSING[name]
             with pytest.raises(UserError, match=finding) as caught:
                 load_study(name)
-            num_missing = {
-                "studies/smollm2-spectrum": 3,
-                "studies/pretrained-by": 4,
-            }  # three files of data, and a model
-            assert len(caught.value.problems) == num_missing.get(name, 1)
+            assert len(caught.value.problems) == num_missing
         else:
             load_study(name)
 
@@ -47,9 +44,8 @@ def test_the_page_of_the_studies_has_their_runs_and_names_those_with_unequal_sea
         num_runs = len(candidates) * (search["trials"] * len(search.get("seeds", [0])) + len(verdict["seeds"]))
         assert re.search(rf"^\| `{name.removeprefix('studies/')}` \| .* \| {num_runs}\b", page, re.MULTILINE), name
         unequal |= {name.removeprefix("studies/")} if any("space" in each for each in candidates.values()) else set()
-    (paragraph,) = [
-        text for text in page.split("\n\n") if "search space" in " ".join(text.split()) and "except" in text
-    ]
+    paragraphs = [" ".join(text.split()) for text in page.split("\n\n")]
+    (paragraph,) = [text for text in paragraphs if "search space" in text and "except" in text]
     names = {*re.findall(r"`([\w/.-]+)`", paragraph)} & {each.removeprefix("studies/") for each in shipped.studies()}
     assert names == unequal
 

@@ -79,9 +79,8 @@ def test_detectable_effects_are_those_of_the_power_analysis():
     retention = "verdict.retention={columns: [zoo_mc], margin: 5.0}"
     plan = planned("verdict.seeds=[7, 8, 9]", "verdict.assume={seed_sd: 0.25}", "verdict.power=0.9", retention)
     section = plan["detectable"]
-    assert section["comparisons"] == family_size(
-        4, 5, retention=1
-    )  # three columns, their average, the loss; one retained
+    # Three columns, their average, the loss; one retained.
+    assert section["comparisons"] == family_size(4, 5, retention=1)
     design = Design(seeds=3, num_tests=round(section["comparisons"] / 0.8), power=0.9)  # 0.04 of 0.05 at the first look
     for column, size in SIZES.items():
         for kind, to_base in (("to_base", True), ("to_reference", False)):

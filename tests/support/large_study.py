@@ -15,13 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from soren_align.core.files import file_sha256
+from soren_align.core.files import file_sha256, write
 from soren_align.core.text import print_labelled, stderr_console
 from soren_align.evaluate.suite.suites import suite_of
 from soren_align.recipe import load_resolved
 from soren_align.run.folder import RunFolder
 from soren_align.run.held_out import add_values
 from soren_align.study.config import load_study
+from soren_align.study.report.verdict import VERDICT, verdict_file
 from soren_align.study.study import ENDED
 from tests.support.study_runs import end, progress_of, written
 
@@ -42,6 +43,8 @@ verdict: {{seeds: {seeds}, reference: adamw, equivalence: {{held_out: 0.05, benc
 output_dir: {folder}/study
 """
 CLUSTERED = ("hellaswag", "mmlu")
+SMALL = {"trials": 1, "num_seeds": 3, "examples": 40, "questions": 60, "answer_bytes": 10}
+"""The arguments of `plant` for a study of a second."""
 
 
 def plant(folder, *, trials=20, num_seeds=5, examples=10_000, questions=30_000, answer_bytes=1000):
@@ -62,29 +65,29 @@ def plant(folder, *, trials=20, num_seeds=5, examples=10_000, questions=30_000, 
             place.metrics.write_text("".join(json.dumps(line) + "\n" for line in _metrics(loss)))
             if run.stage == "verdict":
                 values = {"start": 5 + easiness, "end": loss + easiness + 0.1 * rng.normal(size=examples)}
+                weights, clusters = [20.0] * examples, [i // 2 for i in range(examples)]
                 for at, losses in values.items():
-                    clusters = [i // 2 for i in range(examples)]
-                    add_values(
-                        place.held_out, at, "e" * 64, [20.0] * examples, clusters, {"eval_loss": losses.tolist()}
-                    )
+                    add_values(place.held_out, at, "e" * 64, weights, clusters, {"eval_loss": losses.tolist()})
             recipe = load_resolved(place.recipe)
-            place.update(
-                written=written(place, recipe, run.folder), training=place.read()["training"] | {"steps": 1000}
-            )
+            training = place.read()["training"] | {"steps": 1000}
+            place.update(written=written(place, recipe, run.folder), training=training)
             if run.stage == "verdict":
                 right = hardness + rng.normal(size=hardness.shape) < gains[run.candidate]
                 start = _evaluate(place, recipe.eval, hardness < -1, right, answer_bytes, start)
     return file
 
 
+def write_verdict(study, folder):
+    """In the place of `write_report`: write verdict.json alone."""
+    write(folder / VERDICT, verdict_file(study, folder).model_dump_json())
+
+
 def _metrics(loss):
     """Return the lines of a metrics.jsonl: 100 logs, 21 evaluations."""
     lines = [{"step": 0, "eval_loss": 5.0}]
     for step in range(10, 1001, 10):
-        now, logged = (
-            loss + 3.5 * 0.99**step,
-            {"learning_rate": 0.01, "grad_norm": 0.5, "entropy": 1.5, "tokens": 600.0},
-        )
+        now = loss + 3.5 * 0.99**step
+        logged = {"learning_rate": 0.01, "grad_norm": 0.5, "entropy": 1.5, "tokens": 600.0}
         lines.append({"step": step, "loss": now, "relative_change": step / 1e4, "tokens_per_second": 60.0,
                       "num_tokens": 600.0 * step, "epoch": step / 100, **logged})  # fmt: skip
         if step % 50 == 0:

@@ -28,12 +28,11 @@ def curve(name, lr, rng, steps=150, evaluations=15):
     return points
 
 
-def make_candidate(name, num_trials, seeds, rng, keys=("optimizer.lr",)):
+def make_candidate(name, num_trials, seeds, rng):
     trials = []
     for i in range(num_trials):
         lr = math.exp(rng.uniform(math.log(1e-3), math.log(3e-2)))
         parameters = {"optimizer.lr": lr, "optimizer.aux_lr": lr}
-        parameters |= {key: math.exp(rng.uniform(-9, -4)) for key in keys if key not in parameters}
         run = Run(name, "search", i, 0, f"search/{name}/{i:02}", parameters, "finished")
         if lr > 0.024:
             trials.append(replace(run, status="diverged", reason=f"the loss was not a number at step {40 + i}"))
@@ -57,9 +56,8 @@ def make_candidate(name, num_trials, seeds, rng, keys=("optimizer.lr",)):
         )  # fmt: skip
     edge = {"optimizer.lr": "low"} if name == "htmuon" else {}
     space = {"optimizer.lr": {"low": 1e-3, "high": 3e-2}, "optimizer.aux_lr": "=optimizer.lr"}
-    return Candidate(
-        name, {"optimizer.name": name}, space, trials, selected.number if selected else None, edge, verdict
-    )
+    number = selected.number if selected else None
+    return Candidate(name, {"optimizer.name": name}, space, trials, number, edge, verdict)
 
 
 def difference(candidate, reference, measure, value, half, **changes):

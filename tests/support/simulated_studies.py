@@ -154,9 +154,8 @@ def seed_effects(world, rng):
         return rng.normal(size=size)
 
     own = np.sqrt(1 - world.seeds_shared) * effects(len(world.names), world.seeds)
-    return np.array(world.spreads)[: len(world.names), None] * (
-        np.sqrt(world.seeds_shared) * effects(world.seeds) + own
-    )
+    shared = np.sqrt(world.seeds_shared) * effects(world.seeds)
+    return np.array(world.spreads)[: len(world.names), None] * (shared + own)
 
 
 def candidates(names, seeds):
