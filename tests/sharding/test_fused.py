@@ -1,7 +1,6 @@
 """Fused weights that `split` divides take the steps of projections that are parameters of their own."""
 
 import functools
-import io
 from dataclasses import replace
 
 import pytest
@@ -10,29 +9,27 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from soren_align.optim import build_optimizer
-from tests.support import toy_jobs as jobs
 from tests.support.architectures import config_of
-from tests.support.experts import FUSED, reference
-from tests.support.parity_configurations import TOLERANCE, farthest
-from tests.support.toy import MINIMAX, NUM_STEPS, RATES, one_process
+from tests.support.experts import (
+    FUSED,
+    WAYS,
+    assert_own_scales,
+    assert_same_steps,
+    assert_same_steps_on_ranks,
+    continued,
+    expected,
+    reference,
+)
+from tests.support.parity_configurations import farthest
+from tests.support.toy import MINIMAX, RATES, one_process
 
-expected = functools.cache(lambda name: reference(FUSED[name]))
-WAYS = {"DDP": (jobs.ddp,), "FSDP2": (jobs.fsdp2,), **{f"ZeRO {n}": (jobs.deepspeed, n) for n in (1, 2, 3)}}
 SPLIT = {"*qkv_proj": ["q", "k", "v"], "*gate_up_proj": ["gate", "up"]}
-
-
-def same_steps(weights, num_maps, name, tolerance):
-    wanted, num_matrices = expected(name)
-    assert farthest(weights, wanted) <= tolerance
-    assert num_maps == num_matrices * NUM_STEPS
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("name", FUSED)
 def test_blocks_of_one_weight_take_the_steps_of_weights_apart(name):
-    weights, norms, optimizer = one_process(FUSED[name])
-    same_steps(weights, optimizer.num_maps, name, 1e-6)
-    assert min(norms) > 0.5, "the clip must bind in every step"
+    assert_same_steps(name)
 
 
 @pytest.mark.model
@@ -44,10 +41,7 @@ def test_a_fused_weight_takes_other_steps_without_split():
 @pytest.mark.model
 @pytest.mark.parametrize(("adjust_lr_fn", "workspace_mb"), [("match_rms_measured", 0), ("match_rms_adamw", 16)])
 def test_each_block_has_the_scale_of_its_own_shape(adjust_lr_fn, workspace_mb):
-    settings = {"map": MINIMAX, "adjust_lr_fn": adjust_lr_fn, "lr": 1e-2}
-    wanted, _ = reference(replace(FUSED["rows"], settings=settings))
-    weights, _, _ = one_process(replace(FUSED["rows"], settings={**settings, "workspace_mb": workspace_mb}))
-    assert farthest(weights, wanted) <= 1e-6
+    assert_own_scales(FUSED["rows"], adjust_lr_fn, workspace_mb)
 
 
 def steps(model, tokens, split):
@@ -93,15 +87,11 @@ CASES = [pytest.param(name, way, marks=[pytest.mark.sample] if (name, way) in SA
 @pytest.mark.rest
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_blocks_on_two_ranks_take_the_steps_of_weights_apart(rank_pools, name, way):
-    job, *stage = WAYS[way]
-    results = rank_pools(2).run(job, *stage, FUSED[name])
-    for result in results:
-        same_steps(result.weights, sum(r.num_maps for r in results), name, TOLERANCE)
+    assert_same_steps_on_ranks(rank_pools(2), way, FUSED[name], *expected(name))
 
 
-ROWS = replace(
-    FUSED["projections"], settings={"map": MINIMAX, "second_moment": "rows", "adjust_lr_fn": "match_rms_measured"}
-)
+OF_ROWS = {"map": MINIMAX, "second_moment": "rows", "adjust_lr_fn": "match_rms_measured"}
+ROWS = replace(FUSED["projections"], settings=OF_ROWS)
 expected_of_rows = functools.cache(lambda: reference(ROWS))
 
 
@@ -109,12 +99,7 @@ expected_of_rows = functools.cache(lambda: reference(ROWS))
 @pytest.mark.parametrize("way", WAYS)
 def test_blocks_with_moments_of_their_rows_take_the_steps_of_weights_apart(ranks, way):
     """NorMuon's second moments, on two and on three ranks, whose shards do not end where a block does."""
-    job, *stage = WAYS[way]
-    results = ranks.run(job, *stage, ROWS)
-    wanted, num_matrices = expected_of_rows()
-    for result in results:
-        assert farthest(result.weights, wanted) <= TOLERANCE
-    assert sum(result.num_maps for result in results) == num_matrices * NUM_STEPS
+    assert_same_steps_on_ranks(ranks, way, ROWS, *expected_of_rows())
 
 
 @pytest.mark.model
@@ -125,24 +110,6 @@ def test_moments_of_rows_change_the_steps_of_blocks():
 @pytest.mark.model
 def test_a_checkpoint_names_the_blocks_and_continues_with_the_same_ones_alone():
     run = FUSED["projections"]
-    model = run.model()
-    optimizer = run.optimizer(model)
-
-    def step(model, optimizer):
-        model(run.batches(0)[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(model, optimizer)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    resumed = run.model()
-    resumed.load_state_dict(saved["model"])
-    again = run.optimizer(resumed)
-    again.load_state_dict(saved["optimizer"])
-    step(model, optimizer)
-    step(resumed, again)
-    assert farthest(dict(resumed.named_parameters()), dict(model.named_parameters())) == 0
+    checkpoint, _ = continued(run)
     with pytest.raises(ValueError, match=r"group 0 weight_layouts: \['blocks q:32 k:16 v:16', .*\] in the checkpoint"):
-        replace(run, split={}).optimizer(resumed).load_state_dict(saved["optimizer"])
+        replace(run, split={}).optimizer(run.model()).load_state_dict(checkpoint)

@@ -19,19 +19,18 @@ def weights_only(monkeypatch):
     refuse_pickles()
 
 
-def test_what_deepspeed_loads_with_weights_only_false_runs_no_code(weights_only, tmp_path):
-    torch.save({"module": {}, "evil": Hostile(tmp_path / "made")}, tmp_path / "mp_rank_00_model_states.pt")
-    with pytest.raises(pickle.UnpicklingError):
-        torch.load(tmp_path / "mp_rank_00_model_states.pt", weights_only=False)
-    assert not (tmp_path / "made").exists()
-
-
-def test_deepspeeds_own_engine_runs_no_code(weights_only, tmp_path):
+def load_by_engine(file):
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-    torch.save(Hostile(tmp_path / "made"), tmp_path / "states.pt")
+    TorchCheckpointEngine().load(str(file))
+
+
+@pytest.mark.parametrize("load", [lambda file: torch.load(file, weights_only=False), load_by_engine],
+                         ids=["torch.load with weights_only=False", "DeepSpeed's engine"])  # fmt: skip
+def test_what_deepspeed_loads_runs_no_code(weights_only, tmp_path, load):
+    torch.save({"module": {}, "evil": Hostile(tmp_path / "made")}, tmp_path / "mp_rank_00_model_states.pt")
     with pytest.raises(pickle.UnpicklingError):
-        TorchCheckpointEngine().load(str(tmp_path / "states.pt"))
+        load(tmp_path / "mp_rank_00_model_states.pt")
     assert not (tmp_path / "made").exists()
 
 
@@ -58,16 +57,16 @@ def test_a_path_pickled_by_python_3_13_is_a_path(tmp_path):
 def test_a_parameter_whose_name_leads_elsewhere_is_not_written_there(tmp_path):
     from deepspeed.checkpoint import ds_to_universal
 
+    def dump(name):
+        folder = str(tmp_path / "checkpoint-5" / "zero")
+        ds_to_universal.dump_param_fragment(folder, 0, 0, "fp32", torch.ones(3), name, 0, 3)
+
     (tmp_path / "checkpoint-5").mkdir()
     with folders_confined_to(tmp_path / "checkpoint-5"):
-        ds_to_universal.dump_param_fragment(
-            str(tmp_path / "checkpoint-5" / "zero"), 0, 0, "fp32", torch.ones(3), "layer.weight", 0, 3
-        )
+        dump("layer.weight")
         for name in (str(tmp_path / "outside"), "../../outside"):
             with pytest.raises(UserError, match="has a parameter whose file would be"):
-                ds_to_universal.dump_param_fragment(
-                    str(tmp_path / "checkpoint-5" / "zero"), 0, 0, "fp32", torch.ones(3), name, 0, 3
-                )
+                dump(name)
     assert not (tmp_path / "outside").exists()
     os.makedirs(tmp_path / "outside")  # the system's own again
 

@@ -12,7 +12,6 @@ from tests.support import step_plan_jobs as planned
 ])  # fmt: skip
 def test_a_step_that_cannot_be_planned_changes_nothing_not_even_momentum(ranks, fault, there, elsewhere):
     for rank, (message, unchanged) in enumerate(ranks.run(planned.unplannable_step, fault)):
-        assert message is not None
         assert (there if rank == 1 else elsewhere) in message
         assert unchanged
 
@@ -20,7 +19,6 @@ def test_a_step_that_cannot_be_planned_changes_nothing_not_even_momentum(ranks, 
 @pytest.mark.parametrize("with_gradient", [True, False])
 def test_replicated_shards_are_refused_with_advice(ranks, with_gradient):
     for message in ranks.run(planned.replicated_shards, with_gradient):
-        assert message is not None
         assert "use fully_shard over one axis" in message
 
 

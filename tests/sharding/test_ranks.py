@@ -5,7 +5,6 @@ import io
 import multiprocessing
 import os
 import signal
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.console import Console
 
 from soren_align.core.errors import LostRankError, UserError, as_user_error, machine_failure
 from soren_align.sharding import ranks
+from tests.support.forks import free_port
 from tests.support.rank_pool import ENVIRONMENT, PRELOADED
 
 TIMEOUT_SECONDS = 2.0  # of a collective
@@ -116,9 +116,7 @@ def run():
     def start(job, number=2):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = free_port()
         pipes = [context.Pipe() for _ in range(number)]
         for rank, (_, there) in enumerate(pipes):
             processes.append(context.Process(target=work, args=(job, rank, port, there), daemon=True))

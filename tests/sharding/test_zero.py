@@ -17,7 +17,6 @@ from tests.support.toy import Run
 ])  # fmt: skip
 def test_what_cannot_be_placed_is_refused_on_every_rank(ranks, stage, config, fault, message):
     for rank, answer in enumerate(ranks.run(jobs.refused_deepspeed, stage, config, fault)):
-        assert answer is not None
         assert message in answer
         if fault == "a number changed":
             assert ("none on this rank" in answer) == (rank != 1)

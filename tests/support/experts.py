@@ -1,5 +1,7 @@
 """Tiny models with experts or fused weights, and a plain loop in which each of their matrices is a parameter."""
 
+import functools
+import io
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -10,8 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 from soren_align.core.optimizer_settings import AUX_WEIGHT_DECAY
 from soren_align.optim import Soren, build_optimizer
+from tests.support import toy_jobs as jobs
 from tests.support.architectures import config_of
-from tests.support.toy import MINIMAX, NUM_STEPS, RATES, Run
+from tests.support.parity_configurations import TOLERANCE, farthest
+from tests.support.toy import MINIMAX, NUM_STEPS, RATES, Run, one_process
 
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 # Each rank would have other random numbers for GPT-2's dropout.
@@ -154,3 +158,58 @@ def reference(run):
             for copy, (view, parameter) in zip(copies, matrices, strict=True):
                 view(parameter).copy_(copy)
     return {name: p.detach().clone() for name, p in model.named_parameters()}, len(copies)
+
+
+RUNS = {name: ExpertsRun(architecture=name) for name in (*MIXTURES, *OTHERS)} | FUSED
+WAYS = {"DDP": (jobs.ddp,), "FSDP2": (jobs.fsdp2,), **{f"ZeRO {n}": (jobs.deepspeed, n) for n in (1, 2, 3)}}
+expected = functools.cache(lambda name: reference(RUNS[name]))
+
+
+def assert_same_steps(name):
+    """That one process takes the steps of the reference of RUNS[name]."""
+    weights, norms, optimizer = one_process(RUNS[name])
+    wanted, num_matrices = expected(name)
+    assert farthest(weights, wanted) <= 1e-6
+    assert optimizer.num_maps == num_matrices * NUM_STEPS
+    assert min(norms) > 0.5, "the clip must bind in every step"
+
+
+def assert_same_steps_on_ranks(pool, way, run, wanted, num_matrices):
+    """That these ranks, sharded in one of WAYS, take the steps of a run's reference."""
+    job, *stage = WAYS[way]
+    results = pool.run(job, *stage, run)
+    for result in results:
+        assert farthest(result.weights, wanted) <= TOLERANCE
+    assert sum(result.num_maps for result in results) == num_matrices * NUM_STEPS
+
+
+def assert_own_scales(run, adjust_lr_fn, workspace_mb):
+    """That each matrix of a parameter has its own scale, in a batch and alone."""
+    settings = {"map": MINIMAX, "adjust_lr_fn": adjust_lr_fn, "lr": 1e-2}
+    wanted, _ = reference(replace(run, settings=settings))
+    weights, _, _ = one_process(replace(run, settings={**settings, "workspace_mb": workspace_mb}))
+    assert farthest(weights, wanted) <= 1e-6
+
+
+def continued(run):
+    """The checkpoint of a run's first step and the optimizer that has continued from it, as the first one did."""
+
+    def step(model, optimizer, number):
+        model(run.batches(number)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = run.model()
+    optimizer = run.optimizer(model)
+    step(model, optimizer, 0)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    resumed = run.model()
+    resumed.load_state_dict(saved["model"])
+    again = run.optimizer(resumed)
+    again.load_state_dict(saved["optimizer"])
+    step(model, optimizer, 1)
+    step(resumed, again, 1)
+    assert farthest(dict(resumed.named_parameters()), dict(model.named_parameters())) == 0
+    return saved["optimizer"], again

@@ -74,9 +74,7 @@ def compute(func, args, kwargs):
     known = {id(t.contents): t for t in there} | {id(t): t for t in here}
 
     def placed(leaf):
-        return (
-            known.get(id(leaf)) if id(leaf) in known else OnGPU(leaf) if on_gpu and isinstance(leaf, Tensor) else leaf
-        )
+        return known.get(id(leaf), OnGPU(leaf) if on_gpu and isinstance(leaf, Tensor) else leaf)
 
     return tree_map(placed, func(*args, **kwargs))
 

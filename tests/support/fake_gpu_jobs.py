@@ -101,12 +101,9 @@ def replicas(group, name, as_before=False):
 def early_error(group):
     with GPU():
         parameter = nn.Parameter(on_gpu(torch.ones(3)))
+        error, sums = ValueError("a rank's own error") if group.rank() else None, torch.zeros(2, dtype=torch.float64)
         try:
-            DDPStrategy(group).check_gradients(
-                [("x", parameter)],
-                ValueError("a rank's own error") if group.rank() else None,
-                torch.zeros(2, dtype=torch.float64),
-            )
+            DDPStrategy(group).check_gradients([("x", parameter)], error, sums)
         except ValueError as error:
             return " ".join(str(error).split()[:3])
 
@@ -183,10 +180,9 @@ def measured(group):
         state = SimpleNamespace(global_step=0, logging_steps=1, stateful_callbacks=None)
         args = SimpleNamespace(fp16=False)
         callbacks = (OptimizerCheck(attached), measurements, first_step)
-        for each in callbacks:
-            each.on_train_begin(args, state, None)
-        for each in callbacks:
-            each.on_step_begin(args, state, None)
+        for event in ("on_train_begin", "on_step_begin"):
+            for each in callbacks:
+                getattr(each, event)(args, state, None)
         matrix.grad, vector.grad = put(drawn(1, dtype)["a"]), put(drawn(1, dtype)["norm"])
         optimizer.step()
         for each in callbacks:
@@ -194,12 +190,12 @@ def measured(group):
         values = {key: value for key, value in measurements.values(1).items() if key != "tokens_per_second"}
         two = SimpleNamespace(num_ranks=2, gather=lambda norm: [norm, norm], sums=list)
         replace(attached, ranks=two).refuse_unaveraged_gradients(1)
-        exported = [
-            export_weights([("x", p.detach(), optimizer.state[p].get("compensation"))], torch.float16)["x"]
-            for p in (matrix, vector)
+        named = [
+            (name, p.detach(), optimizer.state[p].get("compensation")) for name, p in {"a": matrix, "b": vector}.items()
         ]
+        exported = export_weights(named, torch.float16).values()
         saved = change_after_saving(start, attached, torch.bfloat16)
-        return values, first_step.groups, saved, [e.tolist() for e in exported]
+        return values, first_step.groups, saved, [tensor.tolist() for tensor in exported]
 
     with GPU():
         there = run(on_gpu)

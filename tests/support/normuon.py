@@ -46,8 +46,7 @@ def step_(optimizer, parameters, seeds):
 
 def replicas(group):
     """The weights and row moments on this rank after three steps of DDP."""
-    parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
-    optimizer = NorMuon(parameters.items(), lr=0.1, beta2=0.9)
+    parameters, optimizer = trained(0)
     optimizer.strategy = DDPStrategy(group)
     step_(optimizer, parameters, range(3))
     flat = torch.cat([p.detach().flatten() for p in parameters.values()])
@@ -60,10 +59,8 @@ def flat_shards(group, states):
 
     def shard(tensors):
         whole = torch.cat([tensors[name].flatten() for name in SHAPES])
-        size = -(-whole.numel() // group.size())
-        return torch.nn.functional.pad(whole, (0, size * group.size() - whole.numel())).chunk(group.size())[
-            group.rank()
-        ]
+        padded = torch.nn.functional.pad(whole, (0, -whole.numel() % group.size()))
+        return padded.chunk(group.size())[group.rank()]
 
     flat = nn.Parameter(shard({name: torch.ones(shape) for name, shape in SHAPES.items()}).clone())
     optimizer = NorMuon([nn.Parameter(torch.ones(2, 2))], lr=0.1, beta2=0.9, states=states)

@@ -230,9 +230,8 @@ def second_moments_of_replicas(group, settings):
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         optimizer.step()
     states = [optimizer.state[parameter] for parameter in parameters]
-    return torch.cat(
-        [state[key].flatten() for state in states for key in sorted(state) if key.startswith("exp_avg_sq")]
-    )
+    moments = [state[key] for state in states for key in sorted(state) if key.startswith("exp_avg_sq")]
+    return torch.cat([moment.flatten() for moment in moments])
 
 
 def sharded_without_placement(group):
