@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from soren_align import recipe
 from soren_align.core import shipped
@@ -13,6 +14,8 @@ from soren_align.launch import commands, environment
 from soren_align.launch.preparation import prepare
 from soren_align.recipe.model import estimated_parameters
 from soren_align.run.folder import STOPPED, RunFolder
+from soren_align.training import run as training
+from soren_align.training import setup
 from tests.support.run_folders import lock_of_another_process
 
 LOCKED = "another process is training or evaluating this run"
@@ -20,16 +23,13 @@ LOCKED = "another process is training or evaluating this run"
 
 @pytest.fixture
 def make(tmp_path):
-    def _make(*overrides):
-        out = f"run.output_dir={tmp_path / 'run'}"
-        return recipe.load("quickstart/sft", [out, *overrides]), RunFolder(tmp_path / "run")
-
-    return _make
+    run = tmp_path / "run"
+    return lambda *overrides: (recipe.load("quickstart/sft", [f"run.output_dir={run}", *overrides]), RunFolder(run))
 
 
-def begin(made, checkpoint=False):
+def begin(made, checkpoint=False, processes=1):
     recipe_, folder = made
-    prepare(folder, recipe_)
+    prepare(folder, recipe_, processes)
     if checkpoint:
         (folder.checkpoints / "checkpoint-5").mkdir(parents=True, exist_ok=True)
         (folder.checkpoints / "checkpoint-5" / "soren_align.json").write_text("{}")
@@ -76,9 +76,6 @@ def test_without_a_checkpoint_there_is_nothing_to_protect(make):
 @pytest.mark.model
 def test_a_run_that_goes_on_has_no_failure_on_record(make, monkeypatch):
     """What the last failure was must not be read as that of the next one, such as that it resumes."""
-    from soren_align.training import run as training
-    from soren_align.training import setup
-
     folder = begin(make("eval=null"), checkpoint=True)
     folder.record_failure(ResumableError("no room"))
     assert folder.read()["resumable"]
@@ -119,21 +116,32 @@ def test_a_suite_has_one_name_however_it_is_given(suite):
 
 
 def test_a_run_goes_on_only_on_as_many_processes(make):
-    recipe_, folder = make()
-    prepare(folder, recipe_, 2)
-    (folder.checkpoints / "checkpoint-5").mkdir(parents=True)
-    (folder.checkpoints / "checkpoint-5" / "soren_align.json").write_text("{}")
+    folder = begin(make(), checkpoint=True, processes=2)
     with pytest.raises(UserError, match=r"unfinished run of 2 processes, not of 1. Resume with --processes 2"):
-        prepare(folder, recipe_)
-    prepare(folder, recipe_, 2)
+        begin(make())
+    begin(make(), processes=2)
     folder.update(status="trained")  # only the evaluation is missing, and that is one process's work
-    prepare(folder, recipe_)
+    begin(make())
 
 
-def test_another_global_batch_is_another_recipe(make):
+@pytest.mark.parametrize(("changes", "message"), [
+    ("run.global_batch_size=64", r"run.global_batch_size: 64 instead of None"),
+    ("run.resume=never", r"unfinished run, and run.resume is never"),
+], ids=["another global batch", "resume never"])  # fmt: skip
+def test_an_unfinished_run_is_refused_with_other_settings(make, changes, message):
     begin(make(), checkpoint=True)
-    with pytest.raises(UserError, match=r"run.global_batch_size: 64 instead of None"):
-        begin(make("run.global_batch_size=64"))
+    with pytest.raises(UserError, match=message):
+        begin(make(changes))
+
+
+@pytest.mark.parametrize(("checkpoint", "message"), [
+    (True, r"has no run.global_batch_size, so another number of processes would change"),
+    (False, "has no unfinished run with a complete checkpoint"),
+], ids=["a batch that depends on the number", "no checkpoint"])  # fmt: skip
+def test_a_run_that_cannot_be_freed_from_its_number_of_processes_is_refused(make, checkpoint, message):
+    folder = begin(make(), checkpoint)
+    with pytest.raises(UserError, match=message):
+        commands.reshard(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -160,10 +168,9 @@ def test_who_launched_this_process_is_known_from_its_environment(monkeypatch, st
 
 
 def test_srun_on_several_machines_needs_a_meeting_place(monkeypatch):
-    for name, value in {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}.items():
+    two = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    for name, value in two.items():
         monkeypatch.setenv(name, value)
-    for name in ("SLURM_PROCID", "SLURM_LOCALID"):
-        monkeypatch.setenv(name, "0")
     with pytest.raises(UserError, match="set MASTER_ADDR"):
         environment.rank_from_environment()
 
@@ -193,19 +200,12 @@ def test_two_ways_to_say_the_batch_are_one_too_many(make):
         make("run.global_batch_size=64", "trainer.gradient_accumulation_steps=2")
 
 
-def test_resume_never_refuses_an_unfinished_run(make):
-    begin(make(), checkpoint=True)
-    with pytest.raises(UserError, match=r"unfinished run, and run.resume is never"):
-        begin(make("run.resume=never"))
-
-
 def test_a_folder_of_something_else_is_left_alone(make, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="is neither empty nor a run folder"):
-        begin(make())
-    with pytest.raises(UserError, match="is neither empty nor a run folder"):
-        begin(make("run.overwrite=true"))
+    for overrides in ((), ("run.overwrite=true",)):
+        with pytest.raises(UserError, match="is neither empty nor a run folder"):
+            begin(make(*overrides))
 
 
 def test_metrics_of_steps_to_be_taken_again_are_dropped(tmp_path):
@@ -216,10 +216,9 @@ def test_metrics_of_steps_to_be_taken_again_are_dropped(tmp_path):
 
 
 def test_the_environment_keeps_what_the_user_set(make, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    assert environment.library_environment(make()[0])["OMP_NUM_THREADS"] == "1"
-    assert environment.library_environment(make()[0])["HF_HUB_OFFLINE"] == "1"
+    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+        assert environment.library_environment(make()[0])[name] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert environment.library_environment(make()[0])["OMP_NUM_THREADS"] == "7"
 
@@ -249,8 +248,6 @@ def test_a_small_model_has_one_thread_on_a_cpu(make, monkeypatch, model, setting
 
 @pytest.mark.parametrize("model", ["configs/models/tiny", "configs/models/llama-60m", "recipes/quickstart/base"])
 def test_the_number_of_parameters_is_known_without_torch(model):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     with torch.device("meta"):
         exact = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shipped.ROOT / model)).num_parameters()
     assert estimated_parameters(f"shipped:{model}") == pytest.approx(exact, rel=0.01)
@@ -284,22 +281,10 @@ def test_deepspeed_is_kept_to_the_cpu_only_where_cuda_cannot_be(make, monkeypatc
 def test_another_number_of_processes_goes_on_only_from_a_checkpoint_for_any(make):
     folder = begin(make(), checkpoint=True)
     with pytest.raises(UserError, match=r"of 1 process, not of 3.*soren-align reshard"):
-        prepare(folder, make()[0], 3)
+        begin(make(), processes=3)
     folder.update(processes=None)
-    prepare(folder, make()[0], 3)
+    begin(make(), processes=3)
     assert folder.read()["processes"] == 3
-
-
-def test_a_run_whose_batch_depends_on_its_number_keeps_it(make):
-    folder = begin(make(), checkpoint=True)
-    with pytest.raises(UserError, match=r"has no run.global_batch_size, so another number of processes would change"):
-        commands.reshard(str(folder))
-
-
-def test_what_has_no_checkpoint_cannot_be_freed_from_its_number(make):
-    folder = begin(make())
-    with pytest.raises(UserError, match="has no unfinished run with a complete checkpoint"):
-        commands.reshard(str(folder))
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,8 @@ def test_the_refusal_names_the_command_for_the_remaining_steps(tmp_path, before,
     folder.update(status=status)
     (tmp_path / "run-2").mkdir()
     message = refusal(folder, *after)
-    assert (
-        f"{folder}: this run is complete (600 steps), and its schedule has ended, so the run cannot be extended. To"
-        in message
-    )
+    words = "this run is complete (600 steps), and its schedule has ended, so the run cannot be extended. To"
+    assert f"{folder}: {words}" in message
     lines = message.splitlines()[1:]
     assert max(len(line) for line in lines) < 80 + len(str(tmp_path))
     assert len(lines) == 6

@@ -8,7 +8,7 @@ from soren_align.cli.app import main
 from soren_align.core.figures import LIGHT
 from soren_align.launch.show import without_common_folder
 from soren_align.run import curves as run_curves
-from soren_align.run.curves import Curve, Curves, draw_losses, limits
+from soren_align.run.curves import Curve, Curves, limits
 from tests.launch.test_show import write_metrics
 from tests.support.run_folders import finished_run
 
@@ -19,17 +19,23 @@ def curves(scale):
     return Curves({"loss": Curve(points), "eval_loss": Curve(points[9::10])})
 
 
-def drawn(monkeypatch, tmp_path, runs):
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """drawn(runs, by) -> the Figure that draw_losses, or another function, draws."""
     figures = []
     monkeypatch.setattr(run_curves, "write_pictures", lambda path, draw: figures.append(draw(LIGHT)))
-    draw_losses(runs, tmp_path / "a.png")
-    return figures[0]
+
+    def draw(runs, by=run_curves.draw_losses):
+        by(runs, tmp_path / "a.png")
+        return figures[-1]
+
+    return draw
 
 
-def test_models_are_rows_losses_are_columns_and_optimizers_are_lines(monkeypatch, tmp_path):
+def test_models_are_rows_losses_are_columns_and_optimizers_are_lines(drawn):
     names = [f"llama-c4/{size}-{optimizer}" for size in ("60m", "350m") for optimizer in ("adamw", "muon", "soren")]
     runs = [(name, recipe.load(name), curves(scale)) for scale, name in enumerate(names, 1)]
-    figure = drawn(monkeypatch, tmp_path, runs)
+    figure = drawn(runs)
     assert [axes.get_title("left") for axes in figure.axes] == ["training loss", "evaluation loss"] * 2
     assert [axes.get_ylabel() for axes in figure.axes[::2]] == ["llama-60m", "llama-350m"]
     for number, axes in enumerate(figure.axes):
@@ -39,16 +45,16 @@ def test_models_are_rows_losses_are_columns_and_optimizers_are_lines(monkeypatch
         assert [len(line.get_xdata()) for line in axes.lines] == [10 if number % 2 else 100] * 3
 
 
-def test_runs_of_one_optimizer_have_the_names_of_their_folders(monkeypatch, tmp_path):
+def test_runs_of_one_optimizer_have_the_names_of_their_folders(drawn):
     runs = [(f"runs/{name}", recipe.load("llama-c4/60m-muon"), curves(1)) for name in "ab"]
-    figure = drawn(monkeypatch, tmp_path, [*runs, ("runs/c", recipe.load("llama-c4/60m-soren"), curves(1))])
+    figure = drawn([*runs, ("runs/c", recipe.load("llama-c4/60m-soren"), curves(1))])
     assert [line.get_label() for line in figure.axes[0].lines] == ["Muon, runs/a", "Muon, runs/b", "Soren"]
 
 
-def test_an_optimizer_has_one_style_in_the_rows_of_all_models(monkeypatch, tmp_path):
+def test_an_optimizer_has_one_style_in_the_rows_of_all_models(drawn):
     names = ["60m-adamw", "60m-soren", "350m-muon", "350m-soren"]
     runs = [(name, recipe.load(f"llama-c4/{name}"), curves(1)) for name in names]
-    figure = drawn(monkeypatch, tmp_path, runs)
+    figure = drawn(runs)
     styles = {(line.get_label(), line.get_color(), line.get_linestyle()) for axes in figure.axes for line in axes.lines}
     assert len(styles) == 3
 
@@ -64,23 +70,18 @@ def overlap(figure):
 
 
 @pytest.mark.parametrize("length", [6, 40, 200])
-def test_names_of_many_runs_cover_no_line(monkeypatch, tmp_path, length):
+def test_names_of_many_runs_cover_no_line(drawn, length):
     runs = [(f"{number:0{length}}", recipe.load("llama-c4/60m-soren"), curves(1)) for number in range(10)]
-    assert not overlap(drawn(monkeypatch, tmp_path, runs))
-    figures = []
-    monkeypatch.setattr(run_curves, "write_pictures", lambda path, draw: figures.append(draw(LIGHT)))
-    run_curves.draw_curves([(name, each) for name, _, each in runs], tmp_path / "b.png")
-    assert not overlap(figures[0])
+    assert not overlap(drawn(runs))
+    assert not overlap(drawn([(name, each) for name, _, each in runs], run_curves.draw_curves))
 
 
-def test_a_run_alone_has_its_legends_in_its_panels(monkeypatch, tmp_path):
+def test_a_run_alone_has_its_legends_in_its_panels(drawn):
     run = curves(1)
     run.best = (97.0, 1.0)
-    figures = []
-    monkeypatch.setattr(run_curves, "write_pictures", lambda path, draw: figures.append(draw(LIGHT)))
-    run_curves.draw_curves([("a", run)], tmp_path / "a.png")
-    assert not figures[0].legends
-    assert all(axes.get_legend() for axes in figures[0].axes)
+    figure = drawn([("a", run)], run_curves.draw_curves)
+    assert not figure.legends
+    assert all(axes.get_legend() for axes in figure.axes)
 
 
 @pytest.mark.parametrize(("paths", "expected"), [

@@ -23,9 +23,8 @@ def write_metrics(file, *lines):
 def run(tmp_path):
     folder = finished_run(tmp_path / "runs" / "a")
     losses = [{"step": step, "loss": 4 / step} for step in range(1, 101)]
-    write_metrics(
-        folder.metrics, *losses, *({"step": s, "eval_loss": v} for s, v in ((40, 0.2), (60, 0.1), (100, 0.3)))
-    )
+    held_out = [{"step": step, "eval_loss": loss} for step, loss in ((40, 0.2), (60, 0.1), (100, 0.3))]
+    write_metrics(folder.metrics, *losses, *held_out)
     add_results(folder)
     return folder
 
@@ -169,14 +168,18 @@ def test_runs_are_listed_with_both_losses_and_a_table_of_scores_for_each_suite(r
     ]
 
 
-def test_many_scores_of_a_suite_stand_in_several_tables_of_80_columns(run, capsys):
-    names = [f"benchmark_{number}" for number in range(6)]
+def edit_results(run, change):
+    """Call `change` with each row of the run's results, and write the results."""
     file = run.evaluation("quickstart") / "results.json"
     results = json.loads(file.read_text())
     for row in results["rows"]:
-        row["scores"] = dict.fromkeys(names, row["scores"]["zoo_mc"])
-        row.pop("differences", None)
+        change(row)
     file.write_text(json.dumps(results))
+
+
+def test_many_scores_of_a_suite_stand_in_several_tables_of_80_columns(run, capsys):
+    names = [f"benchmark_{number}" for number in range(6)]
+    edit_results(run, lambda row: row.update(scores=dict.fromkeys(names, row["scores"]["zoo_mc"]), differences=None))
     show.runs(str(run.path.parent))
     text = capsys.readouterr().out
     assert all(name in text for name in names)
@@ -204,25 +207,18 @@ def test_without_any_run_a_sentence_names_a_command_that_makes_one(tmp_path, mon
     for _ in range(2):
         assert main([command]) == 2
         message = capsys.readouterr().err
-        assert message.startswith(
-            "error: runs: has no runs; name another folder, or train with `soren-align sft quickstart/sft`"
-        )
+        words = "has no runs; name another folder, or train with `soren-align sft quickstart/sft`"
+        assert message.startswith(f"error: runs: {words}")
         (tmp_path / "runs").mkdir(exist_ok=True)
 
 
 def test_after_too_few_questions_more_questions_come_next_and_no_upload(run, capsys):
-    file = run.evaluation("quickstart") / "results.json"
-    results = json.loads(file.read_text())
     for num_questions, is_enough in ((19, False), (20, True)):
-        for row in results["rows"]:
-            row["scores"]["zoo_mc"]["n"] = num_questions
-        file.write_text(json.dumps(results))
+        edit_results(run, lambda row, num=num_questions: row["scores"]["zoo_mc"].update(n=num))
         show.show(str(run))
         text = " ".join(capsys.readouterr().out.split())
-        reason = (
-            "notice zoo_mc: too few questions to compare models; add questions to the suite quickstart, 20 or more, and"
-        )
-        assert (reason in text, "push" in text) == (not is_enough, is_enough)
+        reason = "too few questions to compare models; add questions to the suite quickstart, 20 or more, and"
+        assert (f"notice zoo_mc: {reason}" in text, "push" in text) == (not is_enough, is_enough)
         assert text.endswith(f"soren-align eval {run}") == (not is_enough)
 
 
@@ -259,9 +255,8 @@ def test_a_folder_without_runs_is_refused(tmp_path, name):
 
 def test_the_curves_of_runs_are_one_picture_for_a_light_and_one_for_a_dark_page(run, tmp_path, capsys):
     other = finished_run(tmp_path / "runs" / "b")
-    write_metrics(
-        other.metrics, {"step": 1, "loss": 3, "rewards/margins": 0.1}, {"step": 2, "loss": 1, "rewards/margins": 2}
-    )
+    lines = [{"step": 1, "loss": 3, "rewards/margins": 0.1}, {"step": 2, "loss": 1, "rewards/margins": 2}]
+    write_metrics(other.metrics, *lines)
     picture = tmp_path / "two.png"
     show.curves([str(run), str(other)], output=str(picture))
     assert "0.1 at step 60" in capsys.readouterr().out

@@ -5,7 +5,6 @@ tests/slurm has the same and more on a real Slurm, where it is installed.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 from soren_align.core import shipped
 from soren_align.run.folder import RunFolder
 from tests.support import command
+from tests.support.forks import free_port
 from tests.support.run_folders import finished_run
 
 TRAIN_JOB = shipped.ROOT / "configs/slurm/train.sbatch"
@@ -58,11 +58,8 @@ def submit(tmp_path):
         for name, text in programs.items():
             (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
             (tmp_path / "bin" / name).chmod(0o755)
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node", "SLURM_CPUS_PER_TASK": "2", **environment}
-        env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "MASTER_PORT": str(port), **slurm}
+        env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "MASTER_PORT": str(free_port()), **slurm}
         job = subprocess.Popen(["bash", TRAIN_JOB, *map(str, arguments)], cwd=tmp_path, env=env, stderr=subprocess.PIPE,
                                text=True, start_new_session=True)  # fmt: skip
         jobs.append(job)
@@ -138,18 +135,10 @@ def test_ranks_that_slurm_stops_leave_a_checkpoint_and_a_job_that_is_queued_agai
 @pytest.mark.process
 def test_a_refusal_by_the_first_rank_ends_all_ranks_without_the_launcher(tmp_path):
     run = finished_run(tmp_path / "run")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    arguments = ["sft", "quickstart/sft", "--no-eval", *command.overrides(f"run.output_dir={run}")]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     tasks = [
-        command.start(
-            "sft",
-            "quickstart/sft",
-            "--no-eval",
-            *command.overrides(f"run.output_dir={run}"),
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
+        command.start(*arguments, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(2)
     ]
     for task in tasks:

@@ -113,15 +113,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         sockets = [listeners.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
         ports = [listener.getsockname()[1] for listener in sockets]
     user, host = str(os.getuid()), socket.gethostname().partition(".")[0]
-    values = {
-        "folder": folder,
-        "host": host,
-        "ports": ports,
-        "user": user,
-        "nodes": NODES,
-        "requeue_seconds": REQUEUE_SECONDS,
-    }
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(**values))
+    names = {"folder": folder, "host": host, "user": user, "requeue_seconds": REQUEUE_SECONDS}
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(**names, ports=ports, nodes=NODES))
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(128))

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slurm
 
 TRAIN_JOB, EVAL_JOB = ROOT / "configs/slurm/train.sbatch", ROOT / "configs/slurm/eval.sbatch"
 # What a user edits in the script; sbatch takes it from the command line as well. The last one of an option counts.
-TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
+ONE_GPU = ("--gpus-per-node=1", "--cpus-per-task=1")
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", *ONE_GPU)
 LOADING = "loading   torch"
 """Begins the line that a training prints before it imports its libraries."""
 # Checkpoints are saved when a signal stops the run, and at no other time.
@@ -181,10 +182,9 @@ def test_a_job_is_queued_again_after_a_stop_whatever_srun_returns(slurm, tmp_pat
 
 def test_an_evaluation_of_its_own_follows_the_training_and_no_machine_waits(slurm, submit, tmp_path):
     trained, run = submit(config(8, parallel="ddp"))
-    options = ("--gpus-per-node=1", "--cpus-per-task=1")
     folder = run.path.parent
     follows = f"--dependency=afterok:{trained}"
-    job = slurm.submit(folder, *options, follows, EVAL_JOB, "run", "--suite", "quickstart", "--limit", "4")
+    job = slurm.submit(folder, *ONE_GPU, follows, EVAL_JOB, "run", "--suite", "quickstart", "--limit", "4")
     assert slurm.job(job)["JobState"] == "PENDING"
     assert slurm.wait_for_end(trained)["JobState"] == "COMPLETED"
     assert not run.path.joinpath("eval").exists()
@@ -195,7 +195,6 @@ def test_an_evaluation_of_its_own_follows_the_training_and_no_machine_waits(slur
 
 def test_an_evaluation_does_not_wait_for_a_cancelled_training(slurm, submit):
     trained, run = submit(config(300, parallel="ddp"))
-    options = ("--gpus-per-node=1", "--cpus-per-task=1")
-    job = slurm.submit(run.path.parent, *options, f"--dependency=afterok:{trained}", EVAL_JOB, "run")
+    job = slurm.submit(run.path.parent, *ONE_GPU, f"--dependency=afterok:{trained}", EVAL_JOB, "run")
     slurm.call("scancel", trained)
     assert slurm.wait_for_end(job)["JobState"] == "CANCELLED"

@@ -14,7 +14,6 @@ import os
 import re
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -22,6 +21,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.support.forks import free_port
 
 ARMED = ("metrics.jsonl", 2)
 """Events count from here on: the second line of metrics, when the first step has been taken."""
@@ -197,7 +198,7 @@ def run(
     began, size = time.monotonic(), log.stat().st_size if log.exists() else 0
     watched = record or place is not None
     (report, report_to), (resume_from, resume) = os.pipe(), os.pipe()
-    port = _free_port()
+    port = free_port()
     pids = []
     for rank in range(processes):
         own = dict(environment or {})
@@ -322,12 +323,6 @@ def _state(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "?"
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def drop_root() -> None:

@@ -315,10 +315,8 @@ def disk_filled(trial: Trial) -> str:
         filler = trial.case / "filler"
 
         def fill(pids: list[int]) -> None:
-            with (
-                filler.open("wb") as stream,
-                contextlib.suppress(OSError),
-            ):  # a study goes on, and may fill it meanwhile
+            # A study goes on, and may fill it meanwhile.
+            with filler.open("wb") as stream, contextlib.suppress(OSError):
                 free = shutil.disk_usage(trial.case).free
                 os.posix_fallocate(stream.fileno(), 0, max(1, free - room))
 
@@ -524,9 +522,8 @@ def renamed_checkpoint(trial: Trial) -> str:
 def without_permission(trial: Trial) -> str:
     """A file or folder of the run that may not be read, or not be written."""
     checkpoint = trial.stop_with_checkpoints()
-    place = trial.rng.choice(
-        [checkpoint, checkpoint / "trainer_state.json", checkpoint / "scheduler.pt", checkpoint.parent, trial.run]
-    )
+    files = (checkpoint / "trainer_state.json", checkpoint / "scheduler.pt")
+    place = trial.rng.choice([checkpoint, *files, checkpoint.parent, trial.run])
     mode = place.stat().st_mode
     place.chmod(trial.rng.choice([0o000, 0o444, 0o555]) if place.is_dir() else 0o000)
     trial.notes.append(f"{place.name} {oct(place.stat().st_mode)[-3:]}")
@@ -567,9 +564,7 @@ def damaged_record(name: str):
             file.unlink(missing_ok=True)
             file.write_bytes(content)
 
-        return trial.conclude(
-            restore, re.escape(name.rsplit("/", 1)[-1]) + "|run folder|another recipe|run of", ignored
-        )
+        return trial.conclude(restore, f"{re.escape(name)}|run folder|another recipe|run of", ignored)
 
     return kind
 
@@ -577,9 +572,8 @@ def damaged_record(name: str):
 def changed_data(trial: Trial) -> str:
     """The training data has other letters, none of a key, or the file is gone; the remedy: restore it."""
     trial.stop_with_checkpoints()
-    name = next(
-        (text.split("=data/")[1] for text in trial.config.overrides if "train.path=data/" in text), "chat.jsonl"
-    )
+    named = [text.split("=data/")[1] for text in trial.config.overrides if "train.path=data/" in text]
+    (name,) = named or ["chat.jsonl"]
     file = trial.case / "data" / name
     content = file.read_text()
     if trial.rng.random() < 0.3:

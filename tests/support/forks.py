@@ -56,6 +56,12 @@ class Fork(subprocess.Popen):
         return self.returncode
 
 
+def free_port():
+    """A port of this machine on which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
 @functools.cache
 def server():
     """A connection to the server, and its process, which ends with this one."""

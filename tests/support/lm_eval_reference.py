@@ -46,15 +46,9 @@ def load(tasks: dict[str, int], data_root: Path, folder: Path) -> tuple[TaskMana
     # datasets' cache knows a folder by its last name and its README, not by its path or its rows: from one cache, a
     # second root of the same layout gets the first one's questions (test_datasets_confuses_two_roots_in_one_cache).
     cache = str(data_root.with_name(data_root.name + "-cache"))
-    members = [
-        {
-            "group" if task == "mmlu" else "task": task,
-            "num_fewshot": shots,
-            "dataset_path": str(data_root / DATASETS[task]),
-            "dataset_kwargs": {"cache_dir": cache},
-        }
-        for task, shots in tasks.items()
-    ]
+    members = [{"group" if task == "mmlu" else "task": task, "num_fewshot": shots,
+                "dataset_path": str(data_root / DATASETS[task]), "dataset_kwargs": {"cache_dir": cache}}
+               for task, shots in tasks.items()]  # fmt: skip
     (folder / "group.yaml").write_text(yaml.safe_dump({"group": "suite", "task": members}))
     manager = TaskManager(include_path=[*(str(TASKS / name) for name in FOLDERS), str(folder)], include_defaults=False)
     return manager, manager.load(["suite"])["groups"]["suite"]
