@@ -101,7 +101,8 @@ def trial(name, folder):
         message = str(error).removeprefix(f"model {start}: ")
         return f"| {NAMES[name]} | refused: {message} | | | |"
     results = [_trained(full), _trained(TinyRun(folder / "lora", "sft", *overrides, "model.lora={r: 4}"))]
-    return f"| {NAMES[name]} | {_routing(plan)} | {_planned(plan)} | {' | '.join(results)} |"
+    planned = "ok" if plan["compute"]["training_flops"] else "activations and FLOPs not known"
+    return f"| {NAMES[name]} | {_routing(plan)} | {planned} | {' | '.join(results)} |"
 
 
 def _routing(plan):
@@ -111,10 +112,6 @@ def _routing(plan):
     others = [reason for reason in others if reason not in ("linear layer", "experts")]
     share = f" ({spectral_share(plan['routing']):.0%})"
     return ", ".join(mapped) + share + (f"; AdamW: {', '.join(others)}" if others else "")
-
-
-def _planned(plan):
-    return "ok" if plan["compute"]["training_flops"] else "activations and FLOPs not known"
 
 
 def _trained(run):

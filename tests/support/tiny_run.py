@@ -3,8 +3,16 @@
 import io
 import json
 import os
+import random
+import shutil
+from contextlib import contextmanager
+from unittest import mock
 
+import numpy as np
+import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from soren_align import recipe
 from soren_align.core.shipped import ROOT
@@ -15,6 +23,7 @@ from soren_align.sharding.ranks import Ranks
 from soren_align.training import build, checkpoints, run
 from soren_align.training.lost_updates import LostUpdatesPolicy
 from soren_align.training.setup import set_up_training
+from soren_align.training.trained_optimizer import OptimizerCheck
 
 SHORT = ("trainer.max_steps=6", "trainer.warmup_steps=2", "trainer.save_steps=2", "trainer.logging_steps=1")
 SHORT += ("trainer.per_device_train_batch_size=8", "trainer.eval_strategy=no", "eval=null")
@@ -55,6 +64,21 @@ class TinyRun:
         """The lines of metrics.jsonl."""
         return [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
 
+    def losses(self):
+        """The losses in metrics.jsonl, but for those of evaluations."""
+        return [line["loss"] for line in self.metrics() if "loss" in line]
+
+    def weights(self):
+        """Those of the saved model, or of the saved adapter."""
+        (file,) = self.folder.model.glob("*.safetensors")
+        return load_file(file)
+
+    def forget_the_end(self):
+        """Leave the run as a kill after its last checkpoint but one does."""
+        shutil.rmtree(self.folder.model)
+        shutil.rmtree(self.folder.complete_checkpoints()[-1])
+        self.folder.update(status="training")
+
     def trainer(self):
         policy = LostUpdatesPolicy("warn", lambda groups, warnings: None)
         return build.build_trainer(self.prepare(), self.folder, self.ranks, policy)
@@ -70,6 +94,49 @@ def texts(folder):
         part.write_text("\n".join(lines))
         part.rename(file)
     return file
+
+
+def same(one, other):
+    """Whether two models have the same weights, bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def assert_trained_alike(silent, measured):
+    """Train two runs: they end with the same weights and the same random numbers to come."""
+    ends = []
+    for each in (silent, measured):
+        assert each.train()
+        ends.append((torch.rand(1).item(), random.random(), np.random.rand()))
+    assert ends[0] == ends[1]
+    assert same(silent.weights(), measured.weights())
+
+
+class Kill(BaseException):
+    """Ends a training as rudely as one process can."""
+
+
+def die():
+    raise Kill
+
+
+@contextmanager
+def after_step(number, act):
+    """Within it, `act` is called after the optimizer's step of this number."""
+    original = OptimizerCheck.on_optimizer_step
+
+    def acting(self, args, state, control, **kwargs):
+        original(self, args, state, control, **kwargs)
+        if state.global_step == number:
+            act()
+
+    with mock.patch.object(OptimizerCheck, "on_optimizer_step", acting):
+        yield
+
+
+def stop_after(run, step):
+    """Train and die after `step`."""
+    with after_step(step, die), pytest.raises(Kill):
+        run().train()
 
 
 def spectra(folder):

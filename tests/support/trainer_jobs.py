@@ -29,10 +29,9 @@ from soren_align.spectral import newton_schulz, quintic
 from soren_align.training import checkpoints
 from soren_align.training import trainer as trl_trainers
 from soren_align.training.lost_updates import FirstStepCheck
-from soren_align.training.trained_optimizer import OptimizerCheck
 from soren_align.training.trainer import SorenTrainerMixin
 from tests.support import c4_replica
-from tests.support.tiny_run import TinyRun, flip_bit, reseal
+from tests.support.tiny_run import Kill, TinyRun, after_step, die, flip_bit, reseal
 
 # Ten steps at once at the full rate, 32 rows each; the norm of the gradients is about 3, so that the clip binds.
 PARITY = ("trainer.max_steps=10", "trainer.warmup_steps=0", "trainer.lr_scheduler_type=constant",
@@ -53,23 +52,6 @@ DISPLACED += ("data.retention.path=shipped:recipes/quickstart/data/chat_test.jso
 def without_bfloat16():
     """Let Muon iterate in float64: in its own bfloat16 a last bit of the gradient becomes 0.4% of an update."""
     quintic.newton_schulz = lambda x, steps: newton_schulz(x.double(), steps).to(x.dtype)
-
-
-class Kill(BaseException):
-    pass
-
-
-def instead(cls, name, method, then):
-    """`then()` with a method replaced."""
-    original = cls.__dict__.get(name)
-    setattr(cls, name, method)
-    try:
-        return then()
-    finally:
-        if original is None:
-            delattr(cls, name)
-        else:
-            setattr(cls, name, original)
 
 
 RUNS = (
@@ -126,21 +108,19 @@ def fsdp2(make):
     """All that test_fsdp2.py asks of two ranks."""
     with mock.patch.object(checks, "_check_parallel"):  # they refuse fsdp2 without GPUs
         alone = refusal(make("unsharded", "sft", "run.parallel=fsdp2", *GLOBAL), SFTTrainer.compute_loss)
-        with fsdp2_on_cpus(), mock.patch.dict(os.environ):
-            return {
-                "unsharded": alone,
-                "maps": same_steps(make, "fsdp2", RUNS[0], RUNS[3], PACKED, ("recomputed", "sft", RECOMPUTED)),
-                "bfloat16": losses_in_bfloat16(make, "fsdp2", *EVALUATED),
-                "resumed": resumed(make, "fsdp2"),
-                "poisoned": poisoned(make, "fsdp2"),
-                "references": references(make, "fsdp2"),
-                "kept_whole": kept_whole(make),
-            }
+    with fsdp2_on_cpus():
+        return {
+            "unsharded": alone,
+            "maps": same_steps(make, "fsdp2", RUNS[0], RUNS[3], PACKED, ("recomputed", "sft", RECOMPUTED)),
+            "bfloat16": losses_in_bfloat16(make, "fsdp2", *EVALUATED), "kept_whole": kept_whole(make),
+            "resumed": resumed(make, "fsdp2"), "poisoned": poisoned(make, "fsdp2"),
+            "references": references(make, "fsdp2"),
+        }  # fmt: skip
 
 
 def precision(make):
     """All that test_precision.py asks of two ranks."""
-    with mock.patch.object(checks, "_check_parallel"), fsdp2_on_cpus(), mock.patch.dict(os.environ):  # FSDP2 sets some
+    with fsdp2_on_cpus():
         seen = {mode: narrow(make, mode) for mode in ("ddp", "fsdp2")}
     return seen | {mode: narrow(make, mode) for mode in ("zero2", "zero3")}
 
@@ -192,7 +172,7 @@ def benchmarked(make, modes=("ddp", "zero2", "zero3")):
 
 def benchmarked_fsdp2(make):
     """`benchmarked` under FSDP2, on CPUs."""
-    with mock.patch.object(checks, "_check_parallel"), fsdp2_on_cpus(), mock.patch.dict(os.environ):
+    with fsdp2_on_cpus():
         benchmarked(make, ("fsdp2",))
 
 
@@ -215,7 +195,7 @@ MOMENTS = {"rows": ("optimizer.second_moment=rows",),
 
 def moments(make):
     """All that test_second_moments.py asks of two ranks."""
-    with mock.patch.object(checks, "_check_parallel"), fsdp2_on_cpus(), mock.patch.dict(os.environ):
+    with fsdp2_on_cpus():
         for kind in MOMENTS:
             interrupted(make, kind, "fsdp2", MOMENTS[kind])
     for mode in ("ddp", "zero2", "zero3"):  # ZeRO last: accelerate keeps it
@@ -232,7 +212,7 @@ BLOCKS = ("optimizer.split={'*up_proj': [100, 40, 20]}", "optimizer.second_momen
 
 def blocks(make):
     """Runs whose weights are divided into blocks, under FSDP2."""
-    with mock.patch.object(checks, "_check_parallel"), fsdp2_on_cpus(), mock.patch.dict(os.environ):
+    with fsdp2_on_cpus():
         interrupted(make, "blocks", "fsdp2", BLOCKS)
 
 
@@ -255,14 +235,11 @@ def narrow(make, mode):
     slow = ("model.dtype=bfloat16", "trainer.bf16=true", "optimizer.lr=1e-6", "optimizer.adjust_lr_fn=none")
     slow += ("trainer.save_strategy=no", "run.save_dtype=bfloat16", f"run.parallel={mode}", *GLOBAL)
     run = make(f"narrow-{mode}", "sft", *slow, *(("optimizer.compensation=kahan",) if mode == "ddp" else ()))
-    trainers, original = [], SorenTrainerMixin.create_scheduler
-
-    def create(self, *args, **kwargs):
-        trainers.append(self)
-        return original(self, *args, **kwargs)
-
-    instead(SorenTrainerMixin, "create_scheduler", create, run.train)
-    state = trainers[0].attached.optimizer.state
+    create = mock.patch.object(SorenTrainerMixin, "create_scheduler", autospec=True,
+                               side_effect=SorenTrainerMixin.create_scheduler)  # fmt: skip
+    with create as created:
+        run.train()
+    state = created.call_args.args[0].attached.optimizer.state
     kept = [value["compensation"].long() for value in state.values() if "compensation" in value]
     seen = {
         "stepped": sorted({str(tensor.dtype) for tensor in state}),
@@ -278,6 +255,8 @@ def narrow(make, mode):
 def fsdp2_on_cpus():
     """Let accelerate take its way into FSDP on CPUs with gloo, which it takes for GPUs and other accelerators only.
 
+    Our check, which refuses this, is left out, and the variables that FSDP2 sets are unset afterwards.
+
     Replaced is nothing but the answer MULTI_CPU, by MULTI_GPU, while AcceleratorState asks in which of its branches an
     `fsdp_plugin` counts (accelerate/state.py). What it finds there is FSDP; the device is the CPU before and after.
     """
@@ -289,7 +268,8 @@ def fsdp2_on_cpus():
             found["distributed_type"] = DistributedType.MULTI_GPU
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
 
-    with mock.patch.object(AcceleratorState, "__init__", init):
+    is_allowed, environment = mock.patch.object(checks, "_check_parallel"), mock.patch.dict(os.environ)
+    with is_allowed, environment, mock.patch.object(AcceleratorState, "__init__", init):
         yield
 
 
@@ -333,7 +313,7 @@ PERTURBED = ("run.perturb={size: 1e-3, seed: 5}", "trainer.max_steps=1", "data.e
 def perturbed(make):
     """The weights of a DPO's policy and of its reference before the first step, under every mode, as one rank sees
     them."""
-    with mock.patch.object(checks, "_check_parallel"), fsdp2_on_cpus(), mock.patch.dict(os.environ):
+    with fsdp2_on_cpus():
         starts = {"fsdp2": started(make, "fsdp2")}
     return starts | {mode: started(make, mode) for mode in ("ddp", "zero2", "zero3")}
 
@@ -442,20 +422,11 @@ def resumed(make, mode):
 
 def killed(make, name, mode, *overrides, task="sft", step=3):
     """A run that all ranks leave after `step`; its last checkpoint is of the step before."""
-    original = OptimizerCheck.on_optimizer_step
-
-    def dying(self, args, state, control, **kwargs):
-        original(self, args, state, control, **kwargs)
-        if state.global_step == step:
-            raise Kill
-
-    def started():
-        try:
+    try:
+        with after_step(step, die):
             make(name, task, f"run.parallel={mode}", *overrides).train()
-        except Kill:
-            return True
-
-    return instead(OptimizerCheck, "on_optimizer_step", dying, started)
+    except Kill:
+        return True
 
 
 def c4(make):
@@ -474,7 +445,8 @@ def tokens_of(train):
         seen.append(inputs["input_ids"].tolist())
         return SFTTrainer.compute_loss(self, model, inputs, *args, **kwargs)
 
-    instead(SorenTrainerMixin, "compute_loss", loss, train)
+    with mock.patch.object(SorenTrainerMixin, "compute_loss", loss, create=True):
+        train()
     return seen
 
 
@@ -501,7 +473,8 @@ def drifted(make):
 def refusal(run, loss=SFTTrainer.compute_loss):
     """What training with this loss is refused with; None if it is not."""
     try:
-        instead(SorenTrainerMixin, "compute_loss", loss, run.train)
+        with mock.patch.object(SorenTrainerMixin, "compute_loss", loss, create=True):
+            run.train()
     except UserError as error:
         return str(error)
 
@@ -509,14 +482,8 @@ def refusal(run, loss=SFTTrainer.compute_loss):
 def stopped(make):
     """One rank alone gets a signal."""
     run = make("stopped", "sft", *GLOBAL)
-    original = OptimizerCheck.on_optimizer_step
-
-    def signalled(self, args, state, control, **kwargs):
-        original(self, args, state, control, **kwargs)
-        if state.global_step == 2 and run.ranks.rank == 1:
-            signal.raise_signal(signal.SIGTERM)
-
-    went_on = instead(OptimizerCheck, "on_optimizer_step", signalled, run.train)
+    with after_step(2, lambda: run.ranks.rank == 1 and signal.raise_signal(signal.SIGTERM)):
+        went_on = run.train()
     return [went_on, [p.name for p in sorted(run.folder.checkpoints.glob("checkpoint-*"))]]
 
 
@@ -530,13 +497,9 @@ def run(group, job, folder):
         return tiny_run
 
     make.ranks, make.folder = current_ranks(), folder
-    jobs = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision, "adapters": adapters}
-    jobs |= {"watched": watched, "c4": c4, "benchmarked": benchmarked, "benchmarked_fsdp2": benchmarked_fsdp2}
-    jobs |= {"small_memory": small_memory, "perturbed": perturbed, "blocks": blocks}
-    jobs |= {"moments": moments, "freed_moments": freed_moments}
     with mock.patch.object(quintic, "newton_schulz", quintic.newton_schulz):  # without_bfloat16() replaces it
         try:
-            return jobs[job](make)
+            return globals()[job](make)
         finally:
             for run_folder in folders:
                 run_folder.release()  # a rank that was killed would have ended and let go of its lock

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 from safetensors.torch import load_file
 
+from soren_align.run.folder import RunFolder, read_metrics
 from soren_align.spectral import quintic
 from tests.support import trainer_jobs
 from tests.support.tiny_run import TinyRun, spectra
@@ -22,17 +23,16 @@ def ranks_do(pool, job, folder):
     return pool.run(trainer_jobs.run, job, folder, seconds=1800)
 
 
-def weights(folder):
-    """What the run in `folder` ended with."""
-    return load_file(folder / "model" / "model.safetensors")
+def weights(folder, name="model"):
+    """What the run in `folder` ended with; name: adapter_model of an adapter."""
+    return load_file(folder / "model" / f"{name}.safetensors")
 
 
 def logged(run):
     """What every log of a resumed run repeats exactly."""
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     exact = ("step", "loss", "learning_rate", "update_rms", "relative_change", "grad_norm", "num_out_of_range")
     exact += ("num_tokens",)
-    return [{k: line[k] for k in exact} for line in lines if "loss" in line]
+    return [{key: line[key] for key in exact} for line in read_metrics(run.metrics) if "loss" in line]
 
 
 def assert_own_references(results):
@@ -43,7 +43,20 @@ def assert_own_references(results):
     assert others == [(rewards, refusal)] * len(others)
 
 
-def assert_verified(run, ranks):
+def assert_resumed(folder, mode, ranks):
+    """That the killed run of `trainer_jobs.resumed` has ended as the uninterrupted one, bit for bit; returns it."""
+    whole, killed = RunFolder(folder / f"whole-{mode}"), RunFolder(folder / f"killed-{mode}")
+    _assert_verified(whole, ranks)
+    assert killed.read()["resumed_from_steps"] == [2, 2]  # the first time, a truncated file was refused after that
+    assert killed.read()["identity"] == whole.read()["identity"]
+    assert _displacements(killed) == _displacements(whole)
+    _assert_same_displacements(whole)
+    assert furthest(weights(whole.path), weights(killed.path)) == 0
+    assert logged(whole) == logged(killed)
+    return killed
+
+
+def _assert_verified(run, ranks):
     """That the ranks of `trainer_jobs.resumed` have hashed what they wrote, and together refused what was damaged."""
     sealed = json.loads((run.complete_checkpoints()[0] / "soren_align.json").read_text())["files"]
     first, second = (rank["hashed"] for rank in ranks)
@@ -63,15 +76,15 @@ def assert_verified(run, ranks):
         assert "\n" not in truncated
 
 
-def displacements(run):
+def _displacements(run):
     """{step: [kl_to_start, retention_loss]} of a run's evaluations."""
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return {line["step"]: [line["kl_to_start"], line["retention_loss"]] for line in lines if "kl_to_start" in line}
+    lines = (line for line in read_metrics(run.metrics) if "kl_to_start" in line)
+    return {line["step"]: [line["kl_to_start"], line["retention_loss"]] for line in lines}
 
 
-def assert_same_displacements(run):
+def _assert_same_displacements(run):
     """Those of `trainer_jobs.resumed` on ranks, against one process."""
-    measured, alone = displacements(run), _displacements_of_one_process()
+    measured, alone = _displacements(run), _displacements_of_one_process()
     assert [*measured] == [*alone] == [0, 2, 4, 6]
     for step, values in measured.items():
         # float32 sums in another order: the weights differ by 1e-7, their logits by 1e-5
@@ -83,7 +96,7 @@ def _displacements_of_one_process():
     with tempfile.TemporaryDirectory() as folder:
         run = TinyRun(Path(folder) / "run", "sft", *GLOBAL, *trainer_jobs.DISPLACED)
         assert run.train()
-        return displacements(run.folder)
+        return _displacements(run.folder)
 
 
 def furthest(a, b):
@@ -123,9 +136,13 @@ def one_process_logs(name, task, *overrides):
     return _ten_steps(name, task, *overrides)[1]
 
 
-def one_process_validation(name, task, *overrides):
-    """Of a pre-training after the ten steps."""
-    return _ten_steps(name, task, *overrides)[3]
+def assert_same_perplexity(validations):
+    """Those of the ranks after the ten steps of PRETRAINED, against one process."""
+    name, task, overrides = trainer_jobs.PRETRAINED
+    *_, alone = _ten_steps(name, task, *overrides)
+    for validation in validations:
+        assert validation["num_tokens"] == alone["num_tokens"]
+        assert validation["perplexity"] == pytest.approx(alone["perplexity"], rel=2e-6)
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 import io
 import json
-import random
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from rich.console import Console
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from soren_align import recipe
@@ -29,8 +27,8 @@ from soren_align.recipe import Eval, checks
 from soren_align.run.curves import Curves, draw_curves, read_curves
 from soren_align.run.folder import RunFolder, read_metrics
 from soren_align.sharding.ranks import Ranks
+from tests.support.tiny_run import TinyRun, assert_trained_alike
 from tests.support.trainer_parity import furthest, ranks_do, weights
-from tests.training.test_resume import stop_after
 
 pytestmark = pytest.mark.model
 
@@ -59,8 +57,6 @@ def others(run):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """A run with benchmarks at steps of their own; it is only read."""
-    from tests.support.tiny_run import TinyRun
-
     run = TinyRun(tmp_path_factory.mktemp("measured") / "run", "sft", *EVALUATED, *FAST, MEASURED)
     assert run.train()
     return run
@@ -80,9 +76,8 @@ def test_the_last_score_is_that_of_lm_eval_on_the_saved_model_and_the_same_quest
     )  # fmt: skip
     expected = output["results"][loaded.task_name][f"{task.metric},{task.filter}"]
     assert len(output["samples"][loaded.task_name]) == 12
-    assert {sample["doc_hash"] for sample in output["samples"][loaded.task_name]} == {
-        doc_hash(loaded.eval_docs[i]) for i in chosen
-    }
+    hashes = {sample["doc_hash"] for sample in output["samples"][loaded.task_name]}
+    assert hashes == {doc_hash(loaded.eval_docs[i]) for i in chosen}
     assert scores(measured)[5][column] == pytest.approx(expected, abs=1e-9)
 
 
@@ -105,38 +100,23 @@ def test_the_scores_are_measured_at_the_start_every_k_steps_and_at_the_end(measu
 def test_they_change_no_weight_no_generator_and_no_other_metric(tiny_run, task):
     silent = tiny_run(task, *EVALUATED, *DROPOUT, name="silent")
     whole = tiny_run(task, *EVALUATED, *DROPOUT, MEASURED, name="whole")
-    ends = []
-    for run in (silent, whole):
-        assert run.train()
-        ends.append((torch.rand(1).item(), random.random(), np.random.rand()))
-    assert ends[0] == ends[1]
-    (file,) = (file.name for file in silent.folder.model.glob("*.safetensors"))
-    before, after = (load_file(run.folder.model / file) for run in (silent, whole))
-    assert all(torch.equal(before[name], after[name]) for name in before.keys() | after.keys())
+    assert_trained_alike(silent, whole)
     assert others(whole) == others(silent)
     assert [*scores(whole)] == [0, 2, 4, 5]
 
 
 @pytest.mark.rest
 def test_a_pretraining_is_scored_too(tiny_run):
-    run = tiny_run(
-        "pretrain", "data.eval=null", "trainer.max_steps=2", "run.benchmark={suite: quickstart, questions: 4, every: 2}"
-    )
+    benchmark = "run.benchmark={suite: quickstart, questions: 4, every: 2}"
+    run = tiny_run("pretrain", "data.eval=null", "trainer.max_steps=2", benchmark)
     assert run.train()
     assert [*scores(run)] == [0, 2]
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("benchmark", [MEASURED, AT_EVALUATIONS])
-def test_a_resumed_run_has_the_scores_of_an_uninterrupted_one(tiny_run, monkeypatch, benchmark):
-    keys = ("sft", *EVALUATED, *DROPOUT, benchmark)
-    whole = tiny_run(*keys, name="whole")
-    assert whole.train()
-
-    stop_after(lambda: tiny_run(*keys), 3, monkeypatch)
-    run = tiny_run(*keys)
-    assert run.train()
-    assert run.folder.read()["resumed_from_steps"] == [2]
+def test_a_resumed_run_has_the_scores_of_an_uninterrupted_one(resumed, benchmark):
+    whole, run = resumed(3, "sft", *EVALUATED, *DROPOUT, benchmark)
     assert run.metrics()[0].keys() == whole.metrics()[0].keys()
     assert scores(run) == scores(whole)
     assert [*scores(whole)] == [0, 2, 4, 5]
@@ -145,9 +125,8 @@ def test_a_resumed_run_has_the_scores_of_an_uninterrupted_one(tiny_run, monkeypa
 @pytest.mark.rest
 def test_the_best_checkpoint_by_a_benchmark_is_saved_and_run_json_states_it(tiny_run):
     best = ("trainer.load_best_model_at_end=true", "trainer.metric_for_best_model=benchmark/average")
-    run = tiny_run(
-        "sft", *EVALUATED, *FAST, AT_EVALUATIONS, *best, "trainer.max_steps=8", "run.early_stopping.patience=3"
-    )
+    best += ("trainer.max_steps=8", "run.early_stopping.patience=3")
+    run = tiny_run("sft", *EVALUATED, *FAST, AT_EVALUATIONS, *best)
     assert run.train()
     by_step = {step: values["average"] for step, values in scores(run).items() if step}
     result = run.folder.read()["training"]["best_model"]
@@ -254,9 +233,7 @@ def test_questions_that_cannot_be_scored_are_refused_before_the_model_is_loaded(
         with monkeypatch.context() as patch:
             patch.setattr(checks, "_check_parallel", lambda *arguments: None)  # refuses fsdp2 without GPUs
             sharded = recipe.load("quickstart/sft", [AT_EVALUATIONS, f"run.parallel={mode}"])
-        message = (
-            rf"the answers of zoo_gen are generated, .* {mode} shards the weights; write the names of the suite's other"
-        )
+        message = rf"the answers of zoo_gen are generated, .* {mode} shards the weights; write the names of the suite's"
         with pytest.raises(UserError, match=message):
             read_benchmark(sharded, setup.start, setup.tokenizer, run.ranks)
     setup.tokenizer.chat_template = None

@@ -3,21 +3,14 @@
 import math
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.support.c4_replica import NUM_HELD_OUT, RECIPE, c4
-from tests.support.tiny_run import TinyRun
+from tests.support.tiny_run import TinyRun, same, stop_after
 from tests.support.trainer_jobs import tokens_of
-from tests.support.trainer_parity import furthest, ranks_do
-
-from .test_resume import stop_after
+from tests.support.trainer_parity import furthest, ranks_do, weights
 
 pytestmark = pytest.mark.model
 NUM_STEPS, NUM_DOCUMENTS, MAX_LENGTH = 6, 8, 24
-
-
-def weights(run):
-    return load_file(run.folder.model / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +56,15 @@ def test_the_rates_follow_a_cosine_to_a_tenth(whole):
 
 
 @pytest.mark.rest
-def test_a_killed_run_resumes_at_the_exact_document(whole, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_at_the_exact_document(whole, tmp_path):
     run, batches = whole
     overrides = c4(run.folder.path.parent / "data")
-    stop_after(lambda: TinyRun(tmp_path / "run", RECIPE, *overrides), 5, monkeypatch)
+    stop_after(lambda: TinyRun(tmp_path / "run", RECIPE, *overrides), 5)
     resumed = TinyRun(tmp_path / "run", RECIPE, *overrides)
     again = tokens_of(resumed.train)
     assert resumed.folder.read()["resumed_from_steps"] == [4]
     assert again == batches[4 * NUM_DOCUMENTS // 2 :]
-    assert furthest(weights(run), weights(resumed)) == 0
+    assert same(run.weights(), resumed.weights())
     counts, counts_again = (each.folder.read()["data"]["train"] for each in (run, resumed))
     assert counts == counts_again
 
@@ -91,5 +84,4 @@ def test_two_ranks_train_the_documents_of_one_process(two_ranks, whole, name):
     together = [batch for pair in zip(*per_rank, strict=True) for batch in pair]
     first = 4 * NUM_DOCUMENTS // 2 if name == "killed-ddp" else 0
     assert [ids for batch in together for ids in batch] == [ids for batch in batches[first:] for ids in batch]
-    trained = load_file(folder / name / "model" / "model.safetensors")
-    assert furthest(weights(run), trained) < 2e-6
+    assert furthest(run.weights(), weights(folder / name)) < 2e-6

@@ -79,9 +79,8 @@ def test_chats_alpaca_and_unknown_text_are_trained_together_and_told(tiny_run, r
 def test_held_out_rows_are_of_the_same_kind(tiny_run, rows):
     texts, chats = rows("t.jsonl", [{"text": "A lynx."}]), rows("c.jsonl", [chat_row(1)])
     how = ("trainer.assistant_only_loss=false", f"data.train.path={texts}", f"data.eval={{path: {chats}}}")
-    with pytest.raises(
-        UserError, match=r"data.eval: has chat messages .*, but data.train has plain text.*the same kind"
-    ):
+    message = r"data.eval: has chat messages .*, but data.train has plain text.*the same kind"
+    with pytest.raises(UserError, match=message):
         tiny_run("sft", *how).prepare()
 
 
@@ -117,9 +116,8 @@ def test_a_length_that_cuts_every_answer_is_refused(tiny_run, rows, row, length)
     """All tokens are trained, so that the examples are not dropped."""
     data = (f"data.train.path={rows('rows.jsonl', [row] * 4)}", "data.eval=null", "trainer.assistant_only_loss=false")
     data += () if "messages" in row else ("trainer.completion_only_loss=false",)
-    with pytest.raises(
-        UserError, match=rf"trainer.max_length: {length} cuts every example before its answer, as the sho"
-    ):
+    message = rf"trainer.max_length: {length} cuts every example before its answer, as the sho"
+    with pytest.raises(UserError, match=message):
         tiny_run("sft", *data, f"trainer.max_length={length}", name="short").prepare()
     longer = tiny_run("sft", *data, f"trainer.max_length={length + 50}", name="long")
     assert longer.prepare().account.num_kept == 4

@@ -13,22 +13,14 @@ from soren_align.sharding.ranks import Ranks
 from tests.support.trainer_jobs import PACKED, PRETRAINED, RUNS, STREAMED
 from tests.support.trainer_parity import (
     assert_own_references,
-    assert_same_displacements,
+    assert_resumed,
     assert_same_measurements,
-    assert_verified,
-    displacements,
+    assert_same_perplexity,
     furthest,
     one_process,
-    one_process_validation,
-    ranks_do,
 )
 
-
-@pytest.fixture(scope="module")
-def two_ranks(rank_pools, tmp_path_factory):
-    """The folder in which two ranks have done `ddp` of trainer_jobs.py, and what each of them saw."""
-    folder = tmp_path_factory.mktemp("ddp")
-    return folder, ranks_do(rank_pools(2), "ddp", folder)
+JOB = "ddp"
 
 
 @pytest.mark.parametrize(("name", "task", "overrides"), [*RUNS, PACKED, STREAMED, PRETRAINED])
@@ -47,11 +39,7 @@ def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, name, task,
 
 
 def test_two_ranks_have_the_perplexity_of_one_process(two_ranks):
-    alone = one_process_validation(*PRETRAINED[:2], *PRETRAINED[2])
-    for rank in two_ranks[1]:
-        validation = rank["maps"]["pretrained"]["validation"]
-        assert validation["num_tokens"] == alone["num_tokens"]
-        assert validation["perplexity"] == pytest.approx(alone["perplexity"], rel=2e-6)
+    assert_same_perplexity([rank["maps"]["pretrained"]["validation"] for rank in two_ranks[1]])
 
 
 def test_two_ranks_record_the_spectra_and_the_map_error_of_one_process(two_ranks):
@@ -61,14 +49,7 @@ def test_two_ranks_record_the_spectra_and_the_map_error_of_one_process(two_ranks
 
 
 def test_two_ranks_resume_bit_for_bit(two_ranks):
-    folder, seen = two_ranks
-    whole, killed = RunFolder(folder / "whole-ddp"), RunFolder(folder / "killed-ddp")
-    assert_verified(whole, [rank["resumed"] for rank in seen])
-    assert killed.read()["resumed_from_steps"] == [2, 2]  # the first time, a truncated file was refused after that
-    assert killed.read()["identity"] == whole.read()["identity"]
-    assert displacements(killed) == displacements(whole)
-    assert_same_displacements(whole)
-    assert furthest(load_file(whole.model / "model.safetensors"), load_file(killed.model / "model.safetensors")) == 0
+    killed = assert_resumed(two_ranks[0], "ddp", [rank["resumed"] for rank in two_ranks[1]])
     sealed = json.loads((killed.complete_checkpoints()[0] / "soren_align.json").read_text())
     assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= sealed["files"].keys()
     assert sealed["origin"]["processes"] == 2

@@ -1,30 +1,21 @@
 """Training ends when evaluations improve no longer, also across a resume, and the record states why."""
 
+from unittest import mock
+
 import pytest
-import torch
-from safetensors.torch import load_file
-from transformers import TrainerCallback
 
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.publish.card import card
 from soren_align.tasks import TASKS
-from tests.support.tiny_run import TinyRun
+from soren_align.training import checkpoints
+from tests.support.tiny_run import Kill, TinyRun, after_step, die, same
 
 pytestmark = pytest.mark.model
 
 EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=1", "data.eval.limit=4", "trainer.save_steps=1")
 # A rate of 1e-3 on another schedule than the tiny run's: the loss falls at every step, by less than 1.
 STOPPING = (*EVALUATED, "run.early_stopping={patience: 2, threshold: 1}", "run.lost_updates=warn")
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
-def weights(folder):
-    (file,) = folder.model.glob("*.safetensors")
-    return load_file(file)
 
 
 @pytest.fixture(scope="module")
@@ -63,34 +54,26 @@ def test_a_run_that_improves_trains_to_its_end(tiny_run):
     assert "stopped_early" not in training
 
 
-class Kill(BaseException):
-    pass
-
-
 @pytest.mark.rest
 @pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_the_count_of_evaluations_survives_a_kill(tiny_run, monkeypatch, stopped, step):
+def test_the_count_of_evaluations_survives_a_kill(tiny_run, stopped, step):
     """After step 2 one more evaluation ends the run; after step 3 none, and no step is taken."""
-    from soren_align.training import checkpoints
-
     original = checkpoints.seal
 
     def dying(checkpoint, *rest):
         original(checkpoint, *rest)
         if checkpoint.name == f"checkpoint-{step}":
-            raise Kill
+            die()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "seal", dying)
-        with pytest.raises(Kill):
-            tiny_run("sft", *STOPPING).train()
+    with mock.patch.object(checkpoints, "seal", dying), pytest.raises(Kill):
+        tiny_run("sft", *STOPPING).train()
     resumed = tiny_run("sft", *STOPPING)
     assert resumed.train()
     record = resumed.folder.read()
     assert record["resumed_from_steps"] == [step]
     assert record["training"]["steps"] == 3
     assert record["training"]["stopped_early"] == stopped.folder.read()["training"]["stopped_early"]
-    assert same(weights(resumed.folder), weights(stopped.folder))
+    assert same(resumed.weights(), stopped.weights())
 
 
 @pytest.mark.parametrize("changes", [
@@ -109,15 +92,10 @@ def test_the_best_checkpoint_becomes_the_model(tiny_run, changes):
     one = tiny_run("sft", *changes, "run.save_dtype=float32", "trainer.save_strategy=no", name="one")
     trainer = one.trainer()
     trainer.args.max_steps = 3
-    trainer.add_callback(_Stop())
-    trainer.train()
+    with after_step(1, die), pytest.raises(Kill):
+        trainer.train()
     trainer.save_model(str(one.folder.model))
-    assert same(weights(run.folder), weights(one.folder))
-
-
-class _Stop(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = True
+    assert same(run.weights(), one.weights())
 
 
 @pytest.mark.parametrize("task", [pytest.param("sft", marks=pytest.mark.slow), "dpo"])

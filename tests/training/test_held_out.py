@@ -11,8 +11,7 @@ from soren_align.run.held_out import read_held_out
 from soren_align.run.provenance import fingerprint
 from soren_align.tasks import TASKS
 from soren_align.training.setup import tokenize_splits
-from tests.support.tiny_run import TinyRun
-from tests.training.test_resume import stop_after
+from tests.support.tiny_run import TinyRun, stop_after
 
 # With one example per batch, transformers' mean over batches is the mean over examples.
 EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=2", "trainer.max_steps=4", "trainer.eval_on_start=true",
@@ -64,7 +63,7 @@ def test_the_metrics_of_the_examples_have_the_logged_means(tiny_run, task):
 
 @pytest.mark.rest
 @pytest.mark.model
-def test_measuring_the_examples_changes_no_weight_and_a_resumed_run_measures_the_same(tmp_path, monkeypatch):
+def test_measuring_the_examples_changes_no_weight_and_a_resumed_run_measures_the_same(tmp_path):
     dropout = (*EVALUATED, "model.lora={r: 4, dropout: 0.3}", "optimizer.aux_lr=null")
 
     def make(name, *overrides):
@@ -75,7 +74,7 @@ def test_measuring_the_examples_changes_no_weight_and_a_resumed_run_measures_the
     assert whole.train()
     assert fingerprint(str(whole.folder.model)) == fingerprint(str(without.folder.model))
     assert not without.folder.held_out.exists()
-    stop_after(lambda: killed, 3, monkeypatch)
+    stop_after(lambda: killed, 3)
     assert "end" not in values(killed)
     killed = make("c", "data.eval_part=verdict")
     assert killed.train()

@@ -9,7 +9,7 @@ from soren_align import recipe
 from soren_align.recipe import recipe_hash
 from soren_align.sharding.ranks import Ranks
 from soren_align.training.reference import BatchHash, mixed_sum, position_keys, weights_digest
-from tests.training.test_resume import stop_after
+from tests.support.tiny_run import stop_after
 
 LORA = ("model.lora={r: 4, dropout: 0.3}", "optimizer.aux_lr=null")
 STEP, MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
@@ -70,9 +70,7 @@ def test_the_hash_of_weights_shows_values_names_shapes_and_dtypes():
 @pytest.mark.rest
 @pytest.mark.model
 @pytest.mark.parametrize(("task", "options"), [("sft", LORA), pytest.param("dpo", (), marks=pytest.mark.slow)])
-def test_a_resumed_run_of_another_optimizer_has_the_identity_of_an_uninterrupted_one(
-    tiny_run, monkeypatch, task, options
-):
+def test_a_resumed_run_of_another_optimizer_has_the_identity_of_an_uninterrupted_one(tiny_run, task, options):
     short = (*options, "trainer.max_steps=4")
     whole = tiny_run(task, *short, name="whole")
     whole.train()
@@ -80,7 +78,7 @@ def test_a_resumed_run_of_another_optimizer_has_the_identity_of_an_uninterrupted
     def other():
         return tiny_run(task, *short, "optimizer.name=muon", "optimizer.lr=1e-4")
 
-    stop_after(other, 3, monkeypatch)
+    stop_after(other, 3)
     assert other().train()
     record = other().folder.read()
     assert record["resumed_from_steps"] == [2]

@@ -12,22 +12,18 @@ from soren_align.training.packing import IsolationCheck, cross_talk, probe_examp
 
 pytestmark = pytest.mark.model
 COLLATOR = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-LLAMA = dict(vocab_size=99, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=2)
-MIXTRAL = LLAMA | dict(num_key_value_heads=2, num_local_experts=4)
-GPT_OSS = MIXTRAL | dict(head_dim=8, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
-OPT = dict(
-    vocab_size=99, hidden_size=32, ffn_dim=48, num_attention_heads=4, num_hidden_layers=2, word_embed_proj_dim=32
-)
-OTHER = dict(vocab_size=99, hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
+SIZE = dict(vocab_size=99, hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
+LLAMA = SIZE | dict(intermediate_size=48, num_key_value_heads=2)
+MIXTRAL = LLAMA | dict(num_local_experts=4)
 MODELS = {
-    "Llama": LLAMA | dict(num_key_value_heads=2),
+    "Llama": LLAMA,
     "Mixtral": MIXTRAL,
     "GPT2": dict(vocab_size=99, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2),
-    "OPT": OPT,
-    "Falcon": OTHER,
-    "Bloom": OTHER,
+    "OPT": SIZE | dict(ffn_dim=48, word_embed_proj_dim=32),
+    "Falcon": SIZE,
+    "Bloom": SIZE,
     "Mamba": dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, state_size=8),
-    "GptOss": GPT_OSS,
+    "GptOss": MIXTRAL | dict(head_dim=8, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
 }
 
 
@@ -62,9 +58,8 @@ def test_examples_that_are_separate_are_packed(name, attention):
 
 @pytest.mark.parametrize("name", ["OPT", "Falcon", "Bloom", "Mamba", "GptOss"])
 def test_examples_that_attend_to_each_other_are_refused(name):
-    with pytest.raises(
-        UserError, match=r"trainer.packing: .* mixes the examples of one sequence: .*Write .*packing: false"
-    ):
+    message = r"trainer.packing: .* mixes the examples of one sequence: .*Write .*packing: false"
+    with pytest.raises(UserError, match=message):
         check(small(name))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from soren_align.recipe import adapter_config
 from soren_align.training import adapters
 from soren_align.training import run as training
 from soren_align.training.model import starting_checkpoint
+from tests.support.tiny_run import same
 
 pytestmark = pytest.mark.model
 
@@ -25,10 +25,6 @@ LORA = ("model.lora={r: 4}", "optimizer.lr=2e-2", "optimizer.aux_lr=null", "opti
         "optimizer.weight_decay=0")  # fmt: skip
 FACTOR = "LoRA factor (extension, not in the paper)"
 WORDS = torch.arange(3, 40)[None]
-
-
-def weights(folder):
-    return load_file(folder / "adapter_model.safetensors")
 
 
 @pytest.fixture
@@ -71,21 +67,18 @@ def test_a_model_without_weights_is_outlined_as_it_would_be_trained(sft, second)
 
 def test_the_adapter_remembers_a_base_that_stays(sft):
     said = adapter_config(sft.folder.model)
-    assert said is not None
     assert said["base_model_name_or_path"] == str(sft.folder.start.resolve())
     names = {file.name for file in sft.folder.model.iterdir()}
     assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer_config.json"}
     assert not names & {"README.md", "model.safetensors", "training_args.bin"}
     moved = sft.folder.path.rename(sft.folder.path.with_name("elsewhere"))
     there = adapter_config(moved / "model")
-    assert there is not None
     assert there["base_model_name_or_path"] == str((moved / "start").resolve())
 
 
 def test_the_cards_python_runs_for_an_adapter_and_for_a_whole_model(sft, monkeypatch, capsys):
     for folder, is_merged in ((sft.folder.model, False), (adapters.merge(sft.folder), True)):
         snippet = re.search(r"```python\n(.*?)```", card(sft.folder, "zoo", is_merged), re.DOTALL)
-        assert snippet is not None
         assert ("peft" in snippet[1]) is not is_merged
         monkeypatch.chdir(folder)
         values = {}
@@ -139,14 +132,12 @@ def test_dpo_goes_on_with_the_adapter_of_sft_and_keeps_a_frozen_copy_as_referenc
     said = second.folder.read()
     assert said["routing"] == sft.folder.read()["routing"]
     assert said["optimizer"]["groups"][0]["num_tensors"] == 28
-    losses = [line["loss"] for line in second.metrics() if "loss" in line]
-    assert losses[0] == pytest.approx(0.6931, abs=1e-4)  # the reference is the adapter, not its base
+    assert second.losses()[0] == pytest.approx(0.6931, abs=1e-4)  # the reference is the adapter, not its base
     assert {f.name for f in second.folder.model.iterdir() if f.is_dir()} == set()
-    assert weights(second.folder.model).keys() == weights(sft.folder.model).keys()
-    copy = weights(next(second.folder.checkpoints.glob("checkpoint-6")) / "ref")
-    for name, tensor in weights(sft.folder.model).items():
-        assert torch.equal(copy[name], tensor)
-        assert not torch.equal(weights(second.folder.model)[name], tensor)
+    first, last = sft.weights(), second.weights()
+    assert last.keys() == first.keys()
+    assert same(load_file(second.folder.checkpoints / "checkpoint-6/ref/adapter_model.safetensors"), first)
+    assert not any(torch.equal(last[name], tensor) for name, tensor in first.items())
     assert [name for name, _ in lineage(second.folder.path)] == ["base", "SFT", "DPO"]
 
 
@@ -158,7 +149,7 @@ def test_reference_log_probabilities_computed_beforehand_are_those_of_the_start(
         precompute = f"trainer.precompute_ref_log_probs={beforehand}"
         run = tiny_run("dpo", where, "optimizer.aux_lr=null", precompute, name=name)
         run.train()
-        losses.append([line["loss"] for line in run.metrics() if "loss" in line])
+        losses.append(run.losses())
     assert losses[0] == pytest.approx(losses[1], abs=2e-5)
 
 
@@ -173,14 +164,10 @@ def test_a_killed_run_goes_on_to_the_weights_of_an_uninterrupted_one(tiny_run, t
     whole.train()
     killed = tiny_run(task, *settings, name="killed")
     killed.train()
-    for gone in (killed.folder.model, killed.folder.checkpoints / "checkpoint-6"):
-        shutil.rmtree(gone)
-    killed.folder.update(status="training")
+    killed.forget_the_end()
     assert killed.train()
     assert killed.folder.read()["resumed_from_steps"] == [4]
-    expected, found = weights(whole.folder.model), weights(killed.folder.model)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+    assert same(killed.weights(), whole.weights())
 
 
 def on_narrow(run):
@@ -190,10 +177,9 @@ def on_narrow(run):
     assert said["first_step"]["matrices"]["dtype"] == "float32"
     assert said["first_step"]["matrices"]["fraction_changed"] > 0.9
     assert said["training"]["change_after_saving"]["dtype"] == "float32"
-    assert said["training"]["change_after_saving"]["matrices"] == pytest.approx(
-        {"fraction_changed": 1, "projection": 1}
-    )
-    assert {tensor.dtype for tensor in weights(run.folder.model).values()} == {torch.float32}
+    kept = said["training"]["change_after_saving"]["matrices"]
+    assert kept == pytest.approx({"fraction_changed": 1, "projection": 1})
+    assert {tensor.dtype for tensor in run.weights().values()} == {torch.float32}
     return said
 
 
@@ -206,15 +192,14 @@ def test_on_a_bfloat16_base_the_factors_are_float32_and_lose_nothing(tiny_run, b
     assert {p.dtype for p in trainer.model.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert first.train()
     assert on_narrow(first)["routing"][0]["tensors"] == 28
-    lines = [line for line in first.metrics() if "loss" in line]
-    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert first.losses()[-1] < first.losses()[0]
 
     where = f"model.name_or_path={first.folder.model}"
     second = tiny_run("dpo", where, "optimizer.aux_lr=null", *narrow, name="dpo")
     assert second.train()
     assert on_narrow(second)["first_step"]["matrices"]["ulp"] > 0  # no factor begins at 0 any more
-    for name, tensor in weights(first.folder.model).items():
-        assert not torch.equal(weights(second.folder.model)[name], tensor)
+    last = second.weights()
+    assert not any(torch.equal(last[name], tensor) for name, tensor in first.weights().items())
 
 
 def test_what_is_trained_whole_beside_the_factors_is_float32_too(tiny_run):
@@ -228,7 +213,7 @@ def test_what_is_trained_whole_beside_the_factors_is_float32_too(tiny_run):
 def test_save_dtype_is_that_of_the_merge(tiny_run, asked, dtype):
     run = tiny_run("sft", *LORA, f"run.save_dtype={asked}")
     assert run.train()
-    assert {tensor.dtype for tensor in weights(run.folder.model).values()} == {torch.float32}
+    assert {tensor.dtype for tensor in run.weights().values()} == {torch.float32}
     assert run.folder.read()["training"]["change_after_saving"]["dtype"] == "float32"
     merged = adapters.merge(run.folder)
     assert {tensor.dtype for tensor in load_file(merged / "model.safetensors").values()} == {getattr(torch, dtype)}

@@ -1,11 +1,10 @@
 """Adapters on two ranks of DDP and of ZeRO 2 take the steps of one process; DPO resumes from what they saved."""
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.support.tiny_run import TinyRun
 from tests.support.trainer_jobs import ADAPTERS
-from tests.support.trainer_parity import furthest, ranks_do
+from tests.support.trainer_parity import furthest, ranks_do, weights
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +20,7 @@ def runs(rank_pools, tmp_path_factory):
 @pytest.mark.parametrize("parallel", ["ddp", "zero2"])
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_two_ranks_take_the_steps_of_one_process(runs, parallel, task):
-    alone, found = (load_file(runs / f"{way}-{task}/model/adapter_model.safetensors") for way in ("alone", parallel))
+    alone, found = (weights(runs / f"{way}-{task}", "adapter_model") for way in ("alone", parallel))
     assert found.keys() == alone.keys()
     # float32 sums in another order, and A's first gradients are rounding itself: B is small
     assert furthest(found, alone) <= 1e-5

@@ -5,14 +5,11 @@ import os
 import signal
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from soren_align.core import shipped
-from soren_align.training.trained_optimizer import OptimizerCheck
 from tests.support.c4_replica import replica
 from tests.support.rank_pool import PRELOADED
-from tests.support.tiny_run import TinyRun, spectra
+from tests.support.tiny_run import TinyRun, after_step, same, spectra
 
 pytestmark = [pytest.mark.process, pytest.mark.rest]
 FAMILIES = ("llama-c4/", "qwen3-0.6b/", "paper-figures/")
@@ -26,15 +23,8 @@ def folder(tmp_path_factory):
 
 def train_and_die(path, name, overrides):
     """Train in a process of its own, which SIGKILL ends after step 5 of 6, one after a checkpoint."""
-    check = OptimizerCheck.on_optimizer_step
-
-    def die(self, args, state, control, **kwargs):
-        check(self, args, state, control, **kwargs)
-        if state.global_step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    OptimizerCheck.on_optimizer_step = die
-    TinyRun(path, name, *overrides).train()
+    with after_step(5, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        TinyRun(path, name, *overrides).train()
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +52,7 @@ def test_a_killed_replica_resumes_to_the_bits_of_an_undisturbed_one(name, folder
     record = resumed.folder.read()
     assert (record["status"], record["resumed_from_steps"], record["training"]["steps"]) == ("trained", [4], 6)
     assert record["data"]["train"] == whole.folder.read()["data"]["train"]
-    weights, again = (load_file(run.folder.model / "model.safetensors") for run in (whole, resumed))
-    assert weights.keys() == again.keys()
-    assert all(torch.equal(weights[key], again[key]) for key in weights)
+    assert same(whole.weights(), resumed.weights())
     num_matrices = {"llama-c4": 2 * 7 + 2, "qwen3-0.6b": 2 * 7 + 1, "paper-figures": 12 * 7 + 2}[name.split("/")[0]]
     assert record["optimizer"]["num_matrices"] == (0 if name.endswith("adamw") else num_matrices)
     if name.startswith("paper-figures/"):

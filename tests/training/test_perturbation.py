@@ -5,16 +5,14 @@ import itertools
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.recipe import recipe_hash
 from soren_align.training.model import perturb_, uniform
-from tests.support.tiny_run import TinyRun
+from tests.support.tiny_run import TinyRun, same, stop_after
 from tests.support.trainer_jobs import PERTURBED
 from tests.support.trainer_parity import ranks_do
-from tests.training.test_resume import stop_after
 
 STEP, MIXES = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 ROUNDING = 2.0**-24
@@ -78,8 +76,7 @@ def test_policy_and_reference_of_a_dpo_have_the_same_perturbed_start(tiny_run):
     for name, changes in relative_changes(plain, start).items():
         assert changes[plain[name] != 0].max() <= 1e-3 + ROUNDING
         assert (changes > 0).float().mean() > 0.99, name
-    for name, parameter in trainer.ref_model.named_parameters():
-        assert torch.equal(parameter, start[name]), name
+    assert same(dict(trainer.ref_model.named_parameters()), start)
     trainer.train()  # step 1 compares the reference with the start
 
 
@@ -108,9 +105,7 @@ def test_every_mode_of_two_ranks_starts_from_the_bits_of_one_process(rank_pools,
     expected = weights_of(alone)
     for starts in ranks_do(rank_pools(2), "perturbed", tmp_path):
         for mode, models in starts.items():
-            for weights in models:
-                assert weights.keys() == expected.keys(), mode
-                assert all(torch.equal(weights[name], expected[name]) for name in expected), mode
+            assert all(same(weights, expected) for weights in models), mode
 
 
 @pytest.mark.model
@@ -123,8 +118,7 @@ def test_a_hundred_steps_amplify_rounding_and_without_it_nothing_changes(tiny_ru
     }.items():  # fmt: skip
         run = tiny_run("sft", "trainer.max_steps=100", "trainer.save_strategy=no", *settings, name=name)
         run.train()
-        losses[name] = [line["loss"] for line in run.metrics() if "loss" in line]
-        weights = load_file(run.folder.model / "model.safetensors")
+        losses[name], weights = run.losses(), run.weights()
         ends[name] = torch.cat([weights[key].reshape(-1).double() for key in sorted(weights)])
     for one, other in (("plain", "null"), ("first", "again")):
         assert losses[one] == losses[other]
@@ -136,11 +130,9 @@ def test_a_hundred_steps_amplify_rounding_and_without_it_nothing_changes(tiny_ru
 
 
 @pytest.mark.model
-def test_it_is_part_of_the_run_and_of_its_identity(tiny_run, monkeypatch):
-    plain, first, second = (
-        tiny_run("sft", *SHORT, *settings, name=name)
-        for name, settings in {"plain": (), "first": ("run.perturb.seed=1",), "second": ("run.perturb.seed=2",)}.items()
-    )
+def test_it_is_part_of_the_run_and_of_its_identity(tiny_run):
+    changes = ("run.perturb=null", "run.perturb.seed=1", "run.perturb.seed=2")
+    plain, first, second = (tiny_run("sft", *SHORT, change, name=change) for change in changes)
     for run in (plain, first, second):
         run.train()
     identities = [run.folder.read()["identity"] for run in (plain, first, second)]
@@ -152,18 +144,17 @@ def test_it_is_part_of_the_run_and_of_its_identity(tiny_run, monkeypatch):
 
 
 @pytest.mark.model
-def test_a_run_resumes_with_its_own_perturbation_only(tiny_run, monkeypatch):
+def test_a_run_resumes_with_its_own_perturbation_only(tiny_run):
     def run(seed):
         return tiny_run("sft", f"run.perturb.seed={seed}", name="stopped")
 
     whole = tiny_run("sft", "run.perturb.seed=1", name="whole")
     whole.train()
-    stop_after(lambda: run(1), 3, monkeypatch)
+    stop_after(lambda: run(1), 3)
     with pytest.raises(UserError, match=r"run\.perturb\.seed: 2 instead of 1"):
         run(2).train()
     assert run(1).train()
-    ends = [load_file(each.folder.model / "model.safetensors") for each in (run(1), whole)]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
+    assert same(run(1).weights(), whole.weights())
 
 
 @pytest.mark.model
@@ -180,18 +171,13 @@ def test_of_an_adapter_the_base_is_perturbed_and_another_training_of_it_all_that
     assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["model.dtype=bfloat16"], "bfloat16 weights would lose this change by rounding; write model.dtype: float32"),
-        (
-            ["model.quantize=4bit", "model.lora.r=4", "optimizer.aux_lr=null"],
-            "4-bit and 8-bit weights cannot change by a rounding error",
-        ),
-        (["run.parallel=zero2", "trainer.bf16=true"], "the change is lost; write run.parallel: ddp or fsdp2"),
-        (["run.perturb.size=0"], r"run\.perturb\.size"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), [
+    (["model.dtype=bfloat16"], "bfloat16 weights would lose this change by rounding; write model.dtype: float32"),
+    (["model.quantize=4bit", "model.lora.r=4", "optimizer.aux_lr=null"],
+     "4-bit and 8-bit weights cannot change by a rounding error"),
+    (["run.parallel=zero2", "trainer.bf16=true"], "the change is lost; write run.parallel: ddp or fsdp2"),
+    (["run.perturb.size=0"], r"run\.perturb\.size"),
+])  # fmt: skip
 def test_weights_that_cannot_have_it_are_refused(settings, words):
     with pytest.raises(UserError, match=words):
         recipe.load("quickstart/sft", ["run.perturb.seed=1", *settings])

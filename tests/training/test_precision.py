@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 from soren_align.core.errors import UserError
 from soren_align.core.files import resolve_path
 from soren_align.run.folder import RunFolder
-from tests.support.trainer_parity import ranks_do
+from tests.support.tiny_run import same
 
+JOB = "precision"
 # The paper's settings for SFT, and what a tiny model needs.
 PAPER = ("optimizer.name=soren", "optimizer.lr=1e-6", "optimizer.aux_lr=3e-5", "optimizer.adjust_lr_fn=none")
 PAPER += ("optimizer.weight_decay=0.1", "trainer.lr_scheduler_type=cosine", "trainer.warmup_steps=0.1")
@@ -35,9 +36,8 @@ def qwen(tmp_path_factory):
     said = [turn["content"] for row in rows for turn in json.loads(row)["messages"]]
     special = [token["content"] for token in json.loads((base / "tokenizer.json").read_text())["added_tokens"]]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    words.train_from_iterator(
-        said, trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet)
+    words.train_from_iterator(said, trainer)
     tokenizer = Qwen2Tokenizer(tokenizer_object=words, eos_token="<|end|>", pad_token="<|pad|>", unk_token=None)
     tokenizer.chat_template = (base / "chat_template.jinja").read_text()
     tokenizer.save_pretrained(folder)
@@ -145,16 +145,12 @@ def test_kahan_resumes_bit_for_bit_and_saves_the_sum(paper):
     whole, halves = paper(*saving, name="whole"), paper(*saving, name="halves")
     assert whole.train()
     shutil.copytree(whole.folder.path, halves.folder.path)
-    shutil.rmtree(halves.folder.checkpoints / "checkpoint-6")
-    shutil.rmtree(halves.folder.model)
-    halves.folder.update(status="training")
+    halves.forget_the_end()
     assert halves.train()
     assert halves.folder.read()["resumed_from_steps"] == [3]
-    one, other = (load_file(run.folder.model / "model.safetensors") for run in (whole, halves))
-    assert one.keys() == other.keys()
-    for name in one:
-        assert one[name].dtype == torch.float32
-        assert torch.equal(one[name], other[name]), name
+    one = whole.weights()
+    assert {tensor.dtype for tensor in one.values()} == {torch.float32}
+    assert same(one, halves.weights())
     layers = [name for name, tensor in one.items() if "layers" in name and tensor.ndim == 2]
     assert any(not torch.equal(one[name], one[name].bfloat16().float()) for name in layers)
     assert halves.folder.read()["first_step"]["matrices"]["fraction_changed"] > 0.9
@@ -165,7 +161,7 @@ def test_the_model_folder_is_in_the_dtype_asked_for_or_the_starts(paper, qwen, a
     run = paper(f"run.save_dtype={asked}")
     assert run.train()
     assert json.loads((run.folder.model / "config.json").read_text())["dtype"] == dtype
-    saved = load_file(run.folder.model / "model.safetensors")
+    saved = run.weights()
     assert {tensor.dtype for tensor in saved.values()} == {getattr(torch, dtype)}
     assert saved.keys() == load_file(qwen / "model.safetensors").keys()
     assert next(AutoModelForCausalLM.from_pretrained(run.folder.model).parameters()).dtype == getattr(torch, dtype)
@@ -174,25 +170,20 @@ def test_the_model_folder_is_in_the_dtype_asked_for_or_the_starts(paper, qwen, a
 def test_the_run_says_how_much_of_the_change_survives_the_export(paper, qwen):
     run = paper()
     assert run.train()
-    start, saved = (load_file(folder / "model.safetensors") for folder in (qwen, run.folder.model))
     wide = paper("run.save_dtype=float32", name="wide")
     assert wide.train()
-    unrounded = load_file(wide.folder.model / "model.safetensors")
+    start, saved, unrounded = load_file(qwen / "model.safetensors"), run.weights(), wide.weights()
     matrices = [name for name, tensor in start.items() if "layers" in name and tensor.ndim == 2]
-    way, kept = (
-        torch.cat([(end[n].double() - start[n].double()).flatten() for n in matrices]) for end in (unrounded, saved)
-    )
-    survived = run.folder.read()["training"]["change_after_saving"]
+    way, kept = (torch.cat([(end[n].double() - start[n].double()).flatten() for n in matrices])
+                 for end in (unrounded, saved))  # fmt: skip
+    survived, whole = (each.folder.read()["training"]["change_after_saving"] for each in (run, wide))
     assert survived["dtype"] == "bfloat16"
-    assert survived["matrices"]["fraction_changed"] == pytest.approx(
-        float((kept != 0).sum() / (way != 0).sum()), rel=1e-6
-    )
+    share = float((kept != 0).sum() / (way != 0).sum())
+    assert survived["matrices"]["fraction_changed"] == pytest.approx(share, rel=1e-6)
     assert survived["matrices"]["projection"] == pytest.approx(float(kept @ way / (way @ way)), rel=1e-3)
     assert survived["matrices"]["fraction_changed"] < 0.1
     assert "write run.save_dtype: float32 to keep it" in " ".join(run.said.getvalue().split())
-    assert wide.folder.read()["training"]["change_after_saving"]["matrices"] == pytest.approx(
-        {"fraction_changed": 1, "projection": 1}
-    )
+    assert whole["matrices"] == pytest.approx({"fraction_changed": 1, "projection": 1})
     assert "float32 to keep it" not in wide.said.getvalue()
 
 
@@ -211,13 +202,6 @@ def test_a_recipe_that_would_lose_updates_unasked_is_refused_before_torch(tiny_r
 
 def test_what_keeps_float32_masters_may_load_bfloat16(tiny_run):
     assert tiny_run("sft", NARROW, "run.parallel=zero2", "trainer.bf16=true").recipe.model.dtype == "bfloat16"
-
-
-@pytest.fixture(scope="module")
-def two_ranks(rank_pools, tmp_path_factory):
-    """The folder in which two ranks have done `precision` of trainer_jobs.py, and what each of them saw."""
-    folder = tmp_path_factory.mktemp("precision")
-    return folder, ranks_do(rank_pools(2), "precision", folder)
 
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3", "fsdp2"])

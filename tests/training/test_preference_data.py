@@ -10,6 +10,7 @@ from soren_align.core.shipped import ROOT
 from soren_align.data import start_margins
 from soren_align.data.masks import Tokens, after_prompt
 from soren_align.data.pairs import PairCounter
+from soren_align.training import setup as setup_module
 
 PAIRS = ROOT / "recipes/quickstart/data/pairs_train.jsonl"
 QUESTIONS = [json.loads(line)["prompt"] for line in PAIRS.read_text().splitlines()[:20]]
@@ -48,13 +49,20 @@ NOTICES = {
 
 
 @pytest.fixture
-def prepared(tiny_run, tmp_path):
-    def prepare(rows, *overrides):
+def run_of(tiny_run, tmp_path):
+    """run_of(rows, *overrides) -> a run on these pairs."""
+
+    def make(rows, *overrides):
         path = tmp_path / "pairs.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return tiny_run("dpo", f"data.train.path={path}", "data.eval=null", *overrides).prepare()
+        return tiny_run("dpo", f"data.train.path={path}", "data.eval=null", *overrides)
 
-    return prepare
+    return make
+
+
+@pytest.fixture
+def prepared(run_of):
+    return lambda rows, *overrides: run_of(rows, *overrides).prepare()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -76,11 +84,8 @@ def test_a_clean_file_and_the_quickstart_have_no_such_line(prepared, tiny_run):
 
 
 @pytest.mark.rest
-def test_equal_pairs_are_not_trained_on_and_recorded(tiny_run, tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*FAULTS["equal"], CLEAN[0]]))
-    keys = (f"data.train.path={path}", "data.eval=null", "trainer.max_steps=1", "trainer.precompute_ref_log_probs=true")
-    run = tiny_run("dpo", *keys)
+def test_equal_pairs_are_not_trained_on_and_recorded(run_of):
+    run = run_of([*FAULTS["equal"], CLEAN[0]], "trainer.max_steps=1", "trainer.precompute_ref_log_probs=true")
     assert run.train()
     train = run.folder.record()["data"]["train"]
     assert train["num_kept"] == 20
@@ -92,14 +97,12 @@ def test_equal_pairs_are_not_trained_on_and_recorded(tiny_run, tmp_path):
     share = f"{pairs['start_margins']['share_positive']:.0%} of the pairs"
     said = " ".join(run.said.getvalue().split())
     assert f"the starting model gives the chosen answer the higher log-probability in {share}" in said
-    assert len(tiny_run("dpo", *keys, name="other").trainer().train_dataset) == 20
+    assert len(run.trainer().train_dataset) == 20
 
 
 @pytest.mark.rest
-def test_a_stream_counts_its_first_pairs_and_drops_all_equal_ones(tiny_run, tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in FAULTS["equal"]))
-    run = tiny_run("dpo", f"data.train.path={path}", "data.eval=null", "data.streaming=true", "trainer.max_steps=4")
+def test_a_stream_counts_its_first_pairs_and_drops_all_equal_ones(run_of):
+    run = run_of(FAULTS["equal"], "data.streaming=true", "trainer.max_steps=4")
     assert run.train()
     train = run.folder.record()["data"]["train"]
     assert train["preview"]["pairs"]["num_equal"] == 1
@@ -161,16 +164,14 @@ def test_plain_pairs_need_a_template_or_the_key(tiny_run, prepared, tmp_path, mo
     setup = prepared(CLEAN, "data.train.apply_chat_template=false")
     assert set(setup.splits["train"].dataset.column_names) == {"prompt", "chosen", "rejected"}
     assert not [notice for notice in setup.notices if "template" in notice]
-    load = "soren_align.training.setup.load_tokenizer"
+    load = setup_module.load_tokenizer
 
     def without_template(*arguments):
-        tokenizer = real(*arguments)
+        tokenizer = load(*arguments)
         tokenizer.chat_template = None
         return tokenizer
 
-    from soren_align.training.setup import load_tokenizer as real
-
-    monkeypatch.setattr(load, without_template)
+    monkeypatch.setattr(setup_module, "load_tokenizer", without_template)
     with pytest.raises(UserError, match=r"pairs.jsonl: has plain prompts.*no chat template.*template: false"):
         prepared(CLEAN)
     assert prepared(CLEAN, "data.train.apply_chat_template=false").account.num_kept == len(CLEAN)

@@ -1,6 +1,5 @@
 """Pre-training: plain texts from random weights, and a validation perplexity that is exact."""
 
-import json
 import math
 
 import pytest
@@ -11,9 +10,6 @@ from soren_align.core.errors import UserError
 from soren_align.publish.card import card
 from soren_align.training.trainer import perplexity
 from tests.support.tiny_run import TinyRun
-from tests.support.trainer_parity import furthest, weights
-
-from .test_resume import stop_after
 
 pytestmark = pytest.mark.model
 HELD_OUT = ("data.train.limit=300", "data.eval={fraction: 0.04}", "trainer.per_device_eval_batch_size=4")
@@ -53,8 +49,7 @@ def test_the_perplexity_is_of_all_held_out_tokens(pretrained):
 
 
 def test_the_end_is_evaluated_and_shown(pretrained):
-    logs = map(json.loads, pretrained.folder.metrics.read_text().splitlines())
-    losses = {log["step"]: log["eval_perplexity"] for log in logs if "eval_loss" in log}
+    losses = {log["step"]: log["eval_perplexity"] for log in pretrained.metrics() if "eval_loss" in log}
     assert sorted(losses) == [4, 6]
     assert losses[6] < losses[4]
     assert f"validation perplexity {losses[6]:.2f}, on" in " ".join(pretrained.said.getvalue().split())
@@ -73,16 +68,10 @@ def test_the_first_examples_with_so_many_tokens_are_evaluated(tiny_run, number):
 
 
 @pytest.mark.rest
-def test_a_killed_run_is_resumed_bit_for_bit(tiny_run, monkeypatch):
-    packed = (*HELD_OUT, "trainer.packing=true", "trainer.packing_strategy=wrapped", "trainer.max_length=32")
-    whole = tiny_run("pretrain", *packed, name="whole")
-    whole.train()
-    stop_after(lambda: tiny_run("pretrain", *packed), 5, monkeypatch)
-    resumed = tiny_run("pretrain", *packed)
-    resumed.train()
-    assert resumed.folder.read()["resumed_from_steps"] == [4]
-    assert furthest(weights(whole.folder.path), weights(resumed.folder.path)) == 0
-    assert whole.folder.read()["training"]["validation"] == resumed.folder.read()["training"]["validation"]
+def test_a_killed_run_is_resumed_bit_for_bit(resumed):
+    packed = ("trainer.packing=true", "trainer.packing_strategy=wrapped", "trainer.max_length=32")
+    whole, run = resumed(5, "pretrain", *HELD_OUT, *packed)
+    assert whole.folder.read()["training"]["validation"] == run.folder.read()["training"]["validation"]
 
 
 def test_conversations_are_refused(tiny_run):

@@ -32,11 +32,12 @@ def steps(monkeypatch):
         monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
         console = Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
         display, shown = progress.TrainingProgress(console, task), []
-        display.on_train_begin(None, SimpleNamespace(global_step=4, max_steps=8), None)
+        state = SimpleNamespace(global_step=4, max_steps=8)
+        display.on_train_begin(None, state, None)
         for step in (5, 6, 7):
-            display.on_step_begin(None, SimpleNamespace(global_step=step - 1, max_steps=8), None)
+            display.on_step_begin(None, state, None)
             now[0] += seconds
-            state = SimpleNamespace(global_step=step, max_steps=8)
+            state.global_step = step
             display.on_step_end(None, state, None)
             display.on_log(None, state, None, logs=None)
             display.on_log(None, state, None, logs=LOGS[task])
@@ -157,10 +158,8 @@ def test_the_last_lines_quote_the_held_out_loss_first_and_its_number_of_examples
     losses = {log["step"]: log["eval_loss"] for log in run.metrics() if "eval_loss" in log}
     assert [*losses] == [0, 2, 4, 5]
     record = run.folder.read()["training"]["held_out"]
-    assert record == {
-        "num_examples": 5,
-        "evaluations": [{"step": 0, "loss": losses[0]}, {"step": 5, "loss": losses[5]}],
-    }
+    evaluations = [{"step": 0, "loss": losses[0]}, {"step": 5, "loss": losses[5]}]
+    assert record == {"num_examples": 5, "evaluations": evaluations}
     said = " ".join(run.said.getvalue().split())
     assert f"held-out loss {losses[0]:.3f} -> {losses[5]:.3f} (5 examples) training loss" in said
 
@@ -172,20 +171,14 @@ def test_preferences_are_those_of_held_out_pairs_or_of_the_pairs_of_the_last_log
     held_out = ("data.eval.limit=5", "trainer.eval_strategy=steps", "trainer.eval_steps=2") if evaluates else ()
     run = tiny_run("dpo", "trainer.max_steps=4", "trainer.logging_steps=3", "trainer.save_strategy=no", *held_out)
     assert run.train()
-    logs = run.metrics()
-    prefix = "eval_" if evaluates else ""
-    last = next(log for log in reversed(logs) if f"{prefix}rewards/accuracies" in log)
+    share, margin = (f"{'eval_' if evaluates else ''}rewards/{name}" for name in ("accuracies", "margins"))
+    last = next(log for log in reversed(run.metrics()) if share in log)
     record = run.folder.read()["training"]["preferences"]
-    assert (record["share"], record["margin"]) == (
-        last[f"{prefix}rewards/accuracies"],
-        last[f"{prefix}rewards/margins"],
-    )
+    assert (record["share"], record["margin"]) == (last[share], last[margin])
     assert (record["num_pairs"], record["held_out"]) == ((5, True) if evaluates else (8, False))
     pairs = "5 held-out pairs" if evaluates else "8 pairs (last log)"
-    assert (
-        f"prefers the chosen answer in {record['share']:.0%} of {pairs}, margin {record['margin']:.3g}"
-        in run.said.getvalue()
-    )
+    words = f"prefers the chosen answer in {record['share']:.0%} of {pairs}, margin {record['margin']:.3g}"
+    assert words in run.said.getvalue()
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -15,8 +15,8 @@ from soren_align.planning.plan import plan_training
 from soren_align.run.quantized import quantization_of
 from soren_align.training import adapters
 from tests.support import command
-from tests.support.tiny_run import TinyRun
-from tests.training.test_lora import LORA, WORDS, weights
+from tests.support.tiny_run import TinyRun, same
+from tests.training.test_lora import LORA, WORDS
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.model
@@ -52,11 +52,9 @@ def test_dpo_on_the_adapter_of_a_quantized_sft_is_quantized_throughout(tiny_run,
         copy = 9472 if run is second else 0  # of the adapter: the reference
         assert (quantized["num_weights"], record["parameters"]["total"]) == (94_208, 111_744 + copy)
         assert record["parameters"]["dtype"] == sorted(["float32", stored])
-        losses = [line["loss"] for line in run.metrics() if "loss" in line]
-        assert losses[-1] < losses[0]
-    losses = [line["loss"] for line in second.metrics() if "loss" in line]
-    assert losses[0] == pytest.approx(0.6931, abs=1e-3)  # the reference is the adapter on the same base
-    assert {t.dtype for t in weights(second.folder.model).values()} == {torch.float32}
+        assert run.losses()[-1] < run.losses()[0]
+    assert second.losses()[0] == pytest.approx(0.6931, abs=1e-3)  # the reference is the adapter on the same base
+    assert {tensor.dtype for tensor in second.weights().values()} == {torch.float32}
 
 
 def test_the_merge_is_the_evaluated_model_which_is_quantized(tmp_path, sft):
@@ -142,13 +140,10 @@ def test_without_bitsandbytes_an_adapter_on_quantized_weights_is_refused_before_
 
 @pytest.mark.rest
 def test_a_killed_quantized_run_resumes_to_the_weights_of_an_uninterrupted_one(tmp_path, sft):
-    expected, recipe = weights(sft.folder.model), sft.recipe
     folder = shutil.copytree(sft.folder.path, tmp_path / "killed")
-    quantize = f"model.quantize={recipe.model.quantize}"
+    quantize = f"model.quantize={sft.recipe.model.quantize}"
     killed = TinyRun(folder, "sft", *LORA, quantize, "run.save_dtype=float32")
-    for path in (killed.folder.model, killed.folder.checkpoints / "checkpoint-6"):
-        shutil.rmtree(path)
-    killed.folder.update(status="training")
+    killed.forget_the_end()
     assert killed.train()
     assert killed.folder.read()["resumed_from_steps"] == [4]
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(killed.folder.model).items())
+    assert same(killed.weights(), sft.weights())

@@ -1,6 +1,5 @@
 """DPO's reference is the starting model: its cached log-probabilities are of no other, and step 1 shows it."""
 
-import shutil
 from types import SimpleNamespace
 from unittest import mock
 
@@ -108,9 +107,7 @@ def test_a_resumed_run_is_not_checked(tiny_run):
     steps = ("trainer.max_steps=2", "trainer.save_steps=1", "trainer.warmup_steps=0")  # else the first has a rate of 0
     run = tiny_run("dpo", PRECOMPUTED, "data.train.limit=64", *steps)
     run.train()
-    shutil.rmtree(run.folder.model)
-    shutil.rmtree(max(run.folder.checkpoints.iterdir()))
-    run.folder.update(status="training")
+    run.forget_the_end()
     run.train()
     assert run.folder.read()["resumed_from_steps"] == [1]
 

@@ -26,7 +26,7 @@ from soren_align.training import checkpoints, trainer
 from soren_align.training import run as training
 from soren_align.training.trainer import SorenTrainerMixin
 from tests.support import command
-from tests.support.tiny_run import Hostile, TinyRun, flip_bit, reseal
+from tests.support.tiny_run import Hostile, Kill, TinyRun, after_step, die, flip_bit, reseal, same, stop_after
 from tests.support.trainer_parity import logged, weights
 
 pytestmark = pytest.mark.model
@@ -34,99 +34,61 @@ EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=2", "data.eval.l
 EVALUATED += ("data.eval.path=shipped:recipes/quickstart/data/chat_test.jsonl",)
 
 
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-class Kill(BaseException):
-    pass
-
-
-def stop_after(run, step, monkeypatch):
-    """Train and die after `step`, as rudely as one process can."""
-    from soren_align.training.trained_optimizer import OptimizerCheck
-
-    original = OptimizerCheck.on_optimizer_step
-
-    def dying(self, args, state, control, **kwargs):
-        original(self, args, state, control, **kwargs)
-        if state.global_step == step:
-            raise Kill
-
-    with monkeypatch.context() as patch:
-        patch.setattr(OptimizerCheck, "on_optimizer_step", dying)
-        with pytest.raises(Kill):
-            run().train()
-
-
-def stop_around(function, moment, run, monkeypatch):
+def stop_around(function, moment, run):
     """Train and die "before" or "after" a function of soren_align.training.run."""
     original = getattr(training, function)
 
     def dying(*args):
         if moment == "after":
             original(*args)
-        raise Kill
+        die()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(training, function, dying)
-        with pytest.raises(Kill):
-            run.train()
+    with patch.object(training, function, dying), pytest.raises(Kill):
+        run.train()
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 @pytest.mark.parametrize("optimizer", ["soren", pytest.param("htmuon", marks=pytest.mark.slow)])
-def test_a_resumed_run_has_the_weights_and_losses_of_an_uninterrupted_one(tiny_run, monkeypatch, task, optimizer):
-    name = f"optimizer.name={optimizer}"
-    whole = tiny_run(task, name, name="whole")
-    whole.train()
-    stop_after(lambda: tiny_run(task, name), 3, monkeypatch)
-    resumed = tiny_run(task, name)
-    resumed.train()
-    assert resumed.folder.read()["resumed_from_steps"] == [2]
-    assert same(weights(whole.folder.path), weights(resumed.folder.path))
-
-    assert logged(whole.folder) == logged(resumed.folder)
+def test_a_resumed_run_has_the_weights_and_losses_of_an_uninterrupted_one(resumed, task, optimizer):
+    whole, run = resumed(3, task, f"optimizer.name={optimizer}")
+    assert logged(whole.folder) == logged(run.folder)
 
 
-def test_a_resumed_run_packs_the_same_sequences(tiny_run, monkeypatch):
-    packed = ("sft", "trainer.packing=true", "trainer.max_length=128", "trainer.packing_strategy=bfd")
-    whole = tiny_run(*packed, name="whole")
-    whole.train()
-    stop_after(lambda: tiny_run(*packed), 3, monkeypatch)
-    resumed = tiny_run(*packed)
-    resumed.train()
-    assert resumed.folder.read()["resumed_from_steps"] == [2]
-    assert same(weights(whole.folder.path), weights(resumed.folder.path))
+@pytest.mark.parametrize("keys", [
+    ("trainer.max_length=128", "trainer.packing_strategy=bfd"),
+    pytest.param(("trainer.max_length=48", "data.streaming={shuffle_buffer: 60}"), marks=pytest.mark.slow),
+], ids=["in memory", "streamed"])  # fmt: skip
+def test_a_resumed_run_packs_the_same_sequences(resumed, keys):
+    resumed(3, "sft", "trainer.packing=true", *keys)
 
 
-def test_a_checkpoint_that_was_not_completely_written_is_passed_over(tiny_run, monkeypatch):
+def test_a_checkpoint_that_was_not_completely_written_is_passed_over(tiny_run):
     whole = tiny_run(name="whole")
     whole.train()
-    stop_after(tiny_run, 4, monkeypatch)
-    folder = tiny_run().folder
-    (folder.checkpoints / "checkpoint-4").mkdir(exist_ok=True)
-    (folder.checkpoints / "checkpoint-4" / "model.safetensors").write_bytes(b"half")
-    (folder.checkpoints / "checkpoint-4" / "soren_align.json").unlink(missing_ok=True)
+    stop_after(tiny_run, 4)
+    checkpoint = tiny_run().folder.checkpoints / "checkpoint-4"
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / "model.safetensors").write_bytes(b"half")
+    (checkpoint / "soren_align.json").unlink(missing_ok=True)
     resumed = tiny_run()
     resumed.train()
     assert "checkpoint-4 is incomplete and was removed" in resumed.said.getvalue()
     assert resumed.folder.read()["resumed_from_steps"] == [2]
-    assert same(weights(whole.folder.path), weights(resumed.folder.path))
+    assert same(whole.weights(), resumed.weights())
 
 
 @pytest.mark.parametrize("lost", ["optimizer.pt", "scheduler.pt", "model.safetensors", "rng_state.pth"])
-def test_a_checkpoint_with_a_lost_file_is_refused(tiny_run, monkeypatch, lost):
-    stop_after(tiny_run, 3, monkeypatch)
+def test_a_checkpoint_with_a_lost_file_is_refused(tiny_run, lost):
+    stop_after(tiny_run, 3)
     (tiny_run().folder.checkpoints / "checkpoint-2" / lost).unlink()
     with pytest.raises(UserError, match=f"checkpoint-2: {lost} missing or truncated"):
         tiny_run().train()
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_a_pickle_in_a_checkpoint_runs_no_code_and_is_refused_in_words(tiny_run, tmp_path, monkeypatch, name):
-    stop_after(tiny_run, 3, monkeypatch)
+def test_a_pickle_in_a_checkpoint_runs_no_code_and_is_refused_in_words(tiny_run, tmp_path, name):
+    stop_after(tiny_run, 3)
     checkpoint = tiny_run().folder.checkpoints / "checkpoint-2"
     torch.save(Hostile(tmp_path / "made"), checkpoint / name)
     reseal(checkpoint)
@@ -139,8 +101,7 @@ def test_a_pickle_in_a_checkpoint_runs_no_code_and_is_refused_in_words(tiny_run,
 def killed_run(tmp_path_factory):
     """The folder of a run that was killed after step 5, with two checkpoints."""
     folder = tmp_path_factory.mktemp("killed") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        stop_after(lambda: TinyRun(folder), 5, patch)
+    stop_after(lambda: TinyRun(folder), 5)
     return folder
 
 
@@ -179,21 +140,18 @@ def test_after_the_remedy_for_a_damaged_checkpoint_the_run_ends_as_an_uninterrup
     assert resumed.train()
     assert whole.train()
     assert resumed.folder.read()["resumed_from_steps"] == [2]
-    assert same(weights(whole.folder.path), weights(resumed.folder.path))
+    assert same(whole.weights(), resumed.weights())
 
 
 def test_a_checkpoint_is_refused_under_the_name_of_another_step(stopped):
     origin = read_seal(stopped)["origin"]
     renamed = stopped.rename(stopped.with_name("checkpoint-900"))
-    with pytest.raises(
-        UserError, match="checkpoint-900: is the checkpoint of step 4; rename this folder to checkpoint-4"
-    ):
+    message = "checkpoint-900: is the checkpoint of step 4; rename this folder to checkpoint-4"
+    with pytest.raises(UserError, match=message):
         checkpoints.check(renamed, origin)
     reseal(renamed)
-    with pytest.raises(
-        UserError,
-        match=r"checkpoint-900/trainer_state\.json: contains step 4 of 6, but lies in the folder checkpoint-900",
-    ):
+    message = r"checkpoint-900/trainer_state\.json: contains step 4 of 6, but lies in the folder checkpoint-900"
+    with pytest.raises(UserError, match=message):
         checkpoints.check(renamed, origin)
 
 
@@ -202,9 +160,8 @@ def test_a_file_that_was_added_to_a_checkpoint_is_refused(stopped):
     (stopped / ".nfs00a1").write_text("of a file system")
     checkpoints.check(stopped, origin)
     (stopped / "pytorch_model.bin").write_text("would be read in place of model.safetensors")
-    with pytest.raises(
-        UserError, match=r"checkpoint-4: contains pytorch_model\.bin, which training did not save; remove pytorch"
-    ):
+    message = r"checkpoint-4: contains pytorch_model\.bin, which training did not save; remove pytorch"
+    with pytest.raises(UserError, match=message):
         checkpoints.check(stopped, origin)
 
 
@@ -260,9 +217,8 @@ def cut(file):
 def test_damage_in_a_sealed_checkpoint_is_one_sentence(tiny_run, stopped, name, change):
     change(stopped / name)
     reseal(stopped)
-    with pytest.raises(
-        UserError, match=r"checkpoint-4: the checkpoint cannot be loaded \(.*\); remove this checkpoint's folder"
-    ) as error:
+    message = r"checkpoint-4: the checkpoint cannot be loaded \(.*\); remove this checkpoint's folder"
+    with pytest.raises(UserError, match=message) as error:
         tiny_run().train()
     assert "\n" not in str(error.value)
 
@@ -286,9 +242,8 @@ def test_a_sealed_checkpoint_that_lacks_weights_is_refused(tiny_run, stopped):
     del tensors["model.norm.weight"]
     save_file(tensors, stopped / "model.safetensors", {"format": "pt"})
     reseal(stopped)
-    with pytest.raises(
-        UserError, match=r"the checkpoint: these weights are missing: model\.norm\.weight \(1 in total\)"
-    ):
+    message = r"the checkpoint: these weights are missing: model\.norm\.weight \(1 in total\)"
+    with pytest.raises(UserError, match=message):
         tiny_run().train()
 
 
@@ -386,9 +341,9 @@ def test_lost_lines_of_measurements_are_those_of_the_checkpoint(tiny_run, stoppe
     assert [*map(json.loads, metrics.read_text().splitlines()[: len(kept)])] == [*map(json.loads, kept)]
 
 
-def test_the_measurements_of_the_start_are_restored_too(tiny_run, monkeypatch):
+def test_the_measurements_of_the_start_are_restored_too(tiny_run):
     measured = ("sft", "run.kl_to_start=4", *EVALUATED)
-    stop_after(lambda: tiny_run(*measured), 5, monkeypatch)
+    stop_after(lambda: tiny_run(*measured), 5)
     run = tiny_run(*measured)
     first, *_ = run.folder.metrics.read_text().splitlines()
     assert json.loads(first) == {"step": 0, "kl_to_start": 0.0}
@@ -398,12 +353,9 @@ def test_the_measurements_of_the_start_are_restored_too(tiny_run, monkeypatch):
 
 
 @pytest.mark.rest
-def test_the_summary_of_a_training_stands_once_in_its_metrics(tiny_run, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(training, "_save_model", Mock(side_effect=Kill))
-        for _ in range(2):
-            with pytest.raises(Kill):
-                tiny_run().train()
+def test_the_summary_of_a_training_stands_once_in_its_metrics(tiny_run):
+    for _ in range(2):
+        stop_around("_save_model", "before", tiny_run())
     run = tiny_run()
     assert run.train()
     assert sum("train_runtime" in line for line in run.folder.metrics.read_text().splitlines()) == 1
@@ -412,9 +364,9 @@ def test_the_summary_of_a_training_stands_once_in_its_metrics(tiny_run, monkeypa
 
 @pytest.mark.rest
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_kill_around_the_status_of_a_trained_run_leaves_one_that_resumes(tiny_run, monkeypatch, moment):
+def test_a_kill_around_the_status_of_a_trained_run_leaves_one_that_resumes(tiny_run, moment):
     measured = ("sft", "run.kl_to_start=4", *EVALUATED)
-    stop_around("report_result", moment, tiny_run(*measured), monkeypatch)
+    stop_around("report_result", moment, tiny_run(*measured))
     run = tiny_run(*measured)
     status = run.folder.read()["status"]
     assert status == ("trained" if moment == "after" else "training")
@@ -423,8 +375,8 @@ def test_a_kill_around_the_status_of_a_trained_run_leaves_one_that_resumes(tiny_
         assert run.folder.read()["status"] == "trained"
 
 
-def test_a_checkpoint_of_other_data_or_other_weights_is_refused(tiny_run, monkeypatch):
-    stop_after(tiny_run, 3, monkeypatch)
+def test_a_checkpoint_of_other_data_or_other_weights_is_refused(tiny_run):
+    stop_after(tiny_run, 3)
     seal = tiny_run().folder.checkpoints / "checkpoint-2" / "soren_align.json"
     record = json.loads(seal.read_text())
     for key, value in (("data", {**record["origin"]["data"], "sha256": "f00"}), ("start", "f00")):
@@ -435,17 +387,15 @@ def test_a_checkpoint_of_other_data_or_other_weights_is_refused(tiny_run, monkey
     assert tiny_run().train()
 
 
-def test_a_template_that_has_changed_in_its_file_is_refused(tiny_run, tmp_path, monkeypatch):
+def test_a_template_that_has_changed_in_its_file_is_refused(tiny_run, tmp_path):
     file = tmp_path / "mine.jinja"
     text = resolve_path("shipped:recipes/quickstart/base/chat_template.jinja").read_text()
     file.write_text(text)
     asked = ("sft", f"model.chat_template={file}")
-    stop_after(lambda: tiny_run(*asked), 3, monkeypatch)
+    stop_after(lambda: tiny_run(*asked), 3)
     file.write_text(text + "{# the same #}")
-    with pytest.raises(
-        UserError,
-        match=r"belongs to another run, because these values differ:\n  chat_template_sha256: '\w+' instead of '\w+'",
-    ):
+    message = r"belongs to another run, because these values differ:\n  chat_template_sha256: '\w+' instead of '\w+'"
+    with pytest.raises(UserError, match=message):
         tiny_run(*asked).train()
     file.write_text(text)
     assert tiny_run(*asked).train()
@@ -535,44 +485,30 @@ def test_two_processes_do_not_share_a_run(tmp_path):
     first.wait()
 
 
-def test_a_run_whose_lock_was_removed_stops_before_it_writes_a_checkpoint(tiny_run, monkeypatch):
+def test_a_run_whose_lock_was_removed_stops_before_it_writes_a_checkpoint(tiny_run):
     """Another command may train in the folder now."""
-    from soren_align.training.trained_optimizer import OptimizerCheck
-
-    original = OptimizerCheck.on_optimizer_step
-
-    def removing(self, args, state, control, **kwargs):
-        original(self, args, state, control, **kwargs)
-        if state.global_step == 3:
-            (run.folder.path / ".lock").unlink()
-
     run = tiny_run()
-    with monkeypatch.context() as patch:
-        patch.setattr(OptimizerCheck, "on_optimizer_step", removing)
-        with pytest.raises(
-            LockedError,
-            match=r"the lock of this folder was removed or taken over.*This command "
-            r"stops",
-        ):
-            run.train()
+    message = "the lock of this folder was removed or taken over.*This command stops"
+    with after_step(3, (run.folder.path / ".lock").unlink), pytest.raises(LockedError, match=message):
+        run.train()
     assert [checkpoint.name for checkpoint in run.folder.complete_checkpoints()] == ["checkpoint-2"]
     assert tiny_run().train()
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "after"])
-def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, monkeypatch, moment):
+def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, moment):
     """The last checkpoint stands, run.json says "training", and the model folder is not there yet, or is already.
 
     The resumed run takes no step, and has the records of those that were taken.
     """
     whole = tiny_run(name="whole")
     whole.train()
-    stop_around("_save_model", moment, tiny_run(), monkeypatch)
+    stop_around("_save_model", moment, tiny_run())
     resumed = tiny_run()
     assert resumed.train()
     assert resumed.folder.read()["resumed_from_steps"] == [6]
     assert resumed.folder.read()["training"]["steps"] == 6
     assert resumed.folder.read()["optimizer"] == whole.folder.read()["optimizer"]
     assert whole.folder.read()["optimizer"]["maps_per_step"] > 0
-    assert same(weights(whole.folder.path), weights(resumed.folder.path))
+    assert same(whole.weights(), resumed.weights())

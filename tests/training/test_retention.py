@@ -11,7 +11,7 @@ from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.recipe import training_part
 from soren_align.training.measure.retention import Probe, _groups, evenly, sum_of_kl
-from tests.training.test_resume import stop_after
+from tests.support.tiny_run import assert_trained_alike, stop_after
 
 ROOT = Path(__file__).resolve().parents[2]
 EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=2", "trainer.max_steps=4", "data.eval.limit=9")
@@ -96,20 +96,16 @@ def test_both_values_are_those_of_a_float64_reference(tiny_run, task):
 
 @pytest.mark.rest
 @pytest.mark.model
-def test_they_change_no_weight_and_a_resumed_run_measures_the_same(tiny_run, monkeypatch):
+def test_they_change_no_weight_and_a_resumed_run_measures_the_same(tiny_run):
     dropout = ("model.lora={r: 4, dropout: 0.3}", "optimizer.aux_lr=null", "trainer.eval_on_start=true")
     silent = tiny_run("sft", *EVALUATED, *dropout, name="silent")
     whole = tiny_run("sft", *MEASURED, *dropout, name="whole")
-    for run in (silent, whole):
-        run.train()
-    (file,) = (file.name for file in silent.folder.model.glob("*.safetensors"))
-    measured, without = ((run.folder.model / file).read_bytes() for run in (whole, silent))
-    assert measured == without
+    assert_trained_alike(silent, whole)
 
     def measured_run():
         return tiny_run("sft", *MEASURED, *dropout)
 
-    stop_after(measured_run, 3, monkeypatch)
+    stop_after(measured_run, 3)
     measured_run().train()
     assert lines(measured_run()) == lines(whole)
     assert [*lines(whole)] == [0, 2, 4]
@@ -117,8 +113,8 @@ def test_they_change_no_weight_and_a_resumed_run_measures_the_same(tiny_run, mon
 
 @pytest.mark.rest
 @pytest.mark.model
-def test_a_resume_without_the_starts_logits_is_refused_with_a_remedy(tiny_run, monkeypatch):
-    stop_after(lambda: tiny_run("sft", *MEASURED), 3, monkeypatch)
+def test_a_resume_without_the_starts_logits_is_refused_with_a_remedy(tiny_run):
+    stop_after(lambda: tiny_run("sft", *MEASURED), 3)
     tiny_run().folder.start_logits.unlink()
     with pytest.raises(UserError, match=r"start_logits.safetensors: .* --set run.kl_to_start=0"):
         tiny_run("sft", *MEASURED).train()

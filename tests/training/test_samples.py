@@ -2,23 +2,19 @@
 
 import io
 import json
-import random
 from contextlib import nullcontext
-from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from soren_align import recipe
 from soren_align.core.errors import UserError
-from soren_align.training import run as training
-from soren_align.training.measure.samples import evaluating, read_prompts
+from soren_align.training.measure.samples import Prompt, SampleWriter, evaluating, read_prompts
+from tests.support.tiny_run import TinyRun, assert_trained_alike, stop_after
 from tests.support.trainer_parity import logged
-from tests.training.test_resume import Kill, stop_after
+from tests.training.test_resume import stop_around
 
 pytestmark = pytest.mark.model
 
@@ -56,14 +52,7 @@ def greedy(folder, prompt, num_tokens):
 def test_samples_change_no_weight_and_no_loss(tiny_run, random_part):
     silent = tiny_run("sft", *EVALUATED, *random_part, name="silent")
     sampled = tiny_run("sft", *EVALUATED, *random_part, *SAMPLED, name="sampled")
-    ends = []
-    for run in (silent, sampled):
-        assert run.train()
-        ends.append((torch.rand(1).item(), random.random(), np.random.rand()))
-    assert ends[0] == ends[1]
-    (file,) = (file.name for file in silent.folder.model.glob("*.safetensors"))
-    before, after = (load_file(run.folder.model / file) for run in (silent, sampled))
-    assert all(torch.equal(before[name], after[name]) for name in before.keys() | after.keys())
+    assert_trained_alike(silent, sampled)
     assert logged(silent.folder) == logged(sampled.folder)
     config = [(run.folder.model / "config.json") for run in (silent, sampled)]
     assert not config[0].exists() or config[0].read_text() == config[1].read_text()
@@ -72,8 +61,6 @@ def test_samples_change_no_weight_and_no_loss(tiny_run, random_part):
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory):
     """A run with samples; it is only read."""
-    from tests.support.tiny_run import TinyRun
-
     run = TinyRun(tmp_path_factory.mktemp("sampled") / "run", "sft", *EVALUATED, *SAMPLED)
     assert run.train()
     return run
@@ -104,8 +91,6 @@ def test_an_answer_that_ends_by_itself_is_marked(tiny_run):
     """The quickstart's 300 steps learn to stop; here the stop token is a frequent one."""
     run = tiny_run("sft", *SAMPLED, "trainer.max_steps=1", "trainer.save_strategy=no")
     trainer = run.trainer()
-    from soren_align.training.measure.samples import Prompt, SampleWriter
-
     tokenizer = trainer.processing_class
     ids = tokenizer("owl")["input_ids"]
     with torch.no_grad():
@@ -117,8 +102,6 @@ def test_an_answer_that_ends_by_itself_is_marked(tiny_run):
 
 
 def test_modes_are_restored_also_after_an_error(tiny_run):
-    from soren_align.training.measure.samples import SampleWriter
-
     run = tiny_run("sft", *SAMPLED)
     trainer = run.trainer()
     model = trainer.model.train()
@@ -146,8 +129,8 @@ def test_only_the_random_state_of_one_s_own_gpu_is_saved(monkeypatch):
 
 
 @pytest.mark.rest
-def test_a_resumed_run_repeats_no_sample(tiny_run, sampled, monkeypatch):
-    stop_after(lambda: tiny_run("sft", *EVALUATED, *SAMPLED), 4, monkeypatch)
+def test_a_resumed_run_repeats_no_sample(tiny_run, sampled):
+    stop_after(lambda: tiny_run("sft", *EVALUATED, *SAMPLED), 4)
     run = tiny_run("sft", *EVALUATED, *SAMPLED)
     assert run.train()
     assert samples(run) == samples(sampled)
@@ -155,12 +138,9 @@ def test_a_resumed_run_repeats_no_sample(tiny_run, sampled, monkeypatch):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("best", [(), pytest.param(("trainer.load_best_model_at_end=true",), marks=pytest.mark.slow)])
-def test_a_run_killed_at_its_end_repeats_no_sample(tiny_run, monkeypatch, best):
+def test_a_run_killed_at_its_end_repeats_no_sample(tiny_run, best):
     ends_with_evaluation = ("sft", *EVALUATED, *SAMPLED, "trainer.max_steps=4", *best)
-    with monkeypatch.context() as patched:
-        patched.setattr(training, "_save_model", Mock(side_effect=Kill))
-        with pytest.raises(Kill):
-            tiny_run(*ends_with_evaluation).train()
+    stop_around("_save_model", "before", tiny_run(*ends_with_evaluation))
     before, run = samples(tiny_run(*ends_with_evaluation)), tiny_run(*ends_with_evaluation)
     assert run.train()
     assert run.folder.read()["resumed_from_steps"] == [4]
@@ -206,16 +186,13 @@ def test_samples_that_no_process_could_make_are_refused(tmp_path, overrides, mes
 
 
 def test_an_answer_is_printed_again_only_if_it_has_changed(tmp_path, monkeypatch):
-    from soren_align.training.measure import samples as module
-
     console = Console(file=io.StringIO(), width=80)
     answers = iter([("a", "stop"), ("b", "stop"), ("a", "stop"), ("c", "stop")])
-    prompts = (module.Prompt("one", [1], 6), module.Prompt("two", [2], 6))
-    writer = module.SampleWriter(prompts, None, tmp_path / "samples.jsonl", console)
+    prompts = (Prompt("one", [1], 6), Prompt("two", [2], 6))
+    writer = SampleWriter(prompts, None, tmp_path / "samples.jsonl", console)
     monkeypatch.setattr(writer, "_answer", lambda model, prompt: next(answers))
     for step in (0, 2):
         writer.sample(torch.nn.Linear(1, 1), step)
-    assert console.file.getvalue().split("\n") == [f"sample    {a}" for a in ("one -> a", "two -> b", "two -> c")] + [
-        ""
-    ]
+    answers = ("one -> a", "two -> b", "two -> c")
+    assert console.file.getvalue() == "".join(f"sample    {answer}\n" for answer in answers)
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4

@@ -8,43 +8,38 @@ from tests.support.tiny_run import TinyRun
 from tests.support.trainer_jobs import FOR_TWO_OR_THREE, MOMENTS
 from tests.support.trainer_parity import furthest, ranks_do, weights
 
+JOB = "moments"
 MODES = ("ddp", "fsdp2", "zero2", "zero3")
 
 
-@pytest.fixture(scope="module")
-def two_ranks(rank_pools, tmp_path_factory):
-    """The folder in which two ranks have done `moments` of trainer_jobs.py."""
-    folder = tmp_path_factory.mktemp("moments")
-    ranks_do(rank_pools(2), "moments", folder)
-    return folder
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", MOMENTS)
-def test_two_ranks_resume_bit_for_bit(two_ranks, kind, mode):
-    whole, killed = (RunFolder(two_ranks / f"{name}-{kind}-{mode}") for name in ("whole", "killed"))
+def assert_resumed(folder, name, kind):
+    whole, killed = (RunFolder(folder / f"{state}-{name}") for state in ("whole", "killed"))
     assert killed.read()["resumed_from_steps"] == [2]
     assert furthest(weights(whole.path), weights(killed.path)) == 0
     assert killed.read()["optimizer"]["groups"][0]["second_moment"] == kind
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", MOMENTS)
+def test_two_ranks_resume_bit_for_bit(two_ranks, kind, mode):
+    assert_resumed(two_ranks[0], f"{kind}-{mode}", kind)
+
+
 def test_two_ranks_resume_blocks_of_weights_bit_for_bit(rank_pools, tmp_path):
     ranks_do(rank_pools(2), "blocks", tmp_path)
-    whole, killed = (RunFolder(tmp_path / f"{name}-blocks-fsdp2") for name in ("whole", "killed"))
-    assert killed.read()["resumed_from_steps"] == [2]
-    assert furthest(weights(whole.path), weights(killed.path)) == 0
-    assert killed.read()["optimizer"]["groups"][0]["second_moment"] == "rows"
+    assert_resumed(tmp_path, "blocks-fsdp2", "rows")
 
 
 @pytest.fixture(scope="module")
 def three_ranks(rank_pools, two_ranks):
     """The same folder after three ranks have gone on with its runs under ZeRO."""
+    folder, _ = two_ranks
     for mode in ("zero2", "zero3"):
         for kind in MOMENTS:
-            done = command.run_process("reshard", two_ranks / f"freed-{kind}-{mode}")
+            done = command.run_process("reshard", folder / f"freed-{kind}-{mode}")
             assert done.returncode == 0, done.stderr
-    ranks_do(rank_pools(3), "freed_moments", two_ranks)
-    return two_ranks
+    ranks_do(rank_pools(3), "freed_moments", folder)
+    return folder
 
 
 # Elements near zero are divided by their own size, and so is the rounding of their gradients, summed in another order.

@@ -4,17 +4,15 @@ import json
 import shutil
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.support.tiny_run import TinyRun
+from soren_align.run.folder import read_metrics
+from tests.support.tiny_run import TinyRun, same
 from tests.support.trainer_jobs import EIGHT_BITS, QUANTIZED
-from tests.support.trainer_parity import furthest, ranks_do
+from tests.support.trainer_parity import furthest, ranks_do, weights
 
 
 def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +25,6 @@ def two_ranks(rank_pools, tmp_path_factory):
     return folder
 
 
-def saved(folder, name, file="model.safetensors"):
-    return load_file(folder / name / "model" / file)
-
-
 @pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2"])
 def test_two_ranks_with_8_bit_states_are_close_to_one_process(two_ranks, mode):
     """Not to 2e-6, as with exact gradients: where a sum over ranks rounds otherwise, a number may get the next code."""
@@ -38,13 +32,12 @@ def test_two_ranks_with_8_bit_states_are_close_to_one_process(two_ranks, mode):
 
 
 def test_two_ranks_resume_8_bit_states_bit_for_bit(two_ranks):
-    whole, resumed = saved(two_ranks, "states-zero2"), saved(two_ranks, "killed-zero2")
-    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+    assert same(weights(two_ranks / "states-zero2"), weights(two_ranks / "killed-zero2"))
 
 
 def test_two_ranks_of_ddp_train_on_a_quantized_base_as_one_process(two_ranks):
-    file = "adapter_model.safetensors"
-    assert furthest(saved(two_ranks, "quantized-ddp", file), saved(two_ranks, "quantized-alone", file)) <= 1e-5
+    alone, on_ranks = (weights(two_ranks / f"quantized-{name}", "adapter_model") for name in ("alone", "ddp"))
+    assert furthest(alone, on_ranks) <= 1e-5
     record = json.loads((two_ranks / "quantized-ddp/run.json").read_text())
     assert record["quantization"]["type"] == "nf4, double quantization"
 
@@ -57,17 +50,12 @@ def test_a_run_with_8_bit_states_learns_as_with_float32_and_resumes_bit_for_bit(
     exact, whole = (tiny_run("sft", *more, f"optimizer.states={s}", name=str(s)) for s in ("null", "8bit"))
     assert exact.train()
     assert whole.train()
-    assert losses(whole.folder.path) == pytest.approx(losses(exact.folder.path), rel=0.01)
+    assert whole.losses() == pytest.approx(exact.losses(), rel=0.01)
     record = whole.folder.read()
     assert record["optimizer"]["groups"][0]["states"] == "8bit"
     killed = tiny_run("sft", *more, "optimizer.states=8bit", name="killed")
-    shutil.rmtree(killed.folder.path, ignore_errors=True)
     shutil.copytree(whole.folder.path, killed.folder.path)
-    for path in (killed.folder.model, killed.folder.checkpoints / "checkpoint-20"):
-        shutil.rmtree(path)
-    killed.folder.update(status="training")
+    killed.forget_the_end()
     assert killed.train()
     assert killed.folder.read()["resumed_from_steps"] == [10]
-    expected = load_file(whole.folder.model / "model.safetensors")
-    resumed = load_file(killed.folder.model / "model.safetensors")
-    assert all(torch.equal(weight, resumed[name]) for name, weight in expected.items())
+    assert same(whole.weights(), killed.weights())

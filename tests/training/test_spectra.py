@@ -15,15 +15,14 @@ from soren_align.core.errors import UserError
 from soren_align.optim import AdamW, Muon, Soren, SpectralOptimizer
 from soren_align.optim.step import nesterov
 from soren_align.recipe.schema import LogSpectra
-from soren_align.run.folder import RunFolder
+from soren_align.run.folder import RunFolder, read_metrics
 from soren_align.sharding.ranks import Ranks
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid
 from soren_align.training.measure import measurements
 from soren_align.training.measure.measurements import MeasurementLog, Measurements, SpectraRecorder
 from soren_align.training.setup import set_up_training
 from soren_align.training.trained_optimizer import AttachedOptimizer, StartingWeights
-from tests.support.tiny_run import TinyRun, spectra
-from tests.training.test_resume import stop_after
+from tests.support.tiny_run import TinyRun, spectra, stop_after
 
 pytestmark = pytest.mark.model
 
@@ -32,15 +31,15 @@ RECORDED = ("run.log_spectra.steps=[5,1,3,99]", f"run.log_spectra.matrices={json
 
 
 @contextmanager
-def inputs_of_steps():
-    """A list that gets {name: the map's input} of every step, computed from the optimizer's state after it."""
+def seen_in_steps(look):
+    """A list that gets {name: look(optimizer, parameter)} of the mapped matrices after every step."""
     steps = []
 
     def hook(optimizer, *_):
         if isinstance(optimizer, SpectralOptimizer):
             group = optimizer.param_groups[0]
-            steps.append({name: nesterov(optimizer.state[p]["exp_avg"], p.grad, group["momentum"]).clone()
-                          for name, p in zip(group["param_names"], group["params"], strict=True)})  # fmt: skip
+            named = zip(group["param_names"], group["params"], strict=True)
+            steps.append({name: look(optimizer, parameter).clone() for name, parameter in named})
 
     handle = register_optimizer_step_post_hook(hook)
     try:
@@ -49,55 +48,51 @@ def inputs_of_steps():
         handle.remove()
 
 
+def map_input(optimizer, parameter):
+    """Computed from the optimizer's state after the step."""
+    return nesterov(optimizer.state[parameter]["exp_avg"], parameter.grad, optimizer.param_groups[0]["momentum"])
+
+
+def assert_spectra(lines, matrices):
+    """That each record has the singular values of its matrix by an SVD in float64; matrices: by step and name."""
+    assert len(lines) == 9
+    for line in lines:
+        matrix = matrices[line["step"] - 1][line["name"]]
+        assert line["shape"] == list(matrix.shape)
+        values = torch.tensor(line["singular_values"], dtype=torch.float64)
+        sigma = torch.linalg.svdvals(matrix.double())
+        # Seven digits, and 1e-8 of the largest from the Gram matrix.
+        assert torch.allclose(values, sigma, rtol=1e-6, atol=3e-8 * float(sigma[0]))
+
+
 def logs(run):
-    return [line for text in run.metrics.read_text().splitlines() if "loss" in (line := json.loads(text))]
+    return [line for line in read_metrics(run.metrics) if "loss" in line]
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """A run, and the inputs of its maps."""
     run = TinyRun(tmp_path_factory.mktemp("recorded") / "run", "sft", *RECORDED)
-    with inputs_of_steps() as inputs:
+    with seen_in_steps(map_input) as inputs:
         assert run.train()
     return run.folder, inputs
 
 
 def test_recorded_spectra_are_those_of_an_svd_in_float64(recorded):
     folder, inputs = recorded
-    expected = [
-        (step, name) for step in (1, 3, 5) for name in inputs[0] if any(fnmatchcase(name, glob) for glob in GLOBS)
-    ]
+    names = [name for name in inputs[0] if any(fnmatchcase(name, glob) for glob in GLOBS)]
     lines = spectra(folder)
-    assert [(line["step"], line["name"]) for line in lines] == expected
-    assert len(expected) == 9
-    for line in lines:
-        x = inputs[line["step"] - 1][line["name"]]
-        assert line["shape"] == list(x.shape)
-        values, sigma = torch.tensor(line["singular_values"], dtype=torch.float64), torch.linalg.svdvals(x.double())
-        # Seven digits, and 1e-8 of the largest from the Gram matrix.
-        assert torch.allclose(values, sigma, rtol=1e-6, atol=3e-8 * float(sigma[0]))
+    assert [(line["step"], line["name"]) for line in lines] == [(step, name) for step in (1, 3, 5) for name in names]
+    assert_spectra(lines, inputs)
 
 
 def test_gradients_are_recorded_beside_momenta_as_the_optimizer_gets_them(tmp_path):
     run = TinyRun(tmp_path / "run", "sft", *RECORDED, "run.log_spectra.of=[gradient, momentum]")
-    gradients = []
-
-    def hook(optimizer, *_):
-        if isinstance(optimizer, SpectralOptimizer):
-            group = optimizer.param_groups[0]
-            named = zip(group["param_names"], group["params"], strict=True)
-            gradients.append({name: p.grad.clone() for name, p in named})
-
-    handle = register_optimizer_step_post_hook(hook)
-    assert run.train()
-    handle.remove()
+    with seen_in_steps(lambda _, parameter: parameter.grad) as gradients:
+        assert run.train()
     momenta, recorded = ([r for r in spectra(run.folder) if ("of" in r) == is_of] for is_of in (False, True))
     assert [(r["step"], r["name"]) for r in momenta] == [(r["step"], r["name"]) for r in recorded]
-    assert len(recorded) == 9
-    for line in recorded:
-        sigma = torch.linalg.svdvals(gradients[line["step"] - 1][line["name"]].double())
-        values = torch.tensor(line["singular_values"], dtype=torch.float64)
-        assert torch.allclose(values, sigma, rtol=1e-6, atol=3e-8 * float(sigma[0]))
+    assert_spectra(recorded, gradients)
     source, read = spectra_of_run(run.folder, of="gradient")
     assert (len(read), {s.of for s in read}) == (9, {"gradient"})
     assert "gradients" in source
@@ -170,9 +165,9 @@ def test_map_error_of_a_large_matrix_is_not_measured(monkeypatch):
 
 
 @pytest.mark.rest
-def test_a_resumed_run_records_what_an_uninterrupted_one_does(tiny_run, monkeypatch, recorded):
+def test_a_resumed_run_records_what_an_uninterrupted_one_does(tiny_run, recorded):
     whole, _ = recorded
-    stop_after(lambda: tiny_run("sft", *RECORDED), 3, monkeypatch)  # the checkpoint is of step 2
+    stop_after(lambda: tiny_run("sft", *RECORDED), 3)  # the checkpoint is of step 2
     assert {line["step"] for line in spectra(tiny_run().folder)} == {1, 3}
     with tiny_run().folder.spectra.open("a") as file:
         file.write('{"step": 3, "na')  # truncated by a kill
@@ -180,19 +175,18 @@ def test_a_resumed_run_records_what_an_uninterrupted_one_does(tiny_run, monkeypa
     assert resumed.train()
     assert resumed.folder.spectra.read_bytes() == whole.spectra.read_bytes()
     keys = ("step", "map_error", "map_error_matrix")
-    assert [[line[k] for k in keys] for line in logs(resumed.folder)] == [
-        [line[k] for k in keys] for line in logs(whole)
-    ]
+    again, expected = ([[line[k] for k in keys] for line in logs(folder)] for folder in (resumed.folder, whole))
+    assert again == expected
 
 
 @pytest.mark.unit
 def test_a_name_that_matches_no_matrix_is_refused():
     SpectraRecorder(attached_to(new(Soren)), MeasurementLog(section=LogSpectra(steps=[1], matrices=["mat*"])))
     for optimizer, glob in ((new(Soren), "*query*"), (new(AdamW), "*")):
-        with pytest.raises(
-            UserError, match=r"run.log_spectra.matrices: '.*' matches no matrix; run `soren-align plan`"
-        ):
-            SpectraRecorder(attached_to(optimizer), MeasurementLog(section=LogSpectra(steps=[1], matrices=["*", glob])))
+        message = r"run.log_spectra.matrices: '.*' matches no matrix; run `soren-align plan`"
+        section = LogSpectra(steps=[1], matrices=["*", glob])
+        with pytest.raises(UserError, match=message):
+            SpectraRecorder(attached_to(optimizer), MeasurementLog(section=section))
 
 
 @pytest.mark.unit

@@ -30,9 +30,8 @@ def texts(tmp_path):
 def other(tmp_path):
     """The folder of a tokenizer of few words, whose end token is the last."""
     words = {word: i for i, word in enumerate(["<unk>", "<pad>", "The", "number", "</s>"])}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), eos_token="</s>", pad_token="<pad>"
-    )
+    words = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>")
     tokenizer.save_pretrained(tmp_path / "other")
     return tmp_path / "other"
 
@@ -125,11 +124,8 @@ def test_a_damaged_file_of_the_start_is_one_of_the_run_s_folder(tiny_run, name, 
     run = tiny_run()
     start = run.prepare().start
     (run.folder.start / name).write_text("{}" if name == "config.json" else "")
-    with pytest.raises(
-        UserError,
-        match=r"^/.*/run/start \(made by soren-align; if you remove this folder, soren-align "
-        r"makes the folder again\): ",
-    ):
+    message = r"^/.*/run/start \(made by soren-align; if you remove this folder, soren-align makes the folder again\): "
+    with pytest.raises(UserError, match=message):
         load(run.recipe, start)
 
 
@@ -143,9 +139,8 @@ def test_the_start_of_a_run_is_verified_by_content(tiny_run, name):
     content[-9] ^= 1
     for damage in (lambda: file.write_bytes(content), file.unlink):
         damage()
-        with pytest.raises(
-            UserError, match=rf"run/start: {name}: the content differs from what .*; remove this folder"
-        ):
+        message = rf"run/start: {name}: the content differs from what .*; remove this folder"
+        with pytest.raises(UserError, match=message):
             starting_model.starting_checkpoint(run.recipe, run.folder)
     shutil.rmtree(run.folder.start)
     starting_model.starting_checkpoint(run.recipe, run.folder)

@@ -14,17 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.optim import gradients
+from soren_align.planning.plan import plan_training
 from soren_align.training import run as training
 from soren_align.training.model import load_model
 from soren_align.training.setup import trl_arguments
 from soren_align.training.trained_optimizer import OptimizerMismatch
 from soren_align.training.trainer import SorenTrainerMixin
+from tests.support.tiny_run import same
 
 pytestmark = pytest.mark.model
-
-
-def losses(run):
-    return [line["loss"] for line in run.metrics() if "loss" in line]
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -38,7 +36,7 @@ def test_run_json_proves_which_optimizer_stepped_and_how_often(tiny_run, name, c
     matrices = 0 if name == "adamw" else 14
     assert (proof["class"], proof["chain"][-1]) == (cls, cls)
     assert (proof["num_matrices"], proof["maps_per_step"]) == (matrices, matrices)
-    assert losses(run)[-1] < losses(run)[0]
+    assert run.losses()[-1] < run.losses()[0]
     table = run.folder.read()["routing"]
     assert sum(row["numel"] for row in table) == run.folder.read()["parameters"]["trainable"]
 
@@ -114,13 +112,9 @@ PLAIN = """\
 
 def test_on_the_same_tokens_the_losses_are_plain_trls(tiny_run, tmp_path):
     """docs/data.md, Beside plain TRL: the tokens differ in the line break after the stop token alone."""
-    turns = [
-        {
-            "prompt": [{"role": "user", "content": f"Question {i}?"}],
-            "completion": [{"role": "assistant", "content": "word " * (2 if i % 2 else 40)}],
-        }
-        for i in range(8)
-    ]
+    turns = [{"prompt": [{"role": "user", "content": f"Question {i}?"}],
+              "completion": [{"role": "assistant", "content": "word " * (2 if i % 2 else 40)}]}
+             for i in range(8)]  # fmt: skip
     (tmp_path / "turns.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in turns))
     (tmp_path / "plain.jinja").write_text(PLAIN)
     run = tiny_run(
@@ -153,7 +147,7 @@ def test_on_the_same_tokens_the_losses_are_plain_trls(tiny_run, tmp_path):
     expected = [log["loss"] for log in theirs.state.log_history if "loss" in log]
     assert len(expected) == 4
     # Both sum the norm of the gradients for clipping in an order of their own.
-    assert losses(run) == pytest.approx(expected, rel=1e-6)
+    assert run.losses() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("soren", 0.19, 0.21), ("adamw", 0.4, 1.0)])
@@ -167,8 +161,6 @@ def test_in_the_first_steps_adamws_updates_are_larger_than_those_of_match_rms(ti
 
 
 def test_the_logged_rates_are_those_of_the_plan(tiny_run):
-    from soren_align.planning.plan import plan_training
-
     run = tiny_run("sft", "optimizer.aux_lr=1e-4")
     planned, counted = plan_training(run.recipe)
     trainer = run.trainer()
@@ -183,8 +175,6 @@ def test_the_logged_rates_are_those_of_the_plan(tiny_run):
 
 @pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.slow), 2.5])
 def test_the_plan_counts_steps_as_transformers_does(tiny_run, epochs):
-    from soren_align.planning.plan import plan_training
-
     overrides = ["trainer.max_steps=-1", f"trainer.num_train_epochs={epochs}", "data.train.limit=50"]
     run = tiny_run("sft", *overrides, "trainer.gradient_accumulation_steps=4", "trainer.warmup_steps=0")
     planned, _ = plan_training(run.recipe)
@@ -194,8 +184,6 @@ def test_the_plan_counts_steps_as_transformers_does(tiny_run, epochs):
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_with_its_name_and_the_step(tiny_run, monkeypatch):
-    from soren_align.training.trainer import SorenTrainerMixin
-
     def poisoned(self, model, inputs, *args, **kwargs):
         return next(model.parameters()).sum() * math.nan
 
@@ -213,27 +201,22 @@ def test_the_norm_computed_for_clipping_saves_reading_the_gradients_and_changes_
         run = tiny_run("sft", f"trainer.max_grad_norm={clip}", "trainer.max_steps=4", name=name)
         assert run.train()
         monkeypatch.setattr(gradients, "_squared_norms", compute)
-        return load_file(run.folder.model / "model.safetensors"), len(counts)
+        return run.weights(), len(counts)
 
     informed, few = weights_and_counts("informed")
     monkeypatch.setattr(SorenTrainerMixin, "_get_grad_norm", Trainer._get_grad_norm)
     plain, every = weights_and_counts("plain")
     assert every == 4
     assert few < 4 if clip else few <= 4  # without clipping norms may be above 1.5
-    assert all(torch.equal(informed[name], plain[name]) for name in plain)
+    assert same(informed, plain)
 
 
 def test_the_model_folder_is_plain_hugging_face(tiny_run):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     run = tiny_run()
     run.train()
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(run.folder.model),
-        AutoTokenizer.from_pretrained(run.folder.model),
-    )
+    model = AutoModelForCausalLM.from_pretrained(run.folder.model)
     assert next(model.parameters()).dtype == torch.float32
-    assert tokenizer.chat_template
+    assert AutoTokenizer.from_pretrained(run.folder.model).chat_template
     assert not list(run.folder.model.glob("*.bin"))
 
 

@@ -5,14 +5,10 @@ import json
 import pytest
 
 from soren_align.run.folder import RunFolder
-from tests.support.trainer_parity import furthest, ranks_do, weights
+from tests.support.trainer_parity import furthest, weights
 
-
-@pytest.fixture(scope="module")
-def two_ranks(rank_pools, tmp_path_factory):
-    """The folder in which two ranks have done `watched` of trainer_jobs.py, and the expected bytes of checkpoints."""
-    folder = tmp_path_factory.mktemp("watched")
-    return folder, ranks_do(rank_pools(2), "watched", folder)
+JOB = "watched"
+"""It returns the expected bytes of checkpoints."""
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2"])

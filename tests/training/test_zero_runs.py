@@ -19,26 +19,17 @@ from tests.support.tiny_run import TinyRun
 from tests.support.trainer_jobs import FOR_TWO_OR_THREE, PACKED, PRETRAINED, RUNS, STREAMED
 from tests.support.trainer_parity import (
     assert_own_references,
-    assert_same_displacements,
+    assert_resumed,
     assert_same_measurements,
-    assert_verified,
-    displacements,
+    assert_same_perplexity,
     furthest,
-    logged,
     one_process,
-    one_process_validation,
     ranks_do,
     weights,
 )
 
+JOB = "zero"
 STAGES = ("zero1", "zero2", "zero3")
-
-
-@pytest.fixture(scope="module")
-def two_ranks(rank_pools, tmp_path_factory):
-    """The folder in which two ranks have done `zero` of trainer_jobs.py, and what each of them saw."""
-    folder = tmp_path_factory.mktemp("zero")
-    return folder, ranks_do(rank_pools(2), "zero", folder)
 
 
 @pytest.mark.parametrize("mode", STAGES)
@@ -66,11 +57,7 @@ def test_so_they_do_with_offload_and_with_what_saves_memory(two_ranks, name, mod
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
 def test_two_ranks_have_the_perplexity_of_one_process(two_ranks, mode):
-    alone = one_process_validation(*PRETRAINED[:2], *PRETRAINED[2])
-    for rank in two_ranks[1]:
-        validation = rank["maps"][mode]["pretrained"]["validation"]
-        assert validation["num_tokens"] == alone["num_tokens"]
-        assert validation["perplexity"] == pytest.approx(alone["perplexity"], rel=2e-6)
+    assert_same_perplexity([rank["maps"][mode]["pretrained"]["validation"] for rank in two_ranks[1]])
 
 
 def test_the_comparison_would_notice_a_missing_clip(two_ranks):
@@ -110,15 +97,7 @@ def test_in_bfloat16_the_losses_of_stages_2_and_3_agree_and_the_export_is_of_the
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
 def test_two_ranks_resume_bit_for_bit(two_ranks, mode):
-    folder, seen = two_ranks
-    whole, killed = RunFolder(folder / f"whole-{mode}"), RunFolder(folder / f"killed-{mode}")
-    assert_verified(whole, [rank["resumed"][mode] for rank in seen])
-    assert killed.read()["resumed_from_steps"] == [2, 2]  # the first time, a truncated file was refused after that
-    assert killed.read()["identity"] == whole.read()["identity"]
-    assert displacements(killed) == displacements(whole)
-    assert_same_displacements(whole)
-    assert furthest(weights(whole.path), weights(killed.path)) == 0
-    assert logged(whole) == logged(killed)
+    killed = assert_resumed(two_ranks[0], mode, [rank["resumed"][mode] for rank in two_ranks[1]])
     sealed = json.loads((killed.complete_checkpoints()[0] / "soren_align.json").read_text())
     assert sum("optim_states" in name for name in sealed["files"]) == 2
     assert killed.read()["optimizer"]["chain"][0] == "DeepSpeedOptimizerWrapper"
@@ -175,14 +154,6 @@ def start(folder):
     return command.start("sft", "quickstart/sft", "--no-eval", "--processes", "2", *command.overrides(*sets))
 
 
-def wait_for(condition, process, seconds=600):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.02)
-
-
 def rank_process(rank, folder):
     """The process id of one rank of the run in `folder`."""
     for entry in Path("/proc").glob("[0-9]*"):
@@ -200,7 +171,7 @@ def rank_process(rank, folder):
 def test_a_killed_rank_ends_the_job_and_the_same_command_goes_on(tmp_path):
     folder = RunFolder(tmp_path / "run")
     process = start(folder)
-    wait_for(folder.complete_checkpoints, process)
+    command.wait_for(folder.complete_checkpoints, process)
     os.kill(rank_process(1, folder), signal.SIGKILL)
     began = time.monotonic()
     said = process.stderr.read()
@@ -211,7 +182,7 @@ def test_a_killed_rank_ends_the_job_and_the_same_command_goes_on(tmp_path):
     killed_at = len(folder.metrics.read_text().splitlines())
 
     process = start(folder)
-    wait_for(lambda: len(folder.metrics.read_text().splitlines()) > killed_at + 5, process)
+    command.wait_for(lambda: len(folder.metrics.read_text().splitlines()) > killed_at + 5, process)
     process.send_signal(signal.SIGTERM)
     said = process.stderr.read()
     assert process.wait() == 130, said
