@@ -180,7 +180,7 @@ def test_a_job_is_queued_again_after_a_stop_whatever_srun_returns(slurm, tmp_pat
     slurm.call("scancel", number)
 
 
-def test_an_evaluation_of_its_own_follows_the_training_and_no_machine_waits(slurm, submit, tmp_path):
+def test_an_evaluation_of_its_own_follows_the_training_and_no_machine_waits(slurm, submit):
     trained, run = submit(config(8, parallel="ddp"))
     folder = run.path.parent
     follows = f"--dependency=afterok:{trained}"

@@ -109,7 +109,7 @@ def test_a_stream_counts_its_first_pairs_and_drops_all_equal_ones(run_of):
     assert train["dropped"]["two answers with the same tokens within max_length 64"] >= 1
 
 
-def test_copies_that_a_weight_makes_are_no_fault(prepared, tmp_path):
+def test_copies_that_a_weight_makes_are_no_fault(prepared):
     setup = prepared(CLEAN, "data.train.weight=2", "data.train.apply_chat_template=true")
     assert setup.account.pairs.num_copies == len(CLEAN)
     assert not [notice for notice in setup.notices if "pair" in notice]
@@ -154,7 +154,7 @@ def test_margins_of_the_start_are_differences_of_the_reference():
     assert start_margins([1.0, 2.0, 3.0], [2.0, 1.0, 1.0]) == {"mean": pytest.approx(2 / 3), "share_positive": 2 / 3}
 
 
-def test_plain_pairs_need_a_template_or_the_key(tiny_run, prepared, tmp_path, monkeypatch):
+def test_plain_pairs_need_a_template_or_the_key(prepared, monkeypatch):
     lines = [notice for notice in prepared(CLEAN).notices if "plain texts" in notice]
     assert len(lines) == 1
     assert "write data.train.apply_chat_template: false" in lines[0]

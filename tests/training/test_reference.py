@@ -94,7 +94,7 @@ def test_dropout_of_the_policy_alone_is_no_other_reference(tiny_run, is_recogniz
         trainer.train()
 
 
-def test_a_reference_of_the_users_is_not_checked(tiny_run, tmp_path):
+def test_a_reference_of_the_users_is_not_checked(tmp_path):
     policy, other = (make_model(tmp_path / str(seed), seed) for seed in (0, 1))
     examples = [{"prompt": "The", "chosen": " otter", "rejected": " owl"}] * 4
     args = DPOConfig(str(tmp_path / "out"), max_steps=1, use_cpu=True, bf16=False, report_to=[], save_strategy="no")
