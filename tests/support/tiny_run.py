@@ -121,7 +121,7 @@ def die():
 
 @contextmanager
 def after_step(number, act):
-    """Within it, `act` is called after the optimizer's step of this number."""
+    """Within it, `act` is called once step `number` is complete: in the next one, when the optimizer has stepped."""
     original = OptimizerCheck.on_optimizer_step
 
     def acting(self, args, state, control, **kwargs):
