@@ -10,6 +10,8 @@ import torch
 
 from soren_align import optim, recipe
 from soren_align.core import optimizer_settings
+from soren_align.optim.group_settings import RULE_DEFAULTS
+from soren_align.optim.optimizers import SharedSettings
 from soren_align.recipe import optimizer
 from soren_align.spectral import SOREN_MAPS
 
@@ -38,6 +40,11 @@ def test_a_section_has_the_settings_of_the_class(name):
     ours = set(type(member(name)).model_fields) - ONLY_RECIPE
     theirs = set(inspect.signature(CLASSES[name]).parameters) - {"params"}
     assert ours - ONLY_ADAMW == theirs - ONLY_ADAMW
+
+
+def test_the_shared_settings_with_types_are_those_with_defaults():
+    shared = set(SharedSettings.__annotations__) | {"adjust_lr_fn"}  # whose default is the class's own
+    assert shared == set(RULE_DEFAULTS["spectral"])
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -23,8 +23,7 @@ from soren_align.core.optimizer_settings import MUON_STEPS, SNS_STEPS
 from soren_align.spectral import MAPS
 from soren_align.spectral.composition import TOP, Composition
 from soren_align.spectral.fitting import best_odd
-from soren_align.spectral.flops import POLYNOMIAL_PRODUCTS
-from soren_align.spectral.minimax import minimax_flops
+from soren_align.spectral.flops import POLYNOMIAL_PRODUCTS, composition_flops
 from soren_align.spectral.quintic import A, B, C
 from soren_align.spectral.sns import T_LIMIT, T_STEPS
 
@@ -151,7 +150,10 @@ def print_recorded():
         )
         steps, error = compose(resolution, degrees)
         table = Composition(tuple(map(tuple, steps)), (), restarts, error, 0.0)
-        flops = [f"{minimax_flops(table, *sorted(shape)) / MAPS['muon'].num_flops(*shape):.2f}" for shape in shapes]
+        flops = [
+            f"{composition_flops(table, *sorted(shape), has_base=True) / MAPS['muon'].num_flops(*shape):.2f}"
+            for shape in shapes
+        ]
         name = f"{resolution:g} {degrees}, {num_square_products(degrees, restarts)} products"
         print_row(name, functools.partial(minimax_values, steps=steps), flops)
     for steps in (10, SNS_STEPS, 20):

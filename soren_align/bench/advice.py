@@ -4,7 +4,7 @@ All numbers follow from the singular values of the momenta. They state how updat
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from statistics import median
 from typing import Any
@@ -29,33 +29,28 @@ NUMBERS = ("ratio", "to_muon", "to_momentum")
 """Of `contrast.Contrast`."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A map. of: the singular values of a momentum, with 0 for the null space -> those of the update."""
+def candidates(spectra: Sequence[Spectrum], recipe: Recipe) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The map of the recipe's optimizer, and others, by their labels; a threshold in them is that of `threshold`.
 
-    label: str
-    of: Callable[[Tensor], Tensor]
-
-
-def candidates(spectra: Sequence[Spectrum], recipe: Recipe) -> list[Candidate]:
-    """The map of the recipe's optimizer, and others; a threshold in them is that of the momenta, see `threshold`."""
+    Each takes the singular values of a momentum, with 0 for the null space, to those of the update.
+    """
     tau, spectral_map, settings = threshold(spectra), recipe.optimizer.spectral_map, recipe.optimizer.map_settings
-    own = []
+    own = {}
     if spectral_map:
 
         def mapped(sigma: Tensor) -> Tensor:
             output, _ = spectral_map.function(sigma.float().diag(), precision="float32", max_norm=None, **settings)
             return output.diagonal().double()
 
-        own = [Candidate(f"this run: {spectral_map.label.format(**settings)}", mapped)]
-    return [
-        *own,
-        Candidate("sigmoid(x / T), T for a contrast", lambda x: torch.sigmoid(MIDDLE * x / median_of_modes(x, x))),
-        Candidate(f"soft_sign, tau: {tau:g}", _target(SOFT_SIGN, tau=tau)),
-        Candidate(f"tanh, tau: {tau:g}", _target(TANH, tau=tau)),
-        Candidate("identity: momentum SGD", _target(IDENTITY)),
-        Candidate("high_pass: Pion", _target(HIGH_PASS)),
-    ]
+        own = {f"this run: {spectral_map.label.format(**settings)}": mapped}
+    return {
+        **own,
+        "sigmoid(x / T), T for a contrast": lambda x: torch.sigmoid(MIDDLE * x / median_of_modes(x, x)),
+        f"soft_sign, tau: {tau:g}": _target(SOFT_SIGN, tau=tau),
+        f"tanh, tau: {tau:g}": _target(TANH, tau=tau),
+        "identity: momentum SGD": _target(IDENTITY),
+        "high_pass: Pion": _target(HIGH_PASS),
+    }
 
 
 def _target(spectral_map: SpectralMap, **settings: float) -> Callable[[Tensor], Tensor]:
@@ -74,11 +69,11 @@ def advice(spectra: Sequence[Spectrum], recipe: Recipe) -> dict[str, Any]:
     """The contrast of each candidate on each momentum that is not zero, as plain data."""
     momenta = [spectrum for spectrum in spectra if spectrum.nu]
     maps = []
-    for candidate in candidates(momenta, recipe) if momenta else ():
-        values = [asdict(contrast(s.without_null_space, candidate.of(s.without_null_space))) for s in momenta]
+    for label, function in candidates(momenta, recipe).items() if momenta else ():
+        values = [asdict(contrast(s.without_null_space, function(s.without_null_space))) for s in momenta]
         numbers = {key: [each[key] for each in values if each[key] is not None] for key in NUMBERS}
         spread = {key: {"median": median(v), "min": min(v), "max": max(v)} for key, v in numbers.items() if v}
-        maps.append({"map": candidate.label, **spread})
+        maps.append({"map": label, **spread})
     about = {"num_momenta": len(momenta), "num_zero": len(spectra) - len(momenta)}
     about |= {"tau": threshold(momenta) if momenta else 0.1}
     return {**about, "sigmoids_lowest_cosine_to_muon": LOWEST_COSINE_OF_THE_SIGMOID, "maps": maps}

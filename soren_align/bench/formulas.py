@@ -113,47 +113,43 @@ def draw(result: dict[str, Any], target: Target | None, file: Path) -> list[Path
     Of a composition (with a target): the formula, the polynomials, and their difference. Of another map: its values
     and those of its target, and their relative difference, the paper's two panels of SNS.
     """
-    figure = partial(_composition, result, target) if target else partial(_by_name, result)
+    figure = partial(_figure, result, target)
     if file.suffix == ".png":
         return [file, write_pictures(file, figure)]
     figure(LIGHT).savefig(file, metadata={"Date": None})
     return [file]
 
 
-def _composition(result: dict[str, Any], target: Target, colors: Colors) -> Figure:
-    composed = from_dict(result["steps"])
-    u = np.geomspace(target.resolution / 10, 1, 1000)
-    x, exact, ours = u * target.limit, target(u), value(composed.composition, u)
+def _figure(result: dict[str, Any], target: Target | None, colors: Colors) -> Figure:
     figure = Figure(figsize=(7, 5), dpi=200, layout="constrained", facecolor=colors.paper)
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    top.semilogx(x, exact, color=colors.muted, linewidth=3, label=str(target.formula))
-    polynomials = f"polynomials, {result['num_products']} products"
-    top.semilogx(x, ours, color=colors.lines[2], linestyle="--", label=polynomials)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1) if target else None)
+    if target:
+        composed = from_dict(result["steps"])
+        u = np.geomspace(target.resolution / 10, 1, 1000)
+        x, exact, ours = u * target.limit, target(u), value(composed.composition, u)
+        error = (ours - exact) / composed.largest
+        labels = str(target.formula), f"polynomials, {result['num_products']} products"
+        titles = "error, as a share of the largest value", "x"
+        top.set_xscale("log")
+        for side in (-1, 1):
+            bottom.axhline(side * composed.error, color=colors.muted, linestyle=":")
+        bottom.axvline(target.resolution * target.limit, color=colors.muted, linestyle=":")
+        bottom.set_ylim(-2 * composed.error, 2 * composed.error)
+    else:
+        spectral_map, settings = MAPS[result["formula"]], result["settings"]
+        x = torch.linspace(*PAPER_RANGE, 2000, dtype=torch.float64)
+        matrices = torch.stack([x, (1 - x**2).sqrt()], dim=-1).float().diag_embed()
+        ours = spectral_map.function(matrices, precision="float32", max_norm=1.0, **settings)[0][:, 0, 0].double()
+        exact = spectral_map.target(x, **settings)
+        relative = (ours - exact).abs() / exact
+        error = 100 * relative
+        labels = spectral_map.target.__name__, spectral_map.label.format(**settings)
+        largest = f"{float(relative.max()):.2%} at {float(x[relative.argmax()]):.2g}"
+        titles = f"relative error, %; largest: {largest}", "singular value of a matrix of norm 1"
+    top.plot(x, exact, color=colors.muted, linewidth=3, label=labels[0])
+    top.plot(x, ours, color=colors.lines[2], linestyle="--", label=labels[1])
     top.legend(frameon=False, labelcolor=colors.ink)
-    bottom.semilogx(x, (ours - exact) / composed.largest, color=colors.lines[1])
-    for side in (-1, 1):
-        bottom.axhline(side * composed.error, color=colors.muted, linestyle=":")
-    bottom.axvline(target.resolution * target.limit, color=colors.muted, linestyle=":")
-    bottom.set_ylim(-2 * composed.error, 2 * composed.error)
+    bottom.plot(x, error, color=colors.lines[1])
     style_axes(top, "value", "", colors)
-    style_axes(bottom, "error, as a share of the largest value", "x", colors)
-    return figure
-
-
-def _by_name(result: dict[str, Any], colors: Colors) -> Figure:
-    spectral_map, settings = MAPS[result["formula"]], result["settings"]
-    x = torch.linspace(*PAPER_RANGE, 2000, dtype=torch.float64)
-    matrices = torch.stack([x, (1 - x**2).sqrt()], dim=-1).float().diag_embed()
-    output = spectral_map.function(matrices, precision="float32", max_norm=1.0, **settings)[0][:, 0, 0].double()
-    exact = spectral_map.target(x, **settings)
-    error = (output - exact).abs() / exact
-    figure = Figure(figsize=(7, 5), dpi=200, layout="constrained", facecolor=colors.paper)
-    top, bottom = figure.subplots(2, 1, sharex=True)
-    top.plot(x, exact, color=colors.muted, linewidth=3, label=spectral_map.target.__name__)
-    top.plot(x, output, color=colors.lines[2], linestyle="--", label=spectral_map.label.format(**settings))
-    top.legend(frameon=False, labelcolor=colors.ink)
-    bottom.plot(x, 100 * error, color=colors.lines[1])
-    style_axes(top, "value", "", colors)
-    relative = f"relative error, %; largest: {float(error.max()):.2%} at {float(x[error.argmax()]):.2g}"
-    style_axes(bottom, relative, "singular value of a matrix of norm 1", colors)
+    style_axes(bottom, *titles, colors)
     return figure

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..core import third_party
 from .eight_bits import norm
-from .layout import OneProcess, local, matrices_of, names_of_matrices
+from .layout import ShardingStrategy, local, matrices_of, names_of_matrices
 from .optimizer import (
     OPTIMIZERS,
     AppliedMap,

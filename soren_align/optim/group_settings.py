@@ -63,10 +63,14 @@ def check_that(is_allowed: Callable[[Any], bool], advice: str) -> Check:
     return check
 
 
-def number(bounds: Bounds) -> Check:
-    """A check that a value is a number within `bounds`; a tensor of one element is one too."""
+def number(bounds: Bounds, names: Mapping[str, float] = {}) -> Check:
+    """A check that a value is a number within `bounds`, or the name of one; a tensor of one element is one too."""
 
     def check(value: Any) -> Any:
+        if isinstance(value, str) and names:
+            if value not in names:
+                raise ValueError(f"found {value!r}; write a number, or {' or '.join(map(repr, names))}")
+            return names[value]
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"found a tensor of shape {tuple(value.shape)}; write one number")
         if not isinstance(value, int | float | Tensor) or float(value) not in bounds:
@@ -79,15 +83,6 @@ def number(bounds: Bounds) -> Check:
 def choice(options: Sequence[Any]) -> Check:
     """A check that a value is one of `options`."""
     return check_that(lambda value: value in options, f"one of {', '.join(map(repr, options))}")
-
-
-def _match_rms(value: Any) -> Any:
-    """A positive number; "adamw" is that of AdamW's default betas."""
-    if isinstance(value, str) and value == "adamw":
-        return default.adamw_rms(default.BETAS[0])
-    if isinstance(value, str):
-        raise ValueError(f"found {value!r}; write a number, or 'adamw'")
-    return number(POSITIVE)(value)
 
 
 def setting_checks(spectral_map: SpectralMap) -> dict[str, Check]:
@@ -124,7 +119,7 @@ RULES: dict[str, dict[str, Check]] = {
         "second_moment": choice(get_args(SecondMoment)),
         "second_moment_beta": number(COEFFICIENT),
         "adjust_lr_fn": choice(get_args(AdjustLrFn)),
-        "match_rms": _match_rms,
+        "match_rms": number(POSITIVE, {"adamw": default.adamw_rms(default.BETAS[0])}),
     },
     "adamw": {
         **_SHARED_SETTINGS,

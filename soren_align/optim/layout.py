@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -339,20 +339,27 @@ class Batch:
         return join(torch.stack(outputs), layout)
 
 
-def whole_batches(
-    shards: Sequence[Shard],
-    map_input: Callable[[Shard], Tensor],
-    workspace_mb: float | None,
-    adapt: "Adapt | None" = None,
-    device: torch.device | None = None,
-) -> Iterator[Batch]:
-    """Shards that are whole weights, in batches on `device`; None: each where it is. adapt: of their outputs."""
+@dataclass(frozen=True)
+class MapRequest:
+    """The maps of one spectral group in a step."""
+
+    map_input: Callable[[Shard], Tensor]
+    """N of a shard, in any shape; not modified."""
+    workspace_mb: float | None
+    """See `matrix_batches`."""
+    adapt: Callable[[Shard, Tensor], Tensor] | None = None
+    """Of a shard's part of an output, before it is returned; sets `shard.squares`, which are added over the ranks."""
+
+
+def whole_batches(shards: Sequence[Shard], request: MapRequest, device: torch.device | None = None) -> Iterator[Batch]:
+    """Shards that are whole weights, in batches on `device`; None: each where it is."""
+    adapt = request.adapt
     kinds: list[WeightKind] = [
         (s.shape, s.layout, momentum_dtype(s.parameter), device or s.parameter.device) for s in shards
     ]
-    for indices in matrix_batches(kinds, workspace_mb):
+    for indices in matrix_batches(kinds, request.workspace_mb):
         members = [shards[i] for i in indices]
-        inputs = (staged(map_input(shard).reshape(shard.shape), device) for shard in members)
+        inputs = (staged(request.map_input(shard).reshape(shard.shape), device) for shard in members)
         states = {key: [shard.numbers_of(key) for shard in members] for key in members[0].map_state}
 
         def pairs(outputs: Sequence[Tensor], members=members) -> Iterator[tuple[Shard, Tensor]]:
@@ -395,76 +402,48 @@ def batch_of(
     return Batch(stacked, layout, names, returned, state)
 
 
-Adapt = Callable[[Shard, Tensor], Tensor]
-"""Changes a shard's part of an output and sets `shard.squares`, which the exchange then adds over the ranks."""
+class Exchange:
+    """Gathers the matrices of one spectral group's tensors for a step, and returns what becomes of them.
 
+    This one has all weights whole, on one process; those between ranks are subclasses (`sharding.gather`).
+    """
 
-class Exchange(Protocol):
-    """Gathers the matrices of one spectral group's tensors for a step, and returns what becomes of them."""
+    def __init__(self, weights: Sequence[Shard]):
+        self._weights = weights
 
     def shards(self, state: Mapping[Tensor, dict[str, Tensor]]) -> Sequence[Shard]:
         """This rank's shards of the matrices, with the tensors' state."""
-        ...
+        for shard in self._weights:
+            shard.state = state[shard.parameter]
+        return self._weights
 
-    def whole_matrices(
-        self,
-        shards: Sequence[Shard],
-        map_input: Callable[[Shard], Tensor],
-        workspace_mb: float | None,
-        adapt: Adapt | None = None,
-    ) -> Iterator[Batch]:
-        """Gather the map inputs of all shards: every matrix is in one batch on one rank. Collective.
-
-        map_input: N of a shard, in any shape; not modified. workspace_mb: see `matrix_batches`. adapt: of each part of
-        an output, before it is returned.
-        """
-        ...
+    def whole_matrices(self, shards: Sequence[Shard], request: MapRequest) -> Iterator[Batch]:
+        """Gather the map inputs of all shards: every matrix is in one batch on one rank. Collective."""
+        return whole_batches(shards, request)
 
 
-class ShardingStrategy(Protocol):
-    """Where an optimizer's matrices lie. Before a step the ranks agree by it that they can take the step, and how."""
+class ShardingStrategy:
+    """Where an optimizer's matrices lie. Before a step the ranks agree by it that they can take the step, and how.
+
+    This is the strategy of one process, where every matrix is whole; those of several ranks are subclasses
+    (`sharding.gather`).
+    """
 
     def has_layout(self, parameter: Tensor) -> bool:
-        """Whether the layout of the matrices in `parameter` is known."""
-        ...
-
-    def parts(self, tensor: Tensor) -> Sequence[Part]:
-        """The parameters' elements in a tensor of any group, for blocks of 8-bit states."""
-        ...
-
-    def shards(self, named: Named, layouts: WeightLayouts) -> Sequence[Shard]:
-        """This rank's shards of the matrices in these tensors, without their state."""
-        ...
-
-    def check_gradients(
-        self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
-    ) -> tuple[float, ...]:
-        """The sums of `squares` over the ranks and the numbers `others` of this rank, by one host read. Collective.
-
-        Raises on every rank if `error` is set on any rank, or if the ranks lack different gradients.
-        """
-        ...
-
-    def plan(self, named: Named, layouts: WeightLayouts, map_state: MapState) -> Exchange:
-        """The exchange of these tensors of one spectral group. Collective; raises ValueError on every rank."""
-        ...
-
-
-class OneProcess:
-    """The strategy of one process, where every matrix is whole."""
-
-    def has_layout(self, parameter: Tensor) -> bool:
-        """Whether it is a whole matrix, or all experts of a layer."""
+        """Whether the layout of the matrices in `parameter` is known: here of a matrix, or all experts of a layer."""
         # The tensor's own shape counts: under ZeRO 3 a flat shard still has a two-dimensional ds_shape.
         grad = parameter.grad
         return parameter.ndim in (2, 3) and grad is not None and grad.ndim > 1 and local(parameter) is parameter
 
     def parts(self, tensor: Tensor) -> Sequence[Part]:
-        """All of the tensor."""
+        """The parameters' elements in a tensor of any group, for blocks of 8-bit states; here it is one parameter."""
         return [(0, tensor.numel(), tensor.numel())]
 
     def shards(self, named: Named, layouts: WeightLayouts) -> list[Shard]:
-        """The weights of parameters [m, n], of their blocks, and of the experts in parameters [experts, m, n]."""
+        """This rank's shards of the weights in these tensors, without their state.
+
+        The weights are parameters [m, n], their blocks, and the experts in parameters [experts, m, n].
+        """
         shards = []
         for name, parameter in named:
             start = 0
@@ -473,38 +452,16 @@ class OneProcess:
                 start += weight.numel
         return shards
 
-    def check_gradients(
-        self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
-    ) -> tuple[float, ...]:
-        """All numbers, by one host read."""
+    def check_gradients(self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor) -> list[float]:
+        """The sums of `squares` over the ranks and the numbers `others` of this rank, by one host read. Collective.
+
+        Raises on every rank if `error` is set on any rank, or if the ranks lack different gradients.
+        """
         if error is not None:
             raise error
-        return tuple(torch.cat([squares, *others]).tolist())
+        return torch.cat([squares, *others]).tolist()
 
     def plan(self, named: Named, layouts: WeightLayouts, map_state: MapState) -> Exchange:
-        """Nothing is exchanged."""
+        """The exchange of these tensors of one spectral group. Collective; raises ValueError on every rank."""
         mapped_together([(name, layouts.get(name, "linear")) for name, _ in named])
-        return WholeWeights(with_map_state(self.shards(named, layouts), map_state))
-
-
-@dataclass(frozen=True)
-class WholeWeights:
-    """The exchange of whole weights on one process."""
-
-    weights: Sequence[Shard]
-
-    def shards(self, state: Mapping[Tensor, dict[str, Tensor]]) -> Sequence[Shard]:
-        """The weights with their state."""
-        for shard in self.weights:
-            shard.state = state[shard.parameter]
-        return self.weights
-
-    def whole_matrices(
-        self,
-        shards: Sequence[Shard],
-        map_input: Callable[[Shard], Tensor],
-        workspace_mb: float | None,
-        adapt: Adapt | None = None,
-    ) -> Iterator[Batch]:
-        """All of them, in batches."""
-        return whole_batches(shards, map_input, workspace_mb, adapt)
+        return Exchange(with_map_state(self.shards(named, layouts), map_state))

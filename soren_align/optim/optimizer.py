@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import Parameter
 from typing import Any, ClassVar
 
 import torch
@@ -47,12 +48,12 @@ from .group_settings import (
     refuse_changed_settings,
     refuse_combinations,
 )
-from .layout import Exchange, MapState, OneProcess, ShardingStrategy, map_state_sizes, weights_in, with_map_state
+from .layout import Exchange, MapState, ShardingStrategy, map_state_sizes, weights_in, with_map_state
 from .product import WEIGHTS, has_factors
 from .routing import param_groups
 from .second_moment import row_moments
 from .state import StateForm, loaded_state, new_state, state_form
-from .step import GroupMaps, PendingUpdate, directions, lr_scale, spectral_step_
+from .step import GroupMaps, PendingUpdate, directions, spectral_step_
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +101,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
             )
         if name:
             OPTIMIZERS[name] = cls
+        # A constructor that passes settings on to this class's has them, with their defaults, in its signature.
+        _, *parameters = inspect.signature(cls.__init__).parameters.values()
+        if parameters[-1].kind is Parameter.VAR_KEYWORD:
+            own = {parameter.name for parameter in parameters}
+            defaults = {**RULE_DEFAULTS[cls.rule], **dict.fromkeys(cls.map_settings, Parameter.empty)}
+            parameters[-1:] = (
+                Parameter(key, Parameter.KEYWORD_ONLY, default=defaults[key]) for key in defaults if key not in own
+            )
+        cls.__signature__ = inspect.Signature(parameters)
 
     def __init__(self, params: ParamsT, lr: float | Tensor, **settings: Any):
         """settings: of the class's rule and map, see `Soren`; those left out have the rule's defaults.
@@ -107,7 +117,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         Warns if adjust_lr_fn is None and the class's own makes updates much smaller than AdamW's.
         """
         for key in settings.keys() - RULES[self.rule].keys() - self.map_settings.keys():
-            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {key!r}")
+            raise TypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {key!r}")
         if is_left_out := settings.get("adjust_lr_fn", "") is None:
             settings["adjust_lr_fn"] = self.own_adjust_lr_fn
         # Without betas, by which torch's schedulers recognize an optimizer that has no momentum to cycle.
@@ -131,7 +141,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _start(self) -> None:
         """What is not the optimizer's state; torch's copy and pickle of an optimizer keep none of it."""
-        self.strategy = OneProcess()
+        self.strategy = ShardingStrategy()
         self.update_observers = frozenset()
         self.map_observers = frozenset()
         self.gradient_norm = self.max_norm = None
@@ -251,8 +261,16 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def lr_scale(cls, adjust_lr_fn: str, num_rows: int, num_columns: int, *, match_rms: float = MATCH_RMS) -> float:
-        """The factor by which `adjust_lr_fn` scales the learning rate of an m x n matrix."""
-        return lr_scale(adjust_lr_fn, num_rows, num_columns, cls.map_level, match_rms)
+        """The factor by which `adjust_lr_fn` scales the learning rate of an m x n matrix.
+
+        "original" is sqrt(max(1, m / n)), "match_rms_adamw" match_rms sqrt(max(m, n)) / map_level, "match_rms_measured"
+        match_rms, of an output that is divided by its RMS, "none" 1.
+        """
+        if adjust_lr_fn == "original":
+            return math.sqrt(max(1, num_rows / num_columns))
+        if adjust_lr_fn == "match_rms_adamw":
+            return match_rms * math.sqrt(max(num_rows, num_columns)) / cls.map_level
+        return match_rms if adjust_lr_fn == "match_rms_measured" else 1.0
 
     def _state_of_maps(self, group: dict[str, Any]) -> MapState:
         """The state of the map's class, and that of the group's second moment of the rows."""
@@ -394,10 +412,8 @@ def build_optimizer(
     cls = OPTIMIZERS[name]
     if settings.get("adjust_lr_fn", "") is None:
         del settings["adjust_lr_fn"]
-    signature = inspect.signature(cls).parameters.values()
-    allowed = [parameter.name for parameter in signature if parameter.kind is parameter.KEYWORD_ONLY]
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature):  # passed on to SpectralOptimizer
-        allowed = [*dict.fromkeys([*allowed, *RULE_DEFAULTS[cls.rule], *cls.map_settings])]
+    parameters = inspect.signature(cls).parameters.values()
+    allowed = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for key in settings.keys() - set(allowed):
         raise ValueError(f"{key}: is no setting of the optimizer {name}; write one of {', '.join(allowed)}")
     if settings.get("match_rms") == "adamw":
@@ -431,15 +447,11 @@ def completed_settings(settings: str | Mapping[str, Any], args: Any) -> dict[str
             f"args.optim: is {other}, which has no effect here; remove it, and write the optimizer's name in the "
             'optimizer settings ("muon", ...)'
         )
-    keywords: dict[str, Any] = {"name": settings} if isinstance(settings, str) else dict(settings)
-    name = keywords.setdefault("name", "soren")
-    if name in OPTIMIZERS and OPTIMIZERS[name].rule == "spectral":
+    keywords: dict[str, Any] = {"name": settings} if isinstance(settings, str) else {"name": "soren", **settings}
+    if keywords["name"] in OPTIMIZERS and OPTIMIZERS[keywords["name"]].rule == "spectral":
         keywords.setdefault("adjust_lr_fn", ADJUST_LR_FN)
-    keywords.setdefault("lr", args.learning_rate)
-    keywords.setdefault("weight_decay", args.weight_decay)
-    keywords.setdefault("betas", (args.adam_beta1, args.adam_beta2))
-    keywords.setdefault("eps", args.adam_epsilon)
-    return keywords
+    own = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+    return {**own, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, **keywords}
 
 
 class OptimizerFactory:

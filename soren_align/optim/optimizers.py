@@ -5,7 +5,7 @@ settings and, if it has one, its state: see `SpectralOptimizer`.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ..core.optimizer_settings import (
     SecondMoment,
     States,
 )
-from ..spectral.maps import HTMUON, MUON, SOREN_MAPS
+from ..spectral.maps import HTMUON, MUON, SOREN_MAPS, SpectralMap
 from ..spectral.nulls import seed_of
 from .group_settings import checked_settings, choice, name_in_model, number, setting_checks
 from .optimizer import SpectralOptimizer
@@ -47,7 +47,53 @@ def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, **SOREN_MAPS[name].complete(checked)}
 
 
-class Soren(SpectralOptimizer, name="soren"):
+class SharedSettings(TypedDict, total=False):
+    """The settings of Soren, Muon and HTMuon alike, see `Soren`; the defaults are in `group_settings.RULE_DEFAULTS`."""
+
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    compensation: Compensation
+    states: States
+    map_input: MapInput
+    second_moment: SecondMoment
+    second_moment_beta: float
+    match_rms: float | Literal["adamw"]
+
+
+class RegisteredMap(SpectralOptimizer):
+    """An optimizer whose map is a record of `spectral.maps`."""
+
+    record: ClassVar[SpectralMap]
+    precision: Precision = "auto"
+
+    def map_of(self, group: dict[str, Any]) -> tuple[SpectralMap, dict[str, Any]]:
+        """The record of a group's map, and its settings."""
+        return self.record, {key: group[key] for key in self.record.settings}
+
+    def factor_precision(self, x: Tensor, spectral_map: SpectralMap) -> FactorPrecision:
+        """The precision of the factors of the map of x, [..., m, n]; "auto" leaves float64 as it is."""
+        on_gpu = x.is_cuda and x.dtype == torch.float32
+        return spectral_map.factor_precision(self.precision, min(x.shape[-2:]), on_gpu)
+
+    def map_is_finite(self, group: dict[str, Any]) -> bool:
+        """As the record states."""
+        return self.map_of(group)[0].is_finite
+
+    def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
+        """U f(S) V^T of x, by the group's map."""
+        spectral_map, settings = self.map_of(group)
+        if spectral_map.is_drawn:
+            step = int(self.state[group["params"][0]]["step"])  # on the CPU
+            settings["seeds"] = [seed_of(name_in_model(name), step) for name in self.matrix_names]
+        max_norm = self.max_norm if group["map_input"] == "momentum" else None
+        precision = self.factor_precision(x, spectral_map)
+        output, num_guarded = spectral_map.function(x, precision=precision, max_norm=max_norm, **settings)
+        self.num_guarded += int(num_guarded)  # a host read, where a norm is large
+        return output
+
+
+class Soren(RegisteredMap, name="soren"):
     """W <- W - lr * U s(S) V^T, with U S V^T the Nesterov momentum and s the sigmoid.
 
     params: matrices, named or not, or groups; see `soren_align.param_groups` for a whole model.
@@ -90,24 +136,13 @@ class Soren(SpectralOptimizer, name="soren"):
         params: ParamsT,
         lr: float | Tensor,
         *,
-        momentum: float = default.MOMENTUM,
-        nesterov: bool = default.NESTEROV,
-        weight_decay: float = default.WEIGHT_DECAY,
-        compensation: Compensation = default.COMPENSATION,
-        states: States = default.STATES,
-        map_input: MapInput = default.MAP_INPUT,
-        second_moment: SecondMoment = default.SECOND_MOMENT,
-        second_moment_beta: float = default.SECOND_MOMENT_BETA,
-        match_rms: float | Literal["adamw"] = default.MATCH_RMS,
         map: str | Mapping[str, Any] = "minimax",
         adjust_lr_fn: AdjustLrFn | None = None,
         workspace_mb: float | None = None,
         precision: Precision = default.PRECISION,
+        **shared: Unpack[SharedSettings],
     ):
-        shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
-        spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn, "match_rms": match_rms}
-        spectral |= {"map_input": map_input, "second_moment": second_moment, "second_moment_beta": second_moment_beta}
-        super().__init__(params, lr, **shared, **spectral, map=map)
+        super().__init__(params, lr, map=map, adjust_lr_fn=adjust_lr_fn, **shared)
         if workspace_mb is not None:
             checked_settings({"workspace_mb": workspace_mb}, {"workspace_mb": number(NON_NEGATIVE)}, "Soren")
         for group in self.param_groups:
@@ -122,34 +157,19 @@ class Soren(SpectralOptimizer, name="soren"):
         # No settings of a group: a run may resume on a machine with more memory or less, or on another device.
         return {**super().__getstate__(), "workspace_mb": self.workspace_mb, "precision": self.precision}
 
-    def factor_precision(self, x: Tensor, map_name: str) -> FactorPrecision:
-        """The precision of the factors of the map of x, [..., m, n]; "auto" leaves float64 as it is."""
-        on_gpu = x.is_cuda and x.dtype == torch.float32
-        return SOREN_MAPS[map_name].factor_precision(self.precision, min(x.shape[-2:]), on_gpu)
-
-    def map_is_finite(self, group: dict[str, Any]) -> bool:
-        """As the record states."""
-        return SOREN_MAPS[group["map"]["name"]].is_finite
-
-    def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
-        """U f(S) V^T of x; f is the sigmoid, or what the group's map has in its place."""
-        name, settings = group["map"]["name"], {key: group["map"][key] for key in group["map"] if key != "name"}
-        precision = self.factor_precision(x, name)
-        if SOREN_MAPS[name].is_drawn:
-            step = int(self.state[group["params"][0]]["step"])  # on the CPU
-            settings["seeds"] = [seed_of(name_in_model(name), step) for name in self.matrix_names]
-        max_norm = self.max_norm if group["map_input"] == "momentum" else None
-        output, num_guarded = SOREN_MAPS[name].function(x, precision=precision, max_norm=max_norm, **settings)
-        self.num_guarded += int(num_guarded)  # a host read, where a norm is large
-        return output
+    def map_of(self, group: dict[str, Any]) -> tuple[SpectralMap, dict[str, Any]]:
+        """The sigmoid, or the group's map in its place."""
+        settings = dict(group["map"])
+        return SOREN_MAPS[settings.pop("name")], settings
 
 
-class Muon(SpectralOptimizer, name="muon"):
+class Muon(RegisteredMap, name="muon"):
     """torch.optim.Muon, bit for bit on float32 matrices, with AdamW groups beside them. Arguments as in `Soren`.
 
     ns_steps: of the Newton-Schulz iteration.
     """
 
+    record: ClassVar = MUON
     map_settings: ClassVar = setting_checks(MUON)
 
     def __init__(
@@ -157,33 +177,14 @@ class Muon(SpectralOptimizer, name="muon"):
         params: ParamsT,
         lr: float | Tensor = default.LR,
         *,
-        momentum: float = default.MOMENTUM,
-        nesterov: bool = default.NESTEROV,
-        weight_decay: float = default.WEIGHT_DECAY,
-        compensation: Compensation = default.COMPENSATION,
-        states: States = default.STATES,
-        map_input: MapInput = default.MAP_INPUT,
-        second_moment: SecondMoment = default.SECOND_MOMENT,
-        second_moment_beta: float = default.SECOND_MOMENT_BETA,
-        match_rms: float | Literal["adamw"] = default.MATCH_RMS,
         ns_steps: int = default.MUON_STEPS,
         adjust_lr_fn: AdjustLrFn = default.MUON_ADJUST_LR_FN,
+        **shared: Unpack[SharedSettings],
     ):
-        shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
-        spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn, "match_rms": match_rms}
-        spectral |= {"map_input": map_input, "second_moment": second_moment, "second_moment_beta": second_moment_beta}
-        super().__init__(params, lr, **shared, **spectral, ns_steps=ns_steps)
-
-    def map_is_finite(self, group: dict[str, Any]) -> bool:
-        """As the record states."""
-        return MUON.is_finite
-
-    def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
-        """The singular values of x, pushed towards 1."""
-        return MUON.function(x, ns_steps=group["ns_steps"], precision="bfloat16", max_norm=None)[0]
+        super().__init__(params, lr, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, **shared)
 
 
-class HTMuon(SpectralOptimizer, name="htmuon"):
+class HTMuon(RegisteredMap, name="htmuon"):
     """W <- W - lr * U S^p V^T. Arguments as in `Soren`; adjust_lr_fn=None is "original".
 
     p: 1/2, 1/4 and 1/8 need no decomposition in matrices of at least 1024 rows, see `spectral.powers`.
@@ -191,6 +192,7 @@ class HTMuon(SpectralOptimizer, name="htmuon"):
     Source: arXiv 2603.10067. Nesterov is on, as in its code; the algorithm in the Soren paper shows it without.
     """
 
+    record: ClassVar = HTMUON
     map_settings: ClassVar = setting_checks(HTMUON)
     own_adjust_lr_fn = default.MUON_ADJUST_LR_FN
 
@@ -199,31 +201,11 @@ class HTMuon(SpectralOptimizer, name="htmuon"):
         params: ParamsT,
         lr: float | Tensor,
         *,
-        momentum: float = default.MOMENTUM,
-        nesterov: bool = default.NESTEROV,
-        weight_decay: float = default.WEIGHT_DECAY,
-        compensation: Compensation = default.COMPENSATION,
-        states: States = default.STATES,
-        map_input: MapInput = default.MAP_INPUT,
-        second_moment: SecondMoment = default.SECOND_MOMENT,
-        second_moment_beta: float = default.SECOND_MOMENT_BETA,
-        match_rms: float | Literal["adamw"] = default.MATCH_RMS,
         p: float = default.HTMUON_POWER,
         adjust_lr_fn: AdjustLrFn | None = None,
+        **shared: Unpack[SharedSettings],
     ):
-        shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
-        spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn, "match_rms": match_rms}
-        spectral |= {"map_input": map_input, "second_moment": second_moment, "second_moment_beta": second_moment_beta}
-        super().__init__(params, lr, **shared, **spectral, p=p)
-
-    def map_is_finite(self, group: dict[str, Any]) -> bool:
-        """As the record states."""
-        return HTMUON.is_finite
-
-    def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
-        """The singular values of x to the power p."""
-        max_norm = self.max_norm if group["map_input"] == "momentum" else None
-        return HTMUON.function(x, p=group["p"], precision="float32", max_norm=max_norm)[0]
+        super().__init__(params, lr, p=p, adjust_lr_fn=adjust_lr_fn, **shared)
 
 
 class AdamW(SpectralOptimizer, name="adamw"):

@@ -9,7 +9,7 @@ For a matrix W [m, n] with gradient G and momentum M (zeros before the first ste
     O <- O / root of its second moments, norm unchanged   only for second_moment: rows or elements
     O <- O / RMS(O)                                       only for match_rms_measured: with_unit_rms
     W <- (1 - lr * weight_decay) * W                      decay_and_add_
-    W <- W - lr * scale(m, n) * O                         decay_and_add_ with lr_scale
+    W <- W - lr * scale(m, n) * O                         decay_and_add_ with the class's lr_scale
 
 LoRA factors that are updated as their product have other directions O: see `product`.
 
@@ -37,10 +37,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.optimizer_settings import MATCH_RMS
 from ..spectral.matrices import frobenius_norm
 from .eight_bits import blocks_of, decoded, encode_
-from .layout import Exchange, Named, Shard, local, update_shape
+from .layout import Exchange, MapRequest, Named, Shard, local, update_shape
 from .product import WEIGHTS, is_factor, product_directions
 from .rounding import chunks, master_weights, store_master_weights_
 from .second_moment import ROWS, divided_by_elements, divided_by_rows, rescaled_
@@ -118,9 +117,8 @@ def directions(
         return with_unit_rms(output) if is_measured and adapt is None else output
 
     shards = exchange.shards(state)
-    batches = exchange.whole_matrices(
-        shards, partial(map_input_of, group=group, is_coming=is_trial), maps.workspace_mb, adapt
-    )
+    map_input = partial(map_input_of, group=group, is_coming=is_trial)
+    batches = exchange.whole_matrices(shards, MapRequest(map_input, maps.workspace_mb, adapt))
     for batch in batches:
         if is_factor(batch.layout):
             pair = a, b = batch, next(batches)  # the factors of a product
@@ -175,21 +173,6 @@ def map_input_of(shard: Shard, group: dict[str, Any], is_coming: bool = False) -
     if group["nesterov"]:
         numbers = nesterov(numbers, grad, group["momentum"])
     return numbers.sign() if group["map_input"] == "sign" else numbers
-
-
-def lr_scale(
-    adjust_lr_fn: str, num_rows: int, num_columns: int, map_level: float, match_rms: float = MATCH_RMS
-) -> float:
-    """The factor of the learning rate of an m x n matrix; map_level: s of an ordinary singular value, Soren's is 1/2.
-
-    "original" is sqrt(max(1, m / n)), "match_rms_adamw" match_rms sqrt(max(m, n)) / map_level, "match_rms_measured"
-    match_rms, of an output that is divided by its RMS, "none" 1.
-    """
-    if adjust_lr_fn == "original":
-        return math.sqrt(max(1, num_rows / num_columns))
-    if adjust_lr_fn == "match_rms_adamw":
-        return match_rms * math.sqrt(max(num_rows, num_columns)) / map_level
-    return match_rms if adjust_lr_fn == "match_rms_measured" else 1.0
 
 
 def with_unit_rms(output: Tensor) -> Tensor:

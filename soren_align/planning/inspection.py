@@ -96,6 +96,11 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
     if is_separate is False:
         problems.append({"when": PACKING, "message": packing})
 
+    experts = [r for r in routes if len(r.shape) == 3 and r.rule == "spectral"]  # tensors of a layer's experts
+    numbers = {"experts": sorted({r.shape[0] for r in experts}), "matrices": sum(r.num_matrices for r in experts)}
+    names = defaultdict(list)
+    for alias, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(alias)
     table = routing_table(routes)
     notices += share_notices(recipe.optimizer.name, table)
     sizes = model_sizes(recipe, routes, count_frozen(recipe, model))
@@ -117,8 +122,8 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
         "routing": table,
         "parameters": _parameters(routes),
         "fused": _fused(routes, config),
-        "experts": _experts(routes),
-        "tied": _tied(model),
+        "experts": {"tensors": len(experts), **numbers} if experts else None,
+        "tied": [several for several in names.values() if len(several) > 1],
         "optimizer_states": {"num_processes": num_ranks, "bytes_per_gpu": _states(recipe, sizes, num_ranks)},
         "tokens": tokens,
         "packing": {"is_separate": is_separate, "message": packing},
@@ -214,23 +219,6 @@ def _fused(routes: Sequence[Route], config: Any) -> list[dict[str, Any]]:
         row = {"layer": layer, "projections": [*projections], "is_split": is_split, "split": remedy}
         rows.setdefault((layer, is_split, remedy), {**row, "tensors": 0})["tensors"] += 1
     return list(rows.values())
-
-
-def _experts(routes: Sequence[Route]) -> dict[str, Any] | None:
-    """The tensors that store the experts of a layer, the experts in each, and their matrices."""
-    tensors = [r for r in routes if len(r.shape) == 3 and r.rule == "spectral"]
-    if not tensors:
-        return None
-    numbers = sorted({r.shape[0] for r in tensors})
-    return {"tensors": len(tensors), "experts": numbers, "matrices": sum(r.num_matrices for r in tensors)}
-
-
-def _tied(model: Any) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    names = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    return [several for several in names.values() if len(several) > 1]
 
 
 def _states(recipe: Recipe, sizes: ModelSizes, num_ranks: int) -> list[dict[str, Any]]:

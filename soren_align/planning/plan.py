@@ -232,11 +232,8 @@ def _update_sizes(recipe: Recipe, inputs: Inputs, routes: Any, rates: Sequence[d
     for (rule, shape), number in sorted(num_tensors.items(), key=lambda item: item[0][0] == "adamw"):
         key = "lr" if rule == "spectral" or name == "adamw" else "aux_lr"
         # The update RMS at learning rate 1.
-        factor = (
-            optimizer.lr_scale(adjust_lr_fn, *shape, match_rms=getattr(section, "rms", MATCH_RMS))
-            if shape
-            else MATCH_RMS
-        )
+        match_rms = getattr(section, "rms", MATCH_RMS)
+        factor = optimizer.lr_scale(adjust_lr_fn, *shape, match_rms=match_rms) if shape else MATCH_RMS
         if shape and adjust_lr_fn != "match_rms_measured":
             # An ordinary singular value's; for the released map its largest mean, on a flat spectrum.
             level = optimizer.map_level
@@ -317,11 +314,8 @@ def _evaluation(
     try:
         tasks, notices = stage.preflight(recipe.eval, recipe.model, inputs.start, inputs.ready.tokenizer)
     except UserError as error:
-        return (
-            section,
-            [],
-            [f"training would not start, because its evaluation cannot run: {each}" for each in error.problems],
-        )
+        reason = "training would not start, because its evaluation cannot run"
+        return section, [], [f"{reason}: {problem}" for problem in error.problems]
     sizes = (size for task in tasks.values() for size in num_questions(task).values())
     section["num_questions"] = sum(min(size, limit or size) for size in sizes)
     if recipe.eval.contamination and recipe.data.streaming:

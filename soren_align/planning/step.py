@@ -20,10 +20,10 @@ from ..sharding.layout import flat_partitions, parameter_slices, replicas, row_b
 from ..sharding.plan import (
     BUCKET_MB,
     ExchangePlan,
+    elements_exchanged,
     elements_sent,
     make_exchange_plan,
     map_flops,
-    num_sent,
     schedule_flops,
 )
 from ..tasks import TASKS
@@ -144,11 +144,9 @@ def _exchange_bytes(plan: ExchangePlan, has_elements: bool) -> int:
     for indices in plan.buckets:
         numel = Counter()
         for weight, owner in ((plan.layout.weights[index], plan.owners[index]) for index in indices):
-            for shard in weight.shards:
-                numel[shard.rank] += shard.numel * has_elements
-                if shard.rank != owner:
-                    numel[shard.rank] += num_sent(weight, shard)
-                    numel[owner] += num_sent(weight, shard)
+            numel.update(elements_exchanged(weight, owner))
+            for shard in weight.shards if has_elements else ():
+                numel[shard.rank] += shard.numel
         peak = max([peak, *(numel + last + before_last).values()])
         before_last, last = last, numel
     return peak * FLOAT32

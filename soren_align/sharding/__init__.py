@@ -10,31 +10,3 @@ from .fsdp import FSDP2Strategy
 from .layout import RankShard, flat_partitions, parameter_slices, replicas, row_blocks
 from .plan import assign_owners, elements_sent, flops_per_rank, make_exchange_plan
 from .zero import ZeroStrategy, set_zero_strategy
-
-__all__ = [
-    "CheckpointException",
-    "DDPStrategy",
-    "FSDP2Strategy",
-    "RankShard",
-    "ZeroStrategy",
-    "assign_owners",
-    "chain_of",
-    "check_parts",
-    "elements_sent",
-    "flat_partitions",
-    "flops_per_rank",
-    "full_weights",
-    "is_universal",
-    "local",
-    "make_exchange_plan",
-    "parameter_slices",
-    "rank_of_file",
-    "replicas",
-    "restore_groups_",
-    "row_blocks",
-    "set_strategy",
-    "set_zero_strategy",
-    "start_deepspeed",
-    "sum_in_float32",
-    "to_universal",
-]

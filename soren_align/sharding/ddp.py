@@ -6,7 +6,7 @@ NVLink (by count, not measured). The two are even at 25 GB/s. And replicas stay 
 not deterministic.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..optim.layout import Adapt, Batch, Named, Shard, whole_batches
+from ..optim.layout import Batch, MapRequest, Named, Shard, whole_batches
 from ..optim.product import WEIGHTS
-from .gather import Exchange, RankStrategy
+from .gather import RankExchange, RankStrategy
 from .layout import Layout, replicas
 from .plan import BUCKET_MB
 
@@ -33,9 +33,7 @@ class DDPStrategy(RankStrategy):
         """Whether it is a whole matrix, or all experts of a layer."""
         return parameter.ndim in (2, 3) and not isinstance(parameter, DTensor)
 
-    def check_gradients(
-        self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
-    ) -> tuple[float, ...]:
+    def check_gradients(self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor) -> list[float]:
         """As RankStrategy, on the device of the first parameter, whether it is a matrix or has a gradient.
 
         That is one device on all ranks, also on a rank with an error, and one that the group can reduce on.
@@ -52,30 +50,24 @@ class DDPStrategy(RankStrategy):
         """All ranks of the group, on the device of the parameters."""
         return self._group or dist.group.WORLD, self._device  # type: ignore[return-value]
 
-    def exchange(self, *arguments: Any) -> Exchange:
+    def exchange(self, *arguments: Any) -> RankExchange:
         """One that broadcasts."""
         return ReplicaExchange(*arguments)
 
 
-class ReplicaExchange(Exchange):
+class ReplicaExchange(RankExchange):
     """Carries out a plan between ranks that have all weights. The weights themselves are the buffers."""
 
-    def whole_matrices(
-        self,
-        shards: Sequence[Shard],
-        map_input: Callable[[Shard], Tensor],
-        workspace_mb: float | None,
-        adapt: Adapt | None = None,
-    ) -> Iterator[Batch]:
+    def whole_matrices(self, shards: Sequence[Shard], request: MapRequest) -> Iterator[Batch]:
         """The weights owned here, bucket by bucket; a bucket is broadcast, updated, while the next one is mapped."""
         works, copies = [], []
         for indices in (self.plan.local, *self.plan.buckets):
             owned = [shards[i] for i in indices if self.plan.owners[i] == self.rank]
-            yield from whole_batches(owned, map_input, workspace_mb, adapt)
+            yield from whole_batches(owned, request)
             for index in indices if self.plan.layout.num_ranks > 1 else ():
                 shard, owner = shards[index], self.plan.owners[index]
                 tensors = [shard.weight.detach(), *map(shard.numbers_of, shard.map_state.keys() - {WEIGHTS})]
-                if adapt is not None:
+                if request.adapt is not None:
                     tensors.append(shard.second_moments)
                 if shard.compensation is not None:  # as bfloat16: neither gloo nor NCCL sends int16
                     tensors.append(shard.view_of(shard.state["compensation"].view(shard.parameter.dtype)))

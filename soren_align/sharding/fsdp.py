@@ -32,9 +32,7 @@ class FSDP2Strategy(RankStrategy):
             raise _unsupported(parameter)
         return parameter.ndim in (2, 3)
 
-    def check_gradients(
-        self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
-    ) -> tuple[float, ...]:
+    def check_gradients(self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor) -> list[float]:
         """As RankStrategy; the mesh is that of the parameters."""
         sharded = [p for _, p in named if isinstance(p, DTensor)]
         for parameter in sharded:

@@ -8,21 +8,21 @@ plan is made at the first step, from the tensors that step, since launchers repl
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim.eight_bits import Part
 from ..optim.layout import (
-    Adapt,
     Batch,
+    Exchange,
+    MapRequest,
     MapState,
     Named,
     Shard,
+    ShardingStrategy,
     WeightKind,
     WeightLayouts,
     batch_of,
@@ -42,8 +42,8 @@ from .plan import BUCKET_MB, ExchangePlan, make_exchange_plan
 MAX_PLANS = 256
 
 
-class RankStrategy(ABC):
-    """A `soren_align.optim.ShardingStrategy` over the ranks of a process group: checks that they agree, and plans.
+class RankStrategy(ShardingStrategy, ABC):
+    """The strategy of the ranks of a process group: checks that they agree, and plans.
 
     bucket_mb: MB (2^20 bytes) that a rank sends and receives in a bucket, one way; see `plan.BUCKET_MB`.
     """
@@ -52,11 +52,7 @@ class RankStrategy(ABC):
         self.bucket_mb, self.max_plans = bucket_mb, MAX_PLANS
         # By the identities of the tensors that step together, the last used last. An exchange has the tensors, so that
         # no other tensor gets such an identity.
-        self.exchanges: dict[tuple[int, ...], Exchange] = {}
-
-    @abstractmethod
-    def has_layout(self, parameter: Tensor) -> bool:
-        """Whether the layout of the matrices in `parameter` is known."""
+        self.exchanges: dict[tuple[int, ...], RankExchange] = {}
 
     @abstractmethod
     def layout(self, named: Named) -> Layout:
@@ -66,18 +62,12 @@ class RankStrategy(ABC):
     def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:
         """The ranks that share the tensors, and the device for communication and maps."""
 
-    def parts(self, tensor: Tensor) -> Sequence[Part]:
-        """The parameters' elements in a flat shard; here the tensor is one parameter."""
-        return [(0, tensor.numel(), tensor.numel())]
-
     def shards(self, named: Named, layouts: WeightLayouts) -> list[Shard]:
         """This rank's shards of the weights in these tensors, without their state."""
         layout = split_weights(self.layout(named), layouts)
         return shards_on(dist.get_rank(self.ranks()[0]), layout, [parameter for _, parameter in named], {})
 
-    def check_gradients(
-        self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
-    ) -> tuple[float, ...]:
+    def check_gradients(self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor) -> list[float]:
         """The sums of `squares` over the ranks and this rank's `others`, by one host read. Collective.
 
         Raises on every rank if `error` is set on any rank, or if the ranks lack different gradients: otherwise one rank
@@ -103,22 +93,18 @@ class RankStrategy(ABC):
                 f"{', '.join(uneven[:5])}: only some ranks have a gradient, so no rank applied this optimizer "
                 "step; use this parameter in the forward pass of all ranks, or of no rank"
             )
-        return tuple(numbers[len(named) :])
+        return numbers[len(named) :]
 
-    def plan(self, named: Named, layouts: WeightLayouts, map_state: MapState) -> "Exchange":
+    def plan(self, named: Named, layouts: WeightLayouts, map_state: MapState) -> "RankExchange":
         """The exchange of one spectral group's tensors, planned unless it is already. Collective.
 
         Raises ValueError, on every rank, if a rank cannot plan it or has another plan than the others.
         """
         tensors = [parameter for _, parameter in named]
         key = tuple(map(id, tensors))
-        exchange = self.exchanges.pop(key, None) or self._exchange(named, layouts, map_state)
-        self.exchanges[key] = exchange
-        while len(self.exchanges) > self.max_plans:  # the same on all ranks, which step in one order
-            del self.exchanges[next(iter(self.exchanges))]
-        return exchange
-
-    def _exchange(self, named: Named, layouts: WeightLayouts, map_state: MapState) -> "Exchange":
+        if exchange := self.exchanges.pop(key, None):
+            self.exchanges[key] = exchange
+            return exchange
         plan = problem = None
         dtypes = {momentum_dtype(parameter) for _, parameter in named}
         try:
@@ -146,35 +132,28 @@ class RankStrategy(ABC):
         if largest != -minus_smallest:
             raise ValueError("the matrices or their shards differ between the ranks; load the same model on all ranks")
         assert plan is not None
-        return self.exchange(plan, [parameter for _, parameter in named], group, device, map_state)
+        self.exchanges[key] = exchange = self.exchange(plan, tensors, group, device, map_state)
+        while len(self.exchanges) > self.max_plans:  # the same on all ranks, which step in one order
+            del self.exchanges[next(iter(self.exchanges))]
+        return exchange
 
-    def exchange(self, *arguments: Any) -> "Exchange":
+    def exchange(self, *arguments: Any) -> "RankExchange":
         """The exchange that carries out a plan."""
-        return Exchange(*arguments)
+        return RankExchange(*arguments)
 
 
 def shards_on(
     rank: int, layout: Layout, tensors: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]
 ) -> list[Shard]:
     """The shards of a layout on one rank, in the order of its weights; none has two there."""
+    here = ((w, tensors[w.tensor], s) for w in layout.weights for s in w.shards if s.rank == rank)
     return [
-        Shard(
-            w.name,
-            (w.shape[0], w.shape[1]),
-            w.layout,
-            tensors[w.tensor],
-            s.start,
-            s.offset,
-            s.numel,
-            state.get(tensors[w.tensor], {}),
-        )
-        for w in layout.weights
-        for s in w.shards
-        if s.rank == rank
+        Shard(w.name, (w.shape[0], w.shape[1]), w.layout, tensor, s.start, s.offset, s.numel, state.get(tensor, {}))
+        for w, tensor, s in here
     ]
 
 
-class Exchange:
+class RankExchange(Exchange):
     """Carries out `plan` between the ranks of `process_group`; collectives and maps run on `device`.
 
     tensors: of this rank, to which the layout refers by number. bytes_sent: to other ranks, by all steps. peak_bytes:
@@ -199,25 +178,18 @@ class Exchange:
         """This rank's shards, with the state of their tensors."""
         return with_map_state(shards_on(self.rank, self.plan.layout, self.tensors, state), self.map_state)
 
-    def whole_matrices(
-        self,
-        shards: Sequence[Shard],
-        map_input: Callable[[Shard], Tensor],
-        workspace_mb: float | None,
-        adapt: Adapt | None = None,
-    ) -> Iterator[Batch]:
-        """Gather the weights bucket by bucket, each on its owner rank; see `optim.layout.Exchange`. Collective."""
+    def whole_matrices(self, shards: Sequence[Shard], request: MapRequest) -> Iterator[Batch]:
+        """Gather the weights bucket by bucket, each on its owner rank; see its base. Collective."""
         here = dict(zip(self.indices, shards, strict=True))
-        buckets = [_Bucket(self, indices, here, map_input, adapt) for indices in self.plan.buckets]
+        buckets = [_Bucket(self, indices, here, request) for indices in self.plan.buckets]
         if buckets:
             buckets[0].gather()
         local = [here[i] for i in self.plan.local if self.plan.owners[i] == self.rank and i in here]
-        yield from whole_batches(local, map_input, workspace_mb, adapt, self.device)
+        yield from whole_batches(local, request, self.device)
         for number, current in enumerate(buckets):
             if number + 1 < len(buckets):
                 buckets[number + 1].gather()
-            yield from current.batches(workspace_mb)
-            current.scatter()  # the caller asks for the next batch when it has returned the last one
+            yield from current.batches()
             if number > 0:
                 yield buckets[number - 1].arrived()
         if buckets:
@@ -225,23 +197,16 @@ class Exchange:
 
 
 class _Bucket:
-    """The weights of one bucket and their buffers on this rank: gather, then batches, then scatter, then arrived.
+    """The weights of one bucket and their buffers on this rank: gather, then batches, then arrived.
 
-    The buffers have the same order for gather and scatter: outgoing shards by owner, incoming ones by rank, and between
+    The buffers have the same order in both directions: outgoing shards by owner, incoming ones by rank, and between
     two ranks that of the plan. Behind each shard's elements lie its numbers of the map's state. With `adapt` all parts
     of outputs are returned on arrival, when the squares of all ranks can be added.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        indices: Sequence[int],
-        here: Mapping[int, Shard],
-        map_input: Callable[[Shard], Tensor],
-        adapt: Adapt | None,
-    ):
-        self.exchange, self.here, self.map_input, self.adapt = exchange, here, map_input, adapt
-        self.indices = indices
+    def __init__(self, exchange: RankExchange, indices: Sequence[int], here: Mapping[int, Shard], request: MapRequest):
+        self.exchange, self.indices, self.here = exchange, indices, here
+        self.request, self.adapt = request, request.adapt
         self.adapted: list[tuple[int, Shard, Tensor]] = []
         weights, owners, rank = exchange.plan.layout.weights, exchange.plan.owners, exchange.rank
         self.owned = [i for i in indices if owners[i] == rank]
@@ -283,14 +248,17 @@ class _Bucket:
                 self._out[place].copy_(self._values(shard, key))
         self._work = self._all_to_all(self._in, self._out, self.num_received, self.num_sent)
 
-    def batches(self, workspace_mb: float | None) -> Iterator[Batch]:
-        """The weights owned here; outputs for shards on other ranks are written to the buffer, the others returned."""
+    def batches(self) -> Iterator[Batch]:
+        """The weights owned here; outputs for shards on other ranks are written to the buffer, the others returned.
+
+        The caller asks for the next batch when it has returned the last one. After all of them the outputs are sent.
+        """
         self._work.wait()
         weights = [self.exchange.plan.layout.weights[i] for i in self.owned]
         kinds: list[WeightKind] = [
             ((w.shape[0], w.shape[1]), w.layout, self.dtype, self.exchange.device) for w in weights
         ]
-        for numbers in matrix_batches(kinds, workspace_mb):
+        for numbers in matrix_batches(kinds, self.request.workspace_mb):
             indices = [self.owned[number] for number in numbers]
             sizes = map_state_sizes(*kinds[numbers[0]][:2], self.exchange.map_state)
             states = {key: [self._assembled(i, key) for i in indices] for key in sizes}
@@ -306,9 +274,6 @@ class _Bucket:
                             self.adapted.append((index, shard, self.adapt(shard, part)))
 
             yield batch_of(kinds[numbers[0]], [weights[number] for number in numbers], inputs, states, pairs)
-
-    def scatter(self) -> None:
-        """Send the outputs to the shards."""
         self._work = self._all_to_all(self._out, self._in, self.num_sent, self.num_received)
 
     def arrived(self) -> Batch:
@@ -330,22 +295,20 @@ class _Bucket:
         if self.adapt is not None:
             # The squares of the shards here become those of their whole matrices. Collective.
             sizes = [2 * self.exchange.plan.layout.weights[i].num_matrices for i in self.indices]
-            ends = list(accumulate(sizes))
-            places = {i: slice(end - n, end) for i, end, n in zip(self.indices, ends, sizes, strict=True)}
-            sums = torch.zeros(ends[-1], dtype=torch.float64, device=self.exchange.device)
+            sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self.exchange.device)
+            by_index = dict(zip(self.indices, sums.split(sizes), strict=True))
             for index, shard, _ in self.adapted:
                 assert shard.squares is not None
-                sums[places[index]] += shard.squares.view(-1).to(sums.device)
+                by_index[index] += shard.squares.view(-1).to(sums.device)
             dist.all_reduce(sums, group=self.exchange.process_group)
             self.exchange.bytes_sent += sums.nbytes
-            for index, shard, _ in self.adapted:
-                shard.squares = sums[places[index]].view(2, -1)
-            for _, shard, part in self.adapted:
+            for index, shard, part in self.adapted:
+                shard.squares = by_index[index].view(2, -1)
                 yield shard, part
 
     def _values(self, shard: Shard, key: str) -> Tensor:
         """The map input of a shard here, or its numbers of a map state, flat and on the device of the exchange."""
-        values = shard.numbers_of(key) if key else self.map_input(shard).reshape(-1)
+        values = shard.numbers_of(key) if key else self.request.map_input(shard).reshape(-1)
         return staged(values, self.exchange.device)
 
     def _assembled(self, index: int, key: str) -> Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..optim.product import is_factor, mapped_together, num_flops
 from ..spectral.maps import MINIMAX
-from .layout import Layout, RankShard, ShardedWeight
+from .layout import Layout, ShardedWeight
 
 # MB (2^20 bytes) that a rank sends and receives in a bucket, one way; three buckets may overlap. 512 holds a float32
 # 14336 x 4096 per rank, the largest of a 7B model, sent in shards and received whole.
@@ -110,11 +110,7 @@ def _buckets(
     for _, owner, _, indices in maps:
         need: Counter[int] = Counter()
         for weight in (weights[index] for index in indices):
-            need[owner] += weight.numel if layout.replicated else 0
-            for shard in () if layout.replicated else weight.shards:
-                if shard.rank != owner:
-                    need[shard.rank] += num_sent(weight, shard)
-                    need[owner] += num_sent(weight, shard)
+            need.update({owner: weight.numel} if layout.replicated else elements_exchanged(weight, owner))
         needs.append({rank: min(numel, max_numel) for rank, numel in need.items()})  # a larger one is alone there
 
     # After so many maps: the least sum of waiting times, the number of buckets, and the first map of the last bucket.
@@ -233,16 +229,22 @@ def elements_sent(layout: Layout, owners: Sequence[int]) -> list[int]:
             for rank in range(layout.num_ranks):
                 sent[rank] += weight.numel if (rank + 1) % layout.num_ranks != owner else 0
             continue
-        for shard in weight.shards:
-            if shard.rank != owner:
-                sent[shard.rank] += num_sent(weight, shard)
-                sent[owner] += num_sent(weight, shard)
+        for rank, numel in elements_exchanged(weight, owner).items():
+            sent[rank] += numel
     return sent
 
 
-def num_sent(weight: ShardedWeight, shard: RankShard) -> int:
-    """Elements of a shard's message to the owner rank, and of the answer: a factor of a product has its own with it."""
-    return shard.numel * (2 if is_factor(weight.layout) else 1)
+def elements_exchanged(weight: ShardedWeight, owner: int) -> Counter[int]:
+    """Elements of the messages between a weight's owner and each other rank with a shard, one way; the owner's are all.
+
+    A factor of a product has its own numbers with it.
+    """
+    numels: Counter[int] = Counter()
+    for shard in weight.shards:
+        if shard.rank != owner:
+            for rank in (shard.rank, owner):
+                numels[rank] += shard.numel * (2 if is_factor(weight.layout) else 1)
+    return numels
 
 
 def map_flops(weight: ShardedWeight) -> int:

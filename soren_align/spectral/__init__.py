@@ -17,33 +17,20 @@ if TYPE_CHECKING:
     from .quintic import high_pass, newton_schulz
     from .sns import guarded_soft_newton_schulz, released_level, released_sigmoid, soft_newton_schulz
 
-__all__ = [
-    "MAPS",
-    "SOREN_MAPS",
-    "SpectralMap",
-    "distance_from_sigmoid",
-    "exact_sigmoid",
-    "full_precision",
-    "guarded_minimax_sigmoid",
-    "guarded_soft_newton_schulz",
-    "high_pass",
-    "identity",
-    "minimax_sigmoid",
-    "newton_schulz",
-    "num_workspace_numbers",
-    "random_spectrum",
-    "rational_power",
-    "released_level",
-    "released_sigmoid",
-    "shuffled_spectrum",
-    "singular_values",
-    "soft_newton_schulz",
-    "spectral_power",
-]
+_FILES = {
+    "exact": ("distance_from_sigmoid", "exact_sigmoid", "identity", "singular_values", "spectral_power"),
+    "matrices": ("full_precision",),
+    "minimax": ("guarded_minimax_sigmoid", "minimax_sigmoid", "num_workspace_numbers"),
+    "nulls": ("random_spectrum", "shuffled_spectrum"),
+    "powers": ("rational_power",),
+    "quintic": ("high_pass", "newton_schulz"),
+    "sns": ("guarded_soft_newton_schulz", "released_level", "released_sigmoid", "soft_newton_schulz"),
+}
+"""The functions of each file, which is imported when one of them is used."""
 
 
 def __getattr__(name: str) -> Any:
-    for module in ("exact", "matrices", "minimax", "nulls", "powers", "quintic", "sns") if name in __all__ else ():
-        if hasattr(loaded := import_module(f".{module}", __name__), name):
-            return getattr(loaded, name)
+    for file, functions in _FILES.items():
+        if name in functions:
+            return getattr(import_module(f".{file}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

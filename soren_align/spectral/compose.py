@@ -22,7 +22,7 @@ from ..core.files import default_cache_folder, digest, read_json, write
 from ..core.optimizer_settings import MUON_STEPS
 from . import intervals
 from .composition import TOP, Composition, largest_error, value
-from .flops import composition_flops, num_products, quintic_flops
+from .flops import POLYNOMIAL_PRODUCTS, composition_flops, quintic_flops
 from .formula import Formula, parse
 from .intervals import Jet
 
@@ -91,12 +91,9 @@ class Composed:
     @property
     def num_products(self) -> int:
         """Matrix products for a matrix that is far from square."""
-        return num_products(self.composition)
-
-    @property
-    def flops_over_muon(self) -> float:
-        """Operations over those of Muon's five steps, the geometric mean over SHAPES."""
-        return over_muon(partial(composition_flops, self.composition))
+        steps, restarts = self.composition.steps, self.composition.num_restarts
+        num_square = sum(POLYNOMIAL_PRODUCTS[len(step)] for step in steps) + 3 * (len(steps) - 1 - restarts)
+        return 1 + restarts + num_square + (restarts + 1) + restarts
 
     def as_dict(self) -> dict[str, Any]:
         """The record as plain data, for a recipe, run.json and a checkpoint."""
@@ -257,9 +254,10 @@ def refusal(target: Target, error: float, reached: list[Composed]) -> str:
             f"formula: even {len(NUM_TERMS[-1])} composed polynomials have an error above {USELESS:g} of {name}'s "
             "largest value; write a smoother function, or exact: true for a decomposition"
         )
-    offers = [
-        f"{c.error:.2g} with {c.num_products} products ({c.flops_over_muon:.2f} of Muon's FLOPs)" for c in front[-3:]
-    ]
+    offers = []
+    for composed in front[-3:]:
+        share = over_muon(partial(composition_flops, composed.composition))
+        offers.append(f"{composed.error:.2g} with {composed.num_products} products ({share:.2f} of Muon's FLOPs)")
     least = front[-1].error  # rounded up to two digits
     unit = 10.0 ** (math.floor(math.log10(least)) - 1)
     least = math.ceil(least / unit * (1 - 1e-12)) * unit

@@ -100,9 +100,9 @@ def unit_of(sigma: Tensor, of: Of) -> Tensor:
     return replace_zeros(largest * torch.linalg.vector_norm(share, 8 if of == "nu" else 2, dim=-1, keepdim=True))
 
 
-def usual_workspace_numbers(num_rows: int, num_columns: int, is_narrow: bool) -> int:
+def usual_workspace_numbers(num_rows: int, num_columns: int, precision: FactorPrecision) -> int:
     """As that of `minimax`, num_rows <= num_columns: the most of any composition; two polynomials need half of it."""
     m, n = num_rows, num_columns
-    if is_narrow:
+    if precision != "float32":
         return (13 * m * m + 12 * m * n) // 2
     return (6 if ends_thin(m, n) else 9) * m * (m + row_padding(m)) + 2 * m * n

@@ -60,48 +60,44 @@ def steepness(table: "Composition") -> float:
     return product
 
 
-def composition_flops(table: "Composition", num_rows: int, num_columns: int, *, has_base: bool | None = None) -> int:
-    """Operations of a composition's products in float32, num_rows <= num_columns.
+def composition_flops(
+    table: "Composition",
+    num_rows: int,
+    num_columns: int,
+    precision: FactorPrecision = "float32",
+    *,
+    has_base: bool | None = None,
+    device_type: str = "cuda",
+) -> int:
+    """Operations of a composition's products, num_rows <= num_columns; with narrow factors, all for tensor cores.
 
     has_base: whether a polynomial of the Gram matrix is added to it, as minimax's tanh; None: if the table has one.
+    device_type: where narrow factors are multiplied; in float32 the blocks are a CPU's.
+
+    In units of m^3, for n = a m, minimax in float32 and its default resolution has 12a + 34 (22a + 18 near squares), of
+    which the symmetric products, 6a + 30 (10a + 18), cost down to 9/16 of that from 128 rows on.
     """
     has_base = len(table.base) > 1 if has_base is None else has_base
     m, n = num_rows, num_columns
     thin, square = 2 * m * m * n, 2 * m**3
-    symmetric, later = symmetric_share(m), len(table.steps) - 1
     num_square = sum(POLYNOMIAL_PRODUCTS[len(step)] for step in table.steps)
+    if precision != "float32":
+        from .factors import HALVES_FROM
+
+        slope, num_thin = steepness(table), len(table.steps) + has_base
+        for number, step in enumerate(table.steps[:-1]):
+            if slope >= HALVES_FROM:  # the second factor is a sum of two, but for R^2 of the first step
+                num_thin, num_square = num_thin + 1, num_square + POLYNOMIAL_PRODUCTS[len(step)] - (number == 0)
+            slope /= max(abs(step[0]), 1e-9)
+        symmetric = symmetric_share(m, device_type)
+        return round((len(table.steps) * thin + num_square * square) * symmetric) + num_thin * thin
+    symmetric, later = symmetric_share(m), len(table.steps) - 1
     num_square += len(table.steps[0]) == 2  # nu needs R^2 if the first polynomial does not
     if ends_thin(m, n):
         return round(((1 + later) * thin + num_square * square) * symmetric) + (later + 1 + has_base) * thin
     restarts = table.num_restarts
     num_square += 3 * (later - restarts)  # R <- p R p, and the product of the polynomials
     return round(((1 + restarts) * thin + num_square * square) * symmetric) + (restarts + 1) * thin + restarts * square
-
-
-def narrow_composition_flops(
-    table: "Composition", num_rows: int, num_columns: int, device_type: str = "cuda", *, has_base: bool | None = None
-) -> int:
-    """As `composition_flops`, with narrow factors, all of them for tensor cores on a GPU."""
-    from .factors import HALVES_FROM
-
-    has_base = len(table.base) > 1 if has_base is None else has_base
-    m, n = num_rows, num_columns
-    thin, square, symmetric = 2 * m * m * n, 2 * m**3, symmetric_share(m, device_type)
-    steps, slope = table.steps, steepness(table)
-    num_thin = len(steps) + has_base
-    num_symmetric = sum(POLYNOMIAL_PRODUCTS[len(step)] for step in steps)
-    for number, step in enumerate(steps[:-1]):
-        if slope >= HALVES_FROM:  # the second factor is a sum of two, but for R^2 of the first step
-            num_thin, num_symmetric = num_thin + 1, num_symmetric + POLYNOMIAL_PRODUCTS[len(step)] - (number == 0)
-        slope /= max(abs(step[0]), 1e-9)
-    return round((len(steps) * thin + num_symmetric * square) * symmetric) + num_thin * thin
-
-
-def num_products(table: "Composition") -> int:
-    """Matrix products of a composition for a matrix that is far from square."""
-    later, restarts = len(table.steps) - 1, table.num_restarts
-    num_square = sum(POLYNOMIAL_PRODUCTS[len(step)] for step in table.steps) + 3 * (later - restarts)
-    return 1 + restarts + num_square + (restarts + 1) + restarts
 
 
 def quintic_flops(num_rows: int, num_columns: int, steps: int) -> int:

@@ -4,13 +4,13 @@ A record's settings are those of `compose`; `completed` adds the composition, wh
 then contain, so that a resumed run has the very same. Torch is imported when a map is called.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import UserError
 from ..core.optimizer_settings import FactorPrecision
+from .flops import composition_flops
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,21 +77,9 @@ def target(name: str, sigma: "Tensor", **settings: Any) -> "Tensor":
 
 def flops(m: int, n: int, precision: FactorPrecision, **settings: Any) -> int | None:
     """Floating-point operations of the products; None for a decomposition."""
-    if settings["exact"]:
-        return None
-    counting, composition = import_module(".flops", __package__), composed_of(settings).composition
-    if precision == "float32":
-        return counting.composition_flops(composition, m, n)
-    return counting.narrow_composition_flops(composition, m, n)
+    return None if settings["exact"] else composition_flops(composed_of(settings).composition, m, n, precision)
 
 
 def level(m: int, n: int, **settings: Any) -> float:
     """The largest value of f, up to the error."""
     return 1.0 if settings["exact"] else composed_of(settings).largest
-
-
-def named(name: str) -> dict[str, Callable[..., Any]]:
-    """The functions of a map's record."""
-    own_target = partial(target, name)
-    own_target.__name__ = name  # pyright: ignore[reportAttributeAccessIssue]
-    return {"function": partial(function, name), "target": own_target, "complete": partial(completed, name)}

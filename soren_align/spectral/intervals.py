@@ -137,14 +137,6 @@ def _real_power(x: Interval, exponent: float) -> Interval:
     return _outwards(low, high, FUNCTION).where(x.low >= 0)
 
 
-def _tanh_slope(x: Interval) -> Interval:
-    """1 / cosh^2, which falls on both sides of 0."""
-    holds_zero = (x.low <= 0) & (x.high >= 0)
-    near = np.where(holds_zero, 0.0, np.minimum(np.abs(x.low), np.abs(x.high)))
-    squares = [np.cosh(np.minimum(end, 350.0)) ** 2 for end in (x.largest(), near)]
-    return _outwards(np.where(x.largest() > 350, 0.0, 1 / squares[0]), 1 / squares[1], 4 * FUNCTION)
-
-
 def exp(x: Jet) -> Jet:
     """e to the power of x."""
     return x.through(_exp, _exp)
@@ -161,8 +153,13 @@ def sqrt(x: Jet) -> Jet:
 
 
 def tanh(x: Jet) -> Jet:
-    """The hyperbolic tangent."""
-    return x.through(_tanh, _tanh_slope)
+    """The hyperbolic tangent, whose slope, 1 / cosh^2, falls on both sides of 0."""
+    box, largest = x.value, x.value.largest()
+    holds_zero = (box.low <= 0) & (box.high >= 0)
+    near = np.where(holds_zero, 0.0, np.minimum(np.abs(box.low), np.abs(box.high)))
+    squares = [np.cosh(np.minimum(end, 350.0)) ** 2 for end in (largest, near)]
+    slope = _outwards(np.where(largest > 350, 0.0, 1 / squares[0]), 1 / squares[1], 4 * FUNCTION)
+    return Jet(_tanh(box), slope * x.slope)
 
 
 def minimum(x: Jet, y: Jet) -> Jet:

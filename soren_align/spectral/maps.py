@@ -7,7 +7,8 @@ The recipe is validated before torch is imported, hence torch and a map's file a
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from ..core.optimizer_settings import (
     Precision,
 )
 from . import formula_maps
+from .flops import composition_flops, quintic_flops
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,13 +170,6 @@ def _file(name: str) -> Any:
     return import_module(f".{name}", __package__)
 
 
-def _minimax_flops(m: int, n: int, precision: FactorPrecision, resolution: float) -> int:
-    minimax = _file("minimax")
-    if precision == "float32":
-        return minimax.minimax_flops(minimax.SIGN[resolution], m, n)
-    return minimax.narrow_flops(m, n, resolution)
-
-
 MINIMAX = SpectralMap(
     name="minimax",
     title="minimax, our approximation",
@@ -196,17 +191,11 @@ MINIMAX = SpectralMap(
     precisions=("auto", "float32", "tf32", "float16", "bfloat16"),
     # A CPU emulates float16.
     auto_precision=lambda num_rows, on_gpu: "float16" if on_gpu and num_rows >= NARROW_FROM else "float32",
-    flops=_minimax_flops,
-    workspace=lambda m, n, precision: _file("minimax").usual_workspace_numbers(m, n, is_narrow=precision != "float32"),
+    flops=lambda m, n, precision, resolution: composition_flops(
+        _file("products").SIGN[resolution], m, n, precision, has_base=True
+    ),
+    workspace=lambda m, n, precision: _file("minimax").usual_workspace_numbers(m, n, precision),
 )
-
-
-def _sns_flops(m: int, n: int, precision: FactorPrecision, steps: int) -> int:
-    return 4 * m * m * n * (steps + 2)  # x x^T and its product with x, of K steps and of 2 for the tanh
-
-
-def _sns_workspace(m: int, n: int, precision: FactorPrecision) -> int:
-    return m * m + 5 * m * n
 
 
 SNS = SpectralMap(
@@ -222,11 +211,13 @@ SNS = SpectralMap(
     target=sigmoid,
     settings={"steps": Setting(default.SNS_STEPS, NUM_STEPS, doc="The number of iterations.")},
     precisions=("auto", "float32", "bfloat16"),
-    flops=_sns_flops,
-    workspace=_sns_workspace,
+    # x x^T and its product with x, of K steps and of 2 for the tanh
+    flops=lambda m, n, precision, steps: 4 * m * m * n * (steps + 2),
+    workspace=lambda m, n, precision: m * m + 5 * m * n,
 )
 
-RELEASED = SpectralMap(
+RELEASED = replace(  # the same steps from other starts
+    SNS,
     name="released",
     title="released, the authors' code, K = {steps}",
     label="released K={steps}",
@@ -234,7 +225,6 @@ RELEASED = SpectralMap(
     "closer to those of momentum SGD.",
     source="muon.py of github.com/PhiVanDat123/sigmoid_muon, commit c72cda5",
     function=lambda x, *, steps, precision, max_norm: (_file("sns").released_sigmoid(x, steps), 0),
-    is_finite=True,
     target=sigmoid,  # its authors' aim; it is another function, and `bench maps` shows its distance
     settings={
         "steps": Setting(
@@ -242,8 +232,6 @@ RELEASED = SpectralMap(
         )
     },
     precisions=("auto", "float32"),
-    flops=_sns_flops,
-    workspace=_sns_workspace,
     level=lambda m, n, steps: _file("sns").released_level(m, n, steps),
 )
 
@@ -294,9 +282,7 @@ HIGH_PASS = SpectralMap(
             default.SUPPRESSIONS, NUM_SUPPRESSIONS, doc="The number of steps that lower the other singular values."
         ),
     },
-    flops=lambda m, n, precision, promotions, suppressions: _file("flops").quintic_flops(
-        m, n, promotions + suppressions
-    ),
+    flops=lambda m, n, precision, promotions, suppressions: quintic_flops(m, n, promotions + suppressions),
     workspace=lambda m, n, precision: 2 * m * n + 2 * m * m,
 )
 
@@ -337,7 +323,7 @@ MUON = SpectralMap(
     target=polar,
     settings={"ns_steps": Setting(default.MUON_STEPS, NUM_STEPS)},
     auto_precision=lambda num_rows, on_gpu: "bfloat16",  # as torch.optim.Muon's
-    flops=lambda m, n, precision, ns_steps: _file("flops").quintic_flops(m, n, ns_steps),
+    flops=lambda m, n, precision, ns_steps: quintic_flops(m, n, ns_steps),
     # in bfloat16: elements of half the size
     workspace=lambda m, n, precision: max(3 * m * n, 2 * m * n + 2 * m * m) // 2,
 )
@@ -354,18 +340,16 @@ HTMUON = SpectralMap(
     flops=lambda m, n, precision, p: _file("powers").power_flops(m, n, p),
 )
 
-POWERS = SpectralMap(
+POWERS = replace(
+    HTMUON,
     name="power",
+    optimizer="soren",
     title="power, p = {p:g}",
     label="power {p:g}",
     doc="sigma^p, as HTMuon's. In matrices of at least 1024 rows (the shorter side), p = 1/2, 1/4 and 1/8 need no "
     "decomposition; others are slow.",
     source="Muon^p, arXiv 2606.13867",
-    function=HTMUON.function,
-    is_finite=True,
-    target=power,
     settings={"p": Setting(default.HTMUON_POWER, POWER, doc="The exponent: 1 is momentum SGD; near 0 it is Muon.")},
-    flops=HTMUON.flops,
     level=lambda m, n, p: _level_of_a_momentum(m, n) ** p,
 )
 
@@ -412,17 +396,19 @@ def _by_formula(
             "yourself: a run adds it to its recipe.yaml.",
         ),
     }
+    target = partial(formula_maps.target, name)
+    target.__name__ = name  # pyright: ignore[reportAttributeAccessIssue]
     return SpectralMap(
         name=name,
         is_finite=True,
-        **formula_maps.named(name),
+        function=partial(formula_maps.function, name),
+        target=target,
+        complete=partial(formula_maps.completed, name),
         settings=settings,
         precisions=MINIMAX.precisions,
         auto_precision=MINIMAX.auto_precision,
         flops=formula_maps.flops,
-        workspace=lambda m, n, precision: _file("composed").usual_workspace_numbers(
-            m, n, is_narrow=precision != "float32"
-        ),
+        workspace=lambda m, n, precision: _file("composed").usual_workspace_numbers(m, n, precision),
         level=formula_maps.level,
         **record,
     )

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.optimizer_settings import RESOLUTION, FactorPrecision
-from .composition import Composition
-from .flops import PADDING, composition_flops, ends_thin, narrow_composition_flops, row_padding
+from .flops import PADDING, ends_thin, row_padding
 from .matrices import in_full_precision, mapped_in_range, replace_zeros
 from .products import SIGN, WIDE_FROM, by_products, num_beyond, tanh_coefficients
 
@@ -94,20 +93,6 @@ def _by_eigh(x: Tensor, scale: Tensor | float, may_be_large: bool, resolution: f
     return ((vectors * gain.unsqueeze(-2)) @ vectors.mT).to(x.dtype) @ x, num_beyond(top, known_share)
 
 
-def minimax_flops(table: Composition, num_rows: int, num_columns: int) -> int:
-    """Floating-point operations of the products of `minimax_sigmoid` with these polynomials, num_rows <= num_columns.
-
-    For singular values up to 2. In units of m^3, for n = a m, in the default resolution 12a + 34 (22a + 18 near
-    squares), of which the symmetric products, 6a + 30 (10a + 18), cost down to 9/16 of that from 128 rows on.
-    """
-    return composition_flops(table, num_rows, num_columns, has_base=True)
-
-
-def narrow_flops(num_rows: int, num_columns: int, resolution: float, device_type: str = "cuda") -> int:
-    """As `minimax_flops`, with narrow factors, all of them for tensor cores on a GPU."""
-    return narrow_composition_flops(SIGN[resolution], num_rows, num_columns, device_type, has_base=True)
-
-
 def num_workspace_numbers(num_rows: int, num_columns: int, device_type: str = "cpu") -> int:
     """The largest number of elements that a map of one matrix allocates at once, its result included, not its input.
 
@@ -120,14 +105,14 @@ def num_workspace_numbers(num_rows: int, num_columns: int, device_type: str = "c
     return 6 * (m * (m + PADDING) + m * n)
 
 
-def usual_workspace_numbers(num_rows: int, num_columns: int, is_narrow: bool) -> int:
+def usual_workspace_numbers(num_rows: int, num_columns: int, precision: FactorPrecision) -> int:
     """As `num_workspace_numbers`, for a matrix of norm 1 at most, as clipped gradients are, num_rows <= num_columns.
 
-    is_narrow: the products have factors of 16 bits on a GPU; x is then copied, and each factor. TF32's are copied too,
-        and take up to a fifth more.
+    precision: of the factors. Narrow ones have 16 bits on a GPU; x is then copied, and each factor. TF32's are copied
+        too, and take up to a fifth more.
     Source: measured for the shapes of test_usual_workspace.
     """
     m, n = num_rows, num_columns
-    if is_narrow:
+    if precision != "float32":
         return 6 * m * m + 4 * m * n
     return (5 if ends_thin(m, n) else 7) * m * (m + row_padding(m)) + 2 * m * n

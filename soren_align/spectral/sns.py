@@ -8,8 +8,6 @@ a larger one is guarded: its T starts from x / sigma_max, which keeps the result
 `released_sigmoid`, the map of the authors' released code, takes the same steps from other starts.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,6 @@ EPS = 1e-8
 def soft_newton_schulz(
     x: Tensor,
     steps: int = SNS_STEPS,
-    form: Literal["direct", "gram"] = "direct",
     max_norm: float | None = None,
     in_bfloat16: bool = False,
 ) -> Tensor:
@@ -32,7 +29,6 @@ def soft_newton_schulz(
 
     x: [..., m, n], floating point; not modified.
     steps: K of the paper; singular values with sigma * 1.5^K well below |x|_F map to less than 1/2.
-    form: "direct" iterates on x; "gram" iterates on m x m matrices in float64, with the same result.
     max_norm: an upper bound of |x|_F of every matrix, if it is known; up to 4 the host reads nothing from the device.
     in_bfloat16: iterate in bfloat16, as the paper's authors do: on every sixth of the recorded momenta
         (`bench.spectra`) 31.2% from exact_sigmoid on average, in float32 30.6%.
@@ -41,25 +37,22 @@ def soft_newton_schulz(
     above 4 are guarded (see the module). A matrix that contains a NaN or an infinity gives all NaN.
     Source: the paper's Algorithm 1.
     """
-    return guarded_soft_newton_schulz(x, steps, form, max_norm, in_bfloat16)[0]
+    return guarded_soft_newton_schulz(x, steps, max_norm, in_bfloat16)[0]
 
 
 @in_full_precision
 def guarded_soft_newton_schulz(
     x: Tensor,
     steps: int = SNS_STEPS,
-    form: Literal["direct", "gram"] = "direct",
     max_norm: float | None = None,
     in_bfloat16: bool = False,
 ) -> tuple[Tensor, Tensor | int]:
     """`soft_newton_schulz` and the number of guarded matrices."""
-    if form not in _ITERATIONS:
-        raise ValueError(f"form: found {form!r}; write one of {', '.join(map(repr, _ITERATIONS))}")
     if steps < 0:
         raise ValueError(f"steps: found {steps}; write 0 or more")
 
     def iterate(y: Tensor, num_steps: int) -> Tensor:
-        return _ITERATIONS[form](y.bfloat16() if in_bfloat16 else y, num_steps).to(y.dtype)
+        return cubic_iteration(y.bfloat16() if in_bfloat16 else y, num_steps).to(y.dtype)
 
     wide = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.float32)
     norm = frobenius_norm(wide)
@@ -70,26 +63,22 @@ def guarded_soft_newton_schulz(
         return from_wide((iterate(q, steps) + iterate(t, T_STEPS)) / 2, x), 0
 
     finite = all_finite(wide)
-    q, t, guarded = _guarded_start(wide.where(finite, 0.0), norm)
-    result = (iterate(q, steps) + iterate(t, T_STEPS)) / 2
-    return from_wide(result.masked_fill(~finite, torch.nan), x), guarded.sum()
-
-
-def _guarded_start(wide: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Q_0, T_0, and a mask of the guarded matrices ([..., 1, 1] bool); the others have the bits of the usual case."""
+    wide = wide.where(finite, 0.0)
     largest = wide.abs().amax(dim=(-2, -1), keepdim=True)
-    unit = wide / largest.where(largest > 0, 1.0)  # entries up to 1: its norm and Gram matrix cannot overflow
+    unit = wide / replace_zeros(largest)  # entries up to 1: its norm and Gram matrix cannot overflow
     sigma_max = torch.ones_like(largest, dtype=torch.float64)  # of unit
     candidate = (norm > T_LIMIT)[..., 0, 0]
     large = unit[candidate].double()
     eigenvalues = torch.linalg.eigvalsh(large @ large.mT)
     sigma_max[candidate] = eigenvalues[..., -1:, None].sqrt()
 
-    # The margin is for eigvalsh's rounding at sigma_max = 4 exactly; T_2 is flat there, so it costs nothing.
+    # The margin is for eigvalsh's rounding at sigma_max = 4 exactly; T_2 is flat there, so it costs nothing. Matrices
+    # that are not guarded have the bits of the usual case.
     guarded = candidate[..., None, None] & (sigma_max * largest > T_LIMIT * (1 + 1e-12))
     q = (unit / frobenius_norm(unit)).where(norm.isinf(), wide / (norm + EPS))
     t = (unit / sigma_max.to(unit.dtype)).where(guarded, wide / T_LIMIT)
-    return q, t, guarded
+    result = (iterate(q, steps) + iterate(t, T_STEPS)) / 2
+    return from_wide(result.masked_fill(~finite, torch.nan), x), guarded.sum()
 
 
 def cubic_iteration(y: Tensor, steps: int) -> Tensor:
@@ -97,23 +86,6 @@ def cubic_iteration(y: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         y = multiply_add(y, y @ y.mT, y, beta=1.5, alpha=-0.5)
     return y
-
-
-def _gram_iteration(y: Tensor, steps: int) -> Tensor:
-    # With R = Y Y^T and M = (3 I - R) / 2, a step is Y <- M Y and R <- M R M. float64, because the rounding of R grows
-    # by 2.25 a step: over a 10^6 spectrum in float32 the result is off by 6e-5 at K = 15 and by 2.9 at K = 25.
-    y64 = y.double()
-    gram = y64 @ y64.mT
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    product = identity.expand_as(gram)
-    for _ in range(steps):
-        factor = 1.5 * identity - 0.5 * gram
-        product = factor @ product
-        gram = factor @ gram @ factor
-    return (product @ y64).to(y.dtype)
-
-
-_ITERATIONS = {"direct": cubic_iteration, "gram": _gram_iteration}
 
 
 @in_full_precision

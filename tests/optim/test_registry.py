@@ -57,7 +57,7 @@ def test_its_settings_are_checked_saved_and_compared(fifth):
 @pytest.mark.parametrize(("name", "settings", "message"), [
     ("sixth", {}, "name: no optimizer 'sixth'; write one of 'adamw', 'fifth', 'htmuon', 'muon'"),
     ("fifth", {"divisr": 2}, "divisr: is no setting of the optimizer fifth; write one of divisor, momentum, nesterov"),
-    ("muon", {"map": "sns"}, "map: is no setting of the optimizer muon; write one of momentum, nesterov, weight_decay"),
+    ("muon", {"map": "sns"}, "map: is no setting of the optimizer muon; write one of ns_steps, adjust_lr_fn, momentum"),
     ("soren", {"spectral_map": "sns"}, "spectral_map: is no setting of the optimizer soren; .*map, adjust_lr_fn"),
     ("adamw", {"momentum": 0.9}, "momentum: is no setting of the optimizer adamw; write one of betas, eps, weight"),
 ])  # fmt: skip

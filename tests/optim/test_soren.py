@@ -10,6 +10,7 @@ import torch
 
 from soren_align.optim import AdamW, HTMuon, Muon, Soren
 from soren_align.spectral import (
+    SOREN_MAPS,
     exact_sigmoid,
     minimax_sigmoid,
     newton_schulz,
@@ -276,7 +277,7 @@ def test_the_map_has_the_precision_of_the_optimizer_and_of_its_copy(precision):
 
 def test_auto_is_float16_on_cuda_for_float32_the_minimax_map_and_many_rows_alone():
     def auto(name, is_cuda, dtype=torch.float32, shape=(2, 640, 64)):
-        return optimizer.factor_precision(SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=shape), name)
+        return optimizer.factor_precision(SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=shape), SOREN_MAPS[name])
 
     optimizer = Soren([parameter(4, 6)], lr=0.1)
     assert auto("minimax", True) == "float16"

@@ -22,7 +22,7 @@ from soren_align.spectral.matrices import frobenius_norm
 from soren_align.testing import CHECKS, randn
 
 MAPS = {
-    "exact_sigmoid": exact_sigmoid, "sns": soft_newton_schulz, "sns gram": lambda x: soft_newton_schulz(x, form="gram"),
+    "exact_sigmoid": exact_sigmoid, "sns": soft_newton_schulz,
     "minimax": minimax_sigmoid, "minimax eigh": lambda x: minimax_sigmoid(x, "eigh"), "released": released_sigmoid,
     "newton_schulz": newton_schulz, "spectral_power": lambda x: spectral_power(x, 0.125),
     "rational_power": lambda x: rational_power(x, 0.125),

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from soren_align.spectral import MAPS, factors, minimax_sigmoid, soft_newton_schulz
 from soren_align.spectral.factors import HALF_SCALE, multiply, rest_of, rounded
+from soren_align.spectral.flops import composition_flops
 from soren_align.spectral.matrices import mapped_in_range
-from soren_align.spectral.minimax import narrow_flops
 from soren_align.spectral.products import SIGN
 
 LIMIT = 0.01
@@ -150,7 +150,9 @@ def test_the_counted_operations_are_those_of_the_products(resolution, shape):
     x = torch.randn(shape) / 1000
     with FlopCounterMode(display=False) as counter:
         minimax_sigmoid(x, resolution=resolution, precision="float16")
-    assert narrow_flops(*sorted(shape), resolution, "cpu") == pytest.approx(counter.get_total_flops(), rel=1e-6)
+    table, settings = SIGN[resolution], {"has_base": True, "device_type": "cpu"}
+    counted = composition_flops(table, *sorted(shape), "float16", **settings)
+    assert counted == pytest.approx(counter.get_total_flops(), rel=1e-6)
 
 
 def test_sns_in_bfloat16_is_the_iteration_in_bfloat16():

@@ -42,29 +42,13 @@ def test_the_largest_relative_error_on_the_papers_interval(steps, expected):
     assert error == pytest.approx(expected, abs=5e-6 if steps >= 13 else 5e-4)
 
 
-@pytest.mark.parametrize("form", ["direct", "gram"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scale", [0.01, 1.0])
-def test_a_matrix_goes_where_its_singular_values_go(shape, form, scale):
+def test_a_matrix_goes_where_its_singular_values_go(shape, scale):
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * scale / 4
     for steps in (1, 5, 15):
         expected = by_singular_values(x, steps)
-        assert (soft_newton_schulz(x, steps, form) - expected).abs().max() < 1e-10
-
-
-@pytest.mark.parametrize("steps", [5, 15, 25])
-def test_the_gram_form_survives_a_wide_spectrum(steps):
-    x = matrix_with(torch.logspace(0, -6, 32), 32, 64, torch.float32)
-    difference = soft_newton_schulz(x, steps, "gram") - soft_newton_schulz(x, steps, "direct")
-    # float32 rounding, grown by 1.5 a step on the modes that have not arrived: 1.5^25 * 6e-8 / sqrt(32) at most
-    assert difference.abs().max() < max(1e-6, 1e-8 * 1.5**steps)
-
-
-def test_the_gram_form_is_guarded_alike():
-    x = torch.stack([matrix_with([5, 1, 0.1], 4, 6), matrix_with([300, 20, 1e-3], 4, 6), matrix_with([3.9, 3], 4, 6)])
-    direct, gram = (guarded_soft_newton_schulz(x, form=form) for form in ("direct", "gram"))
-    assert direct[1] == gram[1] == 2
-    assert (direct[0] - gram[0]).abs().max() < 1e-10
+        assert (soft_newton_schulz(x, steps) - expected).abs().max() < 1e-10
 
 
 def plain_formula(x, steps=15):
@@ -118,12 +102,11 @@ def test_within_a_matrix_larger_singular_values_get_larger_results(largest):
     assert result.max() <= 1 + 1e-15
 
 
-@pytest.mark.parametrize("form", ["direct", "gram"])
-def test_huge_entries_saturate(form):
+def test_huge_entries_saturate():
     top = torch.finfo(torch.float32).max
     x = torch.stack([matrix_with([1, 0.5], 5, 8), torch.ones(5, 8), torch.full((5, 8), 1e-3)]).float()
     x = x / x.abs().amax(dim=(1, 2), keepdim=True) * torch.tensor([top, top, 1e-3])[:, None, None]
-    result, num_guarded = guarded_soft_newton_schulz(x, form=form)
+    result, num_guarded = guarded_soft_newton_schulz(x)
     assert num_guarded == 2
     assert torch.isfinite(result).all()
     t = 0.5 * (3 - 0.25) / 2
@@ -131,7 +114,7 @@ def test_huge_entries_saturate(form):
     expected = torch.tensor([1, (1 + t) / 2, 0, 0, 0])
     assert torch.allclose(torch.linalg.svdvals(result[0]), expected, atol=1e-5)
     # A batch of one may take another kernel: its rounding, 1e-7, is lifted by 1.5^15 / 2 where x has no singular value.
-    torch.testing.assert_close(result[2], soft_newton_schulz(x[2:], form=form)[0], rtol=0, atol=5e-5)
+    torch.testing.assert_close(result[2], soft_newton_schulz(x[2:])[0], rtol=0, atol=5e-5)
 
 
 def test_tiny_subnormal_and_zero_entries_stay_small_and_finite():
@@ -145,19 +128,16 @@ def test_tiny_subnormal_and_zero_entries_stay_small_and_finite():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("form", ["direct", "gram"])
-def test_a_matrix_that_is_not_finite_comes_out_all_nan_and_its_neighbours_untouched(bad, form):
+def test_a_matrix_that_is_not_finite_comes_out_all_nan_and_its_neighbours_untouched(bad):
     x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0)) / 10
-    expected = soft_newton_schulz(x, form=form)
+    expected = soft_newton_schulz(x)
     x[1, 2, 3] = bad
-    result, num_guarded = guarded_soft_newton_schulz(x, form=form)
+    result, num_guarded = guarded_soft_newton_schulz(x)
     assert num_guarded == 0
     assert result[1].isnan().all()
     assert torch.equal(result[[0, 2]], expected[[0, 2]])
 
 
-def test_wrong_words_are_refused():
-    with pytest.raises(ValueError, match="write one of 'direct', 'gram'"):
-        soft_newton_schulz(torch.eye(2), form="fast")  # type: ignore[arg-type]
+def test_a_negative_number_of_steps_is_refused():
     with pytest.raises(ValueError, match="steps: found -1"):
         soft_newton_schulz(torch.eye(2), steps=-1)

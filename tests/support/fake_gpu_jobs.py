@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from soren_align import optim
-from soren_align.optim import OneProcess
+from soren_align.optim import ShardingStrategy
 from soren_align.optim import adamw as adamw_step
 from soren_align.sharding import DDPStrategy, ZeroStrategy, flat_partitions
 from soren_align.sharding.gather import RankStrategy
@@ -43,7 +43,7 @@ def trained(name, put, strategy=None, observed=False, fused=False, **settings):
         others = {"rule": "adamw", "lr": lr, "params": [(k, p) for k, p in parameters.items() if k not in MATRICES]}
         groups = [{"params": [(key, parameters[key]) for key in MATRICES]}, others]
     optimizer = getattr(optim, name)(groups, lr=lr, **settings)
-    optimizer.strategy = strategy or OneProcess()
+    optimizer.strategy = strategy or ShardingStrategy()
     if observed:
         optimizer.update_observers = optimizer.map_observers = frozenset({lambda seen: None})
     with patch.object(adamw_step, "FUSED", ("cpu", "gpu") if fused else ()):
@@ -76,7 +76,7 @@ def reads(group, name, settings, lr, sharded, norm=0.3):
         matrices = [nn.Parameter(on_gpu(torch.ones(shape))) for shape in shapes]
         others = {"rule": "adamw", "lr": rate, "params": [nn.Parameter(on_gpu(torch.ones(8))) for _ in range(4)]}
         optimizer = getattr(optim, name)([{"params": matrices}, others], lr=rate, **settings)
-        optimizer.strategy = DDPStrategy(group) if sharded else OneProcess()
+        optimizer.strategy = DDPStrategy(group) if sharded else ShardingStrategy()
         for _ in range(2):
             for i, parameter in enumerate([*matrices, *others["params"]]):
                 grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
