@@ -63,22 +63,26 @@ def guarded_soft_newton_schulz(
         return from_wide((iterate(q, steps) + iterate(t, T_STEPS)) / 2, x), 0
 
     finite = all_finite(wide)
-    wide = wide.where(finite, 0.0)
+    q, t, guarded = _guarded_start(wide.where(finite, 0.0), norm)
+    result = (iterate(q, steps) + iterate(t, T_STEPS)) / 2
+    return from_wide(result.masked_fill(~finite, torch.nan), x), guarded.sum()
+
+
+def _guarded_start(wide: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Q_0, T_0, and a mask of the guarded matrices ([..., 1, 1] bool); the others have the bits of the usual case."""
     largest = wide.abs().amax(dim=(-2, -1), keepdim=True)
-    unit = wide / replace_zeros(largest)  # entries up to 1: its norm and Gram matrix cannot overflow
+    unit = wide / largest.where(largest > 0, 1.0)  # entries up to 1: its norm and Gram matrix cannot overflow
     sigma_max = torch.ones_like(largest, dtype=torch.float64)  # of unit
     candidate = (norm > T_LIMIT)[..., 0, 0]
     large = unit[candidate].double()
     eigenvalues = torch.linalg.eigvalsh(large @ large.mT)
     sigma_max[candidate] = eigenvalues[..., -1:, None].sqrt()
 
-    # The margin is for eigvalsh's rounding at sigma_max = 4 exactly; T_2 is flat there, so it costs nothing. Matrices
-    # that are not guarded have the bits of the usual case.
+    # The margin is for eigvalsh's rounding at sigma_max = 4 exactly; T_2 is flat there, so it costs nothing.
     guarded = candidate[..., None, None] & (sigma_max * largest > T_LIMIT * (1 + 1e-12))
     q = (unit / frobenius_norm(unit)).where(norm.isinf(), wide / (norm + EPS))
     t = (unit / sigma_max.to(unit.dtype)).where(guarded, wide / T_LIMIT)
-    result = (iterate(q, steps) + iterate(t, T_STEPS)) / 2
-    return from_wide(result.masked_fill(~finite, torch.nan), x), guarded.sum()
+    return q, t, guarded
 
 
 def cubic_iteration(y: Tensor, steps: int) -> Tensor:
