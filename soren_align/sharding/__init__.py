@@ -8,5 +8,5 @@ from .ddp import DDPStrategy
 from .engine import chain_of, full_weights, restore_groups_, set_strategy, start_deepspeed, sum_in_float32
 from .fsdp import FSDP2Strategy
 from .layout import RankShard, flat_partitions, parameter_slices, replicas, row_blocks
-from .plan import assign_owners, elements_sent, flops_per_rank, make_exchange_plan
+from .plan import assign_owners, elements_sent, make_exchange_plan
 from .zero import ZeroStrategy, set_zero_strategy

@@ -192,14 +192,6 @@ def assign_owners(layout: Layout) -> tuple[int, ...]:
             last = owner
 
 
-def flops_per_rank(layout: Layout, owners: Sequence[int]) -> list[int]:
-    """Floating-point operations of a step's maps, by rank."""
-    flops = [0] * layout.num_ranks
-    for weight, owner in zip(layout.weights, owners, strict=True):
-        flops[owner] += map_flops(weight)
-    return flops
-
-
 def schedule_flops(plan: ExchangePlan, flops: Sequence[int]) -> int:
     """FLOPs of the busiest rank in each bucket, summed: a step's time if all ranks wait for it there.
 
