@@ -9,12 +9,18 @@ from huggingface_hub import ModelCard
 from soren_align import recipe
 from soren_align.core.files import digest
 from soren_align.publish.card import card, on_hub, pictures, public, public_record, write_card
+from tests.support.json_files import edited
 from tests.support.run_folders import HUB, add_results, finished_run
 
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run(in_a_folder):
+    return finished_run("run", *HUB)
 
 
 def front(page):
@@ -75,8 +81,7 @@ def test_a_warning_comes_first_if_training_did_not_change_the_model(change, surv
     assert (f"rounding preserves {100 * survival['projection']:.3g}% of that change" in training) is not is_exact
 
 
-def test_the_facts_are_those_of_run_json():
-    run = finished_run("run", *HUB)
+def test_the_facts_are_those_of_run_json(run):
     page = card(run, "zoo")
     for said in (
         f"revision {'c' * 40}", f"HuggingFaceH4/ultrachat_200k (train_sft, revision {'b' * 40})",
@@ -106,8 +111,7 @@ def test_the_card_quotes_the_held_out_loss_before_the_training_loss():
     assert "Held-out loss 3.970 -> 3.100 at step 400 (24 examples)." in page
 
 
-def test_every_source_of_a_mixture_is_named():
-    run = finished_run("run", *HUB)
+def test_every_source_of_a_mixture_is_named(run):
     chats = {"path": "chats.jsonl", "split": "all", "sha256": "d" * 64, "weight": 0.5}
     hub = {"path": "owner/set", "split": "train", "revision": "e" * 40, "weight": 1.0}
     run.update(data={"train": {"path": "both", "sources": [chats, hub], "num_kept": 9, "dropped": {}}})
@@ -116,16 +120,14 @@ def test_every_source_of_a_mixture_is_named():
     assert f"chats.jsonl (all, sha256 {'d' * 64}, weight 0.5); owner/set (train, revision {'e' * 40}); 9 of 9" in page
 
 
-def test_a_streamed_source_is_named_by_its_size():
-    run = finished_run("run", *HUB)
+def test_a_streamed_source_is_named_by_its_size(run):
     files = {"path": "c4", "split": "all", "num_files": 1024, "num_bytes": 3 * 10**11, "num_kept": 9, "num_read": 12000}
     run.update(data={"train": {**files, "dropped": {"text is empty": 2}}})
     page = card(run, "zoo")
     assert "c4 (all, 1,024 files of 300,000,000,000 bytes); streamed, 12,000 examples read, 2 dropped (text" in page
 
 
-def test_the_table_has_the_base_in_its_first_row_and_comes_with_each_evaluation():
-    run = finished_run("run", *HUB)
+def test_the_table_has_the_base_in_its_first_row_and_comes_with_each_evaluation(run):
     write_card(run)
     assert "This model has not been evaluated." in (run.model / "README.md").read_text()
     add_results(run)
@@ -139,8 +141,8 @@ def test_the_table_has_the_base_in_its_first_row_and_comes_with_each_evaluation(
 
 def test_nothing_of_the_machine_is_in_card_or_manifest(tmp_path):
     run = finished_run("run")
-    add_results(run, data=f"{tmp_path}/sets", title=f"Zoo: on the data in {tmp_path}/sets")
-    assert str(tmp_path) in (run.evaluation("quickstart") / "results.json").read_text()
+    file = add_results(run, data=f"{tmp_path}/sets", title=f"Zoo: on the data in {tmp_path}/sets")
+    assert str(tmp_path) in file.read_text()
     page = card(run, "zoo")
     assert str(tmp_path) not in page
     assert "### Zoo: on local data" in page
@@ -162,21 +164,17 @@ def test_of_a_local_path_only_the_last_part_is_published(text, shown):
     assert public(text) == shown
 
 
-def test_a_model_in_the_hubs_cache_has_its_name_in_the_card(tmp_path):
-    run = finished_run("run", *HUB)
-    add_results(run)
-    file = run.evaluation("quickstart") / "results.json"
+def test_a_model_in_the_hubs_cache_has_its_name_in_the_card(run, tmp_path):
+    file = add_results(run)
     cached = f"/home/me/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/{'a' * 40}"
     file.write_text(file.read_text().replace(f"{tmp_path}/run/start", cached))
     assert f"models: base Qwen/Qwen2.5-0.5B@{'a' * 40}" in card(run, "zoo")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"rows": []}', '{"title": "t"}', "\x00"])
-def test_results_that_cannot_be_read_do_not_take_the_card_with_them(text):
-    run = finished_run("run", *HUB)
+def test_results_that_cannot_be_read_do_not_take_the_card_with_them(run, text):
     add_results(run)
-    add_results(run, suite="other")
-    (run.evaluation("other") / "results.json").write_text(text)
+    add_results(run, suite="other").write_text(text)
     page = card(run, "zoo")
     assert "The results in `eval/other` could not be read." in page
     assert "+80.0 [+71.1, +86.3]" in page
@@ -188,8 +186,7 @@ def test_text_of_strangers_is_no_html_and_no_block_of_its_own():
     run.update(
         data={"train": {"path": f"{evil}|\n# x", "split": "all", "sha256": "d" * 64, "num_kept": 9, "dropped": {}}}
     )
-    add_results(run, title=f"Zoo {evil}")
-    file = run.evaluation("quickstart") / "results.json"
+    file = add_results(run, title=f"Zoo {evil}")
     file.write_text(file.read_text().replace('"notes": []', '"notes": ["<script>x</script>\\n# y"]'))
     page = card(run, "zoo")
     text = re.sub(r"</?(details|summary)>", "", page)
@@ -209,53 +206,44 @@ def add_samples(run, suite="quickstart", response="a <b>\n| *c*", column="zoo_ge
             {"doc_id": i, "task": "t", "doc": {"question": f"Which {i}?"}, "filtered_resps": [text]} for i in range(5)
         ]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"doc_id"')
-    file = run.evaluation(suite) / "results.json"
-    results = json.loads(file.read_text())
-    for row in results["rows"]:
-        row["scores"][column] = {"value": 50.0, "stderr": 1.0, "n": 5}
-        if "differences" in row:
-            row["differences"][column] = {"value": 60.0, "low": 20.4, "high": 99.6, "p": 0.01, "p_holm": 0.01}
-    results["settings"]["metrics"] = {"zoo_mc": "acc,none", column: "exact_match,strict"}
-    file.write_text(json.dumps(results))
+    with edited(run.evaluation(suite) / "results.json") as results:
+        for row in results["rows"]:
+            row["scores"][column] = {"value": 50.0, "stderr": 1.0, "n": 5}
+            if "differences" in row:
+                row["differences"][column] = {"value": 60.0, "low": 20.4, "high": 99.6, "p": 0.01, "p_holm": 0.01}
+        results["settings"]["metrics"] = {"zoo_mc": "acc,none", column: "exact_match,strict"}
 
 
-def test_the_first_lines_say_what_from_what_and_whether_it_is_better():
-    run = finished_run("run", *HUB)
+def test_the_first_lines_say_what_from_what_and_whether_it_is_better(run):
     page = card(run, "zoo")
     assert "# zoo: SFT of Qwen2.5-0.5B with Soren\n\n- **What:** A language model of 102,272 parameters.\n" in page
     assert "- **How:** Trained by SFT with Soren from Qwen/Qwen2.5-0.5B. Data: 958 examples of HuggingFaceH4/" in page
-    add_results(run)
+    file = add_results(run)
     add_samples(run)
     page = card(run, "zoo")
     assert "Quickstart zoo; percent, beside base, with the 95% interval of the difference\n" in page
     assert "\n  - zoo_mc: 100.0, from 20.0: +80.0 [+71.1, +86.3], better (120 questions)\n" in page
     assert "\n  - zoo_gen: 50.0, from 50.0: +60.0, too few questions (5 questions)\n" in page
-    file = run.evaluation("quickstart") / "results.json"
     for p_holm, value, finding in ((0.06, 80.0, "not distinguishable"), (0.01, -80.0, "worse")):
-        results = json.loads(file.read_text())
-        results["rows"][1]["differences"]["zoo_mc"] |= {"p_holm": p_holm, "value": value}
-        file.write_text(json.dumps(results))
+        with edited(file) as results:
+            results["rows"][1]["differences"]["zoo_mc"] |= {"p_holm": p_holm, "value": value}
         assert f"[+71.1, +86.3], {finding} (120 questions)" in card(run, "zoo")
 
 
-def test_the_scores_of_dpo_stand_beside_those_of_its_start():
-    run = finished_run("run", *HUB)
-    add_results(run)
-    file = run.evaluation("quickstart") / "results.json"
-    results = json.loads(file.read_text())
-    dpo = results["rows"][1] | {"name": "DPO"}
-    results["rows"][1] |= {"model": "elsewhere"}
+def test_the_scores_of_dpo_stand_beside_those_of_its_start(run):
+    file = add_results(run)
     difference = {"value": 0.0, "low": -2.3, "high": 2.3, "p": 1.0, "p_holm": 1.0}
-    results["rows"].append(dpo | {"start": {"name": "SFT", "differences": {"zoo_mc": difference}}})
-    file.write_text(json.dumps(results))
+    with edited(file) as results:
+        dpo = results["rows"][1] | {"name": "DPO"}
+        results["rows"][1] |= {"model": "elsewhere"}
+        results["rows"].append(dpo | {"start": {"name": "SFT", "differences": {"zoo_mc": difference}}})
     page = card(run, "zoo")
     assert "beside SFT" in page
     assert "- zoo_mc: 100.0, from 100.0: +0.0 [-2.3, +2.3], not distinguishable (120 questions)" in page
 
 
-def test_scores_are_in_the_front_matter_as_the_hub_reads_them():
-    run = finished_run("run", *HUB)
-    add_results(run)
+def test_scores_are_in_the_front_matter_as_the_hub_reads_them(run):
+    file = add_results(run)
     assert "model-index" not in card(run, "zoo")  # without a metric there is none to name
     add_samples(run)
     data = ModelCard(card(run, "zoo")).data
@@ -266,7 +254,6 @@ def test_scores_are_in_the_front_matter_as_the_hub_reads_them():
         ("zoo_gen (Quickstart zoo)", "exact_match", "exact_match, strict, percent", 50.0),
     ]
     assert data.eval_results[0].metric_args == {"num_questions": 120, "stderr": 0.0, "seed": 0}
-    file = run.evaluation("quickstart") / "results.json"
     file.write_text(file.read_text().replace('"batch_size"', '"limit": 5, "batch_size"'))
     assert "model-index" not in card(run, "zoo")
 
@@ -274,26 +261,23 @@ def test_scores_are_in_the_front_matter_as_the_hub_reads_them():
 def test_scores_of_a_final_run_have_their_interval_and_the_studys_declaration():
     run = finished_run("study/verdict/soren/101", *HUB, "trainer.seed=101")
     run.update(seeds={"trainer": 101, "init": None})
-    add_results(run)
+    file = add_results(run)
     add_samples(run)
-    file = run.evaluation("quickstart") / "results.json"
-    results = json.loads(file.read_text())
-    results["rows"][1]["scores"]["zoo_mc"] |= {"value": 85.8333, "stderr": 3.1966, "low": 78.4805, "high": 90.9631}
-    results["settings"]["num_fewshot"] = {"zoo_mc": 5}
-    file.write_text(json.dumps(results))
+    with edited(file) as results:
+        results["rows"][1]["scores"]["zoo_mc"] |= {"value": 85.8333, "stderr": 3.1966, "low": 78.4805, "high": 90.9631}
+        results["settings"]["num_fewshot"] = {"zoo_mc": 5}
     content = {"study": {}, "recipes": {}, "files": {}, "commit": None}
     declaration = file.parents[5] / "declaration.json"
-    for edited in (False, True):
-        declaration.write_text(json.dumps({"sha256": digest(content) if not edited else "f" * 64, **content}))
+    for is_edited in (False, True):
+        declaration.write_text(json.dumps({"sha256": digest(content) if not is_edited else "f" * 64, **content}))
         result = ModelCard(card(run, "zoo")).data.eval_results[0]
-        own = {} if edited else {"study_declaration": digest(content)[:12]}
+        own = {} if is_edited else {"study_declaration": digest(content)[:12]}
         interval = {"stderr": 3.2, "low": 78.48, "high": 90.96}
         assert result.metric_args == {"num_questions": 120, "seed": 101, **interval, **own}
         assert (result.metric_value, result.dataset_args) == (85.83, {"num_few_shot": 5})
 
 
-def test_three_answers_stand_beside_those_of_the_start_as_plain_text():
-    run = finished_run("run", *HUB)
+def test_three_answers_stand_beside_those_of_the_start_as_plain_text(run):
     add_results(run)
     add_samples(run)
     page = card(run, "zoo")
@@ -309,14 +293,12 @@ def test_three_answers_stand_beside_those_of_the_start_as_plain_text():
 
 
 @pytest.mark.parametrize("name", ["../../../../secret", "zoo_gen"])
-def test_answers_come_from_files_of_the_run_alone(name, tmp_path):
-    run = finished_run("run", *HUB)
-    add_results(run)
+def test_answers_come_from_files_of_the_run_alone(run, name, tmp_path):
+    file = add_results(run)
     add_samples(run)
     samples = run.evaluation("quickstart") / "samples"
     (samples / "SFT").rename(tmp_path / "secret")
     (samples / "SFT").symlink_to(tmp_path / "secret")
-    file = run.evaluation("quickstart") / "results.json"
     file.write_text(file.read_text().replace("zoo_gen", name))
     assert "## Answers" not in card(run, "zoo")
 

@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from soren_align.core.errors import UserError, printable
 from soren_align.core.text import Terminal
-from soren_align.launch import chat
 from soren_align.launch.chat import ChatModel, Conversation, _answer, answer_side_by_side, without_blank_lines
 from tests.support import command
+from tests.support.json_files import edit
 from tests.support.tiny_models import make_reader, nudge
 
 pytestmark = pytest.mark.model
@@ -24,8 +25,7 @@ pytestmark = pytest.mark.model
 def reader(tmp_path_factory):
     """A random model that reads any text, with ChatML and a context of 96 tokens."""
     folder = make_reader(tmp_path_factory.mktemp("reader") / "model", chat_template=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 96}))
+    edit(folder / "config.json", max_position_embeddings=96)
     return folder
 
 
@@ -108,18 +108,15 @@ def test_the_oldest_turns_are_dropped_with_a_notice_when_the_context_is_full(rea
     assert "question 4" in prompts[5]
     assert "question 0" not in prompts[5]
     assert notices[0].startswith("SFT: the context of 96 tokens is full, so the oldest 1 of ")
-    with pytest.raises(
-        UserError,
-        match=r"SFT: the question has \d+ tokens in the chat template, which leaves no room for an answer",
-    ):
+    message = r"SFT: the question has \d+ tokens in the chat template, which leaves no room for an answer"
+    with pytest.raises(UserError, match=message):
         talk.ask("word " * 200, lambda word: None, notices.append)
     assert talk.turns[-2]["content"] == "question 5"
 
 
 def test_prompts_are_answered_on_standard_output_each_in_its_own_conversation(run, reader):
     prompts = ("--prompt", "hi", "--prompt", "hi", "--max-new-tokens", 8)
-    done = command.run("chat", run, "--compare", "start", *prompts)
-    assert done.returncode == 0, done.stderr
+    done = command.run("chat", run, "--compare", "start", *prompts, code=0)
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     one = printable(f"> hi\n\nSFT:\n{greedy(run / 'model', text, 8)}\n\nbase:\n{greedy(reader, text, 8)}\n")
     assert done.stdout == f"{one}\n{one}"
@@ -128,15 +125,11 @@ def test_prompts_are_answered_on_standard_output_each_in_its_own_conversation(ru
     assert alone.stdout == printable(greedy(run / "model", text, 8)) + "\n"
 
 
-@pytest.mark.parametrize(
-    ("texts", "shown"),
-    [
-        (["one\n", "\n\n" * 200, "\ntwo\n", "three"], "one\n\n\ntwo\nthree"),
-        (["def a():\n    pass\n", "\n\ndef b"], "def a():\n    pass\n\n\ndef b"),
-        (["\n", " \n\n", "  one ", "two\n", "\n \n"], "  one two"),
-        (["\n"] * 500, ""),
-    ],
-)
+@pytest.mark.parametrize(("texts", "shown"), [
+    (["one\n", "\n\n" * 200, "\ntwo\n", "three"], "one\n\n\ntwo\nthree"),
+    (["def a():\n    pass\n", "\n\ndef b"], "def a():\n    pass\n\n\ndef b"),
+    (["\n", " \n\n", "  one ", "two\n", "\n \n"], "  one two"), (["\n"] * 500, ""),
+])  # fmt: skip
 def test_blank_lines_around_an_answer_and_more_than_two_inside_are_left_out(texts, shown):
     written = []
     write = without_blank_lines(written.append)
@@ -203,42 +196,35 @@ def test_a_pipe_is_one_question(run, monkeypatch):
     piped = command.run("chat", run, "--max-new-tokens", 8)
     assert piped.stdout == command.run("chat", run, "--prompt", "hi", "--max-new-tokens", 8).stdout
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-    empty = command.run("chat", run)
-    assert (empty.returncode, empty.stderr.split(":")[2]) == (
-        2,
-        " the question is empty; write --prompt TEXT, or pipe a text into the command\n",
-    )
+    empty = command.run("chat", run, code=2).stderr
+    assert empty.endswith(": the question is empty; write --prompt TEXT, or pipe a text into the command\n")
 
 
-class Keys:
-    """What a user types: lines, and exceptions for Ctrl-C and Ctrl-D."""
+@pytest.fixture
+def terminal(monkeypatch):
+    """terminal(*keys): a user types these lines; the exceptions are Ctrl-C and Ctrl-D."""
 
-    def __init__(self, *keys):
-        self.keys = list(keys)
+    def typing(*keys):
+        typed = mock.Mock(side_effect=keys)
+        monkeypatch.setattr(sys, "stdin", mock.Mock(isatty=lambda: True))
+        monkeypatch.setattr("builtins.input", typed)
+        return typed
 
-    def __call__(self, prompt):
-        key = self.keys.pop(0)
-        if isinstance(key, str):
-            return key
-        raise key
+    return typing
 
 
 @pytest.mark.parametrize("key", [EOFError, KeyboardInterrupt])
-def test_on_a_terminal_ctrl_c_stops_an_answer_and_both_keys_leave(run, monkeypatch, key):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    keys, generate = Keys("stopped", "", "hi", key), ChatModel.generate
+def test_on_a_terminal_ctrl_c_stops_an_answer_and_both_keys_leave(run, terminal, monkeypatch, key):
+    typed, generate = terminal("stopped", "", "hi", key), ChatModel.generate
 
     def interrupted(self, prompt, stream, *settings):
-        if keys.keys[0] == "":
+        if typed.call_count == 1:
             stream.put(prompt)
             stream.put(torch.tensor(self.tokenizer("\x1b[31mred wo").input_ids))
             raise KeyboardInterrupt
         generate(self, prompt, stream, *settings)
 
-    monkeypatch.setattr(sys, "stdin", terminal)
-    monkeypatch.setattr("builtins.input", keys)
-    monkeypatch.setattr(chat.ChatModel, "generate", interrupted)
+    monkeypatch.setattr(ChatModel, "generate", interrupted)
     done = command.run("chat", run, "--max-new-tokens", 8)
     turns = "<|im_start|>user\nstopped<|im_end|>\n<|im_start|>assistant\n\x1b[31mred wo<|im_end|>\n"
     turns += "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -247,11 +233,8 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_both_keys_leave(run, monkeypat
     assert "Traceback" not in done.stderr
 
 
-def test_slash_new_forgets_the_earlier_questions(run, monkeypatch):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdin", terminal)
-    monkeypatch.setattr("builtins.input", Keys("first", "/new", "hi", EOFError))
+def test_slash_new_forgets_the_earlier_questions(run, terminal):
+    terminal("first", "/new", "hi", EOFError)
     done = command.run("chat", run, "--max-new-tokens", 8)
     answers = [
         printable(greedy(run / "model", f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", 8))
@@ -272,7 +255,5 @@ def test_a_mistake_is_one_sentence(reader, arguments, message, tmp_path, monkeyp
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text('{"model_type": "of the future"}')
     monkeypatch.chdir(tmp_path)
-    done = command.run("chat", *(str(reader) if each == "MODEL" else each for each in arguments))
-    assert done.returncode == 2
+    done = command.run("chat", *(reader if each == "MODEL" else each for each in arguments), code=2)
     assert message in done.stderr
-    assert "Traceback" not in done.stderr

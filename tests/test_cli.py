@@ -3,9 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
-from types import SimpleNamespace
 
 import pytest
 import typer
@@ -15,21 +12,8 @@ from soren_align.cli import app
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.study.config import load_study
+from tests.support.command import imported, run
 from tests.support.run_folders import add_results, finished_run
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run a command in this process; returns its exit code and what it wrote to stdout and stderr."""
-
-    def _run(*arguments, cwd=None):
-        if cwd:
-            monkeypatch.chdir(cwd)
-        code = app.main(arguments)
-        out, err = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
-
-    return _run
 
 
 def command_of(name):
@@ -43,11 +27,8 @@ def bad(tmp_path):
     return str(file)
 
 
-def test_a_bad_recipe_is_refused_with_exit_code_2(run, bad):
-    refused = run("sft", bad)
-    assert refused.returncode == 2
-    assert "bad.yaml:2 optimizer.nam: unknown key; did you mean 'name'?" in refused.stderr
-    assert "Traceback" not in refused.stderr
+def test_a_bad_recipe_is_refused_with_exit_code_2(bad):
+    assert "bad.yaml:2 optimizer.nam: unknown key; did you mean 'name'?" in run("sft", bad, code=2).stderr
 
 
 @pytest.mark.process
@@ -61,48 +42,33 @@ def test_help_and_refusals_do_not_import_torch(bad, tmp_path):
     for arguments in (
         ["--help"], ["sft", bad], ["schema"], ["recipes"], ["docs", "data"], ["chat", "nowhere/"], *others,
     ):  # fmt: skip
-        code = f"import sys; from soren_align.cli.app import main; main({arguments!r})\n"
-        code += "print(sorted(m for m in ('torch', 'transformers', 'trl', 'datasets') if m in sys.modules))"
-        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-        assert out.splitlines()[-1] == "[]", arguments
+        code = f"from soren_align.cli.app import main; main({arguments!r})"
+        assert not imported(code, ["torch", "transformers", "trl", "datasets"]), arguments
 
 
 @pytest.mark.process
 def test_show_and_runs_import_nothing_that_they_do_not_need(tmp_path):
     add_results(finished_run(tmp_path / "runs/a"))
-    needless = (
-        "torch",
-        "numpy",
-        "matplotlib",
-        "ruamel.yaml",
-        "jinja2",
-        "soren_align.core.document",
-        "soren_align.recipe",
-        "soren_align.evaluate.stats.contamination",
-        "concurrent.futures",
-        "rich.live",
-    )
+    needless = "torch numpy matplotlib ruamel.yaml jinja2 concurrent.futures rich.live soren_align.core.document "
+    needless += "soren_align.recipe soren_align.evaluate.stats.contamination"
     for arguments in (["runs"], ["show"]):
-        code = f"import sys; from soren_align.cli.app import main; assert main({arguments!r}) == 0\n"
-        code += f"print([name for name in {needless} if name in sys.modules])"
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-        assert done.stdout.splitlines()[-1:] == ["[]"], done
+        code = f"from soren_align.cli.app import main; assert main({arguments!r}) == 0"
+        assert not imported(code, needless.split(), cwd=tmp_path)
 
 
-def test_the_version_is_printed(run):
+def test_the_version_is_printed():
     assert run("--version").stdout == f"soren-align {__version__}\n"
 
 
-def test_only_shipped_recipes_are_copied(run, tmp_path):
+def test_only_shipped_recipes_are_copied(tmp_path):
     (tmp_path / "there.yaml").write_text("task: sft\n")
     (tmp_path / "here").mkdir()
-    refused = run("recipes", "copy", "../there.yaml", cwd=tmp_path / "here")
-    assert refused.returncode == 2
+    refused = run("recipes", "copy", "../there.yaml", cwd=tmp_path / "here", code=2)
     assert "../there.yaml: is no shipped recipe" in refused.stderr
     assert not list((tmp_path / "here").iterdir())
 
 
-def test_recipes_lists_what_is_shipped(run):
+def test_recipes_lists_what_is_shipped():
     listed = run("recipes").stdout
     lines = [line.split()[0] for line in listed.splitlines() if line]
     assert lines[:2] == ["quickstart/", "sft"]
@@ -117,7 +83,7 @@ def test_recipes_lists_what_is_shipped(run):
     assert max(map(len, listed.splitlines())) <= 80
 
 
-def test_a_copied_study_is_planned_from_any_folder(run, tmp_path):
+def test_a_copied_study_is_planned_from_any_folder(tmp_path):
     copied = run("recipes", "copy", "quickstart/compare", "mine.yaml", cwd=tmp_path)
     assert "run soren-align compare mine.yaml" in copied.stdout
     modeline, *lines = (tmp_path / "mine.yaml").read_text().splitlines()
@@ -128,31 +94,27 @@ def test_a_copied_study_is_planned_from_any_folder(run, tmp_path):
 
 
 @pytest.mark.rest
-def test_a_copied_recipe_works_from_any_folder(run, tmp_path):
-    copied = run("recipes", "copy", "quickstart/sft", "mine.yaml", cwd=tmp_path)
-    assert copied.returncode == 0, copied.stderr
+def test_a_copied_recipe_works_from_any_folder(tmp_path):
+    run("recipes", "copy", "quickstart/sft", "mine.yaml", cwd=tmp_path, code=0)
     (tmp_path / "elsewhere").mkdir()
-    planned = run("plan", "../mine.yaml", "--json", cwd=tmp_path / "elsewhere")
-    assert planned.returncode == 0, planned.stderr
-    plan = json.loads(planned.stdout)
+    plan = json.loads(run("plan", "../mine.yaml", "--json", cwd=tmp_path / "elsewhere", code=0).stdout)
     assert plan["steps"]["total"] > 0
     assert plan["data"]["num_kept"] == plan["data"]["num_examples"]
     assert not (tmp_path / "elsewhere" / "runs").exists()
     assert (tmp_path / "mine.yaml").read_text().startswith("# yaml-language-server: $schema=recipe.schema.json\n# SFT")
     assert json.loads((tmp_path / "recipe.schema.json").read_text())["title"] == "Recipe"
-    again = run("recipes", "copy", "quickstart/sft", "mine.yaml", cwd=tmp_path)
-    assert (again.returncode, "exists already" in again.stderr) == (2, True)
+    assert "exists already" in run("recipes", "copy", "quickstart/sft", "mine.yaml", cwd=tmp_path, code=2).stderr
 
 
-def test_a_command_leaves_the_environment_as_it_was(run, tmp_path, monkeypatch):
+def test_a_command_leaves_the_environment_as_it_was(tmp_path, monkeypatch):
     monkeypatch.delenv("TRL_EXPERIMENTAL_SILENCE", raising=False)
     monkeypatch.setenv("RANK", "0")
     before = dict(os.environ)
-    assert run("plan", "quickstart/sft", cwd=tmp_path).returncode == 0
+    run("plan", "quickstart/sft", cwd=tmp_path, code=0)
     assert dict(os.environ) == before
 
 
-def test_ctrl_c_ends_a_command_with_one_line_and_exit_code_130(run, monkeypatch):
+def test_ctrl_c_ends_a_command_with_one_line_and_exit_code_130(monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
@@ -163,8 +125,7 @@ def test_ctrl_c_ends_a_command_with_one_line_and_exit_code_130(run, monkeypatch)
     assert (resumable.returncode, resumable.stderr) == (130, "stopped; rerun the same command to resume\n")
 
 
-def test_a_full_plan_shows_rows_an_example_the_rates_and_the_routing(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_a_full_plan_shows_rows_an_example_the_rates_and_the_routing(tmp_path):
     shown = run("plan", "quickstart/sft", "--full", cwd=tmp_path).stdout
     for expected in ("kept", "[[", "learning rate", "linear layer", "1-dimensional", "memory per rank", "run.json"):
         assert expected in shown
@@ -172,7 +133,7 @@ def test_a_full_plan_shows_rows_an_example_the_rates_and_the_routing(run, tmp_pa
 
 
 @pytest.mark.parametrize("problems", [[], ["training would not start"]])
-def test_a_plan_ends_with_the_command_that_trains_unless_it_would_not_start(run, tmp_path, monkeypatch, problems):
+def test_a_plan_ends_with_the_command_that_trains_unless_it_would_not_start(tmp_path, monkeypatch, problems):
     monkeypatch.setattr("soren_align.planning.plan.plan_training", lambda *_: ({"problems": problems}, None))
     monkeypatch.setattr("soren_align.planning.show.print_plan", lambda *_: None)
     words = ["quickstart/sft", "optimizer.lr=1e-3", "run.log_spectra.steps=[1, 2]", "--processes", "2"]
@@ -181,7 +142,7 @@ def test_a_plan_ends_with_the_command_that_trains_unless_it_would_not_start(run,
     assert planned.stdout == ("" if problems else f"next      {command}\n")
 
 
-def test_a_studys_plan_ends_with_the_command_that_compares(run, tmp_path, monkeypatch):
+def test_a_studys_plan_ends_with_the_command_that_compares(tmp_path, monkeypatch):
     def unavailable(*_, **__):
         raise UserError("no data")
 
@@ -193,38 +154,31 @@ def test_a_studys_plan_ends_with_the_command_that_compares(run, tmp_path, monkey
     assert planned.stdout == "next      soren-align compare quickstart/compare search.trials=2\n"
 
 
-def test_plan_refuses_a_batch_that_the_processes_cannot_share(run, tmp_path):
-    refused = run("plan", "quickstart/sft", "--processes", "3", "--set", "run.global_batch_size=64", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "choose a multiple of 3" in refused.stderr
+def test_plan_refuses_a_batch_that_the_processes_cannot_share(tmp_path):
+    overrides = ("--processes", 3, "--set", "run.global_batch_size=64")
+    assert "choose a multiple of 3" in run("plan", "quickstart/sft", *overrides, cwd=tmp_path, code=2).stderr
 
 
-def test_the_schema_is_json_and_is_written_over_nothing_else(run, tmp_path):
+def test_the_schema_is_json_and_is_written_over_nothing_else(tmp_path):
     for kind, title in (("study", "Study"), ("verdict", "Verdict"), ("recipe", "Recipe")):
         text = run("schema", kind).stdout
         assert json.loads(text)["title"] == title
         for _ in range(2):
-            written = run("schema", kind, "--output", ".", cwd=tmp_path)
-            assert (written.returncode, (tmp_path / f"{kind}.schema.json").read_text()) == (0, text)
+            written = run("schema", kind, "--output", ".", cwd=tmp_path, code=0)
+            assert (tmp_path / f"{kind}.schema.json").read_text() == text
         modeline = f"write this first line into a {kind}: # yaml-language-server: $schema={kind}.schema.json"
         assert (modeline in written.stdout) == (kind != "verdict")  # which nobody writes
     assert run("schema").stdout == text
     (tmp_path / "recipe.schema.json").write_text("{}")
-    refused = run("schema", "--output", ".", cwd=tmp_path)
-    assert (refused.returncode, "was not written by this command" in refused.stderr) == (2, True)
-    assert run("recipes", "copy", "quickstart/sft", cwd=tmp_path).returncode == 0
+    assert "was not written by this command" in run("schema", "--output", ".", cwd=tmp_path, code=2).stderr
+    run("recipes", "copy", "quickstart/sft", cwd=tmp_path, code=0)
     assert (tmp_path / "recipe.schema.json").read_text() == "{}"
 
 
-def test_docs_lists_the_pages_and_prints_one(run, monkeypatch):
+def test_docs_lists_the_pages_and_prints_one():
     lines = run("docs").stdout.splitlines()
-    assert [line for line in lines if not line.startswith(" ")] == [
-        "Start",
-        "Guides",
-        "Reference",
-        "Science",
-        "Contributing",
-    ]
+    sections = [line for line in lines if not line.startswith(" ")]
+    assert sections == ["Start", "Guides", "Reference", "Science", "Contributing"]
     pages = [line.split() for line in lines if line.startswith(" ")]
     assert [name for name, *_ in pages] == list(shipped.pages())
     assert ["studies/maps", "Which", "map", "learns", "better?"] in pages
@@ -235,26 +189,19 @@ def test_docs_lists_the_pages_and_prints_one(run, monkeypatch):
     study = shipped.pages()["studies/maps"].read_text()
     assert run("docs", "maps").stdout == run("docs", "docs/studies/maps.md").stdout == study
     assert run("docs", "docs/studies/README.md").stdout == shipped.pages()["studies"].read_text()
-    wrong = run("docs", "evalution")
-    assert (wrong.returncode, wrong.stderr) == (
-        2,
-        "error: evalution: is no page of the documentation; did you mean 'evaluation'?\n",
-    )
+    message = "error: evalution: is no page of the documentation; did you mean 'evaluation'?\n"
+    assert run("docs", "evalution", code=2).stderr == message
 
 
-def test_lists_are_as_wide_as_the_terminal(run, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_lists_are_as_wide_as_the_terminal():
     assert max(map(len, run("suites").stdout.splitlines())) <= 80
-    monkeypatch.setenv("COLUMNS", "200")
-    assert "truthfulqa_mc2, winogrande, gsm8k\n" in run("suites").stdout
+    assert "truthfulqa_mc2, winogrande, gsm8k\n" in run("suites", env={"COLUMNS": "200"}).stdout
 
 
-def test_on_a_terminal_a_page_is_rendered_into_a_pager(run, monkeypatch):
+def test_on_a_terminal_a_page_is_rendered_into_a_pager(monkeypatch):
     pages = []
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr("pydoc.pager", pages.append)
-    assert run("docs", "recipe").stdout == ""
+    assert run("docs", "recipe", is_terminal=True).stdout == ""
     (page,) = pages
     shown = re.sub("\x1b\\[[0-9;]*m", "", page)
     assert "The recipe" in shown
@@ -270,11 +217,10 @@ def test_on_a_terminal_a_page_is_rendered_into_a_pager(run, monkeypatch):
     ("docs opt", ["optimizers"]), ("sp", ["spectrum"]),
     ("plan my.yaml --proc", ["--processes"]),
 ])  # fmt: skip
-def test_the_shell_completes_commands_options_and_shipped_names(run, monkeypatch, words, expected):
-    monkeypatch.setenv("_SOREN_ALIGN_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", f"soren-align {words}")
-    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
-    assert sorted(run().stdout.split()) == expected
+def test_the_shell_completes_commands_options_and_shipped_names(words, expected):
+    typed = {"COMP_WORDS": f"soren-align {words}", "COMP_CWORD": str(len(words.split()))}
+    done = run(env={"_SOREN_ALIGN_COMPLETE": "complete_bash", **typed})
+    assert sorted(done.stdout.split()) == expected
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -300,12 +246,9 @@ def test_the_shell_completes_commands_options_and_shipped_names(run, monkeypatch
      "here/model: there is no such folder, and the name is not looked up on the hub"),
     (["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--dtype", "int8"], "--dtype: found 'int8'"),
 ])  # fmt: skip
-def test_a_wrong_name_is_a_sentence_and_exit_code_2(run, tmp_path, arguments, message):
+def test_a_wrong_name_is_a_sentence_and_exit_code_2(tmp_path, arguments, message):
     (tmp_path / "here").mkdir()
-    refused = run(*arguments, cwd=tmp_path)
-    assert refused.returncode == 2
-    assert message in refused.stderr
-    assert "Traceback" not in refused.stderr
+    assert message in run(*arguments, cwd=tmp_path, code=2).stderr
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -322,15 +265,15 @@ def test_a_wrong_name_is_a_sentence_and_exit_code_2(run, tmp_path, arguments, me
     ("stats --plan 2 --average --markdown", "--average, --markdown: have no effect with --plan"),
     ("stats --plan 2 --id a --common", "--id, --common: have no effect without results; name a file or folder"),
 ])  # fmt: skip
-def test_an_option_without_effect_is_refused(run, tmp_path, arguments, message):
-    refused = run(*arguments.split(), cwd=tmp_path)
-    assert (refused.returncode, refused.stdout) == (2, "")
+def test_an_option_without_effect_is_refused(tmp_path, arguments, message):
+    refused = run(*arguments.split(), cwd=tmp_path, code=2)
+    assert refused.stdout == ""
     assert refused.stderr.startswith(f"error: {message}")
     assert refused.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_merge_refuses_every_other_option_of_compare(run, tmp_path):
+def test_merge_refuses_every_other_option_of_compare(tmp_path):
     options = [each for each in command_of("compare").params if each.param_type_name == "option"]
     effective = {"--merge", "--json"}
     assert len(options) > len(effective)
@@ -347,15 +290,9 @@ def test_merge_refuses_every_other_option_of_compare(run, tmp_path):
     ({}, ("--processes", "0"), "greater than or equal to 1"),
     ({}, ("--processes", "2", "--set", "run.global_batch_size=64"), "write trainer.per_device_train_batch_size: 32"),
 ])  # fmt: skip
-def test_processes_that_nobody_could_run_are_refused(run, tmp_path, monkeypatch, variables, arguments, message):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    refused = run("sft", "quickstart/sft", *arguments, cwd=tmp_path)
-    assert refused.returncode == 2
-    assert message in refused.stderr
-    assert "Traceback" not in refused.stderr
+def test_processes_that_nobody_could_run_are_refused(tmp_path, variables, arguments, message):
+    env = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR")) | variables
+    assert message in run("sft", "quickstart/sft", *arguments, cwd=tmp_path, env=env, code=2).stderr
     assert not (tmp_path / "runs").exists()
 
 

@@ -17,6 +17,7 @@ from soren_align.data import load_split
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.run.record import describe_result
 from tests.support import command
+from tests.support.conversations import split
 from tests.support.tiny_models import make_reader
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/own-data.md"
@@ -40,8 +41,7 @@ def outputs(tmp_path_factory):
     texts = []
     with contextlib.chdir(folder):
         for number, line in enumerate(COMMANDS):
-            result = command.run(*shlex.split(line)[1:], cwd=("faq", None)[number] if number < 2 else "mine")
-            assert result.returncode == 0, (line, result.stderr)
+            result = command.run(*shlex.split(line)[1:], cwd=("faq", None)[number] if number < 2 else "mine", code=0)
             texts.append(result.stdout + result.stderr)
     return SimpleNamespace(texts=texts, folder=folder / "mine")
 
@@ -71,8 +71,7 @@ def test_the_dpos_results_compare_it_with_the_sft_too(outputs):
 
 @pytest.mark.model
 def test_a_runs_own_suite_is_found_from_another_folder(outputs, tmp_path):
-    done = command.run("eval", outputs.folder / "runs/sft", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = command.run("eval", outputs.folder / "runs/sft", cwd=tmp_path, code=0)
     assert "My questions, percent" in done.stdout
 
 
@@ -83,8 +82,7 @@ def test_a_training_without_a_recipe_ends_with_the_loss_before_and_after_and_the
     (tmp_path / "faq.csv").write_text("\n".join(["id,ask,reply", *rows]))
     columns = ("--question", "ask", "--answer", "reply")
     options = ("--model", "base", "--data", "faq.csv", *columns, "--output", "runs/faq", "trainer.max_steps=2")
-    done = command.run("sft", *options, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = command.run("sft", *options, cwd=tmp_path, code=0)
     record = json.loads((tmp_path / "runs/faq/run.json").read_text())["training"]["held_out"]
     before, after = record["evaluations"]
     assert (before["step"], after["step"]) == (0, 2)
@@ -114,15 +112,7 @@ def test_examples_and_questions_of_the_page_can_be_read(tmp_path):
     chat, alpaca, choice, exact, pair = "".join(blocks).splitlines(keepends=True)
     for task, text in (("sft", chat), ("sft", alpaca), ("dpo", pair)):
         (tmp_path / "my.jsonl").write_text(text)
-        spec = {"path": str(tmp_path / "my.jsonl"), "name": None, "split": "train", "limit": None, "revision": None}
-        spec |= {
-            "bad_examples": "refuse",
-            "mask_history": False,
-            "columns": {},
-            "roles": {},
-            "apply_chat_template": None,
-        }
-        assert len(load_split(SimpleNamespace(**spec), task).dataset) == 1
+        assert len(load_split(split(tmp_path / "my.jsonl"), task).dataset) == 1
     assert chat in (NEW / "chat.jsonl").read_text()
     assert pair in (NEW / "pairs.jsonl").read_text()
     for kind, text in (("choice", choice), ("exact", exact)):
@@ -131,14 +121,13 @@ def test_examples_and_questions_of_the_page_can_be_read(tmp_path):
 
 def test_new_writes_into_new_or_empty_folders_only(tmp_path):
     (tmp_path / "empty").mkdir()
-    assert command.run("new", "empty", cwd=tmp_path).returncode == 0
+    command.run("new", "empty", cwd=tmp_path, code=0)
     names = {file.name for file in (tmp_path / "empty").iterdir()}
     assert names == {file.name for file in NEW.iterdir()} | {"recipe.schema.json"}
-    again = command.run("new", "empty", cwd=tmp_path)
-    assert (again.returncode, again.stdout) == (2, "")
+    again = command.run("new", "empty", cwd=tmp_path, code=2)
+    assert again.stdout == ""
     assert "empty: exists already; name a new folder, or an empty one" in again.stderr
-    nowhere = command.run("new", "no/where", cwd=tmp_path)
-    assert (nowhere.returncode, "no: there is no such folder" in nowhere.stderr) == (2, True)
+    assert "no: there is no such folder" in command.run("new", "no/where", cwd=tmp_path, code=2).stderr
 
 
 def test_a_copied_suite_works_from_any_folder(tmp_path):

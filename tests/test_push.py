@@ -59,8 +59,17 @@ def hub(monkeypatch, tmp_path):
     return make
 
 
-def test_the_model_arrives_with_card_recipe_and_manifest_and_without_pickles(hub, tmp_path):
-    there, run = hub(), finished_run("run")
+@pytest.fixture
+def there(hub):
+    return hub()
+
+
+@pytest.fixture
+def run(hub):
+    return finished_run("run")
+
+
+def test_the_model_arrives_with_card_recipe_and_manifest_and_without_pickles(there, run, tmp_path):
     assert push("run", "me/zoo") == "https://huggingface.co/me/zoo"
     model = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert there.sent.keys() == model | {"README.md", "recipe.yaml", "run.json"}
@@ -75,8 +84,7 @@ def test_the_model_arrives_with_card_recipe_and_manifest_and_without_pickles(hub
     ]
 
 
-def test_files_that_are_no_part_of_a_model_stay_here_and_are_named(hub, capsys):
-    there, run = hub(), finished_run("run")
+def test_files_that_are_no_part_of_a_model_stay_here_and_are_named(there, run, capsys):
     strangers = ("secrets.json", "notes.txt", "wandb.json", ".netrc.txt", "id.model", "tokenizer.json.bak")
     for name in strangers:
         (run.model / name).write_text("password")
@@ -90,8 +98,7 @@ def test_files_that_are_no_part_of_a_model_stay_here_and_are_named(hub, capsys):
     assert "left out" in said
 
 
-def test_the_pictures_of_the_card_arrive_with_it(hub, capsys):
-    there, run = hub(), finished_run("run")
+def test_the_pictures_of_the_card_arrive_with_it(there, run, capsys):
     run.curves.write_bytes(b"\x89PNG\r\n\x1a\n")
     write_card(run)
     (run.model / "scores.png").write_text("mine, and no picture of the run")
@@ -125,8 +132,7 @@ def test_no_path_of_this_machine_leaves_in_recipe_card_manifest_or_configuration
     assert recipe in there.sent["README.md"].decode()
 
 
-def test_a_dry_run_names_every_file_with_its_size_and_needs_no_hub(hub, monkeypatch):
-    there, run = hub(), finished_run("run")
+def test_a_dry_run_names_every_file_with_its_size_and_needs_no_hub(there, run, monkeypatch):
     (run.model / "notes.txt").write_text("mine")
     monkeypatch.setattr(pushing.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(pushing, "get_token", lambda: None)
@@ -141,18 +147,15 @@ def test_a_dry_run_names_every_file_with_its_size_and_needs_no_hub(hub, monkeypa
     assert sizes["model.safetensors"] == "0.01 kB"
 
 
-def test_a_branch_is_made_and_a_new_repository_private(hub):
-    there = hub()
-    finished_run("run")
+def test_a_branch_is_made_and_a_new_repository_private(there, run):
     assert push("run", "me/zoo", private=True, revision="soren").endswith("me/zoo/tree/soren")
     assert there.calls[0] == ("create_repo", "me/zoo", {"private": True, "exist_ok": True})
     assert there.calls[1] == ("create_branch", "me/zoo", {"branch": "soren", "exist_ok": True})
     assert there.calls[2][1]["revision"] == "soren"
 
 
-def test_a_private_push_does_not_go_to_a_public_repository(hub):
+def test_a_private_push_does_not_go_to_a_public_repository(hub, run):
     there = hub(there_and_public=True)
-    finished_run("run")
     with pytest.raises(UserError, match="me/zoo: exists already and is public"):
         push("run", "me/zoo", private=True)
     assert there.sent == {}
@@ -195,17 +198,14 @@ def test_what_was_merged_is_sent_only_if_it_is_of_this_adapter(hub, tmp_path):
     (lambda run: None, {"repo": "me/a/b"}, "me/a/b: is no OWNER/NAME"),
     (lambda run: None, {"repo": "me/ä"}, "Repo id must use alphanumeric"),
 ])  # fmt: skip
-def test_what_cannot_be_sent_is_refused_before_the_hub_is_asked(hub, spoil, how, message):
-    there, run = hub(), finished_run("run")
+def test_what_cannot_be_sent_is_refused_before_the_hub_is_asked(there, run, spoil, how, message):
     spoil(run)
     with pytest.raises(UserError, match=message):
         push("run", **{"repo": "me/zoo", **how})
     assert there.calls == []
 
 
-def test_without_the_hub_or_a_token_nothing_is_tried(hub, monkeypatch):
-    there = hub()
-    finished_run("run")
+def test_without_the_hub_or_a_token_nothing_is_tried(there, run, monkeypatch):
     monkeypatch.setattr(pushing, "get_token", lambda: None)
     with pytest.raises(UserError, match=r"no token .* `hf auth login`, or set HF_TOKEN"):
         push("run", "me/zoo")
@@ -215,24 +215,21 @@ def test_without_the_hub_or_a_token_nothing_is_tried(hub, monkeypatch):
     assert there.calls == []
 
 
-def test_a_run_that_is_running_is_not_sent(hub):
-    there, run = hub(), finished_run("run")
+def test_a_run_that_is_running_is_not_sent(there, run):
     held = pytest.raises(UserError, match="another process is training or evaluating this run")
     with lock_of_another_process(run), held:
         push("run", "me/zoo")
     assert there.calls == []
 
 
-def test_what_the_hub_answers_is_one_line(hub):
+def test_what_the_hub_answers_is_one_line(hub, run):
     hub(refuses=OSError("403 Forbidden:\n you don't have the rights"))
-    finished_run("run")
     with pytest.raises(UserError, match="me/zoo: the upload failed: 403 Forbidden: you don't have the rights"):
         push("run", "me/zoo")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors", ""])
-def test_a_link_in_the_model_or_in_its_place_is_not_sent(hub, tmp_path, name):
-    there, run = hub(), finished_run("run")
+def test_a_link_in_the_model_or_in_its_place_is_not_sent(there, run, tmp_path, name):
     (run.model / name).touch()
     (run.model / name).rename(tmp_path / "elsewhere")
     (run.model / name).symlink_to(tmp_path / "elsewhere")

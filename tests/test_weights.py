@@ -18,6 +18,7 @@ from soren_align.evaluate.run.backends import BackendSettings, load_lm
 from soren_align.run import weights
 from soren_align.training import adapters
 from soren_align.training.model import generation_notices, load_model
+from tests.support.json_files import edit, edited
 from tests.support.run_folders import finished_run
 
 pytestmark = pytest.mark.model
@@ -48,8 +49,7 @@ def adapter(model, tmp_path):
     get_peft_model(whole, config).save_pretrained(folder)
     shutil.copy(model / "tokenizer.json", folder)
     shutil.copy(model / "tokenizer_config.json", folder)
-    config = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(model)}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    edit(folder / "adapter_config.json", base_model_name_or_path=str(model))
     return folder
 
 
@@ -100,21 +100,17 @@ def test_under_zero_3_too_before_anything_is_sharded(model, damage):
 
 @pytest.mark.parametrize("use", [train, evaluate])
 def test_a_model_larger_than_its_files_is_refused_before_it_is_allocated(model, use):
-    config = json.loads((model / "config.json").read_text()) | {"intermediate_size": 10**13}
-    (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        UserError, match=r"config\.json describes [\d,]+ weights, but its weight files have only [\d,]+ bytes"
-    ):
+    edit(model / "config.json", intermediate_size=10**13)
+    message = r"config\.json describes [\d,]+ weights, but its weight files have only [\d,]+ bytes"
+    with pytest.raises(UserError, match=message):
         use(model)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, -0.1, 2, "x"])
 def test_a_dropout_that_is_no_probability_is_refused_before_the_first_forward_pass(model, value):
-    config = json.loads((model / "config.json").read_text()) | {"attention_dropout": value}
-    (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        UserError, match=r"config\.json: attention_dropout: found .*; write a probability, a number from 0"
-    ):
+    edit(model / "config.json", attention_dropout=value)
+    message = r"config\.json: attention_dropout: found .*; write a probability, a number from 0"
+    with pytest.raises(UserError, match=message):
         train(model)
 
 
@@ -141,9 +137,8 @@ def test_a_model_with_settings_of_sampling_alone_can_be_saved_after_training(
     model, tmp_path, settings, change, expected
 ):
     made = with_generation(model, temperature=0.9, top_p=0.6, **settings)
-    assert generation_notices(made, str(model)) == [
-        f"model {model}: generation_config.json has sampling settings; {change}"
-    ]
+    notice = f"model {model}: generation_config.json has sampling settings; {change}"
+    assert generation_notices(made, str(model)) == [notice]
     load_model(made, str(model)).save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
     assert {key: saved[key] for key in ("do_sample", "temperature", "top_p") if saved.get(key) is not None} == expected
@@ -173,16 +168,14 @@ def test_a_tokenizer_without_its_own_unknown_token_is_refused(model, monkeypatch
 
 
 def test_a_tokenizer_with_an_id_beyond_any_vocabulary_is_refused(model):
-    words = json.loads((model / "tokenizer.json").read_text())
-    words["model"]["vocab"]["far"] = 2**32 - 2
-    (model / "tokenizer.json").write_text(json.dumps(words))
+    with edited(model / "tokenizer.json") as words:
+        words["model"]["vocab"]["far"] = 2**32 - 2
     with pytest.raises(UserError, match="a token has the id 4294967294, but the limit is 16,777,216"):
         weights.load_tokenizer(str(model))
 
 
 def test_a_tied_head_is_not_missing(model):
-    config = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (model / "config.json").write_text(json.dumps(config))
+    edit(model / "config.json", tie_word_embeddings=True)
     change(model, lambda w: w.pop("lm_head.weight", None))
     for whole in (train(model), evaluate(model).model):
         assert whole.lm_head.weight is whole.model.embed_tokens.weight
@@ -224,16 +217,11 @@ def test_a_whole_adapter_is_used_and_its_base_must_be_whole_too(adapter, model, 
         use(adapter)
 
 
-def say(adapter, **keys):
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(config | keys))
-
-
 def test_a_pattern_that_adapters_are_published_with_is_matched(adapter):
-    say(adapter, target_modules=r"(?i)model\.(?:layers\.\d+\.)?self_attn\.(q_proj|nothing)",
-        exclude_modules=r".*\.99\..*")  # fmt: skip
+    pattern = r"(?i)model\.(?:layers\.\d+\.)?self_attn\.(q_proj|nothing)"
+    edit(adapter / "adapter_config.json", target_modules=pattern, exclude_modules=r".*\.99\..*")
     train(adapter)
-    say(adapter, target_modules="(q_proj")
+    edit(adapter / "adapter_config.json", target_modules="(q_proj")
     with pytest.raises(UserError, match="is not a regular expression"):
         train(adapter)
 
@@ -255,7 +243,7 @@ FILES = {
 @pytest.mark.parametrize("case", FILES)
 def test_a_model_folder_whose_files_a_library_does_not_expect_is_refused(model, case):
     name, change_of, message = FILES[case]
-    (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | change_of))
+    edit(model / name, **change_of)
     load = weights.load_model if name == "config.json" else weights.load_tokenizer
     with pytest.raises(UserError, match=message):
         load(str(model))

@@ -25,9 +25,7 @@ def run(tmp_path):
 
 
 def test_the_first_row_is_the_map_of_the_run(run):
-    done = command.run("spectrum", run.path, "--advise", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(command.run("spectrum", run.path, "--advise", "--json", code=0).stdout)
     assert (found["num_momenta"], found["num_zero"]) == (1, 1)
     assert found["sigmoids_lowest_cosine_to_muon"] == LOWEST_COSINE_OF_THE_SIGMOID
     own, *others = found["maps"]
@@ -45,21 +43,17 @@ def test_the_first_row_is_the_map_of_the_run(run):
 
 
 def test_the_table_fits_a_terminal(run):
-    done = command.run("spectrum", run.path, "--advise")
-    assert done.returncode == 0, done.stderr
+    done = command.run("spectrum", run.path, "--advise", code=0)
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "this run: minimax 0.0004" in done.stdout
     assert "at least 0.943" in " ".join(done.stdout.split())
 
 
 def test_only_zero_momenta_give_an_empty_table(run):
-    lines = run.spectra.read_text().splitlines()
-    run.spectra.write_text(lines[1] + "\n")
+    run.spectra.write_text(run.spectra.read_text().splitlines()[1] + "\n")
     assert json.loads(command.run("spectrum", run.path, "--advise", "--json").stdout)["maps"] == []
-    assert command.run("spectrum", run.path, "--advise").returncode == 0
+    command.run("spectrum", run.path, "--advise", code=0)
 
 
 def test_options_that_advice_has_not_are_refused(run):
-    done = command.run("spectrum", run.path, "--advise", "--full")
-    assert done.returncode
-    assert "--full" in done.stderr
+    assert "--full" in command.run("spectrum", run.path, "--advise", "--full", code=2).stderr

@@ -14,6 +14,7 @@ from soren_align.spectral import SOREN_MAPS, exact_sigmoid, minimax_sigmoid, new
 from soren_align.spectral.maps import Setting, SpectralMap, sigmoid
 from tests.support import command
 from tests.support.run_folders import finished_run
+from tests.support.spectra import matrix_of
 from tests.support.tiny_run import flip_bit
 
 SHAPE = (24, 40)
@@ -43,16 +44,12 @@ def run(tmp_path):
 
 
 def shown(run, *options):
-    done = command.run("spectrum", run.path, "--json", *options)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(command.run("spectrum", run.path, "--json", *options, code=0).stdout)
 
 
-def whole_matrix(sigma):
-    """A matrix of SHAPE with these singular values, in random directions."""
-    generator = torch.Generator().manual_seed(0)
-    u, v = (torch.linalg.qr(torch.randn(n, 24, dtype=torch.float64, generator=generator)).Q for n in SHAPE)
-    return (u * sigma) @ v.mT
+def refusal(run, *options):
+    """The message of a refusal, in one line."""
+    return " ".join(command.run("spectrum", run.path, *options, code=2).stderr.split())
 
 
 def test_every_map_is_as_far_from_the_sigmoid_as_on_a_matrix_with_these_singular_values(run):
@@ -60,7 +57,7 @@ def test_every_map_is_as_far_from_the_sigmoid_as_on_a_matrix_with_these_singular
     assert [(line["step"], line["name"]) for line in found] == [(s, n) for s in (1, 12) for n in NAMES]
     for line in found:
         sigma = spectrum(NAMES.index(line["name"]), line["step"])
-        x, nu = whole_matrix(sigma), float(sigma.pow(8).sum().pow(1 / 8))
+        (x, _, _), nu = matrix_of(sigma, SHAPE), float(sigma.pow(8).sum().pow(1 / 8))
         assert line["nu"] == pytest.approx(nu)
         assert line["below"] == {
             "0.01": float((sigma < 0.01 * nu).sum()) / 24,
@@ -87,8 +84,7 @@ def test_a_zero_momentum_has_no_cosine_and_is_left_out_of_the_means(run, tmp_pat
     assert {*first["below"].values()} == {None}
     assert all({*numbers.values()} == {None} for numbers in first["maps"].values())
 
-    done = command.run("spectrum", run.path, "--output", tmp_path / "pictures", "--full")
-    assert done.returncode == 0, done.stderr
+    done = command.run("spectrum", run.path, "--output", tmp_path / "pictures", "--full", code=0)
     assert len([*(tmp_path / "pictures").iterdir()]) == 2 * 2
     for title in ("distance from the", "cosine of the", "size: norm of the"):
         rows = {row[0]: row for line in done.stdout.partition(title)[2].splitlines()[1:7] if (row := line.split())}
@@ -97,8 +93,7 @@ def test_a_zero_momentum_has_no_cosine_and_is_left_out_of_the_means(run, tmp_pat
         assert rows["0.self_attn.q_proj"][2:] == rows["mean"][1:] == extreme[1:]
 
     run.spectra.write_text(json.dumps(zero) + "\n")
-    done = command.run("spectrum", run.path, "--full")
-    assert done.returncode == 0, done.stderr
+    done = command.run("spectrum", run.path, "--full", code=0)
     assert [{*line.split()[1:]} for line in done.stdout.splitlines() if line.startswith("mean")] == [{"-"}] * 3
 
 
@@ -113,8 +108,7 @@ def test_a_new_map_appears_by_itself(run, monkeypatch):
 
 
 def test_the_tables_are_80_columns_wide_and_pictures_are_small(run, tmp_path):
-    done = command.run("spectrum", run.path, "--output", tmp_path / "pictures", "--full")
-    assert done.returncode == 0, done.stderr
+    done = command.run("spectrum", run.path, "--output", tmp_path / "pictures", "--full", code=0)
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert max(map(len, lines)) <= 80
     table = lines[lines.index("distance from the exact sigmoid") :]
@@ -149,12 +143,8 @@ def test_without_full_the_means_and_extremes_of_all_maps_are_six_lines(run):
 
 def test_globs_choose_matrices(run):
     assert {line["name"] for line in shown(run, "--matrices", "*.1.*")["spectra"]} == {NAMES[1]}
-    done = command.run("spectrum", run.path, "--matrices", "*query*")
-    assert done.returncode == 2
-    assert (
-        "none of a matrix with a name like *query*; write a name such as model.layers.0.self_attn.q_proj.weight"
-        in done.stderr
-    )
+    message = "none of a matrix with a name like *query*; write a name such as model.layers.0.self_attn.q_proj.weight"
+    assert message in refusal(run, "--matrices", "*query*")
 
 
 def test_without_records_the_momentum_of_the_last_checkpoint_is_shown(run):
@@ -163,7 +153,7 @@ def test_without_records_the_momentum_of_the_last_checkpoint_is_shown(run):
     vector = torch.nn.Parameter(torch.zeros(3))
     others = {"params": [("norm", vector)], "rule": "adamw", "lr": 0.1}
     optimizer = Soren([{"params": [(NAMES[0], matrix)]}, others], 0.1)
-    matrix.grad, vector.grad = whole_matrix(spectrum(0, 1)).float(), torch.ones(3)
+    matrix.grad, vector.grad = matrix_of(spectrum(0, 1), SHAPE)[0].float(), torch.ones(3)
     optimizer.step()
     for step in (9, 10):
         checkpoint = run.checkpoints / f"checkpoint-{step}"
@@ -173,23 +163,17 @@ def test_without_records_the_momentum_of_the_last_checkpoint_is_shown(run):
         seal = {"step": step, "origin": {}, "files": {"optimizer.pt": content}}
         (checkpoint / "soren_align.json").write_text(json.dumps(seal))
     found = shown(run)
-    assert (
-        found["source"]
-        == "the momentum in checkpoint-10, without the part that Nesterov's method adds from the next gradient"
-    )
+    source = "the momentum in checkpoint-10, without the part that Nesterov's method adds from the next gradient"
+    assert found["source"] == source
     (line,) = found["spectra"]
     assert (line["name"], line["step"], line["largest"]) == (NAMES[0], 10, pytest.approx(0.1 * 0.05, rel=1e-5))
     flip_bit(checkpoint / "optimizer.pt")
-    done = command.run("spectrum", run.path)
-    assert done.returncode == 2
-    assert "checkpoint-10/optimizer.pt: the content differs from what was saved" in " ".join(done.stderr.split())
+    assert "checkpoint-10/optimizer.pt: the content differs from what was saved" in refusal(run)
 
 
 def test_a_run_without_records_and_whole_momentum_is_refused(run):
     run.spectra.unlink()
-    done = command.run("spectrum", run.path)
-    assert done.returncode == 2
-    assert "train with --set run.log_spectra.steps=[1,100]" in " ".join(done.stderr.split())
+    assert "train with --set run.log_spectra.steps=[1,100]" in refusal(run)
 
 
 @pytest.mark.parametrize("change", [
@@ -198,17 +182,15 @@ def test_a_run_without_records_and_whole_momentum_is_refused(run):
 ])  # fmt: skip
 def test_a_damaged_record_is_refused_with_its_line(run, change):
     run.spectra.write_text(json.dumps(record(0, 1)) + "\n" + json.dumps({**record(0, 1), **change}) + "\n")
-    done = command.run("spectrum", run.path)
-    assert done.returncode == 2
-    assert "spectra.jsonl:2" in done.stderr
-    assert "invalid spectrum; restore the fields name, step, shape" in " ".join(done.stderr.split())
+    message = refusal(run)
+    assert "spectra.jsonl:2" in message
+    assert "invalid spectrum; restore the fields name, step, shape" in message
 
 
 def test_a_name_in_a_file_leads_to_no_other_folder_and_is_no_formula(run, tmp_path):
     hostile = [{**record(0, 1), "name": name} for name in ("model.layers.0.../../$x_{y", "model.layers.0.a/../../b")]
     run.spectra.write_text("".join(json.dumps(line) + "\n" for line in hostile))
-    done = command.run("spectrum", run.path, "--output", tmp_path / "pictures")
-    assert done.returncode == 0, done.stderr
+    command.run("spectrum", run.path, "--output", tmp_path / "pictures", code=0)
     assert len([*(tmp_path / "pictures").iterdir()]) == 2 * 2
     assert {path.name for path in tmp_path.iterdir()} == {"run", "pictures"}
 

@@ -7,6 +7,7 @@ from soren_align.core.optimizer_settings import RESOLUTIONS
 from soren_align.optim import HTMuon, Muon, Soren
 from soren_align.optim.step import with_unit_rms
 from soren_align.spectral import SOREN_MAPS
+from tests.support.spectra import matrix_of
 
 SHAPES = ((64, 96), (96, 64), (64, 64))
 SPECTRA = {"flat": torch.ones(64, dtype=torch.float64), "1/i": 1 / torch.arange(1, 65, dtype=torch.float64),
@@ -19,9 +20,7 @@ OPTIMIZERS = {**{str(m): lambda params, m=m, **settings: Soren(params, map=m, **
 
 def gradient(shape, spectrum, seed):
     """With these singular values, times 1e-3, and random directions."""
-    generator = torch.Generator().manual_seed(seed)
-    u, v = (torch.linalg.qr(torch.randn(n, 64, generator=generator, dtype=torch.float64))[0] for n in shape)
-    return (1e-3 * (u * SPECTRA[spectrum]) @ v.T).float()
+    return matrix_of(1e-3 * SPECTRA[spectrum], shape, seed)[0].float()
 
 
 def rms(x):
@@ -58,9 +57,8 @@ def test_a_zero_momentum_leaves_only_the_decay_also_in_a_batch(make):
 
 
 def test_the_rms_is_exact_for_large_matrices_and_tiny_outputs_are_not_amplified():
-    large = torch.randn(2, 2048, 2048, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-4, 3.0]).view(
-        -1, 1, 1
-    )
+    large = torch.randn(2, 2048, 2048, generator=torch.Generator().manual_seed(0))
+    large *= torch.tensor([1e-4, 3.0])[:, None, None]
     before = large.clone()
     assert [float(rms(matrix)) for matrix in with_unit_rms(large)] == pytest.approx([1, 1], rel=1e-5)
     assert torch.equal(large, before)

@@ -87,13 +87,11 @@ def test_a_model_in_the_cache_of_the_hub_is_inspected_offline(tmp_path):
         blob = file.rename(cached / f"blobs/{number:040x}")
         (cached / f"snapshots/{commit}" / file.name).symlink_to(f"../../blobs/{blob.name}")
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    done = command.run_process("inspect", "owner/tiny", "--json", env=environment, is_fork=False)  # read on import
-    assert done.returncode == 0, done.stderr
-    inspection = json.loads(done.stdout)
+    settings = {"env": environment, "is_fork": False}  # read on import
+    inspection = json.loads(command.run_process("inspect", "owner/tiny", "--json", code=0, **settings).stdout)
     assert (inspection["model"]["class"], inspection["problems"]) == ("Phi3ForCausalLM", [])
     assert inspection["tokens"]["template"]["end_is_eos"]
-    missing = command.run_process("inspect", "owner/other", env=environment, is_fork=False)
-    assert missing.returncode == 2
+    missing = command.run_process("inspect", "owner/other", code=2, **settings)
     assert "model owner/other: is neither a folder nor in the cache, and HF_HUB_OFFLINE" in missing.stderr
 
 
@@ -104,10 +102,8 @@ def test_a_template_is_judged_by_the_token_that_ends_its_answers(tmp_path):
     tokenizer.chat_template = tokenizer.chat_template.replace("content + '<|end|>'", "content + '<|user|>'")
     tokenizer.save_pretrained(folder)
     inspection = inspected(folder)
-    assert any(
-        "answers end with <|user|>, but the model stops at <|end|>: add model.eos_token" in notice
-        for notice in inspection["notices"]
-    )
+    words = "answers end with <|user|>, but the model stops at <|end|>: add model.eos_token"
+    assert any(words in notice for notice in inspection["notices"])
     assert not inspection["tokens"]["template"]["end_is_eos"]
     assert inspected(folder, "model.eos_token=<|user|>")["tokens"]["template"]["end_is_eos"]
     tokenizer.chat_template = None

@@ -27,38 +27,31 @@ def hub(monkeypatch):
     return replace
 
 
-def test_a_hub_that_does_not_answer_sets_offline_mode(hub):
-    def head(url, timeout):
-        assert timeout <= 5, "the hub's own client would retry for half a minute"
-        raise OSError("no route to host")
-
-    hub(head)
-    with offline.offline_without_hub():
-        assert constants.HF_HUB_OFFLINE is True
-        assert datasets.config.HF_HUB_OFFLINE is True
-    assert constants.HF_HUB_OFFLINE is False
-
-
-def test_a_proxy_that_answers_for_the_hub_is_not_the_hub(hub):
-    hub(lambda url, timeout: SimpleNamespace(status_code=503))
-    with offline.offline_without_hub():
-        assert constants.HF_HUB_OFFLINE is True
-
-
-def test_a_hub_that_answers_is_used(hub):
-    hub(lambda url, timeout: SimpleNamespace(status_code=200))
-    with offline.offline_without_hub():
-        assert constants.HF_HUB_OFFLINE is False
-
-
-def test_in_offline_mode_nothing_is_requested(hub):
-    hub(lambda url, timeout: pytest.fail("a request"), is_offline=True)
-    with offline.offline_without_hub():
-        assert constants.HF_HUB_OFFLINE is True
-
-
 def refused(*_, **__):
     raise OSError("no route to host")
+
+
+def unasked(*_, **__):
+    pytest.fail("a request")
+
+
+def answer(status):
+    def head(url, timeout):
+        assert timeout <= 5, "the hub's own client would retry for half a minute"
+        return SimpleNamespace(status_code=status)
+
+    return head
+
+
+@pytest.mark.parametrize(("head", "was_offline", "is_offline"), [
+    pytest.param(refused, False, True, id="no answer"), pytest.param(answer(503), False, True, id="a proxy"),
+    pytest.param(answer(200), False, False, id="the hub"), pytest.param(unasked, True, True, id="offline mode"),
+])  # fmt: skip
+def test_without_an_answer_of_the_hub_itself_a_plan_is_in_offline_mode(hub, head, was_offline, is_offline):
+    hub(head, was_offline)
+    with offline.offline_without_hub():
+        assert constants.HF_HUB_OFFLINE is datasets.config.HF_HUB_OFFLINE is is_offline
+    assert constants.HF_HUB_OFFLINE is was_offline
 
 
 @pytest.fixture
@@ -66,7 +59,7 @@ def new_recipe(tmp_path, monkeypatch):
     """new_recipe(model): in the folder of the recipe that `new` writes for a model."""
 
     def write(model):
-        assert command.run("new", "mine", "--model", model, cwd=tmp_path).returncode == 0
+        command.run("new", "mine", "--model", model, cwd=tmp_path, code=0)
         monkeypatch.chdir(tmp_path / "mine")
 
     return write
@@ -91,7 +84,7 @@ def test_a_model_of_the_hub_alone_is_refused_at_once_with_the_command_that_downl
 
 def test_a_cached_model_is_not_asked_for(hub, new_recipe, monkeypatch):
     new_recipe("owner/model")
-    hub(lambda url, timeout: pytest.fail("a request"))
+    hub(unasked)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: "config.json")
     refuse_unreachable(recipe.load("sft.yaml"))
 
@@ -100,6 +93,5 @@ def test_a_cached_model_is_not_asked_for(hub, new_recipe, monkeypatch):
 def test_a_model_in_a_folder_is_planned_without_the_hub(hub, new_recipe):
     new_recipe(str(shipped.ROOT / "configs/models/tiny"))
     hub(refused)
-    done = command.run("plan", "sft.yaml", "--set", "model.init_seed=1")
-    assert done.returncode == 0, done.stderr
+    done = command.run("plan", "sft.yaml", "--set", "model.init_seed=1", code=0)
     assert done.stdout.endswith("next      soren-align sft sft.yaml model.init_seed=1\n")

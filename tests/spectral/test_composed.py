@@ -6,6 +6,8 @@ import torch
 
 from soren_align.spectral.compose import compose, target_of
 from soren_align.spectral.composed import exact_formula, guarded_composition
+from soren_align.testing import randn
+from tests.support.spectra import matrix_of
 
 EXAMPLES = {  # the formula, the normalization, the limit, the error
     "tanh": ("tanh(x / 0.1)", "nu", 1.0, 0.005), "soft sign": ("x / sqrt(x^2 + 0.01)", "nu", 1.0, 0.005),
@@ -28,13 +30,6 @@ def examples(tmp_path_factory):
     return {name: (target, compose(target, EXAMPLES[name][-1], folder)) for name, target in targets.items()}
 
 
-def matrix(shape, sigma, seed=0):
-    """(x, u, v): a matrix with these singular values, and its singular vectors."""
-    generator = torch.Generator().manual_seed(seed)
-    u, v = (torch.linalg.qr(torch.randn(n, len(sigma), dtype=torch.float64, generator=generator)).Q for n in shape)
-    return (u * sigma) @ v.mT, u, v
-
-
 def unit_of(sigma, of):
     norms = {"nu": torch.linalg.vector_norm(sigma, 8), "norm": sigma.norm(), "rms": sigma.square().mean().sqrt()}
     return norms.get(of, torch.tensor(1.0, dtype=torch.float64))
@@ -48,7 +43,7 @@ def test_the_result_is_within_the_certificate(examples, name, shape, spectrum):
     sigma = 0.4 * SPECTRA[spectrum](  # nu is below the limit of 1
         torch.arange(1, min(shape) + 1, dtype=torch.float64)
     )
-    x, u, v = matrix(shape, sigma)
+    x, u, v = matrix_of(sigma, shape)
     share = sigma / unit_of(sigma, target.of)
     expected = torch.from_numpy(target.formula(share.numpy()).copy()).where(sigma > 0, 0.0)
     is_certified = (share >= target.resolution * target.limit) | (sigma == 0)
@@ -67,7 +62,7 @@ def test_the_result_is_within_the_certificate(examples, name, shape, spectrum):
 @EVERY_EXAMPLE
 def test_batches_transposes_and_rotations(examples, name):
     target, result = examples[name]
-    x = torch.randn(2, 3, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 20
+    x = randn(2, 3, 8, 5) / 20
 
     def mapped(matrices):
         return guarded_composition(matrices, result.composition, target.of, target.limit)[0]
@@ -75,7 +70,7 @@ def test_batches_transposes_and_rotations(examples, name):
     one_by_one = torch.stack([mapped(m) for m in x.flatten(0, 1)]).unflatten(0, (2, 3))
     assert (mapped(x) - one_by_one).abs().max() < 1e-12
     assert torch.equal(mapped(x.mT), mapped(x).mT)
-    u = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))[0]
+    u = torch.linalg.qr(randn(8, 8, seed=1)).Q
     assert (mapped(u @ x) - u @ mapped(x)).abs().max() < 1e-9
 
 
@@ -96,10 +91,9 @@ def test_zero_is_zero_and_what_is_not_finite_is_nan(examples, name):
 @pytest.mark.parametrize("name", ["of none", "of rms"])
 def test_a_matrix_beyond_the_limit_is_scaled_down_and_counted(examples, name):
     target, result = examples[name]
-    beyond = {"of none": 1e3, "of rms": 1.0}[name]
+    beyond, limit = {"of none": 1e3, "of rms": 1.0}[name], 1.0
     x = torch.zeros(3, 4000 if name == "of rms" else 4, 8, dtype=torch.float64)
     x[:, 0, 0] = torch.tensor([0.5, 1.0, 2.0]) * beyond
-    limit = {"of none": 1.0, "of rms": 1.0}[name]
     output, num_guarded = guarded_composition(x, result.composition, target.of, limit)
     assert int(num_guarded) == 3
     top = float(target(np.array([1.0]))[0])
@@ -112,7 +106,7 @@ def test_a_matrix_beyond_the_limit_is_scaled_down_and_counted(examples, name):
 @pytest.mark.parametrize("shape", [(96, 96), (64, 200)], ids=str)
 def test_factors_of_float16_stay_near_those_of_float32(examples, name, shape):
     target, result = examples[name]
-    x = matrix(shape, 1 / torch.arange(1, min(shape) + 1, dtype=torch.float64))[0].float() / 3
+    x = matrix_of(1 / torch.arange(1, min(shape) + 1, dtype=torch.float64), shape)[0].float() / 3
     wide, narrow = (
         guarded_composition(x, result.composition, target.of, target.limit, precision)[0]
         for precision in ("float32", "float16")
@@ -123,7 +117,7 @@ def test_factors_of_float16_stay_near_those_of_float32(examples, name, shape):
 @EVERY_EXAMPLE
 def test_a_composition_is_near_the_decomposition(examples, name):
     target, result = examples[name]
-    x = matrix((30, 50), 0.7 / torch.arange(1, 31, dtype=torch.float64))[0]
+    x, _, _ = matrix_of(0.7 / torch.arange(1, 31, dtype=torch.float64), (30, 50))
     exact = exact_formula(x, target.formula, target.of, target.limit)
     output = guarded_composition(x, result.composition, target.of, target.limit)[0]
     assert torch.linalg.matrix_norm(output - exact, 2) <= result.error * result.largest + 1e-9

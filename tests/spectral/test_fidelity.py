@@ -12,18 +12,16 @@ from soren_align.spectral import (
     soft_newton_schulz,
 )
 from soren_align.spectral import exact as fidelity
+from tests.support.spectra import matrix_of
 
 SHAPES = [(24, 24), (16, 40), (40, 16), (1, 5)]
 
 
-def matrix(shape, rank=None, seed=0):
+def matrix(shape, rank=None):
     """Singular values of 0.1/i^2 in random directions, float32; the last ones are below any resolution."""
-    generator = torch.Generator().manual_seed(seed)
-    r = min(shape)
-    u, v = (torch.linalg.qr(torch.randn(n, r, dtype=torch.float64, generator=generator)).Q for n in shape)
-    sigma = 0.1 / torch.arange(1, r + 1, dtype=torch.float64) ** 2
-    sigma[rank or r :] = 0
-    return ((u * sigma) @ v.mT).float()
+    sigma = 0.1 / torch.arange(1, min(shape) + 1, dtype=torch.float64) ** 2
+    sigma[rank or min(shape) :] = 0
+    return matrix_of(sigma, shape)[0].float()
 
 
 def reference_distance(x, output):

@@ -17,20 +17,12 @@ from soren_align.spectral import (
 )
 from soren_align.spectral.minimax import guarded_minimax_sigmoid
 from soren_align.spectral.products import SIGN, TANH, TANH_WIDE
+from soren_align.testing import randn
+from tests.support.spectra import matrix_of, singular_vectors
 
 modest = settings(derandomize=True, deadline=None, max_examples=60)
 QWEN_3B = [(2048, 2048), (256, 2048), (11008, 2048)]
 MISTRAL_7B = [(4096, 4096), (1024, 4096), (14336, 4096)]
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def factors(num_rows, num_columns, rank, seed=0):
-    u, _ = torch.linalg.qr(randn(num_rows, rank, seed=seed))
-    v, _ = torch.linalg.qr(randn(num_columns, rank, seed=seed + 1))
-    return u, v
 
 
 def gains(update, u, v):
@@ -68,8 +60,8 @@ SPECTRA = {
 def test_the_result_is_close_to_the_sigmoid(precision, spectrum, largest):
     for rank, columns in ((64, 100), (256, 256)):
         sigma = SPECTRA[spectrum](rank).double() * largest
-        u, v = factors(rank, columns, rank)
-        result = gains(minimax_sigmoid(((u * sigma) @ v.mT).float(), precision=precision), u, v)
+        x, u, v = matrix_of(sigma, (rank, columns))
+        result = gains(minimax_sigmoid(x.float(), precision=precision), u, v)
         promised = sigma >= 0.01 * sigma.norm()
         error = ((result - sigma.sigmoid()) / sigma.sigmoid())[promised].abs()
         # asked for: 0.5%, and 1% with float16
@@ -82,9 +74,8 @@ def test_float16_factors_are_precise_enough_for_few_rows_too(rank, resolution):
     for seed in range(40):
         sigma = 10 ** -(2 * torch.rand(rank, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
         sigma *= (0.01, 1, 4)[seed % 3] / sigma.norm()
-        u, v = factors(rank + 3, rank, rank, seed)
-        x = ((u * sigma) @ v.mT).float()
-        result = gains(minimax_sigmoid(x, resolution=resolution, precision="float16"), u, v)
+        x, u, v = matrix_of(sigma, (rank + 3, rank), seed)
+        result = gains(minimax_sigmoid(x.float(), resolution=resolution, precision="float16"), u, v)
         error = ((result - sigma.sigmoid()) / sigma.sigmoid())[sigma >= 0.01 * sigma.norm()].abs()
         assert error.max() < 0.0045
 
@@ -94,9 +85,8 @@ def test_products_in_tf32_stay_within_one_percent(shape):
     for spectrum in ("log", "power", "two levels"):
         sigma = SPECTRA[spectrum](shape[0]).double()
         sigma /= sigma.norm()
-        u, v = factors(*shape, shape[0])
-        x = ((u * sigma) @ v.mT).float()
-        rounded = minimax_sigmoid(x, resolution=0.01, precision="tf32")
+        x, u, v = matrix_of(sigma, shape)
+        rounded = minimax_sigmoid(x := x.float(), resolution=0.01, precision="tf32")
         error = ((gains(rounded, u, v) - sigma.sigmoid()) / sigma.sigmoid())[sigma >= 0.01].abs()
         assert error.max() < 0.01
         assert relative_distance(rounded, minimax_sigmoid(x, "eigh", 0.01)) > 1e-4  # it was rounded
@@ -106,17 +96,13 @@ def test_products_in_tf32_stay_within_one_percent(shape):
 @pytest.mark.parametrize("largest", [1e-2, 1.0, 4.0])
 def test_the_mean_error_over_a_spectrum_that_falls_by_100(precision, largest):
     sigma = torch.logspace(0, -2, 256, dtype=torch.float64) * largest
-    u, v = factors(256, 300, 256)
-    x = ((u * sigma) @ v.mT).float()
-    errors = {
-        name: ((gains(result, u, v) - sigma.sigmoid()) / sigma.sigmoid()).abs().mean()
-        for name, result in {
-            "minimax": minimax_sigmoid(x, precision=precision),
-            "sns": soft_newton_schulz(x, 13),
-        }.items()
-    }
-    assert errors["minimax"] < 0.004  # asked for: 2%
-    assert errors["sns"] > 0.08
+    x, u, v = matrix_of(sigma, (256, 300))
+
+    def error(result):
+        return ((gains(result, u, v) - sigma.sigmoid()) / sigma.sigmoid()).abs().mean()
+
+    assert error(minimax_sigmoid(x.float(), precision=precision)) < 0.004  # asked for: 2%
+    assert error(soft_newton_schulz(x.float(), 13)) > 0.08
 
 
 @pytest.mark.parametrize("method", ["products", "eigh"])
@@ -125,8 +111,8 @@ def test_the_mean_error_over_a_spectrum_that_falls_by_100(precision, largest):
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_a_matrix_goes_where_its_singular_values_go(method, resolution, largest, spectrum):
     sigma = SPECTRA[spectrum](12).double() * largest
-    u, v = factors(12, 17, 12)
-    result = minimax_sigmoid((u * sigma) @ v.mT, method, resolution)
+    x, u, v = matrix_of(sigma, (12, 17))
+    result = minimax_sigmoid(x, method, resolution)
     assert (result - (u * scalar_map(sigma, resolution)) @ v.mT).abs().max() < 1e-9
 
 
@@ -134,8 +120,7 @@ def test_a_matrix_goes_where_its_singular_values_go(method, resolution, largest,
 @pytest.mark.parametrize("shape", [(300, 300), (256, 600), (520, 500)])
 @pytest.mark.parametrize(("resolution", "tolerance"), [(0.01, 1e-4), (0.001, 1e-3), (0.0004, 2e-3)])
 def test_products_and_eigh_agree_in_float32(spectrum, shape, resolution, tolerance):
-    u, v = factors(*shape, min(shape))
-    x = ((u * SPECTRA[spectrum](min(shape))) @ v.mT).float()
+    x = matrix_of(SPECTRA[spectrum](min(shape)), shape)[0].float()
     difference = relative_distance(minimax_sigmoid(x, "products", resolution), minimax_sigmoid(x, "eigh", resolution))
     assert difference < tolerance
 
@@ -150,7 +135,7 @@ def matrices(draw):
     sigma = 10 ** (-sigma / 20)  # three decades; integers, so that duplicates are common
     scale = 10 ** draw(st.floats(-12, 6))
     sigma = sigma / sigma.norm() * scale if rank else sigma
-    u, v = factors(num_rows, num_columns, size, seed=draw(st.integers(0, 9)))
+    u, v = singular_vectors((num_rows, num_columns), size, seed=draw(st.integers(0, 9)))
     return (u[:, :rank] * sigma) @ v[:, :rank].mT, u[:, :rank], sigma, v[:, :rank]
 
 
@@ -280,8 +265,7 @@ def test_no_more_memory_than_stated(shape, resolution, norm):
 
 @pytest.mark.parametrize("method", ["products", "eigh"])
 def test_matrices_beyond_the_polynomials_domain_are_counted(method):
-    u, v = factors(6, 9, 6)
-    x = torch.stack([(u * torch.linspace(top, 0.1, 6)) @ v.mT for top in (0.5, 3.9, 4.0, 5.0, 1e30)])
+    x = torch.stack([matrix_of(torch.linspace(top, 0.1, 6), (6, 9))[0] for top in (0.5, 3.9, 4.0, 5.0, 1e30)])
     assert guarded_minimax_sigmoid(x, method)[1] == 2
     assert guarded_minimax_sigmoid(x[:3], method)[1] == 0
     assert guarded_minimax_sigmoid(x * torch.nan, method)[1] == 0

@@ -6,6 +6,7 @@ import torch
 from soren_align.optim import Soren
 from soren_align.spectral import SOREN_MAPS, high_pass, random_spectrum, shuffled_spectrum
 from soren_align.spectral.nulls import seed_of
+from tests.support.spectra import matrix_of
 
 SPECTRA = {
     "flat": torch.ones(8), "1/i": 1 / torch.arange(1.0, 9), "1/sqrt(i)": torch.arange(1.0, 9) ** -0.5,
@@ -14,18 +15,10 @@ SPECTRA = {
 EVERY_SPECTRUM = pytest.mark.parametrize("sigma", SPECTRA.values(), ids=SPECTRA.keys())
 
 
-def matrix(sigma, num_columns=12):
-    """(U, V, U S V^T) with random U and V, in float64."""
-    generator = torch.Generator().manual_seed(0)
-    u, _ = torch.linalg.qr(torch.randn(len(sigma), len(sigma), generator=generator, dtype=torch.float64))
-    v, _ = torch.linalg.qr(torch.randn(num_columns, len(sigma), generator=generator, dtype=torch.float64))
-    return u, v, (u * sigma) @ v.mT
-
-
 @EVERY_SPECTRUM
 @pytest.mark.parametrize(("promotions", "suppressions"), [(3, 2), (5, 0), (1, 4)])
 def test_high_pass_is_pions_polynomials_on_the_singular_values(sigma, promotions, suppressions):
-    u, v, x = matrix(sigma)
+    x, u, v = matrix_of(sigma, (8, 12))
     s = sigma.double() / sigma.double().norm()
     for _ in range(promotions):
         s = 1.875 * s - 1.25 * s**3 + 0.375 * s**5
@@ -37,7 +30,7 @@ def test_high_pass_is_pions_polynomials_on_the_singular_values(sigma, promotions
 
 @EVERY_SPECTRUM
 def test_a_random_spectrum_has_the_modes_of_the_matrix_and_nothing_of_its_sizes(sigma):
-    u, v, x = matrix(sigma)
+    x, u, v = matrix_of(sigma, (8, 12))
     result = random_spectrum(x, [5])
     drawn = torch.rand(8, generator=torch.Generator().manual_seed(5)).double()
     rank = int((sigma > 0).sum())
@@ -50,7 +43,7 @@ def test_a_random_spectrum_has_the_modes_of_the_matrix_and_nothing_of_its_sizes(
 
 @EVERY_SPECTRUM
 def test_a_shuffled_spectrum_has_the_same_singular_values_on_other_modes(sigma):
-    u, v, x = matrix(sigma)
+    x, u, v = matrix_of(sigma, (8, 12))
     result = shuffled_spectrum(x, [3])
     assert torch.linalg.svdvals(result) == pytest.approx(sigma.double(), abs=1e-12)
     on_modes = torch.einsum("mi,mn,ni->i", u, result, v)
@@ -61,7 +54,7 @@ def test_a_shuffled_spectrum_has_the_same_singular_values_on_other_modes(sigma):
 
 @pytest.mark.parametrize("null", [random_spectrum, shuffled_spectrum])
 def test_each_matrix_of_a_batch_has_the_draw_of_its_own_seed(null):
-    x = torch.stack([matrix(SPECTRA["1/i"])[2]] * 2)
+    x = torch.stack([matrix_of(SPECTRA["1/i"], (8, 12))[0]] * 2)
     seeds = [seed_of("layer.0", 3), seed_of("layer.1", 3)]
     both = null(x, seeds)
     assert torch.equal(both, torch.stack([null(x[0], seeds[:1]), null(x[1], seeds[1:])]))

@@ -13,6 +13,7 @@ from soren_align.spectral import MAPS, powers, rational_power, spectral_power
 from soren_align.spectral.composition import TOP
 from soren_align.spectral.powers import POWERS, RESOLUTION
 from soren_align.testing import randn
+from tests.support.spectra import matrix_of
 
 EVERY_POWER = pytest.mark.parametrize("p", POWERS)
 ROUNDING = 1e-3  # of float32, mostly of the null space of a matrix in it: 5e-4 was the most of all spectra here
@@ -28,15 +29,10 @@ def value(poles, squares):
     return poles.constant + sum(w / (squares + t) for w, t in zip(poles.weights, poles.shifts, strict=True))
 
 
-def matrix(sigma, shape):
-    """x, u, v for x = u diag(sigma) v^T in float32."""
-    u, v = (torch.linalg.qr(randn(size, len(sigma), seed=size + shift)).Q for shift, size in enumerate(shape))
-    return ((u * sigma) @ v.mT).float(), u, v
-
-
 def largest_error(p, sigma, shape, batched=False):
     """Of the output along the singular vectors, for sigma above the resolution, relative to sigma^p."""
-    x, u, v = matrix(sigma, shape)
+    x, u, v = matrix_of(sigma, shape)
+    x = x.float()
     output = rational_power(torch.stack([torch.zeros_like(x), x]), p)[1] if batched else rational_power(x, p)
     gain = torch.einsum("mi,mn,ni->i", u, output.double(), v)
     accurate = sigma > RESOLUTION * sigma.pow(4).sum() ** 0.25
@@ -71,9 +67,9 @@ def test_the_output_never_falls(p):
 def test_the_error_on_known_spectra_is_the_stated_one(p, name, shape):
     sigma = SPECTRA[name]
     assert largest_error(p, sigma, shape) <= POWERS[p].error + ROUNDING
-    x, u, v = matrix(sigma, shape)
+    x, u, v = matrix_of(sigma, shape)
     exact = (u * sigma**p) @ v.mT
-    assert (rational_power(x, p).double() - exact).norm() <= (POWERS[p].error + ROUNDING) * exact.norm()
+    assert (rational_power(x.float(), p).double() - exact).norm() <= (POWERS[p].error + ROUNDING) * exact.norm()
 
 
 @EVERY_POWER
@@ -84,7 +80,7 @@ def test_the_error_on_recorded_spectra_is_the_stated_one(p, spectrum):
 
 def test_a_matrix_has_the_same_output_in_a_batch():
     assert largest_error(0.125, SPECTRA["1/i"], (320, 400), batched=True) <= POWERS[0.125].error + ROUNDING
-    x = torch.stack([matrix(SPECTRA[name], (400, 320))[0] for name in SPECTRA])
+    x = torch.stack([matrix_of(SPECTRA[name], (400, 320))[0].float() for name in SPECTRA])
     alone = torch.stack([rational_power(matrix, 0.25) for matrix in x])
     assert (rational_power(x, 0.25) - alone).norm() <= 1e-5 * alone.norm()
 
@@ -93,14 +89,15 @@ def test_a_matrix_has_the_same_output_in_a_batch():
     ("scale", "max_norm"), [(1e-30, None), (1e-6, None), (1e6, None), (1e30, None), (1e-30, 1.0), (1e-6, 1.0)]
 )
 def test_the_scale_of_a_matrix_is_raised_to_the_power_too(scale, max_norm):
-    x = matrix(SPECTRA["1/i"], (320, 320))[0] / 2
+    x = matrix_of(SPECTRA["1/i"], (320, 320))[0].float() / 2
     expected = rational_power(x, 0.25, max_norm) * scale**0.25
     assert (rational_power(x * scale, 0.25, max_norm) - expected).norm() <= 1e-4 * expected.norm()
 
 
 def test_the_null_space_gets_next_to_nothing():
-    x, u, _ = matrix(SPECTRA["rank m/8"], (320, 320))
-    null = rational_power(x, 0.125).double() - (u[:, :40] @ u[:, :40].mT) @ rational_power(x, 0.125).double()
+    x, u, _ = matrix_of(SPECTRA["rank m/8"], (320, 320))
+    output = rational_power(x.float(), 0.125).double()
+    null = output - (u[:, :40] @ u[:, :40].mT) @ output
     assert null.norm() < 2e-3 * 40**0.5
     assert (rational_power(torch.zeros(300, 310), 0.125) == 0).all()
 

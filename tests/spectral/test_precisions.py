@@ -14,6 +14,7 @@ from soren_align.spectral.factors import HALF_SCALE, multiply, rest_of, rounded
 from soren_align.spectral.flops import composition_flops
 from soren_align.spectral.matrices import mapped_in_range
 from soren_align.spectral.products import SIGN
+from tests.support.spectra import matrix_of
 
 LIMIT = 0.01
 MODELS = {"Qwen2.5-3B": [(2048, 2048), (256, 2048), (11008, 2048)],
@@ -23,13 +24,9 @@ SPECTRA = {"1/i": lambda i: 1 / i, "1/sqrt(i)": lambda i: i**-0.5, "flat": torch
            "rank 16, 1/i": lambda i: (i <= 16) / i}  # fmt: skip
 
 
-def matrix(sigma, shape, seed=0):
+def matrix(sigma, shape):
     """A float32 matrix of these singular values, |x|_F = 1."""
-    generator = torch.Generator().manual_seed(seed)
-    u, v = (
-        torch.linalg.qr(torch.randn(size, len(sigma), generator=generator, dtype=torch.float64))[0] for size in shape
-    )
-    return ((u * (sigma / sigma.norm())) @ v.mT).float()
+    return matrix_of(sigma / sigma.norm(), shape)[0].float()
 
 
 def distance(x, precision, resolution):

@@ -11,6 +11,7 @@ from studies import recorded_spectra
 from soren_align.core.optimizer_settings import RESOLUTION
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
 from soren_align.spectral.products import SIGN
+from tests.support.spectra import matrix_of
 
 PAGE = Path(__file__).parents[2] / "docs/studies/spectra.md"
 RECORDED = recorded_spectra.load()
@@ -20,15 +21,6 @@ QUICKSTART = [s for s in RECORDED if (s.set, s.step) == ("quickstart", 600)]
 
 def default_values(sigma):
     return polynomials.minimax_values(sigma, SIGN[RESOLUTION].steps)
-
-
-def matrix(spectrum, dtype):
-    """x, u, sigma, v: a matrix with this spectrum and random singular vectors."""
-    generator = torch.Generator().manual_seed(0)
-    sigma = spectrum.sigma
-    u, v = (torch.linalg.qr(torch.randn(size, len(sigma), dtype=torch.float64, generator=generator)).Q
-            for size in spectrum.shape)  # fmt: skip
-    return ((u * sigma) @ v.mT).to(dtype), u, sigma, v
 
 
 def test_the_sets_are_those_of_the_module():
@@ -72,8 +64,7 @@ def test_modes_above_a_thousandth_of_nu_are_within_half_a_percent():
 
 @pytest.mark.parametrize("spectrum", QUICKSTART[3:5], ids=lambda s: s.name)
 def test_the_values_of_the_script_are_those_of_the_maps(spectrum):
-    x, u, sigma, v = matrix(spectrum, torch.float64)
-    values = sigma.numpy()
+    (x, u, v), values = matrix_of(spectrum.sigma, spectrum.shape), spectrum.sigma.numpy()
     maps = [
         (minimax_sigmoid(x), default_values(values), 1e-3),  # the script has the exact tanh
         (soft_newton_schulz(x), polynomials.sns_values(values), 1e-5),
@@ -87,8 +78,8 @@ def test_the_values_of_the_script_are_those_of_the_maps(spectrum):
 
 @pytest.mark.parametrize("spectrum", [*SMOLLM2[7:14:3], *QUICKSTART[3:7:3]], ids=lambda s: f"{s.set} {s.name}")
 def test_float32_adds_little_to_the_error_on_a_recorded_spectrum(spectrum):
-    x, u, sigma, v = matrix(spectrum, torch.float32)
-    output = minimax_sigmoid(x).double()
+    (x, u, v), sigma = matrix_of(spectrum.sigma, spectrum.shape), spectrum.sigma
+    output = minimax_sigmoid(x.float()).double()
     scalar = (u * torch.tensor(default_values(sigma.numpy()))) @ v.mT
     assert (output - scalar).norm() <= 1e-3 * scalar.norm()
     gain = torch.einsum("mi,mn,ni->i", u, output, v)

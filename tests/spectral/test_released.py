@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from soren_align.spectral import released_level, released_sigmoid, soft_newton_schulz
+from soren_align.testing import randn
 
 SHAPES = [(7, 12), (12, 7), (9, 9), (3, 8, 5), (2, 3, 5, 8), (64, 48), (1, 1), (1, 6)]
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def formula(u, steps):

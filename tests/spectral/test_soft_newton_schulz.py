@@ -4,15 +4,13 @@ import pytest
 import torch
 
 from soren_align.spectral import guarded_soft_newton_schulz, soft_newton_schulz
+from tests.support.spectra import matrix_of
 
 SHAPES = [(7, 12), (12, 7), (9, 9), (3, 8, 5), (2, 3, 5, 8), (1, 1), (1, 6)]
 
 
-def matrix_with(sigma, num_rows, num_columns, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    u, _ = torch.linalg.qr(torch.randn(num_rows, len(sigma), dtype=torch.float64, generator=generator))
-    v, _ = torch.linalg.qr(torch.randn(num_columns, len(sigma), dtype=torch.float64, generator=generator))
-    return ((u * torch.as_tensor(sigma, dtype=torch.float64)) @ v.mT).to(dtype)
+def matrix_with(sigma, num_rows, num_columns, dtype=torch.float64):
+    return matrix_of(sigma, (num_rows, num_columns))[0].to(dtype)
 
 
 def scalar_sns(sigma, frobenius, steps):

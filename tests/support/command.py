@@ -28,9 +28,10 @@ class Screen(io.StringIO):
         return True
 
 
-def run(*arguments, cwd=None, env=None, is_terminal=False):
+def run(*arguments, cwd=None, env=None, is_terminal=False, code=None):
     """The Result of a command in this process. cwd: its folder. env: variables to set, or to unset where None.
 
+    code: the exit code that it must have; with 2 it must be a sentence without a traceback.
     is_terminal: whether the two outputs are a terminal, or are piped into files.
     An exception that the command does not turn into a message is raised here. Not for commands that start ranks.
     """
@@ -46,8 +47,14 @@ def run(*arguments, cwd=None, env=None, is_terminal=False):
             stack.enter_context(contextlib.chdir(cwd))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
-        code = app.main([str(argument) for argument in arguments])
-        return Result(code, out.getvalue(), err.getvalue())
+        returncode = app.main([str(argument) for argument in arguments])
+    return _expected(Result(returncode, out.getvalue(), err.getvalue()), code)
+
+
+def _expected(result, code):
+    assert code in (None, result.returncode), result.stderr
+    assert code != 2 or "Traceback" not in result.stderr, result.stderr
+    return result
 
 
 def start(*arguments, is_fork=True, **settings):
@@ -59,15 +66,15 @@ def start(*arguments, is_fork=True, **settings):
     return subprocess.Popen([sys.executable, "-m", "soren_align", *arguments], **settings)
 
 
-def run_process(*arguments, timeout=300, **settings):
-    """The Result of a command in a process of its own; settings: of `start`."""
+def run_process(*arguments, timeout=300, code=None, **settings):
+    """The Result of a command in a process of its own; code: as of `run`; settings: of `start`."""
     process = start(*arguments, stdout=subprocess.PIPE, **settings)
     try:
         outputs = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    return Result(process.returncode, *outputs)
+    return _expected(Result(process.returncode, *outputs), code)
 
 
 def overrides(*settings):
@@ -81,3 +88,10 @@ def wait_for(condition, process, seconds=600):
     while not condition() and process.poll() is None:
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.02)
+
+
+def imported(statements, names, cwd=None):
+    """Which of these modules are imported when the statements have run in a fresh interpreter, whatever they print."""
+    code = f"import sys\n{statements}\nprint(*sorted({{*{sorted(names)}}} & {{*sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1].split()

@@ -59,7 +59,7 @@ def lock_of_another_process(folder, name=".lock", *, shared=False):
 
 
 def add_results(folder, suite="quickstart", data="hub", title="Quickstart zoo"):
-    """Write the results of an evaluation where `soren-align eval` writes them."""
+    """Write the results of an evaluation where `soren-align eval` writes them; returns their file."""
     base = {"zoo_mc": {"value": 20.0, "stderr": 3.7, "n": 120}}
     gain = {"value": 80.0, "low": 71.1, "high": 86.3, "p": 1e-9, "p_holm": 1e-9}
     rows = [
@@ -69,6 +69,7 @@ def add_results(folder, suite="quickstart", data="hub", title="Quickstart zoo"):
     ]  # fmt: skip
     results = {"format": 1, "title": title, "suite": suite, "rows": rows, "published": [], "notes": []}
     results["settings"] = {"versions": {"lm-eval": "0.4.13"}, "batch_size": 60, "data": data}
-    there = folder.evaluation(suite)
-    there.mkdir(parents=True)
-    (there / "results.json").write_text(json.dumps(results))
+    file = folder.evaluation(suite) / "results.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(results))
+    return file
