@@ -144,10 +144,8 @@ def test_a_wrong_setting_is_refused_before_training(model):
     with pytest.raises(ValueError, match="name: no optimizer 'sorn'; write one of 'adamw', 'htmuon', 'muon', 'soren'"):
         trainer(model, optimizer_settings="sorn")
     args = trl.SFTConfig("out", optim="adafactor")
-    with pytest.raises(
-        UserError,
-        match=r"args.optim: is adafactor, which has no effect here; remove it, and write the optimizer's name",
-    ):
+    message = r"args.optim: is adafactor, which has no effect here; remove it, and write the optimizer's name"
+    with pytest.raises(UserError, match=message):
         SorenSFTTrainer(str(model), args, train_dataset=_examples("chat_train.jsonl"))
 
 

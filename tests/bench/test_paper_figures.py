@@ -112,14 +112,11 @@ def test_a_preset_draws_the_recorded_gradients_light_and_dark(run, tmp_path, cap
     assert (light, dark < 64) == (255, True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "--preset: has no effect without --output; add --output DIR"),
-        (["--output", "pictures", "--gradients"], "--gradients: has no effect with --preset, which draws gradients"),
-        (["--output", "pictures", "--advise"], "have no effect with --advise, which prints one table"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ([], "--preset: has no effect without --output; add --output DIR"),
+    (["--output", "pictures", "--gradients"], "--gradients: has no effect with --preset, which draws gradients"),
+    (["--output", "pictures", "--advise"], "have no effect with --advise, which prints one table"),
+])  # fmt: skip
 def test_options_without_effect_beside_a_preset_are_refused(run, tmp_path, monkeypatch, capsys, options, message):
     monkeypatch.chdir(tmp_path)
     assert main(["spectrum", str(run), "--preset", "paper-spectra", *options]) == 2

@@ -164,9 +164,8 @@ def test_a_column_that_is_not_there_is_named_with_those_there_are(write):
     path = write("rows.jsonl", [{"question": "Why?"}, {"question": "x", "best": "So."}])
     found = split(path, columns={"prompt": "question", "completion": "best"}, bad_examples="drop")
     assert load_split(found, "sft").dropped == {"no 'completion'": 1}  # it need not be in the first row
-    with pytest.raises(
-        UserError, match=r"columns.prompt is 'questions', but the data have the columns question, best; did you"
-    ):
+    message = r"columns.prompt is 'questions', but the data have the columns question, best; did you"
+    with pytest.raises(UserError, match=message):
         load_split(split(path, columns={"prompt": "questions", "completion": "best"}), "sft")
 
 
@@ -260,7 +259,6 @@ def test_two_texts_without_a_prompt_are_no_pair(write):
 
 def test_columns_that_leave_one_out_are_reported_as_that(write):
     path = write("rows.jsonl", [{"question": "Why?", "answer": "So."}])
-    with pytest.raises(
-        UserError, match=r"`columns` lists instruction, so that no other columns \(answer\) are read, but sft needs"
-    ):
+    message = r"`columns` lists instruction, so that no other columns \(answer\) are read, but sft needs"
+    with pytest.raises(UserError, match=message):
         load_split(split(path, columns={"instruction": "question"}), "sft")

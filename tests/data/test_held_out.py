@@ -66,9 +66,8 @@ def test_a_number_is_the_first_examples_by_their_hash_and_shrinks_to_none_that_w
     old = {row["text"] for row in TEXTS[:200]}
     assert after & old < before  # what was trained on before is trained on still
     assert set(held_out([*TEXTS, ordered[49], ordered[49]], 50)) == {row["text"] for row in ordered[:49]}
-    with pytest.raises(
-        UserError, match=r"examples: 3 holds out none of 9 examples, because equal examples are held out together"
-    ):
+    sentence = r"examples: 3 holds out none of 9 examples, because equal examples are held out together"
+    with pytest.raises(UserError, match=sentence):
         held_out(TEXTS[:1] * 9, 3)
     for number, message in (
         (400, "400 is not below the number of examples, 400; write a smaller number"),

@@ -108,9 +108,8 @@ ENCODED = '{"text": "für"}\n{"text": "b"}\n'
 def test_a_file_in_utf_16_is_refused_as_a_whole(tmp_path, name, encoding):
     content = ENCODED.encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    with pytest.raises(
-        UserError, match=rf"{name}: is in UTF-16 or UTF-32; convert the file to UTF-8: iconv -f UTF-16 -t UTF-8"
-    ):
+    message = rf"{name}: is in UTF-16 or UTF-32; convert the file to UTF-8: iconv -f UTF-16 -t UTF-8"
+    with pytest.raises(UserError, match=message):
         list(records.read_records(tmp_path / name))
 
 

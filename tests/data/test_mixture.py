@@ -86,9 +86,8 @@ def test_forms_that_come_to_the_same_mix_and_others_do_not(two, write, tmp_path)
     assert loaded.layout == "chat messages; ShareGPT conversations"
     assert asked(loaded.dataset) == asked([{"messages": chat(i)} for i in (*range(8), *range(30, 34), 40)])
     text = write("t.jsonl", [{"text": "A lynx."}])
-    with pytest.raises(
-        UserError, match=r"a.jsonl \(all\) has chat messages \(messages\), but .*t.jsonl \(all\) has plain text"
-    ):
+    message = r"a.jsonl \(all\) has chat messages \(messages\), but .*t.jsonl \(all\) has plain text"
+    with pytest.raises(UserError, match=message):
         load_mixture([source(two[0]), source(text)], "sft", 1)
     parted = write("c.jsonl", [{"prompt": "A ", "completion": "lynx."}])
     turns = write("d.jsonl", [{"prompt": chat(1)[:-1], "completion": chat(1)[-1:]}])

@@ -102,13 +102,11 @@ def test_trl_trains_the_same_tokens(name, tmp_path):
 
 
 def test_a_stop_token_is_one_token_of_the_vocabulary():
-    with pytest.raises(
-        UserError, match=r"model.eos_token: '<\|im_ends\|>' is not a single token .*mean '<\|im_end\|>'"
-    ):
+    message = r"model.eos_token: '<\|im_ends\|>' is not a single token .*mean '<\|im_end\|>'"
+    with pytest.raises(UserError, match=message):
         set_template(tokenizers_like.qwen(), "qwen2.5", "<|im_ends|>")
-    with pytest.raises(
-        UserError, match=r"'the end' is not a single token of the tokenizer; remove this key to stop at '</s>'"
-    ):
+    message = r"'the end' is not a single token of the tokenizer; remove this key to stop at '</s>'"
+    with pytest.raises(UserError, match=message):
         set_template(tokenizers_like.mistral(), None, "the end")
 
 

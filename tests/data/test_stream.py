@@ -183,10 +183,8 @@ def test_an_invalid_example_after_the_first_ones_names_the_remedy(write, monkeyp
     monkeypatch.setattr(streams, "NUM_PREVIEWED", 20)
     path = write("texts.jsonl", [*TEXTS[:30], {"text": ""}])
     preview, _ = opened(source(path))
-    with pytest.raises(
-        UserError,
-        match=r"texts.jsonl:31: cannot be used for sft: text is empty; fix this example, or add bad_examples: ",
-    ):
+    message = r"texts.jsonl:31: cannot be used for sft: text is empty; fix this example, or add bad_examples: "
+    with pytest.raises(UserError, match=message):
         blocks(preview, 10)
 
 
@@ -225,9 +223,8 @@ def test_a_hub_dataset_is_streamed_and_resumed(hub_stream):
 def test_an_error_of_the_hub_is_one_sentence(hub_stream, tmp_path):
     preview, _ = opened(source(hub_stream))
     (tmp_path / "1.parquet").write_bytes(b"damaged")
-    with pytest.raises(
-        UserError, match=r"owner/texts \(train\): after 30 records the hub could no longer be read: .*; rerun"
-    ):
+    message = r"owner/texts \(train\): after 30 records the hub could no longer be read: .*; rerun"
+    with pytest.raises(UserError, match=message):
         blocks(preview, 12)
 
 

@@ -73,10 +73,8 @@ def test_plain_texts_need_no_template_but_an_end(make_tokenizer):
     assert check_template(make_tokenizer(None), "sft", False, texts) == []
     with pytest.raises(UserError, match=r"has no eos_token, which ends plain texts; write model.eos_token"):
         check_template(make_tokenizer(None, eos=None), "sft", False, texts)
-    with pytest.raises(
-        UserError,
-        match=r"assistant_only_loss: true needs conversations, but these examples are plain texts \(columns te",
-    ):
+    message = r"assistant_only_loss: true needs conversations, but these examples are plain texts \(columns te"
+    with pytest.raises(UserError, match=message):
         check_template(make_tokenizer(), "sft", True, texts)
 
 

@@ -140,9 +140,8 @@ def test_a_failure_leaves_nothing_behind(make_tokenizer, dataset, tmp_path):
     assert list(tmp_path.glob("tokens/*")) == []
     shutil.rmtree(tmp_path / "tokens")
     (tmp_path / "tokens").write_text("a file")
-    with pytest.raises(
-        UserError, match=r"tokens cannot be cached in this folder: .*SOREN_ALIGN_CACHE.* write `cache: false` under"
-    ):
+    message = r"tokens cannot be cached in this folder: .*SOREN_ALIGN_CACHE.* write `cache: false` under"
+    with pytest.raises(UserError, match=message):
         tokenize(rows, "sft", make_tokenizer(), tmp_path)
 
 

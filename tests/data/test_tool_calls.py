@@ -139,9 +139,8 @@ def test_weights_as_openai_and_axolotl_write_them(write):
     )  # fmt: skip
     assert load_split(mapped, "sft").dataset[0]["messages"] == dataset[0]["messages"]
     pair = {"chosen": rows[0], "rejected": [*rows[0][:-1], {"role": "assistant", "content": "No."}]}
-    with pytest.raises(
-        UserError, match=r"chosen\[1\] has a weight, but only the last turns of a preference pair are trained"
-    ):
+    message = r"chosen\[1\] has a weight, but only the last turns of a preference pair are trained"
+    with pytest.raises(UserError, match=message):
         load_split(split(write("pairs.jsonl", [pair])), "dpo")
 
 
@@ -194,9 +193,8 @@ def test_an_empty_answer_counts_where_it_is_trained(qwen, write, tmp_path):
         loaded = load_split(split(write(f"{i}.jsonl", [row])), task)
         tokens = tokenize(loaded.dataset, task, qwen("lfm2"), tmp_path / "cache")
         if is_dropped:
-            with pytest.raises(
-                UserError, match=r"in each example an answer has only tool calls, .* model.chat_template"
-            ):
+            message = r"in each example an answer has only tool calls, .* model.chat_template"
+            with pytest.raises(UserError, match=message):
                 without_empty_answers(loaded, tokens)
         else:
             assert without_empty_answers(loaded, tokens) == (loaded, tokens)

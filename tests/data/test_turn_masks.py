@@ -110,9 +110,8 @@ SMOLLM2 = (
 def test_of_published_templates_the_answers_are_trained_or_the_template_is_refused(make_tokenizer, name):
     tokenizer = make_tokenizer(SMOLLM2 if name == "smollm2" else (TRLS / f"{name}.jinja").read_text())
     if PUBLISHED[name] is None:
-        with pytest.raises(
-            UserError, match=r"renders earlier turns differently when later turns are added, .*'Fine.' cannot"
-        ):
+        message = r"renders earlier turns differently when later turns are added, .*'Fine.' cannot"
+        with pytest.raises(UserError, match=message):
             encoded(tokenizer, TWO, True)
         return
     ids, trained = encoded(tokenizer, TWO, True)

@@ -40,7 +40,6 @@ def test_a_tokenizer_that_fits_is_returned_as_it_is():
 
 
 def test_pieces_of_texts_cannot_be_left_out():
-    with pytest.raises(
-        UserError, match=r"model.tokenizer: this tokenizer has \d+ tokens, but vocab_size in config.json is only 300"
-    ):
+    message = r"model.tokenizer: this tokenizer has \d+ tokens, but vocab_size in config.json is only 300"
+    with pytest.raises(UserError, match=message):
         within_vocabulary(qwen(), 300)

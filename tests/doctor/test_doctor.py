@@ -314,16 +314,12 @@ def test_the_speed_is_that_of_full_sequences(machine, monkeypatch):
 ENDINGS = {signal.SIGKILL: (1, 2.0, "rank 1 was killed by SIGKILL"), signal.SIGTERM: (130, 2.0, "stopped")}
 
 
-@pytest.mark.parametrize(
-    ("endings", "change", "line", "sentence"),
-    [
-        ({}, 0.0, None, ""),
-        ({}, 1e-3, "resume", "has other weights: 0.001 from an undisturbed run's"),
-        ({signal.SIGKILL: (-9, 120.0, "waiting")}, 0.0, "kill -9 of a rank", "exit code -9 after 120 s"),
-        ({signal.SIGTERM: (1, 2.0, "Traceback")}, 0.0, "SIGTERM", "exit code 1 after 2 s: Traceback"),
-    ],
-    ids=["healthy", "other weights", "hangs after a kill", "no stop"],
-)
+@pytest.mark.parametrize(("endings", "change", "line", "sentence"), [
+    ({}, 0.0, None, ""),
+    ({}, 1e-3, "resume", "has other weights: 0.001 from an undisturbed run's"),
+    ({signal.SIGKILL: (-9, 120.0, "waiting")}, 0.0, "kill -9 of a rank", "exit code -9 after 120 s"),
+    ({signal.SIGTERM: (1, 2.0, "Traceback")}, 0.0, "SIGTERM", "exit code 1 after 2 s: Traceback"),
+], ids=["healthy", "other weights", "hangs after a kill", "no stop"])  # fmt: skip
 def test_a_wrong_ending_is_named(machine, stub, monkeypatch, endings, change, line, sentence):
     results = iter({**ENDINGS, **endings}.values())
     stub({"interrupted": [0.0, change]})

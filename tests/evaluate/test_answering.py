@@ -240,9 +240,8 @@ def test_truncated_prompts_are_counted_and_an_error_if_strict(models, tmp_path, 
     assert whole.truncated == {}
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 6}))
     generated = suite.model_copy(update={"tasks": [suite.tasks[1]]})
-    with pytest.raises(
-        UserError, match="short: zoo_gen: an answer of 6 tokens leaves no room for a prompt in the model's context of 6"
-    ):
+    message = "short: zoo_gen: an answer of 6 tokens leaves no room for a prompt in the model's context of 6"
+    with pytest.raises(UserError, match=message):
         evaluate_model(model, generated, Options(device="cpu"))
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": room - 1}))
     with pytest.raises(UserError, match="short: zoo_mc: prompts do not fit"):

@@ -222,9 +222,8 @@ def test_a_cluster_is_a_field_of_the_question_or_its_task():
         return cluster_labels(SuiteTask(task="mmlu", metric="acc", cluster=cluster), [question])
 
     assert (labels("task"), labels("source_id")) == (["mmlu_law"], ["7"])
-    with pytest.raises(
-        UserError, match="cluster: source, but the questions have no field source; write one of source_id, ctx"
-    ):
+    message = "cluster: source, but the questions have no field source; write one of source_id, ctx"
+    with pytest.raises(UserError, match=message):
         labels("source")
 
 

@@ -173,9 +173,8 @@ def test_truncated_prompts_are_a_notice_or_a_problem_if_strict(short, readers):
     assert preflight(few, *start_of(model))[1] == [
         "base, this run: the context of 512 tokens truncates the longest prompts of arc_challenge, gsm8k"
     ]
-    with pytest.raises(
-        UserError, match=r"arc_challenge: prompts do not fit .* eval\.strict is true; write eval\.strict: false"
-    ):
+    message = r"arc_challenge: prompts do not fit .* eval\.strict is true; write eval\.strict: false"
+    with pytest.raises(UserError, match=message):
         preflight(few.model_copy(update={"strict": True}), *start_of(model))
     assert preflight(few, *start_of(readers[0]))[1] == []
 

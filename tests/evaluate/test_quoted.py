@@ -107,13 +107,10 @@ def test_a_table_of_another_suite_is_refused():
         load_published("paper/zero-shot", "quickstart")
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("paper/stf", "did you mean 'paper/sft'?"),
-        ("no-such-thing", "write one of paper/dpo, paper/sft, paper/zero-shot"),
-    ],
-)
+@pytest.mark.parametrize(("name", "remedy"), [
+    ("paper/stf", "did you mean 'paper/sft'?"),
+    ("no-such-thing", "write one of paper/dpo, paper/sft, paper/zero-shot"),
+])  # fmt: skip
 def test_an_unknown_name_comes_with_a_similar_one_or_all_that_are_shipped(name, remedy):
     with pytest.raises(UserError) as error:
         load_published(name, "open-llm-leaderboard-v1")

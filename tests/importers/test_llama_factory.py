@@ -216,10 +216,8 @@ def test_an_adapter_that_is_trained_further_is_the_start(project):
 
 @pytest.mark.parametrize("loss", ["simpo", "orpo", "kto_pair"])
 def test_a_loss_of_another_task_is_refused(project, loss):
-    with pytest.raises(
-        UserError,
-        match=f"this file trains with {loss.removesuffix('_pair').upper()}, but only SFT and DPO are supported",
-    ):
+    message = f"this file trains with {loss.removesuffix('_pair').upper()}, but only SFT and DPO are supported"
+    with pytest.raises(UserError, match=message):
         project(DPO + f"finetuning_type: full\npref_loss: {loss}\nsimpo_gamma: 0.5\n")
 
 

@@ -100,9 +100,8 @@ def test_a_model_without_a_config_is_split_by_numbers_of_rows():
     model = nn.ModuleDict({"qkv_proj": nn.Linear(8, 24, bias=False)})
     (group,) = param_groups(model, lr=0.1, split={"qkv_proj": [8, 16]})
     assert group["weight_layouts"] == {"qkv_proj.weight": "blocks 0:8 1:16"}
-    with pytest.raises(
-        ValueError, match=r"does not state the number of attention heads \(num_attention_heads\); write row counts"
-    ):
+    message = r"does not state the number of attention heads \(num_attention_heads\); write row counts"
+    with pytest.raises(ValueError, match=message):
         route(model, split={"qkv_proj": ["heads"]})
     with pytest.raises(ValueError, match=r"the order of q, k, v in this model is not known; write row counts"):
         route(model, split={"qkv_proj": ["q", "k", "v"]})

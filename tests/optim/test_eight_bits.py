@@ -193,9 +193,8 @@ def test_a_checkpoint_of_other_states_or_blocks_is_refused():
     for fault in ({"blocks": torch.zeros(1, 5)}, {"exp_avg_scale": torch.zeros(3)}, {"blocks": None}):
         saved = optimizer.state_dict()
         saved["state"][0] = {k: v for k, v in (saved["state"][0] | fault).items() if v is not None}
-        with pytest.raises(
-            ValueError, match=r"8-bit states of 0\.weight in the checkpoint are quantized in other blocks"
-        ):
+        message = r"8-bit states of 0\.weight in the checkpoint are quantized in other blocks"
+        with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(saved)
 
 

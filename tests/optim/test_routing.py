@@ -231,10 +231,8 @@ def test_the_other_parameters_have_the_learning_rate_of_the_matrices_unless_they
         for aux_lr, expected in ((None, 0.1), (0.01, 0.01)):
             groups = build_optimizer(Model(), name=name, lr=0.1, aux_lr=aux_lr).param_groups
             assert [group["lr"] for group in groups] == [0.1, expected]
-    with pytest.raises(
-        ValueError,
-        match=r"aux_lr: is missing; write aux_lr or lr, .* of the other parameters \(embed.weight, ...\)",
-    ):
+    message = r"aux_lr: is missing; write aux_lr or lr, .* of the other parameters \(embed.weight, ...\)"
+    with pytest.raises(ValueError, match=message):
         param_groups(Model())
 
 

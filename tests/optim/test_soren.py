@@ -173,9 +173,8 @@ def test_a_gradient_that_is_not_finite_stops_the_step_and_changes_nothing(bad, w
     optimizer.step()
     before = snapshot(optimizer)
     {"matrix": matrix, "vector": vector}[where].grad.view(-1)[5] = bad
-    with pytest.raises(
-        FloatingPointError, match=f"NaN or infinity in the gradient of {where}; the optimizer did not apply this step"
-    ):
+    message = f"NaN or infinity in the gradient of {where}; the optimizer did not apply this step"
+    with pytest.raises(FloatingPointError, match=message):
         optimizer.step()
     assert_unchanged(optimizer, before)
 
@@ -198,9 +197,8 @@ def test_a_parameter_without_a_gradient_is_left_alone():
 @pytest.mark.parametrize("optimizer_class", [Soren, Muon, HTMuon])
 def test_what_is_not_a_matrix_is_refused_by_name(optimizer_class):
     name = optimizer_class.__name__
-    with pytest.raises(
-        ValueError, match=rf"{name} updates matrices, but model.norm.weight has shape \(8,\). Route it to"
-    ):
+    message = rf"{name} updates matrices, but model.norm.weight has shape \(8,\). Route it to"
+    with pytest.raises(ValueError, match=message):
         optimizer_class([("model.norm.weight", parameter(8))], lr=0.1)
     with pytest.raises(ValueError, match=rf"{name} updates matrices, but parameter 1 has shape \(2, 3, 4\)"):
         optimizer_class([parameter(2, 3), parameter(2, 3, 4)], lr=0.1)

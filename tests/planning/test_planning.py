@@ -211,13 +211,10 @@ def test_the_plan_describes_when_checkpoints_are_saved(planned, small_mistral, s
     assert "SaveStrategy" not in text
 
 
-@pytest.mark.parametrize(
-    ("suite", "measurements", "answers"),
-    [
-        ("{suite: quickstart, questions: 12, every: 250}", 4, 4 * 3 * 12 * 4),  # steps 0, 250, 500, 600
-        ("{suite: open-llm-leaderboard-v1, columns: [arc_challenge, mmlu], every: 600}", 2, 2 * 2 * 50 * 4),
-    ],
-)
+@pytest.mark.parametrize(("suite", "measurements", "answers"), [
+    ("{suite: quickstart, questions: 12, every: 250}", 4, 4 * 3 * 12 * 4),  # steps 0, 250, 500, 600
+    ("{suite: open-llm-leaderboard-v1, columns: [arc_challenge, mmlu], every: 600}", 2, 2 * 2 * 50 * 4),
+])  # fmt: skip
 def test_the_plan_counts_the_answers_of_benchmarks(planned, suite, measurements, answers):
     plan, text = planned("quickstart/sft", f"run.benchmark={suite}")
     section, trained = plan["benchmark"], plan["steps"]["total"] * plan["steps"]["global_batch_size"]

@@ -351,14 +351,12 @@ def test_set_reaches_into_a_mixture(write):
     loaded = recipe.load(write(MIXED), ["data.train.1.limit=7", "data.train.0.weight=2.0"])
     assert [(s.limit, s.weight) for s in loaded.data.sources] == [(None, 2.0), (7, 0.25)]
     for key in ("data.train.limit", "data.train.2.limit"):
-        with pytest.raises(
-            UserError, match=rf"--set {key}=7: data.train is a list of length 2; write data.train.0 for"
-        ):
+        message = rf"--set {key}=7: data.train is a list of length 2; write data.train.0 for"
+        with pytest.raises(UserError, match=message):
             recipe.load(write(MIXED), [f"{key}=7"])
     assert recipe.load(write(MIXED), ["data.train={path: org/other}"]).data.sources[0].path == "org/other"
-    with pytest.raises(
-        UserError, match=r"--set data.train.1.limit=0 data.train.1.limit: found 0; write a number of at least"
-    ):
+    message = r"--set data.train.1.limit=0 data.train.1.limit: found 0; write a number of at least"
+    with pytest.raises(UserError, match=message):
         recipe.load(write(MIXED), ["data.train.1.limit=0"])
 
 

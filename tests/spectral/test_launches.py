@@ -75,17 +75,13 @@ def test_the_counter_counts(count):
     assert (counts.launches, counts.products, counts.bytes) == (2, 1, 2 * 36 * 4)
 
 
-@pytest.mark.parametrize(
-    ("shape", "launches", "gigabytes"),
-    [
-        ((9, 2048, 2048), 152, 2.25),
-        ((2048, 11008), 152, 4.16),
-        ((4096, 4096), 257, 9.47),
-        ((4096, 14336), 257, 13.9),
-        ((256, 2048), 152, 0.09),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "launches", "gigabytes"), [
+    ((9, 2048, 2048), 152, 2.25),
+    ((2048, 11008), 152, 4.16),
+    ((4096, 4096), 257, 9.47),
+    ((4096, 14336), 257, 13.9),
+    ((256, 2048), 152, 0.09),
+], ids=str)  # fmt: skip
 def test_launches_and_elementwise_traffic_do_not_grow(count, shape, launches, gigabytes):
     counts = count(minimax, *shape)
     num_matrices = shape[0] if len(shape) == 3 else 1
