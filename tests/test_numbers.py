@@ -15,10 +15,7 @@ _spec = importlib.util.spec_from_file_location("numbers_of_pages", ROOT / "docs/
 numbers = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(numbers)
 
-WITHOUT_SOURCE = {
-    ("docs/studies/optimizers.md", ""),
-    ("docs/studies/statistics.md", "What a verdict does not cover"),
-}
+WITHOUT_SOURCE = {("docs/studies/optimizers.md", ""), ("docs/studies/statistics.md", "What a verdict does not cover")}
 """Sections whose numbers are no figures: 8 bits, 100%. Add none with a figure."""
 
 

@@ -16,16 +16,10 @@ from soren_align.core.errors import UserError
 from soren_align.data import files as records
 from soren_align.data import load_split
 from soren_align.data.files import MAX_UNCHECKED
-from tests.support.conversations import chat_row, split
+from tests.support.conversations import chat_row, refused, split
 
 ROWS = [{"prompt": f'Question {i}, with "quotes", {"commas, " * i}ü:\nand lines ', "completion": f"; answer\t{i}"}
         for i in range(5)]  # fmt: skip
-
-
-def refused(spec, task="sft"):
-    with pytest.raises(UserError) as caught:
-        load_split(spec, task)
-    return str(caught.value)
 
 
 def write_as(path, rows):
@@ -48,19 +42,14 @@ def write_as(path, rows):
             writer.writerows(rows)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl.gz", "json.gz", "csv.gz"])
+@pytest.mark.parametrize("suffix", ["csv", "jsonl.gz", "json.gz", "csv.gz", "txt", "txt.gz"])
 def test_a_file_of_any_kind_has_the_rows_that_were_written(tmp_path, suffix):
-    write_as(path := tmp_path / f"rows.{suffix}", ROWS)
-    loaded = load_split(split(path), "sft")
-    assert list(loaded.dataset) == ROWS
-    assert loaded.source["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-@pytest.mark.parametrize("suffix", ["txt", "txt.gz"])
-def test_every_line_of_a_text_file_that_is_not_blank_is_an_example(tmp_path, suffix):
-    rows = [{"text": "The lynx sleeps. ü"}, {"text": "  The bear does not."}]
+    """Of a text file every line that is not blank."""
+    rows = [{"text": "The lynx sleeps. ü"}, {"text": "  The bear does not."}] if "txt" in suffix else ROWS
     write_as(path := tmp_path / f"rows.{suffix}", rows)
-    assert list(load_split(split(path), "sft").dataset) == rows
+    loaded = load_split(split(path), "sft")
+    assert list(loaded.dataset) == rows
+    assert loaded.source["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
@@ -73,10 +62,7 @@ def test_the_separator_of_a_csv_file_is_that_of_its_first_line(tmp_path, delimit
 
 BAD_FILES = {  # name: (content, what is said)
     "fields.csv": (b"text,id\na,1\nb\n", "fields.csv:3: has 1 fields, but the file has 2 columns"),
-    "names.csv": (
-        b"text,text\na,1\n",
-        "names.csv:1: a column's name is empty or occurs twice in: text, text; write each name once",
-    ),
+    "names.csv": (b"text,text\na,1\n", "names.csv:1: a column's name is empty or occurs twice in: text, text; write"),
     "blank.csv": (b"text,\na,1\n", "blank.csv:1: a column's name is empty or occurs twice in: "),
     "quote.csv": (b'text\n"a\n\n"\n"never ends\n', "quote.csv:5: is no valid CSV: unexpected end of data"),
     "latin.csv": (b"text\na\n\xfc\n", "latin.csv:3: is not UTF-8"),
@@ -233,9 +219,8 @@ def test_a_test_file_of_a_folder_is_not_trained_on(folder, monkeypatch):
 
 def test_a_path_without_data_files_is_refused_before_training(tmp_path):
     (tmp_path / "none").mkdir()
-    assert "has no data file; name a folder with files of one of these kinds: .jsonl, .json, .csv, .txt" in problems(
-        tmp_path / "none"
-    )
+    message = "has no data file; name a folder with files of one of these kinds: .jsonl, .json, .csv, .txt"
+    assert message in problems(tmp_path / "none")
     assert "has no data file" in problems(tmp_path / "none" / "*.jsonl")
     (tmp_path / "rows.arrow").write_text("x")
     assert "'.arrow' files cannot be read; convert the file to one of" in problems(tmp_path / "rows.arrow")

@@ -64,6 +64,20 @@ def test_sft_is_counted_as_trl_does(checkpoint, rows, tmp_path, max_length, assi
         assert ours.num_truncated > 0
 
 
+def counted_as_dpo(checkpoint, dataset, tokenizer, folder, max_length):
+    """The account of pairs, which is that of TRL's batch."""
+    ours = dataset_stats(dataset, "dpo", tokenizer, max_length=max_length)
+    args = DPOConfig(**settings(folder, max_length=max_length))
+    trainer = DPOTrainer(checkpoint, args=args, train_dataset=dataset, processing_class=tokenizer)
+    theirs = trainer.train_dataset
+    batch = trainer.data_collator([theirs[i] for i in range(len(theirs))])
+    assert ours.num_kept == len(theirs)
+    assert ours.num_tokens == batch["attention_mask"].sum()
+    assert ours.num_trained_tokens == batch["completion_mask"].sum()
+    assert ours.example[0] == (tokenizer.decode(theirs[0]["prompt_ids"]), False)
+    return ours
+
+
 # The second prompt is no prefix of the conversation, and half of it opens every rejected answer: TRL starts both
 # completions where the first of them parts from the prompt.
 @pytest.mark.parametrize("generation_prompt", ["assistant\n", "assistant\nI do think: "])
@@ -74,16 +88,8 @@ def test_dpo_is_counted_as_trl_does(checkpoint, rows, tmp_path, max_length, gene
     if isinstance(max_length, str):  # the boundary itself: such a row is dropped
         prompt = [*dataset[5]["chosen"][:-1], {"role": "assistant", "content": ""}]
         max_length = len(tokenizer.apply_chat_template(prompt)["input_ids"]) - 2  # without the stop token and "\n"
-    ours = dataset_stats(dataset, "dpo", tokenizer, max_length=max_length)
-    args = DPOConfig(**settings(tmp_path, max_length=max_length))
-    trainer = DPOTrainer(checkpoint, args=args, train_dataset=dataset, processing_class=tokenizer)
-    theirs = trainer.train_dataset
-    batch = trainer.data_collator([theirs[i] for i in range(len(theirs))])
-    assert ours.num_kept == len(theirs)
+    ours = counted_as_dpo(checkpoint, dataset, tokenizer, tmp_path, max_length)
     assert ours.num_kept + sum(ours.dropped.values()) == ours.num_examples == NUM_ROWS
-    assert ours.num_tokens == batch["attention_mask"].sum()
-    assert ours.num_trained_tokens == batch["completion_mask"].sum()
-    assert ours.example[0] == (tokenizer.decode(theirs[0]["prompt_ids"]), False)
     assert [trained for _, trained in ours.example] == [False, True, True]
     if max_length:
         assert 0 < ours.num_kept < NUM_ROWS
@@ -149,9 +155,8 @@ def test_the_other_forms_are_counted_as_trl_does(checkpoint, write, tmp_path, fo
     if form == "completions":
         assert (ours.num_trained_tokens < ours.num_tokens) == only
         assert (ours.num_kept < NUM_ROWS) == (max_length == 30 and only)
-    assert "".join(text for text, _ in ours.example) == tokenizer.decode(
-        theirs[0]["input_ids"] if ours.num_kept else []
-    )
+    ids = theirs[0]["input_ids"] if ours.num_kept else []
+    assert "".join(text for text, _ in ours.example) == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(("max_length", "template"), [(None, False), (30, False), (30, None)])
@@ -160,15 +165,7 @@ def test_the_other_forms_of_pairs_are_counted_as_trl_does(checkpoint, write, tmp
     rows = split(write("rows.jsonl", PLAIN_PAIRS[form]), apply_chat_template=template)
     dataset = load_split(rows, "dpo").dataset
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    ours = dataset_stats(dataset, "dpo", tokenizer, max_length=max_length)
-    args = DPOConfig(**settings(tmp_path, max_length=max_length))
-    trainer = DPOTrainer(checkpoint, args=args, train_dataset=dataset, processing_class=tokenizer)
-    theirs = trainer.train_dataset
-    batch = trainer.data_collator([theirs[i] for i in range(len(theirs))])
-    assert ours.num_kept == len(theirs)
-    assert ours.num_tokens == batch["attention_mask"].sum()
-    assert ours.num_trained_tokens == batch["completion_mask"].sum()
-    assert ours.example[0] == (tokenizer.decode(theirs[0]["prompt_ids"]), False)
+    counted_as_dpo(checkpoint, dataset, tokenizer, tmp_path, max_length)
 
 
 @pytest.mark.parametrize("task", ["sft", "dpo"])
@@ -239,9 +236,8 @@ def test_the_example_can_be_read_without_colour(make_tokenizer, task):
     assert f"[[{answer}<|im_end|>" in plain
     assert f"[[{row['messages'][0]['content']}" not in plain
     if task == "dpo":
-        assert [line for line in plain.splitlines() if line in TASKS["dpo"].columns or line == "prompt"] == [
-            "prompt", "chosen", "rejected",
-        ]  # fmt: skip
+        headings = ("prompt", "chosen", "rejected")
+        assert tuple(line for line in plain.splitlines() if line in headings) == headings
     assert "[[" not in show_example(counted, color=True).plain
 
 

@@ -5,7 +5,8 @@ Instruct models', which differs in the system sentence), and Zephyr's as it stan
 recipes/zephyr-7b-beta/sft/config_full.yaml.
 """
 
-from itertools import product
+from itertools import groupby, product
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -23,16 +24,9 @@ from tests.support import published_tokenizers as tokenizers_like
 ORIGINALS = Path(__file__).parent / "originals"
 MAKE = {"qwen2.5": tokenizers_like.qwen, "zephyr": tokenizers_like.mistral}
 STOP = {"qwen2.5": "<|im_end|>", "zephyr": "</s>"}
-U, U2, A, A2, S = (
-    {"role": role, "content": content}
-    for role, content in (
-        ("user", "What does the otter eat?  "),
-        ("user", " And the häron 🦓?\n"),
-        ("assistant", "Fish.\n\nAnd grass. "),
-        ("assistant", "ü 12 <b>{{ it }}</b>"),
-        ("system", "You keep a zoo."),
-    )
-)
+U, U2 = ({"role": "user", "content": text} for text in ("What does the otter eat?  ", " And the häron 🦓?\n"))
+A, A2 = ({"role": "assistant", "content": text} for text in ("Fish.\n\nAnd grass. ", "ü 12 <b>{{ it }}</b>"))
+S = {"role": "system", "content": "You keep a zoo."}
 CALL = {"type": "function", "function": {"name": "feed", "arguments": {"animal": "otter"}}}
 CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL["function"]]}
 RESULT = {"role": "tool", "content": "fed"}
@@ -73,13 +67,8 @@ def test_the_original_of_qwen_is_trls_with_another_system_sentence():
 def test_exactly_what_the_assistant_says_and_its_stop_token_are_trained(name, chat):
     tokenizer = ours(name)
     encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-    spans, before = [], 0
-    for token, trained in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
-        if trained and not before:
-            spans.append([])
-        if trained:
-            spans[-1].append(token)
-        before = trained
+    tokens = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    spans = [[token for token, _ in run] for trained, run in groupby(tokens, key=itemgetter(1)) if trained]
     said = [turn["content"] + STOP[name] for turn in chat if turn["role"] == "assistant"]
     assert [tokenizer.decode(span) for span in spans] == said
     assert all(span[-1] == tokenizer.eos_token_id for span in spans)

@@ -32,9 +32,7 @@ def test_without_markers_the_answers_are_derived_or_the_template_is_refused(make
     check_template(make_tokenizer(PLAIN), "sft", False, SFT)
     check_template(make_tokenizer(PLAIN), "dpo", True, DPO)  # DPO needs no markers
     assert check_template(make_tokenizer(PLAIN), "sft", True, SFT) == []
-    hidden = PLAIN.replace(
-        "{{ m['content'] + '<|im_end|>' }}", "{{ m['content'] + '<|im_end|>' if loop.last else '' }}"
-    )
+    hidden = PLAIN.replace("'<|im_end|>' }}", "'<|im_end|>' if loop.last else '' }}")
     assert "renders earlier turns differently when later turns are added" in refused(make_tokenizer(hidden), rows=TWO)
 
 
@@ -106,9 +104,8 @@ def test_a_stop_token_outside_the_markers_is_refused(make_tokenizer):
 @pytest.mark.parametrize(("task", "rows"), [("sft", SFT), ("dpo", DPO)])
 def test_a_stop_token_that_is_not_the_templates_is_told(make_tokenizer, task, rows):
     (notice,) = check_template(make_tokenizer(eos="<|endoftext|>"), task, False, rows)
-    assert notice.startswith(
-        "answers end with <|im_end|>, but the model stops at <|endoftext|>: add model.eos_token: '<|im"
-    )
+    words = "answers end with <|im_end|>, but the model stops at <|endoftext|>: add model.eos_token: '<|im"
+    assert notice.startswith(words)
     endless = PLAIN.replace("+ '<|im_end|>'", "").replace("<|im_end|>", "")
     (notice,) = check_template(make_tokenizer(endless), task, False, rows)
     assert "ends answers without a stop token, so the model will not learn to stop at <|im_end|>" in notice

@@ -35,9 +35,8 @@ def test_the_tokens_and_the_account_are_those_of_the_examples(make_tokenizer, da
     rows, tokenizer = dataset(task), make_tokenizer()
     tokens = tokenize(rows, task, tokenizer, tmp_path, assistant_only_loss=True)
     expected = list(encode(rows[:], task, tokenizer, True))
-    assert [(e.sides, e.num_prompt) for e in from_token_columns(tokens[:], task)] == [
-        (e.sides, e.num_prompt) for e in expected
-    ]
+    read = from_token_columns(tokens[:], task)
+    assert [(e.sides, e.num_prompt) for e in read] == [(e.sides, e.num_prompt) for e in expected]
     assert token_columns(expected, task) == tokens[:]
     for max_length in (None, 60):
         counted = dataset_stats(tokens, task, tokenizer, max_length=max_length)
@@ -70,9 +69,8 @@ def test_anything_that_changes_tokens_is_tokenized_again(make_tokenizer, dataset
     changed, task, tokenizer, settings = prepare(rows, tokenizers.get(other, make_tokenizer()))
     tokens = tokenize(changed, task, tokenizer, tmp_path, **settings)
     assert len(count) == 4
-    assert tokens[:] == token_columns(
-        encode(changed[:], task, tokenizer, **{"assistant_only_loss": False, **settings}), task
-    )
+    expected = encode(changed[:], task, tokenizer, **{"assistant_only_loss": False, **settings})
+    assert tokens[:] == token_columns(expected, task)
 
 
 def damaged(file, how):
@@ -121,14 +119,10 @@ def test_folders_unused_for_long_or_beyond_the_size_are_removed(tmp_path, monkey
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokens.arrow").write_bytes(b"x" * 100)
         os.utime(tmp_path / name, (time.time() - age * 86400,) * 2)
-    cache.prune(tmp_path)
-    assert {f.name for f in tmp_path.iterdir()} == {"new", "in use", "older", "oldest"}
-    monkeypatch.setattr(cache, "MAX_BYTES", 350)
-    cache.prune(tmp_path)
-    assert {f.name for f in tmp_path.iterdir()} == {"new", "in use", "older"}
-    monkeypatch.setattr(cache, "MAX_BYTES", 0)
-    cache.prune(tmp_path)
-    assert {f.name for f in tmp_path.iterdir()} == {"new", "in use"}
+    for size, num_kept in ((cache.MAX_BYTES, 4), (350, 3), (0, 2)):
+        monkeypatch.setattr(cache, "MAX_BYTES", size)
+        cache.prune(tmp_path)
+        assert {f.name for f in tmp_path.iterdir()} == {*list(days)[:num_kept]}
 
 
 def test_a_failure_leaves_nothing_behind(make_tokenizer, dataset, tmp_path):

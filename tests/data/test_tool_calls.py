@@ -10,7 +10,7 @@ from datasets import Dataset
 from soren_align.core.errors import UserError
 from soren_align.data import check_template, dataset_stats, load_split, mix, tokenize, without_empty_answers
 from soren_align.data.encode import encode
-from tests.support.conversations import chat, split
+from tests.support.conversations import chat, refused, split
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 ARGUMENTS = {"city": "Zürich", "days": 3, "exact": 0.12345678901234567, "large": 2**70, "none": None}
@@ -55,11 +55,15 @@ def qwen(make_tokenizer):
     return lambda name="qwen2_5": make_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
 
 
+@pytest.fixture
+def loaded(write):
+    """loaded(rows, task) -> the dataset of these rows."""
+    return lambda rows, task="sft": load_split(split(write("rows.jsonl", rows)), task).dataset
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_the_same_example_with_the_same_tokens(write, qwen, form):
-    dataset = load_split(
-        split(write("rows.jsonl", [FORMS[form], {"messages": chat(1)}][: 1 + ("messages" in FORMS[form])])), "sft"
-    ).dataset
+def test_every_form_is_the_same_example_with_the_same_tokens(loaded, qwen, form):
+    dataset = loaded([FORMS[form], {"messages": chat(1)}][: 1 + ("messages" in FORMS[form])])
     assert dataset[0]["messages"] == CANONICAL
     assert json.loads(dataset[0]["tools"]) == TOOLS
     marked = check_template(qwen("qwen2_5_training"), "sft", True, dataset)
@@ -104,11 +108,8 @@ INVALID = {
 
 @pytest.mark.parametrize("reason", INVALID)
 def test_an_invalid_turn_is_named_with_its_line_and_number(write, reason):
-    row = INVALID[reason]
-    good = {"messages": chat(1)}
-    with pytest.raises(UserError) as caught:
-        load_split(split(write("rows.jsonl", [good, row if isinstance(row, str) else {"messages": row}])), "sft")
-    assert f"rows.jsonl:2: {reason}" in str(caught.value)
+    row = INVALID[reason] if isinstance(INVALID[reason], str) else {"messages": INVALID[reason]}
+    assert f"rows.jsonl:2: {reason}" in refused(split(write("rows.jsonl", [{"messages": chat(1)}, row])))
 
 
 @pytest.mark.parametrize(("columns", "reason"), [
@@ -118,25 +119,16 @@ def test_an_invalid_turn_is_named_with_its_line_and_number(write, reason):
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs has chat_template, which"),
 ])  # fmt: skip
 def test_invalid_tools_and_options_are_named(write, columns, reason):
-    with pytest.raises(UserError, match=rf"rows.jsonl:1: {reason}"):
-        load_split(split(write("rows.jsonl", [{"messages": chat(1), **columns}])), "sft")
+    assert f"rows.jsonl:1: {reason}" in refused(split(write("rows.jsonl", [{"messages": chat(1), **columns}])))
 
 
-def test_weights_as_openai_and_axolotl_write_them(write):
-    rows = [
-        [
-            {**turn, key: value} if turn["role"] == "assistant" and i < 2 else turn
-            for i, turn in enumerate(chat(1, turns=2))
-        ]
-        for key, value in (("weight", 0), ("weight", 0.0), ("train", False))
-    ]
-    dataset = load_split(split(write("rows.jsonl", [{"messages": row} for row in rows])), "sft").dataset
+def test_weights_as_openai_and_axolotl_write_them(loaded, write):
+    user, answer, *others = chat(1, turns=2)
+    rows = [[user, answer | weight, *others] for weight in ({"weight": 0}, {"weight": 0.0}, {"train": False})]
+    dataset = loaded([{"messages": row} for row in rows])
     assert [row["messages"][1]["weight"] for row in dataset] == [0, 0, 0]
-    mapped = split(
-        write("rows.jsonl",
-              [{"messages": [{("learn" if k == "weight" else k): v for k, v in turn.items()} for turn in rows[0]]}]),
-        columns={"messages": "messages", "weight": "learn"},
-    )  # fmt: skip
+    path = write("rows.jsonl", [{"messages": [user, answer | {"learn": 0}, *others]}])
+    mapped = split(path, columns={"messages": "messages", "weight": "learn"})
     assert load_split(mapped, "sft").dataset[0]["messages"] == dataset[0]["messages"]
     pair = {"chosen": rows[0], "rejected": [*rows[0][:-1], {"role": "assistant", "content": "No."}]}
     message = r"chosen\[1\] has a weight, but only the last turns of a preference pair are trained"
@@ -155,9 +147,8 @@ REASONED = [USER, {**LAST, "reasoning_content": "The sun is high."}]
     ("lfm2", CALLS, TOOLS, {"tool calls": 2, "all of an answer": 2}),  # though the list of tools has its name
     ("deepseek_r1_distill", CALLS, TOOLS, {"tools": 2, "tool calls": 2, "all of an answer": 2}),
 ])  # fmt: skip
-def test_parts_that_the_template_ignores_are_counted(qwen, write, template, turns, tools, left_out):
-    rows = [{"messages": turns, "tools": tools}] * 2 + [{"messages": chat(1)}]
-    dataset = load_split(split(write("rows.jsonl", rows)), "sft").dataset
+def test_parts_that_the_template_ignores_are_counted(qwen, loaded, template, turns, tools, left_out):
+    dataset = loaded([{"messages": turns, "tools": tools}] * 2 + [{"messages": chat(1)}])
     counted = dataset_stats(dataset, "sft", qwen(template), max_length=None)
     assert counted.num_left_out == left_out
 
@@ -201,19 +192,16 @@ def test_an_empty_answer_counts_where_it_is_trained(qwen, write, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_of_any_name_is_trained(qwen, write, key):
-    rows = [{"messages": [USER, {**LAST, key: "The sun is high."}]}]
-    dataset = load_split(split(write("rows.jsonl", rows)), "sft").dataset
+def test_reasoning_of_any_name_is_trained(qwen, loaded, key):
+    dataset = loaded([{"messages": [USER, {**LAST, key: "The sun is high."}]}])
     (example,) = encode(dataset[:], "sft", qwen("qwen3"), True)
     trained = qwen().decode([i for i, is_trained in zip(*example.sides[0], strict=True) if is_trained])
     assert trained == "<think>\nThe sun is high.\n</think>\n\n21 degrees.<|im_end|>"
 
 
-def test_pairs_with_tools_are_the_templates_tokens(qwen, write):
+def test_pairs_with_tools_are_the_templates_tokens(qwen, loaded):
     rejected = [*CALLS[:-1], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    dataset = load_split(
-        split(write("pairs.jsonl", [{"chosen": CALLS, "rejected": rejected, "tools": TOOLS}])), "dpo"
-    ).dataset
+    dataset = loaded([{"chosen": CALLS, "rejected": rejected, "tools": TOOLS}], "dpo")
     assert check_template(qwen(), "dpo", False, dataset) == []
     (example,) = encode(dataset[:], "dpo", qwen(), False)
     call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
@@ -224,13 +212,11 @@ def test_pairs_with_tools_are_the_templates_tokens(qwen, write):
     assert example.num_prompt == len(prompt)
 
 
-def test_variables_of_the_template_reach_it(qwen, write):
-    rows = [
-        {"messages": [*REASONED[:1], LAST], "chat_template_kwargs": {"enable_thinking": flag}} for flag in (False, True)
-    ]
+def test_variables_of_the_template_reach_it(qwen, loaded):
+    flags = [{"enable_thinking": flag} for flag in (False, True)]
     tokenizer = qwen()
     tokenizer.chat_template += "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
-    dataset = load_split(split(write("rows.jsonl", rows)), "sft").dataset
+    dataset = loaded([{"messages": [USER, LAST], "chat_template_kwargs": flag} for flag in flags])
     texts = [tokenizer.decode(example.sides[0].ids) for example in encode(dataset[:], "sft", tokenizer, False)]
     assert [text[-7:] for text in texts] == ["[False]", "\n[True]"]
 
@@ -244,11 +230,10 @@ def test_examples_with_tools_mix_with_others_and_are_held_out_by_the_same_hash(w
     assert Dataset.from_list([{"messages": chat(1)}])[0]["messages"] in [row["messages"] for row in mixed]
 
 
-def test_tools_that_only_some_examples_have_are_read_in_any_order(write):
+def test_tools_that_only_some_examples_have_are_read_in_any_order(loaded):
     plain, with_tools = {"messages": chat(1)}, FORMS["OpenAI"]
     for rows in ([plain, with_tools], [with_tools, plain]):
-        dataset = load_split(split(write("rows.jsonl", rows)), "sft").dataset
-        assert sorted(bool(row["tools"]) for row in dataset) == [False, True]
+        assert sorted(bool(row["tools"]) for row in loaded(rows)) == [False, True]
 
 
 def test_tools_that_only_late_examples_have_are_never_ignored(write):

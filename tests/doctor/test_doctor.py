@@ -100,40 +100,32 @@ def test_a_healthy_file_system_passes(machine):
     assert not list(machine.folder.iterdir())
 
 
+def refused_fsync(descriptor):
+    raise OSError(38, "Function not implemented")
+
+
+def copied(source, target):
+    with open(target, "w") as stream:
+        time.sleep(0.01)
+        stream.write(source.read_text())
+
+
+FAULTS = {
+    "flock": (fcntl, "flock", lambda *_: None, "two processes hold the same lock"),
+    "fsync": (os, "fsync", refused_fsync, "fsync fails (Function not implemented)"),
+    "atomic rename": (os, "replace", copied, "half-written file (0 characters)"),
+    "free space": (shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30), "1.00 GiB left"),
+}
+
+
 @pytest.mark.process
-def test_an_flock_without_effect_is_named(machine, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+@pytest.mark.parametrize("check", FAULTS)
+def test_a_fault_of_the_file_system_is_named(machine, monkeypatch, check):
+    owner, name, fault, reason = FAULTS[check]
+    monkeypatch.setattr(owner, name, fault)
     reasons = failures(system.file_system(machine))
-    assert [*reasons] == ["flock"]
-    assert "two processes hold the same lock" in reasons["flock"]
-
-
-@pytest.mark.process
-def test_a_missing_fsync_is_named(machine, monkeypatch):
-    def fsync(descriptor):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    reasons = failures(system.file_system(machine))
-    assert [*reasons] == ["fsync"]
-    assert "fsync fails (Function not implemented)" in reasons["fsync"]
-
-
-@pytest.mark.process
-def test_a_rename_that_copies_is_named(machine, monkeypatch):
-    def replace(source, target):
-        with open(target, "w") as stream:
-            time.sleep(0.01)
-            stream.write(source.read_text())
-
-    monkeypatch.setattr(os, "replace", replace)
-    assert "half-written file (0 characters)" in failures(system.file_system(machine))["atomic rename"]
-
-
-@pytest.mark.process
-def test_a_full_disk_is_named(machine, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
-    assert "1.00 GiB left" in failures(system.file_system(machine))["free space"]
+    assert [*reasons] == [check]
+    assert reason in reasons[check]
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "all_to_all"])
@@ -161,10 +153,8 @@ def test_a_slow_network_is_named():
     reasons = failures(ranks.judged_results("gloo", "cpu", 2, {**results, "flag_seconds": 0.5}))
     assert [*reasons] == ["gloo latency"]
     assert "takes 500 ms" in reasons["gloo latency"]
-    assert [*failures(ranks.judged_results("NCCL", "cuda", 2, results))] == [
-        "NCCL all_reduce, 2 processes",
-        "NCCL all_to_all, 2 processes",
-    ]
+    slow = [*failures(ranks.judged_results("NCCL", "cuda", 2, results))]
+    assert slow == ["NCCL all_reduce, 2 processes", "NCCL all_to_all, 2 processes"]
 
 
 def test_the_maps_of_this_machine_pass(machine):
@@ -269,11 +259,9 @@ def test_a_training_that_fails_is_named_and_the_others_are_checked(machine, stub
 def test_another_reference_of_dpo_is_named(machine, stub, loss, reward):
     stub(loss=loss, **{"rewards/chosen": reward, "rewards/rejected": 0.0})
     reasons = failures(trainings.dpo(machine))
-    is_right = (loss, reward) == (LN2, 1e-6)
+    is_right, reason = (loss, reward) == (LN2, 1e-6), f"first loss is {loss:.4f}, and its rewards are {reward:.2g}"
     assert [*reasons] == ["DPO's first step"] * (not is_right)
-    assert (
-        is_right or f"DPO's first loss is {loss:.4f}, and its rewards are {reward:.2g}" in reasons["DPO's first step"]
-    )
+    assert is_right or f"DPO's {reason}" in reasons["DPO's first step"]
 
 
 @pytest.mark.parametrize(("peak", "is_right"), [(3.3e9, True), (2.7e9, True), (6.0e9, False), (1.5e9, False)])

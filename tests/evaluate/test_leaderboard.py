@@ -19,8 +19,7 @@ def suite_on(data_root, name, batch_size=16):
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param("open-llm-leaderboard-v1", marks=pytest.mark.slow), "commonsense-zero-shot"],
+    scope="module", params=[pytest.param("open-llm-leaderboard-v1", marks=pytest.mark.slow), "commonsense-zero-shot"]
 )
 def both(request, readers, data_root):
     """(suite, ours, lm-eval's own results), one prompt at a time: padding changes the last digits."""

@@ -49,12 +49,10 @@ def test_ddp_holds_everything_whole_and_its_gradients_twice():
     # the map of 4 x 6: 7 of 4 x 4 and two of 4 x 6, and its input
     assert num_bytes(cost, phase="optimizer_step")["map workspace"] == 4 * (7 * 16 + 3 * 24)
     alone = cost_of(SHAPES, 10, Parallel("ddp"), 1, {"name": "adamw"}, sizes={"has_reference": True})
-    assert num_bytes(alone) == {
-        "weights": 196, "reference model": 196, "optimizer states": 4 * 2 * 49, "gradients": 196,
-    }  # fmt: skip
-    assert (alone.num_matrices, alone.flops_all_ranks, alone.bytes_sent_max, alone.max_over_mean_flops) == (
-        0, None, 0, None,
-    )  # fmt: skip
+    copies = dict.fromkeys(["weights", "reference model", "gradients"], 196)
+    assert num_bytes(alone) == copies | {"optimizer states": 4 * 2 * 49}
+    assert (alone.num_matrices, alone.bytes_sent_max) == (0, 0)
+    assert alone.flops_all_ranks is alone.max_over_mean_flops is None
 
 
 @pytest.mark.parametrize(("mode", "arithmetic", "always", "passes", "step"), [
@@ -81,10 +79,8 @@ def test_each_mode_holds_its_part(mode, arithmetic, always, passes, step):
     cost = cost_of(SHAPES, 10, mode, 2, compute_dtype=arithmetic)
     assert num_bytes(cost) == always
     assert num_bytes(cost, phase="forward_backward") == passes
-    exchange = ("exchange buffers", "map workspace")
-    assert {
-        name: size for name, size in num_bytes(cost, phase="optimizer_step").items() if name not in exchange
-    } == step
+    others = num_bytes(cost, phase="optimizer_step")
+    assert {name: others[name] for name in others.keys() - {"exchange buffers", "map workspace"}} == step
     assert num_bytes(cost, "cpu") == {}
     assert cost.memory_bytes("device", "forward_backward") == sum(always.values()) + sum(passes.values())
 
@@ -161,9 +157,8 @@ def test_the_ranks_send_and_buffer_what_was_computed(ranks, mode):
     cost = cost_of(matrices, 0, mode, ranks.num_ranks, compute_dtype="float32", bucket_mb=run.bucket_mb)
     sent = [result.bytes_sent / NUM_STEPS for result in results]
     assert (max(sent), sum(sent) / len(sent)) == (cost.bytes_sent_max, cost.bytes_sent_mean)
-    assert max(result.peak_bytes for result in results) == num_bytes(cost, phase="optimizer_step").get(
-        "exchange buffers", 0
-    )
+    buffered = num_bytes(cost, phase="optimizer_step").get("exchange buffers", 0)
+    assert max(result.peak_bytes for result in results) == buffered
     assert max(4 * result.state_numel for result in results) == num_bytes(cost)["optimizer states"]
     assert cost.num_exchanged == sum(len(r) for plan in results[0].plans for r in plan.buckets)
 
@@ -180,9 +175,8 @@ def test_the_ranks_send_factors_of_products_as_computed(ranks, mode):
     (group,) = run.optimizer(run.model()).param_groups
     matrices = {name: tuple(p.shape) for name, p in zip(group["param_names"], group["params"], strict=True)}
     sizes = {"weight_layouts": group["weight_layouts"]}
-    cost = cost_of(
-        matrices, 0, MODES[mode], ranks.num_ranks, bucket_mb=run.bucket_mb, sizes=sizes, compute_dtype="float32"
-    )
+    settings = {"bucket_mb": run.bucket_mb, "sizes": sizes, "compute_dtype": "float32"}
+    cost = cost_of(matrices, 0, MODES[mode], ranks.num_ranks, **settings)
     num_times = ranks.num_ranks - 1 if mode == "ddp" else 1  # a broadcast is measured once, and planned as a ring
     sent = sum(result.bytes_sent for result in results) / NUM_STEPS / len(results)
     assert sent * num_times == cost.bytes_sent_mean

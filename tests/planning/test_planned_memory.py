@@ -18,14 +18,8 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 5, "n
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
 LENGTH = 64
 SHRUNK = [f"trainer.max_length={LENGTH}", "trainer.max_steps=2", "trainer.per_device_train_batch_size=4"]
-SHRUNK += [
-    "trainer.use_cpu=true",
-    "run.global_batch_size=8",
-    "run.num_threads=1",
-    "eval=null",
-    "trainer.warmup_steps=0",
-    "trainer.logging_strategy=no",  # measurements of a logged step take memory too
-]
+SHRUNK += ["trainer.use_cpu=true", "run.global_batch_size=8", "run.num_threads=1", "eval=null"]
+SHRUNK += ["trainer.warmup_steps=0", "trainer.logging_strategy=no"]  # measurements of a logged step take memory too
 
 
 def small(name, root):

@@ -23,12 +23,22 @@ MISTRAL_7B = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", 
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory):
     """Overrides of the quickstart: a config and a tokenizer, no weights; no GPU here, and no word about a CPU."""
-    folder = tmp_path_factory.mktemp("mistral-7b")
-    (folder / "config.json").write_text(json.dumps(MISTRAL_7B))
+    model = model_of(tmp_path_factory.mktemp("mistral-7b"), MISTRAL_7B)
+    return [*model, "trainer.use_cpu=false", "trainer.bf16=true", "trainer.per_device_train_batch_size=2"]
+
+
+def model_of(folder, config):
+    """Overrides for a model of that config, without weights."""
+    (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_bytes((shipped.ROOT / "recipes/quickstart/base" / name).read_bytes())
-    model = [f"model.name_or_path={folder}", "model.init_seed=0"]
-    return [*model, "trainer.use_cpu=false", "trainer.bf16=true", "trainer.per_device_train_batch_size=2"]
+    return [f"model.name_or_path={folder}", "model.init_seed=0"]
+
+
+def summary_of(plan):
+    screen = io.StringIO()
+    print_plan(plan, None, Console(file=screen, width=80))
+    return screen.getvalue()
 
 
 @pytest.mark.rest
@@ -169,14 +179,10 @@ def test_a_schedule_that_lacks_its_settings_is_refused_in_words(planned):
         planned("quickstart/sft", "trainer.lr_scheduler_type=warmup_stable_decay")
 
 
-def small_model(tmp_path, **config):
-    """Overrides of the quickstart for a model of that config, without weights."""
+def small_model(folder, **config):
     small = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     small |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "eos_token_id": 2, "pad_token_id": 0}
-    (tmp_path / "config.json").write_text(json.dumps(small | config))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / name).write_bytes((shipped.ROOT / "recipes/quickstart/base" / name).read_bytes())
-    return [f"model.name_or_path={tmp_path}", "model.init_seed=0", "data.train.limit=20"]
+    return [*model_of(folder, small | config), "data.train.limit=20"]
 
 
 def test_an_architecture_whose_pass_cannot_be_measured_is_planned_without_its_activations(
@@ -193,18 +199,13 @@ def test_an_architecture_whose_pass_cannot_be_measured_is_planned_without_its_ac
     assert "activations and FLOPs are unknown for this architecture" in text
 
 
-@pytest.fixture(scope="module")
-def small_mistral(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("small-mistral")
-    return small_model(folder, architectures=["MistralForCausalLM"], model_type="mistral")
-
-
 @pytest.mark.rest
 @pytest.mark.parametrize(
     ("strategy", "words"), [("epoch", "every epoch"), ("best", "at the best"), ("no", "none during")]
 )
-def test_the_plan_describes_when_checkpoints_are_saved(planned, small_mistral, strategy, words):
-    overrides = [*small_mistral, f"trainer.save_strategy={strategy}", "trainer.metric_for_best_model=loss"]
+def test_the_plan_describes_when_checkpoints_are_saved(planned, tmp_path, strategy, words):
+    overrides = small_model(tmp_path, architectures=["MistralForCausalLM"], model_type="mistral")
+    overrides += [f"trainer.save_strategy={strategy}", "trainer.metric_for_best_model=loss"]
     overrides += ["data.eval={path: shipped:recipes/quickstart/data/chat_test.jsonl}", "trainer.eval_strategy=epoch"]
     _, text = planned("quickstart/sft", *overrides)
     assert words in text
@@ -219,9 +220,7 @@ def test_the_plan_counts_the_answers_of_benchmarks(planned, suite, measurements,
     plan, text = planned("quickstart/sft", f"run.benchmark={suite}")
     section, trained = plan["benchmark"], plan["steps"]["total"] * plan["steps"]["global_batch_size"]
     assert (plan["steps"]["total"], section["num_measurements"]) == (600, measurements)
-    assert section["num_answers"] == pytest.approx(
-        answers, rel=0.001
-    )  # some questions of arc_challenge have 3 or 5 choices
+    assert section["num_answers"] == pytest.approx(answers, rel=0.001)  # some of arc_challenge have 3 or 5 choices
     assert section["share_of_training"] == pytest.approx(section["num_answers"] / trained / 3)
     line = f"{measurements} times {section['num_questions']} questions: about {section['num_answers']:,} answers"
     assert line in " ".join(text.split())
@@ -258,9 +257,7 @@ def test_examples_longer_than_the_models_positions_make_a_notice(planned, tmp_pa
 
 def test_a_summary_is_half_as_long_and_keeps_notices_and_totals(planned, mistral):
     plan, text = planned("quickstart/sft", *mistral, "run.parallel=zero3-offload", "optimizer.lr=1e-9", num_ranks=8)
-    screen = io.StringIO()
-    print_plan(plan, None, Console(file=screen, width=80))
-    summary = screen.getvalue()
+    summary = summary_of(plan)
     assert max(len(line) for line in summary.splitlines()) <= 80
     assert len(summary.split()) < len(text.split()) / 2
     words = " ".join(summary.split())
@@ -274,9 +271,8 @@ def test_a_summary_is_half_as_long_and_keeps_notices_and_totals(planned, mistral
 def test_every_source_of_a_mixture_has_its_number_of_examples_and_its_weight(planned):
     chats = [f"shipped:recipes/quickstart/data/chat_{name}.jsonl" for name in ("train", "test")]
     sources = [{"path": chats[0], "weight": 0.25}, {"path": chats[1]}]
-    plan, text = planned(
-        "quickstart/sft", f"data.train={json.dumps(sources)}", "data.eval=null", "trainer.eval_strategy=no", "eval=null"
-    )
+    data = [f"data.train={json.dumps(sources)}", "data.eval=null", "trainer.eval_strategy=no"]
+    plan, text = planned("quickstart/sft", *data, "eval=null")
     assert plan["data"]["num_kept_by_source"] == [240, 240]
     said = " ".join(text.split())
     assert f"{chats[0]}: 240 of 960 examples (weight 0.25), 240 used" in said
@@ -291,9 +287,7 @@ def test_an_adapters_factors_have_no_typical_weight(planned):
     assert all(size["update_sum"] > 100 * size["update_rms"] for size in plan["update_sizes"])  # of 600 steps
     assert "typical weight" not in text
     assert "update RMS sum soren" in " ".join(text.split())
-    screen = io.StringIO()
-    print_plan(plan, None, Console(file=screen, width=80))
-    assert "(RMS of the change of a factor)" in screen.getvalue()
+    assert "(RMS of the change of a factor)" in summary_of(plan)
     whole, _ = planned("quickstart/sft", "eval=null")
     assert whole["typical_weight"] == 0.02
 
@@ -323,8 +317,6 @@ def test_without_contamination_the_plan_has_one_line_about_it(planned):
     assert "none of the 360 questions is in the 960 training examples" in text
     overlaps = plan["evaluation"]["contamination"]
     overlaps = overlaps | {"zoo_mc": overlaps["zoo_mc"] | {"overlapping": 3, "exact": 1}}
-    screen = io.StringIO()
-    changed = plan | {"evaluation": plan["evaluation"] | {"contamination": overlaps}}
-    print_plan(changed, None, Console(file=screen, width=80))
-    assert "zoo_mc: 3 of 120, 1 as a whole" in screen.getvalue()
-    assert "none of the" not in screen.getvalue()
+    summary = summary_of(plan | {"evaluation": plan["evaluation"] | {"contamination": overlaps}})
+    assert "zoo_mc: 3 of 120, 1 as a whole" in summary
+    assert "none of the" not in summary

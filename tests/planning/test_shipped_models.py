@@ -17,9 +17,9 @@ WANTED = {
 }
 
 
-@pytest.fixture(scope="module", params=WANTED)
-def shipped(request, planned):
-    """(name, plan), without the hub and with an empty cache."""
+@pytest.fixture(scope="module")
+def planned_offline(planned):
+    """`planned`, without the hub and with an empty cache."""
     from soren_align.core.errors import OutOfReach
     from soren_align.planning import inputs
 
@@ -28,8 +28,13 @@ def shipped(request, planned):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inputs, "set_up_training", unreachable)
-        plan, _ = planned(request.param)
-    return request.param, plan
+        yield planned
+
+
+@pytest.fixture(scope="module", params=WANTED)
+def shipped(request, planned_offline):
+    """(name, plan)."""
+    return request.param, planned_offline(request.param)[0]
 
 
 @pytest.mark.process
@@ -52,16 +57,9 @@ def test_the_command_plans_without_hub_files_or_memory_for_weights(tmp_path):
 
 
 @pytest.mark.rest
-def test_the_leaderboard_v2_is_planned_without_the_hub(planned):
-    from soren_align.core.errors import OutOfReach
-    from soren_align.planning import inputs
-
-    def unreachable(*_):
-        raise OutOfReach("the hub cannot be reached")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inputs, "set_up_training", unreachable)
-        plan, text = planned("qwen2.5-3b/paper-soren", "eval.suite=open-llm-leaderboard-v2", "eval.published=[]")
+def test_the_leaderboard_v2_is_planned_without_the_hub(planned_offline):
+    evaluation = ("eval.suite=open-llm-leaderboard-v2", "eval.published=[]")
+    plan, text = planned_offline("qwen2.5-3b/paper-soren", *evaluation)
     assert plan["evaluation"]["num_requests_per_model"] == 154_816
     assert plan["evaluation"]["columns"] == ["ifeval", "bbh", "math_hard", "gpqa", "musr", "mmlu_pro"]
     assert "154,816 requests" in " ".join(text.split())
@@ -76,9 +74,8 @@ def test_every_matrix_of_the_blocks_goes_to_soren_and_the_rest_once_to_adamw(shi
     assert plan["model"]["num_parameters"] == parameters == sum(row["numel"] for row in plan["routing"])
     embeddings = [row for row in plan["routing"] if "embedding" in row["reason"]]
     if name.startswith("qwen"):
-        assert [(row["rule"], row["tensors"], row["reason"]) for row in embeddings] == [
-            ("adamw", 1, "input embedding, tied to lm_head.weight")
-        ]
+        (embedding,) = [(row["rule"], row["tensors"], row["reason"]) for row in embeddings]
+        assert embedding == ("adamw", 1, "input embedding, tied to lm_head.weight")
     else:
         assert [row["tensors"] for row in embeddings] == [1, 1]
 

@@ -62,83 +62,69 @@ class SorenTrainer(SorenTrainerMixin, Trainer):
 
 
 @pytest.fixture(scope="module")
-def tokenized(path, tmp_path_factory):
-    """TRL's examples and its collator."""
-    args = trl.SFTConfig(str(tmp_path_factory.mktemp("tokens")), **SHARED, max_length=64)
-    trainer = trl.SFTTrainer(
-        fresh(path), args, train_dataset=examples("chat_train.jsonl", ["messages"]),
-        processing_class=AutoTokenizer.from_pretrained(path),
-    )  # fmt: skip
-    return trainer.train_dataset, trainer.data_collator
-
-
-@pytest.fixture(scope="module")
-def ours(path, tokenized, tmp_path_factory):
-    """Our trainer's weights after ten steps, the examples and the collator."""
-    args = TrainingArguments(str(tmp_path_factory.mktemp("ours")), **SHARED, remove_unused_columns=False)
-    dataset, collator = tokenized
-    trainer = SorenTrainer(
-        fresh(path), args, train_dataset=dataset, data_collator=collator, optimizer_settings=SETTINGS
-    )
+def ours(path, tmp_path_factory):
+    """Our trainer's weights after ten steps, and the examples and the collator, which are TRL's."""
+    folder, conversations = str(tmp_path_factory.mktemp("ours")), examples("chat_train.jsonl", ["messages"])
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    theirs = trl.SFTTrainer(fresh(path), trl.SFTConfig(folder, **SHARED, max_length=64), train_dataset=conversations,
+                            processing_class=tokenizer)  # fmt: skip
+    data = {"train_dataset": theirs.train_dataset, "data_collator": theirs.data_collator}
+    trainer = SorenTrainer(fresh(path), arguments(folder), **data, optimizer_settings=SETTINGS)
     start = weights(trainer.model)
     trainer.train()
     assert all(not torch.equal(weight, start[name]) for name, weight in weights(trainer.model).items())
-    return weights(trainer.model), dataset, collator
+    return weights(trainer.model), data
+
+
+def arguments(folder, **more):
+    return TrainingArguments(str(folder), **SHARED, remove_unused_columns=False, **more)
 
 
 def test_transformers_trainer(path, ours, tmp_path):
-    expected, dataset, collator = ours
-    args = TrainingArguments(str(tmp_path), **SHARED, remove_unused_columns=False)
-    trainer = Trainer(
-        fresh(path), args, train_dataset=dataset, data_collator=collator,
-        optimizer_cls_and_kwargs=(OptimizerFactory, {"args": args, **SETTINGS}),
-    )  # fmt: skip
+    expected, data = ours
+    factory = (OptimizerFactory, {"args": (args := arguments(tmp_path)), **SETTINGS})
+    trainer = Trainer(fresh(path), args, **data, optimizer_cls_and_kwargs=factory)
     trainer.train()
     assert_equal_bits(trainer.model, expected)
 
 
 def test_trl_sft_trainer(path, config):
-    conversations, args = examples("chat_train.jsonl", ["messages"]), trl.SFTConfig(**config)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    reference = SorenSFTTrainer(
-        fresh(path), args, train_dataset=conversations, processing_class=tokenizer, optimizer_settings=SETTINGS
-    )
+    args = trl.SFTConfig(**config)
+    data = {"train_dataset": examples("chat_train.jsonl", ["messages"])}
+    data["processing_class"] = AutoTokenizer.from_pretrained(path)
+    reference = SorenSFTTrainer(fresh(path), args, **data, optimizer_settings=SETTINGS)
     reference.train()
-    trainer = trl.SFTTrainer(
-        fresh(path), args, train_dataset=conversations, processing_class=tokenizer,
-        optimizer_cls_and_kwargs=(OptimizerFactory, {"args": args, **SETTINGS}),
-    )  # fmt: skip
+    factory = (OptimizerFactory, {"args": args, **SETTINGS})
+    trainer = trl.SFTTrainer(fresh(path), args, **data, optimizer_cls_and_kwargs=factory)
     trainer.train()
     assert_equal_bits(trainer.model, weights(reference.model))
 
 
 def test_trl_dpo_trainer(path, config):
     """TRL's DPOTrainer has no such argument; the attribute is transformers'."""
-    pairs, args = examples("pairs_train.jsonl", ["chosen", "rejected"]), trl.DPOConfig(**config)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    reference = SorenDPOTrainer(
-        fresh(path), args=args, train_dataset=pairs, processing_class=tokenizer, optimizer_settings=SETTINGS
-    )
+    data = {"args": trl.DPOConfig(**config), "train_dataset": examples("pairs_train.jsonl", ["chosen", "rejected"])}
+    data["processing_class"] = AutoTokenizer.from_pretrained(path)
+    reference = SorenDPOTrainer(fresh(path), **data, optimizer_settings=SETTINGS)
     reference.train()
-    trainer = trl.DPOTrainer(fresh(path), args=args, train_dataset=pairs, processing_class=tokenizer)
-    trainer.optimizer_cls_and_kwargs = (OptimizerFactory, {"args": args, **SETTINGS})
+    trainer = trl.DPOTrainer(fresh(path), **data)
+    trainer.optimizer_cls_and_kwargs = (OptimizerFactory, {"args": data["args"], **SETTINGS})
     trainer.train()
     assert_equal_bits(trainer.model, weights(reference.model))
 
 
-def batches(dataset, collator):
-    rows = list(dataset)
+def batches(data):
+    rows = list(data["train_dataset"])
     for start in range(0, NUM_STEPS * BATCH, BATCH):
-        batch = collator(rows[start : start + BATCH])
+        batch = data["data_collator"](rows[start : start + BATCH])
         # As transformers' Trainer: the sum of the losses over their number, which rounds otherwise than their mean.
         yield {**batch, "num_items_in_batch": (batch["labels"][:, 1:] != -100).sum()}
 
 
 def test_a_plain_loop(path, ours):
-    expected, dataset, collator = ours
+    expected, data = ours
     model = fresh(path).train()
     optimizer = build_optimizer(model, **BUILD)
-    for batch in batches(dataset, collator):
+    for batch in batches(data):
         model(**batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -147,12 +133,12 @@ def test_a_plain_loop(path, ours):
 
 
 def test_accelerate(path, ours):
-    expected, dataset, collator = ours
+    expected, data = ours
     accelerator = Accelerator(cpu=True)
     model = fresh(path).train()
     model, optimizer = accelerator.prepare(model, build_optimizer(model, **BUILD))
     set_strategy(optimizer)
-    for batch in batches(dataset, collator):
+    for batch in batches(data):
         accelerator.backward(model(**batch).loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -162,7 +148,7 @@ def test_accelerate(path, ours):
 
 def test_lightning(path, ours, tmp_path):
     lightning = pytest.importorskip("lightning")
-    expected, dataset, collator = ours
+    expected, data = ours
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -180,7 +166,7 @@ def test_lightning(path, ours, tmp_path):
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
     module = Module()
-    loader = torch.utils.data.DataLoader(list(batches(dataset, collator)), batch_size=None)
+    loader = torch.utils.data.DataLoader(list(batches(data)), batch_size=None)
     trainer = lightning.Trainer(
         accelerator="cpu", max_steps=NUM_STEPS, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
@@ -221,9 +207,7 @@ def axolotl(monkeypatch):
 
 
 def axolotl_trainer(path, ours, folder, **settings):
-    _, dataset, collator = ours
-    args = TrainingArguments(str(folder), **SHARED, remove_unused_columns=False)
-    return AxolotlMixin(fresh(path), args, train_dataset=dataset, data_collator=collator, **settings)
+    return AxolotlMixin(fresh(path), arguments(folder), **ours[1], **settings)
 
 
 def test_axolotls_plugin(path, ours, tmp_path, axolotl):
@@ -279,20 +263,18 @@ def swift(monkeypatch):
 
 
 def test_ms_swifts_plugin(path, ours, tmp_path, swift):
-    expected, dataset, collator = ours
+    expected, data = ours
     assert swift.optimizers_map.keys() == {"muon", "soren"}
-    args = TrainingArguments(str(tmp_path), **SHARED, remove_unused_columns=False, optim_args="name=soren, aux_lr=1e-3")
-    callback = swift.optimizers_map["soren"]
-    trainer = SwiftTrainer(fresh(path), args, callback, train_dataset=dataset, data_collator=collator)
+    args = arguments(tmp_path, optim_args="name=soren, aux_lr=1e-3")
+    trainer = SwiftTrainer(fresh(path), args, swift.optimizers_map["soren"], **data)
     trainer.train()
     assert_equal_bits(trainer.model, expected)
 
 
 def test_ms_swifts_arguments_are_read_as_yaml(swift):
     read = sys.modules["soren_align.plugins.ms_swift"].settings_of
-    assert read("name=muon, lr=1e-5,nesterov=false,ns_steps=6") == {
-        "name": "muon", "lr": 1e-5, "nesterov": False, "ns_steps": 6
-    }  # fmt: skip
+    settings = {"name": "muon", "lr": 1e-5, "nesterov": False, "ns_steps": 6}
+    assert read("name=muon, lr=1e-5,nesterov=false,ns_steps=6") == settings
     assert read(None) == {}
     with pytest.raises(UserError, match="optim_args: found 'muon'; write key=value,key=value"):
         read("muon")

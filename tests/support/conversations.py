@@ -2,6 +2,10 @@
 
 from types import SimpleNamespace
 
+import pytest
+
+from soren_align.core.errors import UserError
+from soren_align.data import load_split
 from soren_align.recipe import DataSplit
 
 CHATML = (
@@ -17,6 +21,13 @@ def split(path, split="train", **keys):
     """A DataSplit of any path, for functions that read its keys only."""
     defaults = {key: field.get_default(call_default_factory=True) for key, field in DataSplit.model_fields.items()}
     return SimpleNamespace(**defaults | {"path": str(path), "split": split} | keys)
+
+
+def refused(spec, task="sft"):
+    """The message with which a split is not loaded."""
+    with pytest.raises(UserError) as caught:
+        load_split(spec, task)
+    return str(caught.value)
 
 
 def animal_text(i):
