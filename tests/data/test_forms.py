@@ -249,9 +249,8 @@ def test_an_empty_first_row_does_not_decide_the_form(write):
 
 
 def test_two_texts_without_a_prompt_are_no_pair(write):
-    assert "chosen is text, not a list" in refused(
-        split(write("rows.jsonl", [{"chosen": "x", "rejected": "y"}])), "dpo"
-    )
+    pair = split(write("rows.jsonl", [{"chosen": "x", "rejected": "y"}]))
+    assert "chosen is text, not a list" in refused(pair, "dpo")
 
 
 def test_columns_that_leave_one_out_are_reported_as_that(write):

@@ -32,3 +32,8 @@ def readers(tmp_path_factory):
     root = tmp_path_factory.mktemp("readers")
     first = make_reader(root / "first")
     return [first, nudge(first, root / "second")]
+
+
+@pytest.fixture(scope="session")
+def reader(readers):
+    return readers[0]

@@ -10,6 +10,7 @@ from soren_align.core.errors import UserError
 from soren_align.evaluate.run.lineage import lineage, lineages, parents
 from soren_align.run.folder import RunFolder
 from soren_align.run.provenance import fingerprint
+from tests.support.json_files import edit, edited
 
 NO_ROW = "the table has no row for the checkpoint that {} was trained from, because the checkpoint"
 
@@ -34,17 +35,25 @@ def run(folder, task, start, status="finished"):
     return folder
 
 
+# base -> sft -> dpo
+
+
 @pytest.fixture
-def runs(tmp_path):
-    """base -> sft -> dpo."""
-    base = model(tmp_path / "llama")
-    sft = run(tmp_path / "sft", "sft", base)
-    dpo = run(tmp_path / "dpo", "dpo", sft / "model")
-    return base, sft, dpo
+def base(tmp_path):
+    return model(tmp_path / "llama")
 
 
-def test_the_rows_are_the_chain_from_the_base(runs):
-    base, sft, dpo = runs
+@pytest.fixture
+def sft(tmp_path, base):
+    return run(tmp_path / "sft", "sft", base)
+
+
+@pytest.fixture
+def dpo(tmp_path, sft):
+    return run(tmp_path / "dpo", "dpo", sft / "model")
+
+
+def test_the_rows_are_the_chain_from_the_base(base, sft, dpo):
     assert lineage(dpo) == [("base", base), ("SFT", sft / "model"), ("DPO", dpo / "model")]
     assert lineage(sft) == lineage(sft / "model") == [("base", base), ("SFT", sft / "model")]
 
@@ -57,21 +66,18 @@ def test_a_start_made_inside_the_run_folder_is_its_base(tmp_path):
     assert lineage(tmp_path / "sft") == [("base", start), ("SFT", tmp_path / "sft" / "model")]
 
 
-def test_a_plain_model_is_one_row_named_by_its_folder(runs, monkeypatch):
-    base = runs[0]
+def test_a_plain_model_is_one_row_named_by_its_folder(base, monkeypatch):
     assert lineage(base) == [("llama", base)]
     monkeypatch.chdir(base)
     assert [name for name, _ in lineage(".")] == ["llama"]
 
 
-def test_of_a_task_that_comes_twice_both_rows_get_their_folders_beside_it(runs, tmp_path):
-    base, sft, _ = runs
+def test_of_a_task_that_comes_twice_both_rows_get_their_folders_beside_it(base, sft, tmp_path):
     again = run(tmp_path / "more", "sft", sft / "model")
     assert lineage(again) == [("base", base), ("SFT (sft)", sft / "model"), ("SFT (more)", again / "model")]
 
 
-def test_runs_of_one_task_and_one_folder_name_get_as_many_folders_as_differ(runs, tmp_path):
-    base, sft, _ = runs
+def test_runs_of_one_task_and_one_folder_name_get_as_many_folders_as_differ(base, sft, tmp_path):
     again = run(tmp_path / "mine" / sft.name, "sft", sft / "model")
     names = [f"SFT ({tmp_path.name}--sft)", "SFT (mine--sft)"]
     assert lineage(again) == [("base", base), *zip(names, (sft / "model", again / "model"), strict=True)]
@@ -83,55 +89,42 @@ def omitted():
     return {}
 
 
-def test_without_its_start_a_run_is_one_row_and_the_reason_is_reported(runs, omitted):
-    _, sft, dpo = runs
+def test_without_its_start_a_run_is_one_row_and_the_reason_is_reported(sft, dpo, omitted):
     shutil.rmtree(sft)
     assert lineage(dpo, omitted.__setitem__) == [("DPO", dpo / "model")]
     assert omitted == {f"{NO_ROW.format('dpo')} is missing": str(sft / "model")}
 
 
-def test_an_older_ancestor_that_is_gone_is_left_out_and_reported(runs, omitted):
-    base, sft, dpo = runs
+def test_an_older_ancestor_that_is_gone_is_left_out_and_reported(base, sft, dpo, omitted):
     shutil.rmtree(base)
     assert lineage(dpo, omitted.__setitem__) == [("SFT", sft / "model"), ("DPO", dpo / "model")]
     assert omitted == {f"{NO_ROW.format('sft')} is missing": str(base)}
 
 
-def test_a_start_on_the_hub_that_was_never_downloaded_has_no_row(runs, omitted):
-    _, sft, _ = runs
-    record = json.loads((sft / "run.json").read_text())
-    start = {"path": "lab/model", "sha256_or_revision": "c" * 40}
-    (sft / "run.json").write_text(json.dumps(record | {"start": start}))
+def test_a_start_on_the_hub_that_was_never_downloaded_has_no_row(sft, omitted):
+    edit(sft / "run.json", start={"path": "lab/model", "sha256_or_revision": "c" * 40})
     assert lineage(sft, omitted.__setitem__) == [("SFT", sft / "model")]
     assert omitted == {f"{NO_ROW.format('sft')} is not on this machine": "lab/model"}
 
 
 @pytest.mark.parametrize("start", ["\0", "~no-such-user/model", "a" * 300, "./loop/model"])
-def test_a_start_that_cannot_be_a_path_has_no_row(runs, omitted, start, monkeypatch):
-    _, sft, _ = runs
+def test_a_start_that_cannot_be_a_path_has_no_row(sft, omitted, start, monkeypatch):
     monkeypatch.chdir(sft)
     Path("loop").symlink_to("loop")
-    record = json.loads((sft / "run.json").read_text())
-    (sft / "run.json").write_text(json.dumps(record | {"start": {"path": start, "sha256_or_revision": None}}))
+    edit(sft / "run.json", start={"path": start, "sha256_or_revision": None})
     assert lineage(sft, omitted.__setitem__) == [("SFT", sft / "model")]
     assert list(omitted.values()) == [start]
     assert parents([sft]) == {}
 
 
-def test_a_run_that_was_written_over_by_its_descendant_has_no_row(runs, omitted):
+def test_a_run_that_was_written_over_by_its_descendant_has_no_row(sft, dpo, omitted):
     """Its weights are not those that the training started from: a comparison would be wrong."""
-    _, sft, dpo = runs
-    record = json.loads((sft / "run.json").read_text())
-    (sft / "run.json").write_text(
-        json.dumps(record | {"start": {"path": str(dpo / "model"), "sha256_or_revision": None}})
-    )
-    rows = lineage(dpo, omitted.__setitem__)
-    assert rows == [("SFT", sft / "model"), ("DPO", dpo / "model")]
+    edit(sft / "run.json", start={"path": str(dpo / "model"), "sha256_or_revision": None})
+    assert lineage(dpo, omitted.__setitem__) == [("SFT", sft / "model"), ("DPO", dpo / "model")]
     assert omitted == {f"{NO_ROW.format('sft')} was overwritten later": str(dpo / "model")}
 
 
-def test_an_unfinished_run_has_no_rows_nor_one_whose_model_was_removed(runs):
-    _, _, dpo = runs
+def test_an_unfinished_run_has_no_rows_nor_one_whose_model_was_removed(dpo):
     shutil.rmtree(dpo / "model")
     with pytest.raises(UserError, match="the model of this finished run was removed; train again"):
         lineage(dpo)
@@ -145,34 +138,29 @@ def test_what_is_neither_run_nor_model_is_an_error(tmp_path):
         lineage(tmp_path)
 
 
-def test_a_start_that_was_trained_anew_has_no_row(runs, omitted):
-    _, sft, dpo = runs
+def test_a_start_that_was_trained_anew_has_no_row(sft, dpo, omitted):
     (sft / "model" / "model.safetensors").write_text("other weights")
     assert lineage(dpo, omitted.__setitem__) == [("DPO", dpo / "model")]
     assert omitted == {f"{NO_ROW.format('dpo')} was overwritten later": str(sft / "model")}
 
 
-def test_two_runs_stand_in_one_table_with_their_common_base_once(runs, tmp_path):
-    base, sft, _ = runs
+def test_two_runs_stand_in_one_table_with_their_common_base_once(base, sft, tmp_path):
     (base / "model.safetensors").write_text("base")
-    record = json.loads((sft / "run.json").read_text())
-    record["start"]["sha256_or_revision"] = fingerprint(str(base))
-    (sft / "run.json").write_text(json.dumps(record))
+    with edited(sft / "run.json") as record:
+        record["start"]["sha256_or_revision"] = fingerprint(str(base))
     muon = run(tmp_path / "muon", "sft", base)
     rows = [("base", base), ("SFT (sft)", sft / "model"), ("SFT (muon)", muon / "model")]
     assert lineages([sft, muon]) == lineages([sft, muon, sft / "model"]) == rows
 
 
-def test_a_model_that_equals_another_keeps_its_row_if_it_was_named(runs, tmp_path):
+def test_a_model_that_equals_another_keeps_its_row_if_it_was_named(base, tmp_path):
     """A training that changed nothing is a finding."""
-    base, _, _ = runs
     (base / "model.safetensors").write_text("base")
     copy = shutil.copytree(base, tmp_path / "other" / "llama")
     assert lineages([base, copy, base]) == [(f"llama ({tmp_path.name})", base), ("llama (other)", copy)]
 
 
-def test_an_adapter_brings_its_base_and_on_a_run_the_whole_chain(runs, tmp_path):
-    base, sft, _ = runs
+def test_an_adapter_brings_its_base_and_on_a_run_the_whole_chain(base, sft, tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_model.safetensors").write_text("")
@@ -192,8 +180,7 @@ def test_a_run_that_was_moved_has_its_own_start_beside_it(tmp_path):
     assert lineage(tmp_path / "new") == [("base", tmp_path / "new" / "start"), ("SFT", tmp_path / "new" / "model")]
 
 
-def test_parents_are_the_models_that_runs_began_with(runs):
-    base, sft, dpo = runs
+def test_parents_are_the_models_that_runs_began_with(base, sft, dpo):
     assert parents([base, sft / "model", dpo / "model"]) == {1: 0, 2: 1}
     assert parents([base, dpo / "model", "org/hub"]) == {}
     (sft / "model" / "model.safetensors").write_text("trained again")

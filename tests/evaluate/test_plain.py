@@ -1,13 +1,12 @@
 """What lm-eval does with a model, and what it leaves as it is: facts that a comparison of two models rests on."""
 
-import json
 import shutil
 
 import pytest
 
-from tests.support.benchmark_data import write_datasets
+from tests.support.json_files import edit
 from tests.support.lm_eval_reference import plain
-from tests.support.tiny_models import make_reader, teach
+from tests.support.tiny_models import teach
 
 pytestmark = pytest.mark.model
 
@@ -15,18 +14,8 @@ GENERATED = {"gen_kwargs": {"max_gen_toks": 16}}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return write_datasets(tmp_path_factory.mktemp("fixtures") / "data")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_reader(tmp_path_factory.mktemp("readers") / "reader")
-
-
-@pytest.fixture(scope="module")
-def gsm8k(model, root):
-    return plain(model, {"gsm8k": 5}, root, **GENERATED)
+def gsm8k(reader, data_root):
+    return plain(reader, {"gsm8k": 5}, data_root, **GENERATED)
 
 
 def generated(found):
@@ -39,20 +28,19 @@ def generated(found):
     ({"max_new_tokens": 2}, True),
     ({"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}, False),
 ])  # fmt: skip
-def test_a_models_own_generation_config_reaches_its_answers(model, root, gsm8k, tmp_path, setting, changes):
+def test_a_models_own_generation_config_reaches_its_answers(reader, data_root, gsm8k, tmp_path, setting, changes):
     """lm-eval turns sampling off and leaves the rest of generation_config.json in force."""
-    other = shutil.copytree(model, tmp_path / "other")
-    config = json.loads((other / "generation_config.json").read_text())
-    (other / "generation_config.json").write_text(json.dumps(config | setting))
-    found = plain(other, {"gsm8k": 5}, root, **GENERATED)
+    other = shutil.copytree(reader, tmp_path / "other")
+    edit(other / "generation_config.json", **setting)
+    found = plain(other, {"gsm8k": 5}, data_root, **GENERATED)
     assert (generated(found) != generated(gsm8k)) == changes
 
 
-def test_a_taught_model_answers_what_it_was_taught(model, root, gsm8k, tmp_path):
+def test_a_taught_model_answers_what_it_was_taught(reader, data_root, gsm8k, tmp_path):
     assert gsm8k["results"]["gsm8k"]["exact_match,strict-match"] == 0
     asked = [s for s in gsm8k["samples"]["gsm8k"] if s["filter"] == "strict-match"]
     pairs = [(s["arguments"][0][0], " " + s["target"].splitlines()[-1]) for s in asked]
-    taught = teach(model, tmp_path / "taught", pairs[:3])
-    found = plain(taught, {"gsm8k": 5}, root, **GENERATED)
+    taught = teach(reader, tmp_path / "taught", pairs[:3])
+    found = plain(taught, {"gsm8k": 5}, data_root, **GENERATED)
     right = [s["exact_match"] for s in found["samples"]["gsm8k"] if s["filter"] == "strict-match"]
     assert right == [1, 1, 1, 0]

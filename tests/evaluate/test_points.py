@@ -8,6 +8,7 @@ import pytest
 
 from soren_align.core.errors import UserError
 from soren_align.evaluate.stats.paired import points_json, read_points
+from tests.support.json_files import edited
 
 POINTS = {"acc": [1.0, 0.0, 0.25, 1.0], "gen": [0.0, 1.0]}
 
@@ -73,9 +74,8 @@ def test_a_missing_file_a_link_and_missing_rows_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"no results\.json; evaluate the run first"):
         read_points(tmp_path)
     folder = written(tmp_path, {"base": model(), "SFT": model()})
-    content = json.loads((folder / "points.json").read_text())
-    del content["rows"]["SFT"]
-    (folder / "points.json").write_text(json.dumps(content))
+    with edited(folder / "points.json") as content:
+        del content["rows"]["SFT"]
     with pytest.raises(UserError, match="the score of SFT in acc is None"):
         read_points(folder)
     (folder / "points.json").unlink()
