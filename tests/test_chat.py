@@ -1,7 +1,6 @@
 """A conversation: the model's own template, greedy answers as `generate` gives them, and a history that fits."""
 
 import io
-import json
 import shutil
 import sys
 from unittest import mock
@@ -16,6 +15,7 @@ from soren_align.core.text import Terminal
 from soren_align.launch.chat import ChatModel, Conversation, _answer, answer_side_by_side, without_blank_lines
 from tests.support import command
 from tests.support.json_files import edit
+from tests.support.run_folders import record_run
 from tests.support.tiny_models import make_reader, nudge
 
 pytestmark = pytest.mark.model
@@ -35,9 +35,7 @@ def run(reader, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "mine"
     folder.mkdir()
     nudge(reader, folder / "model", scale=1.0)
-    record = {"format_version": 2, "task": "sft", "status": "finished", "versions": {"soren-align": "0.1.0"}}
-    record["start"] = {"path": str(reader), "sha256_or_revision": None}
-    (folder / "run.json").write_text(json.dumps(record))
+    record_run(folder, reader)
     return folder
 
 

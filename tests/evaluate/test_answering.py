@@ -34,6 +34,7 @@ from soren_align.evaluate.run.workers import OutOfMemory
 from soren_align.evaluate.stats.significance import compare, unpaired
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.recipe import Eval
+from tests.support.json_files import edit
 
 pytestmark = pytest.mark.model
 
@@ -218,14 +219,12 @@ def test_what_does_not_fit_the_memory_is_told_from_other_errors(small, models, m
 
 def test_truncated_prompts_are_counted_and_an_error_if_strict(models, tmp_path, small):
     suite, whole = small
-    model = tmp_path / "short"
-    shutil.copytree(models[0], model)
+    model = shutil.copytree(models[0], tmp_path / "short")
     tokenizer = AutoTokenizer.from_pretrained(model)
     asked = [argument for sample in whole.samples["zoo_mc"] for argument in sample["arguments"]]
     lengths = sorted(len(tokenizer(context + choice)["input_ids"]) for context, choice in asked)
     room = lengths[len(lengths) // 2]
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": room - 1}))
+    edit(model / "config.json", max_position_embeddings=room - 1)
     only = suite.model_copy(update={"tasks": [suite.tasks[0]]})
     found = evaluate_model(model, only, Options(device="cpu"))
     long = {c for c, choice in asked if len(tokenizer(c + choice)["input_ids"]) > room}
@@ -238,20 +237,19 @@ def test_truncated_prompts_are_counted_and_an_error_if_strict(models, tmp_path, 
     )
     assert unpaired(rows[0][1], found) == {"zoo_mc": reason}
     assert whole.truncated == {}
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 6}))
+    edit(model / "config.json", max_position_embeddings=6)
     generated = suite.model_copy(update={"tasks": [suite.tasks[1]]})
     message = "short: zoo_gen: an answer of 6 tokens leaves no room for a prompt in the model's context of 6"
     with pytest.raises(UserError, match=message):
         evaluate_model(model, generated, Options(device="cpu"))
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": room - 1}))
+    edit(model / "config.json", max_position_embeddings=room - 1)
     with pytest.raises(UserError, match="short: zoo_mc: prompts do not fit"):
         evaluate_model(model, only, Options(device="cpu", strict=True))
 
 
 def test_a_repetition_penalty_in_the_models_folder_is_reported_and_not_compared_with_none(models, small, tmp_path):
     """It changes greedy answers, in lm-eval too: Qwen's instruct models have one of 1.05."""
-    model = tmp_path / "model"
-    shutil.copytree(models[0], model)
+    model = shutil.copytree(models[0], tmp_path / "model")
     said = {"repetition_penalty": 1.3, "do_sample": True, "temperature": 0.7, "eos_token_id": 2}
     (model / "generation_config.json").write_text(json.dumps(said))
     found = [evaluate_model(m, small[0], Options(device="cpu", limit=2)) for m in (models[0], model)]
@@ -282,11 +280,9 @@ def test_pickled_adapters_and_code_that_comes_with_a_model_are_refused(models, s
     (adapter / "adapter_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match="save its weights as safetensors"):
         evaluate_model(adapter, small[0], Options(device="cpu"))
-    model = tmp_path / "model"
-    shutil.copytree(models[0], model)
-    config = json.loads((model / "config.json").read_text())
-    theirs = {"auto_map": {"AutoModelForCausalLM": "code.Model", "AutoConfig": "code.Config"}, "model_type": "theirs"}
-    (model / "config.json").write_text(json.dumps(config | theirs))
+    model = shutil.copytree(models[0], tmp_path / "model")
+    theirs = {"AutoModelForCausalLM": "code.Model", "AutoConfig": "code.Config"}
+    edit(model / "config.json", auto_map=theirs, model_type="theirs")
     (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(UserError, match=r"cannot|can be loaded"):
         evaluate_model(model, small[0], Options(device="cpu"))

@@ -1,6 +1,5 @@
 """One model and one suite: the numbers are lm-eval's own, and a broken thing is said to be broken."""
 
-import json
 import shutil
 import socket
 
@@ -20,6 +19,7 @@ from soren_align.evaluate.run.harness import Options, evaluate_model
 from soren_align.evaluate.stats.scores import points_of
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.evaluate.suite.tasks import load_tasks
+from tests.support.json_files import edit
 
 pytestmark = pytest.mark.model
 
@@ -112,22 +112,16 @@ def test_a_model_of_nans_does_not_win(models, suite, tmp_path):
         evaluate_model(tmp_path, suite, Options(device="cpu"))
 
 
-def copy(model, to):
-    shutil.copytree(model, to)
-    return to
-
-
 def test_a_model_without_template_is_an_error_where_the_suite_needs_one(models, suite, tmp_path):
-    model = copy(models[0], tmp_path / "plain")
+    model = shutil.copytree(models[0], tmp_path / "plain")
     (model / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="no chat template"):
         evaluate_model(model, suite, Options(device="cpu"))
 
 
 def test_missing_weights_are_an_error_and_not_drawn_at_random(models, suite, tmp_path):
-    model = copy(models[0], tmp_path / "deeper")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    model = shutil.copytree(models[0], tmp_path / "deeper")
+    edit(model / "config.json", num_hidden_layers=3)
     with pytest.raises(UserError, match=r"weights are missing: model\.layers\.2"):
         evaluate_model(model, suite, Options(device="cpu"))
 
@@ -140,7 +134,7 @@ def test_missing_weights_are_an_error_and_not_drawn_at_random(models, suite, tmp
 def test_what_is_no_model_is_an_error(models, suite, tmp_path, damage, finding):
     model = tmp_path / "model"
     if damage != "gone":
-        copy(models[0], model)
+        shutil.copytree(models[0], model)
         weights = model / "model.safetensors"
         weights.unlink() if damage == "no weights" else weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(UserError, match=finding):
@@ -149,9 +143,8 @@ def test_what_is_no_model_is_an_error(models, suite, tmp_path, damage, finding):
 
 def test_an_answer_longer_than_the_context_is_one_sentence(models, tmp_path):
     """As PIQA's in a context of 512, where lm-eval asserts."""
-    model = copy(models[0], tmp_path / "short")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4}))
+    model = shutil.copytree(models[0], tmp_path / "short")
+    edit(model / "config.json", max_position_embeddings=4)
     tokenizer = AutoTokenizer.from_pretrained(model)
     lm = load_lm(model, tokenizer, BackendSettings("hf", "float32", "cpu", 8))
     word = tokenizer.decode(next(i for i in range(tokenizer.vocab_size) if tokenizer.decode(i).isalpha()))

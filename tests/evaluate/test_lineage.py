@@ -11,6 +11,7 @@ from soren_align.evaluate.run.lineage import lineage, lineages, parents
 from soren_align.run.folder import RunFolder
 from soren_align.run.provenance import fingerprint
 from tests.support.json_files import edit, edited
+from tests.support.run_folders import record_run
 
 NO_ROW = "the table has no row for the checkpoint that {} was trained from, because the checkpoint"
 
@@ -21,17 +22,10 @@ def model(folder):
     return folder
 
 
-def recorded(task, start, status="finished"):
-    start = {"path": str(start), "sha256_or_revision": fingerprint(str(start))}
-    record = {"format_version": 2, "task": task, "status": status, "versions": {"soren-align": "0.1.0"}}
-    return record | {"start": start}
-
-
 def run(folder, task, start, status="finished"):
     model(folder / "model")
     (folder / "model" / "model.safetensors").write_text(str(folder))
-    record = recorded(task, start, status)
-    (folder / "run.json").write_text(json.dumps(record))
+    record_run(folder, start, fingerprint(str(start)), task, status)
     return folder
 
 
@@ -62,7 +56,7 @@ def test_a_start_made_inside_the_run_folder_is_its_base(tmp_path):
     """What `model.init_seed` leaves: random weights in `start`, beside the same run.json."""
     start = model(tmp_path / "sft" / "start")
     model(tmp_path / "sft" / "model")
-    (tmp_path / "sft" / "run.json").write_text(json.dumps(recorded("sft", start)))
+    record_run(tmp_path / "sft", start, fingerprint(str(start)))
     assert lineage(tmp_path / "sft") == [("base", start), ("SFT", tmp_path / "sft" / "model")]
 
 
@@ -174,8 +168,7 @@ def test_a_run_that_was_moved_has_its_own_start_beside_it(tmp_path):
     start = model(tmp_path / "old" / "start")
     (start / "model.safetensors").write_text("random")
     model(tmp_path / "old" / "model")
-    record = recorded("sft", start)
-    (tmp_path / "old" / "run.json").write_text(json.dumps(record))
+    record_run(tmp_path / "old", start, fingerprint(str(start)))
     (tmp_path / "old").rename(tmp_path / "new")
     assert lineage(tmp_path / "new") == [("base", tmp_path / "new" / "start"), ("SFT", tmp_path / "new" / "model")]
 

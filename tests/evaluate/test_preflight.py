@@ -27,6 +27,8 @@ from soren_align.recipe import Eval
 from soren_align.recipe.schema import Lora
 from soren_align.training import run as training
 from tests.support import command
+from tests.support.json_files import edit
+from tests.support.run_folders import record_run
 from tests.support.tiny_models import CHATML, start_of
 
 pytestmark = pytest.mark.model
@@ -125,8 +127,7 @@ def made(tmp_path):
 def short(readers, data_root, tmp_path):
     """A model with a context of 512, and benchmarks in which one answer of PIQA is longer."""
     model = shutil.copytree(readers[0], tmp_path / "short")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    edit(model / "config.json", max_position_embeddings=512)
     root = shutil.copytree(data_root, tmp_path / "data")
     file = root / "baber/piqa/data/validation.jsonl"
     first, *others = file.read_text().splitlines(keepends=True)
@@ -216,8 +217,7 @@ def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):
     base = shutil.copytree(models[0], run / "start")
     (base / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
     shutil.copytree(models[1], run / "model")
-    record = {"format_version": 2, "task": "sft", "status": "finished", "versions": {"soren-align": "0.1.0"}}
-    (run / "run.json").write_text(json.dumps(record | {"start": {"path": str(base), "sha256_or_revision": None}}))
+    record_run(run, base)
     tokenizer = AutoTokenizer.from_pretrained(models[0])
     tokenizer.chat_template = CHATML
     model, start, _ = start_of(run / "model")
@@ -317,9 +317,7 @@ def test_rows_without_weights_and_templates_that_refuse_a_question_are_found_bef
 
 def test_a_run_is_evaluated_when_its_start_is_deleted_and_the_table_states_it(models, tmp_path):
     shutil.copytree(models[1], tmp_path / "mine" / "model")
-    record = {"format_version": 2, "task": "sft", "status": "finished", "versions": {"soren-align": "0.1.0"}}
-    record["start"] = {"path": str(tmp_path / "deleted"), "sha256_or_revision": None}
-    (tmp_path / "mine" / "run.json").write_text(json.dumps(record))
+    record_run(tmp_path / "mine", tmp_path / "deleted")
     options = ("--suite", "quickstart", "--limit", 2, "--output", tmp_path / "out")
     done = command.run("eval", tmp_path / "mine", *options)
     assert done.returncode == 0, done.stderr

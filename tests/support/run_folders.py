@@ -50,6 +50,13 @@ def finished_run(path, *overrides, training=(), start=None, adapter_of=None):
     return folder
 
 
+def record_run(folder, start, fingerprint=None, task="sft", status="finished"):
+    """Write the run.json of a run from `start`, with no more than its lineage needs."""
+    record = {"format_version": 2, "task": task, "status": status, "versions": {"soren-align": "0.1.0"}}
+    record["start"] = {"path": str(start), "sha256_or_revision": fingerprint}
+    (folder / "run.json").write_text(json.dumps(record))
+
+
 @contextmanager
 def lock_of_another_process(folder, name=".lock", *, shared=False):
     """Lock a run folder as another process would: the lock belongs to the open file, so this process can stand in."""
