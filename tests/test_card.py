@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from soren_align import recipe
 from soren_align.core.files import digest
 from soren_align.publish.card import card, on_hub, pictures, public, public_record, write_card
-from tests.support.json_files import edited
+from tests.support.edited_files import edited
 from tests.support.run_folders import HUB, add_results, finished_run
 
 

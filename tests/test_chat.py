@@ -14,7 +14,7 @@ from soren_align.core.errors import UserError, printable
 from soren_align.core.text import Terminal
 from soren_align.launch.chat import ChatModel, Conversation, _answer, answer_side_by_side, without_blank_lines
 from tests.support import command
-from tests.support.json_files import edit
+from tests.support.edited_files import edit
 from tests.support.run_folders import record_run
 from tests.support.tiny_models import make_reader, nudge
 

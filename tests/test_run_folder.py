@@ -24,7 +24,7 @@ from soren_align.publish.push import push
 from soren_align.run import lock
 from soren_align.run.folder import RunFolder
 from soren_align.run.record import divergence
-from tests.support.json_files import edit
+from tests.support.edited_files import edit
 from tests.support.run_folders import finished_run, lock_of_another_process
 
 LOCKED = "another process is training or evaluating this run"

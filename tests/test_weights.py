@@ -18,7 +18,7 @@ from soren_align.evaluate.run.backends import BackendSettings, load_lm
 from soren_align.run import weights
 from soren_align.training import adapters
 from soren_align.training.model import generation_notices, load_model
-from tests.support.json_files import edit, edited
+from tests.support.edited_files import edit, edited
 from tests.support.run_folders import finished_run
 
 pytestmark = pytest.mark.model

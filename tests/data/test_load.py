@@ -11,7 +11,7 @@ import pytest
 from soren_align.core.errors import OutOfReach, UserError
 from soren_align.data import hub, load_split
 from tests.support.conversations import chat, chat_row, pair_row, refused, split
-from tests.support.json_files import edit
+from tests.support.edited_files import edit
 
 U, A, S = ({"role": role, "content": "words"} for role in ("user", "assistant", "system"))
 

@@ -1,9 +1,13 @@
 """Two random models on disk, with the quickstart's tokenizer: nothing learned, everything there."""
 
+import shutil
+
 import pytest
 import torch
 
+from soren_align.core import shipped
 from tests.support.benchmark_data import write_datasets
+from tests.support.edited_files import replace
 from tests.support.tiny_models import make_model, make_reader, nudge
 
 
@@ -37,3 +41,13 @@ def readers(tmp_path_factory):
 @pytest.fixture(scope="session")
 def reader(readers):
     return readers[0]
+
+
+@pytest.fixture
+def own_suite(tmp_path):
+    """The quickstart's suite with data of its own: its file, and the file of its questions."""
+    suite = shutil.copytree(shipped.ROOT / "eval/quickstart", tmp_path / "suite") / "suite.yaml"
+    data = shutil.copytree(shipped.ROOT / "recipes/quickstart/data", tmp_path / "data")
+    replace(suite, "shipped:recipes/quickstart/data", str(data))
+    (questions,) = (data / "zoo_questions").glob("*.jsonl")
+    return suite, questions

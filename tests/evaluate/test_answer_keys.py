@@ -45,18 +45,14 @@ def test_a_task_that_scores_by_itself_is_not_judged():
     refuse_wrong_keys(own, "colors.yaml")
 
 
-def test_a_label_out_of_range_is_refused_when_the_suite_is_loaded(tmp_path):
-    shutil.copytree(shipped.ROOT / "eval" / "quickstart", tmp_path / "suite")
-    shutil.copytree(shipped.ROOT / "recipes" / "quickstart" / "data", tmp_path / "data")
-    (questions,) = (tmp_path / "data" / "zoo_questions").glob("*.jsonl")
+def test_a_label_out_of_range_is_refused_when_the_suite_is_loaded(own_suite, tmp_path):
+    suite, questions = own_suite
     lines = [json.loads(line) for line in questions.read_text().splitlines()]
     lines[5]["label"] = 4
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    file = tmp_path / "suite" / "suite.yaml"
-    file.write_text(file.read_text().replace("shipped:recipes/quickstart/data", str(tmp_path / "data")))
     message = rf"{questions.name}:6: doc_to_target gives 4, which is none of the question's 4 choices \('"
     with pytest.raises(UserError, match=message):
-        load_tasks(load_suite(tmp_path / "suite"), tmp_path / "cache")
+        load_tasks(load_suite(suite), tmp_path / "cache")
 
 
 def tokenizer(texts, add_special_tokens):

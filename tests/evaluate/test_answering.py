@@ -34,7 +34,7 @@ from soren_align.evaluate.run.workers import OutOfMemory
 from soren_align.evaluate.stats.significance import compare, unpaired
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.recipe import Eval
-from tests.support.json_files import edit
+from tests.support.edited_files import edit
 
 pytestmark = pytest.mark.model
 

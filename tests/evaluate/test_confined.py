@@ -14,6 +14,7 @@ from soren_align.evaluate.suite.suites import LM_EVAL_TASKS, load_suite
 from soren_align.evaluate.suite.tasks import load_tasks
 from soren_align.launch.evaluation import evaluation_settings
 from soren_align.recipe import Eval, load, training_part
+from tests.support.edited_files import replace
 from tests.support.tiny_models import start_of
 
 SHIPPED = shipped.ROOT / "eval" / "quickstart"
@@ -89,8 +90,7 @@ def test_a_function_in_a_groups_file_or_member_is_not_run(folder):
 def test_a_file_by_a_way_through_lm_evals_folder_is_no_file_of_lm_evals(folder):
     up = "../" * len(LM_EVAL_TASKS.resolve().parts)
     add(folder, "process_docs: !function evil.docs")
-    text = (folder / "suite.yaml").read_text()
-    (folder / "suite.yaml").write_text(text.replace(TASK, f"lm-eval:{up}{str(folder)[1:]}/{TASK}"))
+    replace(folder / "suite.yaml", TASK, f"lm-eval:{up}{str(folder)[1:]}/{TASK}")
     refused(folder)
 
 
@@ -137,16 +137,14 @@ def test_a_template_that_misbehaves_on_a_later_question_is_one_sentence(folder, 
 ])  # fmt: skip
 def test_loaders_that_do_more_than_read_are_refused(folder, keys):
     change(folder, **keys)
-    text = (folder / "suite.yaml").read_text()
-    (folder / "suite.yaml").write_text(text.replace("data_root: shipped:recipes/quickstart/data", "data_root: null"))
+    replace(folder / "suite.yaml", "data_root: shipped:recipes/quickstart/data", "data_root: null")
     refused(folder)
 
 
 @pytest.mark.parametrize("key", ["task", "column"])
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "..", ".", "", "x" * 300, "a\nb", ".hidden"])
 def test_names_are_path_components(folder, key, name):
-    text = (folder / "suite.yaml").read_text()
-    (folder / "suite.yaml").write_text(text.replace(f"{key}: zoo_mc", f"{key}: {json.dumps(name)}"))
+    replace(folder / "suite.yaml", f"{key}: zoo_mc", f"{key}: {json.dumps(name)}")
     with pytest.raises(UserError, match=rf"tasks\.0\.{key}: found"):
         load_suite(folder)
 
@@ -155,8 +153,7 @@ def test_a_files_name_is_no_yaml(folder):
     """A newline in it would have ended the generated line that includes it, and begun another."""
     odd = "x\nprocess_docs: !function evil.docs\n#.yaml"
     shutil.copy(folder / TASK, folder / "tasks" / odd)
-    text = (folder / "suite.yaml").read_text()
-    (folder / "suite.yaml").write_text(text.replace(f"file: {TASK}", f"file: {json.dumps('tasks/' + odd)}"))
+    replace(folder / "suite.yaml", f"file: {TASK}", f"file: {json.dumps('tasks/' + odd)}")
     load_tasks(load_suite(folder))
     assert not (folder.parent / "ran").exists()
 
@@ -170,8 +167,7 @@ def test_what_is_no_tasks_file_is_one_sentence(folder, text):
 def test_a_split_that_is_missing_is_named(folder):
     """Without few-shot examples it is not read (test_preflight.py)."""
     change(folder, training_split="train_of_piqa")
-    text = (folder / "suite.yaml").read_text()
-    (folder / "suite.yaml").write_text(text.replace("num_fewshot: 0", "num_fewshot: 1"))
+    replace(folder / "suite.yaml", "num_fewshot: 0", "num_fewshot: 1")
     told = refused(folder, "cannot be loaded")
     assert "the task's data have no split or column 'train_of_piqa', which zoo_mc needs" in told
 

@@ -19,7 +19,7 @@ from soren_align.evaluate.run.harness import Options, evaluate_model
 from soren_align.evaluate.stats.scores import points_of
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.evaluate.suite.tasks import load_tasks
-from tests.support.json_files import edit
+from tests.support.edited_files import edit
 
 pytestmark = pytest.mark.model
 

@@ -10,7 +10,7 @@ from soren_align.core.errors import UserError
 from soren_align.evaluate.run.lineage import lineage, lineages, parents
 from soren_align.run.folder import RunFolder
 from soren_align.run.provenance import fingerprint
-from tests.support.json_files import edit, edited
+from tests.support.edited_files import edit, edited
 from tests.support.run_folders import record_run
 
 NO_ROW = "the table has no row for the checkpoint that {} was trained from, because the checkpoint"

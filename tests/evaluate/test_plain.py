@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.support.json_files import edit
+from tests.support.edited_files import edit
 from tests.support.lm_eval_reference import plain
 from tests.support.tiny_models import teach
 

@@ -8,7 +8,7 @@ import pytest
 
 from soren_align.core.errors import UserError
 from soren_align.evaluate.stats.paired import points_json, read_points
-from tests.support.json_files import edited
+from tests.support.edited_files import edited
 
 POINTS = {"acc": [1.0, 0.0, 0.25, 1.0], "gen": [0.0, 1.0]}
 

@@ -1,5 +1,6 @@
 """Published scores are transcribed without errors, read strictly, and never compared."""
 
+import shutil
 from math import sqrt
 
 import pytest
@@ -8,6 +9,7 @@ from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.evaluate.report import tables
 from soren_align.evaluate.suite.suites import load_published
+from tests.support.edited_files import replace
 from tests.support.result_tables import make_results
 
 COLUMNS = {
@@ -119,8 +121,7 @@ def test_an_unknown_name_comes_with_a_similar_one_or_all_that_are_shipped(name, 
 
 
 def test_a_file_of_ones_own_is_read_like_a_shipped_one(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text(shipped.published()["paper/sft"].read_text())
+    file = shutil.copy(shipped.published()["paper/sft"], tmp_path / "mine.yaml")
     assert load_published(str(file), "open-llm-leaderboard-v1") == rows("paper/sft")
 
 
@@ -135,10 +136,8 @@ def test_a_file_of_ones_own_is_read_like_a_shipped_one(tmp_path):
     ("rows:", "rows: [", "not valid YAML"),
 ])  # fmt: skip
 def test_a_mistake_in_a_table_is_named(tmp_path, old, new, message):
-    text = shipped.published()["paper/sft"].read_text()
-    assert old in text
-    file = tmp_path / "mine.yaml"
-    file.write_text(text.replace(old, new, 1))
+    file = shutil.copy(shipped.published()["paper/sft"], tmp_path / "mine.yaml")
+    replace(file, old, new)
     with pytest.raises(UserError) as error:
         load_published(str(file), "open-llm-leaderboard-v1")
     assert f"{file}" in str(error.value)

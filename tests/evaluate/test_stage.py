@@ -3,7 +3,6 @@
 import gc
 import io
 import json
-import shutil
 import statistics
 import weakref
 
@@ -13,7 +12,6 @@ from lm_eval.models.huggingface import HFLM
 from rich.console import Console
 from scipy import stats
 
-from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.evaluate.report.results import write_summary
 from soren_align.evaluate.run import workers
@@ -225,17 +223,13 @@ def test_preflight_counts_the_questions_and_finds_what_is_missing(readers, data_
 
 
 @pytest.mark.rest
-def test_repeated_questions_are_reported_and_count_as_one_cluster(models, tmp_path):
+def test_repeated_questions_are_reported_and_count_as_one_cluster(models, own_suite, tmp_path):
     """Five times the same 24 answers are no stronger evidence than these."""
-    shutil.copytree(shipped.ROOT / "eval" / "quickstart", tmp_path / "suite")
-    shutil.copytree(shipped.ROOT / "recipes" / "quickstart" / "data", tmp_path / "data")
-    (questions,) = (tmp_path / "data" / "zoo_questions").glob("*.jsonl")
+    suite, questions = own_suite
     lines = questions.read_text().splitlines()[:24]
     numbered = [json.dumps(json.loads(line) | {"id": i}) for i in range(5) for line in lines]  # as in logs
     questions.write_text("".join(line + "\n" for line in numbered))
-    file = tmp_path / "suite" / "suite.yaml"
-    file.write_text(file.read_text().replace("shipped:recipes/quickstart/data", str(tmp_path / "data")))
-    asked = Eval(suite=str(file), omit=["zoo_gen", "preference"])
+    asked = Eval(suite=str(suite), omit=["zoo_gen", "preference"])
     screen = io.StringIO()
     rows = [("base", models[0]), ("SFT", models[1])]
     results = evaluate(rows, asked, tmp_path / "output", device="cpu", console=Console(file=screen, width=500))

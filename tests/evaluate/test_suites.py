@@ -9,6 +9,7 @@ from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.evaluate.suite.suites import Suite, SuiteTask, load_suite
 from soren_align.evaluate.suite.tasks import load_tasks
+from tests.support.edited_files import replace
 
 SHIPPED = shipped.ROOT / "eval" / "quickstart"
 
@@ -20,9 +21,7 @@ def folder(tmp_path):
 
 
 def change(folder, old, new, file="suite.yaml"):
-    text = (folder / file).read_text()
-    assert old in text
-    (folder / file).write_text(text.replace(old, new, 1))
+    replace(folder / file, old, new)
 
 
 def test_the_shipped_suite_is_found_by_name_by_file_and_by_folder(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""JSON files that a test changes."""
+"""Files that a test changes."""
 
 import json
 from contextlib import contextmanager
@@ -16,3 +16,10 @@ def edit(file, **keys):
     """Set keys of the object in a JSON file."""
     with edited(file) as content:
         content.update(keys)
+
+
+def replace(file, old, new):
+    """Write `new` for the first `old` in a text file, which has it."""
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
