@@ -54,40 +54,24 @@ QKV = "query_key_value"
 REFUSED = [
     ("phi3", "*nothing", ["q"], r"split: '\*nothing' matches no weight that is a matrix of the optimizer"),
     ("phi3", "*norm", [2, 3], "matches no weight that is a matrix"),
-    (
-        "phi3",
-        "*qkv_proj",
-        [20, 40],
-        r"qkv_proj.weight: has 64 rows, but 20 \+ 40 = 60; write row counts with the sum 64",
-    ),
+    ("phi3", "*qkv_proj", [20, 40],
+     r"qkv_proj.weight: has 64 rows, but 20 \+ 40 = 60; write row counts with the sum 64"),
     ("phi3", "*qkv_proj", ["k", "q", "v"], r"found \[k, q, v\], but it stores \[q, k, v\]; write these"),
     ("phi3", "*o_proj", ["q", "k", "v"], "the projections in o_proj are not known; write row counts"),
     ("phi3", "*down_proj", ["heads"], "its rows do not belong to attention heads; write"),
-    (
-        "gpt_neox",
-        f"*{QKV}",
-        ["q", "k", "v"],
-        r"the rows of q, k, v are interleaved, so they are no blocks; write \[heads\]",
-    ),
+    ("gpt_neox", f"*{QKV}", ["q", "k", "v"],
+     r"the rows of q, k, v are interleaved, so they are no blocks; write \[heads\]"),
     ("gpt_neox", f"*{QKV}", [32, 32, 32], "the rows of q, k, v are interleaved"),
     ("bloom", f"*{QKV}", ["q", "k", "v"], "in bloom the rows of q, k, v are interleaved"),
     ("falcon", f"*{QKV}", ["q", "k", "v"], "in falcon the rows of q, k, v are interleaved"),
-    (
-        "qwen3_next",
-        "*in_proj_qkvz",
-        [32, 32],
-        "the rows of q, k, v, z are interleaved, so they are no blocks; remove this name",
-    ),
-    (
-        "deepseek_v3",
-        "*kv_b_proj",
-        ["k", "v"],
-        "the rows of k, v are interleaved, so they are no blocks; remove this name",
-    ),
+    ("qwen3_next", "*in_proj_qkvz", [32, 32],
+     "the rows of q, k, v, z are interleaved, so they are no blocks; remove this name"),
+    ("deepseek_v3", "*kv_b_proj", ["k", "v"],
+     "the rows of k, v are interleaved, so they are no blocks; remove this name"),
     ("mixtral", "*gate_up_proj", ["gate", "up"], "its projections are separate matrices already"),
     ("gpt2", "*c_attn", [64, 32], r"blocks of columns need equal sizes, not 64 \+ 32"),
     ("phi3", "*qkv_proj", [1, 63], "a block of one row is no matrix; write larger blocks"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("architecture", "name", "blocks", "message"), REFUSED)
