@@ -1,7 +1,7 @@
 """Run folders and adapters that a stranger could have left: whole ones, then tampered with."""
 
+import contextlib
 import json
-import os
 import random
 import re
 import struct
@@ -47,19 +47,13 @@ def whole(kind: str) -> Files:
     of a folder `study`."""
     if not kind:
         return {}
-    here = os.getcwd()
-    with tempfile.TemporaryDirectory() as root:
-        os.chdir(root)
-        try:
-            if kind == "study":
-                end_all(study_of(root), lambda run: 1 + run.number + run.seed / 1000)
-            else:
-                adapter_of = f"{root}/run/start" if kind == "adapter" else None
-                run = finished_run("run", BATCH, adapter_of=adapter_of)
-                _fill(run, kind)
-            found = {str(f.relative_to(root)): f.read_bytes() for f in sorted(Path(root).rglob("*")) if f.is_file()}
-        finally:
-            os.chdir(here)
+    with tempfile.TemporaryDirectory() as root, contextlib.chdir(root):
+        if kind == "study":
+            end_all(study_of(root), lambda run: 1 + run.number + run.seed / 1000)
+        else:
+            run = finished_run("run", BATCH, adapter_of=f"{root}/run/start" if kind == "adapter" else None)
+            _fill(run, kind)
+        found = {str(f.relative_to(root)): f.read_bytes() for f in sorted(Path(root).rglob("*")) if f.is_file()}
     placed = {name: data.replace(root.encode(), f"{BOX}/work".encode()) for name, data in found.items()}
     # Without the hash of run.json, as one that a stranger made: with it, every mutation of it would be refused at once.
     return {name: re.sub(rb',\s*"record_sha256": "\w+"', b"", data) if name.endswith("run.json") else data
@@ -230,10 +224,8 @@ def _folders(files: Files) -> list[str]:
 def _drop(files: Files, name: str) -> None:
     for other in [f for f in files if f == name or f.startswith(name + "/")]:
         del files[other]
-    above = [str(parent) for parent in Path(name).parents]
-    for parent in above:  # what was made a file or a link has nothing below it any more
-        if parent in files:
-            del files[parent]
+    for parent in Path(name).parents:  # what was made a file or a link has nothing below it any more
+        files.pop(str(parent), None)
 
 
 def safetensors(tensors: dict[str, tuple[str, list[int], bytes]]) -> bytes:

@@ -80,8 +80,10 @@ class State:
                     self.gaps.append((kind, self.next[kind], line["first"]))
                 self.next[kind] = line["last"]
 
-    def add(self, line: dict[str, Any]) -> None:
-        """Append a piece of work that is done, in one write."""
+    def add(self, line: dict[str, Any], chunk: tuple[str, str, int, int]) -> None:
+        """Append what is done of a piece of work, in one write; the inputs before and after it are taken again."""
+        _, kind, first, last = chunk
+        self.gaps += [(kind, a, b) for a, b in ((first, line["first"]), (line["last"], last)) if a < b]
         self.lines.append(line)
         with self.file.open("ab", buffering=0) as stream:
             stream.write((json.dumps(line) + "\n").encode())
@@ -114,7 +116,7 @@ class Process:
 
     def do(self, chunk: tuple[str, str, int, int]) -> dict[str, Any] | str:
         """What became of a piece of work; a word where the process died of it."""
-        self.now[1] = int(time.time())
+        self.now[:] = chunk[2], int(time.time())
         self.pipe.send(chunk)
         while not self.pipe.poll(1):
             if time.time() - self.now[1] > STUCK_SECONDS:
@@ -139,24 +141,13 @@ def attend(state: State, lock: threading.Lock, kinds: list[str], until: float) -
     while time.time() < until:
         with lock:
             chunk = state.take(kinds)
-        while chunk[2] < chunk[3]:
-            done = process.do(chunk)
-            if not isinstance(done, str):
-                with lock:
-                    state.add(done)
-                break
-            index = max(process.now[0], chunk[2])
+        done = process.do(chunk)
+        if isinstance(done, str):
+            done = lost(chunk, process.now[0], done)
             process.process.kill()
-            with lock:
-                state.add(lost(chunk, index, done))
-            # What it had done before in this piece is done again by the next, but for the input that killed it.
-            pieces = [(*chunk[:2], chunk[2], index), (*chunk[:2], index + 1, chunk[3])]
             process = Process(kinds)
-            first = process.do(pieces[0]) if index > chunk[2] else None
-            if isinstance(first, dict):
-                with lock:
-                    state.add(first)
-            chunk = pieces[1]
+        with lock:
+            state.add(done, chunk)
     process.pipe.send(None)
     process.process.join(10)
     process.process.kill()

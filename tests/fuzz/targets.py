@@ -4,6 +4,7 @@ No process is started, and models answer at once.
 """
 
 import contextlib
+import copy
 import io
 import os
 import re
@@ -36,7 +37,7 @@ class Wrong(AssertionError):
 @contextlib.contextmanager
 def _without_processes(*, trains: bool = True):
     """Nothing starts ranks; trains: nor does anything train."""
-    fakes = [mock.patch.object(preparation, "provenance", _provenance)]
+    fakes = [mock.patch.object(preparation, "provenance", side_effect=lambda: dict(_provenance()))]
     fakes += [mock.patch.object(commands, "_start_ranks", return_value=0)]
     fakes += [] if trains else [mock.patch.object(commands, "train_here", return_value=0)]
     with mock.patch.dict(os.environ), contextlib.ExitStack() as stack:
@@ -46,16 +47,8 @@ def _without_processes(*, trains: bool = True):
 
 
 @cache
-def _cached_provenance() -> dict[str, Any]:
-    return provenance()
-
-
 def _provenance() -> dict[str, Any]:
-    return dict(_cached_provenance())
-
-
-def _allowed(box: Box, *more: Path) -> list[str]:
-    return [str(path) for path in (*box.own, *more)]
+    return provenance()
 
 
 def a_recipe(box: Box, arguments: dict[str, Any]) -> None:
@@ -96,33 +89,25 @@ def a_data_file(box: Box, arguments: dict[str, Any]) -> None:
 
     from soren_align import data
 
+    spec = arguments["spec"] | {"path": arguments["file"]}
+    task, only = arguments["task"], arguments["only_assistant"]
     with mock.patch.object(datasets.config, "HF_DATASETS_CACHE", box.own[0]):
-        _data_file(data, arguments)
-
-
-def _data_file(data: Any, arguments: dict[str, Any]) -> None:
-    given = arguments["spec"] | {"path": arguments["file"]}
-    if arguments["weights"]:
-        sources = [recipe.TrainSplit.model_validate(given | {"weight": weight}) for weight in arguments["weights"]]
-        loaded = data.mix([data.load_split(source, arguments["task"]) for source in sources], sources, 0)
-    else:
-        loaded = data.load_split(recipe.DataSplit.model_validate(given), arguments["task"])
-    tokenizer = _tokenizer()
-    if Path("own.jinja").is_file():
-        data.set_template(tokenizer, "own.jinja", None)
-    only = arguments["only_assistant"]
-    data.check_template(tokenizer, arguments["task"], only, loaded.dataset)
-    account = data.dataset_stats(
-        loaded.dataset, arguments["task"], tokenizer, max_length=64, assistant_only_loss=only,
-        source_indices=loaded.source_indices,
-    )  # fmt: skip
-    if account.num_kept:
-        data.show_example(account)
+        if arguments["weights"]:
+            sources = [recipe.TrainSplit.model_validate(spec | {"weight": weight}) for weight in arguments["weights"]]
+            loaded = data.mix([data.load_split(source, task) for source in sources], sources, 0)
+        else:
+            loaded = data.load_split(recipe.DataSplit.model_validate(spec), task)
+        tokenizer = _tokenizer()
+        if Path("own.jinja").is_file():
+            data.set_template(tokenizer, "own.jinja", None)
+        data.check_template(tokenizer, task, only, loaded.dataset)
+        account = data.dataset_stats(loaded.dataset, task, tokenizer, max_length=64, assistant_only_loss=only,
+                                     source_indices=loaded.source_indices)  # fmt: skip
+        if account.num_kept:
+            data.show_example(account)
 
 
 def _tokenizer() -> Any:
-    import copy
-
     return copy.deepcopy(_loaded_tokenizer())
 
 
@@ -242,10 +227,8 @@ def _record() -> dict[str, Any]:
     import json
 
     said = json.loads(folders.whole("finished")["run/run.json"])
-    return {key: said[key] for key in ("training", "start", "data", "seeds", "device", "parameters", "optimizer")} | {
-        "global_batch_size": 64,
-        "parallel": "ddp",
-    }
+    kept = ("training", "start", "data", "seeds", "device", "parameters", "optimizer")
+    return {key: said[key] for key in kept} | {"global_batch_size": 64, "parallel": "ddp"}
 
 
 def _tasks(suite: Any) -> Any:
@@ -354,10 +337,9 @@ TARGETS = {"recipe": a_recipe, "override": an_override, "import": an_import, "da
 
 def allowed(kind: str, box: Box) -> list[str]:
     """The folders that an input of the kind may write to."""
-    if kind in ("recipe", "override"):
-        return _allowed(box, box.work)
-    return (_allowed(box, *(box.work / name for name in RUN_OWN)) if kind in ("run", "model")
-            else _allowed(box, box.work / "study") if kind == "journal" else _allowed(box))  # fmt: skip
+    more = {"recipe": [box.work], "override": [box.work], "journal": [box.work / "study"]}
+    more["run"] = more["model"] = [box.work / name for name in RUN_OWN]
+    return [str(path) for path in (*box.own, *more.get(kind, ()))]
 
 
 def warm_up(box: Box, kinds: list[str]) -> None:
@@ -374,7 +356,7 @@ def warm_up(box: Box, kinds: list[str]) -> None:
             box.lay_out(whole)
             a_model(box, {"done": done})
         os.chdir(here)
-    _cached_provenance()
+    _provenance()
     if "data" in kinds or "adapter" in kinds:
         _loaded_tokenizer()
     if {"adapter", "model"} & set(kinds):

@@ -3,17 +3,20 @@
 `make fuzz` tries many more. One input again: `python -m tests.fuzz.run --seed make-test --one recipe:123`.
 """
 
+import contextlib
 import json
+import os
 import resource
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.fuzz import targets, trial
-from tests.fuzz.box import Box, watched
+from tests.fuzz import trial
+from tests.fuzz.box import watched
 from tests.fuzz.kinds import Input, make
 
 SEED = "make-test"
@@ -26,18 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of mutated YAML; the comman
 @pytest.fixture(scope="module")
 def box(tmp_path_factory):
     root = tmp_path_factory.mktemp("fuzz")
-    with pytest.MonkeyPatch.context() as patch:
-        box = Box(root)
-        targets.warm_up(box, list(SAMPLE))
-        for name, word in trial.surroundings(root).items():
-            patch.setenv(name, word)
-        patch.setattr(tempfile, "tempdir", str(root / "tmp"))
-        patch.setattr(sys, "dont_write_bytecode", True)
-        patch.chdir(root)
-        before = resource.getrlimit(resource.RLIMIT_AS)
-        trial.limit_memory()
-        yield box
-        resource.setrlimit(resource.RLIMIT_AS, before)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    bytecode = mock.patch.object(sys, "dont_write_bytecode", True)
+    with mock.patch.dict(os.environ), mock.patch.object(tempfile, "tempdir", None), bytecode, contextlib.chdir(root):
+        yield trial.settle(root, list(SAMPLE))
+    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.mark.parametrize(

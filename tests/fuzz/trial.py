@@ -137,26 +137,16 @@ def _limited(seconds: float):
             signal.signal(number, handler)
 
 
-def surroundings(root: Path) -> dict[str, str]:
-    """The environment of a process that tries inputs in the box at `root`: no network, a home of its own."""
-    alone = {
-        "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TORCH_COMPILE_DISABLE": "1",
-    }  # fmt: skip
-    return alone | {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp"), "SOREN_ALIGN_CACHE": str(root / "cache")}
-
-
 def settle(root: Path, kinds: list[str]) -> Box:
-    """Make this process one for inputs; its box."""
+    """Make this process one for inputs, without a network and with a home of its own; its box."""
     box = Box(root)
     targets.warm_up(box, kinds)  # with the system's own folder for what lasts longer than an input
-    os.environ.update(surroundings(root))
+    os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false",
+                      TORCH_COMPILE_DISABLE="1", HOME=str(root / "home"), TMPDIR=str(root / "tmp"),
+                      SOREN_ALIGN_CACHE=str(root / "cache"))  # fmt: skip
     tempfile.tempdir = str(root / "tmp")
     sys.dont_write_bytecode = True
-    limit_memory()
-    return box
-
-
-def limit_memory() -> None:
-    """Let what asks for more than MOST_BYTES fail, and not the machine."""
+    # What asks for more than MOST_BYTES fails, and not the machine.
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    return box
