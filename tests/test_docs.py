@@ -2,7 +2,6 @@
 
 import ast
 import hashlib
-import importlib.util
 import math
 import re
 import tomllib
@@ -18,20 +17,12 @@ from soren_align.evaluate.suite.suites import load_suite
 from soren_align.optim import optimizer as optimizer_module
 from soren_align.run.metrics import METRICS
 from tests.support import command
+from tests.support.pages import ROOT, blocks, script
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")])
 EVERY_PAGE = pytest.mark.parametrize(
     "page", [*PAGES, ROOT / "notes/log.md"], ids=lambda page: str(page.relative_to(ROOT))
 )
-
-
-def script(name):
-    """docs/NAME.py as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def prose_of(page):
@@ -41,24 +32,24 @@ def prose_of(page):
 
 def test_the_page_of_the_commands_is_current():
     """If not: python docs/make_commands.py."""
-    commands = script("make_commands")
+    commands = script("docs/make_commands.py")
     assert commands.page() == commands.PAGE.read_text(encoding="utf-8")
 
 
 def test_every_note_belongs_to_a_command():
-    commands = script("make_commands")
+    commands = script("docs/make_commands.py")
     assert {f"soren-align {name}" for name in commands.NOTES} <= {path for path, _ in commands.commands()}
 
 
 def test_the_annotated_tree_is_current():
     """If not: python docs/make_architecture.py."""
-    architecture = script("make_architecture")
+    architecture = script("docs/make_architecture.py")
     assert architecture.page() == architecture.PAGE.read_text(encoding="utf-8")
     assert architecture.PICTURE.read_text(encoding="utf-8") == architecture.picture()
 
 
 def test_every_file_of_the_package_stands_in_the_tree_once():
-    tree = script("make_architecture").tree().split("```")[1]
+    tree = script("docs/make_architecture.py").tree().split("```")[1]
     names = re.findall(r"^ *(\S+\.py) +\S", tree, re.MULTILINE)
     there = [f for f in (ROOT / "soren_align").rglob("*.py") if f.name != "__init__.py"]
     assert sorted(Path(name).name for name in names) == sorted(f.name for f in there)
@@ -68,7 +59,7 @@ def test_every_file_of_the_package_stands_in_the_tree_once():
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the pages show what is printed without a GPU")
 @pytest.mark.model
-@pytest.mark.parametrize("page", script("make_outputs").pages(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", script("docs/make_outputs.py").pages(), ids=lambda page: page.name)
 def test_the_commands_print_what_the_pages_show(page):
     """If not: python docs/make_outputs.py."""
 
@@ -76,7 +67,7 @@ def test_the_commands_print_what_the_pages_show(page):
         return command.run(*arguments, cwd=folder, env=environment)
 
     text = page.read_text(encoding="utf-8")
-    assert script("make_outputs").page(text, in_this_process) == text
+    assert script("docs/make_outputs.py").page(text, in_this_process) == text
 
 
 @EVERY_PAGE
@@ -151,7 +142,7 @@ def test_a_picture_of_the_readme_needs_nothing_from_elsewhere(name):
 
 
 def test_a_recording_shows_the_terminal_as_it_was():
-    recording = script("make_recording")
+    recording = script("docs/make_recording.py")
     bar = "\r\x1b[2K\x1b[1A\x1b[2Kstep {}\r\nloss {}"
     events = [(0.5, "data\r\nstep 1\r\nloss 3"), (1.0, bar.format(2, 2) + "\x1b"), (2.0, "[?25h\r\x1b[2K" + "x" * 90)]
     *_, before, last = recording.frames(events, "train")
@@ -164,7 +155,7 @@ def test_a_recording_shows_the_terminal_as_it_was():
 
 
 def test_the_picture_of_the_idea_is_drawn_from_the_maps_and_the_recorded_spectra():
-    pictures = script("make_pictures")
+    pictures = script("docs/make_pictures.py")
     lines = pictures.spectra()
     middle = {name: float(line[len(line) // 2]) for name, line in lines.items()}
     assert middle["Soren"] == pytest.approx(1, abs=0.01)
@@ -176,9 +167,7 @@ def test_the_picture_of_the_idea_is_drawn_from_the_maps_and_the_recorded_spectra
 
 
 def test_the_optimizer_of_the_contributing_page_takes_its_step(monkeypatch):
-    (code,) = re.findall(
-        r'```python\n("""Tanh.*?)```', (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
-    )
+    (code,) = [block for block in blocks("CONTRIBUTING.md", "python") if block.startswith('"""Tanh')]
     monkeypatch.setattr(optimizer_module, "OPTIMIZERS", registered := dict(optim.OPTIMIZERS))
     exec(code, {})
     assert registered.keys() - optim.OPTIMIZERS.keys() == {"tanh"}
@@ -190,9 +179,7 @@ def test_the_optimizer_of_the_contributing_page_takes_its_step(monkeypatch):
 
 
 def test_the_suite_of_the_contributing_page_is_valid(tmp_path):
-    (block,) = re.findall(
-        r"```yaml\n(title: .*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
-    )
+    (block,) = [block for block in blocks("CONTRIBUTING.md", "yaml") if block.startswith("title: ")]
     (tmp_path / "suite.yaml").write_text(block, encoding="utf-8")
     suite = load_suite(tmp_path / "suite.yaml")
     assert [suite.file_of(task).is_file() for task in suite.tasks] == [True]
@@ -201,21 +188,17 @@ def test_the_suite_of_the_contributing_page_is_valid(tmp_path):
 @pytest.mark.parametrize("page", ["data.md", "optimizers.md"])
 def test_sections_of_recipes_in_the_pages_are_valid(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
-    for block in blocks:
+    sections = blocks(f"docs/{page}", "yaml")
+    for block in sections:
         for name in re.findall(r"path: ([\w-]+\.\w+)", block):
             (tmp_path / name).write_text("question,answer,best_answer\n" if name.endswith(".csv") else "{}\n")
         (tmp_path / "my.yaml").write_text(f"extends: quickstart/sft\n{block}", encoding="utf-8")
         assert recipe.load("my.yaml", task="sft").task == "sft"
-    assert blocks
-
-
-def blocks_of_readme(language):
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert sections
 
 
 def test_soren_alone_learns_in_the_lines_of_the_readme():
-    (code,) = blocks_of_readme("python")
+    (code,) = blocks("README.md", "python")
     names = {}
     exec(code, names)
     assert names["loss"].item() < 0.05  # from about 0.15; of 300 seeds the largest is 0.014
@@ -225,14 +208,14 @@ def test_soren_alone_learns_in_the_lines_of_the_readme():
 def test_the_recipe_of_the_readme_is_valid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chat.jsonl").write_text("{}\n")
-    (tmp_path / "my.yaml").write_text(blocks_of_readme("yaml")[0])
+    (tmp_path / "my.yaml").write_text(blocks("README.md", "yaml")[0])
     assert recipe.load("my.yaml", task="sft").optimizer.name == "soren"
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
 def test_every_measurement_is_explained_and_taken(metric):
     """If not: python docs/make_metrics.py."""
-    metrics = script("make_metrics")
+    metrics = script("docs/make_metrics.py")
     text = metrics.PAGE.read_text(encoding="utf-8")
     assert metrics.page(text) == text
     sources = "".join(file.read_text() for file in (ROOT / "soren_align/training").rglob("*.py"))
@@ -247,7 +230,7 @@ def test_the_license_is_the_text_of_apache_2():
 
 
 def test_a_page_of_the_site_links_to_pages_of_the_site():
-    site = script("make_site")
+    site = script("docs/make_site.py")
     text = (
         "[a](own-data.md#x), [b](../recipes/quickstart/README.md), [c](studies/README.md), [d](../README.md), "
         "[`e`](../soren_align/optim/step.py), [f](https://example.org/a.md), [g](../CONTRIBUTING.md) ![h](house.svg)\n"
@@ -269,7 +252,7 @@ def test_a_page_of_the_site_links_to_pages_of_the_site():
 
 def test_the_site_and_llms_txt_have_every_page_of_the_navigation(tmp_path):
     """README.md excepted, whose place docs/index.md has."""
-    site = script("make_site")
+    site = script("docs/make_site.py")
     files = [file for group in shipped.NAVIGATION.values() for file in group if file != "README.md"]
     assert len({site.place(file) for file in files}) == len(files)
     nav = tomllib.loads(site.CONFIG.format(description="", nav=site.nav()))["project"]["nav"]
@@ -286,7 +269,7 @@ def test_the_site_and_llms_txt_have_every_page_of_the_navigation(tmp_path):
 @pytest.mark.process
 @pytest.mark.sample
 def test_the_site_is_built_and_needs_nothing_from_elsewhere(monkeypatch, tmp_path, capfd):
-    site = script("make_site")
+    site = script("docs/make_site.py")
     monkeypatch.setattr(site, "BUILD", tmp_path / "build")
     monkeypatch.setattr(site, "SITE", tmp_path / "site")
     site.main()

@@ -19,10 +19,10 @@ import soren_align
 from soren_align import SorenSFTTrainer, recipe
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
+from tests.support.pages import blocks
 from tests.support.tiny_models import make_model
 
 pytestmark = pytest.mark.model
-ROOT = Path(__file__).resolve().parent.parent
 DATA = shipped.ROOT / "recipes" / "quickstart" / "data"
 FILES = {"trl-lib/Capybara": "chat_train.jsonl", "trl-lib/ultrafeedback_binarized": "pairs_train.jsonl"}
 
@@ -70,10 +70,10 @@ def groups(trained):
 
 @pytest.mark.rest
 def test_every_block_of_the_page_runs(model):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 7
+    code = blocks("docs/library.md", "python")
+    assert len(code) == 7
     names, steps = {}, []
-    for block in blocks:
+    for block in code:
         exec(re.sub(r'"Qwen/[\w.-]+"', repr(str(model)), block), names)
         steps.append(getattr(names["trainer"].state, "global_step", None))
         assert type(names["trainer"].create_optimizer()).__name__ in ("Soren", "AcceleratedOptimizer")
@@ -84,19 +84,19 @@ def test_every_block_of_the_page_runs(model):
 
 @pytest.mark.rest
 def test_every_block_of_the_page_on_other_trainers_runs(model):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/hosts.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 4
+    code = blocks("docs/hosts.md", "python")
+    assert len(code) == 4
     names = {"model": AutoModelForCausalLM.from_pretrained(model), "dataset": _examples("chat_train.jsonl"),
              "pairs": _examples("pairs_train.jsonl")}  # fmt: skip
-    for block, trainer in zip(blocks[:2], ("SFTTrainer", "DPOTrainer"), strict=True):
+    for block, trainer in zip(code[:2], ("SFTTrainer", "DPOTrainer"), strict=True):
         names["model"].name_or_path = str(model)  # of its tokenizer
         exec(block, names)
         assert type(names["trainer"]).__name__ == trainer
         assert names["trainer"].state.global_step == 2
         assert type(names["trainer"].optimizer.optimizer).__name__ == "Soren"
-    exec(blocks[2], names)
+    exec(code[2], names)
     assert type(names["optimizer"].optimizer).__name__ == "Soren"
-    exec(blocks[3], names)
+    exec(code[3], names)
     module = SimpleNamespace(model=names["accelerator"].unwrap_model(names["model"]))
     assert type(names["configure_optimizers"](module)).__name__ == "Soren"
 

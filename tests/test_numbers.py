@@ -1,19 +1,15 @@
 """Every section of README, of the studies and of the recipes' pages names a source of its numbers."""
 
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 from scipy.stats import t
 
 from soren_align.study.estimates import FAMILY_ERROR, Assumed, Design, detectable_loss, detectable_score, family_size
 from soren_align.study.stats import look_error
+from tests.support.pages import ROOT, script
 
-ROOT = Path(__file__).resolve().parent.parent
-_spec = importlib.util.spec_from_file_location("numbers_of_pages", ROOT / "docs/list_numbers.py")
-numbers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(numbers)
+numbers = script("docs/list_numbers.py")
 
 WITHOUT_SOURCE = {("docs/studies/optimizers.md", ""), ("docs/studies/statistics.md", "What a verdict does not cover")}
 """Sections whose numbers are no figures: 8 bits, 100%. Add none with a figure."""

@@ -1,37 +1,29 @@
 """docs/recipe.md is generated from the recipe's models."""
 
-import importlib.util
-from pathlib import Path
-
 from soren_align.core import shipped
 from soren_align.core.document import schema_text
 from soren_align.core.files import read_text
 from soren_align.core.yaml import parse_yaml
 from soren_align.recipe import OPTIMIZER_SECTIONS, Recipe
 from soren_align.study.config import study_schema
+from tests.support.pages import ROOT, script
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-
-
-def make_reference():
-    spec = importlib.util.spec_from_file_location("make_reference", DOCS / "make_reference.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+DOCS = ROOT / "docs"
+reference = script("docs/make_reference.py")
 
 
 def test_the_page_is_the_generated_one():
-    text = make_reference().recipe_page()
+    text = reference.recipe_page()
     assert (DOCS / "recipe.md").read_text() == text, "run: python docs/make_reference.py"
 
 
 def test_the_shipped_schemas_are_the_generated_ones():
-    for file, schema in make_reference().SCHEMAS.items():
+    for file, schema in reference.SCHEMAS.items():
         assert file.read_text(encoding="utf-8") == schema_text(schema()), "run: python docs/make_reference.py"
 
 
 def test_every_shipped_recipe_and_study_names_its_schema_for_editors():
-    of_recipes, of_studies, _ = (file.resolve() for file in make_reference().SCHEMAS)
+    of_recipes, of_studies, _ = (file.resolve() for file in reference.SCHEMAS)
     for files, schema in ((shipped.recipes(), of_recipes), (shipped.studies(), of_studies)):
         for path in files.values():
             first = path.read_text(encoding="utf-8").splitlines()[0]
@@ -72,7 +64,7 @@ def test_the_schema_knows_every_key_of_a_shipped_study():
 
 
 def test_the_page_has_every_key_with_its_meaning():
-    text = make_reference().recipe_page()
+    text = reference.recipe_page()
     keys = set(Recipe.model_fields) - {"model", "data", "optimizer", "trainer", "run", "eval"}
     keys |= {key for member in OPTIMIZER_SECTIONS.values() for key in member.model_fields}
     for key in keys:

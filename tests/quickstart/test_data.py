@@ -1,7 +1,6 @@
 """The quickstart's data: two real layouts, nothing leaked, and a preference without a shortcut."""
 
 import hashlib
-import importlib.util
 import json
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from soren_align.core import shipped
+from tests.support.pages import script
 
 QUICKSTART = shipped.ROOT / "recipes" / "quickstart"
 BASE = QUICKSTART / "base"
@@ -43,10 +43,7 @@ def fact(question: str, facts: set[tuple[str, str]]) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def make():
-    spec = importlib.util.spec_from_file_location("quickstart_make", QUICKSTART / "make.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("recipes/quickstart/make.py")
 
 
 @pytest.fixture(scope="module")

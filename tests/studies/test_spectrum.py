@@ -1,11 +1,12 @@
 """docs/studies/spectrum.py computes the tables of its page from the runs, and docstrings.py writes the study's data."""
 
 import ast
-import importlib.util
 import json
 from pathlib import Path
 
 from studies import spectrum
+
+from tests.support.pages import script
 
 FOLDER = Path(spectrum.__file__).parent
 RUNS = [json.loads(line) for line in (FOLDER / "smollm2-spectrum.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -28,10 +29,7 @@ def test_the_runs_show_what_the_page_concludes():
 
 
 def test_the_data_have_functions_without_docstring_and_modules_of_their_own(tmp_path):
-    path = FOLDER.parents[1] / "recipes/smollm2-135m/docstrings.py"
-    specification = importlib.util.spec_from_file_location("docstrings", path)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
+    module = script("recipes/smollm2-135m/docstrings.py")
     (tmp_path / "test").mkdir()
     text = 'def f(x):\n    """Return the number x,\n    doubled.\n\n    More."""\n    return 2 * x\n'
     text += "\ndef without_docstring(x):\n    return x\n"
