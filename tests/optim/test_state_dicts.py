@@ -22,13 +22,14 @@ from tests.support.optimizers import (
 )
 
 
-def saved_and_trained_on(make):
-    """A model's and its optimizer's state dicts after two steps, and the model after a third."""
-    model, optimizer = trained(make, 2)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    gradients(model, 2)
+def resumable(make):
+    """An optimizer's state dict after two steps, its model after a third, and a new pair with the weights after two."""
+    expected, optimizer = trained(make, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    model, second = fresh(make, expected.state_dict())
+    gradients(expected, 2)
     optimizer.step()
-    return *saved, model
+    return saved, expected, model, second
 
 
 def assert_resumes(optimizer, model, expected):
@@ -69,8 +70,7 @@ def test_the_state_is_tensors_under_the_names_of_adam():
 
 @EVERY_OPTIMIZER
 def test_hooks_run_in_torchs_order(make):
-    weights, saved, expected = saved_and_trained_on(make)
-    model, optimizer = fresh(make, weights)
+    saved, expected, model, optimizer = resumable(make)
     reference = torch.optim.AdamW(groups(small_model())[0]["params"])
     calls = {optimizer: [], reference: []}
 
@@ -109,7 +109,7 @@ def test_hooks_run_in_torchs_order(make):
 
 @EVERY_OPTIMIZER
 def test_a_pre_hook_sees_the_optimizer_before_it_is_loaded(make):
-    _, saved, _ = saved_and_trained_on(make)
+    saved, *_ = resumable(make)
     _, optimizer = trained(make, 1)
     seen = []
     optimizer.register_load_state_dict_pre_hook(lambda o, _: seen.append([float(s["step"]) for s in o.state.values()]))
@@ -131,10 +131,9 @@ def test_hooks_of_state_dict_see_and_replace_it(make):
 @EVERY_OPTIMIZER
 @pytest.mark.parametrize("number", [float, int, lambda step: step.double(), lambda step: step.bfloat16()[None]])
 def test_a_step_count_of_another_kind_is_converted(make, number):
-    weights, saved, expected = saved_and_trained_on(make)
+    saved, expected, model, optimizer = resumable(make)
     for state in saved["state"].values():
         state["step"] = number(state["step"])
-    model, optimizer = fresh(make, weights)
     optimizer.load_state_dict(saved)
     for state in optimizer.state.values():
         assert (state["step"].dtype, state["step"].shape) == (torch.float32, ())
@@ -162,7 +161,7 @@ def broken(key, value):
     (lambda c: c["param_groups"].pop(), "has 1 parameter groups"),
 ])  # fmt: skip
 def test_a_checkpoint_that_is_refused_leaves_the_optimizer_as_it_was(make, damage, message):
-    _, saved, _ = saved_and_trained_on(make)
+    saved, *_ = resumable(make)
     damage(saved)
     model, optimizer = trained(make, 1)
     reference, _ = trained(make, 2)
@@ -177,8 +176,7 @@ def test_a_checkpoint_that_is_refused_leaves_the_optimizer_as_it_was(make, damag
 
 @EVERY_OPTIMIZER
 def test_what_is_loaded_is_a_copy(make):
-    weights, saved, expected = saved_and_trained_on(make)
-    model, optimizer = fresh(make, weights)
+    saved, expected, model, optimizer = resumable(make)
     optimizer.load_state_dict(saved)
     for state in saved["state"].values():
         for tensor in state.values():
@@ -212,10 +210,9 @@ def test_a_checkpoint_with_names_is_loaded_without_and_the_other_way_round(make,
     lambda name: name.replace(".", "._orig_mod.", 1),  # a compiled block
 ])  # fmt: skip
 def test_the_names_of_a_wrapped_model_are_the_same_names(make, wrapped):
-    weights, saved, expected = saved_and_trained_on(make)
+    saved, expected, model, optimizer = resumable(make)
     for group in saved["param_groups"]:
         group["param_names"] = [wrapped(name) for name in group["param_names"]]
-    model, optimizer = fresh(make, weights)
     optimizer.load_state_dict(saved)
     assert_resumes(optimizer, model, expected)
 
@@ -231,9 +228,8 @@ def test_a_compiled_models_checkpoint_is_loaded_for_the_model_itself():
 
 @EVERY_OPTIMIZER
 def test_keys_that_are_no_settings_are_kept_and_not_compared(make):
-    weights, saved, expected = saved_and_trained_on(make)
+    saved, expected, model, optimizer = resumable(make)
     saved["param_groups"][0].update(name="matrices", max_lr=0.3, swa_lr=0.1, anything=[1])
-    model, optimizer = fresh(make, weights)
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["anything"] == [1]
     assert_resumes(optimizer, model, expected)
@@ -271,9 +267,8 @@ def test_a_checkpoint_between_a_new_group_and_the_next_step_is_loaded(make):
 
 @EVERY_OPTIMIZER
 def test_state_of_no_parameter_is_kept_as_it_is(make):
-    weights, saved, expected = saved_and_trained_on(make)
+    saved, expected, model, optimizer = resumable(make)
     saved["state"]["more"] = {"seed": 3}
-    model, optimizer = fresh(make, weights)
     optimizer.load_state_dict(saved)
     assert optimizer.state["more"] == {"seed": 3}
     assert optimizer.state_dict()["state"]["more"] == {"seed": 3}
