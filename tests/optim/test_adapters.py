@@ -4,9 +4,9 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from soren_align.optim import build_optimizer, param_groups, route
+from tests.support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.model
 
@@ -14,11 +14,8 @@ FACTOR = "LoRA factor (extension, not in the paper)"
 RATE = 0.01
 
 
-def model(config=None, tied=True):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=11, **sizes, tie_word_embeddings=tied))
-    return get_peft_model(llama, config) if config else llama
+def model(config, tied=True):
+    return get_peft_model(tiny_llama(tie_word_embeddings=tied), config)
 
 
 def reasons(found):

@@ -3,20 +3,15 @@
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.optim import build_optimizer, param_groups, route
+from tests.support.tiny_models import tiny_llama
 
 RATES = {"lr": 0.03, "aux_lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-10}
 INSIDE = 7  # matrices of a block
-
-
-def llama(tied: bool) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes, tie_word_embeddings=tied))
 
 
 def spectral(model, **settings):
@@ -26,7 +21,7 @@ def spectral(model, **settings):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head_are_matrices_a_tied_one_once(tied):
-    model = llama(tied)
+    model = tiny_llama(40, tie_word_embeddings=tied)
     inside, everything = spectral(model), spectral(model, matrices="all-2d")
     assert len(inside) == 2 * INSIDE
     tie = ", tied to lm_head.weight" if tied else ""
@@ -39,7 +34,7 @@ def test_embedding_and_head_are_matrices_a_tied_one_once(tied):
 
 
 def test_aux_still_names_parameters_for_adamw():
-    names = spectral(llama(False), matrices="all-2d", aux=["lm_head.*", "*.1.*.q_proj.weight"])
+    names = spectral(tiny_llama(40), matrices="all-2d", aux=["lm_head.*", "*.1.*.q_proj.weight"])
     assert len(names) == 2 * INSIDE
     assert "model.embed_tokens.weight" in names
     assert not {"lm_head.weight", "model.layers.1.self_attn.q_proj.weight"} & set(names)
@@ -89,7 +84,7 @@ def reference_step(weight, gradient, state, step, spectral_map):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("map_name", "spectral_map"), [("released", released), ("exact", released_exact)])
 def test_steps_of_both_states_of_the_released_code_are_those_of_a_plain_reference(tied, map_name, spectral_map):
-    model = llama(tied)
+    model = tiny_llama(40, tie_word_embeddings=tied)
     expected = {name: p.detach().double() for name, p in model.named_parameters()}
     settings = {"map": map_name, "adjust_lr_fn": "original", "matrices": "all-2d"}
     optimizer = build_optimizer(model, name="soren", **RATES, **settings)
@@ -104,7 +99,7 @@ def test_steps_of_both_states_of_the_released_code_are_those_of_a_plain_referenc
 
 
 def test_adamw_has_its_rate_of_matrices_there_too():
-    optimizer = build_optimizer(llama(False), name="adamw", lr=0.1, aux_lr=0.01, matrices="all-2d")
+    optimizer = build_optimizer(tiny_llama(40), name="adamw", lr=0.1, aux_lr=0.01, matrices="all-2d")
     assert [(g["lr"], len(g["params"])) for g in optimizer.param_groups] == [(0.1, 2 * INSIDE + 2), (0.01, 5)]
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+import transformers
 
 from soren_align.optim import OptimizerFactory, route
+from tests.support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.model
-
-transformers = pytest.importorskip("transformers")
 
 SETTINGS = {
     "soren": {"name": "soren", "lr": 1e-2, "aux_lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"},
@@ -18,19 +18,14 @@ SETTINGS = {
 NUM_MATRICES = 2 * 7  # q, k, v, o, gate, up, down in each block
 
 
-def tiny_llama(tied=True):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+def llama(tied=True):
+    return tiny_llama(32, num_key_value_heads=1, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2)
 
 
 def trainer(folder, settings, max_steps, accumulation=1):
     tokens = torch.randint(3, 32, (64, 12), generator=torch.Generator().manual_seed(3))
     return transformers.Trainer(
-        tiny_llama(),
+        llama(),
         transformers.TrainingArguments(
             output_dir=str(folder), max_steps=max_steps, per_device_train_batch_size=2,
             gradient_accumulation_steps=accumulation, save_steps=2, lr_scheduler_type="constant", report_to=[],
@@ -46,7 +41,7 @@ def weights(run):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_llamas_parameters_are_routed_once(tied):
-    model = tiny_llama(tied)
+    model = llama(tied)
     routes = route(model)
     assert {id(r.parameter) for r in routes} == {id(p) for p in model.parameters()}
     assert len(routes) == len(list(model.parameters()))

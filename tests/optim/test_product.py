@@ -8,10 +8,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from soren_align.optim import HTMuon, Muon, Soren, build_optimizer, param_groups, route
 from soren_align.optim.product import num_flops, product_directions
+from tests.support.tiny_models import tiny_llama
 
 M, N, R = 24, 36, 4
 NAMES = {"A": "lora_A.weight", "B": "lora_B.weight"}
@@ -184,14 +184,8 @@ def test_steps_of_factors_without_full_rank_are_finite(dtype, optimizer_class, f
         torch.testing.assert_close((new_a, new_b), (a.to(dtype), b.to(dtype)), rtol=0, atol=0)
 
 
-def plain():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=11, **sizes))
-
-
 def model():
-    return get_peft_model(plain(), LoraConfig(r=4, target_modules="all-linear"))
+    return get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules="all-linear"))
 
 
 def built(adapted, **settings):
@@ -269,7 +263,7 @@ REFUSALS = {
     "A frozen": (lambda: frozen("lora_A"), {}, "lora_B.default.weight is updated without the other factor"),
     "B frozen": (lambda: frozen("0.mlp.up_proj.lora_B"), {}, "up_proj.lora_A.default.weight is updated without"),
     "B in aux": (model, {"aux": ["*1.self_attn.o_proj.lora_B*"], "aux_lr": 0.1}, "o_proj.lora_A.default.weight is"),
-    "nothing": (plain, {}, "'product' has no effect, because"),
+    "nothing": (tiny_llama, {}, "'product' has no effect, because"),
 }
 
 

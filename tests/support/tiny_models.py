@@ -44,6 +44,13 @@ def start_of(folder: Path, lora: Lora | None = None) -> tuple[Model, str, PreTra
     return Model(name_or_path=str(folder), lora=lora), str(folder), AutoTokenizer.from_pretrained(folder)
 
 
+def tiny_llama(vocab_size: int = 11, **settings) -> LlamaForCausalLM:
+    """A random Llama of two blocks, always the same."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **sizes, **settings))
+
+
 def make_reader(folder: Path, seed: int = 0, chat_template: bool = False) -> Path:
     """Write the model of this seed with its tokenizer, as save_pretrained does, and return the folder.
 
