@@ -217,9 +217,8 @@ def test_new_makes_recipe_and_questions_of_a_file(run, tmp_path):
         assert one["answer"] == other["answer"]
         assert one["choices"].count(one["answer"]) == 1
         assert len(set(one["choices"])) == 4
-    assert recipe.load(
-        str(tmp_path / "mine/sft.yaml"), ["data.train.path=mine/chat.jsonl", "eval.suite=mine/questions"]
-    )
+    paths = ["data.train.path=mine/chat.jsonl", "eval.suite=mine/questions"]
+    assert recipe.load(str(tmp_path / "mine/sft.yaml"), paths)
 
 
 @pytest.mark.parametrize(("rows", "options", "message"), [
@@ -263,17 +262,15 @@ def test_variants_of_a_question_stay_on_one_side_of_the_split(run, tmp_path):
     assert not answers[0] & answers[1]
     for record in map(json.loads, (tmp_path / "mine/questions/choice/test.jsonl").read_text().splitlines()):
         assert len({choice.rstrip(".!") for choice in record["choices"]}) == 4  # a variant is no wrong choice
-    (tmp_path / "labels.csv").write_text(
-        "\n".join(["Frage;Auskunft", *(f"Frage {i};{'ja' if i % 2 else 'nein'}" for i in range(60))])
-    )
+    lines = [f"Frage {i};{'ja' if i % 2 else 'nein'}" for i in range(60)]
+    (tmp_path / "labels.csv").write_text("\n".join(["Frage;Auskunft", *lines]))
     assert run("new", "labels", "--data", "labels.csv").code == 0  # answers that are labels make no groups
     assert len((tmp_path / "labels/questions/exact/test.jsonl").read_text().splitlines()) == 20
 
 
 def test_new_states_that_labels_of_few_questions_each_are_held_out_whole(run, tmp_path):
-    (tmp_path / "few.csv").write_text(
-        "\n".join(["Frage;Auskunft", *(f"Frage {i};Abteilung {i % 15}" for i in range(60))])
-    )
+    lines = [f"Frage {i};Abteilung {i % 15}" for i in range(60)]
+    (tmp_path / "few.csv").write_text("\n".join(["Frage;Auskunft", *lines]))
     done = run("new", "few", "--data", "few.csv")
     assert "20 of 20 held-out questions have an answer that no training example has" in " ".join(done.err.split())
 

@@ -19,10 +19,8 @@ def test_no_further_section_has_numbers_without_a_source():
     """If this fails for a section: name the test, the command or the work that its numbers are from."""
     missing = set()
     for page in numbers.PAGES:
-        every = {
-            (str(page.relative_to(ROOT)), section.title): sources for section, sources in numbers.with_sources(page)
-        }
-        missing |= {section for section, sources in every.items() if not sources}
+        name, sections = str(page.relative_to(ROOT)), numbers.with_sources(page)
+        missing |= {(name, section.title) for section, sources in sections if not sources}
     assert missing - WITHOUT_SOURCE == set()
 
 

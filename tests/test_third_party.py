@@ -154,8 +154,7 @@ def test_a_map_and_an_optimizer_of_another_package_are_checked_and_step(environm
 def test_the_commands_know_them(environment):
     plan = ("-m", "soren_align", "plan", "quickstart/sft", "--set")
     assert "cubic, of another package" in run(environment, *plan, "optimizer.map=cubic").stdout
-    assert (
-        "optimizer cubic_muon (cubic, of another package" in run(environment, *plan, "optimizer.name=cubic_muon").stdout
-    )
+    by_name = run(environment, *plan, "optimizer.name=cubic_muon").stdout
+    assert "optimizer cubic_muon (cubic, of another package" in by_name
     assert '"cubic"' in run(environment, "-m", "soren_align", "schema").stdout
     assert "cubic 5" in run(environment, "-m", "soren_align", "bench", "maps", "--shapes", "8x8").stdout

@@ -108,9 +108,8 @@ SLOW_BOMBS = {"loops over what a condition leaves out", "macros that call themse
 )
 def test_a_template_that_takes_too_much_for_a_later_example_is_refused(make_tokenizer, case):
     bomb, reason = BOMBS[case]
-    tokenizer = make_tokenizer(
-        CHATML + "{% if messages[0]['content'] == 'no' %}{% block b %}" + bomb + "{% endblock %}{% endif %}"
-    )
+    later = "{% if messages[0]['content'] == 'no' %}{% block b %}" + bomb + "{% endblock %}{% endif %}"
+    tokenizer = make_tokenizer(CHATML + later)
     before = cpu_seconds()
     with limited_memory(1 << 30), pytest.raises(UserError, match=rf"fails on a later one: .*{reason}"):
         dataset_stats(PICKY, "sft", tokenizer, max_length=None)

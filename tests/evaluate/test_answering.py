@@ -232,10 +232,8 @@ def test_truncated_prompts_are_counted_and_an_error_if_strict(models, tmp_path, 
     assert 0 < len(long) < 120
     rows = [("base", evaluate_model(models[0], only, Options(device="cpu"))), ("SFT", found)]
     assert compare(rows, average=False) == [None, {}]
-    reason = (
-        f"{len(long)} of its prompts were truncated, but 0 of the first model's, because the context lengths differ"
-    )
-    assert unpaired(rows[0][1], found) == {"zoo_mc": reason}
+    reason = f"{len(long)} of its prompts were truncated, but 0 of the first model's, because the context lengths"
+    assert unpaired(rows[0][1], found) == {"zoo_mc": f"{reason} differ"}
     assert whole.truncated == {}
     edit(model / "config.json", max_position_embeddings=6)
     generated = suite.model_copy(update={"tasks": [suite.tasks[1]]})
@@ -265,18 +263,16 @@ def test_in_bfloat16_the_answers_are_lm_evals_too_however_long_the_prompt(reader
     suite = suite.model_copy(update={"tasks": suite.tasks[:1], "average": False, "dtype": "bfloat16"})
     ours = evaluate_model(readers[0], suite, Options(device="cpu"))
     lm = HFLM(pretrained=str(readers[0]), dtype="bfloat16", device="cpu", batch_size=1)
-    theirs = lm.loglikelihood(
-        [Instance("loglikelihood", {}, a, 0) for s in ours.samples["arc_challenge"] for a in s["arguments"]]
-    )
-    assert [r for s in ours.samples["arc_challenge"] for r in s["filtered_resps"]] == theirs
+    samples = ours.samples["arc_challenge"]
+    theirs = lm.loglikelihood([Instance("loglikelihood", {}, a, 0) for s in samples for a in s["arguments"]])
+    assert [r for s in samples for r in s["filtered_resps"]] == theirs
 
 
 def test_pickled_adapters_and_code_that_comes_with_a_model_are_refused(models, small, tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(models[0])})
-    )
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(models[0])}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
     (adapter / "adapter_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match="save its weights as safetensors"):
         evaluate_model(adapter, small[0], Options(device="cpu"))

@@ -199,9 +199,8 @@ def test_clusters_that_all_changed_alike_count_once_each(num_clusters, size, mea
     assert d["num_clusters"] == num_clusters
     average = difference(each, np.repeat(np.arange(num_clusters), size), average=True)
     assert average["p"] >= 2.0 ** (1 - num_clusters)
-    assert average["high"] - average["low"] == pytest.approx(
-        min(100 * (mean + margin), 100) - max(100 * (mean - margin), -100), rel=0.2
-    )
+    width = min(100 * (mean + margin), 100) - max(100 * (mean - margin), -100)
+    assert average["high"] - average["low"] == pytest.approx(width, rel=0.2)
 
 
 def test_one_cluster_is_no_cluster():
@@ -211,9 +210,8 @@ def test_one_cluster_is_no_cluster():
 
 def test_labels_differ_from_another_models_only_by_the_questions():
     base, later = results([0.0] * 4, "aabb"), results([1.0, 0.0, 1.0, 1.0], "aabb")
-    assert compare([("base", base), ("SFT", later)], False) == compare(
-        [("base", base), ("SFT", replace(later, clusters={}))], False
-    )
+    without = replace(later, clusters={})
+    assert compare([("base", base), ("SFT", later)], False) == compare([("base", base), ("SFT", without)], False)
 
 
 def test_a_cluster_is_a_field_of_the_question_or_its_task():

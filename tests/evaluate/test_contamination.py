@@ -204,12 +204,10 @@ def quickstart_tasks():
 @pytest.fixture
 def run(tmp_path, quickstart_tasks):
     """A tiny run whose training examples contain a question of zoo_mc and zoo_gen, and of preference."""
-    own = [
-        quickstart_tasks[column].eval_docs[5][key] for column, key in (("zoo_mc", "question"), ("preference", "prompt"))
-    ]
-    lines = [
-        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "barn"}]} for text in own
-    ]
+    keys = {"zoo_mc": "question", "preference": "prompt"}
+    asked = [quickstart_tasks[column].eval_docs[5][key] for column, key in keys.items()]
+    barn = {"role": "assistant", "content": "barn"}
+    lines = [{"messages": [{"role": "user", "content": text}, barn]} for text in asked]
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines * 8))
     tiny = TinyRun(tmp_path / "run", "sft", "trainer.max_steps=1", f"data.train={{path: {file}}}")
@@ -230,9 +228,8 @@ def test_the_examples_of_a_run_are_read_again_unless_they_were_changed(run, quic
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "load_resolved", lambda path: streamed)
         assert "the run streamed its examples" in overlaps_of_runs(rows, None, tmp_path, console, quickstart_tasks)
-    assert "no model of the table is from a run" in overlaps_of_runs(
-        rows[:1], None, tmp_path, console, quickstart_tasks
-    )
+    base = overlaps_of_runs(rows[:1], None, tmp_path, console, quickstart_tasks)
+    assert "no model of the table is from a run" in base
     with file.open("a") as stream:
         stream.write(file.read_text().splitlines()[0] + "\n")
     changed = overlaps_of_runs(rows, None, tmp_path, console, quickstart_tasks)

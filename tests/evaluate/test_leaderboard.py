@@ -40,10 +40,9 @@ def leaderboard(readers, data_root):
 @pytest.mark.rest
 def test_the_leaderboard_has_62_tasks_and_a_score_for_each(leaderboard):
     _, tasks, found = leaderboard
-    assert {column: len(subtasks(task)) for column, task in tasks.items()} == dict.fromkeys(LEADERBOARD, 1) | {
-        "mmlu": 57
-    }
-    assert sum(len(subtasks(task)) for task in tasks.values()) == 62
+    counts = {column: len(subtasks(task)) for column, task in tasks.items()}
+    assert counts == dict.fromkeys(LEADERBOARD, 1) | {"mmlu": 57}
+    assert sum(counts.values()) == 62
     assert len(found.scores["mmlu"]["subjects"]) == 57
     assert list(found.scores) == [*LEADERBOARD, "average"]
 
@@ -122,9 +121,8 @@ def test_batches_change_log_likelihoods_in_the_last_digits_only(leaderboard, rea
     for column, samples in one.samples.items():
         for a, b in zip(samples, other.samples[column], strict=True):
             if column != "gsm8k":
-                assert [x[0] for x in a["filtered_resps"]] == pytest.approx(
-                    [x[0] for x in b["filtered_resps"]], abs=1e-3
-                )
+                first, second = ([x[0] for x in sample["filtered_resps"]] for sample in (a, b))
+                assert first == pytest.approx(second, abs=1e-3)
 
 
 def test_another_folder_of_the_same_layout_is_read_and_not_remembered(data_root, readers, tmp_path):

@@ -201,9 +201,8 @@ def test_the_files_of_an_evaluation_have_the_normalized_points(suite, folder, sc
         rows = [("base", folder / "model"), ("same", shutil.copytree(folder / "model", folder / "same"))]
         results = evaluate(rows, options, output, device="cpu", cache=folder / "cache", console=Console(quiet=True))
     assert list(_sample_problems(output, suite)) == []  # reads both files
-    assert read_points(output)["same"]["bbh"].each.mean() == pytest.approx(
-        results["rows"][1]["scores"]["bbh"]["value"] / 100
-    )
+    score = results["rows"][1]["scores"]["bbh"]["value"]
+    assert read_points(output)["same"]["bbh"].each.mean() == pytest.approx(score / 100)
     for column, difference in results["rows"][1]["differences"].items():
         assert (difference["value"], difference["p"]) == (0, 1), column
     assert "bbh, below random as 0: base" in (output / "table.md").read_text()

@@ -52,9 +52,8 @@ def test_there_is_a_panel_a_column_and_a_dot_a_row_in_the_tables_order(
         assert panel.get_xlim() == (0, 100)
         assert [text.get_text() for text in panel.texts] == [f"{value:.1f}" for value, *_ in expected]
     names = [label.get_text() for label in drawing.axes[0].get_yticklabels()]
-    assert names == [row["name"] for row in results["rows"]] + [
-        f"{row['name']} (published)" for row in results["published"]
-    ]
+    published = [f"{row['name']} (published)" for row in results["published"]]
+    assert names == [row["name"] for row in results["rows"]] + published
     low, high = drawing.axes[0].get_ylim()
     assert low > high  # the first row on top
     assert drawing.get_suptitle() == results["title"]

@@ -131,9 +131,8 @@ def test_all_formats_of_the_same_answers_give_the_same_comparison(write, tmp_pat
     expected = compare([("a", ModelAnswers({}, {"x": a})), ("b", ModelAnswers({}, {"x": b}))], False)[1]["x"]
     assert (d["model"], d["task"], d["n"]) == ("b", "arc", N)
     assert (d["reference_score"], d["score"]) == (100 * a.mean(), 100 * b.mean())
-    assert {key: d[key] for key in ("low", "high", "p", "p_holm")} == {
-        key: expected[key] for key in ("low", "high", "p", "p_holm")
-    }
+    keys = ("low", "high", "p", "p_holm")
+    assert {key: d[key] for key in keys} == {key: expected[key] for key in keys}
     assert d["difference"] == expected["value"]
     part = part_of(Paired(b - a), smooth=True)
     assert d["detectable"] == 100 * detectable_by(part)

@@ -142,6 +142,7 @@ def _tamper(rng: random.Random, files: Files, as_json: Mutator, as_yaml: Mutator
     texts = sorted(name for name, data in files.items() if isinstance(data, bytes))
     if not texts:
         return
+    entries = _folders(files) + texts
     told = [name for name in texts if name.endswith(("run.json", "results.json", "recipe.yaml", "soren_align.json"))]
     told += [name for name in texts if name.endswith(("adapter_config.json", "merged_from.json", "metrics.jsonl"))]
     match rng.choices(("tree", "names", "bytes", "delete", "link", "kind", "foreign"), (6, 4, 2, 2, 4, 1, 1))[0]:
@@ -153,20 +154,14 @@ def _tamper(rng: random.Random, files: Files, as_json: Mutator, as_yaml: Mutator
             name = rng.choice(told if told and rng.random() < 0.8 else texts)
             files[name] = mutate.content(rng, files[name])
         case "delete":
-            _drop(files, rng.choice(_folders(files) + texts))
+            _drop(files, rng.choice(entries))
         case "link":
-            name = rng.choice(
-                _folders(files) + texts + ["run/.lock", "run/start.part", "run/model.part", "run/merged.part"]
-            )
+            name = rng.choice([*entries, "run/.lock", "run/start.part", "run/model.part", "run/merged.part"])
             _drop(files, name)
-            target = rng.choice(
-                [*OUTSIDE, f"{BOX}/outside/{rng.choice(('victim.txt', 'results.json', 'README.md'))}", "loop"]
-            )
-            files[name] = {"link": target}
+            file = rng.choice(("victim.txt", "results.json", "README.md"))
+            files[name] = {"link": rng.choice([*OUTSIDE, f"{BOX}/outside/{file}", "loop"])}
         case "kind":
-            name = rng.choice(
-                _folders(files) + texts + ["run/.lock", "run/run.json.4711.part", "run/model.part", "run/start.part"]
-            )
+            name = rng.choice([*entries, "run/.lock", "run/run.json.4711.part", "run/model.part", "run/start.part"])
             _drop(files, name)
             files[name] = rng.choice([{}, {}, b"", b"x", {"fifo": True}])
         case "foreign":
@@ -262,9 +257,8 @@ def small_adapter(rng: random.Random) -> Files:
     base = rng.choice(
         ["shipped:recipes/quickstart/base", "base", "adapter", "nobody/nothing", ["x"], None, "~nosuchuser/x", "a\0b"]
     )
-    said = (
-        CONFIG | {"base_model_name_or_path": base} | rng.choice([{}, {}, {"peft_type": "IA3"}, {"modules_to_save": 3}])
-    )
+    more = rng.choice([{}, {}, {"peft_type": "IA3"}, {"modules_to_save": 3}])
+    said = CONFIG | {"base_model_name_or_path": base} | more
     return {"adapter_config.json": json.dumps(said).encode(), "adapter_model.safetensors": b"x"}
 
 
@@ -358,13 +352,12 @@ def model(rng: random.Random, as_json: Mutator) -> tuple[Files, dict[str, Any]]:
     files = dict(model_files())
     if rng.random() < 0.7:
         files.pop("special_tokens_map.json")  # no longer read where tokenizer_config.json has the same
-    if "model.safetensors.index.json" in (changed := rng.sample(MUTATED, rng.choice((1, 1, 2)))):
+    index = "model.safetensors.index.json"
+    if index in (changed := rng.sample(MUTATED, rng.choice((1, 1, 2)))):
         files["model-00001.safetensors"] = files.pop("model.safetensors")
-        files["model.safetensors.index.json"] = files["model.safetensors.index.json"].replace(
-            b"model.saf", b"model-00001.saf"
-        )
+        files[index] = files[index].replace(b"model.saf", b"model-00001.saf")
     else:
-        files.pop("model.safetensors.index.json")
+        files.pop(index)
     for name in dict.fromkeys(changed):
         written = files.get(name, b"{}")
         if name.endswith(".jinja"):

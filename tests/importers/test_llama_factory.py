@@ -205,9 +205,8 @@ def test_an_adapter_that_is_trained_further_is_the_start(project):
     assert (loaded.model.name_or_path, loaded.model.lora) == ("lab/tern-sft", None)
     changes = " ".join(table.partition("changes to the training")[2].partition("renamed")[0].split())
     assert "adapter_name_or_path" in changes
-    assert (
-        "the reference model is the model with this adapter, but in the source the model without an adapter" in changes
-    )
+    reference = "the reference model is the model with this adapter, but in the source the model without an adapter"
+    assert reference in changes
     new = "adapter_name_or_path: a, b\n"
     text, table = project(SFT + "dataset: faq\n" + new)
     assert load_text(text).model.name_or_path == "lab/tern-1b"

@@ -121,10 +121,8 @@ def test_each_key_has_one_note_by_torchtunes_name(text):
 def test_notes_name_what_changes_the_training():
     changed = {key for key, note in notes(FULL).items() if note.changes_training}
     assert changed == {"dataset._component_", "dtype"}
-    added = (
-        FULL.replace('split: "train[:90%]"', "new_system_prompt: Be kind.") + "quantizer: {groupsize: 256}\nfoo: 1\n"
-    )
-    told = notes(added)
+    added = FULL.replace('split: "train[:90%]"', "new_system_prompt: Be kind.")
+    told = notes(added + "quantizer: {groupsize: 256}\nfoo: 1\n")
     assert told["dataset.new_system_prompt"].changes_training
     assert told["quantizer.groupsize"].explanation == "the recipe trains without quantization-aware training"
     assert told["foo"].outcome == "unknown"

@@ -98,27 +98,26 @@ def test_the_first_name_that_matches_a_weight_counts():
     assert [*layouts.values()] == ["blocks 0:32 1:32", "blocks q:32 k:16 v:16"]
 
 
-@pytest.mark.parametrize("architecture", ["phi3", "gpt2"])
-def test_a_contiguous_layer_stores_v_in_the_last_block(architecture):
+@pytest.mark.parametrize(("architecture", "layout"), [("phi3", "linear"), ("gpt2", "transposed")])
+def test_a_contiguous_layer_stores_v_in_the_last_block(architecture, layout):
     """Without v the attention adds nothing: the output no longer depends on q and k."""
     torch.manual_seed(0)
     config = config_of(architecture)
     model = AutoModelForCausalLM.from_config(config).eval()
     tokens = torch.randint(3, 99, (1, 12))
+
+    def blocks(name, weight):
+        return dict(matrices_of("w", weight, split_layout(name, weight.shape, layout, ["q", "k", "v"], config)))
+
     with torch.no_grad():
         for name, weight in model.named_parameters():
             layer = name.split(".")[-2]
             if (layer, config.model_type) in CONTIGUOUS and name.endswith("weight"):
-                layout = "transposed" if architecture == "gpt2" else "linear"
-                layout = split_layout(name, weight.shape, layout, ["q", "k", "v"], config)
-                dict(matrices_of("w", weight, layout))["w.v"].zero_()
+                blocks(name, weight)["w.v"].zero_()
         before = model(tokens).logits
         for name, weight in model.named_parameters():
             if name.split(".")[-2] in ("qkv_proj", "c_attn") and name.endswith("weight"):
-                layout = "transposed" if architecture == "gpt2" else "linear"
-                matrices = dict(
-                    matrices_of("w", weight, split_layout(name, weight.shape, layout, ["q", "k", "v"], config))
-                )
+                matrices = blocks(name, weight)
                 matrices["w.q"].normal_()
                 matrices["w.k"].normal_()
         assert torch.allclose(model(tokens).logits, before, atol=1e-6)

@@ -18,9 +18,8 @@ NAMES = {"A": "lora_A.weight", "B": "lora_B.weight"}
 LAYOUTS = {"lora_A.weight": f"lora_A {M}", "lora_B.weight": f"lora_B {N}"}
 LR, DECAY, MOMENTUM = 0.5, 0.1, 0.9
 MEASURED = {"adjust_lr_fn": "match_rms_measured"}
-SETTINGS = [
-    {"map": name} for name in ("minimax", "exact", "sns", "released", "identity", "tanh", "high_pass", "random")
-]
+MAPS = ("minimax", "exact", "sns", "released", "identity", "tanh", "high_pass", "random")
+SETTINGS = [{"map": name} for name in MAPS]
 SETTINGS += [{"optimizer_class": HTMuon, "p": 0.5}, {"map": "exact", "nesterov": False}]
 
 
@@ -202,9 +201,8 @@ def take_step(adapted, optimizer, step=0):
 @pytest.mark.model
 def test_the_factors_of_peft_are_routed_in_pairs():
     (group,) = param_groups(model(), lr=0.1, lora_update="product")
-    assert {r.reason for r in route(model(), lora_update="product")} == {
-        "LoRA factor, updated as the product B A (extension, not in the paper)"
-    }
+    reason = "LoRA factor, updated as the product B A (extension, not in the paper)"
+    assert {r.reason for r in route(model(), lora_update="product")} == {reason}
     layouts = {name.removeprefix("base_model.model.model.layers."): x for name, x in group["weight_layouts"].items()}
     assert layouts["1.mlp.down_proj.lora_A.default.weight"] == "lora_A 16"
     assert layouts["1.mlp.down_proj.lora_B.default.weight"] == "lora_B 24"

@@ -106,9 +106,8 @@ def test_without_a_measured_scale_an_update_keeps_its_norm(second_moment):
     plain, _ = trained([0], **settings)
     divided, _ = trained([0], second_moment=second_moment, **settings)
     for name, parameter in divided.items():
-        assert float((parameter.detach() - 1).norm()) == pytest.approx(
-            float((plain[name].detach() - 1).norm()), rel=1e-4
-        )
+        norm, expected = (float((p.detach() - 1).norm()) for p in (parameter, plain[name]))
+        assert norm == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_rows_of_normuons_first_update_have_equal_norms():

@@ -33,9 +33,8 @@ def cost_of(matrices, num_others, mode, num_ranks, optimizer=None, bucket_mb=BUC
     if keys["name"] != "soren":
         del keys["precision"]
     section = OPTIMIZER_SECTIONS[keys["name"]](**keys)
-    return step_cost(
-        Rank(ModelSizes(matrices, num_others, **(sizes or {})), mode, num_ranks, section, **settings), bucket_mb
-    )
+    sizes = ModelSizes(matrices, num_others, **(sizes or {}))
+    return step_cost(Rank(sizes, mode, num_ranks, section, **settings), bucket_mb)
 
 
 def num_bytes(cost, location="device", phase="always"):

@@ -27,9 +27,8 @@ def test_a_wrong_combination_gets_one_sentence(overrides, message):
 
 
 def test_a_description_names_what_differs_from_the_optimizer():
-    section = OPTIMIZER_SECTIONS["muon"].model_validate(
-        {"name": "muon", "lr": 0.1, "second_moment": "elements", "map_input": "sign", "match_rms": "adamw"}
-    )
+    keys = {"name": "muon", "lr": 0.1, "second_moment": "elements", "map_input": "sign", "match_rms": "adamw"}
+    section = OPTIMIZER_SECTIONS["muon"].model_validate(keys)
     expected = "muon (map of signs; second moment of elements; scale match_rms_measured, RMS 0.229)"
     assert section.description == expected
     assert section.rms == pytest.approx(math.sqrt(0.1 / 1.9))
