@@ -27,7 +27,7 @@ from soren_align.recipe import Eval
 from soren_align.recipe.schema import Lora
 from soren_align.training import run as training
 from tests.support import command
-from tests.support.edited_files import edit, replace
+from tests.support.edited_files import edit
 from tests.support.run_folders import record_run
 from tests.support.tiny_models import CHATML, start_of
 
@@ -63,7 +63,8 @@ def test_a_base_without_template_is_evaluated_with_the_runs_and_compared(plain, 
 
 def test_rows_of_different_prompts_are_shown_uncompared_or_get_the_runs_template(models, tmp_path):
     other = shutil.copytree(models[1], tmp_path / "other")
-    replace(other / "chat_template.jinja", "<|assistant|>", "<|user|>")
+    template = (other / "chat_template.jinja").read_text()
+    (other / "chat_template.jinja").write_text(template.replace("<|assistant|>", "<|user|>"))
     rows = [("base", models[0]), ("SFT", other)]
     results, screen, page = table(rows, tmp_path / "own")
     assert results["rows"][1]["differences"] == {}
