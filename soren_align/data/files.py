@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..core.errors import UserError
-from ..core.files import CHUNK_BYTES, chunk_digests, chunks_of, file_sha256
+from ..core.files import CHUNK_BYTES, chunk_digests, chunks_of, file_sha256, is_text
 from ..recipe import STDLIB, csv_columns, data_files, data_suffix, refuse_wide_characters
 
 MAX_RATIO, MAX_UNCHECKED = 200, 1 << 26
@@ -128,13 +128,13 @@ def _bounded_lines(file: Path, stream: Any, first: int = 1) -> Iterator[Any]:
 
 def _lines(file: Path) -> Iterator[tuple[int, Any]]:
     """A JSON value, or a text, per line."""
-    is_text = data_suffix(file) == ".txt"
+    is_plain = data_suffix(file) == ".txt"
     with _open(file) as stream:
         for number, line in enumerate(_bounded_lines(file, stream), start=1):
             try:
                 text = line.decode("utf-8-sig")
                 if text.strip():
-                    yield number, {"text": text.rstrip("\r\n")} if is_text else json.loads(text)
+                    yield number, {"text": text.rstrip("\r\n")} if is_plain else json.loads(text)
             except json.JSONDecodeError as error:
                 yield number, InvalidRecord(f"is not JSON: {error.msg} at column {error.colno}")
             except UnicodeDecodeError as error:
@@ -146,20 +146,16 @@ def _lines(file: Path) -> Iterator[tuple[int, Any]]:
 def _csv(file: Path) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(MAX_LINE)
     with io.TextIOWrapper(_open(file), "utf-8-sig", errors="surrogateescape", newline="") as stream:
-        head = next(_bounded_lines(file, stream), "")
-        names, delimiter = csv_columns(str(file), head)
+        names, delimiter = csv_columns(str(file), next(_bounded_lines(file, stream), ""))
         rows, number = csv.reader(_bounded_lines(file, stream, 2), delimiter=delimiter, strict=True), 2
         try:
             for row in rows:
                 if row and len(row) != len(names):
                     yield number, InvalidRecord(f"has {len(row)} fields, but the file has {len(names)} columns")
+                elif row and not is_text("".join(row)):
+                    yield number, InvalidRecord(f"is not UTF-8{_TO_UTF_8}")
                 elif row:
-                    try:
-                        "".join(row).encode()
-                    except UnicodeEncodeError:
-                        yield number, InvalidRecord(f"is not UTF-8{_TO_UTF_8}")
-                    else:
-                        yield number, dict(zip(names, row, strict=True))
+                    yield number, dict(zip(names, row, strict=True))
                 number = rows.line_num + 2
         except csv.Error as error:
             raise UserError(f"{file}:{number}: is no valid CSV: {error}; correct this line") from None
@@ -325,8 +321,7 @@ class StandardLibrary(LocalFiles):
 
 def is_validation(name: str) -> bool:
     """Whether the example with this name is in the split `validation`."""
-    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
-    return number < VALIDATION_SHARE * 2**64
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < VALIDATION_SHARE * 2**64
 
 
 @cache

@@ -1,6 +1,7 @@
 """The tokens of an example: loss mask and truncation."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -56,8 +57,7 @@ class EncodedExample(NamedTuple):
             return f"the prompt alone fills max_length {max_length}"
         if others:
             is_equal = first.ids[:max_length] == others[0].ids[:max_length]
-            is_truncated = max_length is not None and self.length > max_length
-            within = f" within max_length {max_length}" * is_truncated
+            within = f" within max_length {max_length}" * (max_length is not None and self.length > max_length)
             return f"{EQUAL_ANSWERS}{within}" if is_equal else None
         if max_length is not None and not any(first.truncated(max_length).trained):
             return f"no token to train on within max_length {max_length}"
@@ -201,11 +201,9 @@ class Rendering:
         }
         text, kinds = self.text, []
         for kind, others in changed.items():
-            try:
+            with suppress(Exception):  # of the template
                 if others != (turns, tools) and self.of(others[0], tools=others[1] or None) == text:
                     kinds.append(kind)
-            except Exception:
-                pass
         prints_reasoning = not any("reasoning" in kind for kind in kinds)
         is_silent = "tool calls" in kinds and any(
             turn["role"] == "assistant"

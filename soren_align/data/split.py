@@ -150,8 +150,7 @@ def _from_hub(spec: DataSplit, task: TaskName) -> tuple[Dataset, Format, dict[st
     dataset, revision = hub.fetch(spec.path, spec.split, spec.revision, spec.name)
     if spec.limit is not None:
         dataset = dataset.select(range(min(spec.limit, len(dataset))))
-    first = dataset.select(range(min(SAMPLE_SIZE, len(dataset))))
-    form = format_of(examples_of(first), spec, task, place)
+    form = format_of(examples_of(dataset), spec, task, place)
     dataset = dataset.select_columns(form.columns_read)
     numbered = ((f"{place} record {i}", example) for i, example in enumerate(examples_of(dataset), start=1))
     is_changed, reasons, valid = form.columns_read != list(form.outputs), [], []
