@@ -211,7 +211,12 @@ class ReferenceCheck(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Check new runs only: a resumed run was checked at its own first step."""
-        self.is_pending = state.global_step == 0 and not _is_random(self.trainer)
+        rates = [self.trainer.args.neftune_noise_alpha or 0.0]  # of random numbers: noise, dropout in any layer
+        for module in self.trainer.model.modules():
+            rates += [module.p] if isinstance(module, _DropoutNd) else []
+            numbers = ((name, value) for name, value in vars(module).items() if isinstance(value, float))
+            rates += [value for name, value in numbers if "drop" in name or "jitter" in name]
+        self.is_pending = state.global_step == 0 and not any(rate > 0 for rate in rates)
 
     def add(self, loss: Tensor, completion_mask: Tensor) -> None:
         """Note a micro-batch of this rank: its loss, tokens and answers."""
@@ -271,19 +276,6 @@ def _limits(trainer: Any, tokens: float, num_pairs: float) -> tuple[float, float
     reward = trainer.beta * (random / math.sqrt(num_pairs) + bias)
     # ln(1 + exp(-x)) = ln 2 - x / 2 + x^2 / 8 - ... for the margin x of a pair
     return reward, reward + (trainer.beta * 2 * (random + bias)) ** 2 / 8 + 1e-6
-
-
-def _is_random(trainer: Any) -> bool:
-    """Whether the policy's training passes draw random numbers: dropout in layers, attention or routers, and noise."""
-    if trainer.args.neftune_noise_alpha:
-        return True
-    for module in trainer.model.modules():
-        if isinstance(module, _DropoutNd) and module.p > 0:
-            return True
-        named = ((name, value) for name, value in vars(module).items() if "drop" in name or "jitter" in name)
-        if any(isinstance(value, float) and value > 0 for _, value in named):
-            return True
-    return False
 
 
 def _without_paths(source: Any) -> Any:

@@ -427,7 +427,7 @@ class SorenPretrainer(SorenSFTTrainer):
                 self.control = handler.on_prediction_step(self.args, self.state, self.control)
         loss_sum, num_tokens = self._ranks.sums(sums.tolist())
         loss = loss_sum / max(num_tokens, 1.0)
-        metrics = {"loss": loss, "perplexity": perplexity(loss), "tokens": int(num_tokens)}
+        metrics = {"loss": loss, "perplexity": math.exp(loss) if loss < 709 else math.inf, "tokens": int(num_tokens)}
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(None, None, metrics, num_examples)  # pyright: ignore[reportArgumentType]
 
@@ -440,8 +440,3 @@ class SorenPretrainer(SorenSFTTrainer):
         if last is None or last["step"] != self.state.global_step or self.args.load_best_model_at_end:
             last = self.evaluate()
         return {"loss": last["eval_loss"], "perplexity": last["eval_perplexity"], "num_tokens": last["eval_tokens"]}
-
-
-def perplexity(loss: float) -> float:
-    """Return exp(loss); infinity beyond the largest float."""
-    return math.exp(loss) if loss < 709 else math.inf
