@@ -127,7 +127,8 @@ def report_setup(
     matrices = f"{optimizer.description}, lr {optimizer.lr:g}: {num_matrices:,} matrices"
     others = sum(row["tensors"] for row in routing if row["rule"] == "adamw")
     lines = [matrices + f", {share:.1%} of the trained parameters" * bool(others)]
-    lines += [f"adamw, lr {optimizer.aux_lr:g}: {others:,} other parameters, {1 - share:.1%}"] * bool(others)
+    if others:
+        lines.append(f"adamw, lr {optimizer.aux_lr:g}: {others:,} other parameters, {1 - share:.1%}")
     print_labelled(console, "optimizer", *lines)
 
 
