@@ -25,12 +25,15 @@ Weight decay: each factor decays by half of it, so that the product decays by al
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..spectral.matrices import frobenius_norm
+
+if TYPE_CHECKING:
+    from .layout import Batch
 
 WEIGHTS = "weights"
 """The key of a factor's own numbers, which are sent to its owner rank as a map's state is."""
@@ -42,24 +45,25 @@ CUTOFF = 1e-12
 
 
 def product_directions(
-    factors: tuple[Tensor, Tensor],
-    momenta: tuple[Tensor, Tensor],
-    maps: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]],
+    factor_a: "Batch",
+    factor_b: "Batch",
+    map_matrices: Callable[..., Tensor],
     *,
     step_size: float,
     to_unit_rms: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The directions (dA, dB) of the factors (A, B), [..., r, n] and [..., m, r], from their momenta N.
+    """The directions (dA, dB) of factors A and B, [..., r, n] and [..., m, r], whose inputs are their momenta N.
 
-    maps: f, for A and for B. step_size: lr * scale. to_unit_rms: divide both directions by one number, so that
-    dB A + B dA has an RMS of 1. Nothing is modified.
+    map_matrices: f, see `step.GroupMaps`. step_size: lr * scale. to_unit_rms: divide both directions by one number, so
+    that dB A + B dA has an RMS of 1. Nothing is modified.
     """
-    dtype, eye = momenta[0].dtype, torch.eye(factors[0].shape[-2]).to(momenta[0].device, torch.float64)
-    a, b = (factor.to(eye) for factor in factors)
+    n_a, n_b = factor_a.inputs, factor_b.inputs
+    dtype, eye = n_a.dtype, torch.eye(n_a.shape[-2]).to(n_a.device, torch.float64)
+    a, b = (factor.map_state[WEIGHTS].view(factor.inputs.shape).to(eye) for factor in (factor_a, factor_b))
     gram_a = a @ a.mT
     (_, inverse_a), (root_b, inverse_b) = _root(gram_a), _root(b.mT @ b)
-    y_a = maps[0]((inverse_b.mT @ momenta[0].double()).to(dtype)).double()
-    y_b = maps[1]((momenta[1].double() @ inverse_a).to(dtype)).double()
+    y_a = map_matrices((inverse_b.mT @ n_a.double()).to(dtype), factor_a.names).double()
+    y_b = map_matrices((n_b.double() @ inverse_a).to(dtype), factor_b.names).double()
 
     full_norm = math.sqrt(b.shape[-2] * a.shape[-1])  # of a matrix [m, n] with an RMS of 1
     norm_b = full_norm if to_unit_rms else frobenius_norm(y_b)

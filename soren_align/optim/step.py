@@ -1,31 +1,32 @@
 """The step of Soren, Muon and HTMuon, on one process or many: Algorithm 2 of the Soren paper, with decoupled decay.
 
-For a matrix W [m, n] with gradient G and momentum M (zeros before the first step):
+`SpectralOptimizer.step` (optim/optimizer.py) calls `spectral_step_` for each group of matrices. The gradients are then
+averaged over the ranks, clipped and finite. For a matrix W [m, n] with gradient G and momentum M (at first zeros):
 
-    M <- momentum * M + (1 - momentum) * G                update_momentum_
-    N <- momentum * M + (1 - momentum) * G                nesterov; without it N <- M
-    N <- sign(N)                                          only for map_input: sign
-    O <- U f(S) V^T  for  N = U S V^T                     map_matrix of the optimizer's class; Soren: f = sigmoid
-    O <- O / root of its second moments, norm unchanged   only for second_moment: rows or elements
-    O <- O / RMS(O)                                       only for match_rms_measured: with_unit_rms
-    W <- (1 - lr * weight_decay) * W                      decay_and_add_
-    W <- W - lr * scale(m, n) * O                         decay_and_add_ with the class's lr_scale
+    M <- momentum * M + (1 - momentum) * G      update_momentum_
+    N <- momentum * M + (1 - momentum) * G      nesterov; without it N <- M
+    N <- sign(N)                                only for map_input: sign
+    O <- U f(S) V^T  for  N = U S V^T           map_matrix of the optimizer's class, by the maps of soren_align/spectral
+    O <- O / root of its second moments         only for second_moment, of rows or elements; the norm stays
+    O <- O / RMS(O)                             only for match_rms_measured
+    W <- (1 - lr * weight_decay) * W            decay_and_add_
+    W <- W - lr * scale(m, n) * O               decay_and_add_; scale is the class's lr_scale
 
-LoRA factors that are updated as their product have other directions O: see `product`.
+The map, the moments of rows and the RMS need a whole matrix; all else is elementwise. So each matrix has an owner: the
+rank that maps it. `spectral_step_` is the same function everywhere; an `Exchange` decides what is sent:
 
-Only the map, the moments of the rows and the RMS need a whole matrix; all else is elementwise. (With moments of
-elements the RMS is a sum over the shards, see `second_moment`.) So each matrix has one rank that maps it, its owner,
-and `spectral_step_` is the same function everywhere. Its exchange decides what is sent:
+    one process    Nothing is sent. Matrices of one shape are mapped in batches, as many as the workspace holds.
+    ZeRO, FSDP2    Each rank has shards of W, G and M, and updates these. N is gathered on the matrix's owner, and O is
+                   scattered to the shards, by one all-to-all each, in buckets of bounded size. While bucket i is
+                   mapped, bucket i + 1 is gathered and the outputs of bucket i - 1 arrive. A matrix that is whole on
+                   one rank is not sent.
+    DDP            Each rank has all of W, G and M, and updates all of M. The owner alone maps its matrices and updates
+                   their W, which is broadcast while the next bucket is mapped.
 
-    one process    nothing. Matrices of one shape are mapped in batches, as many as the workspace holds.
-    ZeRO, FSDP2    Each rank has shards of W, G and M. N is gathered on the matrix's owner and O is scattered to the
-                   shards, by one all-to-all each, in buckets of bounded size: bucket i + 1 is gathered while i is
-                   mapped, and the O of i - 1 arrives. A matrix that is whole on one rank is not sent.
-    DDP            Each rank has all of W, G and M. The owner alone maps its matrices and updates their W, which is
-                   broadcast while the next bucket is mapped.
-
-The exchanges are in `optim/layout.py` (one process), `sharding/gather.py` and `sharding/ddp.py`; owners and buckets in
-`sharding/plan.py`. AdamW's step, of all other parameters, is torch's own (`optim/adamw.py`).
+The exchanges are in optim/layout.py (one process), sharding/gather.py and sharding/ddp.py; owners and buckets in
+sharding/plan.py. Second moments of elements lie in shards as W does: they divide O after it is scattered, and the
+RMS is then a sum over the ranks (optim/second_moment.py). LoRA factors that are updated as their product have other
+directions O (optim/product.py). AdamW's step, of all other parameters, is torch's own (optim/adamw.py).
 """
 
 import math
@@ -40,7 +41,7 @@ from torch import Tensor
 from ..spectral.matrices import frobenius_norm
 from .eight_bits import blocks_of, decoded, encode_
 from .layout import Exchange, MapRequest, Named, Shard, local, update_shape
-from .product import WEIGHTS, is_factor, product_directions
+from .product import is_factor, product_directions
 from .rounding import chunks, master_weights, store_master_weights_
 from .second_moment import ROWS, divided_by_elements, divided_by_rows, rescaled_
 
@@ -54,8 +55,7 @@ class GroupMaps:
     scale: Callable[[int, int], float]
     """(m, n) -> the factor of lr."""
     map_matrices: Callable[..., Tensor]
-    """Matrices [m, n] or [k, m, n], their names, their state by keyword -> the outputs; not modified, but for the
-    state."""
+    """Matrices [m, n] or [k, m, n], their names, their state by keyword -> O. Only the state is modified."""
     workspace_mb: float | None
     """See `layout.matrix_batches`."""
 
@@ -74,17 +74,18 @@ def spectral_step_(
     observers: are shown every update on this rank before it is made, for measurements.
     """
     for _, parameter in named:
-        state[parameter]["step"] = state[parameter]["step"] + 1  # a new tensor: a state dict may hold the old one
+        state[parameter]["step"] = state[parameter]["step"] + 1  # not in place: a state dict may hold the old tensor
         update_momentum_(state[parameter], local(parameter.grad), group["momentum"])
 
     for shard, direction in directions(group, state, exchange, maps):
         weight, compensation = shard.weight, shard.compensation
-        direction = direction.reshape(weight.shape).to(weight.device)  # flat, and on a GPU where weights are not
-        factor = maps.scale(*update_shape(shard.shape, shard.layout))
+        direction = direction.reshape(weight.shape).to(weight.device)  # it was flat, and perhaps on a GPU
+        scale = maps.scale(*update_shape(shard.shape, shard.layout))
+        # A product of two factors decays by all of weight_decay if each factor decays by half of it.
         decay = group["weight_decay"] / (2 if is_factor(shard.layout) else 1)
         for observe in observers:
-            observe(PendingUpdate(shard.name, group, weight, compensation, direction, maps.lr, decay, factor))
-        decay_and_add_(weight, compensation, direction, lr=maps.lr, scale=factor, weight_decay=decay)
+            observe(PendingUpdate(shard.name, group, weight, compensation, direction, maps.lr, decay, scale))
+        decay_and_add_(weight, compensation, direction, lr=maps.lr, scale=scale, weight_decay=decay)
         direction = None  # freed before the next batch is made
 
 
@@ -96,53 +97,47 @@ def directions(
     *,
     is_trial: bool = False,
 ) -> Iterator[tuple[Shard, Tensor]]:
-    """Yield (shard, O) for all shards on this rank; use each before the next. Collective. Arguments: `spectral_step_`.
+    """Yield (shard, O) for all shards that this rank updates. Collective. Arguments: `spectral_step_`.
 
+    Update the shard before taking the next one: then other outputs arrive, and DDP broadcasts the updated weights.
     is_trial: of the coming step, whose momentum is not updated yet; no state changes, and second moments are left out.
     """
     is_measured, beta = group["adjust_lr_fn"] == "match_rms_measured", group["second_moment_beta"]
-    has_elements = group["second_moment"] == "elements" and not is_trial
-    adapt = partial(divided_by_elements, beta=beta) if has_elements else None
+    by_elements = group["second_moment"] == "elements" and not is_trial
 
     def mapped(is_transposed: bool, matrices: Tensor, names: Sequence[str], **map_state: Tensor) -> Tensor:
         row_moments = map_state.pop(ROWS, None)
         if is_trial:
             row_moments, map_state = None, {key: numbers.clone() for key, numbers in map_state.items()}
-        if is_transposed and map_state:  # whose shape is that of a matrix as nn.Linear stores it
+        if is_transposed and map_state:  # the state has the form of a matrix as nn.Linear stores it
             output = maps.map_matrices(matrices.mT, names, **map_state).mT
         else:
             output = maps.map_matrices(matrices, names, **map_state)
         if row_moments is not None:
             output = divided_by_rows(output, row_moments, beta, transposed=is_transposed)
-        return with_unit_rms(output) if is_measured and adapt is None else output
+        return with_unit_rms(output) if is_measured and not by_elements else output
 
-    shards = exchange.shards(state)
-    map_input = partial(map_input_of, group=group, is_coming=is_trial)
-    batches = exchange.whole_matrices(shards, MapRequest(map_input, maps.workspace_mb, adapt))
+    request = MapRequest(
+        partial(map_input, group=group, is_trial=is_trial),
+        maps.workspace_mb,
+        adapt=partial(divided_by_elements, beta=beta) if by_elements else None,
+    )
+    batches = exchange.whole_matrices(exchange.shards(state), request)
     for batch in batches:
-        if is_factor(batch.layout):
-            pair = a, b = batch, next(batches)  # the factors of a product
-            weights_of_a, weights_of_b = (part.map_state[WEIGHTS].view(part.inputs.shape) for part in pair)
-            map_a, map_b = (partial(maps.map_matrices, names=part.names) for part in pair)
-            step_size = float(maps.lr) * maps.scale(*update_shape(a.inputs.shape[-2:], a.layout))
-            outputs = product_directions(
-                (weights_of_a, weights_of_b),
-                (a.inputs, b.inputs),
-                (map_a, map_b),
-                step_size=step_size,
-                to_unit_rms=is_measured,
-            )
-            del a, b, weights_of_a, weights_of_b  # freed with the pair
-        else:
-            pair = (batch,)
-            # None in a batch that only brings outputs of other ranks.
-            outputs = (batch.map(partial(mapped, "transposed" in batch.layout)) if batch.names else None,)
-        returned = (part.returned(output) for part, output in zip(pair, outputs, strict=True))
+        if is_factor(batch.layout):  # A of a product; B is the next batch
+            unit = (batch, next(batches))
+            step_size = float(maps.lr) * maps.scale(*update_shape(batch.inputs.shape[-2:], batch.layout))
+            outputs = product_directions(*unit, maps.map_matrices, step_size=step_size, to_unit_rms=is_measured)
+        elif batch.names:
+            unit, outputs = (batch,), (batch.map(partial(mapped, "transposed" in batch.layout)),)
+        else:  # this rank maps no matrix of the bucket: its shards have outputs of other ranks
+            unit, outputs = (batch,), (None,)
+        returned = (part.returned(output) for part, output in zip(unit, outputs, strict=True))
         for shard, direction in chain.from_iterable(returned):
-            if adapt is not None:
+            if by_elements:
                 direction = rescaled_(shard, direction, to_unit_rms=is_measured)
             yield shard, direction
-        batch = pair = outputs = returned = direction = None  # freed before the next batch is made
+        batch = unit = outputs = returned = direction = None  # freed before the next batch is made
 
 
 def update_momentum_(state: dict[str, Tensor], grad: Tensor, coefficient: float) -> None:
@@ -162,13 +157,13 @@ def nesterov(momentum: Tensor, grad: Tensor, coefficient: float) -> Tensor:
     return grad.to(momentum.dtype).lerp(momentum, coefficient)
 
 
-def map_input_of(shard: Shard, group: dict[str, Any], is_coming: bool = False) -> Tensor:
+def map_input(shard: Shard, group: dict[str, Any], is_trial: bool = False) -> Tensor:
     """N of a shard, or its sign, in the shape of its weight; may be the momentum itself: do not modify it.
 
-    is_coming: the momentum is still that of the last step.
+    is_trial: the momentum is still that of the last step.
     """
     numbers, grad = shard.momentum, shard.view_of(shard.parameter.grad)
-    if is_coming:
+    if is_trial:
         numbers = numbers.lerp(grad.to(numbers.dtype), 1 - group["momentum"])
     if group["nesterov"]:
         numbers = nesterov(numbers, grad, group["momentum"])
@@ -178,7 +173,7 @@ def map_input_of(shard: Shard, group: dict[str, Any], is_coming: bool = False) -
 def with_unit_rms(output: Tensor) -> Tensor:
     """Each matrix of a map's output [..., m, n], not modified, over its root mean square; zero stays zero.
 
-    An RMS below 1e-12, of a map that is not scale-free, counts as 1e-12.
+    An RMS below 1e-12, which only maps that are not scale-free have, counts as 1e-12.
     """
     rms = frobenius_norm(output) / math.sqrt(output.shape[-2] * output.shape[-1])
     return output / rms.clamp(min=1e-12)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from soren_align.optim import HTMuon, Muon, Soren, build_optimizer, param_groups, route
-from soren_align.optim.product import num_flops, product_directions
+from soren_align.optim.layout import Batch
+from soren_align.optim.product import WEIGHTS, num_flops, product_directions
 from tests.support.tiny_models import tiny_llama
 
 M, N, R = 24, 36, 4
@@ -276,9 +277,9 @@ def test_settings_that_need_one_choice_of_factors_are_refused(case):
 def test_flops_beside_the_maps_are_those_that_the_plan_counts():
     rank, rows, columns = 8, 640, 960  # products of [r, r] are 3% here
     a, b = torch.randn(rank, columns), torch.randn(rows, rank)
+    factors = [Batch(x, "linear", [], lambda _: iter(()), {WEIGHTS: x}) for x in (a, b)]
     with FlopCounterMode(display=False) as counter:
-        identity = (lambda x: x, lambda x: x)
-        product_directions((a, b), (a, b), identity, step_size=0.1, to_unit_rms=True)
+        product_directions(*factors, lambda x, _: x, step_size=0.1, to_unit_rms=True)
     planned = num_flops(a.shape, f"lora_A {rows}") + num_flops(b.shape, f"lora_B {columns}")
     assert counter.get_total_flops() == pytest.approx(planned, rel=0.05)
     assert math.prod((10, rank, rank, columns)) + math.prod((8, rank, rank, rows)) == planned
