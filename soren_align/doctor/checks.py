@@ -14,8 +14,6 @@ from pathlib import Path
 from ..core.errors import in_one_line
 from .findings import Finding, Machine
 
-Function = Callable[[Machine], Iterator[Finding]]
-
 
 @dataclass(frozen=True)
 class Check:
@@ -25,7 +23,7 @@ class Check:
     seconds: float
     quick_seconds: float
 
-    def load(self) -> Function:
+    def load(self) -> Callable[[Machine], Iterator[Finding]]:
         """Import the function, with all that its module needs."""
         module, _, name = self.function.partition(".")
         return getattr(import_module(f".{module}", __package__), name)

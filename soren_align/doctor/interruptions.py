@@ -6,12 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..run.folder import RunFolder, step_of
 from .findings import Finding, Machine, judged, last_line
-from .trainings import TOLERANCE, TrainingError, command, folder_of, furthest, ranks_of, train
+from .trainings import TOLERANCE, TrainingError, checked_output, command, folder_of, furthest, ranks_of, train
 
 END_SECONDS = 60.0
 """For the processes to end after a kill or SIGTERM."""
@@ -30,21 +30,17 @@ def interruptions(machine: Machine) -> Iterator[Finding]:
     run = folder_of(machine, "interrupted")
     shutil.rmtree(run, ignore_errors=True)
 
-    code, seconds, errors = _interrupt(machine, run, _kill_rank)
+    code, seconds, errors = _interrupt(machine, run, signal.SIGKILL)
     passes = code == 1 and seconds < END_SECONDS and "SIGKILL" in errors
     reason = f"after the SIGKILL of a rank, the job {where} ends with exit code {code} after {seconds:.0f} s: {errors}"
     yield judged("kill -9 of a rank", f"ended after {seconds:.1f} s", f"< {END_SECONDS:.0f} s, exit 1", passes, reason)
 
-    code, seconds, errors = _interrupt(machine, run, lambda process: process.send_signal(signal.SIGTERM))
+    code, seconds, errors = _interrupt(machine, run, signal.SIGTERM)
     passes = code == 130 and seconds < END_SECONDS and newest_step(run) > 0
     reason = f"after SIGTERM, the job {where} ends with exit code {code} after {seconds:.0f} s: {errors}"
     yield judged("SIGTERM", f"ended after {seconds:.1f} s", f"< {END_SECONDS:.0f} s, exit 130", passes, reason)
 
-    words = command(machine, run.name, *SAVED, processes=num_ranks)
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    sys.stderr.write(done.stderr)
-    if done.returncode:
-        raise TrainingError(f"the resumed run: exit code {done.returncode}: {last_line(done.stderr)}")
+    checked_output(command(machine, run.name, *SAVED, processes=num_ranks), "the resumed run: ")
     difference = furthest(run, undisturbed)
     reason = f"a run {STRATEGY} that was resumed twice has other weights: {difference:.2g} from an undisturbed run's"
     expected = f"the undisturbed run's weights (<= {TOLERANCE:g})"
@@ -56,8 +52,8 @@ def newest_step(run: Path) -> int:
     return max((step_of(checkpoint) for checkpoint in RunFolder(str(run)).complete_checkpoints()), default=0)
 
 
-def _interrupt(machine: Machine, run: Path, interrupt: Callable[[subprocess.Popen], object]) -> tuple[int, float, str]:
-    """Train until a new checkpoint is complete, then interrupt.
+def _interrupt(machine: Machine, run: Path, number: signal.Signals) -> tuple[int, float, str]:
+    """Train until a new checkpoint is complete, then send a signal: SIGKILL to a rank, another one to the launcher.
 
     Returns the exit code, the seconds until the end, and the last line. Raises TrainingError if the training ends
     before.
@@ -76,7 +72,12 @@ def _interrupt(machine: Machine, run: Path, interrupt: Callable[[subprocess.Pope
                 f"no checkpoint after step {before} before the end (exit code {process.wait()}): {text}"
             )
         time.sleep(0.01)
-    interrupt(process)
+    pid = process.pid
+    if number == signal.SIGKILL:  # to the last rank that the launcher has started, or to the process itself
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        workers = [n for n in children if b"soren_align.launch.worker" in Path(f"/proc/{n}/cmdline").read_bytes()]
+        pid = max(map(int, workers), default=pid)
+    os.kill(pid, number)
     begin = time.monotonic()
     try:
         process.wait(2 * END_SECONDS)
@@ -85,13 +86,3 @@ def _interrupt(machine: Machine, run: Path, interrupt: Callable[[subprocess.Pope
     code, errors = process.wait(), log.read_text(encoding="utf-8", errors="replace")
     sys.stderr.write(errors)
     return code, time.monotonic() - begin, last_line(errors)
-
-
-def _kill_rank(process: subprocess.Popen) -> None:
-    """Kill the last rank that the launcher has started, or the process itself if it has none."""
-    ranks = [
-        int(pid)
-        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        if b"soren_align.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    os.kill(max(ranks, default=process.pid), signal.SIGKILL)

@@ -5,7 +5,7 @@ the maps beside Muon's.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,36 +153,27 @@ def nan_stays(device: torch.device) -> Finding:
     return judged("NaN", f"{num} maps and precisions", "stays in its matrix", not problems, reason)
 
 
-@contextmanager
-def _setting(name: str) -> Iterator[None]:
-    backend = torch.backends.cuda.matmul
-    if name == "autocast":
-        with torch.autocast("cuda", torch.bfloat16):
-            yield
-        return
-    before = getattr(backend, name)
-    setattr(backend, name, "tf32" if name == "fp32_precision" else not before)
-    try:
-        yield
-    finally:
-        setattr(backend, name, before)
-
-
 def settings_have_no_effect(x: Tensor) -> Iterator[Finding]:
     """Whether each map has the same result under settings that a user or a library may choose."""
     names = ("fp32_precision", "allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction", "autocast")
+    matmul = torch.backends.cuda.matmul
+    subjects = [(spectral_map, precision) for spectral_map in MAPS.values() for precision in precisions(spectral_map)]
+    usual = [mapped(spectral_map, x, precision) for spectral_map, precision in subjects]
     for name in names:
-        if name != "autocast" and not hasattr(torch.backends.cuda.matmul, name):
+        if name != "autocast" and not hasattr(matmul, name):
             yield skipped(name, f"torch {torch.__version__} has no such setting")
             continue
+        with ExitStack() as stack:
+            if name == "autocast":
+                stack.enter_context(torch.autocast("cuda", torch.bfloat16))
+            else:
+                stack.callback(setattr, matmul, name, getattr(matmul, name))
+                setattr(matmul, name, "tf32" if name == "fp32_precision" else not getattr(matmul, name))
+            outputs = [mapped(spectral_map, x, precision) for spectral_map, precision in subjects]
         worst, where = 0.0, ""
-        for spectral_map in MAPS.values():
-            for precision in precisions(spectral_map):
-                before = mapped(spectral_map, x, precision)
-                with _setting(name):
-                    after = mapped(spectral_map, x, precision)
-                difference = float((after - before).norm() / before.norm())
-                if not difference <= worst:
-                    worst, where = difference, f"{spectral_map.name} ({precision})"
+        for (spectral_map, precision), before, after in zip(subjects, usual, outputs, strict=True):
+            difference = float((after - before).norm() / before.norm())
+            if not difference <= worst:
+                worst, where = difference, f"{spectral_map.name} ({precision})"
         reason = f"{name} changes the map {where} by {worst:.2g}; leave this setting at torch's default"
         yield judged(name, f"{worst:.1e}", f"no effect (<= {SAME:g})", worst <= SAME, reason)

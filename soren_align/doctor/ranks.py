@@ -62,13 +62,8 @@ def _collectives(backend: str, device: str, num_ranks: int, folder: Path) -> Ite
     if messages or not output.is_file():
         remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that connects the processes"
         reason = f"{backend} fails between {num_ranks} processes ({messages[0]}); {remedy}"
-        yield Finding(
-            f"{backend}, {count(num_ranks, 'process', 'processes')}",
-            "an error",
-            "results of each rank",
-            "FAILED",
-            reason,
-        )
+        name = f"{backend}, {count(num_ranks, 'process', 'processes')}"
+        yield Finding(name, "an error", "results of each rank", "FAILED", reason)
         return
     results = json.loads(output.read_text())
     output.unlink()
@@ -87,9 +82,8 @@ def judged_results(backend: str, device: str, num_ranks: int, results: dict[str,
         if not is_right:
             problem = f"{name} of {backend} returns wrong sums or elements; do not train with several processes"
         passes = is_right and not (has_bandwidth and bandwidth < MIN_BANDWIDTH)
-        yield judged(
-            f"{backend} {name}, {count(num_ranks, 'process', 'processes')}", measured, expected, passes, problem
-        )
+        line = f"{backend} {name}, {count(num_ranks, 'process', 'processes')}"
+        yield judged(line, measured, expected, passes, problem)
     if device == "cpu":
         seconds = results["flag_seconds"]
         reason = f"a small all-reduce of gloo takes {1e3 * seconds:.0f} ms, and each step has one"
@@ -105,6 +99,7 @@ def main(arguments: list[str]) -> None:
     from ..sharding.ranks import current_ranks, init_process_group
 
     device, output = arguments
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     init_process_group(RANKS_SECONDS)
     group = current_ranks()
     num_ranks, numel = group.num_ranks, NUM_ELEMENTS[device] // group.num_ranks * group.num_ranks
@@ -123,14 +118,14 @@ def main(arguments: list[str]) -> None:
         received, seconds = torch.empty_like(own), []
         for _ in range(1 + NUM_ROUNDS[device]):
             received.copy_(own)
-            _synchronize(device)
+            synchronize()
             group.barrier()
             begin = time.perf_counter()
             if name == "all_reduce":
                 dist.all_reduce(received)
             else:
                 dist.all_to_all_single(received, own)
-            _synchronize(device)
+            synchronize()
             seconds.append(time.perf_counter() - begin)
         is_right = not group.any(not torch.equal(received.cpu(), expected.float()))
         fastest = min(seconds[1:])
@@ -142,13 +137,6 @@ def main(arguments: list[str]) -> None:
     if group.is_first:
         Path(output).write_text(json.dumps(results))
     group.destroy()
-
-
-def _synchronize(device: str) -> None:
-    import torch
-
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -97,7 +96,10 @@ def run_check(name: str, machine: Machine, seconds: float) -> list[Finding]:
                     os.killpg(process.pid, number)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(STOP_SECONDS)
-    findings = list(_read(file))
+    findings = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        with suppress(ValueError):  # of a process that was killed while it wrote
+            findings.append(Finding(**json.loads(line)))
     file.unlink(missing_ok=True)
     if problem or not findings:
         findings.append(Finding(name, "", "an end", "FAILED", problem or "it has no result"))
@@ -112,9 +114,3 @@ def environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     quiet = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15", "COLUMNS": "200"}
     return {"HF_HUB_OFFLINE": "1"} | without_ranks(os.environ) | quiet | {"PYTHONPATH": path}
-
-
-def _read(file: Path) -> Iterator[Finding]:
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        with suppress(ValueError):  # of a process that was killed while it wrote
-            yield Finding(**json.loads(line))

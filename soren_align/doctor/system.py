@@ -114,45 +114,40 @@ def file_system(machine: Machine) -> Iterator[Finding]:
     folder.mkdir(exist_ok=True)
     kind = output_of("stat", "-f", "-c", "%T", str(folder)).strip()
     try:
-        yield _flock(folder / "lock", kind)
-        yield _fsync(folder / "synced")
+        # Whether a lock of this process keeps another one out, until it is released.
+        remedy = "set SOREN_ALIGN_LOCKS=lease for all commands that use this folder, or choose another folder"
+        expected, codes, file = "1 of 2 processes holds it", [], folder / "lock"
+        try:
+            with file.open("w") as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                codes.append(subprocess.run([sys.executable, "-I", "-c", LOCKER, file], timeout=30).returncode)
+            codes.append(subprocess.run([sys.executable, "-I", "-c", LOCKER, file], timeout=30).returncode)
+        except OSError as error:
+            reason = f"the file system has no locks ({error.strerror}); {remedy}"
+            yield Finding("flock", kind, expected, "FAILED", reason)
+        else:
+            problem = "two processes hold the same lock" if codes[0] != 3 else "a released lock is not free"
+            reason = f"{problem}: flock has no effect; {remedy}"
+            yield judged("flock", kind or "works", expected, codes == [3, 0], reason)
+        begin = time.monotonic()
+        try:
+            for _ in range(5):
+                files.write(folder / "synced", "content")
+            files.sync_folder(folder)
+        except OSError as error:
+            reason = f"fsync fails ({error.strerror}); a checkpoint could be lost with the power; choose another folder"
+            yield Finding("fsync", "an error", "no error", "FAILED", reason)
+        else:
+            seconds = (time.monotonic() - begin) / 5
+            reason = f"fsync of a small file takes {seconds:.1f} s; a checkpoint has many files; choose another folder"
+            measured, expected = f"{1e3 * seconds:.1f} ms per file", f"< {SYNC_SECONDS:.0f} s per file"
+            yield judged("fsync", measured, expected, seconds < SYNC_SECONDS, reason)
         yield _rename(folder / "renamed")
         free = shutil.disk_usage(folder).free
         reason = f"{machine.folder} has {gibibytes(free)} left; checkpoints need more, see soren-align plan"
         yield judged("free space", gibibytes(free), f">= {gibibytes(FREE_BYTES)}", free >= FREE_BYTES, reason)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _flock(file: Path, kind: str) -> Finding:
-    """Whether a lock of this process keeps another one out, until it is released."""
-    remedy = "set SOREN_ALIGN_LOCKS=lease for all commands that use this folder, or choose another folder"
-    expected, codes = "1 of 2 processes holds it", []
-    try:
-        with file.open("w") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            codes.append(subprocess.run([sys.executable, "-I", "-c", LOCKER, file], timeout=30).returncode)
-        codes.append(subprocess.run([sys.executable, "-I", "-c", LOCKER, file], timeout=30).returncode)
-    except OSError as error:
-        reason = f"the file system has no locks ({error.strerror}); {remedy}"
-        return Finding("flock", kind, expected, "FAILED", reason)
-    problem = "two processes hold the same lock" if codes[0] != 3 else "a released lock is not free"
-    return judged("flock", kind or "works", expected, codes == [3, 0], f"{problem}: flock has no effect; {remedy}")
-
-
-def _fsync(file: Path) -> Finding:
-    begin = time.monotonic()
-    try:
-        for _ in range(5):
-            files.write(file, "content")
-        files.sync_folder(file.parent)
-    except OSError as error:
-        reason = f"fsync fails ({error.strerror}); a checkpoint could be lost with the power; choose another folder"
-        return Finding("fsync", "an error", "no error", "FAILED", reason)
-    seconds = (time.monotonic() - begin) / 5
-    reason = f"fsync of a small file takes {seconds:.1f} s; a checkpoint has many files; choose another folder"
-    expected = f"< {SYNC_SECONDS:.0f} s per file"
-    return judged("fsync", f"{1e3 * seconds:.1f} ms per file", expected, seconds < SYNC_SECONDS, reason)
 
 
 def _rename(file: Path, num_writes: int = 50) -> Finding:

@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from ..core.files import resolve_path
 from ..core.text import count
+from ..run.folder import read_metrics
 from .findings import Finding, Machine, judged, last_line, skipped
 
 TOLERANCE = 2e-6
@@ -63,12 +64,17 @@ def folder_of(machine: Machine, name: str) -> Path:
 
 def train(machine: Machine, name: str, *more: str, processes: int = 1, task: str = "sft") -> Path:
     """Train from the start and return the run's folder. Raises TrainingError."""
-    words = command(machine, name, "run.overwrite=true", *more, processes=processes, task=task)
+    checked_output(command(machine, name, "run.overwrite=true", *more, processes=processes, task=task))
+    return folder_of(machine, name)
+
+
+def checked_output(words: list[str], subject: str = "") -> str:
+    """The standard output of a command. Raises TrainingError, which begins with the subject, if the command fails."""
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     sys.stderr.write(done.stderr)
     if done.returncode:
-        raise TrainingError(f"exit code {done.returncode}: {last_line(done.stderr)}")
-    return folder_of(machine, name)
+        raise TrainingError(f"{subject}exit code {done.returncode}: {last_line(done.stderr)}")
+    return done.stdout
 
 
 def furthest(a: Path, b: Path) -> float:
@@ -85,31 +91,21 @@ def parity(machine: Machine) -> Iterator[Finding]:
     strategies: Sequence[str] = SHARDED if num_ranks == 1 else ("ddp", *SHARDED)
     runs = [(strategy, num_ranks) for strategy in strategies]
     runs += [("zero2", 1)] if num_ranks > 1 and not machine.quick else []
-
-    def finding(run: tuple[str, int]) -> Finding:
-        strategy, processes = run
-        name = parity_name(strategy, processes)
-        if machine.quick and strategy not in QUICK:
-            return skipped(name, "--quick leaves it out")
-        if strategy == "fsdp2" and not machine.num_gpus:
-            return skipped(name, "FSDP2 needs GPUs")
-        return compared(machine, strategy, processes, alone)
-
     # These times do not count, and most of each is the import of libraries, by one core per process.
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // (2 * num_ranks))) as pool:
-        yield from pool.map(finding, runs)
+        yield from pool.map(lambda run: compared(machine, run[0], run[1], alone), runs)
     if num_ranks == 1:
         yield skipped("parity ddp", "one process")
 
 
-def parity_name(strategy: str, processes: int) -> str:
-    """The name of a line."""
-    return f"parity {strategy}, {count(processes, 'process', 'processes')}"
-
-
 def compared(machine: Machine, strategy: str, processes: int, alone: Path) -> Finding:
     """The finding of one strategy, against the run of one process."""
-    name, expected = parity_name(strategy, processes), f"<= {TOLERANCE:g} from one process"
+    name = f"parity {strategy}, {count(processes, 'process', 'processes')}"
+    if machine.quick and strategy not in QUICK:
+        return skipped(name, "--quick leaves it out")
+    if strategy == "fsdp2" and not machine.num_gpus:
+        return skipped(name, "FSDP2 needs GPUs")
+    expected = f"<= {TOLERANCE:g} from one process"
     try:
         run = train(machine, f"{strategy}-{processes}", f"run.parallel={strategy}", processes=processes)
     except TrainingError as error:
@@ -126,8 +122,7 @@ def dpo(machine: Machine) -> Iterator[Finding]:
     """The first step of DPO, before any update: the policy is its reference, so rewards are 0 and the loss is ln 2."""
     start = ("model.name_or_path=shipped:recipes/quickstart/base", "model.init_seed=1", "trainer.max_steps=1")
     run = train(machine, "dpo", *start, task="dpo")
-    logs = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    first = next(log for log in logs if "loss" in log)
+    first = next(log for log in read_metrics(run / "metrics.jsonl") if "loss" in log)
     loss, rewards = first["loss"], [first["rewards/chosen"], first["rewards/rejected"]]
     worst = max(abs(loss - math.log(2)), *map(abs, rewards))
     measured = f"loss {loss:.4f}, rewards {rewards[0]:.1g} and {rewards[1]:.1g}"
@@ -163,7 +158,13 @@ def memory(machine: Machine) -> Iterator[Finding]:
     plan, run = planned_and_trained(machine, "memory", "trainer.max_steps=4")
     record = json.loads((run / "run.json").read_text(encoding="utf-8"))
     planned = max(plan["processes"]["memory_total"]["device"].values())
-    yield compared_memory(record["training"]["peak_memory_bytes"], planned)
+    peak, allowed = record["training"]["peak_memory_bytes"], MEMORY_SHARE * planned + MEMORY_CONSTANT
+    reason = (
+        f"a training's peak of memory is {peak / 1e9:.2f} GB, and plan predicts {planned / 1e9:.2f} GB; do not rely on "
+        "plan's memory on this machine"
+    )
+    expected = f"{planned / 1e9:.2f} +- {allowed / 1e9:.2f} GB (plan)"
+    yield judged("memory", f"{peak / 1e9:.2f} GB", expected, abs(peak - planned) <= allowed, reason)
 
 
 def speed(machine: Machine) -> Iterator[Finding]:
@@ -171,15 +172,22 @@ def speed(machine: Machine) -> Iterator[Finding]:
     if not machine.num_gpus:
         yield skipped("speed", "no GPU")
         return
-    name = torch.cuda.get_device_name()
+    from ..planning.flops import data_sheet
+
+    device = torch.cuda.get_device_name()
+    if (chip := data_sheet(device)) is None:
+        yield skipped("speed", f"plan has no data sheet of {device}")
+        return
     plan, run = planned_and_trained(machine, "speed", "trainer.max_steps=8", *PACKED)
-    yield compared_speed(name, last_speed(run), plan["compute"])
-
-
-def last_speed(run: Path) -> float:
-    """Tokens per second of the last step: the first ones compile and load kernels."""
-    logs = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [log["tokens_per_second"] for log in logs if "tokens_per_second" in log][-1]
+    planned = plan["compute"]["training_tokens"] / plan["compute"]["hours"][chip] / 3600
+    # The last step's: the first ones compile and load kernels.
+    speeds = [log["tokens_per_second"] for log in read_metrics(run / "metrics.jsonl") if "tokens_per_second" in log]
+    reason = (
+        f"a training reaches {speeds[-1]:,.0f} tokens per second, and plan assumes {planned:,.0f}; look at other "
+        "processes, power and clocks (nvidia-smi -q -d CLOCK,POWER), and multiply plan's hours by the ratio"
+    )
+    expected = f">= {SPEED_SHARE * planned:,.0f} (plan {planned:,.0f})"
+    yield judged("speed", f"{speeds[-1]:,.0f} tokens/s", expected, speeds[-1] >= SPEED_SHARE * planned, reason)
 
 
 def planned_and_trained(machine: Machine, name: str, *more: str) -> tuple[dict[str, Any], Path]:
@@ -195,35 +203,4 @@ def planned_and_trained(machine: Machine, name: str, *more: str) -> tuple[dict[s
     words = command(machine, name, *more)
     words[3] = "plan"
     words[4:6] = ["quickstart/sft"]  # in place of the recipe and --no-eval
-    done = subprocess.run([*words, "--json"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    sys.stderr.write(done.stderr)
-    if done.returncode:
-        raise TrainingError(f"plan: exit code {done.returncode}: {last_line(done.stderr)}")
-    return json.loads(done.stdout), train(machine, name, *more)
-
-
-def compared_memory(peak: float, planned: float) -> Finding:
-    """The finding of a peak on a device."""
-    allowed = MEMORY_SHARE * planned + MEMORY_CONSTANT
-    reason = (
-        f"a training's peak of memory is {peak / 1e9:.2f} GB, and plan predicts {planned / 1e9:.2f} GB; do not rely on "
-        "plan's memory on this machine"
-    )
-    expected = f"{planned / 1e9:.2f} +- {allowed / 1e9:.2f} GB (plan)"
-    return judged("memory", f"{peak / 1e9:.2f} GB", expected, abs(peak - planned) <= allowed, reason)
-
-
-def compared_speed(device: str, measured: float, compute: Mapping[str, Any]) -> Finding:
-    """The finding of so many tokens per second on a device. compute: the plan's section, of the same training."""
-    from ..planning.flops import data_sheet
-
-    chip = data_sheet(device)
-    if chip is None:
-        return skipped("speed", f"plan has no data sheet of {device}")
-    planned = compute["training_tokens"] / compute["hours"][chip] / 3600
-    reason = (
-        f"a training reaches {measured:,.0f} tokens per second, and plan assumes {planned:,.0f}; look at other "
-        "processes, power and clocks (nvidia-smi -q -d CLOCK,POWER), and multiply plan's hours by the ratio"
-    )
-    expected = f">= {SPEED_SHARE * planned:,.0f} (plan {planned:,.0f})"
-    return judged("speed", f"{measured:,.0f} tokens/s", expected, measured >= SPEED_SHARE * planned, reason)
+    return json.loads(checked_output([*words, "--json"], "plan: ")), train(machine, name, *more)

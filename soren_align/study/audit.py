@@ -23,13 +23,13 @@ from ..recipe.schema import is_derived, trains_adapter
 from ..run.folder import RunFolder
 from . import stats
 from .config import METRICS, VerdictSection, load_resolved_study, study_problems
-from .declaration import declaration_problems, history_cautions, look_number, note_look
+from .declaration import declaration_problems, final_runs, history_cautions, look_number, note, read_history
 from .draws import draw_spreads, over_draws
 from .report.page import write_report
 from .runs import RunFiles, flat, read_files, run_folders
 from .search import STUDY_FILE, STUDY_RESULT, read_study
-from .study import Study, by_trial, metric_of_trial
-from .tuning import MIN_SEARCH_SEEDS, tuning_part
+from .study import Study, by_number, metric_of_trial
+from .tuning import MIN_SEARCH_SEEDS, resampled_selection
 
 EQUAL = {
     "starting_weights": "other initial weights",
@@ -61,7 +61,9 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
     failures: reasons of runs that ended without a record, by folder.
     """
     study = read_verdict(folder, failures)
-    note_look(folder, study)
+    if study.differences and look_number(folder, study) > len(read_history(folder, "looked")):
+        answers = [f"{d.candidate} - {d.reference}, {d.measure}: {d.answer}" for d in study.differences]
+        note(folder, "looked", runs=final_runs(study), answers=answers)
     study = replace(study, cautions=[*study.cautions, *history_cautions(folder, study)])
     write(folder / STUDY_RESULT, json.dumps(asdict(study), indent=1) + "\n")
     write_report(study, folder)
@@ -93,26 +95,27 @@ def read_verdict(folder: Path, failures: Mapping[str, str] | None = None) -> Stu
             folder, study.candidates, metric, suite, higher_is_better=study.higher_is_better
         )
         candidates, read = over_draws(study.candidates, read)
-        num_search_seeds = len(study.file["search"]["seeds"])
-        variances = tuning_part(study.candidates, higher_is_better=study.higher_is_better)
+        selection: dict[str, Part] = {}  # unknown of a search with few seeds
+        for each in study.candidates:
+            if selections := resampled_selection(each, higher_is_better=study.higher_is_better):
+                selection[each.name] = Part(selections.variance, len(study.file["search"]["seeds"]) - 1)
         answers = stats.verdict(
             VerdictSection.model_validate(study.file["verdict"]),
             candidates,
             read,
             average=options is not None and suite_of(options).average,
             look=look_number(folder, study),
-            selection={name: Part(variance, num_search_seeds - 1) for name, variance in variances.items()},
+            selection=selection,
         )
         weaknesses += [*about_answers, *stats.cautions(candidates, read)]
         num_questions = stats.num_questions(read)
-    spreads = draw_spreads(study.candidates)
     return replace(
         study,
         problems=problems,
         cautions=weaknesses,
         contamination=contamination,
         differences=answers,
-        draws=spreads,
+        draws=draw_spreads(study.candidates),
         num_questions=num_questions,
     )
 
@@ -137,12 +140,10 @@ def audit(study: Study, folder: Path, runs: list[RunFiles]) -> list[str]:
     for part, finding in EQUAL.items():
         by_seed = part in AT_A_SEED if draws_weights else part == "batches"
         by_draw = part == "starting_weights" and has_draws
-        for seed, draw in dict.fromkeys((by_seed and run.seed, by_draw and run.draw) for run in runs):
-            compared = [
-                run
-                for run in runs
-                if (by_seed and run.seed, by_draw and run.draw) == (seed, draw) and run.record.get("identity")
-            ]
+        keys = [(by_seed and run.seed, by_draw and run.draw) for run in runs]
+        for seed, draw in dict.fromkeys(keys):
+            alike = [run for run, key in zip(runs, keys, strict=True) if key == (seed, draw)]
+            compared = [run for run in alike if run.record.get("identity")]
             if part in ("batches", "precision"):  # known at the end; those of another number of steps differ anyway
                 compared = [run for run in compared if run.num_steps is not None and run.num_steps == steps]
             parts = [run.record["identity"].get(part) for run in compared]
@@ -160,31 +161,28 @@ def _file_problems(runs: list[RunFiles], folder: Path) -> Iterator[str]:
     """
     by_weights: dict[str, RunFiles] = {}
     for run in runs:
-        written = run.record.get("written")
+        own, written = RunFolder(folder / run.place), run.record.get("written")
         if written is None:
             yield f"{run.place}: run.json has no hashes of the training's files; {MATCHED}"
             continue
-        if file_sha256(RunFolder(folder / run.place).metrics) != written["metrics_sha256"]:
+        if file_sha256(own.metrics) != written["metrics_sha256"]:
             yield f"{run.place}: metrics.jsonl differs from the file that the training wrote; {RESTORE}"
-        held_out = RunFolder(folder / run.place).held_out
-        if run.stage == "verdict" and held_out.is_file() and file_sha256(held_out) != written.get("held_out_sha256"):
+        held_out = file_sha256(own.held_out) if run.stage == "verdict" and own.held_out.is_file() else None
+        if held_out not in (None, written.get("held_out_sha256")):
             yield f"{run.place}: held_out.json differs from the file that the training wrote; {RESTORE}"
         if recipe_hash(run.recipe, with_optimizer=True) != written["recipe_sha256"]:
             yield f"{run.place}: recipe.yaml differs from the recipe of the training; {RESTORE}"
         weights = written["weights_sha256"]
         other = run if weights is None else by_weights.setdefault(weights, run)
         if other.record.get("identity", {}).get("batches") != run.record.get("identity", {}).get("batches"):
-            yield (
-                f"{run.place}: has the same weights as {other.place}, although the two runs trained on different "
-                f"batches; {MATCHED}"
-            )
+            finding = f"has the same weights as {other.place}, although the two runs trained on different batches"
+            yield f"{run.place}: {finding}; {MATCHED}"
         options = run.recipe.eval if run.stage == "verdict" else None
-        results = read_results(RunFolder(folder / run.place).evaluation(options.name)) if options else None
-        if results and results["rows"][-1].get("weights_sha256") != weights:
-            remedy = f"evaluate the run again (soren-align eval {folder / run.place})"
-            yield f"{run.place}: the evaluated weights are not the weights of this run's model; {remedy}"
-        if results and options:
-            yield from _sample_problems(RunFolder(folder / run.place).evaluation(options.name), suite_of(options))
+        if options and (results := read_results(own.evaluation(options.name))):
+            if results["rows"][-1].get("weights_sha256") != weights:
+                remedy = f"evaluate the run again (soren-align eval {own})"
+                yield f"{run.place}: the evaluated weights are not the weights of this run's model; {remedy}"
+            yield from _sample_problems(own.evaluation(options.name), suite_of(options))
 
 
 def _sample_problems(output: Path, suite: Suite) -> Iterator[str]:
@@ -208,10 +206,8 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
     listed = {run.folder: run.status for run in study.runs}
     for place in on_disk:
         if place not in listed:
-            yield (
-                f"{place}: is a run that the study does not list; remove this folder, or add the trial for all "
-                "candidates"
-            )
+            remedy = "remove this folder, or add the trial for all candidates"
+            yield f"{place}: is a run that the study does not list; {remedy}"
     for run in runs:
         if listed.get(run.place) == "finished" and run.num_steps is None:
             yield f"{run.place}: is listed as finished, but its training did not end; rerun the study"
@@ -229,16 +225,13 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
 
     seeds = {stage: file[stage]["seeds"] for stage in ("search", "verdict")}
     selecting = {run.seed for run in runs if run.stage == "search"} | {*seeds["search"]}
-    for run in runs:
-        if run.stage == "verdict" and run.seed in selecting:
-            yield (
-                f"{run.place}: has seed {run.seed}, which the search also used to select the setting; write other "
-                "verdict.seeds"
-            )
-        elif run.seed not in seeds[run.stage]:
-            yield f"{run.place}: has seed {run.seed}, which is not in {run.stage}.seeds; {MATCHED}"
     draws = file["verdict"].get("draws") or []
     for run in runs:
+        if run.stage == "verdict" and run.seed in selecting:
+            finding = f"has seed {run.seed}, which the search also used to select the setting"
+            yield f"{run.place}: {finding}; write other verdict.seeds"
+        elif run.seed not in seeds[run.stage]:
+            yield f"{run.place}: has seed {run.seed}, which is not in {run.stage}.seeds; {MATCHED}"
         if run.stage == "verdict" and draws and run.draw not in draws:
             yield f"{run.place}: has draw {run.draw}, which is not in verdict.draws; {MATCHED}"
     with_verdict = {candidate.name for candidate in study.candidates if candidate.selected is not None}
@@ -260,10 +253,8 @@ def _recipe_problems(
     """Recipes that differ in more than the study declares: from its keys, from each other, from their candidate's."""
     for run in runs:
         if not run.record.get("identity"):
-            yield (
-                f"{run.place}: run.json has no section `identity`, so it is unknown which batches the run trained on; "
-                f"{MATCHED}"
-            )
+            finding = "run.json has no section `identity`, so it is unknown which batches the run trained on"
+            yield f"{run.place}: {finding}; {MATCHED}"
         for key, value in declared_settings(file, run.candidate).items():
             trained = run.settings.get(key, value)
             if value is not None and key not in searched.get(run.candidate, ()) and trained != value:
@@ -313,9 +304,8 @@ def _unlike(runs: list[RunFiles], is_free: Callable[[str], bool], others: str) -
     problems = {}
     for run, each in zip(runs, settings, strict=True):
         if lines := differences(most_common(settings), each):
-            problems[run.place] = (
-                f"{run.place}: differs from {others} in undeclared keys ({'; '.join(lines[:3])}); {MATCHED}"
-            )
+            finding = f"differs from {others} in undeclared keys ({'; '.join(lines[:3])})"
+            problems[run.place] = f"{run.place}: {finding}; {MATCHED}"
     return problems
 
 
@@ -342,12 +332,12 @@ def _selection_problems(study: Study, runs: list[RunFiles], searched: dict[str, 
         yield f"search.metric: found {metric!r}, which is no metric of held-out examples; write {allowed}"
         return
 
-    settings = {
-        run.place: json.dumps({key: run.settings.get(key) for key in sorted(searched.get(run.candidate, ()))})
-        for run in runs
-    }
+    settings = {}
+    for run in runs:
+        keys = sorted(searched.get(run.candidate, ()))
+        settings[run.place] = json.dumps({key: run.settings.get(key) for key in keys})
     for candidate in study.candidates:
-        trials = [trial for trial in by_trial(candidate.trials).values() if trial[0].folder in settings]
+        trials = [trial for trial in by_number(candidate.trials).values() if trial[0].folder in settings]
         metrics = {settings[trial[0].folder]: metric_of_trial(trial) for trial in trials}
         best = settings.get(candidate.selected_trial.folder) if candidate.selected_trial else None
         places: dict[str, list[str]] = {}  # of the verdict, by setting
@@ -390,10 +380,8 @@ def cautions(
     for candidate in candidates:
         for key, end in candidate.at_edge.items():
             word = "largest" if end == "high" else "smallest"
-            yield (
-                f"{candidate.name}: the selected {key} is the {word} value that was tried, and a better value may lie "
-                "beyond this value; extend the search (--extend)"
-            )
+            finding = f"the selected {key} is the {word} value that was tried, and a better value may lie beyond"
+            yield f"{candidate.name}: {finding} this value; extend the search (--extend)"
         for status in ("diverged", "failed"):
             if number := sum(run.status == status for run in candidate.trials):
                 yield f"{candidate.name}: {number} of {len(candidate.trials)} trials {status}"
@@ -441,9 +429,8 @@ def cautions(
     sizes = [each.get("num_kept", each.get("num_examples")) for each in held_out]
     number = min((each for each in sizes if isinstance(each, int)), default=None)
     if number is not None and number < MANY_EXAMPLES:
-        yield (
-            f"the held-out metric is a mean over only {number} examples; hold out more examples for narrower intervals"
-        )
+        finding = f"the held-out metric is a mean over only {number} examples"
+        yield f"{finding}; hold out more examples for narrower intervals"
     chosen = [run for run in runs if run.recipe.run.early_stopping or run.recipe.trainer.get("load_best_model_at_end")]
     if chosen:
         yield (
@@ -459,7 +446,5 @@ def cautions(
         yield f"the verdict has {number} seeds; with {MANY_SEEDS} or more, the intervals are much narrower"
     for column, counts in (contamination or {}).items():
         if counts.get("overlapping"):
-            yield (
-                f"{column}: {counts['overlapping']} of {counts['questions']} questions overlap with the training data; "
-                "compare the scores without these questions"
-            )
+            finding = f"{counts['overlapping']} of {counts['questions']} questions overlap with the training data"
+            yield f"{column}: {finding}; compare the scores without these questions"

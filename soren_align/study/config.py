@@ -59,8 +59,9 @@ def _dimension(value: Any, _: object) -> "Range | Values | str":
         if interval.log and interval.low <= 0:
             raise PydanticCustomError("interval", "low must be more than 0, or write log: false")
         return interval
-    finite = (isinstance(each, str | int) or (isinstance(each, float) and math.isfinite(each)) for each in value)
-    if isinstance(value, list) and value and all(finite):
+    values = value if isinstance(value, list) else []
+    finite = [isinstance(each, str | int) or (isinstance(each, float) and math.isfinite(each)) for each in values]
+    if finite and all(finite):
         return value
     if isinstance(value, str) and value.startswith("=") and len(value) > 1:
         return value
@@ -233,9 +234,8 @@ def load_resolved_study(path: Path) -> StudyFile:
     study = source.validate(StudyFile)
     if study is None:
         key, message = source.problems[0]
-        raise UserError(
-            f"{path}: {dotted(key)}: {message}; restore this file, which was edited or written by another version"
-        )
+        remedy = "restore this file, which was edited or written by another version"
+        raise UserError(f"{path}: {dotted(key)}: {message}; {remedy}")
     return study
 
 
@@ -291,16 +291,15 @@ def _settings(values: dict[str, Any]) -> list[str]:
 def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
     """What a schema cannot express, without the recipe."""
     search, verdict = study.search, study.verdict
-    for key, seeds in (
-        (("search", "seeds"), search.seeds),
-        (("verdict", "seeds"), verdict.seeds),
-        (("verdict", "draws"), verdict.draws),
+    for section, key, seeds in (
+        ("search", "seeds", search.seeds),
+        ("verdict", "seeds", verdict.seeds),
+        ("verdict", "draws", verdict.draws),
     ):
         if len(set(seeds)) < len(seeds):
-            yield key, f"found {seeds}; write each seed once"
+            yield (section, key), f"found {seeds}; write each seed once"
     if len(set(verdict.seeds)) < MIN_SEEDS:
-        message = f"found {verdict.seeds}; write at least {MIN_SEEDS} different seeds"
-        yield ("verdict", "seeds"), message
+        yield ("verdict", "seeds"), f"found {verdict.seeds}; write at least {MIN_SEEDS} different seeds"
     if common := sorted({*search.seeds} & {*verdict.seeds}):
         message = f"search.seeds also has {', '.join(map(str, common))}; write seeds that the search does not use"
         yield ("verdict", "seeds"), message
@@ -322,11 +321,8 @@ def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
             if key in OWN_KEYS:
                 yield (*at, key), "is set by the study itself; remove this key"
         if not free and search.trials > 1:
-            yield (
-                at,
-                f"no key is searched for {name}, so all its trials would be equal; write a key with its range, or "
-                "search.trials: 1",
-            )
+            message = f"no key is searched for {name}, so all its trials would be equal"
+            yield at, f"{message}; write a key with its range, or search.trials: 1"
         lists = {key: values for key, values in free.items() if isinstance(values, list)}
         if search.method == "grid":
             for key in (key for key in free if key not in lists):
@@ -372,22 +368,16 @@ def _against_recipe(study: StudyFile, recipe: Recipe) -> Iterator[tuple[Key, str
         remedy = f"write {' or '.join(metrics)}{did_you_mean(metric, metrics)}"
         yield ("search", "metric"), f"{metric!r} is {kind}; {remedy}"
     if recipe.data.eval is None:
-        yield (
-            ("recipe",),
-            f"{study.recipe} has no data.eval, whose held-out examples select the settings; add data.eval",
-        )
+        message = f"{study.recipe} has no data.eval, whose held-out examples select the settings; add data.eval"
+        yield ("recipe",), message
     steps, every = trainer_value(recipe, "max_steps"), trainer_value(recipe, "eval_steps")
     strategy = recipe.trainer.get("eval_strategy")
     if strategy in ("no", False):
-        yield (
-            ("recipe",),
-            "found trainer.eval_strategy: no, but evaluations on held-out examples select the settings; write steps",
-        )
+        message = "found trainer.eval_strategy: no, but evaluations on held-out examples select the settings"
+        yield ("recipe",), f"{message}; write steps"
     elif strategy == "steps" and steps > 0 and isinstance(every, int) and every >= 1 and steps % every:
-        message = (
-            f"the last step, {steps}, is not evaluated with trainer.eval_steps {every}; write a divisor of {steps}"
-        )
-        yield ("set",), message
+        message = f"the last step, {steps}, is not evaluated with trainer.eval_steps {every}"
+        yield ("set",), f"{message}; write a divisor of {steps}"
     for column in study.verdict.retention.columns if study.verdict.retention else []:
         if column not in columns:
             hint = did_you_mean(column, columns, f"columns are: {', '.join(columns)}" if columns else "no suite")

@@ -153,18 +153,11 @@ def note_ended(folder: Path, runs: Iterable[Run]) -> None:
 def look_number(folder: Path, study: Study) -> int:
     """Return the number of a study's verdict, from 1: one for each set of final runs whose answers were computed."""
     looks = read_history(folder, "looked")
-    return len(looks) + (not looks or looks[-1].get("runs") != _final_runs(study))
+    return len(looks) + (not looks or looks[-1].get("runs") != final_runs(study))
 
 
-def note_look(folder: Path, study: Study) -> None:
-    """Append the answers of a study with a verdict, unless the last look had the same runs."""
-    looks = read_history(folder, "looked")
-    if study.differences and look_number(folder, study) > len(looks):
-        answers = [f"{d.candidate} - {d.reference}, {d.measure}: {d.answer}" for d in study.differences]
-        note(folder, "looked", runs=_final_runs(study), answers=answers)
-
-
-def _final_runs(study: Study) -> str:
+def final_runs(study: Study) -> str:
+    """Return the hash of a study's final runs and their results."""
     return digest([[run.folder, run.metric, run.scores] for each in study.candidates for run in each.verdict])
 
 

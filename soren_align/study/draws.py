@@ -13,8 +13,8 @@ from statistics import fmean
 import numpy as np
 
 from ..evaluate.stats.paired import ColumnPoints
-from .stats import Answers
-from .study import HELD_OUT, Candidate, DrawSpread, Run
+from .stats import Answers, is_complete
+from .study import HELD_OUT, Candidate, DrawSpread, Run, by_number
 
 
 def over_draws(candidates: Sequence[Candidate], answers: Answers) -> tuple[list[Candidate], Answers]:
@@ -27,7 +27,7 @@ def over_draws(candidates: Sequence[Candidate], answers: Answers) -> tuple[list[
         means.append({})
         for candidate in (candidate for candidate in candidates if candidate.name in points):
             answered = iter(points[candidate.name])
-            seeds = [[next(answered) for _ in runs] for runs in by_seed(candidate.verdict)]
+            seeds = [[next(answered) for _ in runs] for runs in by_number(candidate.verdict).values()]
             means[-1][candidate.name] = [
                 {
                     column: ColumnPoints(
@@ -44,7 +44,7 @@ def over_draws(candidates: Sequence[Candidate], answers: Answers) -> tuple[list[
 def mean_candidate(candidate: Candidate) -> Candidate:
     """Return a candidate with one run per seed of the verdict: the mean over its draws."""
     verdict = []
-    for runs in by_seed(candidate.verdict):
+    for runs in by_number(candidate.verdict).values():
         failed = next((run for run in runs if run.status != "finished"), None)
         if len(runs) == 1 or failed is not None:  # one draw that failed fails its seed
             verdict.append(failed or runs[0])
@@ -58,26 +58,16 @@ def mean_candidate(candidate: Candidate) -> Candidate:
     return replace(candidate, verdict=verdict)
 
 
-def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
-    """Return a verdict's runs by their seed, in their order."""
-    seeds: dict[int, list[Run]] = {}
-    for run in runs:
-        seeds.setdefault(run.seed, []).append(run)
-    return list(seeds.values())
-
-
 def draw_spreads(candidates: Sequence[Candidate]) -> list[DrawSpread]:
     """Return the spread over seeds and over draws of every measure, of the candidates whose runs are all finished."""
-    complete = [by_seed(c.verdict) for c in candidates if c.verdict and all(r.status == "finished" for r in c.verdict)]
+    complete = [[*by_number(each.verdict).values()] for each in candidates if is_complete(each)]
     if not complete or len(complete[0][0]) < 2:
         return []
     runs = [run for seeds in complete for draws in seeds for run in draws]
     columns = [column for column in runs[0].scores or {} if all(column in (run.scores or {}) for run in runs)]
     spreads = []
     for measure in [HELD_OUT] * all(run.metric is not None for run in runs) + columns:
-        scores = np.array(
-            [[[_score(run, measure) for run in draws] for draws in seeds] for seeds in complete], dtype=float
-        )
+        scores = np.array([[[_score(run, measure) for run in draws] for draws in seeds] for seeds in complete], float)
         between, within = variance_components(scores)
         unit = "loss" if measure == HELD_OUT else "percent"
         spreads.append(DrawSpread(measure, unit, sqrt(between), sqrt(within), *scores.shape))

@@ -166,21 +166,8 @@ class Design:
 
     seeds: int
     num_tests: int
-    """All of the study, see `family_size`."""
+    """All of the study, see `stats.num_declared_tests`."""
     power: float = 0.8
-
-
-def family_size(
-    candidates: int, measures: int, *, retention: int = 0, all_pairs: bool = False, equivalence: int = 0
-) -> int:
-    """Return the number of tests of a study.
-
-    measures: the columns, their average if the suite has one, the held-out metric. retention: columns that are to be
-    retained. all_pairs: every candidate is compared with every other, and not all with one. equivalence: measures
-    that have a margin.
-    """
-    pairs = candidates * (candidates - 1) // 2 if all_pairs else candidates - 1
-    return candidates * (measures + retention) + pairs * (measures + equivalence)
 
 
 def detectable_score(

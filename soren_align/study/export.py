@@ -48,9 +48,8 @@ def export(path: str, output: str, *, owner: str, samples: bool = False) -> list
         return list(dict.fromkeys(records))
     run = RunFolder(folder)
     if run.read() is None:
-        raise UserError(
-            f"{folder}: is neither a run folder nor a study's folder; name a folder with run.json or {STUDY_FILE}"
-        )
+        remedy = f"name a folder with run.json or {STUDY_FILE}"
+        raise UserError(f"{folder}: is neither a run folder nor a study's folder; {remedy}")
     digits = declared_digits(run.path)
     details = {"study_declaration": digits} if digits else {}
     return export_run(run, target, Names(owner, run.name, run.name, details), samples=samples)

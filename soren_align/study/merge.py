@@ -66,9 +66,8 @@ def merge(names: Sequence[str]) -> Merged:
     """
     folders = [local_path(name) for name in names]
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
-        raise UserError(
-            f"--merge: found {' '.join(names) or 'no folder'}; write the folders of two or more different studies"
-        )
+        remedy = "write the folders of two or more different studies"
+        raise UserError(f"--merge: found {' '.join(names) or 'no folder'}; {remedy}")
     for folder in folders:
         if not (folder / STUDY_FILE).is_file():
             raise UserError(f"{folder}: is no study's folder; name folders that soren-align compare has written")
@@ -141,10 +140,9 @@ def show(names: Sequence[str], *, as_json: bool = False) -> None:
     rows = []
     for each in zip(*(study.candidates for study in merged.studies), strict=True):
         for key in (key for key, values in each[0].space.items() if not isinstance(values, str)):
-            values = [
-                candidate.selected_trial.parameters[key] if candidate.selected_trial else None for candidate in each
-            ]
-            rows.append([f"{each[0].name} {key.removeprefix('optimizer.')}", *map(text.setting, values)])
+            trials = [candidate.selected_trial for candidate in each]
+            cells = [text.setting(trial.parameters[key] if trial else None) for trial in trials]
+            rows.append([f"{each[0].name} {key.removeprefix('optimizer.')}", *cells])
     parts += [Table(head, rows, title="Selected settings").rich(), Text()]
     signs = "▲ better, ▼ worse, = equivalent; without a sign: not distinguishable. Positive: better."
     parts.append(Text(f"{signs}\n", style="dim"))
@@ -158,13 +156,11 @@ def show(names: Sequence[str], *, as_json: bool = False) -> None:
         parts.append(Text(sentence, style="dim"))
     for name, each in zip(merged.names, merged.studies, strict=True):
         if each.cautions:
-            parts.append(
-                Text(f"{name}: the report of this study has {count(len(each.cautions), 'caution')}.", style="dim")
-            )
+            sentence = f"{name}: the report of this study has {count(len(each.cautions), 'caution')}."
+            parts.append(Text(sentence, style="dim"))
     for a, b in merged.equal:
-        parts.append(
-            Text(f"{a} and {b} have runs that are equal bit for bit, so they count as one study.", style="yellow")
-        )
+        sentence = f"{a} and {b} have runs that are equal bit for bit, so they count as one study."
+        parts.append(Text(sentence, style="yellow"))
     Terminal().print(Group(*parts), highlight=False)
 
 

@@ -22,7 +22,7 @@ from ..evaluate.suite.suites import suite_of
 from ..launch.environment import set_environment
 from ..recipe import accumulation
 from ..run.provenance import DIGITS
-from .config import ALL_PAIRS, Range, StudyFile, first_run, recipe_of_run
+from .config import ALL_PAIRS, StudyFile, first_run, recipe_of_run
 from .declaration import declare
 from .estimates import Assumed, Design, detectable_loss, detectable_score
 from .stats import look_error, num_declared_tests
@@ -95,7 +95,7 @@ def plan_study(
             "num_requests": requests and requests * num_models,
             "contamination": evaluation["contamination"],
         }
-    spaces = {name: study.space(name).items() for name in plans}
+    of_all, sections = study.search.model_dump()["space"], study.model_dump()["candidates"]
     return {
         "title": study.title,
         "declaration": declaration,
@@ -109,10 +109,7 @@ def plan_study(
             "total": len(plans) * num_runs,
         },
         "search": study.search.model_dump(exclude={"space"}),
-        "space": {
-            name: {key: each.model_dump() if isinstance(each, Range) else each for key, each in space}
-            for name, space in spaces.items()
-        },
+        "space": {name: of_all | sections[name]["space"] for name in plans},
         "verdict": study.verdict.model_dump(exclude={"assume"}),
         "budget_hours": study.budget_hours,
         "candidates": candidates,

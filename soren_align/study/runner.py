@@ -8,7 +8,7 @@ folders, so that a command that was killed at any moment is continued by the sam
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing.connection import wait
@@ -37,7 +37,7 @@ from .report.page import REPORT, terminal_verdict
 from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
 from .runs import select
 from .search import STUDY_FILE, Progress, create
-from .study import ENDED, Run, by_trial, metric_of_trial
+from .study import ENDED, Run, by_number, metric_of_trial
 
 POLL_SECONDS = 2.0
 """Between two looks at runs of other commands."""
@@ -69,11 +69,8 @@ def compare(study: StudyFile, *, jobs: int | None = None, processes: int = 1, ex
                 ends_of_keys = ", ".join(f"{key} beyond its {end} end" for key, end in keys.items())
                 print_labelled(console, "extend", f"{name}: the new trials have {ends_of_keys}")
             if not ends:
-                print_labelled(
-                    console,
-                    "extend",
-                    "no selected value is the largest or smallest that was tried, so no trials are added",
-                )
+                text = "no selected value is the largest or smallest that was tried, so no trials are added"
+                print_labelled(console, "extend", text)
     code = _Runner(progress, console, jobs, processes).run_all()
     if code == 0:
         _conclude(folder, progress.failures)
@@ -107,10 +104,8 @@ class _Runner:
     processes: int
     active: dict[BaseProcess, tuple[Run, int]] = field(default_factory=dict)
     """The run and the number of its slot, by process."""
-    reported: set[str] = field(default_factory=set)
-    """Folders of runs whose end was printed."""
-    noted: set[str] = field(default_factory=set)
-    """Folders of runs whose end stands in the study's history."""
+    ended: set[str] = field(default_factory=set)
+    """Folders of runs whose end stands in the study's history, and was printed unless it came before this command."""
     is_stopping: bool = False
     killed: set[str] = field(default_factory=set)
     """Folders of runs that a signal, not ours, ended once. They are repeated once."""
@@ -119,10 +114,9 @@ class _Runner:
 
     def run_all(self) -> int:
         """Start runs until all have ended. Returns the exit code. Raises ResumableError if the machine stopped one."""
-        runs = self._update()
-        self.reported = {run.folder for run in runs if run.status in ENDED}
-        if self.reported:
-            text = f"{len(self.reported)} of {self._total(runs)} runs have ended already"
+        runs, ended = self._update()
+        if ended:
+            text = f"{len(ended)} of {self._total(runs)} runs have ended already"
             print_labelled(self.console, "resume", text)
         pending = [run for run in runs if run.status not in ENDED]
         if not pending:
@@ -139,8 +133,11 @@ class _Runner:
         set_environment(recipe, num_gpus=max(1, len(gpus)))
         context = start_server(on_gpus=bool(gpus))
         slots = self.jobs or self.progress.study.jobs or max(1, len(gpus) // self.processes)
-        started, first = time.monotonic(), sum(run.status in ENDED for run in runs)
-        with self._handling_signals(), Live(console=self.console, transient=True, refresh_per_second=2) as live:
+        started, first = time.monotonic(), len(ended)
+        with ExitStack() as stack, Live(console=self.console, transient=True, refresh_per_second=2) as live:
+            for signum in stop_signals():
+                stack.callback(signal.signal, signum, signal.signal(signum, self._stop))
+            stack.callback(self._stop)
             while pending or self.active:
                 done = sum(run.status in ENDED for run in runs)
                 for run in pending if not (self.is_stopping or self.obstacle) else []:
@@ -161,14 +158,12 @@ class _Runner:
                 live.update(self._state(runs, per_run))
                 wait([process.sentinel for process in self.active], timeout=POLL_SECONDS)
                 self._reap()
-                runs = self._update()
-                for run in runs:
-                    if run.status in ENDED and run.folder not in self.reported and not self.is_stopping:
-                        self.reported.add(run.folder)
-                        text = describe_run(run, self.progress.study)
-                        if not self.console.is_terminal:  # there, the bar has these numbers
-                            text += f" ({len(self.reported)} of {self._total(runs)} runs)"
-                        print_labelled(self.console, run.candidate, text)
+                runs, ended = self._update()
+                for number, run in enumerate(ended if not self.is_stopping else (), len(self.ended) - len(ended) + 1):
+                    text = describe_run(run, self.progress.study)
+                    if not self.console.is_terminal:  # there, the bar has these numbers
+                        text += f" ({number} of {self._total(runs)} runs)"
+                    print_labelled(self.console, run.candidate, text)
                 own = {run.folder for run, _ in self.active.values()}
                 pending = [run for run in runs if run.status not in ENDED and run.folder not in own]
         return 0
@@ -189,7 +184,7 @@ class _Runner:
             parts.append(f"about {estimated_time(seconds_per_run * (total - done) / 3600)} left")
         rows = []
         for name in study.candidates:
-            trials = by_trial(run for run in runs if run.candidate == name and run.stage == "search")
+            trials = by_number(run for run in runs if run.candidate == name and run.stage == "search")
             best = select([*chain(*trials.values())], higher_is_better=self.progress.higher_is_better)
             metric = None if best is None else metric_of_trial(trials[best])
             values = [] if best is None else [trials[best][0].parameters[key] for key in study.free(name)]
@@ -200,19 +195,20 @@ class _Runner:
         running = Text(f"running: {own or 'runs of other commands'}", style="dim", overflow="ellipsis", no_wrap=True)
         return Group(Text(" · ".join(parts)), Padding(ProgressBar(total, done), 0), table.rich(), running)
 
-    def _update(self) -> list[Run]:
+    def _update(self) -> tuple[list[Run], list[Run]]:
+        """Return all runs, and those that have ended since the last call."""
         with _exclusive(self.progress.folder):
             runs = self.progress.update()
-            if ended := [run for run in runs if run.status in ENDED and run.folder not in self.noted]:
+            if ended := [run for run in runs if run.status in ENDED and run.folder not in self.ended]:
                 note_ended(self.progress.folder, ended)
-                self.noted |= {run.folder for run in ended}
+                self.ended |= {run.folder for run in ended}
             if not self.progress.study.search.keep_models:
                 for run in (run for run in runs if run.stage == "search" and run.status in ("finished", "diverged")):
                     folder = RunFolder(self.progress.folder / run.folder)
                     paths = [path for path in (folder.model, folder.checkpoints, folder.start) if path.exists()]
                     for path in paths if paths and not _is_locked(folder) else ():  # a process may still hold it
                         remove(path)
-        return runs
+        return runs, ended
 
     def _start(self, run: Run, context: BaseContext, gpus: list[str], slots: int) -> None:
         taken = {slot for _, slot in self.active.values()}
@@ -262,28 +258,15 @@ class _Runner:
                 return record["last_error"]
         with suppress(OSError):
             lines = folder.with_name(f"{folder.name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-            return (
-                printable(lines[-1], MAX_CHARACTERS) if lines else f"{free_bytes(folder):,} bytes are free on its disk"
-            )
+            text = lines[-1] if lines else f"{free_bytes(folder):,} bytes are free on its disk"
+            return printable(text, MAX_CHARACTERS)
         return f"the log of this run cannot be written, with {free_bytes(folder):,} bytes free on its disk; free space"
 
-    @contextmanager
-    def _handling_signals(self) -> Iterator[None]:
-        """On a signal, stop the runs as a run is stopped: with a checkpoint; on a second one, at once."""
-
-        def handle(number: int, frame: object) -> None:
-            self.is_stopping = True
-            for process in self.active:
-                process.terminate()
-
-        before = {number: signal.signal(number, handle) for number in stop_signals()}
-        try:
-            yield
-        finally:
-            for process in self.active:
-                process.terminate()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _stop(self, *_: object) -> None:
+        """Stop the runs as a run is stopped: with a checkpoint; at the second signal, at once."""
+        self.is_stopping = True
+        for process in self.active:
+            process.terminate()
 
 
 def describe_run(run: Run, study: StudyFile) -> str:

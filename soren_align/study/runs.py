@@ -18,7 +18,7 @@ from ..run.metrics import IN_STUDIES
 from ..run.provenance import software
 from ..run.record import divergence
 from .config import Range, StudyFile
-from .study import Point, Run, by_trial, metric_of_trial
+from .study import Point, Run, by_number, metric_of_trial
 
 STAGES = ("search", "verdict")
 
@@ -53,12 +53,8 @@ class RunFiles:
     def settings(self) -> dict[str, Any]:
         """The keys of the recipe that determine the weights, as dotted ones, without the seeds."""
         values = json.loads(json.dumps(flat(training_part(self.recipe)), default=str))  # tuples are lists, as in files
-        seeds = [
-            "trainer.seed",
-            "trainer.data_seed",
-            "run.perturb.seed",
-            *(["model.init_seed"] * (self.recipe.task == "pretrain")),
-        ]
+        seeds = ["trainer.seed", "trainer.data_seed", "run.perturb.seed"]
+        seeds += ["model.init_seed"] * (self.recipe.task == "pretrain")
         return {key: value for key, value in values.items() if key not in seeds}
 
 
@@ -182,7 +178,7 @@ def read_scores(folder: RunFolder) -> tuple[dict[str, float] | None, dict[str, f
 
 def select(runs: list[Run], *, higher_is_better: bool) -> int | None:
     """The number of the trial with the best metric, the first of equals; None if none has finished."""
-    metrics = {number: metric_of_trial(trial) for number, trial in by_trial(runs).items()}
+    metrics = {number: metric_of_trial(trial) for number, trial in by_number(runs).items()}
     metrics = {number: metric for number, metric in metrics.items() if metric is not None}
     best = max if higher_is_better else min
     return best(metrics, key=lambda number: metrics[number]) if metrics else None
@@ -194,7 +190,7 @@ def edges(study: StudyFile, candidate: str, runs: list[Run], selected: int) -> d
     A trial that diverged or failed counts as tried. A list of texts has no ends; 0 as the low end is none.
     """
     at_edge: dict[str, Literal["low", "high"]] = {}
-    trials = by_trial(runs)
+    trials = by_number(runs)
     for key, values in study.free(candidate).items():
         tried = [trial[0].parameters[key] for trial in trials.values()]
         if len(set(tried)) < 2 or any(isinstance(value, str | bool) for value in tried):

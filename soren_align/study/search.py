@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import islice, product
+from itertools import islice, product, takewhile
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from ..tasks import TASKS
 from .config import METRICS, Range, StudyFile, Values, first_run, load_resolved_study, recipe_of_run, verdict_runs
 from .declaration import CHANGEABLE, note, write_declaration
 from .runs import STAGES, edges, read_run, read_scores, select
-from .study import ENDED, Candidate, Run, Study, by_trial, metric_of_trial
+from .study import ENDED, Candidate, Run, Study, by_number, metric_of_trial
 
 STUDY_FILE, STUDY_RESULT, EXTENSIONS, TRIALS = "study.yaml", "study.json", "extensions.json", "trials.jsonl"
 WIDER = 0.5
@@ -88,8 +88,7 @@ class Progress:
         if (metric := self.study.search.metric) not in metrics:
             raise UserError(
                 f"{folder / STUDY_FILE}: search.metric: found {metric!r}, but only {' or '.join(metrics)} selects "
-                "settings; "
-                "restore this file, which was edited or written by another version"
+                "settings; restore this file, which was edited or written by another version"
             )
         self.higher_is_better = metrics[metric]
         self.trials = Trials(folder, self.study)
@@ -102,6 +101,7 @@ class Progress:
         The caller holds the study's lock.
         """
         self.trials.read()  # another command may have drawn some
+        worst = -inf if self.higher_is_better else inf
         while True:
             runs = self.search()
             chained, is_spent, has_new = self.study.search.method == "tpe", self._is_spent(runs), False
@@ -109,7 +109,13 @@ class Progress:
             for extension in self._extensions():
                 spaces += [extension.spaces] * extension.trials
             for name in self.study.candidates:
-                results = self._results(run for run in runs if run.candidate == name)
+                # Of the trials before the first one that has not ended: None of one that failed, the worst of one that
+                # diverged. TPE draws the next trial by them.
+                results: list[float | None] = []
+                trials = by_number(run for run in runs if run.candidate == name).values()
+                for trial in takewhile(lambda trial: all(run.status in ENDED for run in trial), trials):
+                    metric, is_failure = metric_of_trial(trial), any(run.status == "failed" for run in trial)
+                    results.append(None if is_failure else worst if metric is None else metric)
                 free: list[Free] = []
                 for space in spaces:
                     intervals = space.get(name, {}).items()
@@ -123,19 +129,6 @@ class Progress:
                 final = [run for name in self.study.candidates for run in self.candidate(name, runs).verdict]
                 # A seed of all candidates before the next: a load that changes meanwhile slows all of them alike.
                 return runs + sorted(final, key=lambda run: (run.number, run.draw or 0))
-
-    def _results(self, runs: Iterable[Run]) -> list[float | None]:
-        """The metrics of a candidate's trials, up to the first one that has not ended: None of one that failed, the
-        worst of one that diverged. TPE draws the next trial by them."""
-        results: list[float | None] = []
-        for trial in by_trial(runs).values():
-            if any(run.status not in ENDED for run in trial):
-                break
-            metric = metric_of_trial(trial)
-            worst = -inf if self.higher_is_better else inf
-            is_failure = any(run.status == "failed" for run in trial)
-            results.append(None if is_failure else worst if metric is None else metric)
-        return results
 
     def search(self) -> list[Run]:
         """The search's runs of the drawn trials: trial 0 of every candidate, then trial 1, ...; within the budget."""
@@ -161,7 +154,7 @@ class Progress:
         selected = select(own, higher_is_better=self.higher_is_better)
         at_edge = edges(self.study, name, own, selected) if selected is not None else {}
         space = self.study.search.model_dump()["space"] | section.model_dump()["space"]
-        trials, verdict = by_trial(own), []
+        trials, verdict = by_number(own), []
         complete = len(trials) == self._num_trials() or self._is_spent(runs)
         if selected is not None and complete and all(run.status in ENDED for run in own):
             verdict = [self._read(run) for run in verdict_runs(self.study, name, trials[selected][0].parameters)]
@@ -335,9 +328,8 @@ class Trials:
         search, number = self.study.search, len(self.parameters[candidate])
         if search.method == "grid":
             points = product(*(values for values in free[-1].values() if isinstance(values, list)))
-            params = dict(
-                zip(free[-1], next(islice(points, number, None)), strict=True)
-            )  # the last key changes fastest
+            # The last key changes fastest.
+            params = dict(zip(free[-1], next(islice(points, number, None)), strict=True))
         elif search.method == "random" or number < min(search.trials // 2, MOST_STARTING_TRIALS):
             params = _sobol_point(free[-1], number, search.sampling_seed)
         else:

@@ -18,7 +18,7 @@ from ..evaluate.stats.power import FAMILY_ERROR, Part
 from ..run.folder import RunFolder
 from ..run.held_out import read_held_out
 from .config import ALL_PAIRS, VerdictSection
-from .estimates import Estimate, estimate, family_size
+from .estimates import Estimate, estimate
 from .study import AVERAGE, BASE, HELD_OUT, Answer, Candidate, Difference
 
 FIRST_LOOK = 0.8
@@ -136,13 +136,10 @@ def num_declared_tests(rules: VerdictSection, num_candidates: int, measures: Col
 
     measures: HELD_OUT, the columns of the suite, and AVERAGE if the suite has one.
     """
-    return family_size(
-        num_candidates,
-        len(measures),
-        retention=len(rules.retention.columns) if rules.retention else 0,
-        all_pairs=rules.reference == ALL_PAIRS,
-        equivalence=sum(rules.equivalence.margin(each) is not None for each in measures) if rules.equivalence else 0,
-    )
+    num_retained = len(rules.retention.columns) if rules.retention else 0
+    num_margins = sum(rules.equivalence.margin(each) is not None for each in measures) if rules.equivalence else 0
+    num_pairs = num_candidates * (num_candidates - 1) // 2 if rules.reference == ALL_PAIRS else num_candidates - 1
+    return num_candidates * (len(measures) + num_retained) + num_pairs * (len(measures) + num_margins)
 
 
 def look_error(look: int) -> float:

@@ -109,12 +109,12 @@ def metric_of_trial(runs: Sequence[Run]) -> float | None:
     return fmean(metrics) if runs and len(metrics) == len(runs) else None
 
 
-def by_trial(runs: Iterable[Run]) -> dict[int, list[Run]]:
-    """Return the runs of one candidate's search by number of the trial."""
-    trials: dict[int, list[Run]] = {}
+def by_number(runs: Iterable[Run]) -> dict[int, list[Run]]:
+    """Return one candidate's runs of the search by trial, or its runs of the verdict by the position of their seed."""
+    numbers: dict[int, list[Run]] = {}
     for run in runs:
-        trials.setdefault(run.number, []).append(run)
-    return trials
+        numbers.setdefault(run.number, []).append(run)
+    return numbers
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ optimum shows how much they miss, and the resampled seeds show how much the sele
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp, isclose, log
 from statistics import fmean
@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from .study import ENDED, Candidate, Run, by_trial, finished, metric_of_trial
+from .study import ENDED, Candidate, Run, by_number, finished, metric_of_trial
 
 RATE = "optimizer.lr"
 NEAR = 0.01
@@ -54,7 +54,8 @@ class Selection:
     shares: dict[int, float]
     """The share of the resamples that select a trial, by its number, the largest first."""
     variance: float
-    """Of the selected trial's metric, which is that of all its seeds."""
+    """Of the selected trial's metric, which is that of all its seeds: another search, with other seeds and the same
+    tried settings, would select another setting. Its degrees of freedom are at most the number of seeds less one."""
 
 
 @dataclass(frozen=True)
@@ -99,17 +100,6 @@ def tuning(candidate: Candidate, *, higher_is_better: bool) -> Tuning | None:
         num_trials=len(trials),
         selection=resampled_selection(candidate, higher_is_better=higher_is_better),
     )
-
-
-def tuning_part(candidates: Iterable[Candidate], *, higher_is_better: bool) -> dict[str, float]:
-    """Return the variance of each candidate's held-out metric that is due to the selection of its setting, by name.
-
-    Another search, with other seeds and the same tried settings, would select another setting, with another true
-    metric. A candidate whose search has fewer than MIN_SEARCH_SEEDS seeds is left out: its variance is unknown. The
-    unit is that of the metric squared, and the degrees of freedom are at most the number of search seeds less one.
-    """
-    selections = {each.name: resampled_selection(each, higher_is_better=higher_is_better) for each in candidates}
-    return {name: selection.variance for name, selection in selections.items() if selection is not None}
 
 
 def resampled_selection(candidate: Candidate, *, higher_is_better: bool) -> Selection | None:
@@ -215,5 +205,5 @@ def rate_of(run: Run | None) -> float | None:
 
 
 def _ended_trials(candidate: Candidate) -> dict[int, list[Run]]:
-    trials = by_trial(candidate.trials)
+    trials = by_number(candidate.trials)
     return {number: runs for number, runs in trials.items() if all(run.status in ENDED for run in runs)}

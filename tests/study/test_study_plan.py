@@ -14,7 +14,7 @@ from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.recipe import OPTIMIZER_SECTIONS
 from soren_align.study.config import first_run, load_study, recipe_of_run
-from soren_align.study.estimates import Assumed, Design, detectable_loss, detectable_score, family_size
+from soren_align.study.estimates import Assumed, Design, detectable_loss, detectable_score
 from soren_align.study.plan import ColumnSize, plan_study, print_study_plan
 from tests.support import command
 
@@ -79,8 +79,9 @@ def test_detectable_effects_are_those_of_the_power_analysis():
     retention = "verdict.retention={columns: [zoo_mc], margin: 5.0}"
     plan = planned("verdict.seeds=[7, 8, 9]", "verdict.assume={seed_sd: 0.25}", "verdict.power=0.9", retention)
     section = plan["detectable"]
-    # Three columns, their average, the loss; one retained.
-    assert section["comparisons"] == family_size(4, 5, retention=1)
+    # Three columns, their average and the loss, of four candidates with the base and of three with the reference; one
+    # column is retained.
+    assert section["comparisons"] == 4 * (5 + 1) + 3 * 5
     design = Design(seeds=3, num_tests=round(section["comparisons"] / 0.8), power=0.9)  # 0.04 of 0.05 at the first look
     for column, size in SIZES.items():
         for kind, to_base in (("to_base", True), ("to_reference", False)):

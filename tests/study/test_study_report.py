@@ -18,7 +18,7 @@ from soren_align.core.text import Table
 from soren_align.recipe import to_yaml
 from soren_align.run.folder import RunFolder
 from soren_align.study.report import charts
-from soren_align.study.report.blocks import Paragraph, page_markdown
+from soren_align.study.report.blocks import Paragraph, render
 from soren_align.study.report.charts import (
     DARK,
     LIGHT,
@@ -188,7 +188,7 @@ def test_texts_of_runs_are_no_code(tmp_path):
 
 def test_markdown_makes_no_links_of_texts():
     paragraph = Paragraph("![p](http://x/y.png) [a]: http://x [b][c] `d` *e* <f>")
-    last = page_markdown("t", "", {"s": [paragraph]}).splitlines()[-1]
+    last = render("md", "t", "", {"s": [paragraph]}).splitlines()[-1]
     assert last == r"![p\](http://x/y.png) [a\]: http://x [b\][c] \`d\` \*e\* &lt;f>"
 
 
@@ -489,7 +489,7 @@ def test_matched_values_are_interpolated_at_the_first_crossing():
 
 def test_values_on_a_line_from_the_start_are_marked():
     study = make_study(names=("adamw", "soren"))
-    assert "†" not in page_markdown("", "", {"": matched(study)})
+    assert "†" not in render("md", "", "", {"": matched(study)})
     sparse = [replace(run, curve=[run.curve[0], run.curve[-1]]) for run in study.candidates[0].verdict]
     study = replace(study, candidates=[replace(study.candidates[0], verdict=sparse), study.candidates[1]])
     table, note = matched(study)

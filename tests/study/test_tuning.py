@@ -17,7 +17,6 @@ from soren_align.study.tuning import (
     profile,
     resampled_selection,
     tuning,
-    tuning_part,
 )
 
 LOST = None
@@ -169,9 +168,10 @@ def test_a_selection_is_not_resampled_with_two_seeds_or_without_results():
     two, three = search({0.01: [1.0, 1.1], 0.02: [1.1, 1.0]}), search({0.01: [1.0, 1.1, 1.2], 0.02: [1.1, 1.0, 1.2]})
     lost = search({0.01: [LOST] * 3, 0.02: [LOST] * 3}, name="lost")
     assert resampled_selection(two, higher_is_better=False) is None
-    assert tuning_part([replace(two, name="two"), three, lost], higher_is_better=False).keys() == {"soren"}
+    assert resampled_selection(lost, higher_is_better=False) is None
+    assert resampled_selection(three, higher_is_better=False).variance > 0
     alone = search({0.01: [1.0, 1.1, 1.2]})
-    assert tuning_part([alone], higher_is_better=False) == {"soren": 0.0}
+    assert resampled_selection(alone, higher_is_better=False).variance == 0.0
 
 
 def simulated(curvature, num_seeds, *, repetitions=150, num_trials=6, noise=0.02, seed_sd=0.05):
@@ -189,7 +189,7 @@ def simulated(curvature, num_seeds, *, repetitions=150, num_trials=6, noise=0.02
         runs += noise * rng.standard_normal((num_trials, num_seeds))
         candidate = search(dict(zip(rates.tolist(), runs.tolist(), strict=True)))
         selected.append(float(truth[candidate.selected]))
-        variances.append(tuning_part([candidate], higher_is_better=False)["soren"])
+        variances.append(resampled_selection(candidate, higher_is_better=False).variance)
     return pstdev(selected), sqrt(fmean(variances))
 
 

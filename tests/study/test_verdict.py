@@ -22,9 +22,8 @@ from soren_align.study.estimates import (
     detectable_loss,
     detectable_score,
     estimate,
-    family_size,
 )
-from soren_align.study.stats import Answers, look_error, verdict
+from soren_align.study.stats import Answers, look_error, num_declared_tests, verdict
 from soren_align.study.study import HELD_OUT
 from tests.support.simulated_studies import LEADERBOARD, World, draw, measured
 
@@ -63,7 +62,7 @@ def coverage(world, verdicts, measures):
 def with_gain(world, column, to_base, factor):
     """The world in which soren gains `factor` times the minimum detectable effect on a column."""
     sizes = world.columns.get(column)
-    num_tests = family_size(len(world.names), len(world.columns) + 1)
+    num_tests = num_declared_tests(RULES, len(world.names), [*world.columns, HELD_OUT])
     design = Design(seeds=world.seeds, num_tests=round(num_tests * 0.05 / look_error(1)), power=0.8)
     if sizes is None:
         assumed = Assumed(loss_sd=world.loss_sd, example_sd=world.example_sd)
@@ -325,8 +324,12 @@ def test_the_correction_counts_all_answers_and_tests_of_retention():
     candidates, answers = drawn()
     found = verdict(retaining(2.0), candidates, answers, average=True)
     assert len(found) == 7 * 5
-    assert family_size(4, 5, retention=1) == 7 * 5 + 4
-    assert family_size(4, 5, retention=1, equivalence=5) == 7 * 5 + 4 + 3 * 5
+    measures = {d.measure for d in found}
+    assert num_declared_tests(retaining(2.0), 4, measures) == 7 * 5 + 4
+    margins = {"equivalence": Equivalence(held_out=0.1, benchmarks=1.0)}
+    assert num_declared_tests(retaining(2.0, **margins), 4, measures) == 7 * 5 + 4 + 3 * 5
+    margins = {"equivalence": Equivalence(held_out=0.1)}
+    assert num_declared_tests(retaining(2.0, **margins), 4, measures) == 7 * 5 + 4 + 3 * 1
     least = min(found, key=lambda d: d.p)
     assert least.p_holm >= min(1.0, 35 * least.p)
     assert all(d.p <= d.p_holm for d in found)
@@ -338,7 +341,8 @@ def test_all_pairs_are_compared_once_each_in_one_larger_family():
     held_out = [(d.candidate, d.reference) for d in found if d.measure == "held-out" and d.reference != "base"]
     assert [set(pair) for pair in held_out] == [set(pair) for pair in itertools.combinations(EQUAL.names, 2)]
     assert len(found) == 10 * 5
-    assert family_size(4, 5, retention=1, all_pairs=True) == 10 * 5 + 4
+    measures = {d.measure for d in found}
+    assert num_declared_tests(retaining(2.0, reference="all"), 4, measures) == 10 * 5 + 4
     of_one = {(d.candidate, d.reference, d.measure): d for d in verdict(RULES, candidates, answers)}
     for d in found:
         if one := of_one.get((d.candidate, d.reference, d.measure)):

@@ -1,7 +1,7 @@
 """A report as plain data, and its two forms: one page of HTML, and the same as Markdown.
 
 All strings are plain text of unknown origin; neither form takes them as code. The page is one file without scripts,
-network or fonts, light and dark, on paper and on a phone. Its template, page.html, escapes every text.
+network or fonts, light and dark, on paper and on a phone. The templates page.html and page.md escape every text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -91,43 +91,16 @@ Sections = Mapping[str, Sequence[Block]]
 """The blocks under each heading."""
 
 
-def page_html(title: str, subtitle: str, sections: Sections) -> str:
-    """Return the page as HTML."""
+def render(form: Literal["html", "md"], title: str, subtitle: str, sections: Sections) -> str:
+    """Return the page as HTML, or as Markdown, with the content of each picture as a text."""
     environment = Environment(
         loader=FileSystemLoader(STYLE.parent),
-        autoescape=True,
+        autoescape=form == "html",
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else printable(value),
     )
-    environment.filters["form"] = lambda block: type(block).__name__
-    style = STYLE.read_text(encoding="utf-8")
-    return environment.get_template("page.html").render(title=title, subtitle=subtitle, sections=sections, style=style)
-
-
-def page_markdown(title: str, subtitle: str, sections: Sections) -> str:
-    """Return the page as Markdown, with the content of each picture as a text."""
-    parts = [f"# {markdown_line(title)}", markdown_line(subtitle)]
-    for heading, blocks in sections.items():
-        parts.append(f"## {markdown_line(heading)}")
-        for block in blocks:
-            if isinstance(block, Table):
-                text = block.markdown()
-            elif isinstance(block, Code):
-                folded = f"{markdown_line(block.folded)}:\n\n" if block.folded else ""
-                text = folded + fenced(printable(block.text))
-            elif isinstance(block, Paragraph):
-                text = markdown_line(block.text)
-            elif isinstance(block, Figure):
-                pictures = [f"- {markdown_line(picture.alt)}" for picture in block.panels]
-                text = "\n".join([f"Figure in report.html. {markdown_line(block.caption)}", "", *pictures])
-            elif isinstance(block, Alert):
-                items = [f"> - {markdown_line(item)}" for item in block.items]
-                text = "\n".join([f"> **{markdown_line(block.title)}**", ">", *items])
-            else:
-                leads = [f"**{markdown_line(item.lead)}**" if item.lead else "" for item in block.items]
-                items = [f"- {lead}{markdown_line(item.text)}" for lead, item in zip(leads, block.items, strict=True)]
-                text = "\n".join([f"### {markdown_line(block.title)}\n"] * bool(block.title) + items)
-            parts.append(text)
-    return "\n\n".join(parts) + "\n"
+    environment.filters |= {"form": lambda block: type(block).__name__, "line": markdown_line, "fenced": fenced}
+    page, style = environment.get_template(f"page.{form}"), STYLE.read_text(encoding="utf-8")
+    return page.render(title=title, subtitle=subtitle, sections=sections, style=style)

@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from ...core.figures import DARK, LIGHT, Colors, compact, line_style, png, short, style_axes
 from ...core.text import count, join_words
+from ...run.folder import RunFolder
 from ...run.metrics import METRICS
 from ..study import Difference, Run, Study, finished
 from .blocks import Figure, Picture
@@ -128,9 +129,8 @@ def differences_figure(study: Study, reference: str) -> Figure:
             axes.tick_params(axis="y", length=0)
             axes.locator_params(axis="x", nbins=5)
 
-        words = [
-            f"{d.candidate} {size(d.value, unit)} [{size(d.low, unit)}, {size(d.high, unit)}]" for d in differences
-        ]
+        intervals = [f"[{size(d.low, unit)}, {size(d.high, unit)}]" for d in differences]
+        words = [f"{d.candidate} {size(d.value, unit)} {ends}" for d, ends in zip(differences, intervals, strict=True)]
         alt = f"{about}, differences to {reference_name(reference)} (positive: better): {'; '.join(words)}."
         label = "percent points better" if unit == "percent" else "better by"
         panels.append(_panel(about, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences))))
@@ -183,7 +183,8 @@ def _free_keys(trials: Sequence[Run]) -> list[str]:
 
 def _sensitivity_panel(study: Study, key: str, limits: tuple[float, float]) -> Picture | None:
     """Return the metric of all candidates' trials against one searched key, in one panel, where they are compared."""
-    everywhere = [run for candidate in study.candidates for run in candidate.trials if key in run.parameters]
+    trials = [[run for run in candidate.trials if key in run.parameters] for candidate in study.candidates]
+    everywhere = [run for own in trials for run in own]
     if not everywhere:
         return None
     best_of = max if study.higher_is_better else min
@@ -191,8 +192,7 @@ def _sensitivity_panel(study: Study, key: str, limits: tuple[float, float]) -> P
 
     def draw(axes: Axes, colors: Colors) -> None:
         place = set_scale(axes, [run.parameters[key] for run in everywhere])
-        for i, candidate in enumerate(study.candidates):
-            own = [run for run in candidate.trials if key in run.parameters]
+        for i, (candidate, own) in enumerate(zip(study.candidates, trials, strict=True)):
             results = sorted((place(run.parameters[key]), run.metric) for run in finished(own))
             inside = [(x, y) for x, y in results if y is not None and limits[0] <= y <= limits[1]]
             beyond = [x for x, y in results if y is not None and not limits[0] <= y <= limits[1]]
@@ -215,8 +215,7 @@ def _sensitivity_panel(study: Study, key: str, limits: tuple[float, float]) -> P
         axes.set_ylim(limits[0] - room, limits[1] + room)
 
     words = []
-    for candidate in study.candidates:
-        own = [run for run in candidate.trials if key in run.parameters]
+    for candidate, own in zip(study.candidates, trials, strict=True):
         metrics = [run.metric for run in finished(own) if run.metric is not None]
         chosen = [run for run in finished(own) if candidate.is_selected(run)]
         parts = [count(len(metrics), "finished run")]
@@ -262,7 +261,7 @@ def spectra_figure(study: Study, folder: Path) -> Figure | None:
 
 def _read_spectra(folder: Path, run: Run) -> dict[tuple[int, str], list[float]]:
     """Return the singular values of a run by step and matrix; nothing if there are none, or the file is damaged."""
-    file = folder / run.folder / "spectra.jsonl"
+    file = RunFolder(folder / run.folder).spectra
     try:
         if not file.resolve().is_relative_to(folder.resolve()) or not file.is_file() or file.stat().st_size > MAX_BYTES:
             return {}
@@ -316,9 +315,7 @@ def _lines_panel(
         axes.xaxis.set_major_formatter(compact)
         axes.locator_params(axis="x", nbins=5)
 
-    ends = [
-        f"{study.candidates[i].name} {points[-1][1]:.4g} at {points[-1][0]:.4g}" for i, (*_, points) in lines.items()
-    ]
+    ends = [f"{study.candidates[i].name} {y:.4g} at {x:.4g}" for i, (*_, (*_, (x, y))) in lines.items()]
     return _panel(title, label, f"{title} against {label}; at the end: {', '.join(ends)}.", draw)
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from ...core.text import Table, count, number
 from ..config import ALL_PAIRS
-from ..draws import by_seed
-from ..study import Candidate, Study, finished
+from ..study import Candidate, Study, by_number, finished
 from ..tuning import MIN_SEARCH_SEEDS, NEAR, RATE, Reading, Tuning, tuning
 from . import curves, text
 from .blocks import Block, Item, Items, Paragraph
@@ -128,12 +127,16 @@ def target_blocks(study: Study) -> list[Block]:
     metric = text.metric_name(study)
     target = f"{reference.name}'s final {metric}"
     own, length = times[reference.name], max(run.curve[-1].step for run in finished(reference.verdict) if run.curve)
-    items = []  # when each candidate first reaches the target, beside the reference's own time
+    is_comparable = curves.are_times_comparable(curves.cpu_loads(study))
+    has_seconds = is_comparable and all(len(each.seconds) == len(each.steps) for each in times.values())
+    items, rows = [], []  # when each candidate first reaches the target, beside the reference's own time
     usual = _time(_summary(own.steps)[0], ".0f")
     for name, each in times.items():
+        num, seeds = sum(not time.is_longer for time in each.steps), count(len(each.steps), "seed")
+        row = [name, f"{num} of {seeds}", _spread(each.steps, ".0f"), _spread(each.step_shares, ".0%")]
+        rows.append(row + ([_spread(each.seconds, ".1f"), _spread(each.second_shares, ".0%")] if has_seconds else []))
         if name == reference.name:
             continue
-        num, seeds = sum(not time.is_longer for time in each.steps), count(len(each.steps), "seed")
         if 2 * num <= len(each.steps):
             items.append(Item(f"{name} reached {target} with {num} of {seeds}", "."))
             continue
@@ -144,15 +147,7 @@ def target_blocks(study: Study) -> list[Block]:
         shares = f"With equal seeds, {name} needed {middle} of the steps that {reference.name} needed for this value"
         items.append(Item(lead, f"; {usually} (medians over {seeds}). {shares} (median{interval})."))
     head = ["", "reached", "steps", f"share of {reference.name}'s steps"]
-    is_comparable = curves.are_times_comparable(curves.cpu_loads(study))
-    has_seconds = is_comparable and all(len(each.seconds) == len(each.steps) for each in times.values())
     head += ["seconds", f"share of {reference.name}'s seconds"] if has_seconds else []
-    rows = []
-    for name, each in times.items():
-        num = sum(not time.is_longer for time in each.steps)
-        row = [name, f"{num} of {count(len(each.steps), 'seed')}", _spread(each.steps, ".0f")]
-        row.append(_spread(each.step_shares, ".0%"))
-        rows.append(row + ([_spread(each.seconds, ".1f"), _spread(each.second_shares, ".0%")] if has_seconds else []))
     note = (
         f"The target of each run is {target} with the same seed. The cells have the median over the seeds, with the "
         "smallest and the largest value; > marks a target that was not reached. Between evaluations, the metric is "
@@ -175,7 +170,7 @@ def target_times(candidate: Candidate, reference: Candidate, *, higher_is_better
     Of a seed's draws, the first one counts. A reference that had its final metric earlier counts with that time. It has
     none if it started with it.
     """
-    first, own = ([runs[0] for runs in by_seed(each.verdict)] for each in (candidate, reference))
+    first, own = ([runs[0] for runs in by_number(each.verdict).values()] for each in (candidate, reference))
     own = {run.seed: run for run in finished(own) if run.curve}
     times = TargetTimes([], [], [], [])
     for run in first:

@@ -28,7 +28,7 @@ from ..draws import mean_candidate
 from ..stats import num_declared_tests
 from ..study import BASE, HELD_OUT, Study, finished
 from . import charts, curves, text
-from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, TextTable, page_html, page_markdown
+from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, TextTable, render
 from .effort import target_blocks, tuning_blocks
 from .verdict import VERDICT, verdict_file
 
@@ -89,8 +89,8 @@ def write_report(study: Study, folder: Path) -> None:
     sections = {name: [block for block in blocks if block is not None] for name, blocks in parts.items()}
     sections = {name: blocks for name, blocks in sections.items() if blocks}
     subtitle = text.subtitle(study)
-    write(folder / REPORT, page_html(study.name, subtitle, sections))
-    write(folder / "report.md", page_markdown(study.name, subtitle, sections))
+    write(folder / REPORT, render("html", study.name, subtitle, sections))
+    write(folder / "report.md", render("md", study.name, subtitle, sections))
     write(folder / "trials.csv", trials_csv(study))
     write(folder / VERDICT, json.dumps(verdict_file(study, folder).model_dump(), indent=1) + "\n")
 

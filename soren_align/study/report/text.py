@@ -23,7 +23,6 @@ THAN = {
     "equivalent": "equivalent to",
     "not distinguishable": "not distinguishable from",
 }
-
 SIGNS = {"better": " ▲", "worse": " ▼", "equivalent": " ="}
 """By answer, after a score."""
 
@@ -102,9 +101,8 @@ def comparisons(study: Study, reference: str, *, most: int | None = None) -> lis
             words = ["" if d.low * d.high > 0 else f" {_direction(study, d.unit, end)}" for end in ends]
             bounds = " to ".join(f"{size(abs(end), d.unit)}{word}" for end, word in zip(ends, words, strict=True))
             interval = f"{'' if i else '95% interval '}{bounds}"
-            numbers.append(
-                f"{'its ' * (not i)}{name} is {change(study, d)} ({interval}, corrected {p_value(d.p_holm)}{seen})"
-            )
+            facts = f"{interval}, corrected {p_value(d.p_holm)}{seen}"
+            numbers.append(f"{'its ' * (not i)}{name} is {change(study, d)} ({facts})")
             if d.margin is not None and d.retained is not None:
                 shown = "is shown" if d.retained else "is not shown"
                 retained += f" It {shown} to lose less than the margin of {size(d.margin, d.unit)}{points} on {name}."
@@ -178,9 +176,8 @@ def draw_sentences(study: Study) -> list[str]:
             deviations = f"{spread.draws:.2g}{points} of draws, {spread.seeds:.2g}{points} of seeds"
             text = (
                 f"{spread.share:.0%} of the variance between runs with different seeds also occurs between the draws "
-                "of one "
+                f"of one seed (standard deviations: {deviations})"
             )
-            text += f"seed (standard deviations: {deviations})"
         sentences.append(f"{measure_name(study, spread.measure)}: {text}.")
     return sentences
 
@@ -253,11 +250,8 @@ def resolution(study: Study, d: Difference) -> str:
     """
     if d.detectable is None:
         return "the seeds gave identical results, which shows no spread"
-    changes = [
-        abs(e.value)
-        for e in study.differences
-        if e.reference == BASE and e.measure == d.measure and e.candidate in (d.candidate, d.reference)
-    ]
+    to_base = [e for e in study.differences if (e.reference, e.measure) == (BASE, d.measure)]
+    changes = [abs(e.value) for e in to_base if e.candidate in (d.candidate, d.reference)]
     if d.seed_share > 0.5 and d.detectable > max(changes, default=float("inf")):
         return f"too noisy to decide: {d.noisiest}'s seeds differ by {size(d.seed_range, d.unit)}{POINTS[d.unit]}"
     return f"detectable: {seen_size(d)}"
