@@ -22,13 +22,13 @@ from ..recipe import differences, load_resolved, recipe_hash
 from ..recipe.schema import is_derived, trains_adapter
 from ..run.folder import RunFolder
 from . import stats
-from .config import METRICS, VerdictSection, load_resolved_study, study_problems
+from .config import METRICS, load_resolved_study, study_problems
 from .declaration import declaration_problems, final_runs, history_cautions, look_number, note, read_history
 from .draws import draw_spreads, over_draws
 from .report.page import write_report
 from .runs import RunFiles, flat, read_files, run_folders
 from .search import STUDY_FILE, STUDY_RESULT, read_study
-from .study import Study, by_number, metric_of_trial
+from .study import Study, by_number, mean_metric
 from .tuning import MIN_SEARCH_SEEDS, resampled_selection
 
 EQUAL = {
@@ -90,17 +90,17 @@ def read_verdict(folder: Path, failures: Mapping[str, str] | None = None) -> Stu
     weaknesses = [*cautions(study, folder, runs, contamination)]
     answers, num_questions = [], {}
     if not problems:
-        metric, suite = study.file["search"]["metric"], options.name if options else None
+        suite, higher = options.name if options else None, study.higher_is_better
         read, about_answers = stats.read_answers(
-            folder, study.candidates, metric, suite, higher_is_better=study.higher_is_better
+            folder, study.candidates, file.search.metric, suite, higher_is_better=higher
         )
         candidates, read = over_draws(study.candidates, read)
         selection: dict[str, Part] = {}  # unknown of a search with few seeds
         for each in study.candidates:
             if selections := resampled_selection(each, higher_is_better=study.higher_is_better):
-                selection[each.name] = Part(selections.variance, len(study.file["search"]["seeds"]) - 1)
+                selection[each.name] = Part(selections.variance, len(file.search.seeds) - 1)
         answers = stats.verdict(
-            VerdictSection.model_validate(study.file["verdict"]),
+            file.verdict,
             candidates,
             read,
             average=options is not None and suite_of(options).average,
@@ -338,7 +338,7 @@ def _selection_problems(study: Study, runs: list[RunFiles], searched: dict[str, 
         settings[run.place] = json.dumps({key: run.settings.get(key) for key in keys})
     for candidate in study.candidates:
         trials = [trial for trial in by_number(candidate.trials).values() if trial[0].folder in settings]
-        metrics = {settings[trial[0].folder]: metric_of_trial(trial) for trial in trials}
+        metrics = {settings[trial[0].folder]: mean_metric(trial) for trial in trials}
         best = settings.get(candidate.selected_trial.folder) if candidate.selected_trial else None
         places: dict[str, list[str]] = {}  # of the verdict, by setting
         for run in runs:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..evaluate.stats.paired import ColumnPoints
 from .stats import Answers, is_complete
-from .study import HELD_OUT, Candidate, DrawSpread, Run, by_number
+from .study import HELD_OUT, Candidate, DrawSpread, Run, by_number, mean_metric
 
 
 def over_draws(candidates: Sequence[Candidate], answers: Answers) -> tuple[list[Candidate], Answers]:
@@ -49,12 +49,10 @@ def mean_candidate(candidate: Candidate) -> Candidate:
         if len(runs) == 1 or failed is not None:  # one draw that failed fails its seed
             verdict.append(failed or runs[0])
             continue
-        metrics = [run.metric for run in runs if run.metric is not None]
         scores = [run.scores for run in runs if run.scores is not None]
         columns = [column for column in scores[0] if all(column in each for each in scores)] if scores else []
-        metric = fmean(metrics) if len(metrics) == len(runs) else None
         means = {c: fmean(each[c] for each in scores) for c in columns} if len(scores) == len(runs) else None
-        verdict.append(replace(runs[0], metric=metric, scores=means))
+        verdict.append(replace(runs[0], metric=mean_metric(runs), scores=means))
     return replace(candidate, verdict=verdict)
 
 

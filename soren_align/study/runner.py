@@ -37,7 +37,7 @@ from .report.page import REPORT, terminal_verdict
 from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
 from .runs import select
 from .search import STUDY_FILE, Progress, create
-from .study import ENDED, Run, by_number, metric_of_trial
+from .study import ENDED, Run, by_number, mean_metric
 
 POLL_SECONDS = 2.0
 """Between two looks at runs of other commands."""
@@ -186,7 +186,7 @@ class _Runner:
         for name in study.candidates:
             trials = by_number(run for run in runs if run.candidate == name and run.stage == "search")
             best = select([*chain(*trials.values())], higher_is_better=self.progress.higher_is_better)
-            metric = None if best is None else metric_of_trial(trials[best])
+            metric = None if best is None else mean_metric(trials[best])
             values = [] if best is None else [trials[best][0].parameters[key] for key in study.free(name)]
             rows.append([name, ", ".join(map(_short, values)) or "-", number(metric, ".3g")])
         keys = dict.fromkeys(key.removeprefix("optimizer.") for name in study.candidates for key in study.free(name))

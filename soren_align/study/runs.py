@@ -18,7 +18,7 @@ from ..run.metrics import IN_STUDIES
 from ..run.provenance import software
 from ..run.record import divergence
 from .config import Range, StudyFile
-from .study import Point, Run, by_number, metric_of_trial
+from .study import Point, Run, by_number, mean_metric
 
 STAGES = ("search", "verdict")
 
@@ -178,7 +178,7 @@ def read_scores(folder: RunFolder) -> tuple[dict[str, float] | None, dict[str, f
 
 def select(runs: list[Run], *, higher_is_better: bool) -> int | None:
     """The number of the trial with the best metric, the first of equals; None if none has finished."""
-    metrics = {number: metric_of_trial(trial) for number, trial in by_number(runs).items()}
+    metrics = {number: mean_metric(trial) for number, trial in by_number(runs).items()}
     metrics = {number: metric for number, metric in metrics.items() if metric is not None}
     best = max if higher_is_better else min
     return best(metrics, key=lambda number: metrics[number]) if metrics else None

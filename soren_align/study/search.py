@@ -28,7 +28,7 @@ from ..tasks import TASKS
 from .config import METRICS, Range, StudyFile, Values, first_run, load_resolved_study, recipe_of_run, verdict_runs
 from .declaration import CHANGEABLE, note, write_declaration
 from .runs import STAGES, edges, read_run, read_scores, select
-from .study import ENDED, Candidate, Run, Study, by_number, metric_of_trial
+from .study import ENDED, Candidate, Run, Study, by_number, mean_metric
 
 STUDY_FILE, STUDY_RESULT, EXTENSIONS, TRIALS = "study.yaml", "study.json", "extensions.json", "trials.jsonl"
 WIDER = 0.5
@@ -114,7 +114,7 @@ class Progress:
                 results: list[float | None] = []
                 trials = by_number(run for run in runs if run.candidate == name).values()
                 for trial in takewhile(lambda trial: all(run.status in ENDED for run in trial), trials):
-                    metric, is_failure = metric_of_trial(trial), any(run.status == "failed" for run in trial)
+                    metric, is_failure = mean_metric(trial), any(run.status == "failed" for run in trial)
                     results.append(None if is_failure else worst if metric is None else metric)
                 free: list[Free] = []
                 for space in spaces:

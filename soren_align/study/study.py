@@ -103,8 +103,8 @@ def finished(runs: Iterable[Run]) -> list[Run]:
     return [run for run in runs if run.status == "finished" and run.metric is not None and isfinite(run.metric)]
 
 
-def metric_of_trial(runs: Sequence[Run]) -> float | None:
-    """Return the mean metric of a trial's runs, one per seed of the search; None unless all have a result."""
+def mean_metric(runs: Sequence[Run]) -> float | None:
+    """Return the mean metric of a trial's runs, or of a seed's draws; None unless all have a result."""
     metrics = [run.metric for run in finished(runs) if run.metric is not None]
     return fmean(metrics) if runs and len(metrics) == len(runs) else None
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from .study import ENDED, Candidate, Run, by_number, finished, metric_of_trial
+from .study import ENDED, Candidate, Run, by_number, finished, mean_metric
 
 RATE = "optimizer.lr"
 NEAR = 0.01
@@ -80,10 +80,10 @@ class Tuning:
 def tuning(candidate: Candidate, *, higher_is_better: bool) -> Tuning | None:
     """Return the numbers of a candidate's search; None without a second trial or without a result."""
     trials = _ended_trials(candidate)
-    best = metric_of_trial(trials.get(candidate.selected, ())) if candidate.selected is not None else None
+    best = mean_metric(trials.get(candidate.selected, ())) if candidate.selected is not None else None
     if best is None or len(trials) < 2:
         return None
-    metrics = [metric_of_trial(runs) for runs in trials.values()]
+    metrics = [mean_metric(runs) for runs in trials.values()]
     along, rate = profile(candidate), rate_of(candidate.selected_trial)
     half = twice = optimum = None
     if rate is not None and len(along) > 1:
@@ -143,7 +143,7 @@ def profile(candidate: Candidate) -> Profile:
     selected = candidate.selected_trial
     if selected is None or rate_of(selected) is None:
         return {}
-    trials = [(runs[0].parameters, metric_of_trial(runs)) for runs in _ended_trials(candidate).values()]
+    trials = [(runs[0].parameters, mean_metric(runs)) for runs in _ended_trials(candidate).values()]
     others = {
         key: value
         for key, value in selected.parameters.items()

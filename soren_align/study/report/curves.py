@@ -10,7 +10,7 @@ from math import comb, isfinite
 from statistics import fmean, median
 
 from ...run.metrics import IN_STUDIES
-from ..study import ENDED, Candidate, Point, Run, Study, by_number, finished, metric_of_trial
+from ..study import ENDED, Candidate, Point, Run, Study, by_number, finished, mean_metric
 
 MAX_POINTS = 200
 """Of a drawn curve: more cannot be seen in a small panel."""
@@ -140,7 +140,7 @@ def focus(values: Sequence[float], higher_is_better: bool) -> tuple[float, float
 def trial_metrics(study: Study, candidate: Candidate) -> list[float | None]:
     """Return the metric of every ended trial, the mean of its runs; of a lost one that of the start, if it is known."""
     trials = by_number(run for run in candidate.trials if run.status in ENDED)
-    means = [metric_of_trial(runs) for runs in trials.values()]
+    means = [mean_metric(runs) for runs in trials.values()]
     begin = start(study, "metric")
     return [begin if mean is None else mean for mean in means] if any(mean is not None for mean in means) else []
 
