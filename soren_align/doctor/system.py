@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from ..core import files
 from ..core.text import count, gibibytes, join_words
@@ -33,7 +34,7 @@ def libraries(machine: Machine) -> Iterator[Finding]:
     file = ROOT / "constraints.txt"
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     pins = [line.partition("==") for line in lines if "==" in line and not line.startswith("#")]
-    problems, tested, names = [], {_canonical(name): version.strip() for name, _, version in pins}, []
+    problems, tested, names = [], {canonicalize_name(name): version.strip() for name, _, version in pins}, []
     # The requirements that apply here: of the checkout that this code runs from, or of the wheel.
     if (file := ROOT / "pyproject.toml").is_file():
         lines = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"]
@@ -49,7 +50,7 @@ def libraries(machine: Machine) -> Iterator[Finding]:
         names.append(requirement.name)
         if not requirement.specifier.contains(version, prereleases=True):
             problems.append(f"{requirement.name} is {version}, but soren-align needs {requirement.specifier}")
-    same = sum(metadata.version(name) == tested.get(_canonical(name)) for name in names)
+    same = sum(metadata.version(name) == tested.get(canonicalize_name(name)) for name in names)
     measured = f"{len(names)} installed, {same} as tested" if tested else f"{len(names)} installed"
     reason = f"{'; '.join(problems)}; run pip install -c constraints.txt ."
     yield judged("libraries", measured, "in the declared ranges", not problems, reason)
@@ -84,10 +85,6 @@ def libraries(machine: Machine) -> Iterator[Finding]:
     reason = "GPUs are connected by PCIe alone; ZeRO 3 and FSDP2 will be slow"
     has_links = not kinds or any(kind.startswith("NV") for kind in kinds)
     yield judged("interconnect", join_words(kinds) or "unknown", "NV (NVLink)", has_links, reason)
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def output_of(*command: str) -> str:

@@ -247,8 +247,7 @@ def recipe_of_run(study: StudyFile, run: Run) -> Recipe:
     """The recipe of one run, whose folder is below study.output_dir. Raises UserError as `recipe.load` does."""
     texts = _settings(study.set) + _settings(study.candidates[run.candidate].set) + _settings(run.parameters)
     own: dict[str, Any] = {"trainer.seed": run.seed, "run.output_dir": f"{study.output_dir}/{run.folder}"}
-    own |= {"run.resume": "auto", "run.overwrite": False, "trainer.eval_on_start": True}
-    own["data.eval_part"] = run.stage
+    own |= {"run.resume": "auto", "run.overwrite": False, "trainer.eval_on_start": True, "data.eval_part": run.stage}
     if draws := study.verdict.draws:  # in the search too, so that all runs have the same keys
         own["run.perturb.seed"] = draws[0] if run.draw is None else run.draw
     if run.stage == "search":

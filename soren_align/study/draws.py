@@ -14,7 +14,7 @@ import numpy as np
 
 from ..evaluate.stats.paired import ColumnPoints
 from .stats import Answers, is_complete
-from .study import HELD_OUT, Candidate, DrawSpread, Run, by_number, mean_metric
+from .study import HELD_OUT, Candidate, DrawSpread, by_number, mean_metric
 
 
 def over_draws(candidates: Sequence[Candidate], answers: Answers) -> tuple[list[Candidate], Answers]:
@@ -62,18 +62,13 @@ def draw_spreads(candidates: Sequence[Candidate]) -> list[DrawSpread]:
     if not complete or len(complete[0][0]) < 2:
         return []
     runs = [run for seeds in complete for draws in seeds for run in draws]
-    columns = [column for column in runs[0].scores or {} if all(column in (run.scores or {}) for run in runs)]
     spreads = []
-    for measure in [HELD_OUT] * all(run.metric is not None for run in runs) + columns:
-        scores = np.array([[[_score(run, measure) for run in draws] for draws in seeds] for seeds in complete], float)
+    for measure in (name for name in runs[0].results if all(run.results.get(name) is not None for run in runs)):
+        scores = np.array([[[run.results[measure] for run in draws] for draws in seeds] for seeds in complete], float)
         between, within = variance_components(scores)
         unit = "loss" if measure == HELD_OUT else "percent"
         spreads.append(DrawSpread(measure, unit, sqrt(between), sqrt(within), *scores.shape))
     return spreads
-
-
-def _score(run: Run, measure: str) -> float | None:
-    return run.metric if measure == HELD_OUT else (run.scores or {})[measure]
 
 
 def variance_components(scores: np.ndarray) -> tuple[float, float]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -37,7 +36,7 @@ from .report.page import REPORT, terminal_verdict
 from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
 from .runs import select
 from .search import STUDY_FILE, Progress, create
-from .study import ENDED, Run, by_number, mean_metric
+from .study import ENDED, Run, mean_metric
 
 POLL_SECONDS = 2.0
 """Between two looks at runs of other commands."""
@@ -184,11 +183,11 @@ class _Runner:
             parts.append(f"about {estimated_time(seconds_per_run * (total - done) / 3600)} left")
         rows = []
         for name in study.candidates:
-            trials = by_number(run for run in runs if run.candidate == name and run.stage == "search")
-            best = select([*chain(*trials.values())], higher_is_better=self.progress.higher_is_better)
-            metric = None if best is None else mean_metric(trials[best])
-            values = [] if best is None else [trials[best][0].parameters[key] for key in study.free(name)]
-            rows.append([name, ", ".join(map(_short, values)) or "-", number(metric, ".3g")])
+            trials = [run for run in runs if run.candidate == name and run.stage == "search"]
+            best = select(trials, higher_is_better=self.progress.higher_is_better)
+            chosen = [run for run in trials if run.number == best]
+            values = [chosen[0].parameters[key] for key in study.free(name)] if chosen else []
+            rows.append([name, ", ".join(map(_short, values)) or "-", number(mean_metric(chosen), ".3g")])
         keys = dict.fromkeys(key.removeprefix("optimizer.") for name in study.candidates for key in study.free(name))
         table = Table(["best so far", ", ".join(keys), study.search.metric], rows)
         own = ", ".join(run.folder for run, _ in self.active.values())

@@ -67,6 +67,11 @@ class Run:
     identity: dict[str, Any] = field(default_factory=dict)
     """Hashes of what must be equal for all candidates with this seed (docs/comparison.md); see audit.py."""
 
+    @property
+    def results(self) -> dict[str, float | None]:
+        """The metric and the scores, by measure."""
+        return {HELD_OUT: self.metric, **(self.scores or {})}
+
 
 @dataclass(frozen=True)
 class Candidate:

@@ -153,11 +153,7 @@ def profile(candidate: Candidate) -> Profile:
     for parameters, metric in trials:
         if parameters.get(RATE, 0) > 0 and all(parameters.get(key) == value for key, value in others.items()):
             by_rate.setdefault(parameters[RATE], []).append(metric)
-    means: dict[float, float | None] = {}
-    for rate, metrics in sorted(by_rate.items()):
-        known = [metric for metric in metrics if metric is not None]
-        means[rate] = fmean(known) if len(known) == len(metrics) else None
-    return means
+    return {rate: None if None in metrics else fmean(metrics) for rate, metrics in sorted(by_rate.items())}  # pyright: ignore[reportArgumentType]
 
 
 def metric_at(along: Profile, rate: float) -> Reading:

@@ -177,14 +177,14 @@ def _scores(study: Study, columns: list[str]) -> list[list[str]]:
     base = study.base_scores or {}
     starts = [run.start for candidate in study.candidates for run in candidate.verdict if run.start is not None]
     metric = text.metric_text(starts[0] if starts else curves.start(study, "metric"))
-    measures = [HELD_OUT, *columns]
     rows = [[metric, *(f"{base[c]:.1f}" if c in base else "-" for c in columns)]]
     for candidate in map(mean_candidate, study.candidates):
-        runs = finished(candidate.verdict)
-        scores = [[run.scores[c] for run in runs if run.scores and c in run.scores] for c in columns]
-        metrics = [run.metric for run in runs if run.metric is not None]
-        cells = [mean_std(metrics, 3), *(mean_std(values, 1) for values in scores)]
-        rows.append([cell + text.sign(study, candidate.name, m) for cell, m in zip(cells, measures, strict=True)])
+        cells = []
+        for measure in (HELD_OUT, *columns):
+            results = [run.results.get(measure) for run in finished(candidate.verdict)]
+            mean = mean_std([each for each in results if each is not None], 3 if measure == HELD_OUT else 1)
+            cells.append(mean + text.sign(study, candidate.name, measure))
+        rows.append(cells)
     return rows
 
 

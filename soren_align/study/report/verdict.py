@@ -146,12 +146,9 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
     candidates = {candidate.name: finished(mean_candidate(candidate).verdict) for candidate in study.candidates}
     measures = []
     for name in (HELD_OUT, *text.columns_of_suite(study)):
+        start = [(study.base_scores or {}).get(name)]
         if name == HELD_OUT:
             start = [run.start for run in next(filter(None, candidates.values()), [])]
-            own = {each: [run.metric for run in verdict] for each, verdict in candidates.items()}
-        else:
-            start = [(study.base_scores or {}).get(name)]
-            own = {each: [(run.scores or {}).get(name) for run in verdict] for each, verdict in candidates.items()}
         measures.append(
             VerdictMeasure(
                 name=name,
@@ -159,7 +156,9 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
                 higher_is_better=study.higher_is_better or name != HELD_OUT,
                 num_questions=study.num_questions.get(name),
                 start=_scores(start),
-                candidates={each: _scores(values) for each, values in own.items()},
+                candidates={
+                    each: _scores([run.results.get(name) for run in runs]) for each, runs in candidates.items()
+                },
             )
         )
     return VerdictFile(
