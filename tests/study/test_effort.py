@@ -12,10 +12,10 @@ from soren_align.study.study import Candidate, Point, Run, Study
 from tests.support.report_study import make_study
 
 
-def run(name, seed, metrics, *, status="finished", every=10, load=None, number=0):
+def run(name, seed, metrics, *, status="finished", every=10, load=None):
     """A run of the verdict with these metrics at steps 0, 10, ...; 0.5 s a step."""
     curve = [Point(i * every, seconds=i * every / 2, metric=metric) for i, metric in enumerate(metrics)]
-    return Run(name, "verdict", number, seed, f"verdict/{name}/{seed}", {}, status, metric=metrics[-1], curve=curve,
+    return Run(name, "verdict", seed - 1, seed, f"verdict/{name}/{seed}", {}, status, metric=metrics[-1], curve=curve,
                load=load)  # fmt: skip
 
 
