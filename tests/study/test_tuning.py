@@ -169,7 +169,7 @@ def test_a_selection_is_not_resampled_with_two_seeds_or_without_results():
     lost = search({0.01: [LOST] * 3, 0.02: [LOST] * 3}, name="lost")
     assert resampled_selection(two, higher_is_better=False) is None
     assert resampled_selection(lost, higher_is_better=False) is None
-    assert resampled_selection(three, higher_is_better=False).variance > 0
+    assert resampled_selection(three, higher_is_better=False) is not None
     alone = search({0.01: [1.0, 1.1, 1.2]})
     assert resampled_selection(alone, higher_is_better=False).variance == 0.0
 
