@@ -263,9 +263,8 @@ def _convert(record: dict[str, Any]) -> Answer:
                 return Answer(key, scores, record.get("task"), content)
             # Several epochs of a sample are questions of one cluster.
             return Answer(f"{key} epoch {epoch}", scores, record.get("task"), content, cluster=key)
-    key, task = (
-        next((value for name in names if (value := record.get(name)) not in (None, "")), None) for names in (IDS, TASKS)
-    )
+    key = next((value for name in IDS if (value := record.get(name)) not in (None, "")), None)
+    task = next((value for name in TASKS if (value := record.get(name)) not in (None, "")), None)
     return Answer(key, record, task, record.get("question"), cluster=record.get("cluster"), is_table=True)
 
 
