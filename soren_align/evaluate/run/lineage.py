@@ -82,12 +82,18 @@ def _lineage(path: str | Path, on_omitted: OnOmitted | None) -> list[Row]:
     local = local_path(path)
     run = run_of(local)
     if run is None:  # a model or adapter that no run trained
-        folder = model_folder(path)
-        name = folder.resolve().name if is_local(str(path)) else str(path).rpartition("/")[2]
+        is_hub_name = not is_local(str(path))
+        folder = model_folder(path) if is_hub_name else local
+        name = str(path).rpartition("/")[2] if is_hub_name else folder.resolve().name
         base = base_folder(folder)
         if base is not None:
             base_rows = _lineage(base, on_omitted)
             return [*(base_rows if len(base_rows) > 1 else [("base", base)]), (name, folder)]
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"{path}: contains no run.json (a run) and no config.json (a model); give the path of a folder with "
+                "one of these files"
+            )
         return [(name, folder)]
     if not (run / "model").is_dir():
         raise UserError(f"{path}: {RunFolder(run).why_no_model()}")
