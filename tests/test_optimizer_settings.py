@@ -11,7 +11,7 @@ import torch
 from soren_align import optim, recipe
 from soren_align.core import optimizer_settings
 from soren_align.optim.group_settings import RULE_DEFAULTS
-from soren_align.optim.optimizers import SharedSettings
+from soren_align.optim.optimizer import SharedSettings
 from soren_align.recipe import optimizer
 from soren_align.spectral import SOREN_MAPS
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,12 @@ from ..core.optimizer_settings import (
     MATRICES,
     WEIGHT_DECAY,
     AdjustLrFn,
+    Compensation,
     LoraUpdate,
+    MapInput,
     Matrices,
+    SecondMoment,
+    States,
     adamw_rms,
 )
 from ..spectral import full_precision
@@ -72,6 +76,20 @@ OPTIMIZERS: dict[str, type["SpectralOptimizer"]] = {}
 """The optimizers that `build_optimizer` builds, by name. A subclass registers itself: class X(..., name="x")."""
 
 
+class SharedSettings(TypedDict, total=False):
+    """The settings of Soren, Muon and HTMuon alike, see `Soren`; the defaults are in `group_settings.RULE_DEFAULTS`."""
+
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    compensation: Compensation
+    states: States
+    map_input: MapInput
+    second_moment: SecondMoment
+    second_moment_beta: float
+    match_rms: float | Literal["adamw"]
+
+
 class SpectralOptimizer(torch.optim.Optimizer):
     """The base of Soren, Muon, HTMuon and AdamW. A subclass defines `map_matrix`, and the settings of its map."""
 
@@ -104,10 +122,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
         # A constructor that passes settings on to this class's has them, with their defaults, in its signature.
         _, *parameters = inspect.signature(cls.__init__).parameters.values()
         if parameters[-1].kind is Parameter.VAR_KEYWORD:
-            own = {parameter.name for parameter in parameters}
+            own, types = {parameter.name for parameter in parameters}, SharedSettings.__annotations__
             defaults = {**RULE_DEFAULTS[cls.rule], **dict.fromkeys(cls.map_settings, Parameter.empty)}
             parameters[-1:] = (
-                Parameter(key, Parameter.KEYWORD_ONLY, default=defaults[key]) for key in defaults if key not in own
+                Parameter(key, Parameter.KEYWORD_ONLY, default=value, annotation=types.get(key, Parameter.empty))
+                for key, value in defaults.items()
+                if key not in own
             )
         cls.__signature__ = inspect.Signature(parameters)
 

@@ -5,7 +5,7 @@ settings and, if it has one, its state: see `SpectralOptimizer`.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypedDict, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -17,15 +17,13 @@ from ..core.optimizer_settings import (
     AdjustLrFn,
     Compensation,
     FactorPrecision,
-    MapInput,
     Precision,
-    SecondMoment,
     States,
 )
 from ..spectral.maps import HTMUON, MUON, SOREN_MAPS, SpectralMap
 from ..spectral.nulls import seed_of
 from .group_settings import checked_settings, choice, name_in_model, number, setting_checks
-from .optimizer import SpectralOptimizer
+from .optimizer import SharedSettings, SpectralOptimizer
 
 
 def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -45,20 +43,6 @@ def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
         )
     checked = checked_settings({**defaults, **settings}, setting_checks(SOREN_MAPS[name]), name)
     return {"name": name, **SOREN_MAPS[name].complete(checked)}
-
-
-class SharedSettings(TypedDict, total=False):
-    """The settings of Soren, Muon and HTMuon alike, see `Soren`; the defaults are in `group_settings.RULE_DEFAULTS`."""
-
-    momentum: float
-    nesterov: bool
-    weight_decay: float
-    compensation: Compensation
-    states: States
-    map_input: MapInput
-    second_moment: SecondMoment
-    second_moment_beta: float
-    match_rms: float | Literal["adamw"]
 
 
 class RegisteredMap(SpectralOptimizer):

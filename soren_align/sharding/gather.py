@@ -191,9 +191,9 @@ class RankExchange(Exchange):
                 buckets[number + 1].gather()
             yield from current.batches()
             if number > 0:
-                yield buckets[number - 1].arrived()
+                yield Batch(torch.empty(0), "linear", [], buckets[number - 1].arrived)
         if buckets:
-            yield buckets[-1].arrived()
+            yield Batch(torch.empty(0), "linear", [], buckets[-1].arrived)
 
 
 class _Bucket:
@@ -276,11 +276,8 @@ class _Bucket:
             yield batch_of(kinds[numbers[0]], [weights[number] for number in numbers], inputs, states, pairs)
         self._work = self._all_to_all(self._out, self._in, self.num_sent, self.num_received)
 
-    def arrived(self) -> Batch:
-        """A batch without matrices, which returns the outputs that have arrived and frees the buffers."""
-        return Batch(torch.empty(0), "linear", [], lambda _: self._arrived())
-
-    def _arrived(self) -> Iterator[tuple[Shard, Tensor]]:
+    def arrived(self, _: Any) -> Iterator[tuple[Shard, Tensor]]:
+        """The outputs that other ranks have sent, which a batch without matrices returns; frees the buffers."""
         self._work.wait()
         for index, shard, start in self.outgoing:
             (_, _, elements), *of_state = self._places(index, shard, start)
