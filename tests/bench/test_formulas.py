@@ -59,7 +59,7 @@ def test_the_picture_is_drawn_and_the_same_each_time(tmp_path, capsys, suffix, t
 @pytest.mark.parametrize(("name", "largest"), [("sns", "4.37% at 1"), ("released", "91.90% at 0.01")])
 def test_the_picture_of_a_map_by_its_name_has_the_largest_error_on_the_papers_interval(name, largest):
     """In the paper 4.37% of SNS, by its scalar iteration (tests/studies/test_spectra.py computes it again)."""
-    figure = formulas._by_name(formulas.describe(name, {})[0], LIGHT)
+    figure = formulas._figure(*formulas.describe(name, {}), LIGHT)
     assert figure.axes[1].get_title("left") == f"relative error, %; largest: {largest}"
     sigmoid, output = (line.get_ydata() for line in figure.axes[0].lines)
     assert sigmoid[[0, -1]].tolist() == pytest.approx([1 / (1 + math.exp(-x)) for x in (0.01, 1)])
