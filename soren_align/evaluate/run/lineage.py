@@ -82,9 +82,9 @@ def _lineage(path: str | Path, on_omitted: OnOmitted | None) -> list[Row]:
     local = local_path(path)
     run = run_of(local)
     if run is None:  # a model or adapter that no run trained
-        is_hub_name = not is_local(str(path))
-        folder = model_folder(path) if is_hub_name else local
-        name = str(path).rpartition("/")[2] if is_hub_name else folder.resolve().name
+        on_hub = not is_local(str(path))
+        folder = model_folder(path) if on_hub else local
+        name = str(path).rpartition("/")[2] if on_hub else folder.resolve().name
         base = base_folder(folder)
         if base is not None:
             base_rows = _lineage(base, on_omitted)
