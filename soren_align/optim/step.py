@@ -7,12 +7,12 @@ averaged over the ranks, clipped and finite. For a matrix W [m, n] with gradient
     N <- momentum * M + (1 - momentum) * G      nesterov; without it N <- M
     N <- sign(N)                                only for map_input: sign
     O <- U f(S) V^T  for  N = U S V^T           map_matrix of the optimizer's class, by the maps of soren_align/spectral
-    O <- O / root of its second moments         only for second_moment, of rows or elements; the norm stays
+    O <- O / root of its second moments         only for second_moment, by rows or elements; the norm stays
     O <- O / RMS(O)                             only for match_rms_measured
     W <- (1 - lr * weight_decay) * W            decay_and_add_
     W <- W - lr * scale(m, n) * O               decay_and_add_; scale is the class's lr_scale
 
-The map, the moments of rows and the RMS need a whole matrix; all else is elementwise. So each matrix has an owner: the
+The map, the row moments and the RMS need a whole matrix; all else is elementwise. So each matrix has an owner: the
 rank that maps it. `spectral_step_` is the same function everywhere; an `Exchange` decides what is sent:
 
     one process    Nothing is sent. Matrices of one shape are mapped in batches, as many as the workspace holds.
