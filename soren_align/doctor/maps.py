@@ -157,7 +157,9 @@ def settings_have_no_effect(x: Tensor) -> Iterator[Finding]:
     """Whether each map has the same result under settings that a user or a library may choose."""
     names = ("fp32_precision", "allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction", "autocast")
     matmul = torch.backends.cuda.matmul
-    subjects = [(spectral_map, precision) for spectral_map in MAPS.values() for precision in precisions(spectral_map)]
+    subjects: list[tuple[SpectralMap, FactorPrecision]] = []
+    for spectral_map in MAPS.values():
+        subjects += [(spectral_map, precision) for precision in precisions(spectral_map)]
     usual = [mapped(spectral_map, x, precision) for spectral_map, precision in subjects]
     for name in names:
         if name != "autocast" and not hasattr(matmul, name):
