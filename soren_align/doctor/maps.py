@@ -159,7 +159,7 @@ def settings_have_no_effect(x: Tensor) -> Iterator[Finding]:
     matmul = torch.backends.cuda.matmul
     subjects: list[tuple[SpectralMap, FactorPrecision]] = []
     for spectral_map in MAPS.values():
-        subjects += [(spectral_map, precision) for precision in precisions(spectral_map)]
+        subjects.extend((spectral_map, precision) for precision in precisions(spectral_map))
     usual = [mapped(spectral_map, x, precision) for spectral_map, precision in subjects]
     for name in names:
         if name != "autocast" and not hasattr(matmul, name):
