@@ -25,15 +25,12 @@ Weight decay: each factor decays by half of it, so that the product decays by al
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..spectral.matrices import frobenius_norm
-
-if TYPE_CHECKING:
-    from .layout import Batch
 
 WEIGHTS = "weights"
 """The key of a factor's own numbers, which are sent to its owner rank as a map's state is."""
@@ -45,14 +42,14 @@ CUTOFF = 1e-12
 
 
 def product_directions(
-    factor_a: "Batch",
-    factor_b: "Batch",
+    factor_a: Any,
+    factor_b: Any,
     map_matrices: Callable[..., Tensor],
     *,
     step_size: float,
     to_unit_rms: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The directions (dA, dB) of factors A and B, [..., r, n] and [..., m, r], whose inputs are their momenta N.
+    """The directions (dA, dB) of factors A and B: a `layout.Batch` each, of [..., r, n] and [..., m, r].
 
     map_matrices: f, see `step.GroupMaps`. step_size: lr * scale. to_unit_rms: divide both directions by one number, so
     that dB A + B dA has an RMS of 1. Nothing is modified.
