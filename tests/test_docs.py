@@ -2,7 +2,7 @@
 
 import ast
 import hashlib
-import math
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -15,7 +15,9 @@ from soren_align import optim, recipe
 from soren_align.core import shipped
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.optim import optimizer as optimizer_module
+from soren_align.recipe import optimizer as optimizer_sections
 from soren_align.run.metrics import METRICS
+from soren_align.spectral.maps import Setting
 from tests.support import command
 from tests.support.pages import ROOT, blocks, script
 
@@ -167,15 +169,20 @@ def test_the_picture_of_the_idea_is_drawn_from_the_maps_and_the_recorded_spectra
 
 
 def test_the_optimizer_of_the_contributing_page_takes_its_step(monkeypatch):
-    (code,) = [block for block in blocks("CONTRIBUTING.md", "python") if block.startswith('"""Tanh')]
+    code, section = [block for block in blocks("CONTRIBUTING.md", "python") if "Hill" in block]
     monkeypatch.setattr(optimizer_module, "OPTIMIZERS", registered := dict(optim.OPTIMIZERS))
     exec(code, {})
-    assert registered.keys() - optim.OPTIMIZERS.keys() == {"tanh"}
+    assert registered.keys() - optim.OPTIMIZERS.keys() == {"hill"}
     weight = torch.nn.Parameter(torch.eye(3, 2))
-    weight.grad = torch.tensor([[3.0, 0.0], [0.0, 0.2], [0.0, 0.0]])
-    registered["tanh"]([weight], 1.0, momentum=0.0, weight_decay=0.0, adjust_lr_fn="none").step()
-    expected = torch.eye(3, 2) - torch.tensor([[1.0, 0.0], [0.0, math.tanh(2.0)], [0.0, 0.0]])
-    torch.testing.assert_close(weight.detach(), expected)  # tanh(30) is 1 in float32
+    weight.grad = torch.tensor([[0.3, 0.0], [0.0, 0.2], [0.0, 0.0]])
+    registered["hill"]([weight], 1.0, momentum=0.0, weight_decay=0.0, adjust_lr_fn="none").step()
+    expected = torch.eye(3, 2) - torch.tensor([[0.9, 0.0], [0.0, 0.8], [0.0, 0.0]])
+    torch.testing.assert_close(weight.detach(), expected)
+    exec(section, names := {**vars(optimizer_sections), "Setting": Setting})
+    settings = names["HillSettings"](name="hill", lr=1.0)
+    assert settings.map_settings == {"tau": 0.1}
+    keys = inspect.signature(registered["hill"]).parameters.keys() - {"params", "lr", "workspace_mb"}
+    assert keys <= {*type(settings).model_fields}
 
 
 def test_the_suite_of_the_contributing_page_is_valid(tmp_path):

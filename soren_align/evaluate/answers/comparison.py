@@ -356,7 +356,7 @@ def _json(results: Any, metrics: dict[str, str], smallest: dict[str, dict[str, f
             a, b = first["scores"][task], row["scores"][task]
             entry: dict[str, Any] = {"model": row["name"], "task": task, "metric": metrics.get(task), "n": a.get("n")}
             entry |= {"reference_score": a["value"], "score": b["value"], "difference": d["value"]}
-            entry |= {key: d[key] for key in ("low", "high", "p", "p_holm", "num_clusters") if key in d}
+            entry |= {key: number for key, number in d.items() if key not in ("value", "also")}
             comparisons.append(entry | {"detectable": smallest[row["name"]][task]})
     keys = ("value", "stderr", "low", "high", "n")
     scores = {

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from ...core.errors import UserError
@@ -59,12 +59,20 @@ class Interval(TypedDict):
     high: float
 
 
-class Difference(Interval):
-    """A difference to another row; see `significance.compare`."""
-
+class _Difference(Interval):
     p_holm: float
-    num_clusters: NotRequired[int]
     also: NotRequired[dict[str, "Difference"]]
+
+
+def _refuse_words(difference: Any) -> Any:
+    for key, value in difference.items() if isinstance(difference, dict) else ():
+        if key != "also" and type(value) not in (int, float):
+            raise ValueError(f"{key} is not a number")
+    return difference
+
+
+Difference = Annotated[_Difference, BeforeValidator(_refuse_words)]
+"""A difference to another row, and its statistics, each a number; see `significance.compare`."""
 
 
 class Start(TypedDict):
