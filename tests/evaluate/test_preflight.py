@@ -282,7 +282,8 @@ def test_of_a_start_on_the_hub_no_weights_are_downloaded(models, monkeypatch):
         return str(models[0])
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    rows = planned_rows("lab/model", "v1", load_tokenizer(models[0]), is_adapter=False)
+    model = recipe.Model(name_or_path="lab/model", revision="v1")
+    rows = planned_rows(model, "lab/model", load_tokenizer(models[0]))
     assert [(row.name, row.model) for row in rows] == [("base", "lab/model"), ("this run", "lab/model")]
     assert set(asked) == {("lab/model", "v1", False, True)}
 
@@ -327,8 +328,7 @@ def test_a_run_is_evaluated_when_its_start_is_deleted_and_the_table_states_it(mo
     assert f"- {sentence}\n" in page
     assert str(tmp_path / "deleted") not in page  # it is published with the model's card
     assert [row["name"] for row in read_results(tmp_path / "out")["rows"]] == ["SFT"]
-    tokenizer, sentences = load_tokenizer(models[1]), []
-    rows = planned_rows(str(tmp_path / "mine" / "model"), None, tokenizer, is_adapter=False,
-                        on_omitted=lambda *each: sentences.append(each))  # fmt: skip
+    sentences = []
+    rows = planned_rows(*start_of(tmp_path / "mine" / "model"), lambda *each: sentences.append(each))
     assert [row.name for row in rows] == ["SFT", "this run"]
     assert sentences == [(sentence, str(tmp_path / "deleted"))]

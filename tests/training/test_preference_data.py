@@ -10,7 +10,7 @@ from soren_align.core.shipped import ROOT
 from soren_align.data import start_margins
 from soren_align.data.masks import Tokens, after_prompt
 from soren_align.data.pairs import PairCounter
-from soren_align.training import setup as setup_module
+from soren_align.training import setup as training_setup
 
 PAIRS = ROOT / "recipes/quickstart/data/pairs_train.jsonl"
 QUESTIONS = [json.loads(line)["prompt"] for line in PAIRS.read_text().splitlines()[:20]]
@@ -164,14 +164,14 @@ def test_plain_pairs_need_a_template_or_the_key(prepared, monkeypatch):
     setup = prepared(CLEAN, "data.train.apply_chat_template=false")
     assert set(setup.splits["train"].dataset.column_names) == {"prompt", "chosen", "rejected"}
     assert not [notice for notice in setup.notices if "template" in notice]
-    load = setup_module.load_tokenizer
+    load = training_setup.load_tokenizer
 
     def without_template(*arguments):
         tokenizer = load(*arguments)
         tokenizer.chat_template = None
         return tokenizer
 
-    monkeypatch.setattr(setup_module, "load_tokenizer", without_template)
+    monkeypatch.setattr(training_setup, "load_tokenizer", without_template)
     with pytest.raises(UserError, match=r"pairs.jsonl: has plain prompts.*no chat template.*template: false"):
         prepared(CLEAN)
     assert prepared(CLEAN, "data.train.apply_chat_template=false").account.num_kept == len(CLEAN)

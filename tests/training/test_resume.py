@@ -285,7 +285,7 @@ def test_files_are_on_the_disk_before_the_seal_and_the_status(tiny_run, monkeypa
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(checkpoints, "write", writing)
     monkeypatch.setattr(run_folder, "write", writing)
-    monkeypatch.setattr(trainer, "rotate_checkpoints", lambda **_: events.append("rotate"))
+    monkeypatch.setattr(trainer, "rotate_checkpoints", lambda *_: events.append("rotate"))
     run = tiny_run("sft", "trainer.max_steps=2")
     assert run.train()
     (checkpoint,), (seal, rotation, end) = (
