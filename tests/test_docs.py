@@ -156,6 +156,7 @@ def test_a_recording_shows_the_terminal_as_it_was():
         [*recording.screens([(0.0, "\x1b[5;5H")])]
 
 
+@pytest.mark.rest
 def test_the_picture_of_the_idea_is_drawn_from_the_maps_and_the_recorded_spectra():
     pictures = script("docs/make_pictures.py")
     lines = pictures.spectra()
@@ -273,6 +274,7 @@ def test_the_site_and_llms_txt_have_every_page_of_the_navigation(tmp_path):
     assert all(len(sentence) > 15 for _, sentence in lines)
 
 
+@pytest.mark.rest
 @pytest.mark.process
 @pytest.mark.sample
 def test_the_site_is_built_and_needs_nothing_from_elsewhere(monkeypatch, tmp_path, capfd):

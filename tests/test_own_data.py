@@ -57,6 +57,7 @@ def test_every_command_of_the_page_prints_what_it_shows(outputs):
         assert words(part) in printed
 
 
+@pytest.mark.rest
 @pytest.mark.model
 def test_the_dpos_results_compare_it_with_the_sft_too(outputs):
     results = json.loads((outputs.folder / "runs/dpo/eval/questions/results.json").read_text())
@@ -69,6 +70,7 @@ def test_the_dpos_results_compare_it_with_the_sft_too(outputs):
     assert "DPO minus SFT, its start" in (outputs.folder / "runs/dpo/eval/questions/table.md").read_text()
 
 
+@pytest.mark.rest
 @pytest.mark.model
 def test_a_runs_own_suite_is_found_from_another_folder(outputs, tmp_path):
     done = command.run("eval", outputs.folder / "runs/sft", cwd=tmp_path, code=0)

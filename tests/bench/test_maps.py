@@ -118,6 +118,7 @@ def test_errors_tell_the_maps_apart(results):
         assert errors["exact"] < 1e-6 < errors["minimax 0.0004"] < 0.01 < errors["SNS K=15"] < 0.05 < errors[MUON]
 
 
+@pytest.mark.rest
 def test_every_call_has_fresh_input_that_is_not_zero(monkeypatch):
     seen = []
 

@@ -107,6 +107,7 @@ def test_a_new_map_appears_by_itself(run, monkeypatch):
     assert half["size"] == pytest.approx(float((spectrum(0, 1) / 2).norm() / (0.5 * 24**0.5)), rel=1e-5)
 
 
+@pytest.mark.rest
 def test_the_tables_are_80_columns_wide_and_pictures_are_small(run, tmp_path):
     done = command.run("spectrum", run.path, "--output", tmp_path / "pictures", "--full", code=0)
     lines = [line.rstrip() for line in done.stdout.splitlines()]

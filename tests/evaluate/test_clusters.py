@@ -71,6 +71,7 @@ def score_coverage(sizes, correlation, share, num_tables, seed=0):
     return np.mean(covers, axis=0)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(("share", "least"), [(0.5, 0.92), (0.9, 0.90)])
 def test_intervals_of_scores_cover_the_truth_at_a_correlation_of_one_half(name, share, least):

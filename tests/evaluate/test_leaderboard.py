@@ -83,6 +83,7 @@ def test_the_shots_are_the_suites(both):
     assert ours.settings["num_fewshot"] == SUITES[suite.name]
 
 
+@pytest.mark.rest
 def test_mmlu_is_stored_in_both_means_and_gsm8k_in_both_readings(leaderboard):
     found = leaderboard[2].scores
     subjects = found["mmlu"]["subjects"].values()
@@ -114,6 +115,7 @@ def test_any_number_of_processes_gives_the_prompts_and_scores_of_one(number, lea
     assert several.samples == one.samples
 
 
+@pytest.mark.rest
 def test_batches_change_log_likelihoods_in_the_last_digits_only(leaderboard, readers):
     suite, tasks, one = leaderboard
     other = suite.model_copy(update={"batch_size": 5})
@@ -137,6 +139,7 @@ def test_data_that_are_not_there_are_named(tmp_path):
         load_tasks(suite_on(tmp_path, "open-llm-leaderboard-v1"))
 
 
+@pytest.mark.rest
 def test_a_rehearsal_of_one_question_each_goes_through(leaderboard, readers):
     suite, tasks, _ = leaderboard
     found = evaluate_model(readers[0], suite, Options(device="cpu", limit=1), tasks=tasks)
@@ -144,6 +147,7 @@ def test_a_rehearsal_of_one_question_each_goes_through(leaderboard, readers):
     assert found.scores["mmlu"]["stderr"] > 0  # over subjects, each of which has one question
 
 
+@pytest.mark.rest
 def test_chance_is_stated_for_accuracies_over_choices_alone(leaderboard, readers):
     suite, tasks, _ = leaderboard
     found = evaluate_model(readers[0], suite, Options(device="cpu", limit=1), tasks=tasks)

@@ -125,6 +125,7 @@ def test_of_pairs_of_equals_five_in_a_hundred_seem_to_differ(tables_of_equals, c
     assert all((d["p"] < 0.05) == (d["low"] > 0 or d["high"] < 0) for d in found if not 0.03 < d["p"] < 0.07)
 
 
+@pytest.mark.rest
 def test_a_whole_table_of_equals_seldom_holds_a_corrected_p_below_five_percent(tables_of_equals):
     """The family-wise error of the six columns and their average: at most 7% of 200 tables; uncorrected, a fifth."""
     assert np.mean([any(d["p_holm"] < 0.05 for d in row.values()) for row in tables_of_equals]) <= 0.07

@@ -93,6 +93,7 @@ def test_names_of_strangers_are_drawn_as_they_are(drawn):
     assert drawn(results).get_suptitle() == "$\\frac"
 
 
+@pytest.mark.rest
 def test_the_same_results_give_the_same_small_file(tmp_path):
     results = make_results(6, 5, num_published=4)
     for name in ("one.png", "two.png"):

@@ -180,6 +180,7 @@ def test_truncated_prompts_are_a_notice_or_a_problem_if_strict(short, readers):
     assert preflight(few, *start_of(readers[0]))[1] == []
 
 
+@pytest.mark.rest
 def test_a_group_without_clusters_and_questions_about_one_passage_are_notices(short, readers, tmp_path):
     evaluation = short[1]
     passages = ["A passage of more than a hundred characters, " * 3 + name for name in ("one", "two", "three")]

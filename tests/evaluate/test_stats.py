@@ -211,6 +211,7 @@ def test_a_run_is_its_only_evaluation_and_its_name_is_that_of_its_own_model(tmp_
     assert f"this run has no evaluation; run soren-align eval {b} first" in run(b, code=2).stderr
 
 
+@pytest.mark.rest
 def test_500_random_tables_are_those_of_statsmodels(tmp_path, monkeypatch):
     monkeypatch.setattr("gc.collect", lambda: 0)  # statsmodels collects in each correction, for 0.3 s
     rng = np.random.default_rng(1)
@@ -406,6 +407,7 @@ MEMORY = {
 """The bytes of a question in memory, and the columns of its table."""
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", MEMORY)
 def test_a_question_needs_a_few_bytes_of_memory(kind, tmp_path):
     """5 GB of lines of 150 bytes are 33 million questions: at 30 bytes each, two files would need more than 1 GB."""

@@ -37,7 +37,11 @@ def box(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("model", "run"))) for kind in SAMPLE]
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("model", "run", "recipe", "override")))
+        for kind in SAMPLE
+    ],
 )
 def test_a_mutated_input_is_accepted_or_refused_in_words(kind, box):
     outcomes = {i: trial.attempt(box, make(SEED, kind, i)) for i in range(SAMPLE[kind])}

@@ -59,6 +59,7 @@ def test_mistral_7b_on_eight_ranks_by_zero_3(planned, mistral):
     assert sizes["float32 master weights"] == sizes["gradients"] == pytest.approx(4, rel=1e-3)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("mode", ["zero1", "zero2"])
 def test_under_zero_1_and_2_no_matrix_of_mistral_7b_straddles_eight_ranks(planned, mistral, mode):
     plan, text = planned("quickstart/sft", *mistral, f"run.parallel={mode}", num_ranks=8)

@@ -141,6 +141,7 @@ def test_a_formula_without_finite_positive_values_is_refused(text, message):
     assert time.process_time() - start < 2
 
 
+@pytest.mark.rest
 def test_a_refusal_states_what_is_reachable_at_which_cost_and_that_is_reached(tmp_path):
     target = made("min(x / 0.03, 1)")
     with pytest.raises(UserError) as caught:
@@ -224,6 +225,7 @@ def formulas(num):
     return [*itertools.islice((text for text in texts if "x" in text.replace("exp", "").replace("max", "")), num)]
 
 
+@pytest.mark.rest
 def test_random_formulas_are_certified_or_refused(tmp_path):
     outcomes = [assert_certified_or_refused(text, tmp_path) for text in formulas(16)]
     assert {"certified", "refused"} == set(outcomes)

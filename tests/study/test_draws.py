@@ -137,6 +137,7 @@ def test_each_seed_is_trained_from_every_draw_by_all_candidates_before_the_next(
     assert {perturb[place].seed for place in ended if place.startswith("search/")} == {0}
 
 
+@pytest.mark.rest
 def test_the_verdict_over_draws_is_that_of_their_means(tmp_path):
     """The losses of a study with draws, and of one without whose losses are their means."""
     with_draws, without = tmp_path / "with", tmp_path / "without"

@@ -363,6 +363,7 @@ def test_divergence_and_a_refused_recipe_end_a_run(study, machine, error, status
     assert (run["status"], run["reason"]) == (status, str(error))
 
 
+@pytest.mark.rest
 def test_a_run_that_a_defect_ended_is_tried_again_after_an_update_only(study, machine):
     """Within one version it is a failed trial, so that the study ends; its traceback is in its log."""
     host = machine({"search/soren/01": [IndexError("list index out of range")] * 2})
@@ -382,6 +383,7 @@ def test_a_run_that_a_defect_ended_is_tried_again_after_an_update_only(study, ma
     assert {run["status"] for run in runs_of(Path(study.output_dir))} == {"finished"}
 
 
+@pytest.mark.rest
 def test_models_of_the_search_are_removed_and_its_runs_are_not_repeated(ended, tmp_path):
     """search.keep_models may be set after the study has ended."""
     folder = Path(ended.output_dir)

@@ -56,6 +56,7 @@ def concluded(study):
     return Path(study.output_dir)
 
 
+@pytest.mark.rest
 @METHODS
 def test_the_trials_do_not_depend_on_the_order_in_which_runs_end(tmp_path, method):
     drawn = []
@@ -144,6 +145,7 @@ def test_examples_that_changed_since_the_declaration_are_refused(tmp_path):
         progress_of(study)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("old", "new", "words"), [
     ("- 103", "", r"verdict.seeds: found \[101, 102\]; write at least 3"),
     ("  - 102\n  - 103", "", r"verdict.seeds: found \[101\]; write at least 3"),
@@ -164,6 +166,7 @@ def test_a_study_that_was_edited_after_its_runs_has_no_verdict(concluded, old, n
     assert result.differences == []
 
 
+@pytest.mark.rest
 def test_a_candidate_or_a_history_that_was_edited_after_the_declaration_is_a_problem(concluded):
     file = concluded / "candidates/soren.yaml"
     text = file.read_text()
@@ -178,6 +181,7 @@ def test_a_candidate_or_a_history_that_was_edited_after_the_declaration_is_a_pro
     assert words in "\n".join(conclude(concluded).problems)
 
 
+@pytest.mark.rest
 def test_a_repeated_run_and_an_earlier_look_are_cautions(study, concluded):
     folder = concluded
 

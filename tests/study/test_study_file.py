@@ -21,6 +21,7 @@ MISSING = {
 """Studies that need files of the user's, or of another run: what is found first, and how many."""
 
 
+@pytest.mark.rest
 def test_the_shipped_studies_are_studies_and_no_recipes():
     assert "quickstart/compare" in shipped.studies()
     assert "quickstart/sft" in shipped.recipes()

@@ -236,6 +236,7 @@ def test_differences_have_their_candidates_colours_and_no_percent_beyond_100(mon
     assert -105 < axes.get_xlim()[0] < axes.get_xlim()[1] < 105
 
 
+@pytest.mark.rest
 def test_times_are_compared_only_between_runs_that_found_the_cpu_equally_loaded(tmp_path):
     study = make_study(names=("adamw", "soren"))
     for loads, shown in (((2.0, 2.4), True), ((2.0, 2.6), False), ((0.1, 0.5), True), ((None, None), True)):
@@ -355,6 +356,7 @@ def test_many_candidates_look_different_without_colour_too():
     assert [key.alt for key in figure.legend] == [f"optimizer-{i}" for i in range(12)]
 
 
+@pytest.mark.rest
 def test_the_same_study_gives_the_same_bytes(report, tmp_path):
     page, markdown = written(make_study(), tmp_path)
     assert page == report["report.html"]

@@ -106,12 +106,14 @@ def test_optimizers_that_learn_equally_are_better_than_the_start_and_not_than_on
     assert share_with_false_answers(world, verdicts) <= 0.05
 
 
+@pytest.mark.rest
 def test_intervals_cover_the_truth(equals):
     """95% or somewhat more, because each of the variance's parts has its own quantile."""
     assert 0.95 <= coverage(EQUAL, equals, ["held-out"]) <= 0.99
     assert 0.95 <= coverage(EQUAL, equals, EQUAL.columns) <= 0.99
 
 
+@pytest.mark.rest
 def test_clustered_questions_are_no_more_evidence_than_their_clusters(large):
     assert share_with_false_answers(LARGE, large) <= 0.14  # 5% and 2.3 standard errors of 30 studies
     assert coverage(LARGE, large, ["mmlu"]) >= 0.94
@@ -136,6 +138,7 @@ def test_the_minimum_detectable_effect_itself_is_found_with_the_declared_power(t
     assert share == pytest.approx(0.8, abs=0.07)  # 3 standard errors
 
 
+@pytest.mark.rest
 def test_the_study_states_about_the_same_effect_as_was_planned():
     """Five seeds: the quantiles of three are so long that the mean over studies says little."""
     world = replace(EQUAL, seeds=5)

@@ -83,6 +83,7 @@ def extra(shard, walk):
     return meter.peak - sum(tensor.nbytes for tensor in result or ())
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "kahan"])
 def test_a_walks_memory_is_bounded_and_does_not_grow_with_the_shard(dtype):
     small, large = ({walk: extra(shard, walk) for walk in WALKS} for shard in (Shard(n, dtype) for n in NUMELS))

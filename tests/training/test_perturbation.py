@@ -108,6 +108,7 @@ def test_every_mode_of_two_ranks_starts_from_the_bits_of_one_process(rank_pools,
             assert all(same(weights, expected) for weights in models), mode
 
 
+@pytest.mark.rest
 @pytest.mark.model
 def test_a_hundred_steps_amplify_rounding_and_without_it_nothing_changes(tiny_run):
     """Measured: 6.5e-8 of the weights before the first step, 7e-6 after a hundred, 5e-2 after four hundred."""
