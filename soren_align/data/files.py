@@ -133,7 +133,7 @@ def _lines(file: Path) -> Iterator[tuple[int, Any]]:
         for number, line in enumerate(_bounded_lines(file, stream), start=1):
             try:
                 text = line.decode("utf-8-sig")
-                if text.strip():
+                if (text if is_plain else line).strip():
                     yield number, {"text": text.rstrip("\r\n")} if is_plain else json.loads(text)
             except json.JSONDecodeError as error:
                 yield number, InvalidRecord(f"is not JSON: {error.msg} at column {error.colno}")

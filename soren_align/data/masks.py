@@ -93,16 +93,17 @@ def from_token_columns(columns: dict[str, list[Any]], task: TaskName) -> Iterato
 def pair_of(tokens: Mapping[str, list[int]]) -> EncodedExample:
     """The pair in a row of TRL's columns prompt_ids, chosen_ids and rejected_ids."""
     prompt = tokens["prompt_ids"]
-    return after_prompt(prompt, [prompt + tokens["chosen_ids"], prompt + tokens["rejected_ids"]])
+    return after_prompt(prompt, [prompt + tokens["chosen_ids"], prompt + tokens["rejected_ids"]], len(prompt))
 
 
-def after_prompt(prompt: list[int], sides: list[list[int]]) -> EncodedExample:
+def after_prompt(prompt: list[int], sides: list[list[int]], start: int | None = None) -> EncodedExample:
     """The example whose sides start with the prompt; trained are the tokens after it.
 
     A template may render the prompt alone differently, and tokens may merge across its end: the completion starts at
-    the first difference.
+    the first difference. start: where that is, if it is known.
     """
-    start = min(num_shared(prompt, ids) for ids in sides)
+    if start is None:
+        start = min(num_shared(prompt, ids) for ids in sides)
     return EncodedExample(tuple(Tokens(ids, [i >= start for i in range(len(ids))]) for ids in sides), start)
 
 

@@ -121,7 +121,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             OPTIMIZERS[name] = cls
         # A constructor that passes settings on to this class's has them, with their defaults, in its signature.
         _, *parameters = inspect.signature(cls.__init__).parameters.values()
-        if parameters[-1].kind is Parameter.VAR_KEYWORD:
+        if parameters and parameters[-1].kind is Parameter.VAR_KEYWORD:
             own, types = {parameter.name for parameter in parameters}, SharedSettings.__annotations__
             defaults = {**RULE_DEFAULTS[cls.rule], **dict.fromkeys(cls.map_settings, Parameter.empty)}
             parameters[-1:] = (

@@ -100,7 +100,8 @@ def directions(
     """Yield (shard, O) for all shards that this rank updates. Collective. Arguments: `spectral_step_`.
 
     Update the shard before taking the next one: then other outputs arrive, and DDP broadcasts the updated weights.
-    is_trial: of the coming step, whose momentum is not updated yet; no state changes, and second moments are left out.
+    is_trial: of the coming step, to refuse outputs that are not finite (`SpectralOptimizer`): the momentum is not
+    updated yet, no state changes, and second moments are left out.
     """
     is_measured, beta = group["adjust_lr_fn"] == "match_rms_measured", group["second_moment_beta"]
     by_elements = group["second_moment"] == "elements" and not is_trial
@@ -109,7 +110,8 @@ def directions(
         row_moments = map_state.pop(ROWS, None)
         if is_trial:
             row_moments, map_state = None, {key: numbers.clone() for key, numbers in map_state.items()}
-        if is_transposed and map_state:  # the state has the form of a matrix as nn.Linear stores it
+        # A map commutes with the transposition, but its state is that of a matrix as nn.Linear stores it.
+        if is_transposed and map_state:
             output = maps.map_matrices(matrices.mT, names, **map_state).mT
         else:
             output = maps.map_matrices(matrices, names, **map_state)

@@ -30,7 +30,7 @@ class Answers:
     source: str
     before: str
     after: str
-    rows: list[tuple[str, ...]]
+    rows: list[tuple[str, str, str]]
     targets: list[str] = field(default_factory=list)
     """The right answers of the rows, "" where there is none; of samples none at all."""
 
@@ -68,7 +68,8 @@ def of_evaluation(folder: Path, results: Results, own: Row, start: Row) -> Answe
 
 
 def _answers(source: str, before: str, after: str, rows: list[tuple[str, str, str]]) -> Answers | None:
-    shown = [tuple(short(text, MAX_CHARACTERS) or "(empty)" for text in row) for row in rows[:NUM_ANSWERS]]
+    cut = [[short(text, MAX_CHARACTERS) for text in row] for row in rows[:NUM_ANSWERS]]
+    shown = [(prompt, first or "(empty)", last or "(empty)") for prompt, first, last in cut]
     return Answers(source, before, after, shown) if shown else None
 
 

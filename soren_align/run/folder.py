@@ -20,7 +20,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -145,7 +145,7 @@ class RunFolder:
             message = (f"{type(error).__name__}: {error}".splitlines() or [""])[0] if is_defect else str(error)
             failure = {"last_error": message, "diverged": isinstance(error, DivergedError)}
             failure |= {"resumable": isinstance(error, ResumableError), "defect": software() if is_defect else None}
-        with suppress(OSError, UserError):
+        with suppress(OSError, UserError) if error else nullcontext():
             if (record := self.read()) is not None:
                 for key in ("diverged", "resumable", "defect"):
                     record.pop(key, None)

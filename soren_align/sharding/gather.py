@@ -55,6 +55,10 @@ class RankStrategy(ShardingStrategy, ABC):
         self.exchanges: dict[tuple[int, ...], RankExchange] = {}
 
     @abstractmethod
+    def has_layout(self, parameter: Tensor) -> bool:
+        """Whether the layout of the matrices in `parameter` is known."""
+
+    @abstractmethod
     def layout(self, named: Named) -> Layout:
         """The parameters in these tensors of one spectral group."""
 

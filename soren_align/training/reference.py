@@ -211,12 +211,12 @@ class ReferenceCheck(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Check new runs only: a resumed run was checked at its own first step."""
-        rates = [self.trainer.args.neftune_noise_alpha or 0.0]  # of random numbers: noise, dropout in any layer
+        rates = [float(self.trainer.args.neftune_noise_alpha or 0)]  # of random numbers: noise, dropout in any layer
         for module in self.trainer.model.modules():
-            rates += [module.p] if isinstance(module, _DropoutNd) else []
-            numbers = ((name, value) for name, value in vars(module).items() if isinstance(value, float))
-            rates += [value for name, value in numbers if "drop" in name or "jitter" in name]
-        self.is_pending = state.global_step == 0 and not any(rate > 0 for rate in rates)
+            if isinstance(module, _DropoutNd):
+                rates.append(float(module.p))
+            rates += [value for name, value in vars(module).items() if "drop" in name or "jitter" in name]
+        self.is_pending = state.global_step == 0 and not any(isinstance(rate, float) and rate > 0 for rate in rates)
 
     def add(self, loss: Tensor, completion_mask: Tensor) -> None:
         """Note a micro-batch of this rank: its loss, tokens and answers."""

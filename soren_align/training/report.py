@@ -104,7 +104,8 @@ def report_setup(
         lines.append(f"the first {train.num_examples:,} examples: {counts.num_kept:,} kept{dropped}")
     else:
         lines = [f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}"]
-        lines += map(describe_source, train.source.get("sources", ()), counts.num_kept_by_source)
+        sources = zip(train.source.get("sources", ()), counts.num_kept_by_source, strict=True)
+        lines += [describe_source(source, num_kept) for source, num_kept in sources]
     lines += [counts.describe_truncation()] if counts.num_truncated else []
     lines += record.describe_held_out(setup.held_out) if setup.held_out else []
     lines += setup.packing.describe() if setup.packing else []

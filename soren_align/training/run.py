@@ -107,7 +107,7 @@ def train(
             folder.update(resumed_from_steps=[*earlier, resumed_from])
 
     with closing(progress), closing(stop):
-        result: dict[str, Any] = {"seconds_since_start_or_resume": _run_loop(trainer, checkpoint)}
+        result: dict[str, Any] = {"seconds_since_start_or_resume": round(_run_loop(trainer, checkpoint), 1)}
     args, state = trainer.args, trainer.state
     finished = not stop.stopped or state.global_step >= state.max_steps
     refuse_lost_lock(folder, ranks)
@@ -169,7 +169,7 @@ def _run_loop(trainer: Any, checkpoint: Path | None) -> float:
         if isinstance(cause, pickle.UnpicklingError):
             raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
         raise UserError(f"{checkpoint}: the checkpoint cannot be loaded ({in_one_line(cause)}); {PREVIOUS}") from error
-    return round(time.monotonic() - started, 1)
+    return time.monotonic() - started
 
 
 def _find_checkpoint(recipe: Recipe, folder: RunFolder, origin: dict[str, Any], console: Console) -> Path | None:

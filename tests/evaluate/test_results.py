@@ -127,6 +127,25 @@ def test_a_folder_of_samples_that_no_row_of_ours_has_is_not_replaced(tmp_path):
         evaluate(tmp_path, "base", "SFT")
 
 
+def test_an_existing_output_may_stand_in_a_folder_without_permission(tmp_path, monkeypatch):
+    put(tmp_path / "out", ours("base"))
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    refuse_foreign(tmp_path / "out", ["base"])
+    with pytest.raises(UserError, match=r"--output: .* is read-only, or you have no permission"):
+        refuse_foreign(tmp_path / "new", ["base"])
+
+
+@pytest.mark.parametrize("statistic", ["many", None, [1]])
+def test_a_statistic_of_a_difference_is_a_number(tmp_path, statistic):
+    results = ours("base", "SFT")
+    difference = {"value": 1.0, "low": 0.0, "high": 2.0, "p": 0.1, "p_holm": 0.1, "won": 7}
+    results["rows"][1]["differences"] = {"acc": difference}
+    assert read_results(put(tmp_path, results))["rows"][1]["differences"]["acc"]["won"] == 7
+    difference["won"] = statistic
+    with pytest.raises(UserError, match="won is not a number"):
+        read_results(put(tmp_path, results))
+
+
 @pytest.mark.parametrize("name", ["a/b", "..", "\x1b[31m", "x" * 300])
 def test_a_row_whose_name_is_no_folders_is_refused(tmp_path, name):
     with pytest.raises(UserError, match="cannot be the name of a folder"):

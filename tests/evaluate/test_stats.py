@@ -138,6 +138,18 @@ def test_all_formats_of_the_same_answers_give_the_same_comparison(write, tmp_pat
     assert d["detectable"] == 100 * detectable_by(part)
 
 
+def test_the_first_record_of_a_file_shows_the_format_of_all(tmp_path):
+    paths = [lm_eval(tmp_path / name, right) for name, right in RIGHT.items()]
+    before = comparisons(*paths)
+    for path in paths:
+        (file,) = path.glob("*.jsonl")
+        first, *others = [json.loads(line) for line in file.read_text().splitlines()]
+        for record in others:
+            del record["filtered_resps"]
+        file.write_text("".join(json.dumps(record) + "\n" for record in (first, *others)))
+    assert comparisons(*paths) == before
+
+
 def test_the_metric_is_that_of_our_suites_unless_an_option_names_one(tmp_path):
     a, b = (lm_eval(tmp_path / name, right) for name, right in RIGHT.items())
     assert "arc acc_norm" in run(a, b).stdout

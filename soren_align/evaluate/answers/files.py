@@ -11,7 +11,7 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -146,11 +146,14 @@ def _answers(file: Path, default: str, columns: Columns) -> Iterator[tuple[str, 
     metrics: dict[str, tuple[str, str]] = {}
     """The metric and the filter by task."""
     filter_names: set[str] = set()
+    convert: Callable[[dict[str, Any]], Answer] | None = None
     named = {name: path for name in ("id", "task", "cluster") if (path := getattr(columns, name))}  # by options
     for place, record in _records(file):
         if not isinstance(record, dict):
             raise UserError(f"{place}: is not an object with keys; name a file of {KNOWN}")
-        answer = _convert(record)
+        if convert is None:  # the first record shows the file's format
+            convert = next((reader for keys, reader in FORMATS if keys <= record.keys()), _table)
+        answer = convert(record)
         if named:
             values = {name: _lookup(record, path, f"--{name}", place) for name, path in named.items()}
             answer = answer._replace(**values)
@@ -211,6 +214,8 @@ def _choose(answer: Answer, columns: Columns, place: str) -> str | None:
 
 def _number(value: Any) -> float | None:
     """Return a score as a number, which may be NaN; None if it is none."""
+    if type(value) is float or type(value) is bool:
+        return float(value)
     if isinstance(value, str):
         value = WORDS.get(value.strip().lower(), value)
     try:
@@ -232,40 +237,63 @@ def _point(value: Any, metric: str, max_score: float, place: str) -> float:
     return number / max_score
 
 
-def _convert(record: dict[str, Any]) -> Answer:
-    """Return the answer in a record, whose format its keys show."""
+# The formats. Each function converts a record.
+
+
+def _lm_eval(record: dict[str, Any]) -> Answer:
+    names = record.get("metrics") or [key for key in record if key not in LM_EVAL_KEYS and not key.endswith("_hash")]
+    scores = {str(name): record[name] for name in names if name in record}
+    # Our samples of a group name the subtask, whose doc_ids begin at 0.
+    key = f"{record['task']}/{record['doc_id']}" if "task" in record else record["doc_id"]
+    content = record.get("doc_hash") or record.get("doc")
+    return Answer(key, scores, None, content, record.get("prompt_hash"), str(record.get("filter") or "none"))
+
+
+def _olmo_eval(record: dict[str, Any]) -> Answer:
+    """Convert {metric: {scorer: value}}; the metric has the scorer's name unless there are several."""
     scores: dict[str, Any] = {}
-    match record:
-        case {"doc_id": key, "filtered_resps": _}:  # lm-eval
-            names = record.get("metrics") or [k for k in record if k not in LM_EVAL_KEYS and not k.endswith("_hash")]
-            scores = {str(name): record[name] for name in names if name in record}
-            # Our samples of a group name the subtask, whose doc_ids begin at 0.
-            key = f"{record['task']}/{key}" if "task" in record else key
-            content = record.get("doc_hash") or record.get("doc")
-            return Answer(key, scores, None, content, record.get("prompt_hash"), str(record.get("filter") or "none"))
-        case {"native_id": key, "instance_metrics": metrics}:  # olmo-eval: {metric: {scorer: value}}
-            for metric, values in (metrics or {}).items():
-                for scorer, value in values.items() if isinstance(values, dict) else [(metric, values)]:
-                    # The metric has the scorer's name unless there are several.
-                    scores[metric if scorer == metric else f"{metric}.{scorer}"] = value
-            return Answer(key, scores, content=record.get("label"))
-        case {"doc": doc, "metric": metrics}:  # lighteval
-            doc = doc or {}
-            return Answer(doc.get("id"), metrics or {}, content=[doc.get("query"), doc.get("choices")])
-        case {"id": key, "epoch": epoch, "scores": values}:  # inspect-ai
-            for scorer, score in (values or {}).items():
-                value = score.get("value") if isinstance(score, dict) else score
-                for name, part in value.items() if isinstance(value, dict) else [("", value)]:
-                    grade = GRADES.get(part, part) if isinstance(part, str) else part
-                    scores[f"{scorer}.{name}" if name else scorer] = grade
-            content = [record.get("input"), record.get("target")]
-            if (record.get("epochs") or 1) <= 1:
-                return Answer(key, scores, record.get("task"), content)
-            # Several epochs of a sample are questions of one cluster.
-            return Answer(f"{key} epoch {epoch}", scores, record.get("task"), content, cluster=key)
-    key = next((value for name in IDS if (value := record.get(name)) not in (None, "")), None)
-    task = next((value for name in TASKS if (value := record.get(name)) not in (None, "")), None)
+    for metric, values in (record["instance_metrics"] or {}).items():
+        for scorer, value in values.items() if isinstance(values, dict) else [(metric, values)]:
+            scores[metric if scorer == metric else f"{metric}.{scorer}"] = value
+    return Answer(record["native_id"], scores, content=record.get("label"))
+
+
+def _inspect(record: dict[str, Any]) -> Answer:
+    """Convert a sample; several epochs of a sample are questions of one cluster."""
+    scores: dict[str, Any] = {}
+    for scorer, score in (record["scores"] or {}).items():
+        value = score.get("value") if isinstance(score, dict) else score
+        for key, part in value.items() if isinstance(value, dict) else [("", value)]:
+            scores[f"{scorer}.{key}" if key else scorer] = GRADES.get(part, part) if isinstance(part, str) else part
+    epochs = record.get("epochs") or 1
+    key = f"{record['id']} epoch {record['epoch']}" if epochs > 1 else record["id"]
+    content = [record.get("input"), record.get("target")]
+    return Answer(key, scores, record.get("task"), content, cluster=record["id"] if epochs > 1 else None)
+
+
+def _lighteval(record: dict[str, Any]) -> Answer:
+    doc = record["doc"] or {}
+    return Answer(doc.get("id"), record["metric"] or {}, content=[doc.get("query"), doc.get("choices")])
+
+
+def _table(record: dict[str, Any]) -> Answer:
+    key = task = None
+    for name in IDS:
+        if (key := record.get(name)) not in (None, ""):
+            break
+    for name in TASKS:
+        if (task := record.get(name)) not in (None, ""):
+            break
     return Answer(key, record, task, record.get("question"), cluster=record.get("cluster"), is_table=True)
+
+
+FORMATS: list[tuple[set[str], Callable[[dict[str, Any]], Answer]]] = [
+    ({"doc_id", "filtered_resps"}, _lm_eval),
+    ({"native_id", "instance_metrics"}, _olmo_eval),
+    ({"doc", "metric"}, _lighteval),
+    ({"id", "epoch", "scores"}, _inspect),
+]
+"""The keys by which a record is recognized."""
 
 
 # The records of a file, each with its place.

@@ -210,7 +210,7 @@ def _contradiction(rows: list[Row]) -> str:
 def refuse_foreign(output: Path, names: list[str]) -> None:
     """Raises UserError if writing rows of these names would replace files that no evaluation wrote."""
     remedy = f"choose another --output, or move {output} away"
-    refuse_unwritable(output.absolute().parent, "--output")
+    refuse_unwritable(output if output.is_dir() else output.absolute().parent, "--output")
     if os.path.lexists(output) and not output.is_dir():
         raise UserError(f"{output}: is not a folder; {remedy}")
     for name in names:

@@ -72,9 +72,8 @@ def load_lm(folder: Path, tokenizer: Any, settings: BackendSettings) -> Any:
     except UserError:
         raise
     except (ImportError, OSError, ValueError) as error:
-        raise UserError(
-            f"{folder}: the model cannot be loaded: {in_one_line(error)}; check the files in this folder"
-        ) from error
+        remedy = "install this package" if isinstance(error, ImportError) else "check the files in this folder"
+        raise UserError(f"{folder}: the model cannot be loaded: {in_one_line(error)}; {remedy}") from error
     if model is not None:
         return hf_lm(model.to(settings.device), tokenizer, settings.batch_size)
     from lm_eval.models.vllm_causallms import VLLM
