@@ -121,15 +121,14 @@ def spectra_of_run(
         if contents([file]) != [read_seal(checkpoint)["files"].get(file.name)]:
             raise UserError(f"{file}: {CHANGED}; {PREVIOUS}")
         momenta: list[tuple[str, Tensor]] = []
-        has_products = False
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            for group in saved["param_groups"]:
-                if group["rule"] == "spectral":
-                    has_products |= has_factors(group)
-                    for name, index in zip(group["param_names"], group["params"], strict=True):
-                        layout = group.get("weight_layouts", {}).get(name, "linear")
-                        momenta += matrices_of(name, momentum_of(saved["state"][index]), layout)
+            groups = [group for group in saved["param_groups"] if group["rule"] == "spectral"]
+            has_products = any(map(has_factors, groups))
+            for group in groups:
+                for name, index in zip(group["param_names"], group["params"], strict=True):
+                    layout = group.get("weight_layouts", {}).get(name, "linear")
+                    momenta += matrices_of(name, momentum_of(saved["state"][index]), layout)
         except (AttributeError, pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
             raise UserError(
                 f"{file}: contains no momentum of whole matrices, which the checkpoints of soren, muon and htmuon "

@@ -167,12 +167,8 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
             notes.append(f"{task}: compared on the {size:,} questions that all have; left out: {listed}")
         del clusters, prompts
         for scores in chosen.values():  # only the points are needed from here on
-            scores.ids, scores.contents, scores.prompts, scores.clusters = (
-                array("Q"),
-                array("I"),
-                array("I"),
-                array("Q"),
-            )
+            scores.ids, scores.clusters = array("Q"), array("Q")
+            scores.contents, scores.prompts = array("I"), array("I")
     if not answers[first_name].points:
         raise UserError("the models have no task in common; name results of the same tasks")
     return answers, notes

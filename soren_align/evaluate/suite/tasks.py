@@ -90,15 +90,15 @@ def load_tasks(
                     f"{suite.path} {task.column}: num_choices and the subtasks of {task.task} differ in "
                     f"{', '.join(differing)}; write the number of choices of {', '.join(sizes)}"
                 )
-            for key in score_keys(task):
-                metric, filter_name = key.split(",")
-                names = [*(("metric", name, metrics) for name in metric.split("+")), ("filter", filter_name, filters)]
-                for word, name, allowed in names:
-                    if name not in allowed:
-                        raise UserError(
-                            f"{suite.path} {task.column}: {task.task} has no {word} {name!r};"
-                            f" write {' or '.join(sorted(allowed))}"
-                        )
+            scores = [key.split(",") for key in score_keys(task)]
+            wanted = [("metric", name, metrics) for metric, _ in scores for name in metric.split("+")]
+            wanted += [("filter", name, filters) for _, name in scores]
+            for word, name, allowed in wanted:
+                if name not in allowed:
+                    raise UserError(
+                        f"{suite.path} {task.column}: {task.task} has no {word} {name!r}; write "
+                        f"{' or '.join(sorted(allowed))}"
+                    )
     return tasks
 
 
