@@ -18,7 +18,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from ...core.figures import DARK, LIGHT, Colors, compact, line_style, png, short, style_axes
 from ...core.text import count, join_words
-from ...run.folder import RunFolder
 from ...run.metrics import METRICS
 from ..study import Difference, Run, Study, finished
 from .blocks import Figure, Picture
@@ -261,7 +260,7 @@ def spectra_figure(study: Study, folder: Path) -> Figure | None:
 
 def _read_spectra(folder: Path, run: Run) -> dict[tuple[int, str], list[float]]:
     """Return the singular values of a run by step and matrix; nothing if there are none, or the file is damaged."""
-    file = RunFolder(folder / run.folder).spectra
+    file = folder / run.folder / "spectra.jsonl"  # the folder of a damaged study may be no path
     try:
         if not file.resolve().is_relative_to(folder.resolve()) or not file.is_file() or file.stat().st_size > MAX_BYTES:
             return {}
@@ -315,7 +314,8 @@ def _lines_panel(
         axes.xaxis.set_major_formatter(compact)
         axes.locator_params(axis="x", nbins=5)
 
-    ends = [f"{study.candidates[i].name} {y:.4g} at {x:.4g}" for i, (*_, (*_, (x, y))) in lines.items()]
+    last = {study.candidates[i].name: points[-1] for i, (*_, points) in lines.items()}
+    ends = [f"{name} {y:.4g} at {x:.4g}" for name, (x, y) in last.items()]
     return _panel(title, label, f"{title} against {label}; at the end: {', '.join(ends)}.", draw)
 
 
