@@ -574,3 +574,17 @@ def test_a_training_that_diverged_is_no_success(make, folder, capfd, held_out):
         commands.train(make(*short))
     with pytest.raises(UserError, match=r"diverged: .*; train again with a smaller optimizer.lr"):
         push(str(folder.path), "me/mine")
+
+
+def test_a_failure_is_recorded_if_the_disk_has_room_and_removed_or_the_run_does_not_resume(tmp_path, monkeypatch):
+    run = finished_run(tmp_path / "run")
+    run.record_failure(ValueError("a defect"))
+    assert (run.record()["last_error"], "defect" in run.record()) == ("ValueError: a defect", True)
+    monkeypatch.setattr("soren_align.run.folder.write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    run.record_failure(UserError("another"))
+    with pytest.raises(OSError, match="full"):
+        run.record_failure(None)
+    monkeypatch.undo()
+    run.record_failure(None)
+    assert run.record()["last_error"] is None
+    assert not {"diverged", "resumable", "defect"} & run.record().keys()

@@ -71,6 +71,14 @@ def test_a_name_has_one_class(fifth):
         type("Other", (SpectralOptimizer,), {}, name="fifth")
 
 
+def test_a_subclass_may_take_no_arguments():
+    class Fixed(Soren):
+        def __init__(self):
+            super().__init__([torch.nn.Parameter(torch.eye(2))], 0.1)
+
+    assert Fixed().defaults["lr"] == 0.1
+
+
 def test_every_spelling_of_a_map_is_stored_complete():
     complete = {"minimax": {"resolution": 0.0004}, "sns": {"steps": 15}, "released": {"steps": 5}, "exact": {}}
     complete |= {"identity": {}, "high_pass": {"promotions": 3, "suppressions": 2}, "power": {"p": 0.125}}
