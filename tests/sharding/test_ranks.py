@@ -100,6 +100,7 @@ def work(job, rank, port, pipe):
         # The ranks may start far apart on a busy machine.
         ranks.init_process_group(TIMEOUT_SECONDS if job is alone else SECONDS)
         group = ranks.current_ranks()
+        torch.distributed.barrier()  # on a busy machine one rank would be lost before the other has connected
         torch.distributed.distributed_c10d._set_pg_timeout(ranks.timedelta(seconds=TIMEOUT_SECONDS))
         job(group)
     except BaseException as raised:
