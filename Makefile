@@ -23,7 +23,7 @@ demo: setup
 # The tests have five tiers (tests/support/tiers.py): unit, model, ranks, process, hosts. What a person waits for: the
 # first two, but for long ones, and a sample of the others: 9,500 in 5 minutes on two cores.
 test: TESTS := -m "(unit or model or sample) and not (slow or rest)"
-# All tests, but those of two hosts and of Slurm. 26 minutes on two cores.
+# All tests, but those of two hosts and of Slurm. 30 minutes on two cores.
 test-all: TESTS := -m "not (hosts or slurm)"
 # What `make test` leaves out: .ci/run takes it after that.
 test-rest: TESTS := -m "(not (unit or model or sample) or slow or rest) and not (hosts or slurm)"
