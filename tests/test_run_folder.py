@@ -583,8 +583,8 @@ def test_a_failure_is_recorded_if_the_disk_has_room_and_removed_or_the_run_does_
     monkeypatch.setattr("soren_align.run.folder.write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     run.record_failure(UserError("another"))
     with pytest.raises(OSError, match="full"):
-        run.record_failure(None)
+        run.forget_failure()
     monkeypatch.undo()
-    run.record_failure(None)
+    run.forget_failure()
     assert run.record()["last_error"] is None
     assert not {"diverged", "resumable", "defect"} & run.record().keys()

@@ -120,13 +120,13 @@ def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: i
 
 def parse_json(text: str, name: str, max_depth: int = MAX_DEPTH) -> Any:
     """Return JSON text as plain data. Raises UserError, with `name` for the file, if it exceeds the limits."""
-    too_deep = UserError(f"{name}: cannot be read as JSON: nested more than {max_depth} levels deep; {CORRECT}")
+    too_deep = f"{name}: cannot be read as JSON: nested more than {max_depth} levels deep; {CORRECT}"
     try:
         data = json.loads(text, parse_int=_json_int)
     except json.JSONDecodeError as error:
         raise UserError(f"{name}:{error.lineno} cannot be read as JSON: {error.msg}; {CORRECT}") from None
     except RecursionError:
-        raise too_deep from None
+        raise UserError(too_deep) from None
     except ValueError as error:
         raise UserError(f"{name}: cannot be read as JSON: {error}; {CORRECT}") from None
     level = [data]
@@ -142,7 +142,7 @@ def parse_json(text: str, name: str, max_depth: int = MAX_DEPTH) -> Any:
         level = children
         if not level:
             return data
-    raise too_deep
+    raise UserError(too_deep)
 
 
 def is_text(value: str) -> bool:

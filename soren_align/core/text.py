@@ -308,6 +308,5 @@ def with_prefix(number: float | None, unit: str) -> str:
         return "unknown"
     prefixes = {1e18: "E", 1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k"}
     scale = next((scale for scale in prefixes if number >= scale), 1e3)
-    return (
-        f"{number / scale:.{0 if number >= 100 * scale else 1 if number >= 10 * scale else 2}f} {prefixes[scale]}{unit}"
-    )
+    digits = 0 if number >= 100 * scale else 1 if number >= 10 * scale else 2
+    return f"{number / scale:.{digits}f} {prefixes[scale]}{unit}"

@@ -106,7 +106,7 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
         recording = _recording_errors(folder) if ranks.is_first else nullcontext()
         with recording, watched(ranks, partial(_end_without, folder, ranks.is_first)):
             if ranks.is_first:
-                folder.record_failure(None)
+                folder.forget_failure()
             if ranks.broadcast(folder.record()["status"] if ranks.is_first else None) != "trained":
                 benchmark = None
                 with working(console, "Checking data and evaluation") as show, ranks.main_process_first():

@@ -382,12 +382,11 @@ def evaluation_problems(settings: dict[str, Any]) -> list[tuple[str, str]]:
     for key, kind, known in (("suite", "suite", shipped.suites()), tables):
         names = settings.get(key) or []
         for name in [names] if isinstance(names, str) else names:
-            if name not in known and not resolve_path(name).exists():
+            if name not in known and not (path := resolve_path(name)).exists():
                 others = did_you_mean(name, known, f"write one of {', '.join(known)}")
-                path = resolve_path(name).absolute()
-                # As the user wrote it, not absolute: the hint has the names of folders beside it.
-                hint = shipped.suite_hint(name, resolve_path(name)) if key == "suite" else others
-                problems.append((key, f"no shipped {kind} has the name {name!r}, and there is no file {path}{hint}"))
+                hint = shipped.suite_hint(name, path) if key == "suite" else others
+                place = path.absolute()
+                problems.append((key, f"no shipped {kind} has the name {name!r}, and there is no file {place}{hint}"))
     if settings.get("backend") == "vllm" and importlib.util.find_spec("vllm") is None:
         problems.append(("backend", "vLLM is not installed; run `pip install 'soren-align[vllm]'`, or write hf"))
     if (root := settings.get("data_root")) and not local_path(root).is_dir():

@@ -20,7 +20,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -134,22 +134,27 @@ class RunFolder:
         write(self._file, to_text(record))
         self._cached = self._version(), record
 
-    def record_failure(self, error: Exception | None) -> None:
+    def record_failure(self, error: Exception) -> None:
         """Write an error into run.json, if the run has begun and the disk has room: its message, whether the training
         diverged, and whether the same command resumes the run. Of a defect, no UserError, the software that has it.
-        None: remove these keys, as the run is resumed.
         """
-        failure: dict[str, Any] = {"last_error": None}
-        if error is not None:
-            is_defect = not isinstance(error, UserError)
-            message = (f"{type(error).__name__}: {error}".splitlines() or [""])[0] if is_defect else str(error)
-            failure = {"last_error": message, "diverged": isinstance(error, DivergedError)}
-            failure |= {"resumable": isinstance(error, ResumableError), "defect": software() if is_defect else None}
-        with suppress(OSError, UserError) if error else nullcontext():
-            if (record := self.read()) is not None:
-                for key in ("diverged", "resumable", "defect"):
-                    record.pop(key, None)
-                self.replace(**record | failure)
+        is_defect = not isinstance(error, UserError)
+        message = (f"{type(error).__name__}: {error}".splitlines() or [""])[0] if is_defect else str(error)
+        with suppress(OSError, UserError):
+            if self.read() is not None:
+                self.update(
+                    last_error=message,
+                    diverged=isinstance(error, DivergedError),
+                    resumable=isinstance(error, ResumableError),
+                    defect=software() if is_defect else None,
+                )
+
+    def forget_failure(self) -> None:
+        """Remove what `record_failure` has written: the run is resumed."""
+        failure = ("diverged", "resumable", "defect")
+        self.replace(
+            **{key: value for key, value in self.record().items() if key not in failure} | {"last_error": None}
+        )
 
     def complete_checkpoints(self) -> list[Path]:
         """Return the complete checkpoints (see training/checkpoints.py), in the order of their steps."""

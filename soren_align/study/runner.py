@@ -158,7 +158,8 @@ class _Runner:
                 wait([process.sentinel for process in self.active], timeout=POLL_SECONDS)
                 self._reap()
                 runs, ended = self._update()
-                for number, run in enumerate(ended if not self.is_stopping else (), len(self.ended) - len(ended) + 1):
+                first_number = len(self.ended) - len(ended) + 1
+                for number, run in enumerate([] if self.is_stopping else ended, first_number):
                     text = describe_run(run, self.progress.study)
                     if not self.console.is_terminal:  # there, the bar has these numbers
                         text += f" ({number} of {self._total(runs)} runs)"
