@@ -113,9 +113,9 @@ class RankStrategy(ShardingStrategy, ABC):
         dtypes = {momentum_dtype(parameter) for _, parameter in named}
         try:
             if len(dtypes) > 1:
+                listed = ", ".join(sorted(map(str, dtypes)))
                 raise ValueError(
-                    f"the matrices of one parameter group have the dtypes {sorted(map(str, dtypes))}; use one dtype "
-                    "per group"
+                    f"the matrices of one parameter group have the dtypes {listed}; use one dtype per group"
                 )
             itemsize = next(iter(dtypes), torch.float32).itemsize
             plan = make_exchange_plan(split_weights(self.layout(named), layouts), self.bucket_mb, itemsize)
