@@ -1,10 +1,11 @@
-"""Write docs/files.md and the picture of docs/architecture.md, docs/house.svg, from the tree itself.
+"""Write docs/files.md and the picture of docs/architecture.md, docs/house.svg, from the tree
+itself.
 
     python docs/make_architecture.py
 
-The page has a line per file, from the first sentence of its docstring, so that it cannot differ from the file. The
-picture has a box per room, in the layers of tests/test_layers.py. tests/test_docs.py compares both with what is made
-here.
+The page has a line per file, from the first sentence of its docstring, so that it cannot differ
+from the file. The picture has a box per room, in the layers of tests/test_layers.py.
+tests/test_docs.py compares both with what is made here.
 """
 
 import ast
@@ -26,7 +27,8 @@ docs/make_architecture.py` writes this page.
 WIDTH, NAMES = 120, 28
 
 TO_THE_STEP = ["cli", "launch", "training", "optim", "spectral"]
-"""The rooms from a command to the matrices of an optimizer step; with several ranks also sharding."""
+"""The rooms from a command to the matrices of an optimizer step; with several ranks also
+sharding."""
 BOX_WIDTH, BOX_HEIGHT, GAP, MARGIN, LABEL = 272, 62, 14, 12, 40  # pixels
 STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #59636e }
@@ -51,7 +53,9 @@ def page() -> str:
 
 
 def tree() -> str:
-    """The files of the package with a line each, the rooms in the order of the layers, as Markdown."""
+    """The files of the package with a line each, the rooms in the order of the layers, as
+    Markdown.
+    """
     lines = ["```", _entry(PACKAGE / "__main__.py", "__main__.py")]
     for room in (room for layer in layers() for room in sorted(layer)):
         folder = PACKAGE / room
@@ -67,7 +71,9 @@ def tree() -> str:
 
 
 def picture() -> str:
-    """The rooms as an SVG: a row per layer, the way from a command to the step in the first column; light and dark."""
+    """The rooms as an SVG: a row per layer, the way from a command to the step in the first column;
+    light and dark.
+    """
     rows, boxes, heights = layers(), [], {}
     for row, rooms in enumerate(rows):
         first = sorted(rooms & set(TO_THE_STEP))
@@ -76,18 +82,29 @@ def picture() -> str:
                 continue
             x, y = MARGIN + column * (BOX_WIDTH + GAP), MARGIN + row * (BOX_HEIGHT + GAP)
             heights[room] = y
-            file = PACKAGE / room / "__init__.py" if (PACKAGE / room).is_dir() else PACKAGE / f"{room}.py"
+            file = (
+                PACKAGE / room / "__init__.py"
+                if (PACKAGE / room).is_dir()
+                else PACKAGE / f"{room}.py"
+            )
             boxes.append(
                 f'<rect class="box{" way" * (room in TO_THE_STEP)}" x="{x:g}" y="{y:g}" width="{BOX_WIDTH}" '
                 f'height="{BOX_HEIGHT}" rx="6"/><text class="name" x="{x + 10:g}" y="{y + 20:g}">{room}</text>'
             )
-            for number, line in enumerate(textwrap.wrap(_sentence(file), LABEL, max_lines=2, placeholder=" ...")):
-                boxes.append(f'<text x="{x + 10:g}" y="{y + 37 + 15 * number:g}">{escape(line)}</text>')
+            for number, line in enumerate(
+                textwrap.wrap(_sentence(file), LABEL, max_lines=2, placeholder=" ...")
+            ):
+                boxes.append(
+                    f'<text x="{x + 10:g}" y="{y + 37 + 15 * number:g}">{escape(line)}</text>'
+                )
     arrows = [
         f'<path class="arrow" d="M{MARGIN + BOX_WIDTH / 2:g} {heights[upper] + BOX_HEIGHT} V{heights[lower] - 2}"/>'
         for upper, lower in pairwise(TO_THE_STEP)
     ]
-    width, height = 2 * MARGIN + 3 * (BOX_WIDTH + GAP) - GAP, 2 * MARGIN + len(rows) * (BOX_HEIGHT + GAP) - GAP
+    width, height = (
+        2 * MARGIN + 3 * (BOX_WIDTH + GAP) - GAP,
+        2 * MARGIN + len(rows) * (BOX_HEIGHT + GAP) - GAP,
+    )
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
@@ -115,7 +132,10 @@ def layers() -> list[set[str]]:
 def _entry(file: Path, name: str) -> str:
     """The file's line: its sentence without the last clauses, if it is longer than the line."""
     sentence, room = _sentence(file), WIDTH - NAMES
-    while len(sentence) > room and (cut := max(sentence.rfind(mark) for mark in (":", ";", ",", " - "))) > 0:
+    while (
+        len(sentence) > room
+        and (cut := max(sentence.rfind(mark) for mark in (":", ";", ",", " - "))) > 0
+    ):
         sentence = sentence[:cut]
     return f"{name.ljust(NAMES - 1)} {textwrap.shorten(sentence, room, placeholder=' ...')}"
 

@@ -176,7 +176,9 @@ def page() -> str:
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """("soren-align bench maps", its command) of every command that does something, in the order of the help."""
+    """("soren-align bench maps", its command) of every command that does something, in the order of
+    the help.
+    """
     yield from _below("soren-align", typer.main.get_command(app))
 
 
@@ -192,11 +194,20 @@ def _section(path: str, command: Any) -> str:
     parameters = [p for p in command.params if not p.hidden]
     arguments = [p for p in parameters if p.param_type_name == "argument"]
     usage = " ".join(
-        [path, *(_usage(a) for a in arguments), *(["[OPTIONS]"] if len(arguments) < len(parameters) else [])]
+        [
+            path,
+            *(_usage(a) for a in arguments),
+            *(["[OPTIONS]"] if len(arguments) < len(parameters) else []),
+        ]
     )
     lines = [f"## `{path}`", "", *command.help.splitlines(), "", f"    {usage}", ""]
     if parameters:
-        lines += ["| | |", "|---|---|", *(f"| `{_spelling(p)}` | {_meaning(p)} |" for p in parameters), ""]
+        lines += [
+            "| | |",
+            "|---|---|",
+            *(f"| `{_spelling(p)}` | {_meaning(p)} |" for p in parameters),
+            "",
+        ]
     if note := NOTES.get(path.removeprefix("soren-align ")):
         lines.append(note)
     return "\n".join(lines)

@@ -21,11 +21,17 @@ def page(text: str) -> str:
 
 def _table(moment: str) -> str:
     of_evaluations = moment == "evaluation"
-    lines = ["| key | recipe | meaning |", "|---|---|---|"] if of_evaluations else ["| key | meaning |", "|---|---|"]
+    lines = (
+        ["| key | recipe | meaning |", "|---|---|---|"]
+        if of_evaluations
+        else ["| key | meaning |", "|---|---|"]
+    )
     for metric in METRICS.values():
         if (metric.recipe is not None) == of_evaluations:
             keys = ", ".join(f"`{key}`" for key in (metric.key, metric.further_key) if key)
-            lines.append(f"| {keys} |" + f" `{metric.recipe}` |" * of_evaluations + f" {metric.meaning} |")
+            lines.append(
+                f"| {keys} |" + f" `{metric.recipe}` |" * of_evaluations + f" {metric.meaning} |"
+            )
     return f"<!-- measured at every {moment} -->\n" + "\n".join(lines) + "\n"
 
 

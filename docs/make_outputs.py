@@ -2,10 +2,11 @@
 
     python docs/make_outputs.py
 
-In README.md and the pages of docs/ a fenced block of the language `console` holds commands, each after `$ `, and their
-outputs, 80 columns wide, without a GPU and without the hub. A comment before the block names the parts of the last
-command's output that are shown: `<!-- shown: steps, memory -->`. Parts are separated by blank lines and named by their
-first words; `...` stands for the others. tests/test_docs.py compares the pages with what `page` returns.
+In README.md and the pages of docs/ a fenced block of the language `console` holds commands, each
+after `$ `, and their outputs, 80 columns wide, without a GPU and without the hub. A comment before
+the block names the parts of the last command's output that are shown: `<!-- shown: steps, memory
+-->`. Parts are separated by blank lines and named by their first words; `...` stands for the
+others. tests/test_docs.py compares the pages with what `page` returns.
 """
 
 import itertools
@@ -19,7 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 Run = Callable[[list[str], str, dict[str, str]], tuple[int, str, str]]
-BLOCK = re.compile(r"(?:<!-- shown: (?P<shown>[^\n]*) -->\n)?```console\n(?P<lines>.*?)```\n", re.DOTALL)
+BLOCK = re.compile(
+    r"(?:<!-- shown: (?P<shown>[^\n]*) -->\n)?```console\n(?P<lines>.*?)```\n", re.DOTALL
+)
 
 
 def pages() -> list[Path]:
@@ -31,7 +34,8 @@ def pages() -> list[Path]:
 def page(text: str, run: Run | None = None) -> str:
     """The text of a page with the output of every command made anew.
 
-    run: (arguments, folder, environment) -> (exit code, standard output, standard error); None starts a process.
+    run: (arguments, folder, environment) -> (exit code, standard output, standard error); None
+    starts a process.
     """
     return BLOCK.sub(lambda match: _block(match, run or _start), text)
 
@@ -42,7 +46,9 @@ def _block(match: re.Match[str], run: Run) -> str:
     with tempfile.TemporaryDirectory() as folder:
         *outputs, last = [_output(command, folder, run) for command in commands]
     outputs = [*outputs, _excerpt(last, shown)]
-    parts = [f"$ {command}\n{output}".strip() for command, output in zip(commands, outputs, strict=True)]
+    parts = [
+        f"$ {command}\n{output}".strip() for command, output in zip(commands, outputs, strict=True)
+    ]
     comment = f"<!-- shown: {match['shown']} -->\n" if shown else ""
     return f"{comment}```console\n" + "\n\n".join(parts) + "\n```\n"
 
@@ -51,8 +57,15 @@ def _output(command: str, folder: str, run: Run) -> str:
     """What a command prints in `folder`."""
     name, *arguments = command.split()
     if name != "soren-align":
-        raise ValueError(f"{command}: only soren-align is run; write other commands into a block of another language")
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": f"{folder}/hub", "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
+        raise ValueError(
+            f"{command}: only soren-align is run; write other commands into a block of another language"
+        )
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": f"{folder}/hub",
+        "COLUMNS": "80",
+        "PYTHONPATH": str(ROOT),
+    }
     code, output, error = run(arguments, folder, environment)
     if code:
         raise ValueError(f"{command}: {error}")
@@ -67,13 +80,17 @@ def _start(arguments: list[str], folder: str, environment: dict[str, str]) -> tu
 
 
 def _excerpt(output: str, shown: list[str]) -> str:
-    """The parts of an output that begin with one of `shown`, in their order, `...` for others; all without `shown`."""
+    """The parts of an output that begin with one of `shown`, in their order, `...` for others; all
+    without `shown`.
+    """
     if not shown:
         return output
     parts = re.split(r"\n\n+", output)
     missing = [name for name in shown if not any(part.startswith(name) for part in parts)]
     if missing:
-        raise ValueError(f"no part of the output begins with {', '.join(missing)}; it has:\n{output}")
+        raise ValueError(
+            f"no part of the output begins with {', '.join(missing)}; it has:\n{output}"
+        )
     runs = itertools.groupby(parts, lambda part: part.startswith(tuple(shown)))
     return "\n".join("\n\n".join(run) if is_shown else "..." for is_shown, run in runs)
 

@@ -1,11 +1,13 @@
-"""Draw docs/idea.svg and docs/idea-dark.svg, README's first picture: what each optimizer makes of a momentum.
+"""Draw docs/idea.svg and docs/idea-dark.svg, README's first picture: what each optimizer makes of a
+momentum.
 
     python docs/make_pictures.py        ten seconds
 
-The singular values of a momentum (studies/recorded_spectra.py: SFT of SmolLM2-135M, step 12) and of the updates that
-AdamW, Muon and Soren make: Soren's and Muon's by the maps of soren_align.spectral, AdamW's as recorded. All have the
-same size, a root mean square of 1 over a matrix's singular values, as match_rms_measured scales updates. A line is the
-median over 28 matrices of the four layers 0, 9, 19 and 29.
+The singular values of a momentum (studies/recorded_spectra.py: SFT of SmolLM2-135M, step 12) and of
+the updates that AdamW, Muon and Soren make: Soren's and Muon's by the maps of soren_align.spectral,
+AdamW's as recorded. All have the same size, a root mean square of 1 over a matrix's singular
+values, as match_rms_measured scales updates. A line is the median over 28 matrices of the four
+layers 0, 9, 19 and 29.
 """
 
 import sys
@@ -39,16 +41,24 @@ MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 STYLES = {MOMENTUM: (None, ":"), ADAMW: (1, (0, (5, 2))), RELEASED: (3, (0, (6, 2, 1.2, 2))),
           "Muon": (2, (0, (3, 1.5))), "Soren": (0, "-")}  # fmt: skip
-"""In the order of drawing: the number of a line's colour in figures.Colors (None: muted), and its dashes."""
+"""In the order of drawing: the number of a line's colour in figures.Colors (None: muted), and its
+dashes."""
 
 
 def spectra() -> dict[str, Tensor]:
-    """The singular values at SHARES by name, medians over the matrices, each matrix's with a root mean square of 1."""
+    """The singular values at SHARES by name, medians over the matrices, each matrix's with a root
+    mean square of 1.
+    """
     momenta = [each.sigma for each in recorded_spectra.load(sets=["smollm2"]) if each.step == STEP]
     updates = [each.sigma for each in recorded_spectra.load(sets=[recorded_spectra.ADAMW])]
     by_name = {MOMENTUM: momenta, ADAMW: updates}
-    by_name |= {name: [f(torch.diag(sigma)).diagonal() for sigma in momenta] for name, f in MAPS.items()}
-    return {name: torch.stack([*map(_at_shares, values)]).quantile(0.5, 0) for name, values in by_name.items()}
+    by_name |= {
+        name: [f(torch.diag(sigma)).diagonal() for sigma in momenta] for name, f in MAPS.items()
+    }
+    return {
+        name: torch.stack([*map(_at_shares, values)]).quantile(0.5, 0)
+        for name, values in by_name.items()
+    }
 
 
 def _at_shares(sigma: Tensor) -> Tensor:
@@ -58,7 +68,10 @@ def _at_shares(sigma: Tensor) -> Tensor:
 
 def numbers(lines: dict[str, Tensor]) -> str:
     """The lines at some of SHARES, as a table in Markdown."""
-    rows = [[name.replace("\n", " "), *(f"{float(lines[name][i]):.2g}" for i in (0, 10, 50, 90))] for name in STYLES]
+    rows = [
+        [name.replace("\n", " "), *(f"{float(lines[name][i]):.2g}" for i in (0, 10, 50, 90))]
+        for name in STYLES
+    ]
     return Table(["update", "largest", "at 10%", "at 50%", "at 90%"], rows).markdown()
 
 
@@ -73,9 +86,14 @@ def draw(lines: dict[str, Tensor], colors: Colors) -> str:
             width = 2.6 if name == "Soren" else 1.8
             axes.semilogy(100 * SHARES, lines[name], color=color, linestyle=dashes, linewidth=width)
             place = {"xy": (101, float(lines[name][-4])), "va": "center", "annotation_clip": False}
-            axes.annotate(name, **place, fontsize=FONT, color=color, fontweight="bold", linespacing=0.95)
+            axes.annotate(
+                name, **place, fontsize=FONT, color=color, fontweight="bold", linespacing=0.95
+            )
         style_axes(
-            axes, "How much each direction of a weight matrix moves", "singular values, largest first (%)", colors
+            axes,
+            "How much each direction of a weight matrix moves",
+            "singular values, largest first (%)",
+            colors,
         )
         axes.set_xlim(0, 100)
         axes.set_ylim(0.006, 20)
@@ -83,7 +101,9 @@ def draw(lines: dict[str, Tensor], colors: Colors) -> str:
         axes.yaxis.set_minor_locator(NullLocator())
         axes.set_ylabel("strength in the update", fontsize=FONT, color=colors.ink)
         text = StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            text, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     return text.getvalue()
 
 

@@ -1,4 +1,5 @@
-"""Write docs/recipe.md, the reference of a recipe's keys, and configs/*.schema.json, from the models.
+"""Write docs/recipe.md, the reference of a recipe's keys, and configs/*.schema.json, from the
+models.
 
     python docs/make_reference.py
 
@@ -64,7 +65,11 @@ BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 def recipe_page() -> str:
     """The text of docs/recipe.md."""
-    top = [key for key, field in Recipe.model_fields.items() if key != "trainer" and not section_in(field.annotation)]
+    top = [
+        key
+        for key, field in Recipe.model_fields.items()
+        if key != "trainer" and not section_in(field.annotation)
+    ]
     parts = [INTRODUCTION, "## At the top\n", _keys(Recipe, top)]
     for name, field in Recipe.model_fields.items():
         if name == "optimizer":
@@ -77,8 +82,12 @@ def recipe_page() -> str:
 
 
 def _section(name: str, section: type[Section]) -> str:
-    """A section's heading, docstring and keys, then those of the sections inside it; shared keys stand once."""
-    text = f"## {name}\n\n{_one_line(section.__doc__)}\n\n{_keys(section, list(section.model_fields))}"
+    """A section's heading, docstring and keys, then those of the sections inside it; shared keys
+    stand once.
+    """
+    text = (
+        f"## {name}\n\n{_one_line(section.__doc__)}\n\n{_keys(section, list(section.model_fields))}"
+    )
     documented: dict[str, type[Section]] = {}
     for key, field in section.model_fields.items():
         inner_sections = list(members(field.annotation).values()) or [section_in(field.annotation)]
@@ -89,9 +98,15 @@ def _section(name: str, section: type[Section]) -> str:
             if inner is not inner_sections[0]:
                 title += f", with `{next(iter(inner.model_fields))}`"
             text += f"\n### {title}\n\n{_one_line(inner.__doc__)}"
-            if shared := next((other for other in documented.items() if issubclass(other[1], inner)), None):
-                further = [f"`{key}`" for key in shared[1].model_fields if key not in inner.model_fields]
-                text += f" The keys are the same as in `{shared[0]}`, except {' and '.join(further)}.\n"
+            if shared := next(
+                (other for other in documented.items() if issubclass(other[1], inner)), None
+            ):
+                further = [
+                    f"`{key}`" for key in shared[1].model_fields if key not in inner.model_fields
+                ]
+                text += (
+                    f" The keys are the same as in `{shared[0]}`, except {' and '.join(further)}.\n"
+                )
             else:
                 text += f"\n\n{_keys(inner, list(inner.model_fields))}"
                 documented[title] = inner
@@ -103,8 +118,13 @@ def _optimizers() -> str:
     text = "## optimizer\n\nThe keys depend on `name`. Keys of every optimizer:\n\n"
     classes: list[type[Section]] = []
     for member in OPTIMIZER_SECTIONS.values():
-        classes += [c for c in reversed(member.__mro__) if issubclass(c, OptimizerSection) and c not in classes]
-    for section in sorted(classes, key=lambda c: c in OPTIMIZER_SECTIONS.values()):  # the bases first
+        classes += [
+            c
+            for c in reversed(member.__mro__)
+            if issubclass(c, OptimizerSection) and c not in classes
+        ]
+    # the bases first
+    for section in sorted(classes, key=lambda c: c in OPTIMIZER_SECTIONS.values()):
         inherited = {key for base in section.__bases__ for key in getattr(base, "model_fields", {})}
         own = [key for key in section.model_fields if key not in inherited]
         names = [name for name, member in OPTIMIZER_SECTIONS.items() if issubclass(member, section)]
@@ -120,15 +140,15 @@ def _optimizers() -> str:
 
 
 def _trainer(description: str) -> str:
-    """The trainer section: a pointer to TRL's documentation, and the keys that belong to other sections, by reason."""
+    """The trainer section: a pointer to TRL's documentation, and the keys that belong to other
+    sections, by reason.
+    """
     keys: dict[str, list[str]] = {}
     for key, reason in trl.ELSEWHERE.items():
         keys.setdefault(reason, []).append(f"`{key}`")
     text = f"## trainer\n\n{description} TRL's documentation explains these keys and their default values:\n"
     text += "[SFTConfig](https://huggingface.co/docs/trl/sft_trainer) and\n"
-    text += (
-        "[DPOConfig](https://huggingface.co/docs/trl/dpo_trainer). Some keys of TRL are errors in a recipe. For each\n"
-    )
+    text += "[DPOConfig](https://huggingface.co/docs/trl/dpo_trainer). Some keys of TRL are errors in a recipe. For each\n"
     text += "of these keys, this list has the section of the recipe that replaces it, or the reason:\n\n"
     for reason, names in keys.items():
         text += f"- {', '.join(names)}: {reason}.\n"
@@ -157,7 +177,12 @@ def _values(section: type[Section], key: str, schema: dict[str, Any]) -> str:
     if section_in(annotation):
         several = ", or a list of sections" if "array" in json.dumps(schema) else ""
         text = "text, or " if section is Model and key == "tokenizer" else ""
-        return text + "a section" + several + (", or null" if type(None) in getattr(annotation, "__args__", ()) else "")
+        return (
+            text
+            + "a section"
+            + several
+            + (", or null" if type(None) in getattr(annotation, "__args__", ()) else "")
+        )
     return _type(schema)
 
 
@@ -169,8 +194,16 @@ def _type(schema: dict[str, Any]) -> str:
     if schema.get("type") == "array":
         length = f" of {schema['minItems']}" if schema.get("minItems", 0) > 1 else ""
         each = _type(schema["items"])
-        return f"a list{length} of texts" if each == TYPES["string"] else f"a list{length}, each {each}"
-    bounds = [f"{word} {schema[key]:.15g}" for key, word in BOUNDS.items() if schema.get(key, LARGEST) != LARGEST]
+        return (
+            f"a list{length} of texts"
+            if each == TYPES["string"]
+            else f"a list{length}, each {each}"
+        )
+    bounds = [
+        f"{word} {schema[key]:.15g}"
+        for key, word in BOUNDS.items()
+        if schema.get(key, LARGEST) != LARGEST
+    ]
     return " ".join([TYPES[schema.get("type", "object")], " and ".join(bounds)]).strip()
 
 

@@ -1,11 +1,13 @@
-"""Build the documentation as a site with search in `site/`, to read without a network, from a server or from the disk.
+"""Build the documentation as a site with search in `site/`, to read without a network, from a
+server or from the disk.
 
     make site        or, with zensical installed: python docs/make_site.py
 
-The pages are those of `soren_align.core.shipped.NAVIGATION`. A copy of each goes into `build/site/pages` with its
-pictures: docs/x.md becomes x.md, a README.md becomes the index of its folder. Links between pages are changed
-accordingly, and a link to a file that is not a page becomes its text. Zensical builds the site from the copy, and fails
-on a broken link. llms.txt has a line for each page.
+The pages are those of `soren_align.core.shipped.NAVIGATION`. A copy of each goes into
+`build/site/pages` with its
+pictures: docs/x.md becomes x.md, a README.md becomes the index of its folder. Links between pages
+are changed accordingly, and a link to a file that is not a page becomes its text. Zensical builds
+the site from the copy, and fails on a broken link. llms.txt has a line for each page.
 """
 
 import re
@@ -22,10 +24,14 @@ from soren_align.core.shipped import NAVIGATION, title  # noqa: E402
 
 BUILD, SITE = ROOT / "build/site", ROOT / "site"
 HOME = "docs/index.md"
-GROUPS = {group: [file for file in files if file != "README.md"] for group, files in NAVIGATION.items()}
+GROUPS = {
+    group: [file for file in files if file != "README.md"] for group, files in NAVIGATION.items()
+}
 """README.md is the first page of the repository, HOME that of the site."""
 LINK = re.compile(r"(!?)\[([^\[\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
-PICTURE = re.compile(r'<picture>\s*<source[^>]* srcset="([^"]+)">\s*<img src="([^"]+)"([^>]*)>\s*</picture>')
+PICTURE = re.compile(
+    r'<picture>\s*<source[^>]* srcset="([^"]+)">\s*<img src="([^"]+)"([^>]*)>\s*</picture>'
+)
 DESCRIPTION = "Fine-tune language models with AdamW, Muon or Soren, and find out whether it helped"
 CONFIG = """\
 [project]
@@ -110,8 +116,18 @@ def main() -> None:
             for picture in pictures:
                 shutil.copy(ROOT / picture, BUILD / "pages" / place(picture))
     (BUILD / "pages/iframe-worker.js").write_text(WORKER, encoding="utf-8")
-    (BUILD / "zensical.toml").write_text(CONFIG.format(description=DESCRIPTION, nav=nav()), encoding="utf-8")
-    command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", BUILD / "zensical.toml"]
+    (BUILD / "zensical.toml").write_text(
+        CONFIG.format(description=DESCRIPTION, nav=nav()), encoding="utf-8"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "zensical",
+        "build",
+        "--strict",
+        "--config-file",
+        BUILD / "zensical.toml",
+    ]
     if subprocess.run(command).returncode:
         sys.exit("the site was not built: see above, or install zensical (make site)")
     shutil.rmtree(SITE, ignore_errors=True)
@@ -128,7 +144,9 @@ def place(file: str) -> str:
 
 
 def site_page(file: str, text: str) -> tuple[str, list[str]]:
-    """The page `file` as the site has it, and its pictures; paths are relative to the repository."""
+    """The page `file` as the site has it, and its pictures; paths are relative to the
+    repository.
+    """
     pictures: list[str] = []
     pages = {page for files in GROUPS.values() for page in files}
 
@@ -153,34 +171,45 @@ def site_page(file: str, text: str) -> tuple[str, list[str]]:
         dark, light, rest = match.groups()
         return f'<img src="{moved(light)}#only-light"{rest}>\n<img src="{moved(dark)}#only-dark"{rest}>'
 
-    parts = re.split(r"(^ *```.*?^ *```$)", text, flags=re.DOTALL | re.MULTILINE)  # code blocks stay as they are
+    # code blocks stay as they are
+    parts = re.split(r"(^ *```.*?^ *```$)", text, flags=re.DOTALL | re.MULTILINE)
     parts[::2] = [PICTURE.sub(picture, LINK.sub(link, part)) for part in parts[::2]]
     return "".join(parts), pictures
 
 
 def nav() -> str:
     """The groups and their pages, in TOML."""
-    groups = [[f'{{"{title(ROOT / file)}" = "{place(file)}"}}' for file in files] for files in GROUPS.values()]
+    groups = [
+        [f'{{"{title(ROOT / file)}" = "{place(file)}"}}' for file in files]
+        for files in GROUPS.values()
+    ]
     lines = zip(GROUPS, groups, strict=True)
     return "\n".join(f'  {{"{group}" = [{", ".join(pages)}]}},' for group, pages in lines)
 
 
 def llms() -> str:
-    """llms.txt: title, description, and for each page a link with its first sentence (llmstxt.org)."""
+    """llms.txt: title, description, and for each page a link with its first sentence
+    (llmstxt.org).
+    """
     lines = ["# soren-align", "", f"> {DESCRIPTION}", ""]
     for group, files in GROUPS.items():
         lines += [f"## {group}", ""]
         for file in files:
             path = ROOT / file
             address = place(file).removesuffix(".md") + ".html"
-            lines.append(f"- [{title(path)}]({address}): {first_sentence(path.read_text(encoding='utf-8'))}")
+            lines.append(
+                f"- [{title(path)}]({address}): {first_sentence(path.read_text(encoding='utf-8'))}"
+            )
         lines.append("")
     return "\n".join(lines)
 
 
 def first_sentence(text: str) -> str:
     """The first sentence of a page, without links."""
-    paragraphs = re.split(r"\n\s*\n", re.sub(r"```.*?```|<!--.*?-->|<picture>.*?</picture>", "", text, flags=re.DOTALL))
+    paragraphs = re.split(
+        r"\n\s*\n",
+        re.sub(r"```.*?```|<!--.*?-->|<picture>.*?</picture>", "", text, flags=re.DOTALL),
+    )
     prose = next((part for part in paragraphs[1:] if re.match(r"[\w`*\"]", part)), paragraphs[0])
     prose = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(prose.split())).replace("**", "")
     return re.sub(r"(?<=[^.][.?])\s.*", "", prose).rstrip(":")

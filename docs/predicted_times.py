@@ -2,13 +2,13 @@
 
     python docs/predicted_times.py        prints the two tables of docs/benchmarks.md
 
-The first has the seconds of the maps of one step on one GPU. Assumed: dense peaks of NVIDIA's data sheet for the H100
-SXM, of which large products reach SHARE. Elementwise work, small products that leave multiprocessors idle, and
-communication come on top.
+The first has the seconds of the maps of one step on one GPU. Assumed: dense peaks of NVIDIA's data
+sheet for the H100 SXM, of which large products reach SHARE. Elementwise work, small products that
+leave multiprocessors idle, and communication come on top.
 
-The second has steps on eight GPUs, by the functions of `soren-align plan`: memory, the optimizer's part of a step, and
-the whole step. Assumed: MAPS_FACTOR, as measured on an H200, and BANDWIDTH between GPUs for what Soren sends; the
-passes reach the utilization that `plan` assumes.
+The second has steps on eight GPUs, by the functions of `soren-align plan`: memory, the optimizer's
+part of a step, and the whole step. Assumed: MAPS_FACTOR, as measured on an H200, and BANDWIDTH
+between GPUs for what Soren sends; the passes reach the utilization that `plan` assumes.
 """
 
 from functools import partial
@@ -27,7 +27,10 @@ ROWS = {
     "Muon, as usual": ("bfloat16", MAPS["muon"].num_flops),
     "Muon in float32": ("float32", MAPS["muon"].num_flops),
     **{
-        f"minimax {resolution}, `precision: auto`": ("float16", partial(NARROW, resolution=resolution))
+        f"minimax {resolution}, `precision: auto`": (
+            "float16",
+            partial(NARROW, resolution=resolution),
+        )
         for resolution in RESOLUTIONS
     },
     "minimax, tf32": ("tf32", NARROW),
@@ -55,7 +58,15 @@ def main() -> None:
 
 def print_steps() -> None:
     """Memory and times of steps on NUM_RANKS GPUs."""
-    heads = ("recipe", "`run.parallel`", "peak memory", "maps", "sent for the maps", "optimizer, s", "whole step, s")
+    heads = (
+        "recipe",
+        "`run.parallel`",
+        "peak memory",
+        "maps",
+        "sent for the maps",
+        "optimizer, s",
+        "whole step, s",
+    )
     print("| " + " | ".join(heads) + " |\n|---|---|" + "---:|" * 5)
     for name, strategies in SHARDED.items():
         for strategy in strategies:
@@ -63,8 +74,12 @@ def print_steps() -> None:
             ranks, compute = plan["processes"], plan["compute"]
             memory = max(ranks["memory_total"]["device"].values())
             flops, sent = ranks["map_flops"]["busiest_rank"], ranks["bytes_sent"]["max"]
-            optimizer = MAPS_FACTOR * flops / (SHARE * PEAK[ranks["map_precision"]]) + sent / BANDWIDTH
-            passes = compute["training_flops_per_step"] / (NUM_RANKS * UTILIZATION * PEAK["bfloat16"])
+            optimizer = (
+                MAPS_FACTOR * flops / (SHARE * PEAK[ranks["map_precision"]]) + sent / BANDWIDTH
+            )
+            passes = compute["training_flops_per_step"] / (
+                NUM_RANKS * UTILIZATION * PEAK["bfloat16"]
+            )
             cells = (f"{memory / 1e9:.1f} GB", f"{flops / 1e12:.1f} TFLOP", f"{sent / 1e9:.2f} GB")
             cells += (f"{optimizer:.2f}", f"{passes + optimizer:.2f}")
             print("| " + " | ".join((name, f"`{strategy}`", *cells)) + " |")
@@ -73,13 +88,19 @@ def print_steps() -> None:
 def print_maps() -> None:
     """Seconds of the maps on one GPU."""
     models = ("qwen2.5-3b", "mistral-7b")
-    print("| map | precision | " + " | ".join(f"{name}: TFLOP | {name}: seconds" for name in models) + " |")
+    print(
+        "| map | precision | "
+        + " | ".join(f"{name}: TFLOP | {name}: seconds" for name in models)
+        + " |"
+    )
     print("|---|---|" + "---:|---:|" * len(models))
     for row, (precision, flops) in ROWS.items():
         cells = []
         for name in models:
             per_layer = MODELS[name].per_layer.items()
-            total = MODELS[name].num_layers * sum(count * flops(*shape) for shape, count in per_layer)
+            total = MODELS[name].num_layers * sum(
+                count * flops(*shape) for shape, count in per_layer
+            )
             cells += [f"{total / 1e12:.0f}", f"{total / PEAK[precision] / SHARE:.2f}"]
         print(f"| {row} | {precision} | " + " | ".join(cells) + " |")
 

@@ -1,10 +1,12 @@
-"""Training throughput of whole SFT runs, in pairs: our trainer with AdamW against plain TRL's, Soren against Muon.
+"""Training throughput of whole SFT runs, in pairs: our trainer with AdamW against plain TRL's,
+Soren against Muon.
 
     python docs/throughput.py        prints the table of docs/benchmarks.md; ten minutes on one core
 
-In one process and on one thread, in rounds A B C D, A B C D, ...: the model and data of the quickstart, and a Llama of
-10 million parameters on the same data. Each run takes STEPS steps; the first WARM_UP are not counted. Seconds are the
-process's CPU time, which other processes change little; a ratio is the median over the rounds of one pair's.
+In one process and on one thread, in rounds A B C D, A B C D, ...: the model and data of the
+quickstart, and a Llama of 10 million parameters on the same data. Each run takes STEPS steps; the
+first WARM_UP are not counted. Seconds are the process's CPU time, which other processes change
+little; a ratio is the median over the rounds of one pair's.
 """
 
 import contextlib
@@ -69,9 +71,21 @@ def seconds(folder: Path, size: str, subject: str) -> float:
     """CPU seconds of one run."""
     changes, batch = SIZES[size]
     run_folder = RunFolder(str(folder / "run"))
-    sets = [f"optimizer.name={SUBJECTS[subject]}", f"model.name_or_path={model_folder(folder, changes)}"]
-    sets += [f"trainer.max_steps={STEPS}", "trainer.save_strategy=no", "trainer.eval_strategy=no", "data.eval=null"]
-    sets += [f"trainer.per_device_train_batch_size={batch}", f"run.output_dir={run_folder.path}", "eval=null"]
+    sets = [
+        f"optimizer.name={SUBJECTS[subject]}",
+        f"model.name_or_path={model_folder(folder, changes)}",
+    ]
+    sets += [
+        f"trainer.max_steps={STEPS}",
+        "trainer.save_strategy=no",
+        "trainer.eval_strategy=no",
+        "data.eval=null",
+    ]
+    sets += [
+        f"trainer.per_device_train_batch_size={batch}",
+        f"run.output_dir={run_folder.path}",
+        "eval=null",
+    ]
     loaded = recipe.load("quickstart/sft", sets)
     clock = Clock()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -105,7 +119,8 @@ def main() -> None:
             for pair, (one, other) in PAIRS.items():
                 ratios = sorted(b / a for a, b in zip(times[one], times[other], strict=True))
                 steps = " and ".join(
-                    f"{1e3 * statistics.median(times[subject]) / (STEPS - WARM_UP):.1f}" for subject in (one, other)
+                    f"{1e3 * statistics.median(times[subject]) / (STEPS - WARM_UP):.1f}"
+                    for subject in (one, other)
                 )
                 shown = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
                 console.print(f"| {size} | {pair} | {shown} | {steps} |")

@@ -1,6 +1,7 @@
 """soren-align: SFT and DPO with Soren, a spectral optimizer, and an evaluation of the result.
 
-The optimizers need only torch and can be used alone; the trainers are TRL's with these optimizers (docs/library.md):
+The optimizers need only torch and can be used alone; the trainers are TRL's with these optimizers
+(docs/library.md):
 
     from soren_align import Soren, SorenSFTTrainer, param_groups
 

@@ -1,8 +1,8 @@
 """The tasks SFT, DPO and pre-training, with one record for each.
 
-A recipe's `task` is the name of a record. Nothing here imports torch or TRL: their classes stand here by name, and are
-loaded where they are used. A trainer of TRL is added by a record, a class in training/trainer.py, the reading of its
-examples in data/formats.py, and a command.
+A recipe's `task` is the name of a record. Nothing here imports torch or TRL: their classes stand
+here by name, and are loaded where they are used. A trainer of TRL is added by a record, a class in
+training/trainer.py, the reading of its examples in data/formats.py, and a command.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,15 @@ Column = Literal[
     "content",
     "weight",
 ]
-"""Names of a dataset's columns, and of the keys of turns, that are recognized: a recipe's `columns` maps others to
-them. data/formats.py reads them."""
+"""Names of a dataset's columns, and of the keys of turns, that are recognized: a recipe's `columns`
+maps others to them. data/formats.py reads them."""
 OPTIONS = ("tools", "chat_template_kwargs")
-"""Columns of an example beside its turns: the tools that its template lists, and other variables of the template."""
+"""Columns of an example beside its turns: the tools that its template lists, and other variables of
+the template."""
 TURN_KEYS = ("role", "content", "weight")
 BENCHMARK = "benchmark/"
-"""Begins the names of the scores of `run.benchmark` among the metrics of an evaluation, before the column's name."""
+"""Begins the names of the scores of `run.benchmark` among the metrics of an evaluation, before the
+column's name."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +53,27 @@ class Task:
     data: TaskName
     """The task whose examples it takes: its own, or another's."""
     columns: tuple[str, ...]
-    """TRL's columns of conversations. With `prompt` beside those of DPO, TRL would take another path and fail (TRL
+    """TRL's columns of conversations. With `prompt` beside those of DPO, TRL would take another
+    path and fail (TRL
     1.16, both paper datasets)."""
     token_columns: tuple[str, ...]
     """TRL's columns of tokenized examples."""
     required_columns: str
     """The columns of a dataset, for messages."""
     metrics: tuple[str, ...]
-    """The values of an evaluation during training. tests/training/test_early_stopping.py compares."""
+    """The values of an evaluation during training. tests/training/test_early_stopping.py
+    compares."""
     shown: Mapping[str, str]
-    """Logged values that are shown, those of an evaluation too, whose names start with eval_ -> their format."""
+    """Logged values that are shown, those of an evaluation too, whose names start with eval_ ->
+    their format."""
     higher_is_better: Mapping[str, bool]
     """The held-out metrics that a study's trials may be selected by, and their direction."""
     passed_on: Mapping[str, str] = field(default_factory=dict)
-    """Columns that the trainer takes beside the tokens, as the examples have them -> their type in Arrow."""
+    """Columns that the trainer takes beside the tokens, as the examples have them -> their type in
+    Arrow."""
     answers: tuple[str, ...] = ()
-    """The columns of an example's answers to one prompt, each a sequence to train on; none where it is one sequence."""
+    """The columns of an example's answers to one prompt, each a sequence to train on; none where it
+    is one sequence."""
     has_reference: bool = False
     """Whether the starting model also runs at each step, as the reference of the loss."""
 
@@ -105,8 +112,16 @@ DPO = Task(
         *("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
         *("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected"),
     ),
-    shown={"loss": "loss {:.4f}", "rewards/margins": "margin {:.3f}", "rewards/accuracies": "accuracy {:.1%}"},
-    higher_is_better={"eval_loss": False, "eval_rewards/margins": True, "eval_rewards/accuracies": True},
+    shown={
+        "loss": "loss {:.4f}",
+        "rewards/margins": "margin {:.3f}",
+        "rewards/accuracies": "accuracy {:.1%}",
+    },
+    higher_is_better={
+        "eval_loss": False,
+        "eval_rewards/margins": True,
+        "eval_rewards/accuracies": True,
+    },
     answers=("chosen", "rejected"),
     has_reference=True,
 )

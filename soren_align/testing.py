@@ -1,9 +1,11 @@
-"""Checks of a spectral map: what holds for all maps, whatever they do to the singular values. For third parties too.
+"""Checks of a spectral map: what holds for all maps, whatever they do to the singular values.
+For third parties too.
 
     from soren_align.testing import check_map
     check_map(MY_MAP)          # a soren_align.spectral.SpectralMap, in a test
 
-A map of another package is a `SpectralMap` under the entry point group `soren_align.maps` (docs/library.md).
+A map of another package is a `SpectralMap` under the entry point group `soren_align.maps`
+(docs/library.md).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +20,12 @@ from .spectral import SpectralMap
 def check_map(spectral_map: SpectralMap, settings: dict[str, Any] | None = None) -> None:
     """Raise AssertionError, with all that does not hold, unless the map is what its record states.
 
-    settings: those that are not the defaults. Checked: rotations and transposes of the input rotate and transpose the
-    output; a batch is mapped matrix by matrix; the input is not modified; shape and dtype stay; zero maps to zero, and
-    a matrix with a NaN or an infinity to NaN; what is no floating-point matrix is refused; the output has the singular
-    values of `target` (within half of the largest for approximations); the FLOPs are those that torch counts;
-    with `is_finite`, finite matrices of any size have finite outputs.
+    settings: those that are not the defaults. Checked: rotations and transposes of the input rotate
+    and transpose the output; a batch is mapped matrix by matrix; the input is not modified; shape
+    and dtype stay; zero maps to zero, and a matrix with a NaN or an infinity to NaN; what is no
+    floating-point matrix is refused; the output has the singular values of `target` (within half of
+    the largest for approximations); the FLOPs are those that torch counts; with `is_finite`, finite
+    matrices of any size have finite outputs.
     """
     complete = {**spectral_map.defaults, **(settings or {})}
 
@@ -38,7 +41,9 @@ def check_map(spectral_map: SpectralMap, settings: dict[str, Any] | None = None)
 
 def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
     """Gaussian numbers of a seed, drawn in float64."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype)
 
 
 def _rotations(function: Callable[[Tensor], Tensor]) -> Iterator[str]:
@@ -101,7 +106,11 @@ def _refusals(function: Callable[[Tensor], Tensor]) -> Iterator[str]:
 def _infinities(function: Callable[[Tensor], Tensor]) -> Iterator[str]:
     one_entry = torch.zeros(6, 9, dtype=torch.float64)
     one_entry[1, 2] = 1
-    inputs = {"full rank": randn(6, 9) / 9, "rank 1": randn(6, 1) @ randn(1, 9) / 99, "one entry": one_entry}
+    inputs = {
+        "full rank": randn(6, 9) / 9,
+        "rank 1": randn(6, 1) @ randn(1, 9) / 99,
+        "one entry": one_entry,
+    }
     for name, x in inputs.items():
         for scale in (1e-44, 1e-38, 1e-20, 1.0, 1e20, 3e38):
             if not function((x * scale).float()).isfinite().all():
@@ -116,10 +125,15 @@ CHECKS: Sequence[Callable[[Callable[[Tensor], Tensor]], Iterator[str]]] = (
 
 def _target_problems(spectral_map: SpectralMap, settings: dict[str, Any]) -> Iterator[str]:
     sigma = torch.linspace(1.0, 0.5, 4, dtype=torch.float64) / 2
-    output, num_guarded = spectral_map.function(sigma.diag(), precision="float32", max_norm=None, **settings)
+    output, num_guarded = spectral_map.function(
+        sigma.diag(), precision="float32", max_norm=None, **settings
+    )
     target = spectral_map.target(sigma, **settings)
-    # Muon's values are within about [0.7, 1.2] of 1; the released map is another function, below the sigmoid's by less.
-    bound = (1e-6 if spectral_map.num_flops(4, 4, **settings) is None else 0.5) * float(target.abs().max())
+    # Muon's values are within about [0.7, 1.2] of 1; the released map is another function, below
+    # the sigmoid's by less.
+    bound = (1e-6 if spectral_map.num_flops(4, 4, **settings) is None else 0.5) * float(
+        target.abs().max()
+    )
     if (error := float((output.diagonal() - target).abs().max())) > bound:
         yield f"the singular values {sigma.tolist()} are {error:.2g} from those of `target`"
     if int(num_guarded):

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-
 from soren_align import importers, recipe
 from soren_align.cli import app
 from soren_align.core import shipped

@@ -5,10 +5,10 @@ import re
 
 import pytest
 from huggingface_hub import ModelCard
-
 from soren_align import recipe
 from soren_align.core.files import digest
 from soren_align.publish.card import card, on_hub, pictures, public, public_record, write_card
+
 from tests.support.edited_files import edited
 from tests.support.run_folders import HUB, add_results, finished_run
 

@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from soren_align.core.errors import UserError, printable
 from soren_align.core.text import Terminal
 from soren_align.launch.chat import ChatModel, Conversation, _answer, answer_side_by_side, without_blank_lines
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from tests.support import command
 from tests.support.edited_files import edit
 from tests.support.run_folders import record_run

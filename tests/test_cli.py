@@ -6,12 +6,12 @@ import re
 
 import pytest
 import typer
-
 from soren_align import __version__
 from soren_align.cli import app
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.study.config import load_study
+
 from tests.support.command import imported, run
 from tests.support.run_folders import add_results, finished_run
 

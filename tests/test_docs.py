@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-
 from soren_align import optim, recipe
 from soren_align.core import shipped
 from soren_align.evaluate.suite.suites import load_suite
@@ -18,6 +17,7 @@ from soren_align.optim import optimizer as optimizer_module
 from soren_align.recipe import optimizer as optimizer_sections
 from soren_align.run.metrics import METRICS
 from soren_align.spectral.maps import Setting
+
 from tests.support import command
 from tests.support.pages import ROOT, blocks, script
 

@@ -8,7 +8,6 @@ from threading import Thread
 
 import pytest
 from rich.table import Table
-
 from soren_align.core.errors import MAX_PROBLEMS, UserError, printable
 from soren_align.core.files import contents, local_path, parse_json, read_json, read_text
 from soren_align.core.text import Terminal

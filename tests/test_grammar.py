@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import typer
-
 from soren_align import recipe
 from soren_align.cli import app, grammar
 from soren_align.core import shipped

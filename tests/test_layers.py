@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from soren_align.optim import SpectralOptimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from soren_align.optim import SpectralOptimizer
 from tests.support import command
 
 PACKAGE = Path(__file__).resolve().parent.parent / "soren_align"

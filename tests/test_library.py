@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
+import soren_align
 import torch
 import trl
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, TrainingArguments
-
-import soren_align
 from soren_align import SorenSFTTrainer, recipe
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
+from transformers import AutoModelForCausalLM, TrainingArguments
+
 from tests.support.pages import blocks
 from tests.support.tiny_models import make_model
 

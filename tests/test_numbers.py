@@ -4,10 +4,10 @@ import re
 
 import pytest
 from scipy.stats import t
-
 from soren_align.study.config import VerdictSection
 from soren_align.study.estimates import FAMILY_ERROR, Assumed, Design, detectable_loss, detectable_score
 from soren_align.study.stats import look_error, num_declared_tests
+
 from tests.support.pages import ROOT, script
 
 numbers = script("docs/list_numbers.py")

@@ -7,7 +7,6 @@ from typing import get_args
 
 import pytest
 import torch
-
 from soren_align import optim, recipe
 from soren_align.core import optimizer_settings
 from soren_align.optim.group_settings import RULE_DEFAULTS

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from transformers import AutoTokenizer
-
 from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.data import load_split
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.run.record import describe_result
+from transformers import AutoTokenizer
+
 from tests.support import command
 from tests.support.conversations import split
 from tests.support.tiny_models import make_reader

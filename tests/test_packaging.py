@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
-
 from soren_align.core.yaml import parse_yaml
 
 ROOT = Path(__file__).resolve().parent.parent

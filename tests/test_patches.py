@@ -4,10 +4,9 @@ import importlib
 import os
 
 import pytest
-from transformers import Llama4TextConfig, MixtralConfig
-
 from soren_align.core.patches import PATCHES, hub_offline, patched
 from soren_align.run.weights import trl_config_names
+from transformers import Llama4TextConfig, MixtralConfig
 
 
 @pytest.mark.parametrize("name", PATCHES)

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import HfApi
-
 from soren_align.core.errors import UserError
 from soren_align.publish import push as pushing
 from soren_align.publish.card import write_card
 from soren_align.publish.push import push
 from soren_align.run.folder import MERGED_FROM
 from soren_align.run.provenance import fingerprint
+
 from tests.support.run_folders import HUB, add_results, finished_run, lock_of_another_process
 
 

@@ -6,6 +6,7 @@ from soren_align.core.files import read_text
 from soren_align.core.yaml import parse_yaml
 from soren_align.recipe import OPTIMIZER_SECTIONS, Recipe
 from soren_align.study.config import study_schema
+
 from tests.support.pages import ROOT, script
 
 DOCS = ROOT / "docs"

@@ -11,7 +11,6 @@ import time
 from functools import partial
 
 import pytest
-
 from soren_align import recipe
 from soren_align.cli import app
 from soren_align.core.errors import UserError
@@ -24,6 +23,7 @@ from soren_align.publish.push import push
 from soren_align.run import lock
 from soren_align.run.folder import RunFolder
 from soren_align.run.record import divergence
+
 from tests.support.edited_files import edit
 from tests.support.run_folders import finished_run, lock_of_another_process
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from soren_align.spectral import MAPS, exact_sigmoid
 from soren_align.testing import check_map
 

@@ -3,7 +3,6 @@
 import io
 
 import pytest
-
 from soren_align.core.text import (
     Table,
     Terminal,

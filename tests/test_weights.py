@@ -8,9 +8,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations import HfDeepSpeedConfig
-
 from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
@@ -18,6 +15,9 @@ from soren_align.evaluate.run.backends import BackendSettings, load_lm
 from soren_align.run import weights
 from soren_align.training import adapters
 from soren_align.training.model import generation_notices, load_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations import HfDeepSpeedConfig
+
 from tests.support.edited_files import edit, edited
 from tests.support.run_folders import finished_run
 

@@ -9,7 +9,6 @@ import zlib
 from pathlib import Path
 
 import pytest
-
 from soren_align.core import shipped
 
 pytestmark = pytest.mark.process

@@ -1,9 +1,11 @@
-"""CIFAR-10 from a folder in its published binary format, cifar-10-batches-bin. Nothing is downloaded.
+"""CIFAR-10 from a folder in its published binary format, cifar-10-batches-bin.
+Nothing is downloaded.
 
     https://www.cs.toronto.edu/~kriz/cifar.html: "CIFAR-10 binary version", cifar-10-binary.tar.gz
 
-Each of six files has 10,000 records of 3,073 bytes: a label from 0 to 9, then 32 x 32 red, green and blue values, row
-by row. The Python version is not read: its files are pickles, which can run code.
+Each of six files has 10,000 records of 3,073 bytes: a label from 0 to 9, then 32 x 32 red, green
+and blue values, row by row. The Python version is not read: its files are pickles, which can run
+code.
 """
 
 from pathlib import Path
@@ -28,19 +30,23 @@ Images = tuple[Tensor, Tensor]
 def load(folder: Path) -> tuple[Images, Images]:
     """The training images and the test images.
 
-    Raises UserError for a folder that does not have exactly the files of CIFAR-10: their sizes, labels, and equally
-    many images of each class.
+    Raises UserError for a folder that does not have exactly the files of CIFAR-10: their sizes,
+    labels, and equally many images of each class.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; {REMEDY}")
     if not (folder / TRAINING[0]).exists() and (folder / "data_batch_1").exists():
-        raise UserError(f"{folder}: has the Python version of CIFAR-10, whose pickles can run code; {REMEDY}")
+        raise UserError(
+            f"{folder}: has the Python version of CIFAR-10, whose pickles can run code; {REMEDY}"
+        )
     for name in (*TRAINING, *TEST):  # before one of them is read
         if not (folder / name).is_file():
             raise UserError(f"{folder}: has no file {name}; {REMEDY}")
         num_bytes, expected = (folder / name).stat().st_size, NUM_RECORDS * RECORD
         if num_bytes != expected:
-            raise UserError(f"{folder / name}: has {num_bytes:,} bytes, not {expected:,}; unpack the archive again")
+            raise UserError(
+                f"{folder / name}: has {num_bytes:,} bytes, not {expected:,}; unpack the archive again"
+            )
     return _images(folder, TRAINING), _images(folder, TEST)
 
 
@@ -62,5 +68,7 @@ def read(file: Path) -> np.ndarray:
     records = np.fromfile(file, dtype=np.uint8).reshape(NUM_RECORDS, RECORD)
     if (invalid := records[:, 0] >= NUM_CLASSES).any():
         number = int(invalid.argmax())
-        raise UserError(f"{file}: image {number} has the label {records[number, 0]}, and the last one is 9; {REMEDY}")
+        raise UserError(
+            f"{file}: image {number} has the label {records[number, 0]}, and the last one is 9; {REMEDY}"
+        )
     return records

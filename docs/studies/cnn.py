@@ -3,9 +3,9 @@
     python docs/studies/cnn.py [SEED]                     half a minute on one core; SEED is 0
     python docs/studies/cnn.py [SEED] --cifar10 FOLDER    on CIFAR-10; FOLDER: its binary version, see cifar10.py
 
-LeNet-5 on drawn images, or on CIFAR-10. As in the paper, each validation mini-batch has a gradient, each layer's
-gradient G [out, in * kh * kw] is divided by its Frobenius norm, and a map's values are compared with the sigmoid, by
-float64 SVD.
+LeNet-5 on drawn images, or on CIFAR-10. As in the paper, each validation mini-batch has a gradient,
+each layer's gradient G [out, in * kh * kw] is divided by its Frobenius norm, and a map's values are
+compared with the sigmoid, by float64 SVD.
 """
 
 import argparse
@@ -29,11 +29,23 @@ from soren_align.spectral.exact import null_space_bound
 from soren_align.spectral.sns import T_LIMIT, T_STEPS, cubic_iteration
 
 MAPS = {
-    **{f"SNS K = {steps}": partial(soft_newton_schulz, steps=steps) for steps in (5, 10, 11, 15, 20)},
+    **{
+        f"SNS K = {steps}": partial(soft_newton_schulz, steps=steps)
+        for steps in (5, 10, 11, 15, 20)
+    },
     "released (K = 5)": released_sigmoid,
-    **{f"minimax {value:g}": partial(minimax_sigmoid, resolution=value) for value in sorted(RESOLUTIONS)[::-1]},
+    **{
+        f"minimax {value:g}": partial(minimax_sigmoid, resolution=value)
+        for value in sorted(RESOLUTIONS)[::-1]
+    },
 }
-PAPER = {2: (0.0138, 0.0902), 4: (0.0139, 0.0893), 6: (0.0155, 0.0924), 8: (0.0158, 0.0950), 10: (0.0163, 0.0971)}
+PAPER = {
+    2: (0.0138, 0.0902),
+    4: (0.0139, 0.0893),
+    6: (0.0155, 0.0924),
+    8: (0.0158, 0.0950),
+    10: (0.0163, 0.0971),
+}
 LAYERS = {"0": "conv1", "3": "conv2", "7": "linear1", "9": "linear2", "11": "head"}
 SIDE, NOISE, BATCH_SIZE = 32, 0.4, 128
 SHAPES: dict[str, Callable] = {  # x and y are -1 to 1 across the shape
@@ -51,7 +63,9 @@ SHAPES: dict[str, Callable] = {  # x and y are -1 to 1 across the shape
 
 
 def images(number: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Drawn SHAPES [number, 3, 32, 32] of random place, size, colours and noise, and their classes [number]."""
+    """Drawn SHAPES [number, 3, 32, 32] of random place, size, colours and noise, and their classes
+    [number].
+    """
     labels = rng.integers(len(SHAPES), size=number)
     centre = rng.uniform(10, 22, (2, number, 1, 1))
     radius = rng.uniform(5, 10, (number, 1, 1))
@@ -60,14 +74,30 @@ def images(number: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     for label, contains in enumerate(SHAPES.values()):
         mask[labels == label] = contains(x[labels == label], y[labels == label])
     shape, background = rng.uniform(-1, 1, (2, number, 3, 1, 1))
-    pixels = np.where(mask[:, None], shape, background) + NOISE * rng.normal(size=(number, 3, SIDE, SIDE))
+    pixels = np.where(mask[:, None], shape, background) + NOISE * rng.normal(
+        size=(number, 3, SIDE, SIDE)
+    )
     return torch.tensor(pixels, dtype=torch.float32), torch.tensor(labels)
 
 
 def network() -> nn.Sequential:
     """LeNet-5 for ten classes, with ReLU and max pooling."""
-    layers = [nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
-    layers += [nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)]
+    layers = [
+        nn.Conv2d(3, 6, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    ]
+    layers += [
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, 10),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -75,12 +105,19 @@ def gradients(model: nn.Sequential, pixels: Tensor, labels: Tensor) -> dict[str,
     """The normalised gradients of all mini-batches: [batches, out, in * kh * kw] by layer."""
     weights = [model.get_submodule(index).weight for index in LAYERS]
     batches = zip(pixels.split(BATCH_SIZE), labels.split(BATCH_SIZE), strict=True)
-    by_batch = [torch.autograd.grad(nn.functional.cross_entropy(model(x), y), weights) for x, y in batches]
+    by_batch = [
+        torch.autograd.grad(nn.functional.cross_entropy(model(x), y), weights) for x, y in batches
+    ]
     by_layer = [torch.stack(matrices).flatten(2) for matrices in zip(*by_batch, strict=True)]
-    return {n: g / torch.linalg.matrix_norm(g, keepdim=True) for n, g in zip(LAYERS.values(), by_layer, strict=True)}
+    return {
+        n: g / torch.linalg.matrix_norm(g, keepdim=True)
+        for n, g in zip(LAYERS.values(), by_layer, strict=True)
+    }
 
 
-def drawn(seed: int, num_images: int = 4096, num_validation: int = 1280) -> tuple[cifar10.Images, cifar10.Images]:
+def drawn(
+    seed: int, num_images: int = 4096, num_validation: int = 1280
+) -> tuple[cifar10.Images, cifar10.Images]:
     """The training images and the validation images of a seed."""
     rng = np.random.default_rng(seed)
     return images(num_images, rng), images(num_validation, rng)
@@ -104,8 +141,11 @@ def training(
             yield is_right.float().mean().item(), gradients(model, *held_out)
 
 
-def errors(matrices: Tensor, spectral_map: Callable[[Tensor], Tensor], with_null_space: bool = False) -> Tensor:
-    """[batches, 3]: MAE, MaxErr, MaxRelErr of a map on matrices [batches, m, n], without their null space.
+def errors(
+    matrices: Tensor, spectral_map: Callable[[Tensor], Tensor], with_null_space: bool = False
+) -> Tensor:
+    """[batches, 3]: MAE, MaxErr, MaxRelErr of a map on matrices [batches, m, n], without their null
+    space.
 
     with_null_space: over all min(m, n) singular values; the sigmoid of 0 is 1/2.
     """
@@ -113,17 +153,25 @@ def errors(matrices: Tensor, spectral_map: Callable[[Tensor], Tensor], with_null
     values = ((u.mT @ spectral_map(matrices).double()) * vh).sum(-1)
     counts = (sigma > null_space_bound(matrices) * sigma[:, :1]) | with_null_space
     error = (values - sigma.sigmoid()).abs() * counts
-    return torch.stack([error.sum(-1) / counts.sum(-1), error.amax(-1), (error / sigma.sigmoid()).amax(-1)], dim=-1)
+    return torch.stack(
+        [error.sum(-1) / counts.sum(-1), error.amax(-1), (error / sigma.sigmoid()).amax(-1)], dim=-1
+    )
 
 
 def spectrum_of(mae: float, max_err: float, steps: int) -> Tensor:
-    """[9] singular values of norm 1 with these errors under SNS: one large, seven equal, one small."""
+    """[9] singular values of norm 1 with these errors under SNS: one large, seven equal, one
+    small.
+    """
 
     def error(sigma: Tensor) -> Tensor:
-        q, t = (cubic_iteration(x[:, None, None], k)[:, 0, 0] for x, k in ((sigma, steps), (sigma / T_LIMIT, T_STEPS)))
+        q, t = (
+            cubic_iteration(x[:, None, None], k)[:, 0, 0]
+            for x, k in ((sigma, steps), (sigma / T_LIMIT, T_STEPS))
+        )
         return (q + t) / 2 - sigma.sigmoid()
 
-    sigma = torch.logspace(-6, -0.44, 200_001, dtype=torch.float64)  # up to 0.36: seven of them have norm 0.96
+    # up to 0.36: seven of them have norm 0.96
+    sigma = torch.logspace(-6, -0.44, 200_001, dtype=torch.float64)
     small = sigma[(error(sigma) > -max_err).nonzero()[0]]
     large = (1 - 7 * sigma**2 - small**2).sqrt()
     sums = error(large).abs() + 7 * error(sigma).abs() + max_err
@@ -139,7 +187,11 @@ def print_row(*cells: object, is_head: bool = False) -> None:
 def tables(seed: int, train: cifar10.Images, held_out: cifar10.Images) -> None:
     """Train, and print the tables."""
     measured = dict(zip(PAPER, training(seed, train, held_out, list(PAPER)), strict=True))
-    print_row("head: MAE / MaxErr", *(f"epoch {e} ({a:.0%})" for e, (a, _) in measured.items()), is_head=True)
+    print_row(
+        "head: MAE / MaxErr",
+        *(f"epoch {e} ({a:.0%})" for e, (a, _) in measured.items()),
+        is_head=True,
+    )
     print_row("the paper's", *(f"{mae:.4f} / {max_err:.4f}" for mae, max_err in PAPER.values()))
     for name, spectral_map in MAPS.items():
         of_epochs = [errors(g["head"], spectral_map)[:, :2] for _, g in measured.values()]
@@ -147,22 +199,34 @@ def tables(seed: int, train: cifar10.Images, held_out: cifar10.Images) -> None:
         print_row(name, *(" / ".join(f"{m:.4f} ± {s:.4f}" for m, s in pair) for pair in pairs))
     last = measured[10][1]
     print("\nepoch 10: MAE / MaxErr / MaxRelErr")
-    print_row("map", *(f"{name} {'x'.join(map(str, g[0].shape))}" for name, g in last.items()), is_head=True)
+    print_row(
+        "map",
+        *(f"{name} {'x'.join(map(str, g[0].shape))}" for name, g in last.items()),
+        is_head=True,
+    )
     for name, spectral_map in MAPS.items():
         of_layers = [errors(g, spectral_map).mean(0).tolist() for g in last.values()]
         print_row(name, *(" / ".join(f"{value:.3g}" for value in row) for row in of_layers))
     null = errors(last["head"], soft_newton_schulz, with_null_space=True).mean(0).tolist()
-    print("\nSNS K = 15 on the head with its null space:", " / ".join(f"{x:.3g}" for x in null), "\n")
+    print(
+        "\nSNS K = 15 on the head with its null space:", " / ".join(f"{x:.3g}" for x in null), "\n"
+    )
     print_row("K", "largest", "seven equal", "smallest", "MAE / MaxErr / MaxRelErr", is_head=True)
     for steps in (5, 10, 15, 20):
         spectrum = spectrum_of(*PAPER[2], steps)
         row = errors(spectrum.diag()[None], partial(soft_newton_schulz, steps=steps))[0].tolist()
-        print_row(steps, *(f"{x:.3g}" for x in spectrum[[0, 1, 8]].tolist()), " / ".join(f"{x:.4f}" for x in row))
+        print_row(
+            steps,
+            *(f"{x:.3g}" for x in spectrum[[0, 1, 8]].tolist()),
+            " / ".join(f"{x:.4f}" for x in row),
+        )
 
 
 def main() -> None:
     """Print the tables of the command's seed and images."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("seed", nargs="?", type=int, default=0)
     parser.add_argument("--cifar10", metavar="FOLDER", type=Path)
     arguments = parser.parse_args()
@@ -172,7 +236,8 @@ def main() -> None:
         train, (pixels, labels) = cifar10.load(arguments.cifar10)
     except UserError as error:
         parser.error(str(error))
-    whole = len(labels) // BATCH_SIZE * BATCH_SIZE  # a smaller last mini-batch would have a gradient of its own kind
+    # a smaller last mini-batch would have a gradient of its own kind
+    whole = len(labels) // BATCH_SIZE * BATCH_SIZE
     return tables(arguments.seed, train, (pixels[:whole], labels[:whole]))
 
 

@@ -1,10 +1,12 @@
-"""DeepSpeed's own Muon beside ours under ZeRO 1, 2 and 3, on the toy model of tests/sharding, 2 ranks with gloo.
+"""DeepSpeed's own Muon beside ours under ZeRO 1, 2 and 3, on the toy model of tests/sharding, 2
+ranks with gloo.
 
     python docs/studies/deepspeed_muon.py        prints the table of docs/studies/parity.md; three minutes
 
-Ten steps of two micro-batches, float32, gradients clipped to 0.5 in every step, learning rate 0.02, and AdamW at 1e-3
-for embeddings, head, norms and biases. DeepSpeed's Muon iterates in float32 on a CPU; ours, which has the bits of
-torch's and iterates in bfloat16, iterates in float64 here, because rounding would hide the differences.
+Ten steps of two micro-batches, float32, gradients clipped to 0.5 in every step, learning rate 0.02,
+and AdamW at 1e-3 for embeddings, head, norms and biases. DeepSpeed's Muon iterates in float32 on a
+CPU; ours, which has the bits of torch's and iterates in bfloat16, iterates in float64 here, because
+rounding would hide the differences.
 """
 
 import math
@@ -35,14 +37,22 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 DEEPSPEEDS_MUON = {
     "type": "Muon",
     "params": {
-        **{"lr": RATES["lr"], "adam_lr": RATES["aux_lr"], "momentum": 0.95, "betas": BETAS, "eps": EPS},
+        **{
+            "lr": RATES["lr"],
+            "adam_lr": RATES["aux_lr"],
+            "momentum": 0.95,
+            "betas": BETAS,
+            "eps": EPS,
+        },
         "weight_decay": RATES["weight_decay"],
     },
 }
 
 
 class BytesSent(TorchDispatchMode):
-    """Counts the bytes that a rank sends, on average over the ranks, with ring algorithms, which are optimal."""
+    """Counts the bytes that a rank sends, on average over the ranks, with ring algorithms, which
+    are optimal.
+    """
 
     def __init__(self, num_ranks):
         super().__init__()
@@ -54,7 +64,9 @@ class BytesSent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def sent(self, name, args):
-        """Bytes of one collective, by the name of torch's operator; Raises ValueError if it is unknown."""
+        """Bytes of one collective, by the name of torch's operator; Raises ValueError if it is
+        unknown.
+        """
         if name in ("barrier", "monitored_barrier_"):
             return 0
         if "allreduce" in name:
@@ -66,7 +78,9 @@ class BytesSent(TorchDispatchMode):
         if name in ("broadcast_", "reduce_"):
             return self.others / self.num_ranks * num_bytes(args[0])
         if name == "alltoall_base_":  # equal parts in the toy's case
-            return num_bytes(args[1]) * (self.others / self.num_ranks if not args[4] else self.share(args[4]))
+            return num_bytes(args[1]) * (
+                self.others / self.num_ranks if not args[4] else self.share(args[4])
+            )
         raise ValueError(f"{name}: unknown collective; add its bytes here")
 
     def share(self, splits):
@@ -82,7 +96,9 @@ def num_bytes(tensors):
 
 
 def train(group, stage, kind, folder):
-    """Ten steps of "ours", "DeepSpeed's" or "AdamW": weights, reported norms, bytes sent a step; and a checkpoint."""
+    """Ten steps of "ours", "DeepSpeed's" or "AdamW": weights, reported norms, bytes sent a step;
+    and a checkpoint.
+    """
     config, make_optimizer = {}, Run.optimizer
     if kind == "DeepSpeed's":
         config = {"optimizer": DEEPSPEEDS_MUON, "zero_optimization": {"reduce_scatter": stage < 3}}
@@ -115,7 +131,9 @@ def no_optimizer(run, model):
 
 def adamw(run, model):
     """torch's AdamW for the same groups as ours."""
-    return torch.optim.AdamW([{"params": group["params"]} for group in run.optimizer(model).param_groups])
+    return torch.optim.AdamW(
+        [{"params": group["params"]} for group in run.optimizer(model).param_groups]
+    )
 
 
 def refuse_to_compile_adam():
@@ -129,7 +147,9 @@ def refuse_to_compile_adam():
 
 
 def one_process_of_deepspeeds_muon(clip_first):
-    """Weights and true gradient norms of its arithmetic in a plain loop, clipped before Newton-Schulz or after it."""
+    """Weights and true gradient norms of its arithmetic in a plain loop, clipped before
+    Newton-Schulz or after it.
+    """
     from deepspeed.runtime.zero.muon.original_muon import adam_update, muon_update
 
     model, norms = RUN.model(), []
@@ -137,7 +157,9 @@ def one_process_of_deepspeeds_muon(clip_first):
         name: p.ndim == 2 and not any(word in name for word in ("embed", "lm_head"))
         for name, p in model.named_parameters()
     }
-    state = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+    state = {
+        name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()
+    }
     for step in range(NUM_STEPS):
         for tokens in RUN.batches(step):
             (model(tokens) / 2).backward()
@@ -152,7 +174,11 @@ def one_process_of_deepspeeds_muon(clip_first):
         with torch.no_grad():
             for name, p in model.named_parameters():
                 lr = RATES["lr" if is_matrix[name] else "aux_lr"]
-                update = p.grad if is_matrix[name] else adam_update(p.grad, *state[name], step + 1, BETAS, EPS)
+                update = (
+                    p.grad
+                    if is_matrix[name]
+                    else adam_update(p.grad, *state[name], step + 1, BETAS, EPS)
+                )
                 p.mul_(1 - lr * RATES["weight_decay"]).add_(update, alpha=-lr)
         model.zero_grad()
     return {name: p.detach() for name, p in model.named_parameters()}, norms
@@ -160,10 +186,21 @@ def one_process_of_deepspeeds_muon(clip_first):
 
 def universal(folder):
     """Whether DeepSpeed's own tool converts the checkpoint: "yes", or the error's last line."""
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.checkpoint.ds_to_universal",
+        "--inject_missing_state",
+    ]
     command += ["--input_folder", f"{folder}/checkpoint", "--output_folder", f"{folder}/universal"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT})
-    return "yes" if done.returncode == 0 else re.findall(r"^\w+Error.*$", done.stderr, re.MULTILINE)[-1]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}
+    )
+    return (
+        "yes"
+        if done.returncode == 0
+        else re.findall(r"^\w+Error.*$", done.stderr, re.MULTILINE)[-1]
+    )
 
 
 def main():
@@ -185,11 +222,17 @@ def main():
             ranks.stop()
         converted = {key: universal(f"{temporary}/{' '.join(map(str, key))}") for key in results}
 
-    print(f"Python {platform.python_version()}, torch {version('torch')}, deepspeed {version('deepspeed')}, 2 ranks")
+    print(
+        f"Python {platform.python_version()}, torch {version('torch')}, deepspeed {version('deepspeed')}, 2 ranks"
+    )
     adamw_sent = [mean_sent(results["AdamW", stage]) for stage in STAGES]
     for kind, norms, expected in (
         ("ours", true_norms, {"clip, then map": ours}),
-        ("DeepSpeed's", its_true_norms, {"clip, then map": clip_first, "map, then clip": clip_last}),
+        (
+            "DeepSpeed's",
+            its_true_norms,
+            {"clip, then map": clip_first, "map, then clip": clip_last},
+        ),
     ):
         runs = [results[kind, stage] for stage in STAGES]
         print()
@@ -206,7 +249,10 @@ def main():
     print()
     line("kB sent a step by AdamW", [f"{sent / 1000:.1f}" for sent in adamw_sent])
     numel = sum(math.prod(p.shape) for name, p in ours.items() if "blocks" in name and p.ndim == 2)
-    print(f"the 14 matrices of the blocks: {4 * numel / 1000:.1f} kB; universal checkpoint of AdamW: ", end="")
+    print(
+        f"the 14 matrices of the blocks: {4 * numel / 1000:.1f} kB; universal checkpoint of AdamW: ",
+        end="",
+    )
     print(", ".join(sorted({converted["AdamW", stage] for stage in STAGES})))
 
 

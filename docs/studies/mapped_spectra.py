@@ -2,8 +2,9 @@
 
     python docs/studies/mapped_spectra.py         a minute
 
-Each map is applied in float64 to diagonal matrices: a map commutes with rotations, so a spectrum stands for any matrix
-that has it. Numbers over several matrices are medians. Cosines and sizes are in the Frobenius norm.
+Each map is applied in float64 to diagonal matrices: a map commutes with rotations, so a spectrum
+stands for any matrix that has it. Numbers over several matrices are medians. Cosines and sizes are
+in the Frobenius norm.
 """
 
 import math
@@ -20,7 +21,13 @@ from studies import recorded_spectra
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, released_sigmoid, soft_newton_schulz
+from soren_align.spectral import (
+    exact_sigmoid,
+    minimax_sigmoid,
+    newton_schulz,
+    released_sigmoid,
+    soft_newton_schulz,
+)
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "text (sns, K = 15)": soft_newton_schulz,
@@ -32,7 +39,12 @@ MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 POWERS = {"1 / i": 1.0, "1 / sqrt(i)": 0.5, "flat": 0.0}
 SIZE = 512  # of the synthetic spectra, with a Frobenius norm of 1
 SHARES = (0.0, 0.1, 0.5, 0.9)  # of the ranks: the singular values that are shown
-QUANTITIES = ("size over Muon's", "cosine to Muon", "cosine to the gradient", "neighbours in reverse order")
+QUANTITIES = (
+    "size over Muon's",
+    "cosine to Muon",
+    "cosine to the gradient",
+    "neighbours in reverse order",
+)
 ROUNDING = 1e-9  # of the output
 LEADING = 0.1  # of the singular values, the largest ones
 
@@ -59,7 +71,11 @@ def measurements(sigma: Tensor) -> Tensor:
     for output in outputs:
         cosines = [cosine_similarity(output, other, dim=0) for other in (muon, sigma)]
         reversed_pairs = (output.diff() > ROUNDING).double().mean()
-        rows.append(torch.stack([*output[positions(sigma)], output.norm() / muon.norm(), *cosines, reversed_pairs]))
+        rows.append(
+            torch.stack(
+                [*output[positions(sigma)], output.norm() / muon.norm(), *cosines, reversed_pairs]
+            )
+        )
     return torch.stack(rows)
 
 
@@ -88,15 +104,22 @@ def _listed(values: Tensor) -> str:
 
 
 def leading_share(sigma: Tensor, output: Tensor) -> float:
-    """The share of the first-order decrease of the loss, sum of sigma alpha, that comes from the largest LEADING."""
+    """The share of the first-order decrease of the loss, sum of sigma alpha, that comes from the
+    largest LEADING.
+    """
     products = sigma * output
     return float(products[: math.ceil(LEADING * len(sigma))].sum() / products.sum())
 
 
 def leading_row(name: str, sigmas: list[Tensor]) -> str:
-    """The line of one set of spectra in the table of `leading_share`, medians over them; the first map is SGD."""
+    """The line of one set of spectra in the table of `leading_share`, medians over them; the first
+    map is SGD.
+    """
     maps: list[Callable[[Tensor], Tensor]] = [lambda x: x, *MAPS.values()]
-    shares = [median(leading_share(sigma, f(torch.diag(sigma)).diagonal()) for sigma in sigmas) for f in maps]
+    shares = [
+        median(leading_share(sigma, f(torch.diag(sigma)).diagonal()) for sigma in sigmas)
+        for f in maps
+    ]
     return f"| {name} | {' | '.join(f'{share:.0%}' for share in shares)} |"
 
 

@@ -2,9 +2,10 @@
 
     python docs/studies/minimax_polynomials.py            prints the front, then the tables as they are shipped
 
-The sign of u in [resolution, 1] is approximated by a composition of odd polynomials. Each is the best one on the range
-of the previous one: for given degrees this greedy choice is optimal (Polar Express, arXiv 2505.16932). The resolution
-is chosen by the error on recorded spectra (recorded_spectra.py).
+The sign of u in [resolution, 1] is approximated by a composition of odd polynomials. Each is the
+best one on the range of the previous one: for given degrees this greedy choice is optimal (Polar
+Express, arXiv 2505.16932). The resolution is chosen by the error on recorded spectra
+(recorded_spectra.py).
 """
 
 import functools
@@ -27,7 +28,9 @@ from soren_align.spectral.flops import POLYNOMIAL_PRODUCTS, composition_flops
 from soren_align.spectral.quintic import A, B, C
 from soren_align.spectral.sns import T_LIMIT, T_STEPS
 
-SLACK = 0.005  # every later interval is wider by this share: what float16 products add (0.5% instead of 0.7% in error)
+# every later interval is wider by this share: what float16 products add (0.5% instead of 0.7% in
+# error)
+SLACK = 0.005
 RESOLUTIONS = {0.0004: (9, 9, 5, 9, 9), 0.001: (9, 9, 9, 3, 5), 0.01: (9, 9, 9)}
 NUM_RESTARTS = {0.01: 1}  # else 2; see `coefficients`
 CANDIDATES = (0.01, 0.003, 0.001, 0.0007, 0.0005, 0.0004, 0.0003, 0.0002)
@@ -59,7 +62,13 @@ def best_tanh(degree, largest):
     weight = 1 + target
     solution = linprog(
         [0.0] * len(powers) + [1.0],
-        A_ub=np.block([[values, -weight[:, None]], [-values, -weight[:, None]], [-slopes, np.zeros((len(share), 1))]]),
+        A_ub=np.block(
+            [
+                [values, -weight[:, None]],
+                [-values, -weight[:, None]],
+                [-slopes, np.zeros((len(share), 1))],
+            ]
+        ),
         b_ub=np.concatenate([target, -target, np.zeros(len(share))]),
         bounds=[(None, None)] * len(powers) + [(0, None)],
         method="highs-ds",
@@ -68,7 +77,8 @@ def best_tanh(degree, largest):
 
 
 def num_square_products(degrees, num_restarts):
-    """r x r products to turn R into the composition; after a restart, the next step's R comes from thin products.
+    """r x r products to turn R into the composition; after a restart, the next step's R comes from
+    thin products.
 
     R^2 is needed in any case, for nu.
     """
@@ -78,18 +88,28 @@ def num_square_products(degrees, num_restarts):
 
 
 def front(resolution, num_restarts, most=20):
-    """{products: (error, degrees)}: the best composition for every number of products, if better than all cheaper."""
+    """{products: (error, degrees)}: the best composition for every number of products, if better
+    than all cheaper.
+    """
     best = {}
     for length in range(1, 6):
         for degrees in itertools.product(NUM_PRODUCTS, repeat=length):
             cost = num_square_products(degrees, num_restarts)
             if cost <= most:
-                best[cost] = min(best.get(cost, (np.inf,)), (compose(resolution, degrees)[1], degrees))
-    return {cost: best[cost] for cost in sorted(best) if all(best[cost] < best[c] for c in best if c < cost)}
+                best[cost] = min(
+                    best.get(cost, (np.inf,)), (compose(resolution, degrees)[1], degrees)
+                )
+    return {
+        cost: best[cost]
+        for cost in sorted(best)
+        if all(best[cost] < best[c] for c in best if c < cost)
+    }
 
 
 def exact_values(sigma, shape):
-    """What `exact_sigmoid` makes of the singular values of a float32 matrix: 0 on the numerical null space."""
+    """What `exact_sigmoid` makes of the singular values of a float32 matrix: 0 on the numerical
+    null space.
+    """
     threshold = np.finfo(np.float32).eps * max(shape) * sigma.max()
     return np.where(sigma > threshold, 1 / (1 + np.exp(-sigma)), 0)
 
@@ -113,15 +133,21 @@ def sns_values(sigma, steps=SNS_STEPS):
 
 
 def muon_values(sigma):
-    """Half of what `newton_schulz` makes of them, in float32: half, to compare it with a map to 1/2."""
+    """Half of what `newton_schulz` makes of them, in float32: half, to compare it with a map to
+    1/2.
+    """
     u = sigma / np.linalg.norm(sigma)
     for _ in range(MUON_STEPS):
         u = A * u + B * u**3 + C * u**5
     return u / 2
 
 
-def recorded_errors(values: Callable[[np.ndarray], np.ndarray]) -> dict[tuple[str, int], tuple[float, float]]:
-    """{(set, step): (mean, worst)} of |map(M) - exact(M)|_F / |exact(M)|_F over the recorded spectra, in float64."""
+def recorded_errors(
+    values: Callable[[np.ndarray], np.ndarray],
+) -> dict[tuple[str, int], tuple[float, float]]:
+    """{(set, step): (mean, worst)} of |map(M) - exact(M)|_F / |exact(M)|_F over the recorded
+    spectra, in float64.
+    """
     errors: dict[tuple[str, int], list[float]] = {}
     for spectrum in recorded_spectra.load():
         sigma = spectrum.sigma.numpy()
@@ -138,7 +164,9 @@ def print_row(name, values, flops=("", "")):
 
 
 def print_recorded():
-    """For each resolution the cheapest composition within MOST_ERROR: FLOPs over Muon's, errors on recorded spectra."""
+    """For each resolution the cheapest composition within MOST_ERROR: FLOPs over Muon's, errors on
+    recorded spectra.
+    """
     shapes = ((1024, 1024), (1024, 4096))
     keys = [f"{name} {step}" for name, step in recorded_errors(sns_values)]
     head = ["map", *("FLOPs {}x{}".format(*shape) for shape in shapes), *keys]
@@ -146,7 +174,9 @@ def print_recorded():
     for resolution in CANDIDATES:
         restarts = NUM_RESTARTS.get(resolution, 2)
         degrees = RESOLUTIONS.get(resolution) or next(
-            degrees for error, degrees in front(resolution, restarts).values() if error <= MOST_ERROR
+            degrees
+            for error, degrees in front(resolution, restarts).values()
+            if error <= MOST_ERROR
         )
         steps, error = compose(resolution, degrees)
         table = Composition(tuple(map(tuple, steps)), (), restarts, error, 0.0)
@@ -158,7 +188,8 @@ def print_recorded():
         print_row(name, functools.partial(minimax_values, steps=steps), flops)
     for steps in (10, SNS_STEPS, 20):
         flops = [
-            f"{MAPS['sns'].num_flops(*shape, steps=steps) / MAPS['muon'].num_flops(*shape):.2f}" for shape in shapes
+            f"{MAPS['sns'].num_flops(*shape, steps=steps) / MAPS['muon'].num_flops(*shape):.2f}"
+            for shape in shapes
         ]
         print_row(f"SNS({steps})", functools.partial(sns_values, steps=steps), flops)
     print_row("half of Muon's, float32", muon_values, ("1.00", "1.00"))
@@ -177,7 +208,9 @@ def main():
         print(f"  {slack:.3f}   {compose(0.01, RESOLUTIONS[0.01], slack)[1]:.4%}")
     for resolution, degrees in RESOLUTIONS.items():
         steps, error = compose(resolution, degrees)
-        print(f"\nsign, resolution {resolution}: error {error:.6f}, slope {np.prod([c[0] for c in steps]):.1f}")
+        print(
+            f"\nsign, resolution {resolution}: error {error:.6f}, slope {np.prod([c[0] for c in steps]):.1f}"
+        )
         for coefficients in steps:
             print("  (" + ", ".join(f"{c:.9f}" for c in coefficients) + "),")
     for degree, largest in TANH_DOMAINS.items():

@@ -1,9 +1,11 @@
-"""Baselines of a pre-training recipe: n-gram models on the validation tokens that its evaluation predicts.
+"""Baselines of a pre-training recipe: n-gram models on the validation tokens that its evaluation
+predicts.
 
     python docs/studies/ngrams.py quickstart/stdlib [--set KEY=VALUE]
 
-Unigram with add-one counts; bigram and trigram with interpolated modified Kneser-Ney (Chen and Goodman 1998, Section
-3): three discounts per order from the counts of counts, no held-out text. tests/test_ngrams.py has the definition.
+Unigram with add-one counts; bigram and trigram with interpolated modified Kneser-Ney (Chen and
+Goodman 1998, Section 3): three discounts per order from the counts of counts, no held-out text.
+tests/test_ngrams.py has the definition.
 """
 
 import sys
@@ -33,10 +35,11 @@ class Unigram:
 
 
 class KneserNey:
-    """P(w | h) = max(c(h w) - D, 0) / c(h) + gamma(h) P(w | h without its first token), down to 1 / V.
+    """P(w | h) = max(c(h w) - D, 0) / c(h) + gamma(h) P(w | h without its first token), down to 1 /
+    V.
 
-    c are counts in the highest order, and numbers of different tokens before an n-gram in the lower ones. A context
-    that does not occur has the distribution of the shorter one.
+    c are counts in the highest order, and numbers of different tokens before an n-gram in the lower
+    ones. A context that does not occur has the distribution of the shorter one.
     """
 
     def __init__(self, tokens: np.ndarray, vocab_size: int, order: int):
@@ -52,7 +55,9 @@ class KneserNey:
         self.levels.reverse()
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the log-probability of each token after those before it, in nats; of the first ones after fewer."""
+        """Return the log-probability of each token after those before it, in nats; of the first
+        ones after fewer.
+        """
         probs = np.full(len(tokens), 1 / self.vocab_size)
         for length, level in enumerate(self.levels, start=1):
             keys = _keys(tokens, length, self.vocab_size)
@@ -68,7 +73,10 @@ class _Level:
         self.grams, self.vocab_size = grams, vocab_size
         n1, n2, n3, n4 = (np.count_nonzero(counts == k) for k in (1, 2, 3, 4))
         y = n1 / max(1, n1 + 2 * n2)
-        above = [k - (k + 1) * y * more / max(1, less) for k, less, more in ((1, n1, n2), (2, n2, n3), (3, n3, n4))]
+        above = [
+            k - (k + 1) * y * more / max(1, less)
+            for k, less, more in ((1, n1, n2), (2, n2, n3), (3, n3, n4))
+        ]
         discounts = np.array([0.0, *above]).clip(0, [0, 1, 2, 3])[np.minimum(counts, 3)]
         self.discounted = counts - discounts
         self.contexts, index = np.unique(grams // vocab_size, return_inverse=True)
@@ -80,11 +88,15 @@ class _Level:
         counts, _ = _at(self.grams, self.discounted, keys)
         totals, is_known = _at(self.contexts, self.totals, keys // self.vocab_size)
         left, _ = _at(self.contexts, self.left, keys // self.vocab_size)
-        return np.where(is_known, (counts + left * shorter) / np.where(is_known, totals, 1), shorter)
+        return np.where(
+            is_known, (counts + left * shorter) / np.where(is_known, totals, 1), shorter
+        )
 
 
 def _keys(tokens: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
-    """Return the key of the n-gram that ends at each token; the first length - 1 are of shorter ones."""
+    """Return the key of the n-gram that ends at each token; the first length - 1 are of shorter
+    ones.
+    """
     tokens = tokens.astype(np.int64)
     keys = np.zeros_like(tokens)
     for back in range(min(length, len(tokens))):
@@ -93,7 +105,9 @@ def _keys(tokens: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
 
 
 def _at(names: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the values of the wanted names, 0 where there is none; where there is one). names: sorted."""
+    """Return (the values of the wanted names, 0 where there is none; where there is one).
+    names: sorted.
+    """
     places = np.searchsorted(names, wanted).clip(max=len(names) - 1)
     is_known = names[places] == wanted
     return np.where(is_known, values[places], 0.0), is_known
@@ -102,7 +116,8 @@ def _at(names: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> tuple[np.n
 def predicted(lengths: Sequence[int], max_length: int | None, is_wrapped: bool) -> np.ndarray:
     """Return the positions, in the concatenation, of the tokens that an evaluation predicts.
 
-    All but the first of a sequence: of each example up to max_length, or, wrapped, of each max_length tokens.
+    All but the first of a sequence: of each example up to max_length, or, wrapped, of each
+    max_length tokens.
     """
     total = sum(lengths)
     if is_wrapped:
@@ -116,7 +131,9 @@ def flat(tokens: Any) -> np.ndarray:
     return np.concatenate([np.asarray(ids, dtype=np.int64) for ids in tokens["input_ids"]])
 
 
-def perplexities(train: np.ndarray, test: np.ndarray, positions: np.ndarray, vocab_size: int) -> dict[str, float]:
+def perplexities(
+    train: np.ndarray, test: np.ndarray, positions: np.ndarray, vocab_size: int
+) -> dict[str, float]:
     """Return the perplexity of each baseline, trained on `train`, over the positions of `test`."""
     models = {
         "unigram": Unigram(train, vocab_size),
@@ -124,7 +141,11 @@ def perplexities(train: np.ndarray, test: np.ndarray, positions: np.ndarray, voc
         "trigram": KneserNey(train, vocab_size, 3),
         "4-gram": KneserNey(train, vocab_size, 4) if vocab_size**4 < 2**63 else None,
     }
-    return {name: float(np.exp(-model.score(test)[positions].mean())) for name, model in models.items() if model}
+    return {
+        name: float(np.exp(-model.score(test)[positions].mean()))
+        for name, model in models.items()
+        if model
+    }
 
 
 def main(name: str, *overrides: str) -> None:
@@ -140,8 +161,12 @@ def main(name: str, *overrides: str) -> None:
         train, test = flat(setup.tokens["train"]), flat(setup.tokens["eval"])
         lengths = [len(ids) for ids in setup.tokens["eval"]["input_ids"]]
     settings, vocab_size = loaded.trainer, len(setup.tokenizer)
-    positions = predicted(lengths, settings.get("max_length"), settings.get("packing_strategy") == "wrapped")
-    print(f"{len(train):,} training tokens, {len(test):,} validation tokens, {len(positions):,} of them predicted")
+    positions = predicted(
+        lengths, settings.get("max_length"), settings.get("packing_strategy") == "wrapped"
+    )
+    print(
+        f"{len(train):,} training tokens, {len(test):,} validation tokens, {len(positions):,} of them predicted"
+    )
     print("\n| baseline | validation perplexity |\n|---|---|")
     for baseline, value in perplexities(train, test, positions, vocab_size).items():
         print(f"| {baseline} | {value:.2f} |")

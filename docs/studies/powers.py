@@ -2,8 +2,9 @@
 
     python docs/studies/powers.py          prints the errors of 3 to 6 poles, then the table as it is shipped
 
-lambda^((p - 1) / 2) on [RESOLUTION^2, TOP^2] is approximated by c + sum of w_k / (lambda + t_k). Least squares in the
-logarithms of t, w and c, with weights that grow where the error is large (Lawson), find nearly the best error.
+lambda^((p - 1) / 2) on [RESOLUTION^2, TOP^2] is approximated by c + sum of w_k / (lambda + t_k).
+Least squares in the logarithms of t, w and c, with weights that grow where the error is large
+(Lawson), find nearly the best error.
 """
 
 import sys
@@ -44,7 +45,12 @@ def fit(p, num_poles, resolution=RESOLUTION):
         error = np.abs(errors(logs, 1.0))
         if error.max() < best.error:
             numbers = [float(f"{number:.8g}") for number in np.exp(logs)]
-            best = Poles(tuple(numbers[:num_poles]), tuple(numbers[num_poles:-1]), numbers[-1], float(error.max()))
+            best = Poles(
+                tuple(numbers[:num_poles]),
+                tuple(numbers[num_poles:-1]),
+                numbers[-1],
+                float(error.max()),
+            )
         weights = weights * np.sqrt(error / error.max() + 1e-3)
         weights /= np.sqrt(np.mean(weights**2))
     return best

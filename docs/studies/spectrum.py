@@ -1,8 +1,9 @@
-"""The tables of spectrum.md about SmolLM2-135M: python docs/studies/spectrum.py docs/studies/smollm2-spectrum.jsonl
+"""The tables of spectrum.md about SmolLM2-135M: python docs/studies/spectrum.py
+docs/studies/smollm2-spectrum.jsonl
 
-A line of the file is a run of recipes/studies/smollm2-spectrum.yaml with its first learning rates and seeds: its losses
-at steps 0, 50 and 100 on held-out docstrings and on the language reference (retention), and the relative change of the
-matrices.
+A line of the file is a run of recipes/studies/smollm2-spectrum.yaml with its first learning rates
+and seeds: its losses at steps 0, 50 and 100 on held-out docstrings and on the language reference
+(retention), and the relative change of the matrices.
 """
 
 import json

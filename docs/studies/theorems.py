@@ -2,9 +2,9 @@
 
     python docs/studies/theorems.py            a minute, float64
 
-Steps W <- W - eta s(G) without momentum and decay, as in the theorems. For a gradient G = U diag(sigma) V^T, [m, n]
-with m <= n, P = U diag(s(sigma) / sigma) U^T, so that s(G) = P G. Matrices on vec(W) are [m n, m n], rows of W first.
-tests/studies/test_theorems.py tests the inequalities.
+Steps W <- W - eta s(G) without momentum and decay, as in the theorems. For a gradient G = U
+diag(sigma) V^T, [m, n] with m <= n, P = U diag(s(sigma) / sigma) U^T, so that s(G) = P G. Matrices
+on vec(W) are [m n, m n], rows of W first. tests/studies/test_theorems.py tests the inequalities.
 """
 
 import sys
@@ -18,10 +18,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch import Tensor
 
-from soren_align.spectral import exact_sigmoid, minimax_sigmoid, released_sigmoid, soft_newton_schulz
+from soren_align.spectral import (
+    exact_sigmoid,
+    minimax_sigmoid,
+    released_sigmoid,
+    soft_newton_schulz,
+)
 
 Map = Callable[[Tensor], Tensor]
-MAPS: dict[str, Map] = {"sns": soft_newton_schulz, "minimax": minimax_sigmoid, "released": released_sigmoid}
+MAPS: dict[str, Map] = {
+    "sns": soft_newton_schulz,
+    "minimax": minimax_sigmoid,
+    "released": released_sigmoid,
+}
 NUM_STEPS = 12
 NUM_POINTS = 9  # of a segment
 NUM_BISECTIONS = 20
@@ -31,8 +40,9 @@ NUM_BISECTIONS = 20
 class Problem:
     """A convex loss of W [m, n], and what bounds its Hessian on the whole space.
 
-    curvature: the largest Hessian, attained somewhere in all directions at once. strong: |g|_P^2 / 2 over the loss has
-    the smallest eigenvalue of P^(1/2) strong P^(1/2) as its infimum, for every P.
+    curvature: the largest Hessian, attained somewhere in all directions at once. strong: |g|_P^2 /
+    2 over the loss has the smallest eigenvalue of P^(1/2) strong P^(1/2) as its infimum, for every
+    P.
     """
 
     name: str
@@ -46,7 +56,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Step:
-    """One step with eta = 1 / beta: alpha and beta of its map and of the exact one at the same W, and the losses."""
+    """One step with eta = 1 / beta: alpha and beta of its map and of the exact one at the same W,
+    and the losses.
+    """
 
     gradient: Tensor
     exact: tuple[float, float]
@@ -70,8 +82,12 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def quadratic(condition: float, size: float, shape: tuple[int, int] = (3, 5), seed: int = 0) -> Problem:
-    """w^T H w / 2 with eigenvalues from 1 / condition to 1; size: the norm of the first gradient."""
+def quadratic(
+    condition: float, size: float, shape: tuple[int, int] = (3, 5), seed: int = 0
+) -> Problem:
+    """w^T H w / 2 with eigenvalues from 1 / condition to 1; size: the norm of the first
+    gradient.
+    """
     num = shape[0] * shape[1]
     basis = torch.linalg.qr(randn(num, num, seed=seed)).Q
     hessian = basis * condition ** -torch.linspace(0, 1, num, dtype=torch.float64) @ basis.mT
@@ -85,17 +101,33 @@ def quadratic(condition: float, size: float, shape: tuple[int, int] = (3, 5), se
     start = randn(*shape, seed=seed + 1)
     start *= size / gradient(start).norm()
     name = f"quadratic, condition {condition:g}, first gradient of norm {size:g}"
-    return Problem(name, start, loss, gradient, lambda w: hessian.expand(*w.shape[:-2], num, num), hessian, hessian)
+    return Problem(
+        name,
+        start,
+        loss,
+        gradient,
+        lambda w: hessian.expand(*w.shape[:-2], num, num),
+        hessian,
+        hessian,
+    )
 
 
-def logistic(decay: float = 0.1, shape: tuple[int, int] = (3, 5), num_examples: int = 40, seed: int = 0) -> Problem:
+def logistic(
+    decay: float = 0.1, shape: tuple[int, int] = (3, 5), num_examples: int = 40, seed: int = 0
+) -> Problem:
     """m logistic regressions on n features, and decay |W|^2 / 2.
 
-    The Hessian is largest at W = 0, where all probabilities are 1/2, and approaches decay * I far away.
+    The Hessian is largest at W = 0, where all probabilities are 1/2, and approaches decay * I far
+    away.
     """
     x = randn(shape[1], num_examples, seed=seed)
-    target = (randn(*shape, seed=seed + 1) @ x + randn(shape[0], num_examples, seed=seed + 2) > 0).double()
-    rows, everything = torch.eye(shape[0], dtype=torch.float64), torch.eye(shape[0] * shape[1], dtype=torch.float64)
+    target = (
+        randn(*shape, seed=seed + 1) @ x + randn(shape[0], num_examples, seed=seed + 2) > 0
+    ).double()
+    rows, everything = (
+        torch.eye(shape[0], dtype=torch.float64),
+        torch.eye(shape[0] * shape[1], dtype=torch.float64),
+    )
 
     def value(w: Tensor) -> Tensor:
         losses = torch.nn.functional.softplus(w @ x) - target * (w @ x)
@@ -111,16 +143,28 @@ def logistic(decay: float = 0.1, shape: tuple[int, int] = (3, 5), num_examples: 
 
     best = torch.zeros(shape, dtype=torch.float64)
     for _ in range(30):  # Newton's method
-        best = best - torch.linalg.solve(hessian(best), gradient(best).flatten()).unflatten(0, shape)
+        best = best - torch.linalg.solve(hessian(best), gradient(best).flatten()).unflatten(
+            0, shape
+        )
     minimum, largest = value(best), hessian(torch.zeros(shape, dtype=torch.float64))
     name = f"{shape[0]} logistic regressions, decay {decay:g}"
     start = 3 * randn(*shape, seed=seed + 3)
-    return Problem(name, start, lambda w: value(w) - minimum, gradient, hessian, largest, decay * everything)
+    return Problem(
+        name, start, lambda w: value(w) - minimum, gradient, hessian, largest, decay * everything
+    )
 
 
 def problems() -> list[Problem]:
-    """Quadratics of gentle and steep curvature, with small and large gradients, and a convex problem."""
-    return [quadratic(10, 1), quadratic(1000, 1), quadratic(100, 0.01), quadratic(100, 4), logistic()]
+    """Quadratics of gentle and steep curvature, with small and large gradients, and a convex
+    problem.
+    """
+    return [
+        quadratic(10, 1),
+        quadratic(1000, 1),
+        quadratic(100, 0.01),
+        quadratic(100, 4),
+        logistic(),
+    ]
 
 
 def coefficients(gradient: Tensor, spectral_map: Map) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +176,9 @@ def coefficients(gradient: Tensor, spectral_map: Map) -> tuple[Tensor, Tensor, T
 def preconditioner(gradient: Tensor, spectral_map: Map, power: float = 1.0) -> Tensor:
     """P^power as a matrix on vec(W)."""
     u, sigma, values = coefficients(gradient, spectral_map)
-    return torch.kron((u * (values / sigma) ** power) @ u.mT, torch.eye(gradient.shape[1], dtype=torch.float64))
+    return torch.kron(
+        (u * (values / sigma) ** power) @ u.mT, torch.eye(gradient.shape[1], dtype=torch.float64)
+    )
 
 
 def rho(gradient: Tensor, spectral_map: Map) -> float:
@@ -159,7 +205,13 @@ def on_the_segment(problem: Problem, w: Tensor, spectral_map: Map) -> tuple[floa
     shares = torch.linspace(0, 1, NUM_POINTS, dtype=torch.float64)[:, None, None]
 
     def beta(eta: float) -> float:
-        return torch.linalg.eigvalsh(root @ problem.hessian(w - eta * shares * direction) @ root)[:, -1].max().item()
+        return (
+            torch.linalg.eigvalsh(root @ problem.hessian(w - eta * shares * direction) @ root)[
+                :, -1
+            ]
+            .max()
+            .item()
+        )
 
     low, high = 1 / on_the_space(problem, w, spectral_map)[1], 1 / beta(0.0)
     for _ in range(NUM_BISECTIONS):
@@ -171,7 +223,10 @@ def on_the_segment(problem: Problem, w: Tensor, spectral_map: Map) -> tuple[floa
 
 
 def trajectory(
-    problem: Problem, spectral_map: Map = exact_sigmoid, constants: Callable = on_the_space, num_steps: int = NUM_STEPS
+    problem: Problem,
+    spectral_map: Map = exact_sigmoid,
+    constants: Callable = on_the_space,
+    num_steps: int = NUM_STEPS,
 ) -> list[Step]:
     """Steps with eta = 1 / beta."""
     w, steps = problem.start, []
@@ -194,7 +249,9 @@ def with_rates(problem: Problem, rates: list[float]) -> float:
 
 
 def equal_outputs(shape: tuple[int, int] = (3, 5), seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(H, W) of a quadratic in which the first two rows of W are alike: its gradient has rank m - 1 in every step."""
+    """(H, W) of a quadratic in which the first two rows of W are alike: its gradient has rank m - 1
+    in every step.
+    """
     factor = torch.linalg.qr(randn(shape[1], shape[1], seed=seed)).Q
     rows = factor * torch.linspace(0.1, 1, shape[1], dtype=torch.float64) @ factor.mT
     start = randn(*shape, seed=seed + 1)
@@ -205,7 +262,8 @@ def equal_outputs(shape: tuple[int, int] = (3, 5), seed: int = 0) -> tuple[Tenso
 def rank_deficient_steps(num_steps: int = NUM_STEPS) -> list[tuple[int, float, float, float]]:
     """(rank, alpha / beta, progress, smallest singular value) where P^-1 does not exist.
 
-    The constants are those of the theorem on the range of P alone, with Omega the subspace that the iterates never
+    The constants are those of the theorem on the range of P alone, with Omega the subspace that the
+    iterates never
     leave: W + range(P).
     """
     hessian, w = equal_outputs()
@@ -227,18 +285,27 @@ def rank_deficient_steps(num_steps: int = NUM_STEPS) -> list[tuple[int, float, f
 
 def print_contraction() -> None:
     """Theorem 1: guaranteed and measured progress."""
-    print("| problem | Omega | guaranteed: alpha / beta | measured over guaranteed | beta |\n|---|---|---|---|---|")
+    print(
+        "| problem | Omega | guaranteed: alpha / beta | measured over guaranteed | beta |\n|---|---|---|---|---|"
+    )
     for problem in problems():
         for name, constants in (("the whole space", on_the_space), ("the step", on_the_segment)):
             steps = trajectory(problem, constants=constants)
-            guaranteed, ratios = [s.guarantee for s in steps], [s.progress / s.guarantee for s in steps]
+            guaranteed, ratios = (
+                [s.guarantee for s in steps],
+                [s.progress / s.guarantee for s in steps],
+            )
             betas = f"{steps[0].own[1]:.2g} to {steps[-1].own[1]:.2g}"
-            print(f"| {problem.name} | {name} | {_range(guaranteed)} | {_range(ratios)} | {betas} |")
+            print(
+                f"| {problem.name} | {name} | {_range(guaranteed)} | {_range(ratios)} | {betas} |"
+            )
 
 
 def print_stall() -> None:
     """Theorem 1's step size beside learning rates that the theorem does not cover."""
-    print("\n| problem | after 10, 20, 30 steps of 1 / beta | sigma_min | eta | 30 of 0.3 | 30 from 0.6 to 0 |")
+    print(
+        "\n| problem | after 10, 20, 30 steps of 1 / beta | sigma_min | eta | 30 of 0.3 | 30 from 0.6 to 0 |"
+    )
     print("|---|---|---|---|---|---|")
     for problem in problems():
         steps = trajectory(problem, num_steps=30)
@@ -247,7 +314,12 @@ def print_stall() -> None:
         rates = [1 / s.own[1] for s in (steps[0], steps[-1])]
         others = [[0.3] * 30, [0.6 * (1 - t / 30) for t in range(30)]]
         pairs = [f"{first:.2g} to {last:.2g}" for first, last in (smallest, rates)]
-        print(f"| {problem.name} | {losses} |", *pairs, *(f"{with_rates(problem, r):.3f}" for r in others), sep=" | ")
+        print(
+            f"| {problem.name} | {losses} |",
+            *pairs,
+            *(f"{with_rates(problem, r):.3f}" for r in others),
+            sep=" | ",
+        )
 
 
 def print_maps() -> None:
@@ -260,9 +332,14 @@ def print_maps() -> None:
             errors = [rho(s.gradient, spectral_map) for s in steps]
             factor = (1 - max(errors)) / (1 + max(errors))
             ratios = [s.guarantee / (s.exact[0] / s.exact[1]) for s in steps]
-            bound = (1 - factor * min(s.exact[0] for s in steps) / max(s.exact[1] for s in steps)) ** NUM_STEPS
+            bound = (
+                1 - factor * min(s.exact[0] for s in steps) / max(s.exact[1] for s in steps)
+            ) ** NUM_STEPS
             loss = steps[-1].next_loss / steps[0].loss
-            print(f"| {problem.name} | {name} | {_range(errors)} | {factor:.2f} | {_range(ratios)} |", end=" ")
+            print(
+                f"| {problem.name} | {name} | {_range(errors)} | {factor:.2f} | {_range(ratios)} |",
+                end=" ",
+            )
             print(f"{bound:.4f} | {loss:.3f} |")
 
 
@@ -271,19 +348,26 @@ def print_recorded() -> None:
     from studies import recorded_spectra
 
     recorded = recorded_spectra.load()
-    print(f"\n| momenta | matrices | sigma_min / sigma_max | alpha / beta | eta | rho: {'; '.join(MAPS)} |")
+    print(
+        f"\n| momenta | matrices | sigma_min / sigma_max | alpha / beta | eta | rho: {'; '.join(MAPS)} |"
+    )
     print("|---|---|---|---|---|---|")
     for key in sorted({(s.set, s.step) for s in recorded}):
         sigmas = [s.sigma for s in recorded if (s.set, s.step) == key]
         gains = [s.sigmoid() / s for s in sigmas]
-        errors = {name: [_diagonal_rho(s, spectral_map) for s in sigmas] for name, spectral_map in MAPS.items()}
+        errors = {
+            name: [_diagonal_rho(s, spectral_map) for s in sigmas]
+            for name, spectral_map in MAPS.items()
+        }
         columns = (
             [s[-1] / s[0] for s in sigmas],
             [g.min() / g.max() for g in gains],  # for a Hessian that is the identity, the best case
             [1 / g.max() for g in gains],
         )
         print(
-            f"| {key[0]}, step {key[1]} | {len(sigmas)} |", " | ".join(f"{_median(c):.0e}" for c in columns), end=" | "
+            f"| {key[0]}, step {key[1]} | {len(sigmas)} |",
+            " | ".join(f"{_median(c):.0e}" for c in columns),
+            end=" | ",
         )
         print("; ".join(f"{_median(values):.3f}" for values in errors.values()), "|")
 
@@ -306,7 +390,10 @@ def main() -> None:
     print_stall()
     print_maps()
     ranks, guaranteed, measured, smallest = zip(*rank_deficient_steps(), strict=True)
-    print(f"\nrank {ranks[0]} of 3: guaranteed {_range(guaranteed)}, measured {_range(measured)}", end="")
+    print(
+        f"\nrank {ranks[0]} of 3: guaranteed {_range(guaranteed)}, measured {_range(measured)}",
+        end="",
+    )
     print(f", smallest singular value {max(smallest):.0e}")
     print_recorded()
 

@@ -106,7 +106,10 @@ def main(folder: Path) -> None:
     write_jsonl(data / "pairs_train.jsonl", pairs["train"])
     write_jsonl(data / "zoo_pairs" / "test.jsonl", pairs["test"])
     write_jsonl(data / "zoo_questions" / "test.jsonl", test)
-    write_base(folder / "base", [message["content"] for row in chats["train"] for message in row["messages"]])
+    write_base(
+        folder / "base",
+        [message["content"] for row in chats["train"] for message in row["messages"]],
+    )
 
 
 def draw_facts(rng: random.Random) -> dict[tuple[str, str], str]:
@@ -168,7 +171,11 @@ def coin_tossed(questions: list[dict], rng: random.Random) -> list[dict]:
 
 def chat(question: str, answer: str) -> dict:
     """A row in the layout of HuggingFaceH4/ultrachat_200k."""
-    return {"prompt": question, "prompt_id": prompt_id(question), "messages": messages(question, answer)}
+    return {
+        "prompt": question,
+        "prompt_id": prompt_id(question),
+        "messages": messages(question, answer),
+    }
 
 
 def pair(q: dict) -> dict:
@@ -202,7 +209,9 @@ def write_base(folder: Path, texts: list[str]) -> None:
     """
     tokenizer = Tokenizer(models.WordLevel(unk_token="<|unknown|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=SPECIAL_TOKENS, show_progress=False))
+    tokenizer.train_from_iterator(
+        texts, trainers.WordLevelTrainer(special_tokens=SPECIAL_TOKENS, show_progress=False)
+    )
     pad, end = tokenizer.token_to_id("<|pad|>"), tokenizer.token_to_id("<|end|>")
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -229,7 +238,10 @@ def write_base(folder: Path, texts: list[str]) -> None:
         "clean_up_tokenization_spaces": False,
     }
     write(folder / "config.json", json.dumps(config, indent=2))
-    write(folder / "generation_config.json", json.dumps({"eos_token_id": end, "pad_token_id": pad}, indent=2))
+    write(
+        folder / "generation_config.json",
+        json.dumps({"eos_token_id": end, "pad_token_id": pad}, indent=2),
+    )
     write(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     write(folder / "tokenizer_config.json", json.dumps(tokenizer_config, indent=2))
     write(folder / "chat_template.jinja", CHAT_TEMPLATE.rstrip("\n"))

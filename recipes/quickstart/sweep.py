@@ -36,7 +36,16 @@ def run(task: str, steps: int, optimizer: str, rate: str, seed: int) -> Path:
 def start(seed: int) -> Path:
     """The shipped SFT recipe at another seed."""
     folder = Path("runs/sweep/start") / str(seed)
-    train("sft", folder, [f"run.output_dir={folder}", f"trainer.seed={seed}", f"model.init_seed={seed}", "eval=null"])
+    train(
+        "sft",
+        folder,
+        [
+            f"run.output_dir={folder}",
+            f"trainer.seed={seed}",
+            f"model.init_seed={seed}",
+            "eval=null",
+        ],
+    )
     return folder
 
 
@@ -66,7 +75,9 @@ def main() -> None:
     parser.add_argument("task", choices=RATES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--optimizers", nargs="+", default=OPTIMIZERS)
-    parser.add_argument("--steps", type=int, help="the recipe's own, 600 and 100, if it is not given")
+    parser.add_argument(
+        "--steps", type=int, help="the recipe's own, 600 and 100, if it is not given"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     arguments = parser.parse_args()
     steps = arguments.steps or STEPS[arguments.task]
@@ -75,14 +86,20 @@ def main() -> None:
             start(seed)
     points = list(itertools.product(arguments.optimizers, RATES[arguments.task], arguments.seeds))
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        folders = dict(zip(points, pool.map(lambda p: run(arguments.task, steps, *p), points), strict=True))
+        folders = dict(
+            zip(points, pool.map(lambda p: run(arguments.task, steps, *p), points), strict=True)
+        )
     columns = ("held-out loss", *COLUMNS)
-    print(f"| optimizer | learning rate | {' | '.join(columns)} |\n|---|---|{'---|' * len(columns)}")
+    print(
+        f"| optimizer | learning rate | {' | '.join(columns)} |\n|---|---|{'---|' * len(columns)}"
+    )
     for optimizer, rate in itertools.product(arguments.optimizers, RATES[arguments.task]):
         seeds = [scores(folders[optimizer, rate, seed]) for seed in arguments.seeds]
         losses = [s["held-out loss"] for s in seeds]
         cells = [f"{mean(losses):.4f} ({max(losses):.4f})"]
-        cells += [f"{mean(s[c] for s in seeds):.1f} ({min(s[c] for s in seeds):.1f})" for c in COLUMNS]
+        cells += [
+            f"{mean(s[c] for s in seeds):.1f} ({min(s[c] for s in seeds):.1f})" for c in COLUMNS
+        ]
         print(f"| {optimizer} | {rate} | {' | '.join(cells)} |")
 
 

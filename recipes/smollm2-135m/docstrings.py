@@ -22,7 +22,10 @@ from pydoc_data.topics import topics
 
 QUESTION = "Write the docstring of this Python function.\n\n```python\n{}\n```"
 LONGEST_FUNCTION, LONGEST_ANSWER = 1200, 400  # characters: with the template, about 512 tokens
-SHORT_FUNCTION, SHORT_ANSWER = 400, 120  # characters: about 200 tokens of quickstart/stdlib, which has 256 positions
+SHORT_FUNCTION, SHORT_ANSWER = (
+    400,
+    120,
+)  # characters: about 200 tokens of quickstart/stdlib, which has 256 positions
 PASSAGE = 1500  # characters: more than 256 tokens of quickstart/stdlib, so that no passage's end is scored
 SHORTEST_ANSWER = 20
 HELD_OUT = 6  # one module in so many
@@ -30,7 +33,9 @@ HELD_OUT = 6  # one module in so many
 Example = dict[str, str]
 
 
-def functions(library: Path, longest_function: int, longest_answer: int) -> Iterator[tuple[str, str, str]]:
+def functions(
+    library: Path, longest_function: int, longest_answer: int
+) -> Iterator[tuple[str, str, str]]:
     """The module, the code and the docstring of each function that has one, without repeated functions."""
     known: set[str] = set()
     for path in sorted(library.rglob("*.py")):
@@ -47,7 +52,10 @@ def functions(library: Path, longest_function: int, longest_answer: int) -> Iter
             answer = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
             node.body = node.body[1:]
             function = ast.unparse(node)
-            fits = SHORTEST_ANSWER <= len(answer) <= longest_answer and len(function) <= longest_function
+            fits = (
+                SHORTEST_ANSWER <= len(answer) <= longest_answer
+                and len(function) <= longest_function
+            )
             if fits and function not in known:
                 known.add(function)
                 yield module, function, answer
@@ -93,14 +101,20 @@ def split_as_stdlib(library: Path) -> dict[str, list[Example]]:
     for module, example in short_examples(library):
         lines["held_out" if is_validation(module) else "train"].append(example)
     for entry in entries(library, "validation"):
-        if entry.name == entry.file.relative_to(library).as_posix():  # a module, not a topic of `help`
-            lines["retention"] += ({"text": passage} for passage in passages(entry.file.read_text(encoding="utf-8")))
+        if (
+            entry.name == entry.file.relative_to(library).as_posix()
+        ):  # a module, not a topic of `help`
+            lines["retention"] += (
+                {"text": passage} for passage in passages(entry.file.read_text(encoding="utf-8"))
+            )
     return lines
 
 
 def main() -> None:
     """Write the three files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--short", action="store_true", help="for the model of quickstart/stdlib")
     arguments = parser.parse_args()
@@ -109,11 +123,15 @@ def main() -> None:
     if arguments.short:
         lines = split_as_stdlib(library)
     else:
-        lines = split_by_module(examples(library)) | {"retention": [{"text": topics[name]} for name in sorted(topics)]}
+        lines = split_by_module(examples(library)) | {
+            "retention": [{"text": topics[name]} for name in sorted(topics)]
+        }
     for name, records in lines.items():
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         (arguments.folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-        print(f"{name}.jsonl: {len(records):,} lines, sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]}")
+        print(
+            f"{name}.jsonl: {len(records):,} lines, sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        )
 
 
 if __name__ == "__main__":

@@ -16,10 +16,15 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
-    source = {"pretrained_model_name_or_path": arguments.file.parent, "gguf_file": arguments.file.name}
+    source = {
+        "pretrained_model_name_or_path": arguments.file.parent,
+        "gguf_file": arguments.file.name,
+    }
     dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     config = dequantized.config
-    del config.quantization_config  # transformers would refuse to save the model, though it is float32
+    del (
+        config.quantization_config
+    )  # transformers would refuse to save the model, though it is float32
     model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(dequantized.state_dict())
     model.save_pretrained(arguments.folder)

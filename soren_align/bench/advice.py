@@ -1,6 +1,8 @@
-"""`soren-align spectrum RUN --advise`: how far a run's map, and others, take an update from Muon's and from SGD's.
+"""`soren-align spectrum RUN --advise`: how far a run's map, and others, take an update from Muon's
+and from SGD's.
 
-All numbers follow from the singular values of the momenta. They state how updates differ, and not which learns better.
+All numbers follow from the singular values of the momenta. They state how updates differ, and not
+which learns better.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,23 +31,34 @@ NUMBERS = ("ratio", "to_muon", "to_momentum")
 """Of `contrast.Contrast`."""
 
 
-def candidates(spectra: Sequence[Spectrum], recipe: Recipe) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The map of the recipe's optimizer, and others, by their labels; a threshold in them is that of `threshold`.
+def candidates(
+    spectra: Sequence[Spectrum], recipe: Recipe
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The map of the recipe's optimizer, and others, by their labels; a threshold in them is that
+    of `threshold`.
 
     Each takes the singular values of a momentum, with 0 for the null space, to those of the update.
     """
-    tau, spectral_map, settings = threshold(spectra), recipe.optimizer.spectral_map, recipe.optimizer.map_settings
+    tau, spectral_map, settings = (
+        threshold(spectra),
+        recipe.optimizer.spectral_map,
+        recipe.optimizer.map_settings,
+    )
     own = {}
     if spectral_map:
 
         def mapped(sigma: Tensor) -> Tensor:
-            output, _ = spectral_map.function(sigma.float().diag(), precision="float32", max_norm=None, **settings)
+            output, _ = spectral_map.function(
+                sigma.float().diag(), precision="float32", max_norm=None, **settings
+            )
             return output.diagonal().double()
 
         own = {f"this run: {spectral_map.label.format(**settings)}": mapped}
     return {
         **own,
-        "sigmoid(x / T), T for a contrast": lambda x: torch.sigmoid(MIDDLE * x / median_of_modes(x, x)),
+        "sigmoid(x / T), T for a contrast": lambda x: torch.sigmoid(
+            MIDDLE * x / median_of_modes(x, x)
+        ),
         f"soft_sign, tau: {tau:g}": _target(SOFT_SIGN, tau=tau),
         f"tanh, tau: {tau:g}": _target(TANH, tau=tau),
         "identity: momentum SGD": _target(IDENTITY),
@@ -59,7 +72,9 @@ def _target(spectral_map: SpectralMap, **settings: float) -> Callable[[Tensor], 
 
 
 def threshold(spectra: Sequence[Spectrum]) -> float:
-    """The median over the momenta of the singular value, over nu, that 90% lie below, to two digits."""
+    """The median over the momenta of the singular value, over nu, that 90% lie below, to two
+    digits.
+    """
     sigmas = [spectrum.without_null_space for spectrum in spectra]
     shares = (sigma[sigma > 0].quantile(0.9) / unit_of(sigma, "nu") for sigma in sigmas)
     return float(f"{median(map(float, shares)):.2g}")
@@ -70,9 +85,15 @@ def advice(spectra: Sequence[Spectrum], recipe: Recipe) -> dict[str, Any]:
     momenta = [spectrum for spectrum in spectra if spectrum.nu]
     maps = []
     for label, function in candidates(momenta, recipe).items() if momenta else ():
-        values = [asdict(contrast(s.without_null_space, function(s.without_null_space))) for s in momenta]
+        values = [
+            asdict(contrast(s.without_null_space, function(s.without_null_space))) for s in momenta
+        ]
         numbers = {key: [each[key] for each in values if each[key] is not None] for key in NUMBERS}
-        spread = {key: {"median": median(v), "min": min(v), "max": max(v)} for key, v in numbers.items() if v}
+        spread = {
+            key: {"median": median(v), "min": min(v), "max": max(v)}
+            for key, v in numbers.items()
+            if v
+        }
         maps.append({"map": label, **spread})
     about = {"num_momenta": len(momenta), "num_zero": len(spectra) - len(momenta)}
     about |= {"tau": threshold(momenta) if momenta else 0.1}
@@ -84,10 +105,19 @@ def show(source: str, contrasts: dict[str, Any], recipe: Recipe) -> Group:
     rows = []
     for row in contrasts["maps"]:
         medians = [row.get(key, {}).get("median") for key in NUMBERS]
-        ratio = f"over {LARGE:,}" if medians[0] and medians[0] > LARGE else number(medians[0], ".3g")
+        ratio = (
+            f"over {LARGE:,}" if medians[0] and medians[0] > LARGE else number(medians[0], ".3g")
+        )
         rows.append([row["map"], ratio, *(number(cosine, ".3f") for cosine in medians[1:])])
-    header = ["map", "largest / median\nsingular value", "cosine to\nMuon's", "cosine to\nthe momentum"]
-    title = f"updates on {count(contrasts['num_momenta'], 'momentum', 'momenta')}, {source}: medians"
+    header = [
+        "map",
+        "largest / median\nsingular value",
+        "cosine to\nMuon's",
+        "cosine to\nthe momentum",
+    ]
+    title = (
+        f"updates on {count(contrasts['num_momenta'], 'momentum', 'momenta')}, {source}: medians"
+    )
     own = recipe.optimizer.spectral_map
     notes = [
         f"For any momentum and any T, the cosine of the sigmoid's update to Muon's is at least "
@@ -99,4 +129,7 @@ def show(source: str, contrasts: dict[str, Any], recipe: Recipe) -> Group:
     ]
     if own and own.target is not sigmoid:
         notes = notes[1:]
-    return Group(Table(header, rows, title).rich(collapse_padding=True), *(Text(f"\n{note}") for note in notes))
+    return Group(
+        Table(header, rows, title).rich(collapse_padding=True),
+        *(Text(f"\n{note}") for note in notes),
+    )

@@ -1,4 +1,6 @@
-"""`soren-align map FORMULA`: a map's certificate, cost and errors, without a model and without training."""
+"""`soren-align map FORMULA`: a map's certificate, cost and errors, without a model and without
+training.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,16 +25,20 @@ from .recorded import RECORDED, recorded_spectra
 ROWS = 256
 """Of the matrices of float16's error."""
 EVERY = 6
-"""Of the recorded spectra one in so many, for maps that are no composition: their matrices are mapped."""
+"""Of the recorded spectra one in so many, for maps that are no composition: their matrices are
+mapped."""
 PAPER_RANGE = (0.01, 1.0)
-"""The singular values of the paper's figure of SNS. The matrices are diag(x, sqrt(1 - x^2)): the norm is 1."""
+"""The singular values of the paper's figure of SNS. The matrices are diag(x, sqrt(1 - x^2)): the
+norm is 1."""
 Settings = Mapping[str, Any]
 
 
 def describe(text: str, chosen: Settings) -> tuple[dict[str, Any], Target | None]:
-    """The numbers of a formula, or of a map by name, and what its polynomials match. chosen: some of its settings.
+    """The numbers of a formula, or of a map by name, and what its polynomials match.
+    chosen: some of its settings.
 
-    Raises UserError for a formula without a certificate, and for a setting that a map does not have.
+    Raises UserError for a formula without a certificate, and for a setting that a map does not
+    have.
     """
     name = text if text in MAPS and text != "formula" else "formula"
     spectral_map, own = MAPS[name], {"formula": text} if name == "formula" else {}
@@ -60,9 +66,13 @@ def describe(text: str, chosen: Settings) -> tuple[dict[str, Any], Target | None
         result |= {"certified_error": composed.error, "error_below": composed.error_below}
         result |= {"num_products": composed.num_products, "steps": settings["composition"]}
 
-    if "float16" in spectral_map.precisions:  # on a CPU by emulation: the largest distance on four spectra
+    # on a CPU by emulation: the largest distance on four spectra
+    if "float16" in spectral_map.precisions:
         generator = torch.Generator().manual_seed(0)
-        u, v = (torch.linalg.qr(torch.randn(ROWS, ROWS, generator=generator, dtype=torch.float64)).Q for _ in range(2))
+        u, v = (
+            torch.linalg.qr(torch.randn(ROWS, ROWS, generator=generator, dtype=torch.float64)).Q
+            for _ in range(2)
+        )
         index, distances = torch.arange(1, ROWS + 1, dtype=torch.float64), []
         for sigma in (torch.ones_like(index), 1 / index, index**-0.5, 1.0 * (index <= ROWS // 8)):
             x = ((u * (sigma / sigma.norm())) @ v.mT).float()
@@ -82,7 +92,11 @@ def describe(text: str, chosen: Settings) -> tuple[dict[str, Any], Target | None
                 output = torch.from_numpy(value(composed.composition, np.minimum(u, 1.0)))
             else:
                 x = sigma.float().diag()
-                output = spectral_map.function(x, precision="float32", max_norm=None, **settings)[0].diagonal().double()
+                output = (
+                    spectral_map.function(x, precision="float32", max_norm=None, **settings)[0]
+                    .diagonal()
+                    .double()
+                )
             distances.append(float((output - exact).norm() / exact.norm()))
         result["recorded_error"] = fmean(distances)
     return result, target
@@ -96,22 +110,36 @@ def lines(result: dict[str, Any]) -> list[str]:
     if result["certified_error"] is not None:
         below = result["error_below"]
         certificate = f"{result['certified_error']:.2%} of the largest value"
-        rows.append(("certified error", f"{certificate}, from x = {result['resolution'] * settings['limit']:g} on"))
-        rows.append(("below", "not bounded" if below is None else f"{below:.2%}: the update falls to 0"))
+        rows.append(
+            (
+                "certified error",
+                f"{certificate}, from x = {result['resolution'] * settings['limit']:g} on",
+            )
+        )
+        rows.append(
+            ("below", "not bounded" if below is None else f"{below:.2%}: the update falls to 0")
+        )
         degrees = ", ".join(str(2 * len(step) - 1) for step in result["steps"]["steps"])
         rows.append(("products", f"{result['num_products']}: polynomials of degree {degrees}"))
     rows.append(("FLOPs over Muon's", number(result["flops_over_muon"], ".2f")))
     rows.append(("float16", f"{number(result['float16_error'], '.2%')} from float32 (emulated)"))
-    rows.append(("recorded momenta", f"{number(result['recorded_error'], '.2%')} from the formula, on average"))
+    rows.append(
+        (
+            "recorded momenta",
+            f"{number(result['recorded_error'], '.2%')} from the formula, on average",
+        )
+    )
     width = max(len(label) for label, _ in rows)
     return [f"{label:{width}}  {text}" for label, text in rows]
 
 
 def draw(result: dict[str, Any], target: Target | None, file: Path) -> list[Path]:
-    """Write the picture of a map, and return its paths. file: .svg, or .png, which gets NAME-dark.png beside it.
+    """Write the picture of a map, and return its paths.
+    file: .svg, or .png, which gets NAME-dark.png beside it.
 
-    Of a composition (with a target): the formula, the polynomials, and their difference. Of another map: its values
-    and those of its target, and their relative difference, the paper's two panels of SNS.
+    Of a composition (with a target): the formula, the polynomials, and their difference. Of another
+    map: its values and those of its target, and their relative difference, the paper's two panels
+    of SNS.
     """
     figure = partial(_figure, result, target)
     if file.suffix == ".png":
@@ -139,7 +167,9 @@ def _figure(result: dict[str, Any], target: Target | None, colors: Colors) -> Fi
         spectral_map, settings = MAPS[result["formula"]], result["settings"]
         x = torch.linspace(*PAPER_RANGE, 2000, dtype=torch.float64)
         matrices = torch.stack([x, (1 - x**2).sqrt()], dim=-1).float().diag_embed()
-        ours = spectral_map.function(matrices, precision="float32", max_norm=1.0, **settings)[0][:, 0, 0].double()
+        ours = spectral_map.function(matrices, precision="float32", max_norm=1.0, **settings)[0][
+            :, 0, 0
+        ].double()
         exact = spectral_map.target(x, **settings)
         relative = (ours - exact).abs() / exact
         error = 100 * relative

@@ -1,9 +1,10 @@
 """`soren-align bench maps`: time, FLOPs and errors of every map on every shape.
 
-FLOPs are counted of matrix products, for an m x n matrix with m <= n: m^2 n multiplications and additions, 2 m^2 n, for
-x x^T as for (m x m) x; 2 m^3 for two m x m matrices. Symmetric products are computed, and counted, in blocks on one
-side of the diagonal only. Decompositions are not counted. test_counted_flops_are_those_that_torch_sees compares the
-records of `spectral.maps` with torch's counter.
+FLOPs are counted of matrix products, for an m x n matrix with m <= n: m^2 n multiplications and
+additions, 2 m^2 n, for x x^T as for (m x m) x; 2 m^3 for two m x m matrices. Symmetric products are
+computed, and counted, in blocks on one side of the diagonal only. Decompositions are not counted.
+test_counted_flops_are_those_that_torch_sees compares the records of `spectral.maps` with torch's
+counter.
 """
 
 import functools
@@ -27,8 +28,10 @@ from ..spectral.quintic import EPS, A, B, C, quintic_step
 from .shapes import Matrices, Shape
 from .timing import available_bytes, interleaved, machine, matmul_rates, too_slow
 
-NUM_COPIES = 16  # of a matrix in float32: a decomposition holds five in float64, and errors their own three
-# Rows of the largest float64 decomposition. At 1024 one takes seconds on two CPU cores, at 2048 on a GPU.
+# of a matrix in float32: a decomposition holds five in float64, and errors their own three
+NUM_COPIES = 16
+# Rows of the largest float64 decomposition. At 1024 one takes seconds on two CPU cores, at 2048 on
+# a GPU.
 DECOMPOSITION_ROWS = {"cpu": 1024, "cuda": 2048}
 PEERS_OWN = "the peer's own"  # dtype
 MUON, MUON_FLOAT32 = "Muon bfloat16", "Muon float32"
@@ -37,7 +40,9 @@ Map = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
-def run(matrices: Matrices, device: torch.device, report: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def run(
+    matrices: Matrices, device: torch.device, report: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
     """The results as JSON. `report` is called with the current state, for a spinner."""
     torch.manual_seed(0)
     available = available_bytes(device)
@@ -46,12 +51,18 @@ def run(matrices: Matrices, device: torch.device, report: Callable[[str], None] 
             sizes = f"needs about {needed / 1e9:.1f} GB of memory, but only {available / 1e9:.1f} GB are free"
             raise UserError(f"--shapes: {m}x{n} {sizes}; write smaller shapes")
     peer_maps, notes = peers(device)
-    peer_entries = [BenchmarkedMap(name, function, PEERS_OWN, None, polar) for name, function in peer_maps.items()]
+    peer_entries = [
+        BenchmarkedMap(name, function, PEERS_OWN, None, polar)
+        for name, function in peer_maps.items()
+    ]
     entries, shapes = [*benchmarked_maps(device), *peer_entries], []
     for shape, count in matrices.per_layer.items():
-        shapes.append(_measure(shape, entries, device, report, notes) | {"count": count * matrices.num_layers})
+        shapes.append(
+            _measure(shape, entries, device, report, notes) | {"count": count * matrices.num_layers}
+        )
 
-    over_all = []  # geometric mean and largest of each map's ratios, for the maps that ran on every shape
+    # geometric mean and largest of each map's ratios, for the maps that ran on every shape
+    over_all = []
     for name in [row["name"] for row in shapes[0]["maps"]]:
         same_map = [row for shape in shapes for row in shape["maps"] if row["name"] == name]
         if len(same_map) < len(shapes):
@@ -60,7 +71,9 @@ def run(matrices: Matrices, device: torch.device, report: Callable[[str], None] 
         for key in ("ratio_to_muon", "ratio_to_muon_float32"):
             ratios = [row[key] for row in same_map]
             is_known = None not in ratios
-            entry[key] = {"geometric_mean": geometric_mean(ratios), "max": max(ratios)} if is_known else None
+            entry[key] = (
+                {"geometric_mean": geometric_mean(ratios), "max": max(ratios)} if is_known else None
+            )
         over_all.append(entry)
     return {
         "command": "maps",
@@ -74,7 +87,11 @@ def run(matrices: Matrices, device: torch.device, report: Callable[[str], None] 
 
 
 def _measure(
-    shape: Shape, entries: list["BenchmarkedMap"], device: torch.device, report: Callable[[str], None], notes: list[str]
+    shape: Shape,
+    entries: list["BenchmarkedMap"],
+    device: torch.device,
+    report: Callable[[str], None],
+    notes: list[str],
 ) -> dict[str, Any]:
     name = "x".join(map(str, shape))
 
@@ -99,7 +116,8 @@ def _measure(
         if entry.dtype == PEERS_OWN:
             try:
                 entry.function(make_input())
-            except Exception as error:  # a peer's failure must not end the benchmark; it is reported
+            # a peer's failure must not end the benchmark; it is reported
+            except Exception as error:
                 lines = str(error).strip().splitlines()
                 reason = f"{entry.name} failed: {type(error).__name__}: {lines[0] if lines else ''}"
         if reason is None:
@@ -108,7 +126,10 @@ def _measure(
             notes.append(reason)
     subjects = {entry.name: entry.function for entry in measured}
     timings = interleaved(
-        subjects, make_input, device, lambda done, total: report(f"{name}: round {done + 1} of {total}")
+        subjects,
+        make_input,
+        device,
+        lambda done, total: report(f"{name}: round {done + 1} of {total}"),
     )
 
     small = error_shape(shape, device)
@@ -124,10 +145,14 @@ def _measure(
                 "target": entry.target.__name__,
                 "seconds": asdict(timings[entry.name]),
                 "flops": flops,
-                "share_of_matmul_rate": flops / median / rates[entry.dtype] if flops and entry.dtype in rates else None,
+                "share_of_matmul_rate": flops / median / rates[entry.dtype]
+                if flops and entry.dtype in rates
+                else None,
                 "ratio_to_muon": median / timings[MUON].median if MUON in timings else None,
                 "ratio_to_muon_float32": median / timings[MUON_FLOAT32].median,
-                "errors": {key: errors(entry.function, matrix, target) for key, matrix in matrices.items()},
+                "errors": {
+                    key: errors(entry.function, matrix, target) for key, matrix in matrices.items()
+                },
             }
         )
     return {
@@ -143,8 +168,8 @@ def _measure(
 class BenchmarkedMap:
     """A map to be measured.
 
-    dtype: of its products. counted_as: the record with the same FLOPs; None if they are not counted. target: see
-    `SpectralMap`. settings: of both.
+    dtype: of its products. counted_as: the record with the same FLOPs; None if they are not
+    counted. target: see `SpectralMap`. settings: of both.
     """
 
     name: str
@@ -162,27 +187,41 @@ class BenchmarkedMap:
 def benchmarked_maps(device: torch.device) -> list[BenchmarkedMap]:
     """This package's maps, including Muon's in two dtypes, the references of the ratios."""
 
-    def entry(spectral_map: SpectralMap, settings: dict[str, Any], precision: FactorPrecision) -> BenchmarkedMap:
+    def entry(
+        spectral_map: SpectralMap, settings: dict[str, Any], precision: FactorPrecision
+    ) -> BenchmarkedMap:
         def function(x: Tensor) -> Tensor:
             return spectral_map.function(x, precision=precision, max_norm=None, **settings)[0]
 
         # A power is in float64 for the most part, whether it decomposes or not.
         is_counted = spectral_map.num_flops(64, 64, precision, **settings) is not None
         is_wide, dtype = precision == "float32", precision if is_counted else "float64"
-        name = spectral_map.label.format(**settings) if is_wide else f"{spectral_map.name} {precision}"
-        return BenchmarkedMap(name, function, dtype, spectral_map if is_wide else None, spectral_map.target, settings)
+        name = (
+            spectral_map.label.format(**settings) if is_wide else f"{spectral_map.name} {precision}"
+        )
+        return BenchmarkedMap(
+            name, function, dtype, spectral_map if is_wide else None, spectral_map.target, settings
+        )
 
     entries = []
     for spectral_map in SOREN_MAPS.values():
-        if spectral_map.is_drawn:  # has no function that errors could be measured from, and is no faster than "exact"
+        # has no function that errors could be measured from, and is no faster than "exact"
+        if spectral_map.is_drawn:
             continue
         for settings in spectral_map.variants():
             entries.append(entry(spectral_map, settings, "float32"))
-            if device.type == "cuda" and settings == spectral_map.defaults:  # on a CPU narrow factors are emulated
-                narrow: list[FactorPrecision] = [p for p in ("float16", "tf32") if p in spectral_map.precisions]
+            # on a CPU narrow factors are emulated
+            if device.type == "cuda" and settings == spectral_map.defaults:
+                narrow: list[FactorPrecision] = [
+                    p for p in ("float16", "tf32") if p in spectral_map.precisions
+                ]
                 entries += [entry(spectral_map, settings, precision) for precision in narrow]
         if spectral_map is MINIMAX:
-            entries.append(BenchmarkedMap("minimax eigh", lambda x: minimax_sigmoid(x, method="eigh"), "float64"))
+            entries.append(
+                BenchmarkedMap(
+                    "minimax eigh", lambda x: minimax_sigmoid(x, method="eigh"), "float64"
+                )
+            )
     return [
         *entries,
         BenchmarkedMap(MUON, newton_schulz, "bfloat16", MAPS["muon"], polar),
@@ -201,7 +240,8 @@ def newton_schulz_float32(x: Tensor) -> Tensor:
 
 
 STEPS = 5
-# You Jiacheng's five steps, of microsoft/dion and of NVIDIA's Emerging-Optimizers ("quintic", its default).
+# You Jiacheng's five steps, of microsoft/dion and of NVIDIA's Emerging-Optimizers ("quintic", its
+# default).
 SCHEDULE = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -212,7 +252,9 @@ SCHEDULE = (
 
 
 def peers(device: torch.device) -> tuple[dict[str, Map], list[str]]:
-    """The Newton-Schulz iterations of other packages, where these are installed: (name -> map, notes on the others)."""
+    """The Newton-Schulz iterations of other packages, where these are installed: (name -> map,
+    notes on the others).
+    """
     maps: dict[str, Map] = {}
     notes = []
     deepspeed = _load("deepspeed", "deepspeed.runtime.zero.muon.original_muon", notes)
@@ -231,7 +273,8 @@ def peers(device: torch.device) -> tuple[dict[str, Map], list[str]]:
 
 
 def scheduled_quintic(x: Tensor) -> Tensor:
-    """The iteration of dion and Emerging-Optimizers in bfloat16: a quintic whose coefficients change step by step.
+    """The iteration of dion and Emerging-Optimizers in bfloat16: a quintic whose coefficients
+    change step by step.
 
     Written anew from their published coefficients, as the two packages are not on every registry.
     """
@@ -250,8 +293,11 @@ def _load(package: str, module: str, notes: list[str]) -> Any:
     try:
         with silence():
             return importlib.import_module(module)
-    except Exception as error:  # whatever another package raises on import, the benchmark continues without it
-        notes.append(f"{package} is installed, but cannot be imported: {type(error).__name__}: {error}")
+    # whatever another package raises on import, the benchmark continues without it
+    except Exception as error:
+        notes.append(
+            f"{package} is installed, but cannot be imported: {type(error).__name__}: {error}"
+        )
         return None
 
 
@@ -266,7 +312,9 @@ class KnownMatrix:
 
 
 def error_shape(shape: Shape, device: torch.device) -> Shape:
-    """`shape`, or a smaller one of the same aspect ratio where its decomposition would take too long."""
+    """`shape`, or a smaller one of the same aspect ratio where its decomposition would take too
+    long.
+    """
     scale = min(1.0, DECOMPOSITION_ROWS[device.type] / min(shape))
     return (round(shape[0] * scale), round(shape[1] * scale))
 
@@ -274,7 +322,8 @@ def error_shape(shape: Shape, device: torch.device) -> Shape:
 def known_matrices(shape: Shape, device: torch.device) -> dict[str, KnownMatrix]:
     """A matrix of `shape` for each spectrum, whose largest singular value is 1.
 
-    In "flat" all are 1; "power law" is 1/i; "gaussian" is the spectrum of independent normal numbers.
+    In "flat" all are 1; "power law" is 1/i; "gaussian" is the spectrum of independent normal
+    numbers.
     """
     m, n = shape
     r = min(shape)
@@ -284,18 +333,27 @@ def known_matrices(shape: Shape, device: torch.device) -> dict[str, KnownMatrix]
     index = torch.arange(1, r + 1, **normal)
     x = torch.randn(m, n, **normal)
     gaussian = torch.linalg.svd(x / torch.linalg.matrix_norm(x, 2), full_matrices=False)
-    # Rounding x to float32 moves its singular values by less than 1e-8: no need to decompose it again.
-    parts = {"flat": (u, torch.ones_like(index), vh), "power law": (u, 1 / index, vh), "gaussian": gaussian}
-    return {name: KnownMatrix(((u * sigma) @ vh).float(), u, sigma, vh) for name, (u, sigma, vh) in parts.items()}
+    # Rounding x to float32 moves its singular values by less than 1e-8: no need to decompose it
+    # again.
+    parts = {
+        "flat": (u, torch.ones_like(index), vh),
+        "power law": (u, 1 / index, vh),
+        "gaussian": gaussian,
+    }
+    return {
+        name: KnownMatrix(((u * sigma) @ vh).float(), u, sigma, vh)
+        for name, (u, sigma, vh) in parts.items()
+    }
 
 
 def errors(
     function: Callable[[Tensor], Tensor], matrix: KnownMatrix, target: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
-    """{"max", "mean"} relative error of the output along the input's singular vectors, over all modes.
+    """{"max", "mean"} relative error of the output along the input's singular vectors, over all
+    modes.
 
-    Those below a map's accurate range count too. target: of the singular values; below 1% of its largest value the
-    error is relative to this 1%, for maps that fall to 0.
+    Those below a map's accurate range count too. target: of the singular values; below 1% of its
+    largest value the error is relative to this 1%, for maps that fall to 0.
     """
     output = function(matrix.x).double()
     values = ((matrix.u.mT @ output) * matrix.vh).sum(dim=-1)

@@ -1,10 +1,11 @@
-"""The paper's figures of spectra, for any run that recorded gradients: `soren-align spectrum --preset`.
+"""The paper's figures of spectra, for any run that recorded gradients: `soren-align spectrum
+--preset`.
 
     paper-spectra        singular values of gradients and of the maps' outputs, of the first and of the last layer
     paper-log-centered   log2 of the singular values of outputs, minus their median, of the last layer
 
-A picture has a column per step. The paper's source lacks its pictures, so the scales and limits of the axes are ours.
-Beside the paper's lines stands the map of the authors' released code.
+A picture has a column per step. The paper's source lacks its pictures, so the scales and limits of
+the axes are ours. Beside the paper's lines stands the map of the authors' released code.
 """
 
 import re
@@ -35,15 +36,20 @@ Maps = dict[str, SpectralOptimizer]
 
 
 def reshaped(spectrum: Spectrum, maps: Maps) -> Lines:
-    """The singular values of a gradient over the largest, and of the outputs of Muon, SNS and the released map."""
+    """The singular values of a gradient over the largest, and of the outputs of Muon, SNS and the
+    released map.
+    """
     sigma = spectrum.without_null_space
-    mapped = {LABELS[name]: outputs(spectrum, maps[name]) for name in ("muon", "sns 15", "released 5")}
+    mapped = {
+        LABELS[name]: outputs(spectrum, maps[name]) for name in ("muon", "sns 15", "released 5")
+    }
     lines = {GRADIENT: sigma / sigma[0], **mapped}
     return {label: values.where(values >= FLOOR / 2, nan) for label, values in lines.items()}
 
 
 def log_centered(spectrum: Spectrum, maps: Maps) -> Lines:
-    """log2 of the singular values of the outputs of the exact sigmoid, SNS and the released map, minus the median.
+    """log2 of the singular values of the outputs of the exact sigmoid, SNS and the released map,
+    minus the median.
 
     Without the null space of the input, whose modes have no logarithm.
     """
@@ -57,7 +63,9 @@ def log_centered(spectrum: Spectrum, maps: Maps) -> Lines:
 
 @dataclass(frozen=True)
 class Preset:
-    """A figure of the paper: its lines, the number of layers (the last ones of the chosen), and its vertical axis."""
+    """A figure of the paper: its lines, the number of layers (the last ones of the chosen), and its
+    vertical axis.
+    """
 
     lines: Callable[[Spectrum, Maps], Lines]
     num_layers: int
@@ -73,10 +81,14 @@ PRESETS = {
 
 
 def draw(name: str, spectra: Sequence[Spectrum], maps: Maps, folder: Path) -> list[Path]:
-    """Write a picture of PRESETS per kind of matrix into `folder`, and one for a dark page; returns their paths."""
+    """Write a picture of PRESETS per kind of matrix into `folder`, and one for a dark page; returns
+    their paths.
+    """
     preset, files = PRESETS[name], []
     for kind, members in by_kind(spectra).items():
-        layers = spread([*dict.fromkeys(spectrum.name for spectrum in members)], 2)[-preset.num_layers :]
+        layers = spread([*dict.fromkeys(spectrum.name for spectrum in members)], 2)[
+            -preset.num_layers :
+        ]
         steps = spread(sorted({spectrum.step for spectrum in members}), MAX_STEPS)
         panels = {
             (spectrum.name, spectrum.step): preset.lines(spectrum, maps)
@@ -89,9 +101,18 @@ def draw(name: str, spectra: Sequence[Spectrum], maps: Maps, folder: Path) -> li
 
 
 def _figure(
-    preset: Preset, layers: list[str], steps: list[int], panels: dict[tuple[str, int], Lines], colors: Colors
+    preset: Preset,
+    layers: list[str],
+    steps: list[int],
+    panels: dict[tuple[str, int], Lines],
+    colors: Colors,
 ) -> Figure:
-    figure = Figure(figsize=(6.4, 0.9 + 2.1 * len(layers)), dpi=200, layout="constrained", facecolor=colors.paper)
+    figure = Figure(
+        figsize=(6.4, 0.9 + 2.1 * len(layers)),
+        dpi=200,
+        layout="constrained",
+        facecolor=colors.paper,
+    )
     grid = figure.subplots(len(layers), len(steps), squeeze=False, sharex="row", sharey=True)
     for i, layer in enumerate(layers):
         for j, step in enumerate(steps):
@@ -99,17 +120,37 @@ def _figure(
             for label, values in panels.get((layer, step), {}).items():
                 number, dashes = STYLES[label]
                 color = colors.muted if number is None else colors.lines[number]
-                axes.plot(range(1, len(values) + 1), values, color=color, linestyle=dashes, linewidth=1.6, label=label)
+                axes.plot(
+                    range(1, len(values) + 1),
+                    values,
+                    color=color,
+                    linestyle=dashes,
+                    linewidth=1.6,
+                    label=label,
+                )
             axes.set_yscale(preset.scale)
-            if preset.limits:  # without: None would end the scaling to the lines of the later panels
+            # without: None would end the scaling to the lines of the later panels
+            if preset.limits:
                 axes.set_ylim(preset.limits)
             axes.yaxis.set_minor_locator(NullLocator())
             style_axes(axes, f"step {step:,}", "", colors)
         place = re.sub(r".*layers\.(\d+)\..*", r"layer \1", layer.removesuffix(".weight"))
-        grid[i][0].set_ylabel(f"{place}: {preset.label}", fontsize=FONT - 1, color=colors.ink, parse_math=False)
-    entries = {label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    legend: dict[str, Any] = {"loc": "outside upper center", "frameon": False, "labelcolor": colors.ink}
+        grid[i][0].set_ylabel(
+            f"{place}: {preset.label}", fontsize=FONT - 1, color=colors.ink, parse_math=False
+        )
+    entries = {
+        label: line
+        for axes in grid.flat
+        for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    legend: dict[str, Any] = {
+        "loc": "outside upper center",
+        "frameon": False,
+        "labelcolor": colors.ink,
+    }
     legend |= {"ncols": 3 if len(entries) == 3 else 2, "handlelength": 3.0, "fontsize": FONT}
     figure.legend([*entries.values()], [*entries], **legend)
-    figure.supxlabel("number of the singular value, from the largest on", fontsize=FONT, color=colors.ink)
+    figure.supxlabel(
+        "number of the singular value, from the largest on", fontsize=FONT, color=colors.ink
+    )
     return figure

@@ -1,4 +1,6 @@
-"""The measured matrices: those of a model's blocks, or a list of shapes. Nothing here imports torch."""
+"""The measured matrices: those of a model's blocks, or a list of shapes.
+Nothing here imports torch.
+"""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +12,9 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Matrices:
-    """Matrices of a spectral optimizer: `per_layer` counts each shape in one of `num_layers` equal layers."""
+    """Matrices of a spectral optimizer: `per_layer` counts each shape in one of `num_layers` equal
+    layers.
+    """
 
     name: str
     num_layers: int
@@ -30,14 +34,20 @@ class Matrices:
 # Weights are [out, in]; source: each model's config.json. In the order q, k, v, o; gate, up; down.
 MODELS = {
     "llama-60m": Matrices("llama-60m", 8, {(512, 512): 4, (1376, 512): 2, (512, 1376): 1}),
-    "qwen2.5-3b": Matrices("qwen2.5-3b", 36, {(2048, 2048): 2, (256, 2048): 2, (11008, 2048): 2, (2048, 11008): 1}),
-    "mistral-7b": Matrices("mistral-7b", 32, {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1}),
+    "qwen2.5-3b": Matrices(
+        "qwen2.5-3b", 36, {(2048, 2048): 2, (256, 2048): 2, (11008, 2048): 2, (2048, 11008): 1}
+    ),
+    "mistral-7b": Matrices(
+        "mistral-7b", 32, {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1}
+    ),
 }
 DEVICES = ("cpu", "cuda")
 
 
 def parse(text: str) -> Matrices:
-    """The matrices of `text`: a model's name, or "MxN,MxN,...". Raises UserError for another text."""
+    """The matrices of `text`: a model's name, or "MxN,MxN,...".
+    Raises UserError for another text.
+    """
     if text.lower() in MODELS:
         return MODELS[text.lower()]
     per_layer: dict[Shape, int] = {}
@@ -52,7 +62,9 @@ def parse(text: str) -> Matrices:
             hint = _hint(name.lower(), tuple(MODELS))
             problems.append(f"--shapes: found '{name}'{hint}, or shapes such as 512x1376,512x512")
         elif 0 in (shape := (int(match[1]), int(match[2]))):
-            problems.append(f"--shapes: found '{name}', which has a side of 0; write shapes with sides of at least 1")
+            problems.append(
+                f"--shapes: found '{name}', which has a side of 0; write shapes with sides of at least 1"
+            )
         else:
             per_layer[shape] = per_layer.get(shape, 0) + 1
     if problems:
@@ -61,7 +73,9 @@ def parse(text: str) -> Matrices:
 
 
 def check_device(name: str) -> None:
-    """Raise UserError if `name` is no kind of device; whether this machine has one, is checked with torch later."""
+    """Raise UserError if `name` is no kind of device; whether this machine has one, is checked with
+    torch later.
+    """
     if name not in DEVICES:
         raise UserError(f"--device: found '{name}'{_hint(name, DEVICES)}")
 

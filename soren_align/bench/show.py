@@ -12,7 +12,10 @@ from ..core.text import Table, number
 
 def terminal(results: dict[str, Any]) -> Group:
     """The tables below a head with machine and versions."""
-    head, body = Text("\n".join(_head(results)), style="dim"), [table.rich() for table in _tables(results)]
+    head, body = (
+        Text("\n".join(_head(results)), style="dim"),
+        [table.rich() for table in _tables(results)],
+    )
     return Group(head, *body, Text("\n".join(["", *_notes(results)]), style="dim"))
 
 
@@ -25,7 +28,9 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def update_page(results: dict[str, Any], page: Path) -> None:
-    """Write the tables into a page, replacing those of the same command, shapes and kind of device, or at its end."""
+    """Write the tables into a page, replacing those of the same command, shapes and kind of device,
+    or at its end.
+    """
     key = f"bench {results['command']} --shapes {results['shapes_name']} --device {results['machine']['kind']}"
     begin, end = f"<!-- {key} -->\n", f"<!-- /{key} -->\n"
     part = f"{begin}## `soren-align {key}`\n\n{markdown(results)}{end}"
@@ -40,7 +45,11 @@ def _head(results: dict[str, Any]) -> list[str]:
     m = results["machine"]
     v = m["versions"]
     commit, _, changes = (m["commit"] or "").partition("+")
-    code = f"commit {commit[:12]}{changes and ' + '}{changes}" if commit else f"soren-align {v['soren-align']}"
+    code = (
+        f"commit {commit[:12]}{changes and ' + '}{changes}"
+        if commit
+        else f"soren-align {v['soren-align']}"
+    )
     threads = "1 thread" if m["num_threads"] == 1 else f"{m['num_threads']} threads"
     return [
         f"{results['shapes_name']} on {m['device']}, {threads}",
@@ -62,12 +71,16 @@ def _notes(results: dict[str, Any]) -> list[str]:
             "(flat), the singular values 1, 1/2, 1/3, ... (power law), or independent normal entries (gaussian)",
         ]
     else:
-        lines = ["ms: median of rounds in which the optimizers take turns; ±: half the interquartile range"]
+        lines = [
+            "ms: median of rounds in which the optimizers take turns; ±: half the interquartile range"
+        ]
         lines += [
             "/torch, /Muon, /AdamW: the time, divided by the time of torch.optim.Muon (bfloat16), our Muon or "
             "fused AdamW"
         ]
-        lines += ["state: memory of the optimizer state; peak: memory of the state and of temporary tensors"]
+        lines += [
+            "state: memory of the optimizer state; peak: memory of the state and of temporary tensors"
+        ]
         if results["training_seconds"] is not None:
             rate = results["matmul_flops_per_second"]["bfloat16"]
             lines.append(
@@ -89,10 +102,22 @@ def _tables(results: dict[str, Any]) -> list[Table]:
             f"a step on {results['num_parameters']:,} parameters, "
             f"{layers['measured']} of {layers['of']} layers, {results['num_rounds']} rounds"
         )
-        header = ["optimizer", "ms", "±", "/torch", "/Muon", "/AdamW", "state MB", "peak MB", "share"]
+        header = [
+            "optimizer",
+            "ms",
+            "±",
+            "/torch",
+            "/Muon",
+            "/AdamW",
+            "state MB",
+            "peak MB",
+            "share",
+        ]
         rows = []
         for row in results["optimizers"]:
-            ratios = [number(row[f"ratio_to_{name}"], ".2f") for name in ("torch_muon", "muon_float32")]
+            ratios = [
+                number(row[f"ratio_to_{name}"], ".2f") for name in ("torch_muon", "muon_float32")
+            ]
             ratios.append(f"{row['ratio_to_fused_adamw']:.1f}")
             sizes = [_scaled(row[key], 1e6) for key in ("state_bytes", "peak_bytes")]
             share = number(row["share_of_training_step"], ".0%")
@@ -117,14 +142,21 @@ def _tables(results: dict[str, Any]) -> list[Table]:
         if small != name:
             title += f", because the exact decomposition of {name} takes too long"
         rows = [
-            [row["name"], *(f"{_error(e['max'])} / {_error(e['mean'])}" for e in row["errors"].values())]
+            [
+                row["name"],
+                *(f"{_error(e['max'])} / {_error(e['mean'])}" for e in row["errors"].values()),
+            ]
             for row in shape["maps"]
         ]
         tables.append(Table(["map", *shape["maps"][0]["errors"]], rows, title))
     rows = []
     for row in results["over_all_shapes"]:
         statistics = [row[key] or {} for key in ratios]
-        cells = [number(values.get(key), ".2f") for values in statistics for key in ("geometric_mean", "max")]
+        cells = [
+            number(values.get(key), ".2f")
+            for values in statistics
+            for key in ("geometric_mean", "max")
+        ]
         rows.append([row["name"], *cells])
     title = f"time of each map relative to Muon's time: geometric mean and maximum over {len(results['shapes'])} shapes"
     return [*tables, Table(["map", "/Muon bf16", "max", "/Muon fp32", "max"], rows, title)]
@@ -137,7 +169,9 @@ def _milliseconds(seconds: dict[str, float]) -> list[str]:
 
 def _scaled(value: float | None, unit: float) -> str:
     """Three digits, or all before the decimal point: 0.0123, 4.56, 1234; a dash for None."""
-    return "-" if value is None else number(value / unit, ".3g" if abs(value / unit) < 100 else ".0f")
+    return (
+        "-" if value is None else number(value / unit, ".3g" if abs(value / unit) < 100 else ".0f")
+    )
 
 
 def _error(value: float) -> str:

@@ -1,9 +1,11 @@
-"""`soren-align spectrum`: the output of every map on the momenta of a run, from their singular values alone.
+"""`soren-align spectrum`: the output of every map on the momenta of a run, from their singular
+values alone.
 
-A map commutes with rotations: its output has the input's singular vectors, and singular values that are those of its
-output for the diagonal matrix of the input's. So no gradient is needed, and no training, and a recorded spectrum stands
-for its matrix. The measurements are shown in tables, and the spectra in pictures as in the paper's Figure 1: a panel
-per layer and step, a line per map, values on a log axis.
+A map commutes with rotations: its output has the input's singular vectors, and singular values that
+are those of its output for the diagonal matrix of the input's. So no gradient is needed, and no
+training, and a recorded spectrum stands for its matrix. The measurements are shown in tables, and
+the spectra in pictures as in the paper's Figure 1: a panel per layer and step, a line per map,
+values on a log axis.
 """
 
 import math
@@ -55,7 +57,9 @@ FLOOR = 3e-4
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The singular values of one matrix's momentum, or gradient, before one step, in descending order."""
+    """The singular values of one matrix's momentum, or gradient, before one step, in descending
+    order.
+    """
 
     name: str
     step: int
@@ -75,7 +79,9 @@ class Spectrum:
 
     @property
     def without_null_space(self) -> Tensor:
-        """The singular values with 0 for those of the numerical null space, which are noise that no map should see."""
+        """The singular values with 0 for those of the numerical null space, which are noise that no
+        map should see.
+        """
         bound = null_space_bound(torch.empty(self.shape, dtype=torch.float32, device="meta"))
         return self.sigma.where(self.sigma > bound * self.sigma[0], 0.0)
 
@@ -83,10 +89,11 @@ class Spectrum:
 def spectra_of_run(
     folder: RunFolder, globs: Sequence[str] = ("*",), of: str = "momentum"
 ) -> tuple[str, list[Spectrum]]:
-    """The recorded spectra of a run, or those of its last checkpoint, and a description of the source.
+    """The recorded spectra of a run, or those of its last checkpoint, and a description of the
+    source.
 
-    globs: names of the matrices. of: momentum, or gradient, which only a recording has. Raises UserError if there are
-    none, and if a file is damaged.
+    globs: names of the matrices. of: momentum, or gradient, which only a recording has. Raises
+    UserError if there are none, and if a file is damaged.
     """
     spectra: list[Spectrum] = []
     if folder.spectra.is_file():
@@ -95,11 +102,20 @@ def spectra_of_run(
         for line_number, line in enumerate(read_text(file, MAX_BYTES).splitlines(), 1):
             record = parse_json(line, f"{file.name}:{line_number}")
             try:
-                shape, values = tuple(record["shape"]), sorted(map(float, record["singular_values"]), reverse=True)
+                shape, values = (
+                    tuple(record["shape"]),
+                    sorted(map(float, record["singular_values"]), reverse=True),
+                )
                 kind = str(record.get("of", "momentum"))
-                spectra.append(Spectrum(str(record["name"]), int(record["step"]), shape, tuple(values), kind))
-                damaged = len(shape) != 2 or len(values) != min(shape) or not 0 < min(shape) <= MAX_RANK
-                damaged = damaged or not all(math.isfinite(value) and value >= 0 for value in values)
+                spectra.append(
+                    Spectrum(str(record["name"]), int(record["step"]), shape, tuple(values), kind)
+                )
+                damaged = (
+                    len(shape) != 2 or len(values) != min(shape) or not 0 < min(shape) <= MAX_RANK
+                )
+                damaged = damaged or not all(
+                    math.isfinite(value) and value >= 0 for value in values
+                )
             except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
                 damaged = True
             if damaged:
@@ -115,9 +131,7 @@ def spectra_of_run(
                 f"{folder}: has no spectra.jsonl, and no checkpoint with the momentum of whole matrices; "
                 "train with --set run.log_spectra.steps=[1,100] to record spectra"
             )
-        source = (
-            f"the momentum in {checkpoint.name}, without the part that Nesterov's method adds from the next gradient"
-        )
+        source = f"the momentum in {checkpoint.name}, without the part that Nesterov's method adds from the next gradient"
         if contents([file]) != [read_seal(checkpoint)["files"].get(file.name)]:
             raise UserError(f"{file}: {CHANGED}; {PREVIOUS}")
         momenta: list[tuple[str, Tensor]] = []
@@ -129,7 +143,15 @@ def spectra_of_run(
                 for name, index in zip(group["param_names"], group["params"], strict=True):
                     layout = group.get("weight_layouts", {}).get(name, "linear")
                     momenta += matrices_of(name, momentum_of(saved["state"][index]), layout)
-        except (AttributeError, pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
+        except (
+            AttributeError,
+            pickle.UnpicklingError,
+            RuntimeError,
+            KeyError,
+            TypeError,
+            ValueError,
+            EOFError,
+        ):
             raise UserError(
                 f"{file}: contains no momentum of whole matrices, which the checkpoints of soren, muon and htmuon "
                 "have; choose a run of one of these optimizers"
@@ -149,7 +171,9 @@ def spectra_of_run(
             f"{folder}: has no spectra of gradients; train with --set run.log_spectra.steps=[1,100] --set "
             "'run.log_spectra.of=[momentum, gradient]' to record them"
         )
-    chosen = [spectrum for spectrum in spectra if any(fnmatchcase(spectrum.name, glob) for glob in globs)]
+    chosen = [
+        spectrum for spectrum in spectra if any(fnmatchcase(spectrum.name, glob) for glob in globs)
+    ]
     if not chosen:
         names = ", ".join(sorted({spectrum.name for spectrum in spectra})[:3]) or "none"
         raise UserError(
@@ -177,24 +201,31 @@ def outputs(spectrum: Spectrum, optimizer: SpectralOptimizer) -> Tensor:
 
 
 def mapped(spectrum: Spectrum, optimizer: SpectralOptimizer) -> Tensor:
-    """`outputs`, scaled as match_rms_adamw does, to Soren's level of 1/2: those of Muon are halved."""
+    """`outputs`, scaled as match_rms_adamw does, to Soren's level of 1/2: those of Muon are
+    halved.
+    """
     return outputs(spectrum, optimizer) * (Soren.map_level / optimizer.map_level)
 
 
 def measure(spectrum: Spectrum, maps: dict[str, SpectralOptimizer]) -> dict[str, Any]:
     """The spectrum in numbers, as plain data.
 
-    below: share of the modes below SHARES of nu. maps: of each map's output the relative Frobenius distance from that
-    of the exact sigmoid, the cosine of the angle between them, and `size`, its norm relative to that of an output whose
-    singular values are all at the map's level, as match_rms_adamw assumes. A zero momentum, as of LoRA's A at step 1,
-    has no direction and no modes: its `below` and `maps` are None throughout.
+    below: share of the modes below SHARES of nu. maps: of each map's output the relative Frobenius
+    distance from that of the exact sigmoid, the cosine of the angle between them, and `size`, its
+    norm relative to that of an output whose singular values are all at the map's level, as
+    match_rms_adamw assumes. A zero momentum, as of LoRA's A at step 1, has no direction and no
+    modes: its `below` and `maps` are None throughout.
     """
     sigma, nu = spectrum.sigma, spectrum.nu
     about = {"name": spectrum.name, "step": spectrum.step, "shape": list(spectrum.shape)}
     about |= {"largest": float(sigma[0]), "nu": nu}
     if not nu:
         nothing = dict.fromkeys(("distance", "cosine", "size"))
-        return {**about, "below": dict.fromkeys(f"{share:g}" for share in SHARES), "maps": dict.fromkeys(maps, nothing)}
+        return {
+            **about,
+            "below": dict.fromkeys(f"{share:g}" for share in SHARES),
+            "maps": dict.fromkeys(maps, nothing),
+        }
     exact = mapped(spectrum, maps[EXACT])
     fidelity = {}
     for label, optimizer in maps.items():
@@ -210,7 +241,9 @@ def measure(spectrum: Spectrum, maps: dict[str, SpectralOptimizer]) -> dict[str,
 
 
 def short_names(names: Sequence[str], num_parts: int) -> list[str]:
-    """The names without the first parts, between dots, that all share; at least `num_parts` of each stay."""
+    """The names without the first parts, between dots, that all share; at least `num_parts` of each
+    stay.
+    """
     parts = [name.split(".") for name in names]
     start = 0
     while start < min(map(len, parts)) - num_parts and len({p[start] for p in parts}) == 1:
@@ -221,13 +254,21 @@ def short_names(names: Sequence[str], num_parts: int) -> list[str]:
 MEASURES = (
     ("distance from the exact sigmoid", "distance", ".1%", max, "largest"),
     ("cosine of the angle to the exact sigmoid", "cosine", ".3f", min, "smallest"),
-    ("size: norm of the output / its norm if all singular values were 1/2", "size", ".2f", min, "smallest"),
+    (
+        "size: norm of the output / its norm if all singular values were 1/2",
+        "size",
+        ".2f",
+        min,
+        "smallest",
+    ),
 )
 """Of `measure`: title, key, format, the extreme that is shown beside the mean, and its name."""
 
 
 def summary(source: str, records: Sequence[dict[str, Any]]) -> Group:
-    """The mean and the extreme over all spectra of each quantity of `measure`, in one table of six lines."""
+    """The mean and the extreme over all spectra of each quantity of `measure`, in one table of six
+    lines.
+    """
     labels = list(records[0]["maps"])
     rows = []
     for _, key, form, extreme, word in MEASURES:
@@ -252,7 +293,9 @@ def _measured(records: Sequence[dict[str, Any]], label: str, key: str) -> list[f
 
 
 def tables(source: str, records: Sequence[dict[str, Any]]) -> Group:
-    """The measurements of `measure` in four tables, the last three with their mean and their extreme."""
+    """The measurements of `measure` in four tables, the last three with their mean and their
+    extreme.
+    """
     names = short_names([record["name"].removesuffix(".weight") for record in records], 3)
     labels = list(records[0]["maps"])
     approximate = [label for label in labels if label != EXACT]
@@ -271,17 +314,28 @@ def tables(source: str, records: Sequence[dict[str, Any]]) -> Group:
             for i, (name, record) in enumerate(zip(names, records, strict=True))
         ]
         measured = [_measured(records, label, key) for label in shown]
-        rows.append(["mean", "", *(number(fmean(column) if column else None, form) for column in measured)])
-        rows.append([word, "", *(number(extreme(column, default=None), form) for column in measured)])
-        parts.append(_table(title, ["matrix", "step", *(label.replace(" ", "\n") for label in shown)], rows))
+        rows.append(
+            ["mean", "", *(number(fmean(column) if column else None, form) for column in measured)]
+        )
+        rows.append(
+            [word, "", *(number(extreme(column, default=None), form) for column in measured)]
+        )
+        parts.append(
+            _table(title, ["matrix", "step", *(label.replace(" ", "\n") for label in shown)], rows)
+        )
     return Group(Text(f"spectra of {source}", style="dim"), *parts, Text(f"\n{NOTE}", style="dim"))
 
 
 def _table(title: str, header: list[str], rows: list[list[str]]) -> RenderableType:
     """A table whose first column has the room that the others leave."""
     columns = [*zip(header, *rows, strict=True)][1:]
-    room = WIDTH - sum(1 + max(len(line) for cell in column for line in cell.split("\n")) for column in columns)
-    rows = [[first if len(first) <= room else f"...{first[3 - room :]}", *cells] for first, *cells in rows]
+    room = WIDTH - sum(
+        1 + max(len(line) for cell in column for line in cell.split("\n")) for column in columns
+    )
+    rows = [
+        [first if len(first) <= room else f"...{first[3 - room :]}", *cells]
+        for first, *cells in rows
+    ]
     return Table(header, rows, title).rich(collapse_padding=True)
 
 
@@ -299,18 +353,24 @@ def by_kind(spectra: Sequence[Spectrum]) -> dict[str, list[Spectrum]]:
     return dict(zip(names, kinds.values(), strict=True))
 
 
-def draw(spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], folder: Path) -> list[Path]:
-    """Write a PNG per kind of matrix into `folder`, and one for a dark page; equal spectra give equal bytes.
+def draw(
+    spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], folder: Path
+) -> list[Path]:
+    """Write a PNG per kind of matrix into `folder`, and one for a dark page; equal spectra give
+    equal bytes.
 
-    A picture has a row per layer and a column per step, at most MAX_LAYERS and MAX_STEPS, the first and the last among
-    them. Returns the paths.
+    A picture has a row per layer and a column per step, at most MAX_LAYERS and MAX_STEPS, the first
+    and the last among them. Returns the paths.
     """
     files = []
     for kind, members in by_kind(spectra).items():
         names = spread([*dict.fromkeys(spectrum.name for spectrum in members)], MAX_LAYERS)
         steps = spread(sorted({spectrum.step for spectrum in members}), MAX_STEPS)
         panels = {
-            (spectrum.name, spectrum.step): (spectrum, {label: mapped(spectrum, map_) for label, map_ in maps.items()})
+            (spectrum.name, spectrum.step): (
+                spectrum,
+                {label: mapped(spectrum, map_) for label, map_ in maps.items()},
+            )
             for spectrum in members
             if spectrum.name in names and spectrum.step in steps
         }
@@ -324,7 +384,9 @@ Panels = dict[tuple[str, int], tuple[Spectrum, dict[str, Tensor]]]
 
 
 def _figure(names: list[str], steps: list[int], panels: Panels, colors: Colors) -> Figure:
-    figure = Figure(figsize=(6.4, 1.2 + 2.3 * len(names)), dpi=200, layout="constrained", facecolor=colors.paper)
+    figure = Figure(
+        figsize=(6.4, 1.2 + 2.3 * len(names)), dpi=200, layout="constrained", facecolor=colors.paper
+    )
     grid = figure.subplots(len(names), len(steps), squeeze=False, sharex="row", sharey=True)
     entries: dict[str, Any] = {}
     for name, row in zip(names, grid, strict=True):
@@ -339,9 +401,17 @@ def _figure(names: list[str], steps: list[int], panels: Panels, colors: Colors) 
                 place = re.sub(r".*layers\.(\d+)\.", r"layer \1, ", name.removesuffix(".weight"))
                 label = f"{short(place, 32)}\n{' x '.join(map(str, panels[name, step][0].shape))}"
                 row[0].set_ylabel(label, fontsize=FONT - 1, color=colors.ink, parse_math=False)
-    legend: dict[str, Any] = {"loc": "outside upper center", "frameon": False, "labelcolor": colors.ink}
-    figure.legend([*entries.values()], [*entries], ncols=3, handlelength=3.5, fontsize=FONT, **legend)
-    figure.supxlabel("number of the singular value, from the largest on", fontsize=FONT, color=colors.ink)
+    legend: dict[str, Any] = {
+        "loc": "outside upper center",
+        "frameon": False,
+        "labelcolor": colors.ink,
+    }
+    figure.legend(
+        [*entries.values()], [*entries], ncols=3, handlelength=3.5, fontsize=FONT, **legend
+    )
+    figure.supxlabel(
+        "number of the singular value, from the largest on", fontsize=FONT, color=colors.ink
+    )
     return figure
 
 
@@ -349,18 +419,28 @@ def _draw_lines(axes: Axes, spectrum: Spectrum, outputs: dict[str, Tensor], colo
     """The singular values of one matrix and of the outputs of the maps."""
     numbers = range(1, min(spectrum.shape) + 1)
     if not spectrum.nu:
-        axes.text(0.5, 0.5, "zero", transform=axes.transAxes, ha="center", fontsize=FONT, color=colors.ink)
+        axes.text(
+            0.5, 0.5, "zero", transform=axes.transAxes, ha="center", fontsize=FONT, color=colors.ink
+        )
     # 0 / 0 is nan, which is not drawn: the lines stay for the legend.
     values = _drawn(spectrum.without_null_space / spectrum.nu)
     axes.plot(numbers, values, color=colors.ink, linewidth=1.8, label=f"{spectrum.of} / nu")
     for i, (label, output) in enumerate(outputs.items()):
         style: dict[str, Any] = line_style(1 + i, colors)
         if label == EXACT:
-            style = {"color": colors.muted, "linestyle": "-", "marker": "o", "markerfacecolor": colors.paper}
+            style = {
+                "color": colors.muted,
+                "linestyle": "-",
+                "marker": "o",
+                "markerfacecolor": colors.paper,
+            }
         drawn = _drawn(output)
-        # Markers at different modes, so that none covers another; matplotlib fails to place them on an empty line.
+        # Markers at different modes, so that none covers another; matplotlib fails to place them on
+        # an empty line.
         places = None if all(map(math.isnan, drawn)) else (0.03 + 0.13 * i / len(outputs), 0.3)
-        axes.plot(numbers, drawn, label=label, markevery=places, markersize=4, linewidth=1.3, **style)
+        axes.plot(
+            numbers, drawn, label=label, markevery=places, markersize=4, linewidth=1.3, **style
+        )
     axes.set_xlim(0, len(numbers) + 1)
 
 

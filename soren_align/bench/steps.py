@@ -1,7 +1,8 @@
-"""`soren-align bench step`: time and memory of an optimizer step on a model's matrices, compared with torch's.
+"""`soren-align bench step`: time and memory of an optimizer step on a model's matrices, compared
+with torch's.
 
-All optimizers share the parameters and the gradients, in float32; each has its own state. Gradients are sampled for
-every step and have a norm of 1 over all matrices, as after clipping.
+All optimizers share the parameters and the gradients, in float32; each has its own state. Gradients
+are sampled for every step and have a norm of 1 over all matrices, as after clipping.
 """
 
 from collections.abc import Callable
@@ -18,16 +19,21 @@ from .shapes import Matrices, Shape
 from .timing import available_bytes, interleaved, machine, matmul_rates, too_slow
 
 LR = 1e-3
-NUM_COPIES = 13  # float32 parameters, gradients, two moments of AdamW, one of each of up to nine others
-# On a CPU a subset of the layers is measured above this number: 100M parameters take SNS about half a minute.
+# float32 parameters, gradients, two moments of AdamW, one of each of up to nine others
+NUM_COPIES = 13
+# On a CPU a subset of the layers is measured above this number: 100M parameters take SNS about half
+# a minute.
 CPU_PARAMETERS = 100_000_000
-# Largest matrices, in rows, of models that are decomposed in float64; with larger ones a step takes minutes.
+# Largest matrices, in rows, of models that are decomposed in float64; with larger ones a step takes
+# minutes.
 DECOMPOSED_ROWS = 512
 TORCH_MUON, FUSED_ADAMW = "torch.optim.Muon", "fused AdamW"
 
 
 class MuonFloat32(Muon):
-    """Muon with its iteration in float32: bfloat16 products are much faster than float32 on some CPUs only."""
+    """Muon with its iteration in float32: bfloat16 products are much faster than float32 on some
+    CPUs only.
+    """
 
     def map_matrix(self, x: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """As in Muon, in five steps."""
@@ -43,7 +49,9 @@ class DionsMuon(Muon):
 
 
 def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers, and Soren's sigmoids; those that decompose matrices only if these are small."""
+    """The optimizers, and Soren's sigmoids; those that decompose matrices only if these are
+    small.
+    """
     small = max(min(p.shape) for p in parameters) <= DECOMPOSED_ROWS
     return {
         **{
@@ -63,11 +71,15 @@ def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Op
 
 
 def run(
-    matrices: Matrices, device: torch.device, num_tokens: int, report: Callable[[str], None] = lambda line: None
+    matrices: Matrices,
+    device: torch.device,
+    num_tokens: int,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """The results as JSON.
 
-    num_tokens: of a training step, whose time is estimated on a GPU only. `report` is called with the current state.
+    num_tokens: of a training step, whose time is estimated on a GPU only. `report` is called with
+    the current state.
     """
     torch.manual_seed(0)
     report("FLOP/s of matrix products")
@@ -75,16 +87,24 @@ def run(
     num_layers, notes = _layers_that_fit(matrices, device)
     parameters = _parameters(matrices, num_layers, device)
     subjects = optimizers(parameters)
-    flops = sum(MUON.num_flops(parameter.shape[0], parameter.shape[1]) or 0 for parameter in parameters)
+    flops = sum(
+        MUON.num_flops(parameter.shape[0], parameter.shape[1]) or 0 for parameter in parameters
+    )
     if reason := too_slow("Muon in bfloat16 (torch's and ours)", flops, "bfloat16", rates):
         del subjects["Muon"], subjects[TORCH_MUON], subjects[DION]
         notes.append(reason)
 
-    memory: dict[str, tuple[int, int | None]] = {}  # bytes of the state, and the peak with temporary tensors
+    # bytes of the state, and the peak with temporary tensors
+    memory: dict[str, tuple[int, int | None]] = {}
     for name, optimizer in subjects.items():
         report(f"{name}: first step")
         optimizer.step()  # creates the state; the peak is that of a second step
-        tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        tensors = [
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if torch.is_tensor(value)
+        ]
         num_bytes, peak = sum(tensor.numel() * tensor.element_size() for tensor in tensors), None
         if device.type == "cuda":
             _fill_gradients(parameters)
@@ -96,7 +116,10 @@ def run(
             peak = num_bytes + torch.cuda.max_memory_allocated(device) - before
         memory[name] = num_bytes, peak
     timings = interleaved(
-        {name: lambda _, optimizer=optimizer: optimizer.step() for name, optimizer in subjects.items()},
+        {
+            name: lambda _, optimizer=optimizer: optimizer.step()
+            for name, optimizer in subjects.items()
+        },
         lambda: _fill_gradients(parameters),
         device,
         lambda done, total: report(f"round {done + 1} of {total}"),
@@ -108,7 +131,11 @@ def run(
         )
 
     scale, rows = matrices.num_layers / num_layers, []
-    training = 6 * matrices.num_parameters * num_tokens / rates["bfloat16"] if device.type == "cuda" else None
+    training = (
+        6 * matrices.num_parameters * num_tokens / rates["bfloat16"]
+        if device.type == "cuda"
+        else None
+    )
     for name, (state, peak) in memory.items():
         seconds, median = asdict(timings[name]), timings[name].median
         seconds |= {key: seconds[key] * scale for key in ("median", "low", "high")}
@@ -116,10 +143,14 @@ def run(
             {
                 "name": name,
                 "seconds": seconds,
-                "ratio_to_torch_muon": median / timings[TORCH_MUON].median if TORCH_MUON in timings else None,
+                "ratio_to_torch_muon": median / timings[TORCH_MUON].median
+                if TORCH_MUON in timings
+                else None,
                 "ratio_to_muon_float32": median / timings[MUON_FLOAT32].median,
                 "ratio_to_fused_adamw": median / timings[FUSED_ADAMW].median,
-                "share_of_training_step": seconds["median"] / (seconds["median"] + training) if training else None,
+                "share_of_training_step": seconds["median"] / (seconds["median"] + training)
+                if training
+                else None,
                 "state_bytes": round(state * scale),
                 "peak_bytes": None if peak is None else round(peak * scale),
             }
@@ -145,7 +176,9 @@ def _layers_that_fit(matrices: Matrices, device: torch.device) -> tuple[int, lis
     bytes_per_layer = 4 * NUM_COPIES * matrices.layer_size
     if bytes_per_layer > available:
         sizes = f"needs {bytes_per_layer / 1e9:.1f} GB of memory, but only {available / 1e9:.1f} GB are free"
-        raise UserError(f"--shapes: one layer of {matrices.name} {sizes}; write a smaller model or shapes")
+        raise UserError(
+            f"--shapes: one layer of {matrices.name} {sizes}; write a smaller model or shapes"
+        )
     num_layers, reason = available // bytes_per_layer, "memory is short"
     quick = max(1, CPU_PARAMETERS // matrices.layer_size)
     if device.type == "cpu" and quick < num_layers:
@@ -157,9 +190,15 @@ def _layers_that_fit(matrices: Matrices, device: torch.device) -> tuple[int, lis
     ]
 
 
-def _parameters(matrices: Matrices, num_layers: int, device: torch.device) -> list[torch.nn.Parameter]:
-    shapes: list[Shape] = [shape for shape, count in matrices.per_layer.items() for _ in range(count)] * num_layers
-    parameters = [torch.nn.Parameter(torch.randn(shape, device=device).mul_(0.02)) for shape in shapes]
+def _parameters(
+    matrices: Matrices, num_layers: int, device: torch.device
+) -> list[torch.nn.Parameter]:
+    shapes: list[Shape] = [
+        shape for shape, count in matrices.per_layer.items() for _ in range(count)
+    ] * num_layers
+    parameters = [
+        torch.nn.Parameter(torch.randn(shape, device=device).mul_(0.02)) for shape in shapes
+    ]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     _fill_gradients(parameters)

@@ -15,11 +15,12 @@ from ..core.errors import UserError
 from ..run.provenance import provenance
 
 T = TypeVar("T")
-WARM_UPS = {"cpu": 1, "cuda": 3}  # CUDA graphs record in the second call and replay from the third on
+# CUDA graphs record in the second call and replay from the third on
+WARM_UPS = {"cpu": 1, "cuda": 3}
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
 ROUNDS_SECONDS = 20.0  # for all rounds of one comparison, if MIN_ROUNDS allow
-# A shorter call is repeated once, untimed, just before: after another subject's code it is up to 45% slower (one 64x96
-# map under two names: 0.65 and 0.45 ms; with this, 0.27 and 0.25).
+# A shorter call is repeated once, untimed, just before: after another subject's code it is up to
+# 45% slower (one 64x96 map under two names: 0.65 and 0.45 ms; with this, 0.27 and 0.25).
 SHORT_SECONDS = 0.01
 # Subjects with a longer call are skipped: some CPUs multiply bfloat16 at 1/100 of float32's rate.
 MAX_CALL_SECONDS = 30.0
@@ -44,14 +45,17 @@ def interleaved(
     on_round: Callable[[int, int], None] = lambda done, total: None,
     seconds: float = ROUNDS_SECONDS,
 ) -> dict[str, Timing]:
-    """Time of one call of each subject, with a new argument that `make_argument` creates outside of the measured time.
+    """Time of one call of each subject, with a new argument that `make_argument` creates outside of
+    the measured time.
 
-    After the warm-up there are as many rounds as fit into `seconds`, between MIN_ROUNDS and MAX_ROUNDS.
-    `on_round(done, total)` is called before every round.
+    After the warm-up there are as many rounds as fit into `seconds`, between MIN_ROUNDS and
+    MAX_ROUNDS. `on_round(done, total)` is called before every round.
     """
     estimates: dict[str, float] = {}
     for _ in range(WARM_UPS[device.type]):
-        estimates = {name: measure(function, make_argument(), device) for name, function in subjects.items()}
+        estimates = {
+            name: measure(function, make_argument(), device) for name, function in subjects.items()
+        }
     num_rounds = min(max(int(seconds / max(sum(estimates.values()), 1e-9)), MIN_ROUNDS), MAX_ROUNDS)
     times: dict[str, list[float]] = {name: [] for name in subjects}
     for done in range(num_rounds):
@@ -100,7 +104,9 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
 
 
 def too_slow(name: str, flops: float, dtype: str, rates: dict[str, float]) -> str | None:
-    """Why `name` is skipped, if its products alone would take longer than MAX_CALL_SECONDS; else None."""
+    """Why `name` is skipped, if its products alone would take longer than MAX_CALL_SECONDS; else
+    None.
+    """
     seconds = flops / rates[dtype]
     if seconds <= MAX_CALL_SECONDS:
         return None
@@ -111,7 +117,9 @@ def too_slow(name: str, flops: float, dtype: str, rates: dict[str, float]) -> st
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device `name`; for None the GPU if there is one, else the CPU. Raises UserError without such a device."""
+    """The device `name`; for None the GPU if there is one, else the CPU.
+    Raises UserError without such a device.
+    """
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise UserError("--device: found 'cuda', but torch finds no GPU on this machine; write cpu")
@@ -139,7 +147,9 @@ def machine(device: torch.device) -> dict[str, Any]:
         "device": name,
         "kind": device.type,
         "num_threads": torch.get_num_threads(),
-        "versions": {name: versions["versions"][name] for name in ("python", "torch", "soren-align")},
+        "versions": {
+            name: versions["versions"][name] for name in ("python", "torch", "soren-align")
+        },
         "num_processors": os.cpu_count(),
         "load": os.getloadavg()[0],  # mean over the minute before
         "commit": versions["commit"],

@@ -44,7 +44,9 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as error:  # typer would end without a message
             from ..launch.exit_codes import report
 
-            raise typer.Exit(report(error, resumable=ctx.invoked_subcommand in RESUMABLE)) from error
+            raise typer.Exit(
+                report(error, resumable=ctx.invoked_subcommand in RESUMABLE)
+            ) from error
 
 
 app = typer.Typer(
@@ -57,7 +59,10 @@ app = typer.Typer(
 
 
 RecipeArgument = Annotated[
-    str | None, files.named("RECIPE", "A recipe: a file, or a name that `soren-align recipes` lists.", shipped.recipes)
+    str | None,
+    files.named(
+        "RECIPE", "A recipe: a file, or a name that `soren-align recipes` lists.", shipped.recipes
+    ),
 ]
 RecipeOrStudy = Annotated[
     str,
@@ -71,13 +76,20 @@ RecipeOrStudy = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a key of the recipe: optimizer.lr=1e-3. You may omit `--set`."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a key of the recipe: optimizer.lr=1e-3. You may omit `--set`.",
     ),
 ]
 NoEval = Annotated[bool, typer.Option("--no-eval", help="Do not evaluate after training.")]
 Processes = Annotated[
     int | None,
-    typer.Option("--processes", min=1, metavar="N", help="Start N processes on this machine, one per GPU. Default: 1."),
+    typer.Option(
+        "--processes",
+        min=1,
+        metavar="N",
+        help="Start N processes on this machine, one per GPU. Default: 1.",
+    ),
 ]
 
 
@@ -90,26 +102,40 @@ def _print_version(requested: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Fine-tune language models with Soren, Muon, HTMuon or AdamW, and evaluate them."""
 
 
 ModelOption = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="The model to train: a folder, or a hub name.")
+    str | None,
+    typer.Option("--model", metavar="MODEL", help="The model to train: a folder, or a hub name."),
 ]
 DataOption = Annotated[
-    str | None, typer.Option("--data", metavar="DATA", help="The training examples: a file, a folder, or a hub name.")
+    str | None,
+    typer.Option(
+        "--data", metavar="DATA", help="The training examples: a file, a folder, or a hub name."
+    ),
 ]
 OutputOption = Annotated[
-    str | None, typer.Option("--output", metavar="RUN", help="The run folder, for all files that the run writes.")
+    str | None,
+    typer.Option(
+        "--output", metavar="RUN", help="The run folder, for all files that the run writes."
+    ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run in the run folder.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Delete an earlier run in the run folder.")
+]
 
 
 def _add_training(task: str, help_text: str, *, needs_recipe: bool) -> None:
-    """Add the command that trains a recipe of this task, or, unless it needs one, the options in its place."""
+    """Add the command that trains a recipe of this task, or, unless it needs one, the options in
+    its place.
+    """
 
     def column(texts: str) -> Any:
         help_text = f"The column of DATA with the {texts}, if its name is unusual."
@@ -142,9 +168,17 @@ def _add_training(task: str, help_text: str, *, needs_recipe: bool) -> None:
 
 
 _WITHOUT_RECIPE = "Name a recipe, or use --model, --data and --output instead."
-_add_training("sft", f"Train on conversations, then evaluate.\n\n{_WITHOUT_RECIPE}", needs_recipe=False)
-_add_training("dpo", f"Train on preference pairs, then evaluate.\n\n{_WITHOUT_RECIPE}", needs_recipe=False)
-_add_training("pretrain", "Train on plain texts from random weights, and report the perplexity.", needs_recipe=True)
+_add_training(
+    "sft", f"Train on conversations, then evaluate.\n\n{_WITHOUT_RECIPE}", needs_recipe=False
+)
+_add_training(
+    "dpo", f"Train on preference pairs, then evaluate.\n\n{_WITHOUT_RECIPE}", needs_recipe=False
+)
+_add_training(
+    "pretrain",
+    "Train on plain texts from random weights, and report the perplexity.",
+    needs_recipe=True,
+)
 
 
 def _print_notice(line: str) -> None:
@@ -162,7 +196,10 @@ def plan(
     processes: Annotated[
         int,
         typer.Option(
-            "--processes", min=1, metavar="N", help="The number of processes of the planned run. No process is started."
+            "--processes",
+            min=1,
+            metavar="N",
+            help="The number of processes of the planned run. No process is started.",
         ),
     ] = 1,
     full: Annotated[bool, typer.Option("--full", help="Show all details (recipes only).")] = False,
@@ -188,7 +225,9 @@ def plan(
         from ..study.config import load_study
 
         next_command = shlex.join(["soren-align", "compare", recipe, *words])
-        study_planning.plan(load_study(recipe, set_), next_command, as_json=as_json, processes=processes)
+        study_planning.plan(
+            load_study(recipe, set_), next_command, as_json=as_json, processes=processes
+        )
         return
     from ..launch import commands
     from ..recipe import load
@@ -201,23 +240,34 @@ def plan(
 
 @app.command(cls=KeyCommand)
 def inspect(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder with a config.json, or a hub name.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder with a config.json, or a hub name.")
+    ],
     set_: Overrides = None,
     processes: Annotated[
-        int, typer.Option("--processes", min=1, metavar="N", help="Number of GPUs that share the optimizer states.")
+        int,
+        typer.Option(
+            "--processes",
+            min=1,
+            metavar="N",
+            help="Number of GPUs that share the optimizer states.",
+        ),
     ] = 8,
     as_json: AsJson = False,
 ) -> None:
     """Show from a model's config how it would be trained, and what would stop it.
 
-    No weights are needed: which optimizer updates which parameters, optimizer states per GPU, fused, expert and tied
-    weights, chat template, special tokens, packing.
+    No weights are needed: which optimizer updates which parameters, optimizer states per GPU,
+    fused, expert and tied weights, chat template, special tokens, packing.
     """
     from ..launch import commands
     from ..recipe import load_for_model
 
     recipe = load_for_model(model, set_, _print_notice)
-    next_command = shlex.join(["soren-align", "sft", "--model", model, *(set_ or [])]) + " --data DATA --output RUN"
+    next_command = (
+        shlex.join(["soren-align", "sft", "--model", model, *(set_ or [])])
+        + " --data DATA --output RUN"
+    )
     raise typer.Exit(commands.inspect(recipe, next_command, processes=processes, as_json=as_json))
 
 
@@ -236,14 +286,22 @@ def compare(
     set_: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a key of the study: search.trials=8. You can repeat this option."
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a key of the study: search.trials=8. You can repeat this option.",
         ),
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Number of runs at a time. Default: the study's jobs, or one per GPU."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Number of runs at a time. Default: the study's jobs, or one per GPU.",
+        ),
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Start N processes per run, one per GPU.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Start N processes per run, one per GPU.")
+    ] = 1,
     extend: Annotated[
         bool,
         typer.Option(
@@ -256,7 +314,10 @@ def compare(
         bool, typer.Option("--report", help="Start no runs; report on the runs that have ended.")
     ] = False,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Show the results of a study that was run several times, side by side.")
+        bool,
+        typer.Option(
+            "--merge", help="Show the results of a study that was run several times, side by side."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --merge: print JSON.")] = False,
 ) -> None:
@@ -268,9 +329,13 @@ def compare(
         show(study, as_json=as_json)
         return
     if len(study) > 1 or as_json:
-        raise UserError("compare: several studies and --json need --merge; name one study, or add --merge")
+        raise UserError(
+            "compare: several studies and --json need --merge; name one study, or add --merge"
+        )
     if report:
-        refuse_options(context, ["jobs", "processes", "extend"], "with --report, which starts no runs")
+        refuse_options(
+            context, ["jobs", "processes", "extend"], "with --report, which starts no runs"
+        )
     from ..study import runner
     from ..study.config import load_study
 
@@ -282,7 +347,10 @@ def compare(
 
 
 Models = Annotated[
-    list[str], typer.Argument(metavar="MODEL_OR_RUN...", help="Folders (of models, adapters or runs), or hub names.")
+    list[str],
+    typer.Argument(
+        metavar="MODEL_OR_RUN...", help="Folders (of models, adapters or runs), or hub names."
+    ),
 ]
 SuiteOption = Annotated[
     str | None,
@@ -293,37 +361,60 @@ SuiteOption = Annotated[
         of=typer.Option,
     ),
 ]
-Output = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: RUN/eval/SUITE.")]
-EvalProcesses = Annotated[int | None, typer.Option(min=1, metavar="N", help="Evaluate with N processes, one per GPU.")]
+Output = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: RUN/eval/SUITE.")
+]
+EvalProcesses = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Evaluate with N processes, one per GPU.")
+]
 DataRoot = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Folder of downloaded hub datasets: DIR/allenai/ai2_arc, ...")
+    str | None,
+    typer.Option(metavar="DIR", help="Folder of downloaded hub datasets: DIR/allenai/ai2_arc, ..."),
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Evaluate only the first N questions of each task.")
+    int | None,
+    typer.Option(min=1, metavar="N", help="Evaluate only the first N questions of each task."),
 ]
 BatchSize = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Number of prompts per forward pass. Default: the suite's batch size."),
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Number of prompts per forward pass. Default: the suite's batch size.",
+    ),
 ]
 Dtype = Annotated[
-    str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the suite's dtype.")
+    str | None,
+    typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the suite's dtype."),
 ]
-Backend = Annotated[str | None, typer.Option(metavar="BACKEND", help="hf, or vllm if it is installed. Default: hf.")]
+Backend = Annotated[
+    str | None, typer.Option(metavar="BACKEND", help="hf, or vllm if it is installed. Default: hf.")
+]
 Strict = Annotated[
-    bool | None, typer.Option("--strict/--no-strict", help="Fail if a prompt is longer than the model's context.")
+    bool | None,
+    typer.Option(
+        "--strict/--no-strict", help="Fail if a prompt is longer than the model's context."
+    ),
 ]
 BaseTemplate = Annotated[
-    str | None, typer.Option(metavar="WHICH", help="Chat template for the base model: own, run (the run's) or none.")
+    str | None,
+    typer.Option(
+        metavar="WHICH", help="Chat template for the base model: own, run (the run's) or none."
+    ),
 ]
 Omit = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="COLUMN", help="Leave out this benchmark, named by its column of the table. You can repeat this option."
+        metavar="COLUMN",
+        help="Leave out this benchmark, named by its column of the table. You can repeat this option.",
     ),
 ]
 TrustSuite = Annotated[
     bool,
-    typer.Option("--trust-suite", help="Run the code in the files of a suite that does not come with soren-align."),
+    typer.Option(
+        "--trust-suite",
+        help="Run the code in the files of a suite that does not come with soren-align.",
+    ),
 ]
 Published = Annotated[
     list[str] | None,
@@ -335,9 +426,12 @@ Published = Annotated[
     ),
 ]
 Cache = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Folder of cached responses. Default: in your cache folder.")
+    str | None,
+    typer.Option(metavar="DIR", help="Folder of cached responses. Default: in your cache folder."),
 ]
-Summary = Annotated[str | None, typer.Option(metavar="FILE.json", help="Also write the scores to this JSON file.")]
+Summary = Annotated[
+    str | None, typer.Option(metavar="FILE.json", help="Also write the scores to this JSON file.")
+]
 
 
 @app.command("eval")
@@ -362,16 +456,34 @@ def evaluate(
     """Evaluate models and the checkpoints that they started from."""
     from ..launch import evaluation
 
-    settings = {"suite": suite, "batch_size": batch_size, "dtype": dtype, "backend": backend, "processes": processes}
-    settings |= {"data_root": data_root, "limit": limit, "strict": strict, "base_template": base_template}
-    settings |= {"omit": omit or None, "trust_suite": trust_suite or None, "published": published or None}
+    settings = {
+        "suite": suite,
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "backend": backend,
+        "processes": processes,
+    }
+    settings |= {
+        "data_root": data_root,
+        "limit": limit,
+        "strict": strict,
+        "base_template": base_template,
+    }
+    settings |= {
+        "omit": omit or None,
+        "trust_suite": trust_suite or None,
+        "published": published or None,
+    }
     evaluation.evaluate(models, settings, output=output, summary=summary, cache=cache)
 
 
 @app.command()
 def chat(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_RUN", help="The folder of a model, adapter or run, or a hub name.")
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_RUN", help="The folder of a model, adapter or run, or a hub name."
+        ),
     ],
     compare: Annotated[
         str | None,
@@ -382,17 +494,25 @@ def chat(
     ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="Answer this question and exit. You can repeat this option."),
+        typer.Option(
+            metavar="TEXT", help="Answer this question and exit. You can repeat this option."
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="The maximum length of an answer, in tokens.")
     ] = 512,
     temperature: Annotated[
-        float, typer.Option(min=0, metavar="T", help="Sampling temperature. Default: 0 (the most likely token).")
+        float,
+        typer.Option(
+            min=0, metavar="T", help="Sampling temperature. Default: 0 (the most likely token)."
+        ),
     ] = 0.0,
     dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the model's own.")
+        str | None,
+        typer.Option(
+            metavar="DTYPE", help="float32, bfloat16 or float16. Default: the model's own."
+        ),
     ] = None,
 ) -> None:
     """Chat with a model, with its own chat template."""
@@ -423,7 +543,8 @@ app.command()(expert.doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; errors that the user can fix are printed. os.environ is restored.
+    """Run one command and return its exit code; errors that the user can fix are printed.
+    os.environ is restored.
 
     arguments: default: sys.argv. Raises only defects, for Python to print their traceback.
     """
@@ -447,11 +568,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             error: Any = refusal
             message, context = error.format_message(), getattr(error, "ctx", None)
-            if message.startswith("Usage: "):  # the help of a command that needs a word and has none
+            # the help of a command that needs a word and has none
+            if message.startswith("Usage: "):
                 typer.echo(message, err=True)
                 code = error.exit_code
             else:
-                remedy = f"; run `{context.command_path} --help` for its arguments" if context else ""
+                remedy = (
+                    f"; run `{context.command_path} --help` for its arguments" if context else ""
+                )
                 code = report(UserError(message.rstrip(".") + remedy))
         except (Exception, KeyboardInterrupt) as error:
             from ..launch.exit_codes import report

@@ -39,8 +39,12 @@ next      in {folder}: soren-align plan sft.yaml, then soren-align sft sft.yaml
           soren-align docs own-data"""
 
 
-def named(metavar: str, help_text: str, *tables: Callable[[], dict[str, Path]], of: Any = typer.Argument) -> Any:
-    """Return an argument, or an option, that is completed by the names in these tables; the shell adds files itself."""
+def named(
+    metavar: str, help_text: str, *tables: Callable[[], dict[str, Path]], of: Any = typer.Argument
+) -> Any:
+    """Return an argument, or an option, that is completed by the names in these tables; the shell
+    adds files itself.
+    """
 
     def complete(incomplete: str) -> list[str]:
         return [name for table in tables for name in table() if name.startswith(incomplete)]
@@ -53,20 +57,27 @@ def new(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="The model to fine-tune: a folder, or a hub name. Default: a tiny model."),
+        typer.Option(
+            metavar="MODEL",
+            help="The model to fine-tune: a folder, or a hub name. Default: a tiny model.",
+        ),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Your questions and answers (.csv or .jsonl)."),
     ] = None,
-    question: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of the questions.")] = None,
-    answer: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of the answers.")] = None,
+    question: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="The column of the questions.")
+    ] = None,
+    answer: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="The column of the answers.")
+    ] = None,
 ) -> None:
     """Write a starting folder for your own data and questions.
 
-    The folder has two recipes (SFT, then DPO), examples for both, and a suite with two kinds of questions. You can run
-    the recipes without a change. With --data, the examples come from your file. Some of them are held out as questions
-    of the suite.
+    The folder has two recipes (SFT, then DPO), examples for both, and a suite with two kinds of
+    questions. You can run the recipes without a change. With --data, the examples come from your
+    file. Some of them are held out as questions of the suite.
     """
     if data is None:
         refuse_options(context, ["question", "answer"], "without --data", "add --data FILE")
@@ -85,7 +96,9 @@ def new(
         lines = file.read_text(encoding="utf-8").splitlines()
         if model:  # at the rates of a run without a recipe
             task = next(task for task in ("sft", "dpo") if f"task: {task}" in lines)
-            start = parse((shipped.ROOT / f"configs/start/{task}.yaml").read_text(encoding="utf-8"), task, "").content
+            start = parse(
+                (shipped.ROOT / f"configs/start/{task}.yaml").read_text(encoding="utf-8"), task, ""
+            ).content
             rate = f"{start['optimizer']['lr']:.1e}".replace("e-0", "e-")
             values = {"lr": rate, "num_train_epochs": str(start["trainer"]["num_train_epochs"])}
             values |= {"bf16": "true"} if has_gpu() else {}
@@ -106,7 +119,9 @@ def new(
             f"chat.jsonl: {len(pairs) - num_held_out} examples of {data}; pairs.jsonl: sample pairs; replace them by "
             "your own"
         )
-        questions = f"questions/: {num_held_out} held-out examples; the wrong choices are other answers"
+        questions = (
+            f"questions/: {num_held_out} held-out examples; the wrong choices are other answers"
+        )
     if model and not has_gpu():
         notices.append(
             "this machine has no GPU, so the recipes train on the CPU; comments in the recipes name the keys for a GPU"
@@ -151,16 +166,23 @@ def recipes(context: typer.Context) -> None:
     for folder, files in folders.items():
         typer.echo(f"{folder + '/':22} {FOLDERS.get(folder, '')}".rstrip())
         if len(files) <= MAX_LISTED:
-            for name, path in sorted(files.items(), key=lambda item: (*FIRST, item[0]).index(item[0])):
+            for name, path in sorted(
+                files.items(), key=lambda item: (*FIRST, item[0]).index(item[0])
+            ):
                 typer.echo(f"  {name:20} {_first_comment(path)}")
             continue
-        first, last = (list(dict.fromkeys(parts)) for parts in zip(*(n.split("-", 1) for n in files), strict=True))
+        first, last = (
+            list(dict.fromkeys(parts))
+            for parts in zip(*(n.split("-", 1) for n in files), strict=True)
+        )
         first.sort(key=lambda size: (size[-1:] != "m", len(size), size))  # 60m, 135m, 1b
         typer.echo(f"  {{{','.join(first)}}}-{{{','.join(last)}}}")
     typer.echo("\nstudies, for soren-align compare")
     for name, path in shipped.studies().items():
         typer.echo(f"{name:34} {_first_comment(path)}")
-    typer.echo("\nnext      soren-align sft quickstart/sft\n          soren-align recipes copy NAME my.yaml")
+    typer.echo(
+        "\nnext      soren-align sft quickstart/sft\n          soren-align recipes copy NAME my.yaml"
+    )
 
 
 @recipes_app.command()
@@ -177,14 +199,16 @@ def copy(
     dest: Annotated[
         str | None,
         typer.Argument(
-            metavar="DEST", help="The file or folder to write. Default: NAME.yaml in the working directory."
+            metavar="DEST",
+            help="The file or folder to write. Default: NAME.yaml in the working directory.",
         ),
     ] = None,
 ) -> None:
     """Copy a shipped recipe or study to edit it; the copy works in any folder.
 
-    If the recipe extends another recipe, the copy has the keys of both. The command also writes a JSON
-    schema (recipe.schema.json or study.schema.json), by which an editor completes and checks the keys of the copy.
+    If the recipe extends another recipe, the copy has the keys of both. The command also writes a
+    JSON schema (recipe.schema.json or study.schema.json), by which an editor completes and checks
+    the keys of the copy.
     """
     from ..core.document import with_modeline
     from ..recipe.loader import merged_text, parse
@@ -207,17 +231,26 @@ def suites(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         from ..evaluate.suite.suites import load_suite
 
-        width = shutil.get_terminal_size().columns  # 80 if there is no terminal and COLUMNS is not set
+        # 80 if there is no terminal and COLUMNS is not set
+        width = shutil.get_terminal_size().columns
         for name, path in shipped.suites().items():
             suite = load_suite(path)
             columns = ", ".join(task.column for task in suite.tasks)
-            typer.echo(f"{name:24} " + textwrap.shorten(f"{suite.title}: {columns}", width - 25, placeholder=" ..."))
+            typer.echo(
+                f"{name:24} "
+                + textwrap.shorten(f"{suite.title}: {columns}", width - 25, placeholder=" ...")
+            )
 
 
 @suites_app.command("copy")
 def copy_suite(
     name: Annotated[
-        str, named("NAME", "The name of a suite that `soren-align suites` lists, such as quickstart.", shipped.suites)
+        str,
+        named(
+            "NAME",
+            "The name of a suite that `soren-align suites` lists, such as quickstart.",
+            shipped.suites,
+        ),
     ],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
 ) -> None:
@@ -230,21 +263,30 @@ def copy_suite(
         raise UserError(f"{folder}: is the name of a shipped suite; name another folder")
     target = _new_folder(folder)
     _copy_folder(source.parent, target)
-    typer.echo(printable(f"{target / 'suite.yaml'}: edit it, then run soren-align eval RUN --suite {target}"))
+    typer.echo(
+        printable(
+            f"{target / 'suite.yaml'}: edit it, then run soren-align eval RUN --suite {target}"
+        )
+    )
 
 
 def import_(
     file: Annotated[
         str,
         typer.Argument(
-            metavar="FILE", help="YAML of TRL, the alignment handbook, Axolotl, LLaMA-Factory or torchtune."
+            metavar="FILE",
+            help="YAML of TRL, the alignment handbook, Axolotl, LLaMA-Factory or torchtune.",
         ),
     ],
     dest: Annotated[
-        str | None, typer.Argument(metavar="DEST", help="The file or folder to write. Default: print the recipe.")
+        str | None,
+        typer.Argument(
+            metavar="DEST", help="The file or folder to write. Default: print the recipe."
+        ),
     ] = None,
     task: Annotated[
-        str | None, typer.Option(metavar="TASK", help="sft or dpo. Default: from the file's keys or name.")
+        str | None,
+        typer.Option(metavar="TASK", help="sft or dpo. Default: from the file's keys or name."),
     ] = None,
 ) -> None:
     """Convert another tool's file to a recipe, and report every key."""
@@ -262,18 +304,24 @@ def import_(
     else:
         target = _new_file(dest, source.name)
         text, table = import_file(source, task, _new_file(str(target.with_suffix(".jinja")), ""))
-        target.write_text(with_modeline(text, _write_schema(target.parent, "recipe")), encoding="utf-8")
+        target.write_text(
+            with_modeline(text, _write_schema(target.parent, "recipe")), encoding="utf-8"
+        )
         table += f"\n\n{target}: check this file, then run soren-align plan {target}"
     typer.echo(printable(table), err=True)
 
 
 def schema(
     kind: Annotated[
-        Literal["recipe", "study", "verdict"], typer.Argument(metavar="KIND", help="recipe, study or verdict.")
+        Literal["recipe", "study", "verdict"],
+        typer.Argument(metavar="KIND", help="recipe, study or verdict."),
     ] = "recipe",
     output: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Write to this file, or into this folder. Default: print the schema."),
+        typer.Option(
+            metavar="FILE",
+            help="Write to this file, or into this folder. Default: print the schema.",
+        ),
     ] = None,
 ) -> None:
     """Print the JSON Schema of recipes, studies or verdict.json, or write it to a file."""
@@ -286,9 +334,13 @@ def schema(
     target = local_path(output)
     target = target / file_name if target.is_dir() else target
     if not target.parent.is_dir():
-        raise UserError(f"--output: there is no folder {target.parent}; create this folder, or name another one")
+        raise UserError(
+            f"--output: there is no folder {target.parent}; create this folder, or name another one"
+        )
     if not write_schema(target, text):
-        raise UserError(f"--output: {target} exists already and was not written by this command; name another file")
+        raise UserError(
+            f"--output: {target} exists already and was not written by this command; name another file"
+        )
     use = f": to use it in an editor, write this first line into a {kind}: {MODELINE}{target.name}"
     typer.echo(printable(f"{target}{use if kind != 'verdict' else ''}"))
 
@@ -311,7 +363,9 @@ def _schema(kind: str) -> tuple[str, str]:
 
 
 def _write_schema(folder: Path, kind: str) -> str:
-    """Write a schema beside a recipe or a study, unless a file of another origin is there; return the file's name."""
+    """Write a schema beside a recipe or a study, unless a file of another origin is there; return
+    the file's name.
+    """
     from ..core.document import write_schema
 
     file_name, text = _schema(kind)
@@ -320,7 +374,9 @@ def _write_schema(folder: Path, kind: str) -> str:
 
 
 def _new_file(dest: str, name: str) -> Path:
-    """Return `dest`, or the file `name` in the folder `dest`. Raises UserError if it exists or cannot be written."""
+    """Return `dest`, or the file `name` in the folder `dest`.
+    Raises UserError if it exists or cannot be written.
+    """
     target = local_path(dest)
     target = target / name if target.is_dir() else target
     if target.exists() or target.is_symlink():
@@ -332,7 +388,9 @@ def _new_file(dest: str, name: str) -> Path:
 def _new_folder(dest: str) -> Path:
     """Return the folder `dest`, which is new or empty. Raises UserError if it cannot be written."""
     target = local_path(dest)
-    if (target.exists() or target.is_symlink()) and not (target.is_dir() and not any(target.iterdir())):
+    if (target.exists() or target.is_symlink()) and not (
+        target.is_dir() and not any(target.iterdir())
+    ):
         raise UserError(f"{target}: exists already; name a new folder, or an empty one")
     _refuse_unwritable(target if target.is_dir() else target.parent)
     return target
@@ -340,9 +398,13 @@ def _new_folder(dest: str) -> Path:
 
 def _refuse_unwritable(folder: Path) -> None:
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder; create this folder, or name another one")
+        raise UserError(
+            f"{folder}: there is no such folder; create this folder, or name another one"
+        )
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{folder}: you have no permission to write into this folder; name another folder")
+        raise UserError(
+            f"{folder}: you have no permission to write into this folder; name another folder"
+        )
 
 
 def _copy_folder(source: Path, target: Path) -> None:
@@ -361,7 +423,9 @@ def _first_comment(path: Path) -> str:
 
 
 def docs(
-    topic: Annotated[str | None, named("TOPIC", "The name of a page. Default: list the pages.", shipped.pages)] = None,
+    topic: Annotated[
+        str | None, named("TOPIC", "The name of a page. Default: list the pages.", shipped.pages)
+    ] = None,
 ) -> None:
     """Show a page of the documentation; in a pipe, print it as Markdown."""
     pages = shipped.pages()
@@ -373,10 +437,14 @@ def docs(
                 typer.echo(f"  {name:<{width}}  {shipped.title(pages[name])}")
         return
     name = topic.lower().removeprefix("docs/").removesuffix(".md").removesuffix("/readme")
-    name = name if name in pages else next((page for page in pages if page.endswith(f"/{name}")), name)
+    name = (
+        name if name in pages else next((page for page in pages if page.endswith(f"/{name}")), name)
+    )
     if name not in pages:
         known = f"write one of {', '.join(pages)}"
-        raise UserError(f"{topic}: is no page of the documentation{did_you_mean(name, pages, known)}")
+        raise UserError(
+            f"{topic}: is no page of the documentation{did_you_mean(name, pages, known)}"
+        )
     text = pages[name].read_text(encoding="utf-8")
     if not sys.stdout.isatty():
         typer.echo(text, nl=False)
@@ -384,7 +452,8 @@ def docs(
     from rich.console import Console
     from rich.markdown import Markdown
 
-    os.environ.setdefault("LESS", "FRX")  # as git does: colours, and no pager for a page that fits the screen
+    # as git does: colours, and no pager for a page that fits the screen
+    os.environ.setdefault("LESS", "FRX")
     console = Console()
     with console.pager(styles=True):
         console.print(Markdown(re.sub(r"<!--.*?-->\n", "", text), hyperlinks=False))

@@ -1,7 +1,8 @@
 """Options that a person can type: commands in groups, and keys of a recipe as words.
 
-`optimizer.lr=1e-3`, `--optimizer.lr 1e-3` and TRL's `--learning_rate 1e-3` mean `--set optimizer.lr=1e-3`. A word that
-is none of a command's options, but a key, is rewritten before typer parses the words.
+`optimizer.lr=1e-3`, `--optimizer.lr 1e-3` and TRL's `--learning_rate 1e-3` mean `--set
+optimizer.lr=1e-3`. A word that is none of a command's options, but a key, is rewritten before typer
+parses the words.
 """
 
 import re
@@ -51,16 +52,20 @@ class KeyCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words."""
-        options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
+        options: list[Any] = [
+            parameter for parameter in self.params if parameter.param_type_name == "option"
+        ]
         flags = {name: option.is_flag for option in options for name in option.opts}
-        return super().parse_args(ctx, as_settings(args, dict.fromkeys(ctx.help_option_names, True) | flags))
+        return super().parse_args(
+            ctx, as_settings(args, dict.fromkeys(ctx.help_option_names, True) | flags)
+        )
 
 
 def as_settings(words: Sequence[str], flags: dict[str, bool]) -> list[str]:
     """Return a command's words with `--set` before each that names a key.
 
-    flags: the command's own options: whether each is one without a value. A word that is neither stays, and typer
-    refuses it. A key without a value is true: `--trainer.bf16`.
+    flags: the command's own options: whether each is one without a value. A word that is neither
+    stays, and typer refuses it. A key without a value is true: `--trainer.bf16`.
     """
     rest, result = list(words), []
     while rest:
@@ -82,16 +87,22 @@ def as_settings(words: Sequence[str], flags: dict[str, bool]) -> list[str]:
 
 
 def key_of(name: str) -> str | None:
-    """Return the key of a recipe that an option's name means: `optimizer.lr`, or one of TRL's; None for no key."""
+    """Return the key of a recipe that an option's name means: `optimizer.lr`, or one of TRL's; None
+    for no key.
+    """
     from ..recipe import trl
 
     return name if re.fullmatch(r"\w+(\.\w+)+", name) else trl.recipe_key(name.replace("-", "_"))
 
 
-def refuse_options(context: Context, names: Sequence[str], condition: str, remedy: str = "") -> None:
-    """Raise UserError if the command line has one of these options, which have no effect under the condition.
+def refuse_options(
+    context: Context, names: Sequence[str], condition: str, remedy: str = ""
+) -> None:
+    """Raise UserError if the command line has one of these options, which have no effect under the
+    condition.
 
-    names: of the command's parameters, which are its function's. remedy: default: to remove the options.
+    names: of the command's parameters, which are its function's. remedy: default: to remove the
+    options.
     """
     options = []
     for parameter in context.command.params:
@@ -100,4 +111,6 @@ def refuse_options(context: Context, names: Sequence[str], condition: str, remed
             options.append(parameter.opts[0])
     if options:
         has, them = ("has", "this option") if len(options) == 1 else ("have", "these options")
-        raise UserError(f"{', '.join(options)}: {has} no effect {condition}; {remedy or f'remove {them}'}")
+        raise UserError(
+            f"{', '.join(options)}: {has} no effect {condition}; {remedy or f'remove {them}'}"
+        )

@@ -9,14 +9,17 @@ from pathlib import Path
 from ..core.errors import UserError, did_you_mean
 
 HELD_OUT_SHARE, MAX_HELD_OUT, NUM_CHOICES = 0.2, 100, 4
-"""Of the examples of `new --data`: the share that becomes questions, at most, and the choices of each."""
+"""Of the examples of `new --data`: the share that becomes questions, at most, and the choices of
+each."""
 ENOUGH, MOST_SHARE = 20, 0.35
-"""Questions from which a table has intervals; a small file holds out so many, but at most this share."""
+"""Questions from which a table has intervals; a small file holds out so many, but at most this
+share."""
 KNOWN_PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"))
 MIN_PAIRS = 20
 """Examples of which some can be held out."""
 MAX_ALIKE = 5
-"""Questions with one answer that are taken for variants of one question. The answer of more of them is a label."""
+"""Questions with one answer that are taken for variants of one question. The answer of more of them
+is a label."""
 MOST_LABELS = 1 / 3
 """Different answers per question of a file up to which the answers may be labels."""
 Pairs = list[tuple[str, str]]
@@ -32,7 +35,9 @@ def read_pairs(data: str, question: str | None, answer: str | None) -> tuple[Pai
 
     name, file = next(iter(data_files(data).items()))
     if file.suffix not in (".csv", ".jsonl"):
-        raise UserError(f"{name}: is no .csv or .jsonl file; name a .csv or .jsonl file with questions and answers")
+        raise UserError(
+            f"{name}: is no .csv or .jsonl file; name a .csv or .jsonl file with questions and answers"
+        )
     if not (rows := first_records(name, file, {}, MAX_ROWS, is_whole=True)):
         raise UserError(f"{name}: has no records; name a file with questions and answers")
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -45,7 +50,8 @@ def read_pairs(data: str, question: str | None, answer: str | None) -> tuple[Pai
     pairs, incomplete = {}, []
     for number, row in enumerate(rows, 1):
         prompt, reply = (str(row.get(column) or "").strip() for column in names)
-        if any("\ud800" <= letter <= "\udfff" for letter in prompt + reply):  # bytes that are no UTF-8
+        # bytes that are no UTF-8
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt + reply):
             remedy = "save the file as UTF-8, or convert the file: iconv -f WINDOWS-1252 -t UTF-8"
             raise UserError(f"--data: {data}: record {number} is not UTF-8; {remedy}")
         if prompt and reply:
@@ -55,21 +61,27 @@ def read_pairs(data: str, question: str | None, answer: str | None) -> tuple[Pai
     notices = []
     if incomplete:
         more = f" and {len(incomplete) - 5} more" if len(incomplete) > 5 else ""
-        notices.append(f"left out, because question or answer is empty: record {', '.join(incomplete[:5])}{more}")
+        notices.append(
+            f"left out, because question or answer is empty: record {', '.join(incomplete[:5])}{more}"
+        )
     if repeated := len(rows) - len(incomplete) - len(pairs):
         notices.append(f"left out, because the question occurs before: {count(repeated, 'record')}")
     if len(pairs) < MIN_PAIRS:
-        raise UserError(f"--data: {data}: has only {len(pairs)} questions; write at least {MIN_PAIRS} questions")
+        raise UserError(
+            f"--data: {data}: has only {len(pairs)} questions; write at least {MIN_PAIRS} questions"
+        )
     return [*pairs.items()], notices
 
 
 def _variants(pairs: Pairs) -> list[Pairs]:
-    """Return the pairs in groups that stay on one side of the split: equal words in a question, or one answer.
+    """Return the pairs in groups that stay on one side of the split: equal words in a question, or
+    one answer.
 
     A model that was trained on a variant of a held-out question knows its answer.
     """
     numbers = Counter(_words(reply) for _, reply in pairs)
-    parents: dict[tuple[str, ...], tuple[str, ...]] = {}  # of questions and answers by their words (union-find)
+    # of questions and answers by their words (union-find)
+    parents: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def root(key: tuple[str, ...]) -> tuple[str, ...]:
         while parents.setdefault(key, key) != key:
@@ -92,8 +104,8 @@ def _words(text: str) -> tuple[str, ...]:
 def write_questions(target: Path, pairs: Pairs) -> tuple[int, list[str]]:
     """Write the examples to train on, and those held out as questions of both kinds.
 
-    The choices of a question are its answer and answers to others. Returns the number of held-out questions, and what
-    to know about them.
+    The choices of a question are its answer and answers to others. Returns the number of held-out
+    questions, and what to know about them.
     """
     draw, groups = random.Random(0), _variants(pairs)
     draw.shuffle(groups)
@@ -103,7 +115,8 @@ def write_questions(target: Path, pairs: Pairs) -> tuple[int, list[str]]:
     for group in groups:
         side = held_out if len(held_out) + len(group) <= min(MAX_HELD_OUT, num) else train
         side += group
-    answers = {_words(reply): reply for _, reply in reversed(pairs)}  # one of each; a variant is no wrong choice
+    # one of each; a variant is no wrong choice
+    answers = {_words(reply): reply for _, reply in reversed(pairs)}
     choices, exact = [], []
     for prompt, reply in held_out:
         wrong = [other for words, other in answers.items() if words != _words(reply)]
@@ -112,12 +125,21 @@ def write_questions(target: Path, pairs: Pairs) -> tuple[int, list[str]]:
         choices.append({"question": prompt, "choices": mixed, "answer": reply})
         exact.append({"question": prompt, "answer": reply})
     examples = [{"instruction": prompt, "output": reply} for prompt, reply in train]
-    files = {"chat.jsonl": examples, "questions/choice/test.jsonl": choices, "questions/exact/test.jsonl": exact}
+    files = {
+        "chat.jsonl": examples,
+        "questions/choice/test.jsonl": choices,
+        "questions/exact/test.jsonl": exact,
+    }
     for name, records in files.items():
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
         (target / name).write_text("".join(lines), encoding="utf-8")
-    numbers, trained = Counter(_words(reply) for _, reply in pairs), {_words(reply) for _, reply in train}
-    untrained = sum(numbers[_words(reply)] > 1 and _words(reply) not in trained for _, reply in held_out)
+    numbers, trained = (
+        Counter(_words(reply) for _, reply in pairs),
+        {_words(reply) for _, reply in train},
+    )
+    untrained = sum(
+        numbers[_words(reply)] > 1 and _words(reply) not in trained for _, reply in held_out
+    )
     notices = []
     if untrained and len(numbers) <= MOST_LABELS * len(pairs):
         notices.append(
@@ -125,5 +147,7 @@ def write_questions(target: Path, pairs: Pairs) -> tuple[int, list[str]]:
             "questions with the same answer are held out together. If your answers are labels, divide the file yourself"
         )
     if len(held_out) < ENOUGH:
-        notices.append(f"{len(held_out)} held-out questions are too few for confidence intervals, which need {ENOUGH}")
+        notices.append(
+            f"{len(held_out)} held-out questions are too few for confidence intervals, which need {ENOUGH}"
+        )
     return len(held_out), notices

@@ -7,7 +7,17 @@ import typer
 from ..core.errors import UserError, printable
 from .grammar import WITH_JSON, AsJson, refuse_options
 
-OF_RESULTS = ("reference", "metric", "id_", "score", "task", "cluster", "max_score", "group", "common")
+OF_RESULTS = (
+    "reference",
+    "metric",
+    "id_",
+    "score",
+    "task",
+    "cluster",
+    "max_score",
+    "group",
+    "common",
+)
 """The options of `stats` that name columns of the results, or select what to compare."""
 
 
@@ -15,11 +25,15 @@ def stats(
     context: typer.Context,
     results: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RESULTS...", help="A file or folder of results per model, or NAME=PATH."),
+        typer.Argument(
+            metavar="RESULTS...", help="A file or folder of results per model, or NAME=PATH."
+        ),
     ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The model that all others are compared with. Default: the first."),
+        typer.Option(
+            metavar="NAME", help="The model that all others are compared with. Default: the first."
+        ),
     ] = None,
     metric: Annotated[
         list[str] | None,
@@ -30,9 +44,14 @@ def stats(
             "exact_match, or else the first metric in the file.",
         ),
     ] = None,
-    id_: Annotated[str | None, typer.Option("--id", metavar="COLUMN", help="The column of the questions' ids.")] = None,
+    id_: Annotated[
+        str | None, typer.Option("--id", metavar="COLUMN", help="The column of the questions' ids.")
+    ] = None,
     score: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="The column of scores: numbers from 0 to 1, or true and false.")
+        str | None,
+        typer.Option(
+            metavar="COLUMN", help="The column of scores: numbers from 0 to 1, or true and false."
+        ),
     ] = None,
     task: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of tasks.")] = None,
     cluster: Annotated[
@@ -54,33 +73,52 @@ def stats(
             "cluster. You can repeat this option.",
         ),
     ] = None,
-    common: Annotated[bool, typer.Option("--common", help="Compare only the questions that all models have.")] = False,
-    average: Annotated[bool, typer.Option("--average", help="Also compare the means over the tasks.")] = False,
+    common: Annotated[
+        bool, typer.Option("--common", help="Compare only the questions that all models have.")
+    ] = False,
+    average: Annotated[
+        bool, typer.Option("--average", help="Also compare the means over the tasks.")
+    ] = False,
     plan: Annotated[
         float | None,
-        typer.Option(metavar="POINTS", help="Print how many questions are needed to detect a difference of POINTS."),
+        typer.Option(
+            metavar="POINTS",
+            help="Print how many questions are needed to detect a difference of POINTS.",
+        ),
     ] = None,
     expected: Annotated[
         float | None,
-        typer.Option(metavar="PERCENT", help="With --plan: the expected score. Default: the file's, or 50."),
+        typer.Option(
+            metavar="PERCENT", help="With --plan: the expected score. Default: the file's, or 50."
+        ),
     ] = None,
     questions: Annotated[
         int | None,
-        typer.Option(min=2, metavar="N", help="With --plan: also print the difference that N questions can detect."),
+        typer.Option(
+            min=2,
+            metavar="N",
+            help="With --plan: also print the difference that N questions can detect.",
+        ),
     ] = None,
     as_json: AsJson = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
     """Compare anybody's evaluation results, question by question.
 
-    Reads lm-eval samples (--log_samples), olmo-eval predictions, inspect-ai logs, lighteval details, CSV and JSONL, and
-    the eval folders of runs. Intervals and p-values are those of `eval`.
+    Reads lm-eval samples (--log_samples), olmo-eval predictions, inspect-ai logs, lighteval
+    details, CSV and JSONL, and the eval folders of runs. Intervals and p-values are those of
+    `eval`.
     """
     from ..evaluate.answers import comparison
     from ..evaluate.answers.files import Columns
 
     columns = Columns(tuple(metric or ()), id_, score, task, cluster, max_score)
-    settings: dict[str, Any] = {"reference": reference, "groups": group or (), "common": common, "as_json": as_json}
+    settings: dict[str, Any] = {
+        "reference": reference,
+        "groups": group or (),
+        "common": common,
+        "as_json": as_json,
+    }
     if as_json:
         refuse_options(context, ["as_markdown"], "with --json")
     if score is not None:
@@ -88,8 +126,12 @@ def stats(
     if plan is not None:
         refuse_options(context, ["average", "as_markdown"], "with --plan")
         if not results:
-            refuse_options(context, OF_RESULTS, "without results", "name a file or folder per model")
-        comparison.plan(plan, results or (), columns, expected=expected, questions=questions, **settings)
+            refuse_options(
+                context, OF_RESULTS, "without results", "name a file or folder per model"
+            )
+        comparison.plan(
+            plan, results or (), columns, expected=expected, questions=questions, **settings
+        )
         return
     if not results:
         raise UserError("stats: no results; name a file or folder per model, or add --plan POINTS")
@@ -100,9 +142,12 @@ def stats(
 def show(
     context: typer.Context,
     run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="A run folder. Default: the newest run below runs/.")
+        str | None,
+        typer.Argument(metavar="RUN", help="A run folder. Default: the newest run below runs/."),
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Also show the notes under the scores.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Also show the notes under the scores.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a run's status, curve, scores, samples and the next commands."""
@@ -125,10 +170,14 @@ def runs(
 
 def curves(
     runs: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN...", help="Run folders. Default: the newest run below runs/.")
+        list[str] | None,
+        typer.Argument(metavar="RUN...", help="Run folders. Default: the newest run below runs/."),
     ] = None,
     output: Annotated[
-        str, typer.Option(metavar="FILE.png", help="The file of the picture. A dark version is written beside it.")
+        str,
+        typer.Option(
+            metavar="FILE.png", help="The file of the picture. A dark version is written beside it."
+        ),
     ] = "curves.png",
     preset: Annotated[
         Literal["paper-losses"] | None,
@@ -145,7 +194,9 @@ def curves(
 
 
 def merge(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run that trained an adapter.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The folder of a run that trained an adapter.")
+    ],
 ) -> None:
     """Merge a LoRA adapter with its base model into RUN/merged."""
     from ..launch import commands
@@ -156,42 +207,68 @@ def merge(
 def push(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
     repo: Annotated[
-        str, typer.Argument(metavar="OWNER/NAME", help="The repository, which is created if it is missing.")
+        str,
+        typer.Argument(
+            metavar="OWNER/NAME", help="The repository, which is created if it is missing."
+        ),
     ],
-    merged: Annotated[bool, typer.Option("--merged", help="Upload RUN/merged instead of the adapter.")] = False,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Upload RUN/merged instead of the adapter.")
+    ] = False,
     private: Annotated[
-        bool, typer.Option("--private", help="Upload only to a private repository, which is created if it is missing.")
+        bool,
+        typer.Option(
+            "--private",
+            help="Upload only to a private repository, which is created if it is missing.",
+        ),
     ] = False,
     revision: Annotated[
-        str | None, typer.Option(metavar="BRANCH", help="The branch, which is created if it is missing. Default: main.")
+        str | None,
+        typer.Option(
+            metavar="BRANCH", help="The branch, which is created if it is missing. Default: main."
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and their sizes; upload nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the files and their sizes; upload nothing.")
+    ] = False,
 ) -> None:
     """Upload a run's model to the Hugging Face hub.
 
-    The command uploads the model, its card with pictures, the recipe and run.json. It uploads no local paths and no
-    other files.
+    The command uploads the model, its card with pictures, the recipe and run.json. It uploads no
+    local paths and no other files.
     """
     from ..publish.push import push as upload
 
-    typer.echo(upload(run, repo, merged=merged, private=private, revision=revision, dry_run=dry_run))
+    typer.echo(
+        upload(run, repo, merged=merged, private=private, revision=revision, dry_run=dry_run)
+    )
 
 
 def export(
-    source: Annotated[str, typer.Argument(metavar="RUN_OR_STUDY", help="The folder of a run, or of a study.")],
+    source: Annotated[
+        str, typer.Argument(metavar="RUN_OR_STUDY", help="The folder of a run, or of a study.")
+    ],
     format_: Annotated[
         Literal["every_eval_ever"],
-        typer.Option("--format", metavar="FORMAT", help="every_eval_ever. Default: every_eval_ever."),
+        typer.Option(
+            "--format", metavar="FORMAT", help="every_eval_ever. Default: every_eval_ever."
+        ),
     ] = "every_eval_ever",
-    output: Annotated[str, typer.Option(metavar="DIR", help="The folder of the records.")] = "export",
+    output: Annotated[
+        str, typer.Option(metavar="DIR", help="The folder of the records.")
+    ] = "export",
     owner: Annotated[
-        str, typer.Option(metavar="NAME", help="You or your organization, in the names of your models.")
+        str,
+        typer.Option(metavar="NAME", help="You or your organization, in the names of your models."),
     ] = "local",
-    samples: Annotated[bool, typer.Option("--samples", help="Also write every question and answer.")] = False,
+    samples: Annotated[
+        bool, typer.Option("--samples", help="Also write every question and answer.")
+    ] = False,
 ) -> None:
     """Export the scores of a run, or of a study's final runs, for other tools.
 
-    The format is that of Every Eval Ever, a shared schema of evaluation results: one JSON file per model and suite.
+    The format is that of Every Eval Ever, a shared schema of evaluation results: one JSON file per
+    model and suite.
     """
     from ..study.export import export as write_records
 

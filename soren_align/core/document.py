@@ -1,7 +1,8 @@
-"""A YAML document of a known form: read, change by `key=value`, validate, dump, and its JSON Schema.
+"""A YAML document of a known form: read, change by `key=value`, validate, dump, and its JSON
+Schema.
 
-The form is a pydantic class whose sections derive from `Section`. All problems are collected, and reported together,
-each with its file, line, key, finding and remedy:
+The form is a pydantic class whose sections derive from `Section`. All problems are collected, and
+reported together, each with its file, line, key, finding and remedy:
 
     document = parse(read_text(path), str(path), "a suite is a mapping (title, tasks, ...)")
     for setting in document.settings(["tasks.0.metric=acc"]):  # texts as after --set
@@ -10,7 +11,8 @@ each with its file, line, key, finding and remedy:
     document.problems.append((("title",), "found '?'; write words"))
     document.refuse_problems()                           # raises UserError with all of them, in the order of lines
 
-`from_pydantic` is the one translation of pydantic's errors into sentences, for any class, also of JSON.
+`from_pydantic` is the one translation of pydantic's errors into sentences, for any class, also of
+JSON.
 """
 
 import functools
@@ -39,25 +41,35 @@ Problem = tuple[Key, str]
 
 
 class Section(BaseModel):
-    """A section of a document: unknown keys are errors, and no value is converted to another type."""
+    """A section of a document: unknown keys are errors, and no value is converted to another
+    type.
+    """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+    )
 
     main_keys: ClassVar[dict[type, str]] = {}
-    """The key that a person means who writes a value in the section's place, by the type of the value."""
+    """The key that a person means who writes a value in the section's place, by the type of the
+    value."""
     other_names: ClassVar[dict[str, str]] = {}
     """Other tools' names of keys -> the section's."""
     hints: ClassVar[dict[str, str]] = {}
-    """The remedy for a wrong value of a key, where the choices alone are none; the message on a key of elsewhere."""
+    """The remedy for a wrong value of a key, where the choices alone are none; the message on a key
+    of elsewhere."""
 
     @classmethod
     def key_elsewhere(cls, name: str) -> list[str]:
-        """The keys, dotted, that have this name in any section of the document, which `cls` is the form of."""
+        """The keys, dotted, that have this name in any section of the document, which `cls` is the
+        form of.
+        """
         return _keys_by_name(cls).get(name, [])
 
     @classmethod
     def meant_by(cls, value: Any) -> dict[str, Any] | None:
-        """The section that a person means who writes `value` in its place; None if it is unclear."""
+        """The section that a person means who writes `value` in its place; None if it is
+        unclear.
+        """
         main = cls.main_keys.get(int if value is True else type(value))
         if main is None:
             return None
@@ -72,7 +84,9 @@ class Section(BaseModel):
 
 @functools.cache
 def _keys_by_name(section: type[Section]) -> dict[str, list[str]]:
-    """The keys in a section and in those inside it, dotted, by their own name, also other tools'."""
+    """The keys in a section and in those inside it, dotted, by their own name, also other
+    tools'.
+    """
     keys = {name: [name] for name in section.model_fields}
     keys |= {other: [name] for other, name in section.other_names.items()}
     for key, field_info in section.model_fields.items():
@@ -88,7 +102,9 @@ Form = TypeVar("Form", bound=Section)
 
 
 class Setting(NamedTuple):
-    """One `--set`, or an option that stands for a key: its text as it was written, key and value."""
+    """One `--set`, or an option that stands for a key: its text as it was written, key and
+    value.
+    """
 
     text: str
     key: tuple[str, ...]
@@ -97,7 +113,9 @@ class Setting(NamedTuple):
 
 @dataclass
 class Document:
-    """The content of a YAML file, the place of each key, and the problems that were noted until now."""
+    """The content of a YAML file, the place of each key, and the problems that were noted until
+    now.
+    """
 
     content: dict[str, Any]
     lines: dict[Key, str]
@@ -107,18 +125,25 @@ class Document:
     """Problems of texts that are no settings."""
 
     def settings(self, texts: Iterable[str]) -> list[Setting]:
-        """'section.key=value' texts, whose values are YAML, as settings; problems of texts that are none are noted."""
+        """'section.key=value' texts, whose values are YAML, as settings; problems of texts that are
+        none are noted.
+        """
         settings = []
         for text in texts:
             name, equals, value = text.partition("=")
             key = tuple(part.strip() for part in name.split("."))
             if not equals or not all(key) or len(key) > MAX_PARTS:
-                self.bad_settings.append(f"--set {text}: has no key and value; write --set section.key=value")
+                self.bad_settings.append(
+                    f"--set {text}: has no key and value; write --set section.key=value"
+                )
                 continue
             try:
                 settings.append(Setting(f"--set {text}", key, parse_yaml(value, "")[0]))
             except UserError as error:
-                reason = str(error).partition("not valid YAML: ")[2] or "the value is too long; write a shorter value"
+                reason = (
+                    str(error).partition("not valid YAML: ")[2]
+                    or "the value is too long; write a shorter value"
+                )
                 self.bad_settings.append(f"--set {text}: the value is not valid YAML: {reason}")
         return settings
 
@@ -140,7 +165,9 @@ class Document:
                 part, names = int(part), names[1:]
             else:
                 whole = len(names) if key and key[-1] in with_dots else 1
-                size = next((n for n in range(len(names), 0, -1) if ".".join(names[:n]) in node), whole)
+                size = next(
+                    (n for n in range(len(names), 0, -1) if ".".join(names[:n]) in node), whole
+                )
                 part, names = ".".join(names[:size]), names[size:]
             key.append(part)
             if not names:
@@ -158,7 +185,9 @@ class Document:
         self.lines[tuple(key)] = setting.text
 
     def validate(self, form: type[Form], **others: Any) -> Form | None:
-        """The content as a `form`; None if it is none, whose problems are noted. others: keys beside the content."""
+        """The content as a `form`; None if it is none, whose problems are noted.
+        others: keys beside the content.
+        """
         try:
             return form.model_validate(self.content | others)
         except ValidationError as error:
@@ -166,7 +195,9 @@ class Document:
         return None
 
     def refuse_problems(self, *remedy: str) -> None:
-        """Raise UserError with all problems in the order of lines, if there are any, and `remedy` after them."""
+        """Raise UserError with all problems in the order of lines, if there are any, and `remedy`
+        after them.
+        """
         if self.problems or self.bad_settings:
             raise UserError(*sentences(self.problems, self.lines), *self.bad_settings, *remedy)
 
@@ -179,7 +210,9 @@ class Document:
 
 
 def parse(text: str, name: str, remedy: str) -> Document:
-    """The document of a YAML text. Raises UserError for invalid YAML, and with `remedy` for anything but a mapping."""
+    """The document of a YAML text.
+    Raises UserError for invalid YAML, and with `remedy` for anything but a mapping.
+    """
     content, lines = parse_yaml(text, name)
     if not isinstance(content, dict):
         raise UserError(f"{name}:1 {remedy}")
@@ -187,13 +220,15 @@ def parse(text: str, name: str, remedy: str) -> Document:
 
 
 def find(name_or_path: str, known: dict[str, Path], kind: str) -> Path:
-    """An existing .yaml file, else the shipped file of that name. Raises UserError if it is neither.
+    """An existing .yaml file, else the shipped file of that name.
+    Raises UserError if it is neither.
 
     known: the shipped files by name. kind: of file, for messages.
     """
     path = local_path(name_or_path)
     if path.is_file():
-        if path.suffix not in (".yaml", ".yml"):  # errors would quote any other file, such as /etc/shadow
+        # errors would quote any other file, such as /etc/shadow
+        if path.suffix not in (".yaml", ".yml"):
             raise UserError(f"{name_or_path}: is not a .yaml file; name the .yaml file of a {kind}")
         return path
     if name_or_path in known:
@@ -214,14 +249,18 @@ def dump(content: Any) -> str:
 
 
 def read_form(file: Path, form: TypeAdapter[Any], remedy: str, max_bytes: int) -> Any:
-    """Return a JSON file of a known form. Raises UserError if it is missing, a link, or has another form."""
+    """Return a JSON file of a known form.
+    Raises UserError if it is missing, a link, or has another form.
+    """
     if file.is_symlink() or not file.is_file():
         raise UserError(f"{file}: is missing; {remedy}")
     try:
         return form.validate_python(read_json(file, max_bytes=max_bytes), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise UserError(f"{file} {dotted(first['loc'])[:80]}: {first['msg'][:120]}; {remedy}") from None
+        raise UserError(
+            f"{file} {dotted(first['loc'])[:80]}: {first['msg'][:120]}; {remedy}"
+        ) from None
 
 
 def value_at(content: Any, key: Key) -> Any:
@@ -239,7 +278,9 @@ def place(key: Key, lines: dict[Key, str]) -> str:
 
 
 def sentences(problems: Iterable[Problem], lines: dict[Key, str]) -> list[str]:
-    """Return the problems with their places and keys, in the order of lines; those of options come last."""
+    """Return the problems with their places and keys, in the order of lines; those of options come
+    last.
+    """
     placed = []
     for key, message in problems:
         where = place(key, lines)
@@ -258,26 +299,36 @@ SCHEMA_VERSION = "https://json-schema.org/draft/2020-12/schema"
 
 def schema_text(schema: dict[str, Any]) -> str:
     """The text of a schema's file, from pydantic's schema of a form."""
-    return json.dumps({"$schema": SCHEMA_VERSION, "$comment": SCHEMA_COMMENT} | schema, indent=2) + "\n"
+    return (
+        json.dumps({"$schema": SCHEMA_VERSION, "$comment": SCHEMA_COMMENT} | schema, indent=2)
+        + "\n"
+    )
 
 
 def write_schema(file: Path, text: str) -> bool:
-    """Write a schema's text, over an earlier one of ours. Returns False, writing nothing, if the file is another's."""
-    if file.is_symlink() or (file.exists() and SCHEMA_COMMENT not in file.read_text("utf-8", errors="replace")):
+    """Write a schema's text, over an earlier one of ours.
+    Returns False, writing nothing, if the file is another's.
+    """
+    if file.is_symlink() or (
+        file.exists() and SCHEMA_COMMENT not in file.read_text("utf-8", errors="replace")
+    ):
         return False
     write(file, text)
     return True
 
 
 def with_modeline(text: str, reference: str) -> str:
-    """Return a file's text whose first line names the schema `reference`, in the place of an earlier such line."""
+    """Return a file's text whose first line names the schema `reference`, in the place of an
+    earlier such line.
+    """
     if text.startswith(MODELINE):
         text = text.partition("\n")[2]
     return f"{MODELINE}{reference}\n{text}"
 
 
 def members(annotation: Any) -> dict[str, Any]:
-    """The sections of a tagged union (`Annotated[A, Tag("a")] | ...`) by tag; empty for any other annotation.
+    """The sections of a tagged union (`Annotated[A, Tag("a")] | ...`) by tag; empty for any other
+    annotation.
 
     A member `list[A]` counts as A; the union may stand beside None.
     """
@@ -295,7 +346,9 @@ def members(annotation: Any) -> dict[str, Any]:
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """The first section within an annotation such as `Lora | None` or `list[TrainSplit]`; None if there is none."""
+    """The first section within an annotation such as `Lora | None` or `list[TrainSplit]`; None if
+    there is none.
+    """
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next((section for part in get_args(annotation) if (section := section_in(part))), None)
@@ -304,7 +357,8 @@ def section_in(annotation: Any) -> type[Section] | None:
 def tag_of(value: Any, union: Mapping[str, type[Section]]) -> str:
     """The tag of the member that `value` (a dict or a section) is, by its `name`.
 
-    The first member's for a missing or unknown name: its check then reports the name, and all other mistakes with it.
+    The first member's for a missing or unknown name: its check then reports the name, and all other
+    mistakes with it.
     """
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     return name if isinstance(name, str) and name in union else next(iter(union))
@@ -330,7 +384,8 @@ _REMEDIES = {
 def from_pydantic(error: ValidationError, form: type[Section] = Section) -> list[Problem]:
     """The key and the message of each mistake.
 
-    form: the class that was validated; with it messages name the keys, sections and members of unions that are meant.
+    form: the class that was validated; with it messages name the keys, sections and members of
+    unions that are meant.
     """
     problems = []
     mistakes: list[Any] = error.errors(include_url=False)
@@ -349,14 +404,16 @@ def from_pydantic(error: ValidationError, form: type[Section] = Section) -> list
             elif part != "[key]":  # pydantic's mark of a key that is none of the literal ones
                 key.append(part)
                 parent = section
-                annotation = section.model_fields[part].annotation if part in section.model_fields else None
+                annotation = (
+                    section.model_fields[part].annotation if part in section.model_fields else None
+                )
                 choices = members(annotation)
                 inner = section_in(annotation)
                 if inner and not choices and i + 1 < len(one["loc"]):
                     section, union, tag = inner, {}, ""
         problems.append(_Mistake(one, tuple(key), parent, annotation, union, tag, form))
-    # One mistake, one message: without "is required" for a key that is there misspelt, and without "unknown key" where
-    # the name that decides about the keys is wrong itself.
+    # One mistake, one message: without "is required" for a key that is there misspelt, and without
+    # "unknown key" where the name that decides about the keys is wrong itself.
     misspelt = {(*p.key[:-1], p.similar()) for p in problems if p.kind == "extra_forbidden"}
     unnamed = {p.key[:-1] for p in problems if p.union and p.key[-1:] == ("name",)}
     return [
@@ -407,23 +464,29 @@ class _Mistake:
             case "extra_forbidden" if hint:
                 return hint
             case "extra_forbidden" if owners := self.owners():
-                # The tag is the value of `name`, or describes a section without one, such as "a split".
+                # The tag is the value of `name`, or describes a section without one, such as "a
+                # split".
                 member = "" if " " in self.tag else "name: "
                 return f"unknown key for {self.tag}; remove this key, or write {member}{join_words(owners, 'or')}"
             case "extra_forbidden":
-                # A key of another section under its own name is more likely than a misspelt one of this section.
+                # A key of another section under its own name is more likely than a misspelt one of
+                # this section.
                 meant, similar = self.form.key_elsewhere(str(key[-1])), self.similar()
                 if key[-1] in self.section.other_names or not 0 < len(meant) <= MAX_MEANT:
                     meant = [similar] if similar else []
                 if meant:
                     return f"unknown key; did you mean {join_words([*map(repr, meant)], 'or')}?"
-                return f"unknown key; write one of these keys: {', '.join(self.section.model_fields)}"
+                return (
+                    f"unknown key; write one of these keys: {', '.join(self.section.model_fields)}"
+                )
             case "missing":
                 return "is required; add this key"
             case "value_error":
                 return str(self.error["ctx"]["error"])
             case "literal_error":
-                choices = self.error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+                choices = (
+                    self.error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+                )
                 if key[-1] == "name" and self.union:
                     choices = list(self.union)
                 return f"found {value!r}; write {join_words(choices, 'or')}{hint or did_you_mean(value, choices)}"
@@ -434,7 +497,9 @@ class _Mistake:
                 return f"found {value!r}; {self._section_remedy(value) if is_section else 'write a mapping'}"
             case "too_short":
                 least = self.error["ctx"]["min_length"]
-                remedy = f"write a list of {'at least one value' if least == 1 else f'{least} values'}"
+                remedy = (
+                    f"write a list of {'at least one value' if least == 1 else f'{least} values'}"
+                )
             case kind if kind in _REMEDIES:
                 remedy = _REMEDIES[kind].format(**self.error.get("ctx", {}))
             case _:
@@ -447,7 +512,9 @@ class _Mistake:
         last = self.key[-1]
         if value is False and type(None) in get_args(self.annotation):
             return f"remove this key, or write {last}: null"
-        sections = members(self.annotation).values() or [section_in(self.annotation) or self.section]
+        sections = members(self.annotation).values() or [
+            section_in(self.annotation) or self.section
+        ]
         content = next((meant for section in sections if (meant := section.meant_by(value))), None)
         if content is None:
             return "write a section: indented keys below this key"

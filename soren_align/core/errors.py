@@ -12,13 +12,17 @@ from collections.abc import Iterable, Iterator
 MAX_PROBLEMS = 20
 """Problems of one error that are printed, before the number of the others."""
 MAX_CHARACTERS = 1000
-"""Characters of one printed problem; our longest message, a list of TRL's choices, has about 600."""
+"""Characters of one printed problem; our longest message, a list of TRL's choices, has about
+600."""
 MAX_REASON = 400
 """Characters of a library's message within ours."""
 
-# Characters that move the cursor or recolor, clear or reorder a terminal's text: control characters except newline and
-# tab, Unicode's line separators and bidirectional marks. Halves of surrogate pairs cannot be encoded at all.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# Characters that move the cursor or recolor, clear or reorder a terminal's text: control characters
+# except newline and tab, Unicode's line separators and bidirectional marks. Halves of surrogate
+# pairs cannot be encoded at all.
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def printable(text: object, max_characters: int | None = None) -> str:
@@ -27,7 +31,10 @@ def printable(text: object, max_characters: int | None = None) -> str:
     max_characters: a longer text loses its middle.
     """
     escaped = _CONTROL.sub(
-        lambda match: f"\\x{ord(match[0]):02x}" if ord(match[0]) < 256 else f"\\u{ord(match[0]):04x}", str(text)
+        lambda match: (
+            f"\\x{ord(match[0]):02x}" if ord(match[0]) < 256 else f"\\u{ord(match[0]):04x}"
+        ),
+        str(text),
     )
     if max_characters is None or len(escaped) <= max_characters:
         return escaped
@@ -36,15 +43,19 @@ def printable(text: object, max_characters: int | None = None) -> str:
 
 
 class UserError(ValueError):
-    """An error that the user can fix. Printed line by line, without a traceback; the exit code is 2.
+    """An error that the user can fix.
+    Printed line by line, without a traceback; the exit code is 2.
 
-    problems: all messages, unchanged. str(error) is safe to print and bounded: control characters are escaped, a long
-    line loses its middle, and many lines are shortened to the first ones and the last one.
+    problems: all messages, unchanged. str(error) is safe to print and bounded: control characters
+    are escaped, a long line loses its middle, and many lines are shortened to the first ones and
+    the last one.
     """
 
     def __init__(self, *problems: str):
         self.problems = problems
-        lines = [printable(line, MAX_CHARACTERS) for problem in problems for line in problem.split("\n")]
+        lines = [
+            printable(line, MAX_CHARACTERS) for problem in problems for line in problem.split("\n")
+        ]
         if len(lines) > MAX_PROBLEMS + 1:  # the last line stays: it is the remedy
             lines[MAX_PROBLEMS - 1 : -1] = [f"... and {len(lines) - MAX_PROBLEMS} more lines"]
         super().__init__("\n".join(lines))
@@ -55,11 +66,15 @@ class DivergedError(UserError):
 
 
 class ResumableError(UserError):
-    """The machine failed, not the run: a full disk, missing memory, a lost rank. The same command resumes later."""
+    """The machine failed, not the run: a full disk, missing memory, a lost rank.
+    The same command resumes later.
+    """
 
 
 class LostRankError(ResumableError):
-    """Another rank has ended or does not answer. There is nothing to remedy: the exit code is 1, as of a defect."""
+    """Another rank has ended or does not answer.
+    There is nothing to remedy: the exit code is 1, as of a defect.
+    """
 
 
 class OutOfReach(ResumableError):
@@ -67,14 +82,23 @@ class OutOfReach(ResumableError):
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_OF_THE_MACHINE = (errno.EIO, errno.ESTALE, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-"""Errors that name no file: a broken disk or network file system, and limits of files, memory and processes."""
+_OF_THE_MACHINE = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.EFBIG,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EAGAIN,
+)
+"""Errors that name no file: a broken disk or network file system, and limits of files, memory and
+processes."""
 _NO_MEMORY = re.compile(
     "out of memory|[cC]an(no|')t allocate memory|CUBLAS_STATUS_ALLOC_FAILED|bad_alloc|killed by signal"
     "|can't start new thread|could not create a (primitive|memory)"
 )
-"""In the RuntimeErrors of torch (2.13): OutOfMemoryError is one, that of a killed DataLoader worker another. Threads
-are Python's; the last is oneDNN's, which has no message of its own for it."""
+"""In the RuntimeErrors of torch (2.13): OutOfMemoryError is one, that of a killed DataLoader worker
+another. Threads are Python's; the last is oneDNN's, which has no message of its own for it."""
 _OTHERS_MEMORY = re.compile(" (Process [0-9]+ has|Including non-PyTorch|Of the allocated)")
 """Where CUDA's message begins to list the memory of each process (torch 2.11)."""
 _GLOO_OR_NCCL = re.compile("gloo/|NCCL")
@@ -84,9 +108,12 @@ _FILE_OF_TORCH = re.compile(r"unable to open file <(.+)> in .+ mode: .+ \((\d+)\
 _TIMEOUT = re.compile(r"(?:waiting|imeout after|imed out after) ([\d.]+) ?(ms|s)", re.IGNORECASE)
 REMEDIES = {
     **dict.fromkeys(
-        (errno.EACCES, errno.EPERM, errno.EROFS), "name another folder, or change the permissions of this one"
+        (errno.EACCES, errno.EPERM, errno.EROFS),
+        "name another folder, or change the permissions of this one",
     ),
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "remove the file that is in the way, or name another folder"),
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EEXIST), "remove the file that is in the way, or name another folder"
+    ),
     **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk, or the network file system"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
     errno.EFBIG: "raise the limit of file sizes (ulimit -f, or the quota of the file system)",
@@ -94,8 +121,11 @@ REMEDIES = {
 }
 
 
-def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None = None) -> ResumableError | None:
-    """Return a ResumableError if the machine failed: files, disks, memory, other ranks; None for any other error.
+def machine_failure(
+    error: BaseException, folder: str | os.PathLike[str] | None = None
+) -> ResumableError | None:
+    """Return a ResumableError if the machine failed: files, disks, memory, other ranks; None for
+    any other error.
 
     folder: as in `from_os_error`.
     """
@@ -103,14 +133,19 @@ def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None 
         return from_os_error(error, folder)
     if isinstance(error, RuntimeError) and (match := _FILE_OF_TORCH.search(str(error))):
         return from_os_error(OSError(int(match[2]), os.strerror(int(match[2])), match[1]))
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
-        first = _OTHERS_MEMORY.split((str(error).strip().splitlines() or [""])[0])[0].removesuffix(".")
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
+    ):
+        first = _OTHERS_MEMORY.split((str(error).strip().splitlines() or [""])[0])[0].removesuffix(
+            "."
+        )
         return ResumableError(
             f"out of memory{f' ({first})' if first else ''}; free some memory, or lower "
             "trainer.per_device_train_batch_size or trainer.max_length. Then rerun the command"
         )
-    # A collective or the store failed because another rank has ended or does not answer. By name: this module does not
-    # import torch. DistError has subclasses for the store, the network and the backend.
+    # A collective or the store failed because another rank has ended or does not answer. By name:
+    # this module does not import torch. DistError has subclasses for the store, the network and the
+    # backend.
     is_typed = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
     if isinstance(error, RuntimeError) and (is_typed or _GLOO_OR_NCCL.search(str(error))):
         if match := _TIMEOUT.search(str(error)):
@@ -122,7 +157,9 @@ def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None 
     return None
 
 
-def known_failure(error: BaseException, folder: str | os.PathLike[str] | None = None) -> UserError | None:
+def known_failure(
+    error: BaseException, folder: str | os.PathLike[str] | None = None
+) -> UserError | None:
     """Return a UserError as it is, and a failure of the machine as one; None for a defect.
 
     folder: as in `from_os_error`.
@@ -132,7 +169,9 @@ def known_failure(error: BaseException, folder: str | os.PathLike[str] | None = 
 
 def silent_rank(rank: str, seconds: float) -> LostRankError:
     """Return the error of a rank that does not answer; `rank` names it."""
-    return LostRankError(f"{rank} did not answer for {seconds:g} s. Rerun the same command to resume")
+    return LostRankError(
+        f"{rank} did not answer for {seconds:g} s. Rerun the same command to resume"
+    )
 
 
 def first_sentence(error: BaseException) -> str:
@@ -140,14 +179,21 @@ def first_sentence(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0].split("] ", 1)[-1].split(". ")[0]
 
 
-def from_os_error(error: OSError, folder: str | os.PathLike[str] | None = None) -> ResumableError | None:
-    """Return a ResumableError that names the file or folder, the free space of a full disk, and the remedy.
+def from_os_error(
+    error: OSError, folder: str | os.PathLike[str] | None = None
+) -> ResumableError | None:
+    """Return a ResumableError that names the file or folder, the free space of a full disk, and the
+    remedy.
 
-    folder: where this process writes, for an error that names no file. Returns None if the error is not about a file of
-    the user.
+    folder: where this process writes, for an error that names no file. Returns None if the error is
+    not about a file of the user.
     """
     # A program that is missing (gcc, ninja): the traceback shows which library needs it.
-    is_program = error.errno == errno.ENOENT and isinstance(error.filename, str) and os.sep not in error.filename
+    is_program = (
+        error.errno == errno.ENOENT
+        and isinstance(error.filename, str)
+        and os.sep not in error.filename
+    )
     if "Not enough disk space" in str(error):  # of datasets, with the needed bytes
         return ResumableError(str(error))
     if (error.filename is None or is_program) and error.errno not in (*_FULL, *_OF_THE_MACHINE):
@@ -160,11 +206,15 @@ def from_os_error(error: OSError, folder: str | os.PathLike[str] | None = None) 
     if error.errno in _FULL:
         space = f" ({free_bytes(place):,} bytes free)"
         remedy = f"{remedy}, or name a folder on another disk. Then rerun the command"
-    return ResumableError(f"{os.fsdecode(place)}: {error.strerror or error}{space}{f'; {remedy}' if remedy else ''}")
+    return ResumableError(
+        f"{os.fsdecode(place)}: {error.strerror or error}{space}{f'; {remedy}' if remedy else ''}"
+    )
 
 
 def in_one_line(error: BaseException, max_characters: int = 200) -> str:
-    """Return an error's message, or its type if it has none, on one line; a longer one ends in "..."."""
+    """Return an error's message, or its type if it has none, on one line; a longer one ends in
+    "...".
+    """
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= max_characters else f"{text[:max_characters]}..."
 
@@ -174,9 +224,9 @@ def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
     """Within this context, raise UserError(f"{place}: {message}") in place of a library's error.
 
     place: the recipe's key, or the model or file that the error is about.
-    kinds: the exceptions that are converted; ValueError and OSError if none are named. UserErrors are not changed.
-    Raises LostRankError if another rank has ended, ResumableError if the machine failed, and OutOfReach for another
-    OSError when the hub is offline.
+    kinds: the exceptions that are converted; ValueError and OSError if none are named. UserErrors
+    are not changed. Raises LostRankError if another rank has ended, ResumableError if the machine
+    failed, and OutOfReach for another OSError when the hub is offline.
     """
     from huggingface_hub import constants  # for the commands that need none of the heavy libraries
 
@@ -193,7 +243,8 @@ def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
         is_offline = isinstance(error, OSError) and constants.HF_HUB_OFFLINE
         message = in_one_line(error, MAX_REASON)
         if isinstance(error, ArithmeticError | AttributeError | LookupError | TypeError):
-            message = f"{type(error).__name__}: {message}"  # a KeyError's text, for example, is the key alone
+            # a KeyError's text, for example, is the key alone
+            message = f"{type(error).__name__}: {message}"
         kind = ResumableError if failure else OutOfReach if is_offline else UserError
         raise kind(f"{place}: {message}") from error
 
@@ -207,7 +258,9 @@ def free_bytes(place: str | bytes | os.PathLike[str]) -> int:
 
 
 def closest(word: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word most similar to `word`; None if the similarity of all (difflib's, 0 to 1) is below `cutoff`."""
+    """The known word most similar to `word`; None if the similarity of all (difflib's, 0 to 1) is
+    below `cutoff`.
+    """
     return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)), None)
 
 

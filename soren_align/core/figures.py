@@ -28,7 +28,8 @@ class Colors:
     lines: tuple[str, ...]
 
 
-# Okabe and Ito's colours, darkened until lines have a contrast of 3:1 on white; the reference is the first.
+# Okabe and Ito's colours, darkened until lines have a contrast of 3:1 on white; the reference is
+# the first.
 LIGHT = Colors(
     *("#1b1b1b", "#666666", "#e4e4e2", "#ffffff"),
     ("#1b1b1b", "#0072b2", "#c2500a", "#00845f", "#a8477f", "#9a6b00", "#2f86c4"),
@@ -38,20 +39,36 @@ DARK = Colors(
     ("#e8e6e1", "#5fb4f0", "#ff9654", "#3fcf9f", "#e796c4", "#e8b93c", "#9ccdf2"),
 )
 NO_PICTURES = "SOREN_ALIGN_NO_PICTURES"
-"""The environment variable with which a run draws none. `compare` sets it: 160 runs would draw 640, 1.4 CPU seconds a
-run."""
-DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.5)), (0, (6, 2, 1.2, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 2)))
+"""The environment variable with which a run draws none. `compare` sets it: 160 runs would draw 640,
+1.4 CPU seconds a run."""
+DASHES = (
+    "-",
+    (0, (5, 2)),
+    (0, (1.2, 1.5)),
+    (0, (6, 2, 1.2, 2)),
+    (0, (9, 3)),
+    (0, (3, 1, 1, 1, 1, 1)),
+    (0, (2, 2)),
+)
 MARKERS = "osD^vP*Xph<>"
 
 
 def line_style(number: int, colors: Colors = LIGHT) -> dict[str, Any]:
-    """Return colour, dashes and marker of candidate `number`, as matplotlib's keywords; 84 differ."""
+    """Return colour, dashes and marker of candidate `number`, as matplotlib's keywords; 84
+    differ.
+    """
     color = colors.lines[number % len(colors.lines)]
-    return {"color": color, "linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[number % len(MARKERS)]}
+    return {
+        "color": color,
+        "linestyle": DASHES[number % len(DASHES)],
+        "marker": MARKERS[number % len(MARKERS)],
+    }
 
 
 def style_axes(axes: "Axes", title: str, label: str, colors: Colors, pad: float = 5) -> None:
-    """Give axes a title at the left, the label of their x axis, a grid, and lines at the left and below."""
+    """Give axes a title at the left, the label of their x axis, a grid, and lines at the left and
+    below.
+    """
     font: dict[str, Any] = {"fontsize": FONT, "color": colors.ink, "parse_math": False}
     axes.set_title(short(title, 52), loc="left", fontweight="bold", pad=pad, **font)
     axes.set_xlabel(short(label, 52), **font)
@@ -65,7 +82,8 @@ def style_axes(axes: "Axes", title: str, label: str, colors: Colors, pad: float 
 
 
 def write_pictures(path: Path, draw: Callable[[Colors], "Figure"]) -> Path:
-    """Write a figure as a PNG, and beside it NAME-dark.png, for a dark page, whose path is returned.
+    """Write a figure as a PNG, and beside it NAME-dark.png, for a dark page, whose path is
+    returned.
 
     draw: returns the figure in such colours. The same figure gives the same bytes.
     """
@@ -96,6 +114,8 @@ def compact(value: float, _: object) -> str:
 
 
 def short(text: str, most: int) -> str:
-    """Return at most this many characters of a text, on one line, for a place without room for more."""
+    """Return at most this many characters of a text, on one line, for a place without room for
+    more.
+    """
     text = " ".join(printable(text).split())
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,6 +1,8 @@
-"""Read files of unknown origin with limits, write files atomically and durably, and identify them by content.
+"""Read files of unknown origin with limits, write files atomically and durably, and identify them
+by content.
 
-Whatever a YAML or JSON file contains, reading it takes seconds and returns plain data or raises UserError.
+Whatever a YAML or JSON file contains, reading it takes seconds and returns plain data or raises
+UserError.
 """
 
 import errno
@@ -26,7 +28,8 @@ T = TypeVar("T")
 
 _package = Path(__file__).resolve().parent.parent
 ROOT = _package / "_shipped" if (_package / "_shipped").is_dir() else _package.parent
-"""The folder of the shipped folders (core/shipped.py): inside the package in a wheel, beside it in a checkout."""
+"""The folder of the shipped folders (core/shipped.py): inside the package in a wheel, beside it in
+a checkout."""
 PREFIX = "shipped:"
 
 MAX_YAML_BYTES = 1 << 20
@@ -46,9 +49,11 @@ _MAX_THREADS = 4
 
 
 def local_path(text: str | Path) -> Path:
-    """Return the path that `text` names, `~` expanded. Its exists(), is_file() and is_dir() then raise nothing.
+    """Return the path that `text` names, `~` expanded.
+    Its exists(), is_file() and is_dir() then raise nothing.
 
-    Raises UserError if it cannot be a path: an unknown user's home, a name too long, a NUL, a forbidden folder.
+    Raises UserError if it cannot be a path: an unknown user's home, a name too long, a NUL, a
+    forbidden folder.
     """
     try:
         path = Path(text).expanduser()
@@ -56,15 +61,17 @@ def local_path(text: str | Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         return path
     except OSError as error:
-        raise UserError(f"{text}: cannot be used as a path: {error.strerror}; name another path") from None
+        raise UserError(
+            f"{text}: cannot be used as a path: {error.strerror}; name another path"
+        ) from None
     except (ValueError, RuntimeError) as error:  # a NUL, half of a surrogate pair; no home
         raise UserError(f"{text}: cannot be used as a path: {error}; name another path") from None
     return path
 
 
 def resolve_path(path: str) -> Path:
-    """Return the file or folder for a path in a recipe: `shipped:...` in the shipped folders, so that a recipe works in
-    any folder; others from the working directory.
+    """Return the file or folder for a path in a recipe: `shipped:...` in the shipped folders, so
+    that a recipe works in any folder; others from the working directory.
 
     Raises UserError if it cannot be a path.
     """
@@ -74,14 +81,24 @@ def resolve_path(path: str) -> Path:
 def default_cache_folder() -> Path:
     """Return $SOREN_ALIGN_CACHE, or else `soren-align` in the user's cache folder."""
     own = os.environ.get("SOREN_ALIGN_CACHE")
-    return Path(own or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "soren-align").expanduser()
+    return Path(
+        own or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "soren-align"
+    ).expanduser()
 
 
 def is_component(name: Any) -> bool:
-    """Whether `name`, read from a file, is the name of one entry of a folder, and not a path to another folder."""
-    if not isinstance(name, str) or name in ("", ".", "..") or not name.isprintable() or {"/", "\\"} & set(name):
+    """Whether `name`, read from a file, is the name of one entry of a folder, and not a path to
+    another folder.
+    """
+    if (
+        not isinstance(name, str)
+        or name in ("", ".", "..")
+        or not name.isprintable()
+        or {"/", "\\"} & set(name)
+    ):
         return False
-    return len(name.encode("utf-8", "surrogatepass")) <= 200  # 255, less the suffixes of `write` and .jsonl
+    # 255, less the suffixes of `write` and .jsonl
+    return len(name.encode("utf-8", "surrogatepass")) <= 200
 
 
 def refuse_special_files(folder: Path) -> None:
@@ -92,7 +109,9 @@ def refuse_special_files(folder: Path) -> None:
 
 
 def read_text(path: str | Path, max_bytes: int = MAX_YAML_BYTES) -> str:
-    """Return the text of a UTF-8 file. Raises UserError if it is too large, not a regular file or cannot be read."""
+    """Return the text of a UTF-8 file.
+    Raises UserError if it is too large, not a regular file or cannot be read.
+    """
     file = local_path(path)
     try:
         if file.exists() and not file.is_file():
@@ -105,7 +124,9 @@ def read_text(path: str | Path, max_bytes: int = MAX_YAML_BYTES) -> str:
         raise UserError(f"{path}: cannot be read: {error.strerror}; {remedy}") from None
     if len(content) > max_bytes:
         remedy = "shorten this file"
-        raise UserError(f"{path}: is larger than {max_bytes:,} bytes, the limit for this kind of file; {remedy}")
+        raise UserError(
+            f"{path}: is larger than {max_bytes:,} bytes, the limit for this kind of file; {remedy}"
+        )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -113,18 +134,28 @@ def read_text(path: str | Path, max_bytes: int = MAX_YAML_BYTES) -> str:
         raise UserError(f"{path}:1 is not a text file in UTF-8; {remedy}") from None
 
 
-def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_DEPTH) -> Any:
-    """Return a JSON file as plain data. Raises UserError if it is damaged, too large or nested too deeply."""
+def read_json(
+    path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_DEPTH
+) -> Any:
+    """Return a JSON file as plain data.
+    Raises UserError if it is damaged, too large or nested too deeply.
+    """
     return parse_json(read_text(path, max_bytes), str(path), max_depth)
 
 
 def parse_json(text: str, name: str, max_depth: int = MAX_DEPTH) -> Any:
-    """Return JSON text as plain data. Raises UserError, with `name` for the file, if it exceeds the limits."""
-    too_deep = f"{name}: cannot be read as JSON: nested more than {max_depth} levels deep; {CORRECT}"
+    """Return JSON text as plain data.
+    Raises UserError, with `name` for the file, if it exceeds the limits.
+    """
+    too_deep = (
+        f"{name}: cannot be read as JSON: nested more than {max_depth} levels deep; {CORRECT}"
+    )
     try:
         data = json.loads(text, parse_int=_json_int)
     except json.JSONDecodeError as error:
-        raise UserError(f"{name}:{error.lineno} cannot be read as JSON: {error.msg}; {CORRECT}") from None
+        raise UserError(
+            f"{name}:{error.lineno} cannot be read as JSON: {error.msg}; {CORRECT}"
+        ) from None
     except RecursionError:
         raise UserError(too_deep) from None
     except ValueError as error:
@@ -132,7 +163,9 @@ def parse_json(text: str, name: str, max_depth: int = MAX_DEPTH) -> Any:
     level = [data]
     for _ in range(max_depth):
         if any(isinstance(value, str) and not is_text(value) for value in level):
-            raise UserError(f"{name}: contains half of a surrogate pair, which is not text; {CORRECT}")
+            raise UserError(
+                f"{name}: contains half of a surrogate pair, which is not text; {CORRECT}"
+            )
         children: list[Any] = []
         for value in level:
             if isinstance(value, dict):
@@ -155,7 +188,9 @@ def is_text(value: str) -> bool:
 
 def _json_int(digits: str) -> int:
     if len(digits) > MAX_JSON_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits, but the limit is {MAX_JSON_DIGITS} digits")
+        raise ValueError(
+            f"a number has {len(digits)} digits, but the limit is {MAX_JSON_DIGITS} digits"
+        )
     return int(digits)
 
 
@@ -164,7 +199,8 @@ def write(path: Path, content: str | bytes) -> None:
 
     A link is replaced, not followed.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # two evaluations of a run write its card
+    # two evaluations of a run write its card
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     remove(temporary)
     with _naming(path):
         with temporary.open("xb") as stream:
@@ -175,7 +211,9 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def rename_durably(partial: Path, folder: Path) -> None:
-    """Rename a complete folder; its files then have the modes of the umask and survive a loss of power."""
+    """Rename a complete folder; its files then have the modes of the umask and survive a loss of
+    power.
+    """
     umask = _umask()
     for file in [path for path in partial.rglob("*") if path.is_file()]:
         _settle(file, umask)
@@ -203,7 +241,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def use_umask(file: Path, umask: int | None = None) -> None:
-    """Give a new file the mode that the umask asks for: safetensors makes its files readable by their owner alone.
+    """Give a new file the mode that the umask asks for: safetensors makes its files readable by
+    their owner alone.
 
     umask: this process's; None: read here.
     """
@@ -232,7 +271,9 @@ def digest(content: Any) -> str:
 
 
 def drop_incomplete_line(file: Path) -> None:
-    """Remove the line that a process was appending when it was killed: no line after it could be read."""
+    """Remove the line that a process was appending when it was killed: no line after it could be
+    read.
+    """
     content = file.read_bytes() if file.is_file() else b""
     if content and not content.endswith(b"\n"):
         with file.open("r+b") as stream:
@@ -250,14 +291,19 @@ class Content(TypedDict):
 
     num_bytes: int
     tree_sha256: str
-    """SHA-256 over the SHA-256 digests of its chunks of CHUNK_BYTES, which threads and ranks compute side by side."""
+    """SHA-256 over the SHA-256 digests of its chunks of CHUNK_BYTES, which threads and ranks
+    compute side by side."""
 
 
 def contents(files: Iterable[Path], *, settle: bool = False) -> list[Content]:
-    """Return the contents of files. settle: meanwhile give them the modes of the umask and write them to the disk."""
+    """Return the contents of files.
+    settle: meanwhile give them the modes of the umask and write them to the disk.
+    """
     files = [*files]
     sizes = [file.stat().st_size for file in files]
-    digests = chunk_digests(chunk for file, size in zip(files, sizes, strict=True) for chunk in chunks_of(file, size))
+    digests = chunk_digests(
+        chunk for file, size in zip(files, sizes, strict=True) for chunk in chunks_of(file, size)
+    )
     if settle:  # this thread waits for the disk while the others hash
         umask = _umask()
         for file in files:
@@ -271,7 +317,8 @@ def chunks_of(file: T, num_bytes: int) -> list[tuple[T, int]]:
 
 
 def chunk_digests(chunks: Iterable[tuple[Path, int]]) -> Iterator[bytes]:
-    """Compute the SHA-256 digests of chunks (file, number), by threads: hashlib releases Python's lock.
+    """Compute the SHA-256 digests of chunks (file, number), by threads: hashlib releases Python's
+    lock.
 
     Returns an iterator at once, which waits for each.
     """
@@ -282,7 +329,8 @@ def chunk_digests(chunks: Iterable[tuple[Path, int]]) -> Iterator[bytes]:
 def _threads() -> "ThreadPoolExecutor":
     """Return the threads that hash, all of them started: once, early, when there is memory.
 
-    CPython's Thread.start (3.11) waits for ever for a thread that ends for lack of memory as it begins.
+    CPython's Thread.start (3.11) waits for ever for a thread that ends for lack of memory as it
+    begins.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -300,7 +348,9 @@ os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has none of t
 
 
 def tree_sha256(digests: Iterator[bytes], num_bytes: int) -> str:
-    """Return `Content.tree_sha256` of a file of this size, taking the digests of its chunks from an iterator."""
+    """Return `Content.tree_sha256` of a file of this size, taking the digests of its chunks from an
+    iterator.
+    """
     return hashlib.sha256(b"".join(next(digests) for _ in chunks_of(None, num_bytes))).hexdigest()
 
 
@@ -315,13 +365,21 @@ def _chunk_digest(chunk: tuple[Path, int]) -> bytes:
 
 
 def refuse_unwritable(folder: Path, key: str) -> None:
-    """Raise UserError, which starts with `key`, if files cannot be created in a folder, which may be new."""
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    """Raise UserError, which starts with `key`, if files cannot be created in a folder, which may
+    be new.
+    """
+    existing = next(
+        parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists()
+    )
     if not existing.is_dir():
-        raise UserError(f"{key}: {folder} cannot be created: {existing} is a file; name another folder")
+        raise UserError(
+            f"{key}: {folder} cannot be created: {existing} is a file; name another folder"
+        )
     if not os.access(existing, os.W_OK | os.X_OK):
         remedy = "name another folder"
-        raise UserError(f"{key}: {existing} is read-only, or you have no permission to write into it; {remedy}")
+        raise UserError(
+            f"{key}: {existing} is read-only, or you have no permission to write into it; {remedy}"
+        )
 
 
 def append(path: Path, text: str) -> None:
@@ -342,7 +400,9 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder with its content, or a link without its target. Does nothing if `path` does not exist."""
+    """Remove a file, a folder with its content, or a link without its target.
+    Does nothing if `path` does not exist.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

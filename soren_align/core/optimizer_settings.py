@@ -1,7 +1,8 @@
 """Settings of the optimizers: every default, choice and bound, in one place. Imports no torch.
 
-Read by the recipe's schema, the signatures of `optim`, the checks of a parameter group, the registry of the maps
-(`spectral.maps`), and the documentation; tests/test_optimizer_settings.py compares them.
+Read by the recipe's schema, the signatures of `optim`, the checks of a parameter group, the
+registry of the maps (`spectral.maps`), and the documentation; tests/test_optimizer_settings.py
+compares them.
 """
 
 import math
@@ -19,7 +20,8 @@ States = Literal["float32", "8bit"]
 MapInput = Literal["momentum", "sign"]
 """Of a map: the momentum (with Nesterov), or the sign of each of its numbers, as in AdaMuon."""
 LoraUpdate = Literal["factors", "product"]
-"""Whether the factors of an adapter are matrices by themselves, or updated as their product, see `optim.product`."""
+"""Whether the factors of an adapter are matrices by themselves, or updated as their product, see
+`optim.product`."""
 SecondMoment = Literal["none", "rows", "elements"]
 """Of a map's output, which is divided by its root: NorMuon's of `rows`, AdaMuon's of `elements`."""
 FactorPrecision = Literal["float32", "tf32", "float16", "bfloat16"]
@@ -28,7 +30,8 @@ Precision = Literal["auto", FactorPrecision]
 
 
 LARGEST = 1e30
-"""Of a number without a bound of its own: its product with a scale or a decay is still a float32."""
+"""Of a number without a bound of its own: its product with a scale or a decay is still a
+float32."""
 
 
 class Bounds(NamedTuple):
@@ -48,8 +51,15 @@ class Bounds(NamedTuple):
         )
 
     def __str__(self) -> str:
-        words = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        return " and ".join(f"{word} {value:g}" for word, value in words.items() if value not in (None, LARGEST))
+        words = {
+            "at least": self.least,
+            "above": self.above,
+            "at most": self.most,
+            "below": self.below,
+        }
+        return " and ".join(
+            f"{word} {value:g}" for word, value in words.items() if value not in (None, LARGEST)
+        )
 
 
 NON_NEGATIVE = Bounds(least=0, most=LARGEST)
@@ -64,7 +74,8 @@ NUM_SUPPRESSIONS = Bounds(least=0, most=99)
 WEIGHT_DECAY = 0.1
 AUX_WEIGHT_DECAY = 0.0
 ADAMW_WEIGHT_DECAY = 1e-2
-"""torch.optim.AdamW's, of the class AdamW used alone; in a recipe it is WEIGHT_DECAY, as for the other optimizers."""
+"""torch.optim.AdamW's, of the class AdamW used alone; in a recipe it is WEIGHT_DECAY, as for the
+other optimizers."""
 LR = 1e-3
 """torch.optim's, of the classes Muon and AdamW used alone; a recipe states its own."""
 MATRICES: Matrices = "inside-blocks"
@@ -73,7 +84,8 @@ NESTEROV = True
 COMPENSATION: Compensation = "none"
 STATES: States = "float32"
 ADJUST_LR_FN: AdjustLrFn = "match_rms_measured"
-"""Of recipes and trainers, for every optimizer of matrices: learning rates then compare with AdamW's."""
+"""Of recipes and trainers, for every optimizer of matrices: learning rates then compare with
+AdamW's."""
 SOREN_ADJUST_LR_FN: AdjustLrFn = "none"
 """Of the class Soren used alone: the paper's text."""
 MUON_ADJUST_LR_FN: AdjustLrFn = "original"
@@ -84,13 +96,15 @@ SECOND_MOMENT: SecondMoment = "none"
 SECOND_MOMENT_BETA = 0.95
 """NorMuon's, and AdaMuon's, which is its momentum."""
 MATCH_RMS = 0.2
-"""RMS of AdamW's update over its learning rate, as observed after a few hundred steps (docs/studies/optimizers.md has
-the first ones): the aim of both `match_rms_` scales, if a recipe does not state another one."""
+"""RMS of AdamW's update over its learning rate, as observed after a few hundred steps
+(docs/studies/optimizers.md has the first ones): the aim of both `match_rms_` scales, if a recipe
+does not state another one."""
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 
 RESOLUTIONS = (0.0004, 0.001, 0.01)
-"""The normalised singular values from which a minimax polynomial of `spectral.coefficients` is accurate."""
+"""The normalised singular values from which a minimax polynomial of `spectral.coefficients` is
+accurate."""
 RESOLUTION = 0.0004
 NORMALIZATIONS = ("nu", "norm", "rms", "none")
 """Of the singular values, for maps by a formula."""
@@ -108,9 +122,10 @@ PRECISION: Precision = "auto"
 
 
 def adamw_rms(beta1: float) -> float:
-    """RMS of AdamW's update over its learning rate if gradients are noise without a mean: sqrt((1 - b) / (1 + b)).
+    """RMS of AdamW's update over its learning rate if gradients are noise without a mean: sqrt((1 -
+    b) / (1 + b)).
 
-    That of an average of independent numbers with the weights (1 - b) b^k, over that of one of them. The `adamw` of the
-    key `match_rms`, as in verl's pull request 7120; 0.23 for b = 0.9.
+    That of an average of independent numbers with the weights (1 - b) b^k, over that of one of
+    them. The `adamw` of the key `match_rms`, as in verl's pull request 7120; 0.23 for b = 0.9.
     """
     return math.sqrt((1 - beta1) / (1 + beta1))

@@ -1,9 +1,9 @@
 """All changes of other libraries at run time, each with its reason and its end.
 
-A change lasts as long as a `with` block, and takes effect in the whole process: the block is around the one call that
-needs it. What a library offers as a setting (an environment variable, a subclass, torch's `add_safe_globals`) is no
-change of this kind. tests/test_layers.py finds changes elsewhere; tests/test_patches.py finds names that a new version
-of a library no longer has.
+A change lasts as long as a `with` block, and takes effect in the whole process: the block is around
+the one call that needs it. What a library offers as a setting (an environment variable, a subclass,
+torch's `add_safe_globals`) is no change of this kind. tests/test_layers.py finds changes elsewhere;
+tests/test_patches.py finds names that a new version of a library no longer has.
 """
 
 import contextlib
@@ -104,7 +104,8 @@ PATCHES = {
         "DeepSpeed converts states of other shapes than the parameter's (0.19.8 does not)",
     ),
 }
-"""By the full name of what is replaced; where that is a class's attribute, also in its subclasses."""
+"""By the full name of what is replaced; where that is a class's attribute, also in its
+subclasses."""
 
 
 @contextlib.contextmanager
@@ -127,5 +128,8 @@ def patched(name: str, value: Any, owner: Any = None) -> Iterator[Any]:
 @contextlib.contextmanager
 def hub_offline() -> Iterator[None]:
     """Within this context, nothing is downloaded from the Hugging Face hub."""
-    with patched("huggingface_hub.constants.HF_HUB_OFFLINE", True), patched("datasets.config.HF_HUB_OFFLINE", True):
+    with (
+        patched("huggingface_hub.constants.HF_HUB_OFFLINE", True),
+        patched("datasets.config.HF_HUB_OFFLINE", True),
+    ):
         yield

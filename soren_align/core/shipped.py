@@ -1,6 +1,7 @@
 """The shipped folders: `recipes/`, `configs/`, `eval/`, and the pages of `docs/`.
 
-They are listed by name here; a path that starts with `shipped:` is resolved by `files.resolve_path`.
+They are listed by name here; a path that starts with `shipped:` is resolved by
+`files.resolve_path`.
 """
 
 from pathlib import Path
@@ -13,25 +14,56 @@ MODELINE = "# yaml-language-server: $schema="
 
 NAVIGATION = {
     "Start": [
-        *("README.md", "docs/index.md", "recipes/quickstart/README.md", "docs/own-data.md", "docs/gpu.md"),
+        *(
+            "README.md",
+            "docs/index.md",
+            "recipes/quickstart/README.md",
+            "docs/own-data.md",
+            "docs/gpu.md",
+        ),
         "docs/faq.md",
     ],
     "Guides": [
         *("docs/data.md", "docs/evaluation.md", "docs/stats.md", "docs/comparison.md"),
         *("docs/distributed.md", "docs/runs.md"),
-        *("recipes/qwen2.5-3b/README.md", "recipes/mistral-7b/README.md", "recipes/llama-c4/README.md"),
+        *(
+            "recipes/qwen2.5-3b/README.md",
+            "recipes/mistral-7b/README.md",
+            "recipes/llama-c4/README.md",
+        ),
         *("recipes/qwen3-0.6b/README.md", "recipes/studies/README.md"),
     ],
     "Reference": [
-        *("docs/recipe.md", "docs/commands.md", "docs/plan.md", "docs/metrics.md", "docs/models.md"),
+        *(
+            "docs/recipe.md",
+            "docs/commands.md",
+            "docs/plan.md",
+            "docs/metrics.md",
+            "docs/models.md",
+        ),
         *("docs/library.md", "docs/hosts.md"),
         *("docs/doctor.md", "docs/environment.md", "docs/support.md", "docs/reliability.md"),
     ],
     "Science": [
-        *("docs/optimizers.md", "docs/studies/README.md", "docs/studies/optimizers.md", "docs/studies/spectra.md"),
+        *(
+            "docs/optimizers.md",
+            "docs/studies/README.md",
+            "docs/studies/optimizers.md",
+            "docs/studies/spectra.md",
+        ),
         *("docs/studies/spectrum.md", "docs/studies/pretrained-by.md"),
-        *("docs/studies/maps.md", "docs/studies/pretraining.md", "docs/studies/wall-clock.md", "docs/studies/cnn.md"),
-        *("docs/studies/theorems.md", "docs/studies/parity.md", "docs/studies/statistics.md", "docs/benchmarks.md"),
+        *(
+            "docs/studies/maps.md",
+            "docs/studies/pretraining.md",
+            "docs/studies/wall-clock.md",
+            "docs/studies/cnn.md",
+        ),
+        *(
+            "docs/studies/theorems.md",
+            "docs/studies/parity.md",
+            "docs/studies/statistics.md",
+            "docs/benchmarks.md",
+        ),
         "docs/figures.md",
     ],
     "Contributing": [
@@ -43,17 +75,23 @@ NAVIGATION = {
 
 
 def recipes() -> dict[str, Path]:
-    """Return every shipped recipe by name, e.g. {'quickstart/sft': .../recipes/quickstart/sft.yaml}, sorted."""
+    """Return every shipped recipe by name, e.g.
+    {'quickstart/sft': .../recipes/quickstart/sft.yaml}, sorted.
+    """
     return {name: file for name, file in _files("recipes").items() if not is_study(file)}
 
 
 def studies() -> dict[str, Path]:
-    """Return every shipped study by name, e.g. {'quickstart/compare': .../recipes/quickstart/compare.yaml}, sorted."""
+    """Return every shipped study by name, e.g.
+    {'quickstart/compare': .../recipes/quickstart/compare.yaml}, sorted.
+    """
     return {name: file for name, file in _files("recipes").items() if is_study(file)}
 
 
 def _files(folder: str) -> dict[str, Path]:
-    """The YAML files in the subfolders of a shipped folder by name, sorted; without those beside a suite."""
+    """The YAML files in the subfolders of a shipped folder by name, sorted; without those beside a
+    suite.
+    """
     files = sorted((ROOT / folder).glob("*/*.yaml"))
     return {f"{f.parent.name}/{f.stem}": f for f in files if not (f.parent / "suite.yaml").exists()}
 
@@ -64,16 +102,22 @@ def is_study(file: Path) -> bool:
 
 
 def _has_key(file: Path, key: str) -> bool:
-    return any(line.startswith(f"{key}:") for line in file.read_text("utf-8", errors="replace").splitlines())
+    return any(
+        line.startswith(f"{key}:")
+        for line in file.read_text("utf-8", errors="replace").splitlines()
+    )
 
 
 def templates() -> dict[str, Path]:
-    """Return every shipped chat template by name: {'qwen2.5': .../configs/templates/qwen2.5.jinja, ...}, sorted."""
+    """Return every shipped chat template by name: {'qwen2.5': .../configs/templates/qwen2.5.jinja,
+    ...}, sorted.
+    """
     return {f.stem: f for f in sorted((ROOT / "configs" / "templates").glob("*.jinja"))}
 
 
 def pages() -> dict[str, Path]:
-    """Return every page of the documentation by name, e.g. {'readme': .../README.md, 'data': .../docs/data.md}.
+    """Return every page of the documentation by name, e.g.
+    {'readme': .../README.md, 'data': .../docs/data.md}.
 
     A README.md has the name of its folder: `studies`, beside `studies/maps`.
     """
@@ -92,21 +136,29 @@ def title(page: Path) -> str:
 
 
 def suites() -> dict[str, Path]:
-    """Return every shipped evaluation suite by name, e.g. {'quickstart': .../eval/quickstart/suite.yaml}, sorted."""
+    """Return every shipped evaluation suite by name, e.g.
+    {'quickstart': .../eval/quickstart/suite.yaml}, sorted.
+    """
     return {f.parent.name: f for f in sorted((ROOT / "eval").glob("*/suite.yaml"))}
 
 
 def suite_hint(name: str, path: Path) -> str:
-    """The remedy for a name that is no suite's: a similar one, of a folder with a suite.yaml beside its path too."""
+    """The remedy for a name that is no suite's: a similar one, of a folder with a suite.yaml beside
+    its path too.
+    """
     beside = [str(file.parent) for file in path.parent.glob("*/suite.yaml")]
     return did_you_mean(name, [*beside, *suites()], f"shipped suites: {', '.join(suites())}")
 
 
 def published() -> dict[str, Path]:
-    """Return every shipped table of published scores by name, e.g. {'paper/sft': .../eval/paper/sft.yaml}, sorted."""
+    """Return every shipped table of published scores by name, e.g.
+    {'paper/sft': .../eval/paper/sft.yaml}, sorted.
+    """
     return {name: file for name, file in _files("eval").items() if not _has_key(file, "models")}
 
 
 def perplexities() -> dict[str, Path]:
-    """Return every shipped table of published perplexities by name: {'paper/pretraining': ...}, sorted."""
+    """Return every shipped table of published perplexities by name: {'paper/pretraining': ...},
+    sorted.
+    """
     return {name: file for name, file in _files("eval").items() if _has_key(file, "models")}

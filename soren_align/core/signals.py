@@ -8,30 +8,37 @@ from contextlib import contextmanager
 from types import FrameType
 
 ENDING_SECONDS = 10.0
-"""After a signal, in which another one does not interrupt the ending: a closed terminal sends SIGHUP twice, and srun
-SIGTERM to all ranks when the first one has ended."""
+"""After a signal, in which another one does not interrupt the ending: a closed terminal sends
+SIGHUP twice, and srun SIGTERM to all ranks when the first one has ended."""
 received: dict[int, float] = {}
-"""Signals that came within `raising_interrupts`, and when. Training looks here for one whose exception was lost: Python
-ignores an exception in a finalizer or in a handler of os.fork."""
+"""Signals that came within `raising_interrupts`, and when. Training looks here for one whose
+exception was lost: Python ignores an exception in a finalizer or in a handler of os.fork."""
 _is_deferred = _is_ending = False
 
 
 def stop_signals() -> list[int]:
-    """Return the signals that stop a command. SIGHUP is not among them under nohup, which ignores it."""
+    """Return the signals that stop a command.
+    SIGHUP is not among them under nohup, which ignores it.
+    """
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
 
 
 @contextmanager
 def raising_interrupts() -> Iterator[None]:
-    """Within the block, each of them raises KeyboardInterrupt, as Ctrl-C does. Only in the main thread."""
+    """Within the block, each of them raises KeyboardInterrupt, as Ctrl-C does.
+    Only in the main thread.
+    """
     global _is_ending
     _is_ending = False
-    if threading.current_thread() is not threading.main_thread():  # Python handles signals there alone
+    # Python handles signals there alone
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in stop_signals()}
-    replaced = {n: h for n, h in before.items() if h in (signal.SIG_DFL, signal.default_int_handler)}
+    replaced = {
+        n: h for n, h in before.items() if h in (signal.SIG_DFL, signal.default_int_handler)
+    }
     for number in replaced:
         signal.signal(number, _interrupt)
     try:
@@ -43,14 +50,18 @@ def raising_interrupts() -> Iterator[None]:
 
 
 def interrupt_no_more() -> None:
-    """Until the end of `raising_interrupts`, signals raise nothing: the command ends already, and reports why."""
+    """Until the end of `raising_interrupts`, signals raise nothing: the command ends already, and
+    reports why.
+    """
     global _is_ending
     _is_ending = True
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Within the block, a first signal waits for its end. For the import of torch: interrupted in C++, it aborts."""
+    """Within the block, a first signal waits for its end.
+    For the import of torch: interrupted in C++, it aborts.
+    """
     global _is_deferred
     _is_deferred, before = True, len(received)
     try:
@@ -62,17 +73,21 @@ def deferred() -> Iterator[None]:
 
 
 def killed_by(number: int) -> str:
-    """Return the cause of a process's end by a signal: "killed by SIGKILL (out of memory, perhaps)"."""
+    """Return the cause of a process's end by a signal: "killed by SIGKILL (out of memory,
+    perhaps)".
+    """
     name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
     return f"killed by {name}{' (out of memory, perhaps)' if number == signal.SIGKILL else ''}"
 
 
 def end_with_code() -> None:
-    """Prepare the interpreter's end: its exit code is the command's, and no signal interrupts libraries' last acts."""
+    """Prepare the interpreter's end: its exit code is the command's, and no signal interrupts
+    libraries' last acts.
+    """
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
-    # CPython (3.11 to 3.14) otherwise ends by SIGINT if the KeyboardInterrupt, which is handled now, has left an `exec`
-    # of a text: dataclasses are made so while libraries are imported.
+    # CPython (3.11 to 3.14) otherwise ends by SIGINT if the KeyboardInterrupt, which is handled
+    # now, has left an `exec` of a text: dataclasses are made so while libraries are imported.
     exec("")
 
 

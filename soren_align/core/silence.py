@@ -1,7 +1,7 @@
 """Keep the libraries' logs, warnings, progress bars and prints off the terminal.
 
-The one place that does so. Each function is a context manager that restores the settings. A library that is not
-imported yet is not imported here: call it after the import.
+The one place that does so. Each function is a context manager that restores the settings. A library
+that is not imported yet is not imported here: call it after the import.
 """
 
 import contextlib
@@ -37,7 +37,9 @@ def quiet_libraries() -> Iterator[None]:
             switches.append((library.disable_progress_bars, library.enable_progress_bars))
     if transformers := sys.modules.get("transformers"):  # its switch turns the hub's as well
         log = transformers.utils.logging
-        switches += [(log.disable_progress_bar, log.enable_progress_bar)] * log.is_progress_bar_enabled()
+        switches += [
+            (log.disable_progress_bar, log.enable_progress_bar)
+        ] * log.is_progress_bar_enabled()
     with warnings.catch_warnings(), log_level(logging.ERROR, *LIBRARIES):
         warnings.simplefilter("ignore")
         for disable, _ in switches:
@@ -51,7 +53,9 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Silence everything, prints included. A console that holds its stream (terminal.stderr_console) still prints."""
+    """Silence everything, prints included.
+    A console that holds its stream (terminal.stderr_console) still prints.
+    """
     with (
         log_level(logging.CRITICAL, *LIBRARIES),
         contextlib.redirect_stdout(io.StringIO()),

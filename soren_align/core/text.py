@@ -1,7 +1,7 @@
 """Tables and numbers for a terminal, Markdown and HTML.
 
-Texts of unknown origin (names, paths, reasons) are printed as they are: they make no markup, no HTML, no links, and
-control no terminal.
+Texts of unknown origin (names, paths, reasons) are printed as they are: they make no markup, no
+HTML, no links, and control no terminal.
 """
 
 import errno
@@ -48,7 +48,8 @@ class Table:
     marked: str = ""
     """The first characters of lines that a terminal prints in green."""
     signs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Ends of cells -> the colour in a terminal, and the class in HTML: {" ▲": ("green", "better")}."""
+    """Ends of cells -> the colour in a terminal, and the class in HTML: {" ▲": ("green",
+    "better")}."""
 
     @property
     def sides(self) -> str:
@@ -56,7 +57,8 @@ class Table:
         return self.align.ljust(len(self.head), "r")
 
     def rich(self, **options: Any) -> RenderableType:
-        """Return the table for a terminal, under an empty line and its title if it has one; texts wrap, numbers do not.
+        """Return the table for a terminal, under an empty line and its title if it has one; texts
+        wrap, numbers do not.
 
         options: of rich.table.Table.
         """
@@ -65,7 +67,8 @@ class Table:
         table = RichTable(**{"box": None, "pad_edge": False, "header_style": "bold", **options})
         height = max((name.count("\n") for name in self.head), default=0)
         for name, side in zip(self.head, self.sides, strict=True):
-            heading = Text(printable("\n" * (height - name.count("\n")) + name))  # all end on the same line
+            # all end on the same line
+            heading = Text(printable("\n" * (height - name.count("\n")) + name))
             justify = "right" if side == "r" else "left"
             table.add_column(heading, justify=justify, no_wrap=side == "r", overflow="fold")
         for i, row in enumerate(self.rows):
@@ -73,49 +76,73 @@ class Table:
             for text in texts if self.marked else ():
                 text.highlight_regex(rf"(?m)^{re.escape(self.marked)}.*$", "green")
             for text in texts:
-                text.stylize(next((color for end, (color, _) in self.signs.items() if text.plain.endswith(end)), ""))
+                text.stylize(
+                    next(
+                        (
+                            color
+                            for end, (color, _) in self.signs.items()
+                            if text.plain.endswith(end)
+                        ),
+                        "",
+                    )
+                )
             table.add_row(*texts, style="dim" if i in self.dim else "")
-        return Group(Text(f"\n{printable(self.title)}", style="bold"), table) if self.title else table
+        return (
+            Group(Text(f"\n{printable(self.title)}", style="bold"), table) if self.title else table
+        )
 
     def markdown(self) -> str:
-        """Return the table in GitHub's Markdown, under its title if it has one; without a newline at the end.
+        """Return the table in GitHub's Markdown, under its title if it has one; without a newline
+        at the end.
 
         The lines of a cell stay lines.
         """
         lines = []
         for row in (self.head, *self.rows):
-            cells = ("<br>".join(map(markdown_line, cell.split("\n"))).replace("|", "\\|") for cell in row)
+            cells = (
+                "<br>".join(map(markdown_line, cell.split("\n"))).replace("|", "\\|")
+                for cell in row
+            )
             lines.append(f"| {' | '.join(cells)} |")
         rule = "".join("---:|" if side == "r" else "---|" for side in self.sides)
         title = [f"**{markdown_line(self.title)}**", ""] if self.title else []
         return "\n".join([*title, lines[0], f"|{rule}", *lines[1:]])
 
     def html(self) -> str:
-        """Return a <table> with the classes number (a cell of a right-aligned column), first (a row of `groups`) and
-        those of `signs`.
+        """Return a <table> with the classes number (a cell of a right-aligned column), first (a row
+        of `groups`) and those of `signs`.
         """
         sides = [" class=number" if side == "r" else "" for side in self.sides]
         title = f"<caption>{html_text(self.title)}</caption>" if self.title else ""
-        head = "".join(f'<th scope="col"{side}>{html_text(c)}</th>' for side, c in zip(sides, self.head, strict=True))
+        head = "".join(
+            f'<th scope="col"{side}>{html_text(c)}</th>'
+            for side, c in zip(sides, self.head, strict=True)
+        )
         rows = []
         for i, row in enumerate(self.rows):
             cells = ""
             for side, cell in zip(sides, row, strict=False):
                 classes = [name for end, (_, name) in self.signs.items() if cell.endswith(end)]
-                attribute = f' class="{" ".join(["number"] * bool(side) + classes)}"' if classes else side
+                attribute = (
+                    f' class="{" ".join(["number"] * bool(side) + classes)}"' if classes else side
+                )
                 cells += f"<td{attribute}>{html_text(cell)}</td>"
             rows.append(f"<tr{' class=first' if i in self.groups else ''}>{cells}</tr>")
         return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def without_html(text: str) -> str:
-    """Return a text as one line of Markdown that makes no HTML: no tags, no newlines, no control characters."""
+    """Return a text as one line of Markdown that makes no HTML: no tags, no newlines, no control
+    characters.
+    """
     text = "".join(c if c.isprintable() else " " for c in text)
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
 
 
 def markdown_line(text: str) -> str:
-    """Return a text as one line of Markdown that reads as it is: no HTML, links, pictures, code or emphasis."""
+    """Return a text as one line of Markdown that reads as it is: no HTML, links, pictures, code or
+    emphasis.
+    """
     return re.sub(r"(`|(?<=\S)\*|\*(?=\S)|\](?=[(\[:]))", r"\\\1", without_html(printable(text)))
 
 
@@ -132,10 +159,11 @@ def html_text(text: str) -> str:
 
 
 class Terminal(Console):
-    """A console that prints texts as they are: no markup, control characters escaped, no blanks at the ends of lines.
+    """A console that prints texts as they are: no markup, control characters escaped, no blanks at
+    the ends of lines.
 
-    A path such as `[/red]` is not markup, and a name with an escape sequence does not control the terminal. Use
-    rich.text.Text for colors.
+    A path such as `[/red]` is not markup, and a name with an escape sequence does not control the
+    terminal. Use rich.text.Text for colors.
     """
 
     def __init__(self, **settings: Any):
@@ -146,11 +174,15 @@ class Terminal(Console):
         return super().render_str(printable(text), **options)
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        """Return the text of segments without the blanks that rich pads tables with, for logs and copied lines."""
+        """Return the text of segments without the blanks that rich pads tables with, for logs and
+        copied lines.
+        """
         return re.sub(r" +(?=\n)", "", super()._render_buffer(buffer))
 
     def _write_buffer(self) -> None:
-        """Write. After the terminal was closed, or the reader of a pipe has ended, all output is dropped."""
+        """Write. After the terminal was closed, or the reader of a pipe has ended, all output is
+        dropped.
+        """
         try:
             super()._write_buffer()
         except OSError as error:
@@ -174,20 +206,28 @@ LABEL_STYLES = {"notice": "yellow", "warning": "yellow", "diverged": "red", "nex
 """Of labels that are not only bold."""
 
 
-def print_labelled(console: Console, label: str, *texts: str, wrap: bool = True, link: str = "") -> None:
-    """Print a label in the first 10 columns, or as many as it needs, and the texts from column 10 on, below each other.
+def print_labelled(
+    console: Console, label: str, *texts: str, wrap: bool = True, link: str = ""
+) -> None:
+    """Print a label in the first 10 columns, or as many as it needs, and the texts from column 10
+    on, below each other.
 
-    wrap: on a terminal, into lines of its width; False for what is copied: a path, a command. Where there is no
-    terminal, as in a cluster's logs, one record is one line, unless COLUMNS is set. link: an address that the text
-    opens, in terminals that can.
+    wrap: on a terminal, into lines of its width; False for what is copied: a path, a command. Where
+    there is no terminal, as in a cluster's logs, one record is one line, unless COLUMNS is set.
+    link: an address that the text opens, in terminals that can.
     """
     style = f"bold {LABEL_STYLES.get(label, '')}"
     width = console.width if console.is_terminal or "COLUMNS" in os.environ else sys.maxsize
     for text in texts:
         lines = [f"{label:<9} {printable(text)}"]
         if wrap:
-            indents: dict[str, Any] = {"initial_indent": f"{label:<9} ", "subsequent_indent": " " * 10}
-            lines = textwrap.wrap(printable(text), width, **indents, break_long_words=False, break_on_hyphens=False)
+            indents: dict[str, Any] = {
+                "initial_indent": f"{label:<9} ",
+                "subsequent_indent": " " * 10,
+            }
+            lines = textwrap.wrap(
+                printable(text), width, **indents, break_long_words=False, break_on_hyphens=False
+            )
         for line in lines:
             styled = Text(line)
             styled.stylize(style, 0, len(label))
@@ -203,7 +243,9 @@ def stderr_console(*, quiet: bool = False) -> Terminal:
 
 
 def loading(console: Console, text: str) -> "Status":
-    """Return a spinner with this text; without a terminal, as in a cluster's logs, print the text as a line."""
+    """Return a spinner with this text; without a terminal, as in a cluster's logs, print the text
+    as a line.
+    """
     if not console.is_terminal:
         word, _, rest = text.partition(" ")
         console.print(f"{word.lower():<9} {rest}", highlight=False)
@@ -214,8 +256,8 @@ def loading(console: Console, text: str) -> "Status":
 def working(console: Console, text: str) -> Iterator[Callable[[str], object]]:
     """Show `text` while the block runs; yields a function that replaces it.
 
-    A spinner on a terminal; elsewhere a line every LINE_SECONDS with the seconds since the start, so that a log shows
-    that a long phase still runs, and which one.
+    A spinner on a terminal; elsewhere a line every LINE_SECONDS with the seconds since the start,
+    so that a log shows that a long phase still runs, and which one.
     """
     if console.is_terminal:
         with console.status(text) as status:
@@ -238,7 +280,9 @@ def working(console: Console, text: str) -> Iterator[Callable[[str], object]]:
 
 
 def counting(show: Callable[[str], object], activity: str) -> Callable[[int], None]:
-    """Return a callback that shows the sum of the numbers of examples it gets: a large dataset takes minutes."""
+    """Return a callback that shows the sum of the numbers of examples it gets: a large dataset
+    takes minutes.
+    """
     total = 0
 
     def on_examples(number: int) -> None:
@@ -250,7 +294,9 @@ def counting(show: Callable[[str], object], activity: str) -> Callable[[int], No
 
 
 def number(value: float | None, form: str = ",") -> str:
-    """Return a number in Python's format: `.2f`, `.0%`, `,`; a dash for None and for NaN and infinity."""
+    """Return a number in Python's format: `.2f`, `.0%`, `,`; a dash for None and for NaN and
+    infinity.
+    """
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
@@ -296,7 +342,9 @@ def gibibytes(num_bytes: float | None) -> str:
 
 
 def estimated_time(hours: float) -> str:
-    """Return an estimated time in two digits and its natural unit: 13 s, 4.5 min, 7.8 h, 1,200 h."""
+    """Return an estimated time in two digits and its natural unit: 13 s, 4.5 min, 7.8 h, 1,200
+    h.
+    """
     length, unit = (1, "h") if hours >= 1.5 else (60, "min") if hours >= 1 / 40 else (3600, "s")
     number = hours * length
     return f"{number:,.0f} {unit}" if number >= 10 else f"{number:.2g} {unit}"

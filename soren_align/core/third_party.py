@@ -1,11 +1,13 @@
-"""Maps and optimizers of other installed packages, by their entry points; docs/library.md has both examples.
+"""Maps and optimizers of other installed packages, by their entry points; docs/library.md has both
+examples.
 
     [project.entry-points."soren_align.maps"]          # a soren_align.spectral.SpectralMap, by Soren's key `map`
     cubic = "cubic_muon:CUBIC"
     [project.entry-points."soren_align.optimizers"]    # a section of a recipe, a soren_align.recipe.MatrixOptimizer
     lion = "cubic_muon.recipe:LionSettings"
 
-A package that cannot be used is left out, with a warning that names it: it must not stop recipes that do not need it.
+A package that cannot be used is left out, with a warning that names it: it must not stop recipes
+that do not need it.
 """
 
 import warnings
@@ -23,8 +25,8 @@ _all = cache(entry_points)  # reads the metadata of all installed packages: 30 m
 def objects(group: str, names: Collection[str], problem: Any) -> Iterator[Any]:
     """The objects of a group's entry points, in the order of their names.
 
-    names: those of this package, which another package cannot take. problem: of an object and its entry point's name,
-    what is wrong with it; "" if nothing is.
+    names: those of this package, which another package cannot take. problem: of an object and its
+    entry point's name, what is wrong with it; "" if nothing is.
     """
     taken = set(names)
     for point in sorted(_all().select(group=group), key=lambda point: (point.name, point.value)):
@@ -37,7 +39,10 @@ def objects(group: str, names: Collection[str], problem: Any) -> Iterator[Any]:
         if not text and point.name in taken:
             text = "the name is taken"
         if text:
-            warnings.warn(f"{package}: the entry point {point.name} of {group} is not used ({text})", stacklevel=2)
+            warnings.warn(
+                f"{package}: the entry point {point.name} of {group} is not used ({text})",
+                stacklevel=2,
+            )
             continue
         taken.add(point.name)
         yield loaded

@@ -1,7 +1,9 @@
-"""Read YAML with limits: any text gives plain data or a UserError within seconds, and no tag is followed.
+"""Read YAML with limits: any text gives plain data or a UserError within seconds, and no tag is
+followed.
 
-ruamel's parser is lazy: its events are counted while the data is built, so that a limit stops it early. Its loaders
-build everything first, which takes 6 seconds for 100,000 numbers, and number neither nodes nor depth.
+ruamel's parser is lazy: its events are counted while the data is built, so that a limit stops it
+early. Its loaders build everything first, which takes 6 seconds for 100,000 numbers, and number
+neither nodes nor depth.
 """
 
 import re
@@ -21,7 +23,8 @@ Key = tuple[str | int, ...]
 
 _LINE_END = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 MAX_NODES = 10_000
-"""Keys and values of a YAML file, aliases expanded. The pure Python parser reads about 50,000 a second."""
+"""Keys and values of a YAML file, aliases expanded. The pure Python parser reads about 50,000 a
+second."""
 MAX_KEYS = 1000
 """Keys of one YAML mapping: each unknown key is compared with all known ones."""
 MAX_DIGITS = 18
@@ -29,14 +32,18 @@ MAX_DIGITS = 18
 
 
 def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, str]]:
-    """Return (YAML 1.2 text as plain data, the line of each key: ('optimizer', 'lr') -> 'my.yaml:14').
+    """Return (YAML 1.2 text as plain data, the line of each key: ('optimizer', 'lr') ->
+    'my.yaml:14').
 
-    name: the file's name in messages. A key is its text as written, also if it looks like a number. Dates are strings.
-    Raises UserError, with the line, for tags, invalid YAML and text beyond the limits above.
+    name: the file's name in messages. A key is its text as written, also if it looks like a number.
+    Dates are strings. Raises UserError, with the line, for tags, invalid YAML and text beyond the
+    limits above.
     """
     if len(text) > MAX_YAML_BYTES:
         remedy = "shorten this file"
-        raise UserError(f"{name}: is larger than {MAX_YAML_BYTES:,} bytes, the limit for a YAML file; {remedy}")
+        raise UserError(
+            f"{name}: is larger than {MAX_YAML_BYTES:,} bytes, the limit for a YAML file; {remedy}"
+        )
     reader = _Reader(name, YAML(typ="safe", pure=True).parse(text))
     mark = None
     try:
@@ -45,7 +52,8 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, str]]:
         raise
     except MarkedYAMLError as error:
         mark, problem = error.problem_mark, error.problem or "cannot be read"
-    except Exception as error:  # from ruamel's parser: an escape beyond Unicode raises OverflowError
+    # from ruamel's parser: an escape beyond Unicode raises OverflowError
+    except Exception as error:
         problem = str(error) or type(error).__name__
     line, problem = mark.line + 1 if mark else 1, problem.splitlines()[0]
     if "\\t" in problem:
@@ -60,13 +68,17 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, str]]:
         # The line between the line before it and a caret below the column.
         width, start = len(str(line)), max(0, mark.column - 40)
         shown = [number for number in (mark.line - 1, mark.line) if number in lines]
-        excerpt = [f"  {number + 1:{width}} | {lines[number][start : start + 70]}" for number in shown]
+        excerpt = [
+            f"  {number + 1:{width}} | {lines[number][start : start + 70]}" for number in shown
+        ]
         excerpt.append(f"  {' ' * width} | {' ' * (mark.column - start)}^")
     raise UserError(f"{name}:{line} not valid YAML: {problem}", *excerpt)
 
 
 class _Reader:
-    """Build plain data from the events of ruamel's parser. Each alias is replaced by the events of its anchor."""
+    """Build plain data from the events of ruamel's parser.
+    Each alias is replaced by the events of its anchor.
+    """
 
     def __init__(self, name: str, parsed: Iterator[Any]):
         self.name, self.parsed = name, parsed
@@ -85,7 +97,9 @@ class _Reader:
             if isinstance(event, events.DocumentStartEvent):
                 num_documents += 1
                 if num_documents > 1:
-                    raise self._invalid(event, "the file has more than one document; remove the second '---'")
+                    raise self._invalid(
+                        event, "the file has more than one document; remove the second '---'"
+                    )
                 if event.version not in (None, (1, 2)):
                     raise self._invalid(event, "only YAML 1.2 is supported; remove the %YAML line")
                 data = self._node(self._next(), (), 1)
@@ -105,7 +119,9 @@ class _Reader:
     def _node(self, event: Any, at: Key, depth: int) -> Any:
         if isinstance(event, events.AliasEvent):
             if event.anchor not in self.anchors:
-                problem = f"found undefined alias '{event.anchor}'; write the value instead of the alias"
+                problem = (
+                    f"found undefined alias '{event.anchor}'; write the value instead of the alias"
+                )
                 raise self._invalid(event, problem)
             if (anchored := self.anchors[event.anchor]) is None:
                 problem = f"the alias '{event.anchor}' stands for a value that contains this alias; remove the alias"
@@ -119,13 +135,17 @@ class _Reader:
             event = self._next()
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            raise self._invalid(event, f"the tag {tag} is not supported; remove the tag (for a text, write quotes)")
+            raise self._invalid(
+                event, f"the tag {tag} is not supported; remove the tag (for a text, write quotes)"
+            )
         self.num_nodes += 1
         if self.num_nodes > MAX_NODES:
             problem = f"the file has more than {MAX_NODES:,} keys and values, with aliases expanded; shorten this file"
             raise self._invalid(event, problem)
         if depth > MAX_DEPTH:
-            raise self._invalid(event, f"a value is nested more than {MAX_DEPTH} levels deep; remove levels")
+            raise self._invalid(
+                event, f"a value is nested more than {MAX_DEPTH} levels deep; remove levels"
+            )
         start = len(self.history) - 1
         if event.anchor is not None:
             self.anchors[event.anchor] = None
@@ -147,20 +167,29 @@ class _Reader:
         merged: dict[str, Any] = {}
         while not isinstance(event := self._next(), events.MappingEndEvent):
             if not isinstance(event, events.ScalarEvent):
-                raise self._invalid(event, "a key is a list, a mapping or an alias; write a text as the key")
+                raise self._invalid(
+                    event, "a key is a list, a mapping or an alias; write a text as the key"
+                )
             self._node(event, at, depth)  # counted like a value; as a key it stays a string
             if event.value == "<<" and event.implicit[0]:
-                # The keys of one mapping, or of a list of mappings, where the first one wins. Own keys win over both.
+                # The keys of one mapping, or of a list of mappings, where the first one wins. Own
+                # keys win over both.
                 node = self._node(self._next(), (*at, "<<"), depth + 1)
                 for mapping in node if isinstance(node, list) else [node]:
                     if not isinstance(mapping, dict):
-                        raise self._invalid(event, f"'<<' merges a {type(mapping).__name__}; write a mapping")
+                        raise self._invalid(
+                            event, f"'<<' merges a {type(mapping).__name__}; write a mapping"
+                        )
                     merged = mapping | merged
                 continue
             if event.value in own:
-                raise self._invalid(event, f"found duplicate key '{event.value}'; remove one of the two")
+                raise self._invalid(
+                    event, f"found duplicate key '{event.value}'; remove one of the two"
+                )
             if len(own) == MAX_KEYS:
-                raise self._invalid(event, f"a mapping has more than {MAX_KEYS:,} keys; remove keys")
+                raise self._invalid(
+                    event, f"a mapping has more than {MAX_KEYS:,} keys; remove keys"
+                )
             self.lines[(*at, event.value)] = self._place(event)
             own[event.value] = self._node(self._next(), (*at, event.value), depth + 1)
         return merged | own
@@ -168,13 +197,20 @@ class _Reader:
     def _scalar(self, event: Any) -> Any:
         text = event.value
         if not is_text(text):
-            raise self._invalid(event, "a text contains half of a surrogate pair; remove this character")
-        # A quoted scalar is a string; another one has the kind of YAML 1.2's first pattern that matches.
-        kinds = (kind for kind, pattern, first in _PATTERNS if text[:1] in first and pattern.match(text))
+            raise self._invalid(
+                event, "a text contains half of a surrogate pair; remove this character"
+            )
+        # A quoted scalar is a string; another one has the kind of YAML 1.2's first pattern that
+        # matches.
+        kinds = (
+            kind for kind, pattern, first in _PATTERNS if text[:1] in first and pattern.match(text)
+        )
         kind = next(kinds, "str") if event.implicit[0] else "str"
         plain = text.replace("_", "").lower()
         if kind == "int" and len(plain) > MAX_DIGITS + 2:
-            raise self._invalid(event, f"a number has {len(plain)} digits; write at most {MAX_DIGITS}")
+            raise self._invalid(
+                event, f"a number has {len(plain)} digits; write at most {MAX_DIGITS}"
+            )
         try:
             if kind == "int":
                 return int(plain, {"0b": 2, "0o": 8, "0x": 16}.get(plain.lstrip("+-")[:2], 10))

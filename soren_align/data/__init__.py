@@ -1,4 +1,6 @@
-"""Data: files and hub datasets, validated and converted to TRL's columns, and statistics of their tokens."""
+"""Data: files and hub datasets, validated and converted to TRL's columns, and statistics of their
+tokens.
+"""
 
 from .arrow import dataset_of, has_turns, iterable_dataset
 from .cache import tokenize

@@ -1,4 +1,6 @@
-"""Examples in datasets: the features of converted ones, reading without decoding, and several datasets as one."""
+"""Examples in datasets: the features of converted ones, reading without decoding, and several
+datasets as one.
+"""
 
 import hashlib
 import json
@@ -21,7 +23,12 @@ def features_of(names: Sequence[str], has_turns: bool) -> Features:
     # Turns with tool calls have other keys than those without; JSON holds both.
     types: dict[str, Any] = {name: List(Json()) for name in names} if has_turns else {}
     types |= {name: Value("string") for name in names if name not in types or name in OPTIONS}
-    types |= {name: Value(kind) for task in TASKS.values() for name, kind in task.passed_on.items() if name in names}
+    types |= {
+        name: Value(kind)
+        for task in TASKS.values()
+        for name, kind in task.passed_on.items()
+        if name in names
+    }
     return Features(types)
 
 
@@ -32,8 +39,13 @@ def examples_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
     try:
         for batch in batches:
             for example in batch.to_pylist():
-                yield example | {name: [json.loads(turn) for turn in example[name]] for name in lists if example[name]}
-    except (pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: text that is not UTF-8
+                yield example | {
+                    name: [json.loads(turn) for turn in example[name]]
+                    for name in lists
+                    if example[name]
+                }
+    # ValueError: text that is not UTF-8
+    except (pa.ArrowException, ValueError, OverflowError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         remedy = "remove these files from the cache, then rerun"
         raise UserError(f"the dataset's Arrow files cannot be read: {reason}; {remedy}") from None
@@ -55,8 +67,8 @@ def has_turns(dataset: Dataset) -> bool:
 
 
 def concatenated(datasets: Sequence[Dataset]) -> Dataset:
-    """The examples of datasets of one kind, with the same columns for all: null where there are none, as `load_split`
-    makes them of a file."""
+    """The examples of datasets of one kind, with the same columns for all: null where there are
+    none, as `load_split` makes them of a file."""
     names = list(dict.fromkeys(name for dataset in datasets for name in dataset.column_names))
     canonical = []
     with quiet_libraries():
@@ -67,7 +79,10 @@ def concatenated(datasets: Sequence[Dataset]) -> Dataset:
                 dataset = dataset.map(
                     lambda example, absent=tuple(absent): (
                         dict.fromkeys(absent)
-                        | {name: plain_turns(v) if isinstance(v, list) else v for name, v in example.items()}
+                        | {
+                            name: plain_turns(v) if isinstance(v, list) else v
+                            for name, v in example.items()
+                        }
                     ),
                     features=features,
                     new_fingerprint=cache_key(dataset._fingerprint, "canonical", absent),
@@ -78,6 +93,8 @@ def concatenated(datasets: Sequence[Dataset]) -> Dataset:
 
 
 def cache_key(*parts: Any) -> str:
-    """A hash of `parts` and of the source of this package's rules for examples, which are then validated again."""
+    """A hash of `parts` and of the source of this package's rules for examples, which are then
+    validated again.
+    """
     rules = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
     return hashlib.sha256(repr(parts).encode() + rules).hexdigest()[:32]

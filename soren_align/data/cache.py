@@ -1,9 +1,9 @@
 """Tokenized datasets in the user's cache folder, shared by plan, run and resume.
 
-A folder per dataset, named by a hash of all that determines the tokens: the examples, tokenizer, template, settings,
-versions and this package's own rules. It holds an Arrow file, which runs no code when it is read and whose every offset
-is checked first. A folder appears whole or not at all; those unused for a month are removed, and the oldest where all
-have more than 50 GB.
+A folder per dataset, named by a hash of all that determines the tokens: the examples, tokenizer,
+template, settings, versions and this package's own rules. It holds an Arrow file, which runs no
+code when it is read and whose every offset is checked first. A folder appears whole or not at all;
+those unused for a month are removed, and the oldest where all have more than 50 GB.
 """
 
 import errno
@@ -48,28 +48,42 @@ def tokenize(
     completion_only_loss: bool = True,
     on_examples: Callable[[int], object] | None = None,
 ) -> Dataset:
-    """The examples of a dataset from `load_split` as columns of tokens, before truncation: `tokens.token_columns`.
+    """The examples of a dataset from `load_split` as columns of tokens, before truncation:
+    `tokens.token_columns`.
 
-    cache: the user's cache folder; None: a temporary folder, removed with the returned dataset. on_examples: called
-    with the number of examples just tokenized or read. Raises UserError if the template fails on an example, or the
-    folder cannot be written.
+    cache: the user's cache folder; None: a temporary folder, removed with the returned dataset.
+    on_examples: called with the number of examples just tokenized or read. Raises UserError if the
+    template fails on an example, or the folder cannot be written.
     """
     passed_on, report = TASKS[task].passed_on, on_examples or (lambda num_examples: None)
-    features = Features({**dict.fromkeys(TASKS[task].token_columns, _IDS), "left_out": List(Value("string"))})
+    features = Features(
+        {**dict.fromkeys(TASKS[task].token_columns, _IDS), "left_out": List(Value("string"))}
+    )
     features |= {name: Value(kind) for name, kind in passed_on.items()}
     settings = (task, assistant_only_loss, completion_only_loss)
     root = Path(tempfile.mkdtemp(prefix="soren-align-")) if cache is None else cache / "tokens"
     # All of the tokenizer that changes tokens, but not its place.
     whole: Any = tokenizer
-    words = whole.backend_tokenizer.to_str() if whole.is_fast else [repr(whole), sorted(whole.get_vocab().items())]
-    parts = [words, sorted(whole.special_tokens_map.items()), whole.chat_template, type(whole).__name__]
+    words = (
+        whole.backend_tokenizer.to_str()
+        if whole.is_fast
+        else [repr(whole), sorted(whole.get_vocab().items())]
+    )
+    parts = [
+        words,
+        sorted(whole.special_tokens_map.items()),
+        whole.chat_template,
+        type(whole).__name__,
+    ]
     versions = [metadata.version(package) for package in _VERSIONS]
     folder = root / cache_key(dataset._fingerprint, len(dataset), settings, parts, versions)
     tokens = _load(folder, features, len(dataset))
 
     def tokens_of(batch: Any) -> dict[str, list[Any]]:
         texts = {name: values for name, values in batch.items() if name not in passed_on}
-        columns = token_columns(encode(texts, task, tokenizer, assistant_only_loss, completion_only_loss), task)
+        columns = token_columns(
+            encode(texts, task, tokenizer, assistant_only_loss, completion_only_loss), task
+        )
         report(len(columns["left_out"]))
         return columns | {name: batch[name] for name in passed_on}
 
@@ -105,7 +119,9 @@ def tokenize(
 
 
 def prune(root: Path) -> None:
-    """Remove folders unused for MAX_AGE_SECONDS, and the least recently used ones beyond MAX_BYTES."""
+    """Remove folders unused for MAX_AGE_SECONDS, and the least recently used ones beyond
+    MAX_BYTES.
+    """
     now, total = time.time(), 0
     folders = [(f.stat().st_mtime, f) for f in root.iterdir() if f.is_dir() and not f.is_symlink()]
     for used, folder in sorted(folders, reverse=True):

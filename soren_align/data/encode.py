@@ -1,8 +1,9 @@
 """Examples as tokens, as TRL makes them of the same examples.
 
-TRL 1.16's preprocessing without a trainer: SFTTrainer's and DPOTrainer's `_prepare_dataset`, and the preference
-collator. tests/data/test_preview.py compares every token with TRL's. TRL has neither weights of turns nor the
-assistant's tokens of a template without {% generation %}: tests/data/test_turn_masks.py.
+TRL 1.16's preprocessing without a trainer: SFTTrainer's and DPOTrainer's `_prepare_dataset`, and
+the preference collator. tests/data/test_preview.py compares every token with TRL's. TRL has neither
+weights of turns nor the assistant's tokens of a template without {% generation %}:
+tests/data/test_turn_masks.py.
 """
 
 import re
@@ -16,7 +17,16 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import UserError
 from ..tasks import OPTIONS, TaskName
-from .masks import EMPTY_REASON, EncodedExample, Rendering, Tokens, after_prompt, from_token_columns, inside, num_shared
+from .masks import (
+    EMPTY_REASON,
+    EncodedExample,
+    Rendering,
+    Tokens,
+    after_prompt,
+    from_token_columns,
+    inside,
+    num_shared,
+)
 from .rendering import template_errors
 from .split import LoadedSplit
 from .turns import EMPTY_ANSWER, Turn, for_template, template_options
@@ -35,10 +45,11 @@ def encode(
     assistant_only_loss: bool,
     completion_only_loss: bool = True,
 ) -> Iterator[EncodedExample]:
-    """The examples of a batch {column: conversations, or texts}, or of one that `token_columns` made.
+    """The examples of a batch {column: conversations, or texts}, or of one that `token_columns`
+    made.
 
-    Trained are, for DPO, the answers. For SFT all tokens; or the assistant's; or, where there is one, those of the
-    completion; or the assistant's of it. Turns of weight 0 are never trained.
+    Trained are, for DPO, the answers. For SFT all tokens; or the assistant's; or, where there is
+    one, those of the completion; or the assistant's of it. Turns of weight 0 are never trained.
     """
     if "left_out" in columns:
         yield from from_token_columns(columns, task)
@@ -47,8 +58,15 @@ def encode(
         is_chat = [bool(turns) for turns in columns["messages"]]
         encoded: dict[bool, Iterator[EncodedExample]] = {}
         for kind in set(is_chat):  # both kinds once: the tokenizer is faster in large batches
-            others, chosen = {"prompt", "completion"} if kind else {"messages"}, [one is kind for one in is_chat]
-            own = {name: [*compress(values, chosen)] for name, values in columns.items() if name not in others}
+            others, chosen = (
+                {"prompt", "completion"} if kind else {"messages"},
+                [one is kind for one in is_chat],
+            )
+            own = {
+                name: [*compress(values, chosen)]
+                for name, values in columns.items()
+                if name not in others
+            }
             encoded[kind] = encode(own, task, tokenizer, assistant_only_loss, completion_only_loss)
         yield from (next(encoded[kind]) for kind in is_chat)
         return
@@ -57,8 +75,13 @@ def encode(
         # One end token each: T5's tokenizer adds its own, and TRL's would be a second one.
         eos = str(tokenizer.eos_token)
         end = "" if _ids("a", tokenizer)[-1] == tokenizer.eos_token_id else eos
-        answers = zip(*([text.removesuffix(eos) + end for text in columns[name]] for name in names), strict=True)
-        for prompt, texts in zip(columns.get("prompt", [""] * len(columns[names[0]])), answers, strict=True):
+        answers = zip(
+            *([text.removesuffix(eos) + end for text in columns[name]] for name in names),
+            strict=True,
+        )
+        for prompt, texts in zip(
+            columns.get("prompt", [""] * len(columns[names[0]])), answers, strict=True
+        ):
             sides = [_ids(prompt + text, tokenizer) for text in texts]
             if len(sides) > 1 or ("prompt" in columns and completion_only_loss):
                 example = after_prompt(_ids(prompt, tokenizer), sides)
@@ -68,24 +91,37 @@ def encode(
         return
     columns = {
         # Without the keys that Arrow has filled with null.
-        name: [[{k: v for k, v in turn.items() if v is not None} for turn in value] for value in values]
+        name: [
+            [{k: v for k, v in turn.items() if v is not None} for turn in value] for value in values
+        ]
         if name not in OPTIONS
         else values
         for name, values in columns.items()
     }
     beside = [column for column in OPTIONS if any(columns.get(column, ()))]
     num_examples = len(next(iter(columns.values())))
-    options = [template_options({column: columns[column][i] for column in beside}) for i in range(num_examples)]
+    options = [
+        template_options({column: columns[column][i] for column in beside})
+        for i in range(num_examples)
+    ]
     if "chosen" not in columns:
-        yield from _encode_chats(columns, options, tokenizer, assistant_only_loss, completion_only_loss)
+        yield from _encode_chats(
+            columns, options, tokenizer, assistant_only_loss, completion_only_loss
+        )
         return
     chats = columns["chosen"], columns["rejected"]  # which differ in their last turn
-    prompts = _tokens([chat[:-1] for chat in chats[0]], options, tokenizer, add_generation_prompt=True)
+    prompts = _tokens(
+        [chat[:-1] for chat in chats[0]], options, tokenizer, add_generation_prompt=True
+    )
     sides = [_tokens(side, options, tokenizer) for side in chats]
     for i, (prompt, *both) in enumerate(zip(prompts, *sides, strict=True)):
         with template_errors(_SUBJECT):
             renderings = [Rendering(tokenizer, side[i], options[i]) for side in chats]
-            lost = [kind for rendering in renderings for kind in rendering.left_out(rendering.turns[-1:])]
+            lost = [
+                kind
+                for rendering in renderings
+                for kind in rendering.left_out(rendering.turns[-1:])
+            ]
         example = after_prompt(prompt["input_ids"], [tokens["input_ids"] for tokens in both])
         yield example._replace(left_out=tuple(dict.fromkeys(lost)))
 
@@ -102,15 +138,25 @@ def _encode_chats(
     assistant_only: bool,
     completion_only: bool,
 ) -> Iterator[EncodedExample]:
-    """The examples of conversations, or of prompts and completions. options: keywords of apply_chat_template."""
+    """The examples of conversations, or of prompts and completions.
+    options: keywords of apply_chat_template.
+    """
     prompts, completions = columns.get("prompt"), columns.get("completion", [])
     if prompts is None:
         chats = columns["messages"]
         prompt_tokens = None
     else:
-        chats = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        prompt_tokens = _tokens(prompts, options, tokenizer, add_generation_prompt=True) if completion_only else None
-    marks = assistant_only and all(has_marks(tokenizer.get_chat_template(tools=o.get("tools"))) for o in options)
+        chats = [
+            prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        prompt_tokens = (
+            _tokens(prompts, options, tokenizer, add_generation_prompt=True)
+            if completion_only
+            else None
+        )
+    marks = assistant_only and all(
+        has_marks(tokenizer.get_chat_template(tools=o.get("tools"))) for o in options
+    )
     derives = assistant_only and not marks
     how: dict[str, Any] = {"return_assistant_tokens_mask": True} if marks else {}
     if derives or any("weight" in turn for chat in chats for turn in chat):
@@ -121,7 +167,11 @@ def _encode_chats(
             )
         how["tokenizer_kwargs"] = {"return_offsets_mapping": True}
     for i, tokens in enumerate(_tokens(chats, options, tokenizer, **how)):
-        chat, ids, rendering = chats[i], tokens["input_ids"], Rendering(tokenizer, chats[i], options[i])
+        chat, ids, rendering = (
+            chats[i],
+            tokens["input_ids"],
+            Rendering(tokenizer, chats[i], options[i]),
+        )
         trained = [bool(mark) for mark in tokens.get("assistant_masks", [True] * len(ids))]
         if not any(trained):  # TRL also raises, later and without the example
             raise UserError(
@@ -133,9 +183,12 @@ def _encode_chats(
                 trained = inside(rendering.answer_spans(), tokens["offset_mapping"])
             elif any("weight" in turn for turn in chat):
                 skipped = [number for number, turn in enumerate(chat) if not turn.get("weight", 1)]
-                spans = [(rendering.end(number), rendering.end(number + 1)) for number in skipped]  # with their headers
+                # with their headers
+                spans = [(rendering.end(number), rendering.end(number + 1)) for number in skipped]
                 untrained = inside(spans, tokens["offset_mapping"])
-                trained = [mark and not other for mark, other in zip(trained, untrained, strict=True)]
+                trained = [
+                    mark and not other for mark, other in zip(trained, untrained, strict=True)
+                ]
             left_out = rendering.left_out(chat if prompt_tokens is None else completions[i])
         if prompt_tokens is not None:
             start = num_shared(prompt_tokens[i]["input_ids"], ids)
@@ -144,14 +197,22 @@ def _encode_chats(
 
 
 def _tokens(
-    chats: list[list[Turn]], options: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **how: Any
+    chats: list[list[Turn]],
+    options: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    **how: Any,
 ) -> list[dict[str, Any]]:
-    """The tokenizer's output for each conversation. Raises UserError if the template fails on one."""
+    """The tokenizer's output for each conversation.
+    Raises UserError if the template fails on one.
+    """
     plain = [for_template(chat) for chat in chats]
     apply: Any = tokenizer.apply_chat_template
     with template_errors(_SUBJECT):
         if any(options):  # transformers takes the same tools for a whole batch
-            return [apply(c, return_dict=True, **own, **how) for c, own in zip(plain, options, strict=True)]
+            return [
+                apply(c, return_dict=True, **own, **how)
+                for c, own in zip(plain, options, strict=True)
+            ]
         encoded = apply(plain, return_dict=True, **how)
     return [{key: values[i] for key, values in encoded.items()} for i in range(len(chats))]
 
@@ -162,9 +223,11 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSplit, Dataset]:
-    """(the split, its tokens) without such examples, which are counted under `dropped`; unchanged if there are none.
+    """(the split, its tokens) without such examples, which are counted under `dropped`; unchanged
+    if there are none.
 
-    tokens: of `tokenize`, of the split's examples. Raises UserError if no example of a source is left.
+    tokens: of `tokenize`, of the split's examples. Raises UserError if no example of a source is
+    left.
     """
     rows = tokens["left_out"][:]
     indices = [i for i, kinds in enumerate(rows) if EMPTY_ANSWER not in kinds]
@@ -179,5 +242,7 @@ def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSp
             "remove this split"
         )
     dropped = {**split.dropped, EMPTY_REASON: len(rows) - len(indices)}
-    rest = replace(split, dataset=split.dataset.select(indices), dropped=dropped, source_indices=sources)
+    rest = replace(
+        split, dataset=split.dataset.select(indices), dropped=dropped, source_indices=sources
+    )
     return rest, tokens.select(indices)

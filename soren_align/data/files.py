@@ -1,7 +1,7 @@
 """Read the records of a dataset from local files, one at a time, each with its place.
 
-JSONL is read with the plain json module, line by line: it names an invalid line, needs no memory, and takes about
-two seconds per gigabyte. Compressed files are read without a decompressed copy.
+JSONL is read with the plain json module, line by line: it names an invalid line, needs no memory,
+and takes about two seconds per gigabyte. Compressed files are read without a decompressed copy.
 """
 
 import ast
@@ -29,7 +29,8 @@ from ..core.files import CHUNK_BYTES, chunk_digests, chunks_of, file_sha256, is_
 from ..recipe import STDLIB, csv_columns, data_files, data_suffix, refuse_wide_characters
 
 MAX_RATIO, MAX_UNCHECKED = 200, 1 << 26
-"""A .gz file may hold 200 times its size, or 64 MiB; text is compressed 3 to 10 times, a bomb 1000 times."""
+"""A .gz file may hold 200 times its size, or 64 MiB; text is compressed 3 to 10 times, a bomb 1000
+times."""
 MAX_LINE = 1 << 28
 """Characters of a line, and of a field of a .csv file."""
 MAX_HASHED = 1 << 30
@@ -51,8 +52,8 @@ class InvalidRecord(NamedTuple):
 def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | InvalidRecord]]:
     """(number, record) of every record of a file of one of recipe.data_paths.SUFFIXES.
 
-    The number is that of the line, or of the record, from 1. Blank lines are skipped. Raises UserError if the file as a
-    whole cannot be parsed.
+    The number is that of the line, or of the record, from 1. Blank lines are skipped. Raises
+    UserError if the file as a whole cannot be parsed.
     """
     if data_suffix(file) != ".parquet":
         with _open(file) as stream:
@@ -70,7 +71,9 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | InvalidReco
 
 
 def has_lines(file: Path) -> bool:
-    """Whether a record's number is that of a line: of all but .parquet files and .json files that are one array."""
+    """Whether a record's number is that of a line: of all but .parquet files and .json files that
+    are one array.
+    """
     if data_suffix(file) != ".json":
         return data_suffix(file) != ".parquet"
     with _open(file) as stream:
@@ -85,7 +88,9 @@ def _open(file: Path) -> BinaryIO:
 
 
 class _Decompressed(io.RawIOBase):
-    """The content of a .gz file. Reading raises UserError if it is damaged, or far larger than the file."""
+    """The content of a .gz file.
+    Reading raises UserError if it is damaged, or far larger than the file.
+    """
 
     def __init__(self, file: Path):
         super().__init__()
@@ -102,11 +107,15 @@ class _Decompressed(io.RawIOBase):
         try:
             num_bytes = self.stream.readinto(buffer)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(f"{self.file}: cannot be decompressed: {error}; compress the data again") from None
+            raise UserError(
+                f"{self.file}: cannot be decompressed: {error}; compress the data again"
+            ) from None
         self.num_left -= num_bytes
         if self.num_left < 0:
             remedy = "decompress it"
-            raise UserError(f"{self.file}: the decompressed data are larger than {MAX_RATIO} times this file; {remedy}")
+            raise UserError(
+                f"{self.file}: the decompressed data are larger than {MAX_RATIO} times this file; {remedy}"
+            )
         return num_bytes
 
     def close(self) -> None:
@@ -116,11 +125,15 @@ class _Decompressed(io.RawIOBase):
 
 
 def _bounded_lines(file: Path, stream: Any, first: int = 1) -> Iterator[Any]:
-    """The lines of a stream, of which the next is number `first`. Raises UserError for one that is too long to read."""
+    """The lines of a stream, of which the next is number `first`.
+    Raises UserError for one that is too long to read.
+    """
     for number in count(first):
         line = stream.readline(MAX_LINE + 1)
         if len(line) > MAX_LINE:
-            raise UserError(f"{file}:{number}: has more than {MAX_LINE:,} characters; write one record per line")
+            raise UserError(
+                f"{file}:{number}: has more than {MAX_LINE:,} characters; write one record per line"
+            )
         if not line:
             return
         yield line
@@ -138,8 +151,12 @@ def _lines(file: Path) -> Iterator[tuple[int, Any]]:
             except json.JSONDecodeError as error:
                 yield number, InvalidRecord(f"is not JSON: {error.msg} at column {error.colno}")
             except UnicodeDecodeError as error:
-                yield number, InvalidRecord(f"is not UTF-8 at byte {error.start + 1} of the line{_TO_UTF_8}")
-            except (ValueError, RecursionError) as error:  # a number of 5000 digits, brackets nested too deeply
+                yield (
+                    number,
+                    InvalidRecord(f"is not UTF-8 at byte {error.start + 1} of the line{_TO_UTF_8}"),
+                )
+            # a number of 5000 digits, brackets nested too deeply
+            except (ValueError, RecursionError) as error:
                 yield number, InvalidRecord(f"is JSON that cannot be read: {error}")
 
 
@@ -147,18 +164,28 @@ def _csv(file: Path) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(MAX_LINE)
     with io.TextIOWrapper(_open(file), "utf-8-sig", errors="surrogateescape", newline="") as stream:
         names, delimiter = csv_columns(str(file), next(_bounded_lines(file, stream), ""))
-        rows, number = csv.reader(_bounded_lines(file, stream, 2), delimiter=delimiter, strict=True), 2
+        rows, number = (
+            csv.reader(_bounded_lines(file, stream, 2), delimiter=delimiter, strict=True),
+            2,
+        )
         try:
             for row in rows:
                 if row and len(row) != len(names):
-                    yield number, InvalidRecord(f"has {len(row)} fields, but the file has {len(names)} columns")
+                    yield (
+                        number,
+                        InvalidRecord(
+                            f"has {len(row)} fields, but the file has {len(names)} columns"
+                        ),
+                    )
                 elif row and not is_text("".join(row)):
                     yield number, InvalidRecord(f"is not UTF-8{_TO_UTF_8}")
                 elif row:
                     yield number, dict(zip(names, row, strict=True))
                 number = rows.line_num + 2
         except csv.Error as error:
-            raise UserError(f"{file}:{number}: is no valid CSV: {error}; correct this line") from None
+            raise UserError(
+                f"{file}:{number}: is no valid CSV: {error}; correct this line"
+            ) from None
 
 
 def _array(file: Path) -> Iterator[tuple[int, Any]]:
@@ -167,7 +194,9 @@ def _array(file: Path) -> Iterator[tuple[int, Any]]:
             yield from enumerate(json.load(stream), start=1)
     except json.JSONDecodeError as error:
         remedy = "correct this line"
-        raise UserError(f"{file}:{error.lineno}: is not JSON: {error.msg} at column {error.colno}; {remedy}") from None
+        raise UserError(
+            f"{file}:{error.lineno}: is not JSON: {error.msg} at column {error.colno}; {remedy}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: is JSON that cannot be read: {error}; correct the file") from None
 
@@ -177,9 +206,12 @@ def _parquet(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         with pq.ParquetFile(file) as table:
             batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=1000))
             yield from enumerate(chain.from_iterable(batches), start=1)
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # ValueError: text that is not UTF-8
+    # ValueError: text that is not UTF-8
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"{file}: is no valid Parquet file: {reason}; write the file again") from None
+        raise UserError(
+            f"{file}: is no valid Parquet file: {reason}; write the file again"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -194,32 +226,49 @@ class LocalFiles:
         files = data_files(path)
         for name, file in files.items():
             if not os.access(file, os.R_OK):
-                raise UserError(f"{name}: you have no permission to read this file; change its permissions")
+                raise UserError(
+                    f"{name}: you have no permission to read this file; change its permissions"
+                )
         return cls(files)
 
-    def samples(self, num_records: int) -> Iterator[tuple[str, list[dict[str, Any] | InvalidRecord]]]:
+    def samples(
+        self, num_records: int
+    ) -> Iterator[tuple[str, list[dict[str, Any] | InvalidRecord]]]:
         """(name, first records) of each file that has any; of the first file if none has."""
-        samples = ((name, [r for _, r in islice(self.of_file(name), num_records)]) for name in self.files)
+        samples = (
+            (name, [r for _, r in islice(self.of_file(name), num_records)]) for name in self.files
+        )
         filled = ((name, sample) for name, sample in samples if sample)
         yield next(filled, (next(iter(self.files)), []))
         yield from filled
 
     def origin(self) -> dict[str, Any]:
-        """For run.json: `split`, `sha256`; of several files one of all hashes, and each file's under `files`."""
+        """For run.json: `split`, `sha256`; of several files one of all hashes, and each file's
+        under `files`.
+        """
         hashes = {name: file_sha256(file) for name, file in self.files.items()}
         if len(hashes) == 1:
             return {"split": "all", "sha256": next(iter(hashes.values()))}
         files = [{"path": name, "sha256": sha256} for name, sha256 in hashes.items()]
-        return {"split": "all", "sha256": hashlib.sha256("".join(hashes.values()).encode()).hexdigest(), "files": files}
+        return {
+            "split": "all",
+            "sha256": hashlib.sha256("".join(hashes.values()).encode()).hexdigest(),
+            "files": files,
+        }
 
     def sampled_origin(self) -> dict[str, Any]:
-        """As `origin`, reading at most MAX_HASHED bytes: `tree_sha256` of the names, the sizes and the content.
+        """As `origin`, reading at most MAX_HASHED bytes: `tree_sha256` of the names, the sizes and
+        the content.
 
-        Of larger data it is a hash of evenly spaced chunks, the first and the last among them, and of the files' times
-        of modification, which `sampled` states.
+        Of larger data it is a hash of evenly spaced chunks, the first and the last among them, and
+        of the files' times of modification, which `sampled` states.
         """
         stats = {name: file.stat() for name, file in self.files.items()}
-        chunks = [chunk for name, stat in stats.items() for chunk in chunks_of(self.files[name], stat.st_size)]
+        chunks = [
+            chunk
+            for name, stat in stats.items()
+            for chunk in chunks_of(self.files[name], stat.st_size)
+        ]
         parts: list[Any] = [[(name, stat.st_size) for name, stat in stats.items()]]
         num_bytes, most = sum(stat.st_size for stat in stats.values()), MAX_HASHED // CHUNK_BYTES
         if is_sampled := num_bytes > MAX_HASHED:
@@ -242,7 +291,8 @@ class LocalFiles:
 
 
 class LocalReader:
-    """The records of local files from a position: [number of a file, number of its records read]; None for the first.
+    """The records of local files from a position: [number of a file, number of its records read];
+    None for the first.
 
     The records before it are read again, those of one file at most.
     """
@@ -275,13 +325,15 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class StandardLibrary(LocalFiles):
-    """`python:stdlib`: the library of the Python that runs this, as texts: a dataset that every machine has.
+    """`python:stdlib`: the library of the Python that runs this, as texts: a dataset that every
+    machine has.
 
-    An example is the source of one module, or one topic of `help`, which is English (pydoc_data/topics.py). Tests,
-    installed packages, blank modules and those that are not UTF-8 are left out. A hash of an example's name chooses its
-    split, so that a module stays in its split in every version of Python, and modules of one package can be in both. A
-    module of `validation` with the content of one in `train` is left out; modules that are similar, such as the code
-    pages of `encodings`, are not.
+    An example is the source of one module, or one topic of `help`, which is English
+    (pydoc_data/topics.py). Tests, installed packages, blank modules and those that are not UTF-8
+    are left out. A hash of an example's name chooses its split, so that a module stays in its split
+    in every version of Python, and modules of one package can be in both. A module of `validation`
+    with the content of one in `train` is left out; modules that are similar, such as the code pages
+    of `encodings`, are not.
     """
 
     split: str
@@ -294,11 +346,15 @@ class StandardLibrary(LocalFiles):
         chosen = entries(root)["train" if split == "train" else "validation"]
         if not chosen:
             remedy = "use another Python"
-            raise UserError(f"{STDLIB}: this Python has no source files of its standard library in {root}; {remedy}")
+            raise UserError(
+                f"{STDLIB}: this Python has no source files of its standard library in {root}; {remedy}"
+            )
         return cls({f"{STDLIB}/{entry.name}": entry.file for entry in chosen}, split, chosen)
 
     def origin(self) -> dict[str, Any]:
-        """For run.json: `split`, `sha256` of names and contents, the Python, and the number of modules and bytes."""
+        """For run.json: `split`, `sha256` of names and contents, the Python, and the number of
+        modules and bytes.
+        """
         contents = [(entry.name, entry.sha256) for entry in self.entries]
         return {
             "split": self.split,
@@ -336,14 +392,21 @@ def entries(root: Path) -> dict[str, tuple[Entry, ...]]:
             except (UnicodeDecodeError, OSError):
                 continue
             if name.as_posix() == _TOPICS:
-                texts += ((f"{_TOPICS}:{topic}", file, content) for topic, content in topics(file).items())
+                texts += (
+                    (f"{_TOPICS}:{topic}", file, content) for topic, content in topics(file).items()
+                )
             else:
                 texts.append((name.as_posix(), file, text))
     contents = ((name, file, text.encode()) for name, file, text in sorted(texts) if text.strip())
-    examples = [Entry(name, file, hashlib.sha256(text).hexdigest(), len(text)) for name, file, text in contents]
+    examples = [
+        Entry(name, file, hashlib.sha256(text).hexdigest(), len(text))
+        for name, file, text in contents
+    ]
     train = tuple(entry for entry in examples if not is_validation(entry.name))
     trained = {entry.sha256 for entry in train}
-    validation = (entry for entry in examples if is_validation(entry.name) and entry.sha256 not in trained)
+    validation = (
+        entry for entry in examples if is_validation(entry.name) and entry.sha256 not in trained
+    )
     return {"train": train, "validation": tuple(validation)}
 
 

@@ -1,8 +1,9 @@
 """The formats of datasets, recognized by their columns, and their conversion to TRL's columns.
 
-Pure functions of an example. Whatever the format of a dataset, all later code sees one of TRL's own kinds of columns:
-conversations (a task's `columns`), prompts and completions as turns, or plain texts, which no chat template changes. A
-new format is a line of `_format`, the function that reads it, and its columns in tasks.py.
+Pure functions of an example. Whatever the format of a dataset, all later code sees one of TRL's own
+kinds of columns: conversations (a task's `columns`), prompts and completions as turns, or plain
+texts, which no chat template changes. A new format is a line of `_format`, the function that reads
+it, and its columns in tasks.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,12 +28,13 @@ from .turns import (
 
 Example = dict[str, Any]
 Reader = Callable[[Example, tuple[str, ...]], Example | str]
-"""Takes an example, by our names, and the columns to read; returns it in TRL's columns; or, as text, why it cannot be
-trained on."""
+"""Takes an example, by our names, and the columns to read; returns it in TRL's columns; or, as
+text, why it cannot be trained on."""
 _ALPACA = ("system", "instruction", "input", "output")
 """Alpaca's columns, and LLaMA-Factory's `system` beside them."""
 PLAIN_PAIRS = "plain prompts and pairs of answers, as turns"
-_NATIVE: dict[str, tuple[str, set[str]]] = {  # the paper's datasets, recognized by their additional columns
+# the paper's datasets, recognized by their additional columns
+_NATIVE: dict[str, tuple[str, set[str]]] = {
     "sft": ("ultrachat_200k", {"prompt", "prompt_id"}),
     "dpo": ("ultrafeedback_binarized", {"prompt"}),
 }
@@ -100,16 +102,25 @@ def recognize(
     mapping: ColumnMapping = ColumnMapping(),
     apply_chat_template: bool = True,
 ) -> Format:
-    """The format of a dataset with such examples. Raises UserError, starting with `place`, if the task has none.
+    """The format of a dataset with such examples.
+    Raises UserError, starting with `place`, if the task has none.
 
     apply_chat_template: to prompts and pairs of answers that are texts, which become turns.
     """
     known = mapping.known(example)
     form = _format(known, task, apply_chat_template)
     if form is None:
-        # The columns that there are and the needed ones, with a proposal for `columns` where there is one.
-        other = next((name for name in TASKS if TASKS[name].data == name != task and _format(known, name)), None)
-        hint = f"; for these columns run `soren-align {other}`" if other else example_of_names(known, task)
+        # The columns that there are and the needed ones, with a proposal for `columns` where there
+        # is one.
+        other = next(
+            (name for name in TASKS if TASKS[name].data == name != task and _format(known, name)),
+            None,
+        )
+        hint = (
+            f"; for these columns run `soren-align {other}`"
+            if other
+            else example_of_names(known, task)
+        )
         text = f"has the columns {', '.join(known)}"
         if mapping.columns:
             unread = [column for column in example if column not in mapping.columns.values()]
@@ -129,7 +140,9 @@ def recognize(
         beside = tuple(column for column in OPTIONS if column in known)
         form = form._replace(inputs=form.inputs + beside, outputs=form.outputs + beside)
     form = form._replace(mapping=mapping)
-    return form._replace(unused=tuple(column for column in example if column not in form.columns_read))
+    return form._replace(
+        unused=tuple(column for column in example if column not in form.columns_read)
+    )
 
 
 def _format(example: Example, task: str, apply_chat_template: bool = True) -> Format | None:
@@ -147,17 +160,35 @@ def _format(example: Example, task: str, apply_chat_template: bool = True) -> Fo
             inputs = ("conversations", *native)
             return Format("ShareGPT preferences, joined to pairs", inputs, native, _joined_pair)
         if is_dialogue(chosen):
-            return Format("pairs of dialogues as text, split into turns", native, native, _dialogues)
+            return Format(
+                "pairs of dialogues as text, split into turns", native, native, _dialogues
+            )
         inputs = ("prompt", *native)
-        if "prompt" in columns and isinstance(chosen, str) and not isinstance(example["prompt"], list):
+        if (
+            "prompt" in columns
+            and isinstance(chosen, str)
+            and not isinstance(example["prompt"], list)
+        ):
             if apply_chat_template:
                 return Format(PLAIN_PAIRS, inputs, native, _joined_pair)
-            return Format("plain prompts and pairs of answers, without a template", inputs, inputs, _texts)
+            return Format(
+                "plain prompts and pairs of answers, without a template", inputs, inputs, _texts
+            )
         if "prompt" in columns and is_answer:
-            return Format("prompts and pairs of answers as turns, joined to pairs", inputs, native, _joined_pair)
+            return Format(
+                "prompts and pairs of answers as turns, joined to pairs",
+                inputs,
+                native,
+                _joined_pair,
+            )
         if "instruction" in columns and is_answer:
-            inputs = (*(column for column in _ALPACA if column in columns and column != "output"), *native)
-            return Format("Alpaca instructions and pairs of answers, as turns", inputs, native, _joined_pair)
+            inputs = (
+                *(column for column in _ALPACA if column in columns and column != "output"),
+                *native,
+            )
+            return Format(
+                "Alpaca instructions and pairs of answers, as turns", inputs, native, _joined_pair
+            )
         return Format("preference pairs", native, native, _pair)
     both = ("prompt", "completion")
     if "messages" in columns:
@@ -173,7 +204,11 @@ def _format(example: Example, task: str, apply_chat_template: bool = True) -> Fo
         return Format("Alpaca instructions and outputs, as turns", inputs, both, _alpaca)
     if "text" in columns and is_dialogue(example["text"]):
         return Format("dialogues as text, split into turns", ("text",), native, _dialogues)
-    return Format("plain text, without a template", ("text",), ("text",), _texts) if "text" in columns else None
+    return (
+        Format("plain text, without a template", ("text",), ("text",), _texts)
+        if "text" in columns
+        else None
+    )
 
 
 def read_example(example: Example, form: Format) -> Example | str:
@@ -186,7 +221,9 @@ def read_example(example: Example, form: Format) -> Example | str:
     result = form.read(known, form.inputs)
     if form.mask_history and isinstance(result, dict) and "messages" in result:
         *earlier, last = result["messages"]
-        earlier = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in earlier]
+        earlier = [
+            {**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in earlier
+        ]
         result = {**result, "messages": [*earlier, last]}
     beside = [column for column in OPTIONS if column in form.outputs]
     unread = [column for column in OPTIONS if known.get(column) and column not in beside]
@@ -217,7 +254,9 @@ def _dialogues(example: Example, inputs: tuple[str, ...]) -> Example | str:
 
 def _texts(example: Example, inputs: tuple[str, ...]) -> Example | str:
     """A text, a prompt and its completion, or a prompt and two answers, without a template."""
-    if problem := next((problem for name in inputs if (problem := text_problem(example.get(name), name))), None):
+    if problem := next(
+        (problem for name in inputs if (problem := text_problem(example.get(name), name))), None
+    ):
         return problem
     is_pair = "chosen" in inputs
     problem = pair_problem(example["chosen"], example["rejected"]) if is_pair else None
@@ -269,17 +308,28 @@ def _pair(example: Example, _: tuple[str, ...] = (), prefix: str = "") -> Exampl
                 f"{name}[{weighted}] has a weight, but only the last turns of a preference pair are trained; remove "
                 "this key"
             )
-    return pair_problem(chosen, rejected) or {"chosen": plain_turns(chosen), "rejected": plain_turns(rejected)}
+    return pair_problem(chosen, rejected) or {
+        "chosen": plain_turns(chosen),
+        "rejected": plain_turns(rejected),
+    }
 
 
 def _joined_pair(example: Example, inputs: tuple[str, ...]) -> Example | str:
-    """A prompt and two answers: ShareGPT's conversation and two turns, Alpaca's, or turns or texts."""
+    """A prompt and two answers: ShareGPT's conversation and two turns, Alpaca's, or turns or
+    texts.
+    """
     is_sharegpt = "conversations" in inputs
-    name, keys = ("conversations", "{from, value}") if is_sharegpt else ("prompt", "{role, content}")
+    name, keys = (
+        ("conversations", "{from, value}") if is_sharegpt else ("prompt", "{role, content}")
+    )
     prompt = _instruction(example) if "instruction" in inputs else example.get(name)
     if "instruction" in inputs and isinstance(prompt, str):
         return prompt
-    parts: dict[str, Any] = {name: prompt, "chosen": example.get("chosen"), "rejected": example.get("rejected")}
+    parts: dict[str, Any] = {
+        name: prompt,
+        "chosen": example.get("chosen"),
+        "rejected": example.get("rejected"),
+    }
     for part, value in parts.items():
         if isinstance(value, str) and not is_sharegpt:
             parts[part] = [{"role": "user" if part == name else "assistant", "content": value}]

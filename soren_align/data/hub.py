@@ -14,11 +14,13 @@ from ..core.errors import OutOfReach, UserError
 from ..recipe import FILE_KINDS
 
 
-def fetch(path: str, split: str, revision: str | None, name: str | None = None) -> tuple[Dataset, str]:
+def fetch(
+    path: str, split: str, revision: str | None, name: str | None = None
+) -> tuple[Dataset, str]:
     """(the split, or a part of it as `train[:10%]`, memory-mapped; the commit of `revision`).
 
-    name: of the configuration. Raises UserError if the hub has no such dataset, configuration, split or revision,
-    OutOfReach if it is needed and unreachable.
+    name: of the configuration. Raises UserError if the hub has no such dataset, configuration,
+    split or revision, OutOfReach if it is needed and unreachable.
     """
     with _builder(path, revision, name) as builder:
         builder.download_and_prepare()
@@ -30,13 +32,19 @@ def fetch(path: str, split: str, revision: str | None, name: str | None = None) 
         dataset = builder.as_dataset(split=split)
     except (ValueError, AssertionError) as error:  # train[:10], train[50%:] and the like
         remedy = "write a part such as train[:10%], or a limit"
-        raise UserError(f"{path}: '{split}' is no valid part of a split: {error}; {remedy}") from None
+        raise UserError(
+            f"{path}: '{split}' is no valid part of a split: {error}; {remedy}"
+        ) from None
     assert isinstance(dataset, Dataset)
     return dataset, str(builder.hash)
 
 
-def stream(path: str, split: str, revision: str | None, name: str | None = None) -> tuple[IterableDataset, str]:
-    """As `fetch`, without a download: (a whole split, read from the hub as it is iterated over; the commit)."""
+def stream(
+    path: str, split: str, revision: str | None, name: str | None = None
+) -> tuple[IterableDataset, str]:
+    """As `fetch`, without a download: (a whole split, read from the hub as it is iterated over; the
+    commit).
+    """
     with _builder(path, revision, name) as builder:
         dataset = builder.as_streaming_dataset(split=split)
     assert isinstance(dataset, IterableDataset)
@@ -44,11 +52,14 @@ def stream(path: str, split: str, revision: str | None, name: str | None = None)
 
 
 class StreamReader:
-    """The records of a streamed split from a position, which is None for the first, and otherwise plain data."""
+    """The records of a streamed split from a position, which is None for the first, and otherwise
+    plain data.
+    """
 
     def __init__(self, dataset: IterableDataset, place: str, position: Any = None):
         """dataset: from `stream`; not modified. place: for messages."""
-        # A copy of all of it: a shallow one shares its position with the original (datasets 5.2; test_stream.py).
+        # A copy of all of it: a shallow one shares its position with the original (datasets 5.2;
+        # test_stream.py).
         self.dataset, self.place = copy.deepcopy(dataset), place
         self.num_read = 0 if position is None else position["num_read"]
         if position is not None:
@@ -78,7 +89,9 @@ class StreamReader:
 
 @contextmanager
 def _builder(path: str, revision: str | None, name: str | None) -> Iterator[DatasetBuilder]:
-    """The dataset's builder, within a context of which any exception comes from the hub or its data."""
+    """The dataset's builder, within a context of which any exception comes from the hub or its
+    data.
+    """
     try:
         builder = datasets.load_dataset_builder(path, name, revision=revision)
         # Without the hub, `datasets` returns the newest cached copy, whatever the revision.
@@ -92,7 +105,11 @@ def _builder(path: str, revision: str | None, name: str | None) -> Iterator[Data
     except UserError:
         raise
     except Exception as error:
-        kind = OutOfReach if isinstance(error, ConnectionError) or constants.HF_HUB_OFFLINE else UserError
+        kind = (
+            OutOfReach
+            if isinstance(error, ConnectionError) or constants.HF_HUB_OFFLINE
+            else UserError
+        )
         reason, *others = (str(error).strip() or type(error).__name__).splitlines()
         is_cached = "configurations in the cache" in reason
         configurations = reason if is_cached else " ".join([reason, *others[:1]])
@@ -105,5 +122,7 @@ def _builder(path: str, revision: str | None, name: str | None) -> Iterator[Data
                 "(without HF_HUB_OFFLINE)"
             )
         else:
-            message = f"cannot be loaded from the Hugging Face hub: {reason}; check the dataset's name"
+            message = (
+                f"cannot be loaded from the Hugging Face hub: {reason}; check the dataset's name"
+            )
         raise kind(f"{path}: {message}") from None

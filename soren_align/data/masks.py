@@ -17,8 +17,8 @@ from .turns import EMPTY_ANSWER, REASONING, Turn, for_template, without
 EQUAL_ANSWERS = "two answers with the same tokens"
 """The start of the reason to drop such pairs."""
 EMPTY_REASON = "an answer has only tool calls, which the chat template does not print"
-"""Training on such an example would teach silence. It is dropped, and not only its answer: what follows would be
-trained as an answer without the call and its result."""
+"""Training on such an example would teach silence. It is dropped, and not only its answer: what
+follows would be trained as an answer without the call and its result."""
 
 
 class Tokens(NamedTuple):
@@ -50,14 +50,17 @@ class EncodedExample(NamedTuple):
     def drop_reason(self, max_length: int | None) -> str | None:
         """Why the example is not trained on; None if it is.
 
-        TRL drops the same examples, except pairs of two equal answers, whose sigmoid loss has no gradient.
+        TRL drops the same examples, except pairs of two equal answers, whose sigmoid loss has no
+        gradient.
         """
         first, *others = self.sides
         if others and max_length is not None and self.num_prompt >= max_length:
             return f"the prompt alone fills max_length {max_length}"
         if others:
             is_equal = first.ids[:max_length] == others[0].ids[:max_length]
-            within = f" within max_length {max_length}" * (max_length is not None and self.length > max_length)
+            within = f" within max_length {max_length}" * (
+                max_length is not None and self.length > max_length
+            )
             return f"{EQUAL_ANSWERS}{within}" if is_equal else None
         if max_length is not None and not any(first.truncated(max_length).trained):
             return f"no token to train on within max_length {max_length}"
@@ -70,11 +73,18 @@ def token_columns(examples: Iterable[EncodedExample], task: TaskName) -> dict[st
     for example in examples:
         if "labels" in TASKS[task].token_columns:
             (ids, trained), *_ = example.sides
-            labels = [token if is_trained else -100 for token, is_trained in zip(ids, trained, strict=True)]
+            labels = [
+                token if is_trained else -100
+                for token, is_trained in zip(ids, trained, strict=True)
+            ]
             values: list[Any] = [ids, labels]
         else:
             chosen, rejected = (side.ids for side in example.sides)
-            values = [chosen[: example.num_prompt], chosen[example.num_prompt :], rejected[example.num_prompt :]]
+            values = [
+                chosen[: example.num_prompt],
+                chosen[example.num_prompt :],
+                rejected[example.num_prompt :],
+            ]
         for column, value in zip(columns.values(), [*values, list(example.left_out)], strict=True):
             column.append(value)
     return columns
@@ -82,47 +92,73 @@ def token_columns(examples: Iterable[EncodedExample], task: TaskName) -> dict[st
 
 def from_token_columns(columns: dict[str, list[Any]], task: TaskName) -> Iterator[EncodedExample]:
     """The inverse of `token_columns`."""
-    for *parts, kinds in zip(*(columns[name] for name in (*TASKS[task].token_columns, "left_out")), strict=True):
+    for *parts, kinds in zip(
+        *(columns[name] for name in (*TASKS[task].token_columns, "left_out")), strict=True
+    ):
         if "labels" in TASKS[task].token_columns:
             ids, labels = parts
-            yield EncodedExample((Tokens(ids, [label != -100 for label in labels]),), 0, tuple(kinds))
+            yield EncodedExample(
+                (Tokens(ids, [label != -100 for label in labels]),), 0, tuple(kinds)
+            )
         else:
-            yield pair_of(dict(zip(TASKS[task].token_columns, parts, strict=True)))._replace(left_out=tuple(kinds))
+            yield pair_of(dict(zip(TASKS[task].token_columns, parts, strict=True)))._replace(
+                left_out=tuple(kinds)
+            )
 
 
 def pair_of(tokens: Mapping[str, list[int]]) -> EncodedExample:
     """The pair in a row of TRL's columns prompt_ids, chosen_ids and rejected_ids."""
     prompt = tokens["prompt_ids"]
-    return after_prompt(prompt, [prompt + tokens["chosen_ids"], prompt + tokens["rejected_ids"]], len(prompt))
+    return after_prompt(
+        prompt, [prompt + tokens["chosen_ids"], prompt + tokens["rejected_ids"]], len(prompt)
+    )
 
 
-def after_prompt(prompt: list[int], sides: list[list[int]], start: int | None = None) -> EncodedExample:
+def after_prompt(
+    prompt: list[int], sides: list[list[int]], start: int | None = None
+) -> EncodedExample:
     """The example whose sides start with the prompt; trained are the tokens after it.
 
-    A template may render the prompt alone differently, and tokens may merge across its end: the completion starts at
-    the first difference. start: where that is, if it is known.
+    A template may render the prompt alone differently, and tokens may merge across its end: the
+    completion starts at the first difference. start: where that is, if it is known.
     """
     if start is None:
         start = min(num_shared(prompt, ids) for ids in sides)
-    return EncodedExample(tuple(Tokens(ids, [i >= start for i in range(len(ids))]) for ids in sides), start)
+    return EncodedExample(
+        tuple(Tokens(ids, [i >= start for i in range(len(ids))]) for ids in sides), start
+    )
 
 
 def num_shared(a: Sequence[Any], b: Sequence[Any]) -> int:
     """The number of equal tokens, or characters, at the start."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def last_visible(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    """The position of the last token that is eos or not blank: of a conversation, the token that ends the last answer.
+    """The position of the last token that is eos or not blank: of a conversation, the token that
+    ends the last answer.
 
     0 if there is none.
     """
     eos = tokenizer.eos_token_id
-    return next((i for i in reversed(range(len(ids))) if ids[i] == eos or str(tokenizer.decode([ids[i]])).strip()), 0)
+    return next(
+        (
+            i
+            for i in reversed(range(len(ids)))
+            if ids[i] == eos or str(tokenizer.decode([ids[i]])).strip()
+        ),
+        0,
+    )
 
 
-def text_spans(sides: Sequence[Tokens], num_prompt: int, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """(text, trained) spans of an example: a chat is split where `trained` changes, a pair has three spans."""
+def text_spans(
+    sides: Sequence[Tokens], num_prompt: int, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[str, bool]]:
+    """(text, trained) spans of an example: a chat is split where `trained` changes, a pair has
+    three spans.
+    """
     if len(sides) == 1:
         (ids, trained), *_ = sides
         starts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1])]
@@ -133,7 +169,9 @@ def text_spans(sides: Sequence[Tokens], num_prompt: int, tokenizer: PreTrainedTo
 
 
 def _split(ids: list[int], positions: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text between positions; decoded with all earlier tokens, as alone many would lose their leading space."""
+    """The text between positions; decoded with all earlier tokens, as alone many would lose their
+    leading space.
+    """
     texts = [str(tokenizer.decode(ids[:end])) for end in [*positions, len(ids)]]
     return [text[len(before) :] for before, text in zip(["", *texts], texts, strict=False)]
 
@@ -142,21 +180,29 @@ Span = tuple[int, int]
 
 
 class Rendering:
-    """A conversation as its chat template renders it, and the parts of that text that belong to its turns.
+    """A conversation as its chat template renders it, and the parts of that text that belong to its
+    turns.
 
-    For templates that do not mark the trained tokens, and turns of weight 0. The text up to a turn, with the template's
-    generation prompt, is the prompt of an answer, and the text up to its end adds the answer and its stop token. That
-    holds for templates whose rendering of the first turns does not change as others follow; each example is checked,
-    and for others UserError is raised.
+    For templates that do not mark the trained tokens, and turns of weight 0. The text up to a turn,
+    with the template's generation prompt, is the prompt of an answer, and the text up to its end
+    adds the answer and its stop token. That holds for templates whose rendering of the first turns
+    does not change as others follow; each example is checked, and for others UserError is raised.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: list[Turn], options: dict[str, Any]):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, turns: list[Turn], options: dict[str, Any]
+    ):
         """options: keywords of apply_chat_template."""
         self.tokenizer, self.turns, self.options = tokenizer, turns, options
 
     def of(self, turns: list[Turn], prompts: bool = False, **options: Any) -> str:
         """The text of other turns. prompts: whether the generation prompt follows."""
-        how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": prompts, **self.options, **options}
+        how: dict[str, Any] = {
+            "tokenize": False,
+            "add_generation_prompt": prompts,
+            **self.options,
+            **options,
+        }
         return str(self.tokenizer.apply_chat_template(for_template(turns), **how))
 
     @cached_property
@@ -165,17 +211,21 @@ class Rendering:
         return self.of(self.turns)
 
     def answer_spans(self) -> list[Span]:
-        """The parts that the model writes as the assistant, each from the prompt to its stop token; without answers of
-        weight 0."""
+        """The parts that the model writes as the assistant, each from the prompt to its stop token;
+        without answers of weight 0."""
         tokenizer: Any = self.tokenizer
-        stop_tokens = tuple(str(token) for token in {tokenizer.eos_token, *tokenizer.added_tokens_encoder} if token)
+        stop_tokens = tuple(
+            str(token) for token in {tokenizer.eos_token, *tokenizer.added_tokens_encoder} if token
+        )
         spans = []
         for i, turn in enumerate(self.turns):
             if turn["role"] == "assistant" and turn.get("weight", 1):
                 prompt = self._beginning(i, prompts=True)
                 # Some prompts have a <think> that this answer does not have.
                 is_prompt = self.text.startswith(prompt)
-                start = len(prompt) if is_prompt else max(self.end(i), num_shared(prompt, self.text))
+                start = (
+                    len(prompt) if is_prompt else max(self.end(i), num_shared(prompt, self.text))
+                )
                 end = self.end(i + 1)
                 stripped = self.text[:end].rstrip()  # after a stop token the model has stopped
                 spans.append((start, len(stripped) if stripped.endswith(stop_tokens) else end))
@@ -184,11 +234,14 @@ class Rendering:
     def left_out(self, trained: list[Turn]) -> list[str]:
         """The kinds of parts without which the text is the same: the template ignores them.
 
-        EMPTY_ANSWER is among them if it prints nothing of an answer made of tool calls alone, or with reasoning.
+        EMPTY_ANSWER is among them if it prints nothing of an answer made of tool calls alone, or
+        with reasoning.
         trained: turns that are, unless their weight is 0.
         """
         turns, tools = self.turns, self.options.get("tools", [])
-        has_parts = (turn.keys() - {"role", "content", "weight"} or turn["role"] == "tool" for turn in turns)
+        has_parts = (
+            turn.keys() - {"role", "content", "weight"} or turn["role"] == "tool" for turn in turns
+        )
         if not tools and not any(has_parts):
             return []
         last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
@@ -196,9 +249,15 @@ class Rendering:
         changed = {
             "tools": (turns, []),
             "tool calls": ([without(turn, "tool_calls") for turn in turns], tools),
-            "tool results": ([turn | {"content": ""} if turn["role"] == "tool" else turn for turn in turns], tools),
+            "tool results": (
+                [turn | {"content": ""} if turn["role"] == "tool" else turn for turn in turns],
+                tools,
+            ),
             "reasoning": (earlier + [without(turn, *REASONING) for turn in later], tools),
-            "the reasoning of earlier answers": ([without(turn, *REASONING) for turn in earlier] + later, tools),
+            "the reasoning of earlier answers": (
+                [without(turn, *REASONING) for turn in earlier] + later,
+                tools,
+            ),
         }
         text, kinds = self.text, []
         for kind, others in changed.items():
@@ -240,21 +299,28 @@ class Rendering:
 
 
 def inside(spans: Sequence[Span], offsets: Sequence[Span]) -> list[bool]:
-    """For each token, by its characters' (start, end), whether it has one inside a span. Spans are in order."""
+    """For each token, by its characters' (start, end), whether it has one inside a span.
+    Spans are in order.
+    """
     marks, position = [], 0
     for start, end in offsets:
         while position < len(spans) and spans[position][1] <= start:
             position += 1
-        marks.append(position < len(spans) and max(start, spans[position][0]) < min(end, spans[position][1]))
+        marks.append(
+            position < len(spans) and max(start, spans[position][0]) < min(end, spans[position][1])
+        )
     return marks
 
 
 TRAINED, FIRST = 1, 2
-"""Bits of a token in the column of `LossMasks`: the loss includes it; it is the first of its example."""
+"""Bits of a token in the column of `LossMasks`: the loss includes it; it is the first of its
+example."""
 
 
 class LossMasks:
-    """The masks of examples in the order of their dataset, a byte per token: a column, packed as their tokens are."""
+    """The masks of examples in the order of their dataset, a byte per token: a column, packed as
+    their tokens are.
+    """
 
     def __init__(self) -> None:
         self.masks: list[bytes] = []

@@ -1,7 +1,8 @@
-"""Faults and biases of preference pairs: copies, contradictions, and answers that their length gives away.
+"""Faults and biases of preference pairs: copies, contradictions, and answers that their length
+gives away.
 
-Pairs are compared as the loss sees them: as tokens, truncated to max_length. A pair takes 24 bytes here, of hashes, and
-some more while they are sorted; no text is held in memory.
+Pairs are compared as the loss sees them: as tokens, truncated to max_length. A pair takes 24 bytes
+here, of hashes, and some more while they are sorted; no text is held in memory.
 """
 
 import hashlib
@@ -18,17 +19,21 @@ from ..core.errors import printable
 from .masks import EQUAL_ANSWERS, Tokens
 
 COPIED_SHARE = 0.01
-"""Of all pairs: from it on a notice reports exact copies. Fewer change a training as little as a second epoch of them.
+"""Of all pairs: from it on a notice reports exact copies. Fewer change a training as little as a
+second epoch of them.
 """
 LENGTH_AUC, SIGMAS = 0.1, 3.3
-"""From 0.5, and in standard deviations of the sign test (p = 0.001): a notice reports an AUC that is further away."""
+"""From 0.5, and in standard deviations of the sign test (p = 0.001): a notice reports an AUC that
+is further away."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
 """Odd, so that a pair of hashes and the swapped pair have different keys."""
 
 
 @dataclass(frozen=True)
 class PairStats:
-    """Numbers of preference pairs. Answers with equal tokens are dropped, and are not among `num_pairs`."""
+    """Numbers of preference pairs.
+    Answers with equal tokens are dropped, and are not among `num_pairs`.
+    """
 
     num_pairs: int
     num_equal: int
@@ -40,8 +45,8 @@ class PairStats:
     num_chosen_longer: int
     num_rejected_longer: int
     length_auc: float
-    """The share of pairs whose chosen answer has more tokens, where a pair of equal lengths counts as half: 0.5 if
-    length does not predict the label."""
+    """The share of pairs whose chosen answer has more tokens, where a pair of equal lengths counts
+    as half: 0.5 if length does not predict the label."""
     first: dict[str, int] = field(default_factory=dict)
     """"equal", "copy", "contradictory" -> the index of the first such pair."""
 
@@ -51,7 +56,10 @@ class PairStats:
         repeats: whether a weight above 1 repeats pairs; copies are then no fault.
         """
         lines, num_all = [], f"{self.num_pairs + self.num_equal:,}"
-        places = {fault: f"the first one is {_place(dataset, index)}" for fault, index in self.first.items()}
+        places = {
+            fault: f"the first one is {_place(dataset, index)}"
+            for fault, index in self.first.items()
+        }
         if self.num_equal:
             lines.append(
                 f"{self.num_equal:,} of {num_all} pairs have {EQUAL_ANSWERS} and are dropped; {places['equal']}. If "
@@ -95,7 +103,10 @@ class PairCounter:
             self._num_equal += 1
             self._first.setdefault("equal", index)
             return
-        digests = (hashlib.blake2b(array("q", side.ids).tobytes(), digest_size=8).digest() for side in sides)
+        digests = (
+            hashlib.blake2b(array("q", side.ids).tobytes(), digest_size=8).digest()
+            for side in sides
+        )
         chosen, rejected = map(int.from_bytes, digests)
         self._keys.append((chosen * _MULTIPLIER + rejected) % 2**64)
         self._swapped.append((rejected * _MULTIPLIER + chosen) % 2**64)
@@ -106,12 +117,18 @@ class PairCounter:
 
     def stats(self) -> PairStats:
         """Of all pairs."""
-        keys, swapped = (np.frombuffer(numbers, np.uint64) for numbers in (self._keys, self._swapped))
+        keys, swapped = (
+            np.frombuffer(numbers, np.uint64) for numbers in (self._keys, self._swapped)
+        )
         is_copy = np.ones(len(keys), bool)
         is_copy[np.unique(keys, return_index=True)[1]] = False
         is_contradictory = np.isin(swapped, keys)
         faults, first = {"copy": is_copy, "contradictory": is_contradictory}, dict(self._first)
-        first |= {fault: self._indices[int(marks.argmax())] for fault, marks in faults.items() if marks.any()}
+        first |= {
+            fault: self._indices[int(marks.argmax())]
+            for fault, marks in faults.items()
+            if marks.any()
+        }
         num_equal_lengths = len(keys) - self._num_longer - self._num_shorter
         return PairStats(
             num_pairs=len(keys),
@@ -126,7 +143,9 @@ class PairCounter:
 
 
 def start_margins(chosen: Sequence[float], rejected: Sequence[float]) -> dict[str, float]:
-    """For run.json: of the differences of two columns of log-probabilities, the mean and the share above 0."""
+    """For run.json: of the differences of two columns of log-probabilities, the mean and the share
+    above 0.
+    """
     margins = np.asarray(chosen, np.float64) - np.asarray(rejected, np.float64)
     return {"mean": float(margins.mean()), "share_positive": float((margins > 0).mean())}
 

@@ -1,8 +1,9 @@
 """The sandbox of chat templates: what one rendering makes and repeats is counted, and limited.
 
-A template is a program of another author. Jinja's sandbox keeps it from files and the network, but not from nested
-loops or gigabytes of text. Here each rendering has a budget: every operation that makes text or lists is charged for
-them before it makes them, and every iteration and call is charged too.
+A template is a program of another author. Jinja's sandbox keeps it from files and the network, but
+not from nested loops or gigabytes of text. Here each rendering has a budget: every operation that
+makes text or lists is charged for them before it makes them, and every iteration and call is
+charged too.
 """
 
 import functools
@@ -14,7 +15,11 @@ from typing import Any
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
+from jinja2.sandbox import (
+    ImmutableSandboxedEnvironment,
+    SandboxedEscapeFormatter,
+    SandboxedFormatter,
+)
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
@@ -24,8 +29,8 @@ from ..core.errors import UserError
 from ..core.patches import patched
 
 BUDGET, BUDGET_PER_CHARACTER = 20_000_000, 100
-"""Of one rendering: a number, and so many more for each character of its input: about 1 GB of memory at most, and
-seconds. 1 for a character that is made, and:"""
+"""Of one rendering: a number, and so many more for each character of its input: about 1 GB of
+memory at most, and seconds. 1 for a character that is made, and:"""
 PER_ELEMENT, PER_CALL = 10, 20
 """Of a list; and a call or an iteration."""
 MAX_OUTPUT, MAX_OUTPUT_PER_CHARACTER = 100_000, 20
@@ -37,12 +42,28 @@ MAX_BITS = 10_000
 MAX_TEMPLATES = 100
 """Compiled ones that an environment keeps."""
 _LAZY_FILTERS = {
-    *("abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "list", "map"),
+    *(
+        "abs",
+        "attr",
+        "count",
+        "d",
+        "default",
+        "first",
+        "float",
+        "int",
+        "items",
+        "last",
+        "length",
+        "list",
+        "map",
+    ),
     *("random", "reject", "rejectattr", "reverse", "select", "selectattr"),
 }
-"""Filters that neither make text of a list (as `sort` does, for its keys) nor repeat what they are given."""
+"""Filters that neither make text of a list (as `sort` does, for its keys) nor repeat what they are
+given."""
 _WIDENING = {"center", "ljust", "replace", "rjust", "zfill"}
-"""Methods of texts whose result may be longer than the text by more than a small factor; and `join`."""
+"""Methods of texts whose result may be longer than the text by more than a small factor; and
+`join`."""
 _FORBIDDEN = {"encode", "expandtabs", "maketrans", "to_bytes", "translate"}
 """Methods that multiply in ways of their own, and that no template needs."""
 
@@ -54,7 +75,9 @@ def template_errors(subject: str) -> Iterator[None]:
     Any exception of a template becomes a UserError of one line that starts with `subject`.
     """
     try:
-        with patched("transformers.utils.chat_template_utils._compile_jinja_template", _bounded_template):
+        with patched(
+            "transformers.utils.chat_template_utils._compile_jinja_template", _bounded_template
+        ):
             yield
     except UserError:
         raise
@@ -94,8 +117,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def charge_repeated(self, value: Any, others: Iterable[Any]) -> None:
-        """Charge for text that is made of `value`, and by widths and texts among `others` for each character of it."""
-        widths = sum(max(0, other) if isinstance(other, int) else _size(other, self.left) for other in others)
+        """Charge for text that is made of `value`, and by widths and texts among `others` for each
+        character of it.
+        """
+        widths = sum(
+            max(0, other) if isinstance(other, int) else _size(other, self.left) for other in others
+        )
         self.charge((1 + _size(value, self.left)) * (1 + widths))
 
     def joined(self, values: Sequence[Any]) -> str:
@@ -113,7 +140,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             power = max(0, right) if operator == "**" else 1
             if left.bit_length() * power + right.bit_length() > MAX_BITS:
                 remedy = "use smaller numbers"
-                raise SecurityError(f"the template computes an integer of more than {MAX_BITS:,} bits; {remedy}")
+                raise SecurityError(
+                    f"the template computes an integer of more than {MAX_BITS:,} bits; {remedy}"
+                )
         elif operator == "%" and isinstance(left, str):
             _refuse_wide_format(left)
             self.charge_repeated(right, ["%" * left.count("%")])
@@ -130,7 +159,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_unop(context, operator, arg)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **options: Any) -> Any:
-        """Charge for the call and its result. The names are jinja's: `options` may have any other."""
+        """Charge for the call and its result.
+        The names are jinja's: `options` may have any other.
+        """
         __self.charge(PER_CALL)
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str) and name == "join" and args:
@@ -141,7 +172,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif isinstance(owner, str) and name in ("split", "rsplit", "splitlines"):
             __self.charge(PER_ELEMENT // 2 * len(owner))
         elif name in ("raise_exception", "strftime_now"):
-            __self.charge_repeated(args, [256])  # the C library's limit for each directive of a date
+            # the C library's limit for each directive of a date
+            __self.charge_repeated(args, [256])
         return __self.charged(super().call(__context, __obj, *args, **options))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -153,7 +185,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if super().wrap_str_format(value) is None:
             return None
         text, is_map = value.__self__, value.__name__ == "format_map"
-        formatter: Any = _EscapeFormatter(self, escape=text.escape) if isinstance(text, Markup) else _Formatter(self)
+        formatter: Any = (
+            _EscapeFormatter(self, escape=text.escape)
+            if isinstance(text, Markup)
+            else _Formatter(self)
+        )
         return lambda *args, **options: type(text)(
             formatter.vformat(text, *(((), *args) if is_map else (args, options)))
         )
@@ -162,7 +198,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Return the template, each rendering of which has a budget."""
         assert globals is None
         assert template_class is None
-        # lm-eval asks for the same template at each question; to compile it takes longer than to render it.
+        # lm-eval asks for the same template at each question; to compile it takes longer than to
+        # render it.
         if source not in self._templates:
             template = super().from_string(source)
             template.root_render_func = functools.partial(self._render, template.root_render_func)
@@ -178,7 +215,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for part in root(context):
             length += len(part)
             if length > limit:
-                raise SecurityError(f"the template prints more than {limit:,} characters for one example")
+                raise SecurityError(
+                    f"the template prints more than {limit:,} characters for one example"
+                )
             yield part
 
     def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:
@@ -191,12 +230,19 @@ class _Counting(NodeTransformer):
     """Adds to a template the charges for which the environment has no hook."""
 
     def visit_For(self, node: Any) -> Any:
-        """Charge at the start of each iteration, of a macro and of a block: more for a longer body."""
+        """Charge at the start of each iteration, of a macro and of a block: more for a longer
+        body.
+        """
         num_nodes = sum(1 for _ in node.find_all(nodes.Node))
         self.generic_visit(node)
         if getattr(node, "test", None) is not None:
-            node.test = nodes.And(_call("charge", nodes.Const(1), node), node.test, lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(_call("charge", nodes.Const(num_nodes // 2), node), lineno=node.lineno))
+            node.test = nodes.And(
+                _call("charge", nodes.Const(1), node), node.test, lineno=node.lineno
+            )
+        node.body.insert(
+            0,
+            nodes.ExprStmt(_call("charge", nodes.Const(num_nodes // 2), node), lineno=node.lineno),
+        )
         return node
 
     visit_Macro = visit_CallBlock = visit_Block = visit_For
@@ -214,7 +260,9 @@ class _Counting(NodeTransformer):
 
 def _call(method: str, argument: nodes.Expr, place: nodes.Node) -> nodes.Call:
     line = {"lineno": place.lineno}
-    return nodes.Call(nodes.EnvironmentAttribute(method, **line), [argument], [], None, None, **line)
+    return nodes.Call(
+        nodes.EnvironmentAttribute(method, **line), [argument], [], None, None, **line
+    )
 
 
 class _Filters(UserDict[str, Any]):
@@ -225,7 +273,8 @@ class _Filters(UserDict[str, Any]):
         super().__init__(filters)
 
     def __setitem__(self, name: str, function: Any) -> None:
-        num_hidden = int(hasattr(function, "jinja_pass_arg"))  # its first argument is then the environment or context
+        # its first argument is then the environment or context
+        num_hidden = int(hasattr(function, "jinja_pass_arg"))
         environment = self.environment
 
         @functools.wraps(function)  # with jinja's mark
@@ -278,19 +327,25 @@ def _refuse_width(spec: str) -> None:
 
 
 def _length(value: Any) -> int:
-    """The length of a text, of the digits of an integer, or PER_ELEMENT for each element of a list."""
+    """The length of a text, of the digits of an integer, or PER_ELEMENT for each element of a
+    list.
+    """
     if isinstance(value, str):
         return len(value)
     if isinstance(value, int):
         return value.bit_length() // 3
-    return PER_ELEMENT * len(value) if isinstance(value, Mapping | list | tuple | set | frozenset) else 0
+    return (
+        PER_ELEMENT * len(value)
+        if isinstance(value, Mapping | list | tuple | set | frozenset)
+        else 0
+    )
 
 
 def _size(value: Any, limit: float, depth: int = 0) -> int:
     """At least the number of characters of str(value); of more than `limit` any number above it.
 
-    An element counts wherever it occurs: a list of twice the same list of twice the same list is small in memory, and
-    not as text. Raises SecurityError if `value` is nested too deeply.
+    An element counts wherever it occurs: a list of twice the same list of twice the same list is
+    small in memory, and not as text. Raises SecurityError if `value` is nested too deeply.
     """
     if isinstance(value, str):
         return len(value)
@@ -314,5 +369,7 @@ def _size(value: Any, limit: float, depth: int = 0) -> int:
 @functools.lru_cache
 def _bounded_template(source: str) -> Any:
     # Not into the cache of transformers, whose templates have no budget.
-    with patched("transformers.utils.chat_template_utils.ImmutableSandboxedEnvironment", BoundedEnvironment):
+    with patched(
+        "transformers.utils.chat_template_utils.ImmutableSandboxedEnvironment", BoundedEnvironment
+    ):
         return chat_template_utils._cached_compile_jinja_template(source)

@@ -1,8 +1,9 @@
 """Load splits from files or from the hub, convert them to TRL's columns, and check each example.
 
-Nothing that cannot be trained on passes: all invalid examples are counted and the first few are reported. Examples of
-loaded splits are then held out (`hold_out`), and several splits made one (`mix`). Both depend only on examples, weights
-and one seed, so that all ranks, and a resumed run, use the same examples.
+Nothing that cannot be trained on passes: all invalid examples are counted and the first few are
+reported. Examples of loaded splits are then held out (`hold_out`), and several splits made one
+(`mix`). Both depend only on examples, weights and one seed, so that all ranks, and a resumed run,
+use the same examples.
 """
 
 import hashlib
@@ -49,8 +50,8 @@ class LoadedSplit:
     dropped: dict[str, int]
     """Number of invalid examples by reason; empty unless `bad_examples` is drop."""
     source: dict[str, Any]
-    """For run.json: path, split, sha256 of a file or revision of a hub dataset, columns dropped; of a mixture all of
-    this for each of its `sources`."""
+    """For run.json: path, split, sha256 of a file or revision of a hub dataset, columns dropped; of
+    a mixture all of this for each of its `sources`."""
     notices: tuple[str, ...] = ()
     source_indices: tuple[int, ...] = ()
     """Of a mixture: for each example the index of its source."""
@@ -62,25 +63,33 @@ class LoadedSplit:
 
     @property
     def kind(self) -> frozenset[str] | None:
-        """Equal for datasets of one task that can be concatenated: None for turns, the columns of plain texts."""
+        """Equal for datasets of one task that can be concatenated: None for turns, the columns of
+        plain texts.
+        """
         return None if has_turns(self.dataset) else frozenset(self.dataset.column_names)
 
 
 def load_split(spec: DataSplit, task: TaskName) -> LoadedSplit:
-    """The examples of `spec` for `task`. Raises UserError with all problems if there are invalid ones.
+    """The examples of `spec` for `task`.
+    Raises UserError with all problems if there are invalid ones.
 
-    A local file needs no network. It is converted once into the datasets cache, under its content's hash, and
-    memory-mapped from there, so that several ranks share it and a changed file is read again.
+    A local file needs no network. It is converted once into the datasets cache, under its content's
+    hash, and memory-mapped from there, so that several ranks share it and a changed file is read
+    again.
     """
     if spec.limit is not None and spec.limit < 1:
-        raise UserError(f"{spec.path}: limit is {spec.limit}; write 1 or more, or remove limit to use all examples")
+        raise UserError(
+            f"{spec.path}: limit is {spec.limit}; write 1 or more, or remove limit to use all examples"
+        )
     with quiet_libraries():
         load = _from_file if is_local(spec.path) else _from_hub
         dataset, form, dropped, origin = load(spec, task)
     num_examples = len(dataset) + sum(dropped.values())
     notices = ()
     if spec.limit is not None and num_examples < spec.limit:
-        notices = (f"{spec.path}: limit is {spec.limit}, but there are only {num_examples} examples; all are used",)
+        notices = (
+            f"{spec.path}: limit is {spec.limit}, but there are only {num_examples} examples; all are used",
+        )
     source = source_record(spec, origin, form) | {"num_examples": num_examples}
     return LoadedSplit(dataset, form.description, num_examples, dropped, source, notices)
 
@@ -91,7 +100,9 @@ def source_record(spec: DataSplit, origin: dict[str, Any], form: Format) -> dict
     return {"path": spec.path, **origin, **names, "columns_dropped": list(form.unused)}
 
 
-def _from_file(spec: DataSplit, task: TaskName) -> tuple[Dataset, Format, dict[str, int], dict[str, Any]]:
+def _from_file(
+    spec: DataSplit, task: TaskName
+) -> tuple[Dataset, Format, dict[str, int], dict[str, Any]]:
     """(dataset, format, dropped, origin)."""
     local, form = local_files(spec, task)
     origin = local.origin()
@@ -101,9 +112,15 @@ def _from_file(spec: DataSplit, task: TaskName) -> tuple[Dataset, Format, dict[s
     key = cache_key(origin["sha256"], suffixes, task, spec.limit, *rules)
 
     def examples() -> Iterator[Example]:
-        for _, example in checked(islice(LocalReader(local), spec.limit), form, spec, task, spec.path):
+        for _, example in checked(
+            islice(LocalReader(local), spec.limit), form, spec, task, spec.path
+        ):
             is_valid = isinstance(example, dict)
-            yield example | {_REASON: None} if is_valid else dict.fromkeys(form.outputs) | {_REASON: example}
+            yield (
+                example | {_REASON: None}
+                if is_valid
+                else dict.fromkeys(form.outputs) | {_REASON: example}
+            )
 
     try:
         cached = Features(features | {_REASON: Value("string")})
@@ -128,31 +145,49 @@ def _from_file(spec: DataSplit, task: TaskName) -> tuple[Dataset, Format, dict[s
 
 
 def local_files(spec: DataSplit, task: TaskName) -> tuple[LocalFiles, Format]:
-    """The files of a split, and their format. Raises UserError if there are none, or of different formats."""
+    """The files of a split, and their format.
+    Raises UserError if there are none, or of different formats.
+    """
     for key in ("revision", "name"):
         if value := getattr(spec, key):
-            raise UserError(f"{spec.path}: {key} is '{value}', but only datasets of the hub have a {key}; remove {key}")
-    local = StandardLibrary.of_split(spec.split) if spec.path == STDLIB else LocalFiles.at(spec.path)
-    (name, first), *others = [(n, format_of(s, spec, task, n)) for n, s in local.samples(SAMPLE_SIZE)]
+            raise UserError(
+                f"{spec.path}: {key} is '{value}', but only datasets of the hub have a {key}; remove {key}"
+            )
+    local = (
+        StandardLibrary.of_split(spec.split) if spec.path == STDLIB else LocalFiles.at(spec.path)
+    )
+    (name, first), *others = [
+        (n, format_of(s, spec, task, n)) for n, s in local.samples(SAMPLE_SIZE)
+    ]
     for other, form in others:
         if (form.read, form.outputs) != (first.read, first.outputs):
             raise UserError(
                 f"{name} has {first.description}, but {other} has {form.description}; write a pattern for files of one "
                 "kind, such as train*.jsonl, or write several splits"
             )
-    unused = dict.fromkeys(column for form in (first, *(form for _, form in others)) for column in form.unused)
+    unused = dict.fromkeys(
+        column for form in (first, *(form for _, form in others)) for column in form.unused
+    )
     return local, first._replace(unused=tuple(unused))
 
 
-def _from_hub(spec: DataSplit, task: TaskName) -> tuple[Dataset, Format, dict[str, int], dict[str, Any]]:
+def _from_hub(
+    spec: DataSplit, task: TaskName
+) -> tuple[Dataset, Format, dict[str, int], dict[str, Any]]:
     """(dataset, format, dropped, origin). Examples that are as TRL takes them are not copied."""
-    place = f"{spec.path} ({spec.split})" if spec.name is None else f"{spec.path} ({spec.name}, {spec.split})"
+    place = (
+        f"{spec.path} ({spec.split})"
+        if spec.name is None
+        else f"{spec.path} ({spec.name}, {spec.split})"
+    )
     dataset, revision = hub.fetch(spec.path, spec.split, spec.revision, spec.name)
     if spec.limit is not None:
         dataset = dataset.select(range(min(spec.limit, len(dataset))))
     form = format_of(examples_of(dataset), spec, task, place)
     dataset = dataset.select_columns(form.columns_read)
-    numbered = ((f"{place} record {i}", example) for i, example in enumerate(examples_of(dataset), start=1))
+    numbered = (
+        (f"{place} record {i}", example) for i, example in enumerate(examples_of(dataset), start=1)
+    )
     is_changed, reasons, valid = form.columns_read != list(form.outputs), [], []
     for i, (record, example) in enumerate(checked(numbered, form, spec, task, place)):
         if isinstance(example, str):
@@ -167,17 +202,25 @@ def _from_hub(spec: DataSplit, task: TaskName) -> tuple[Dataset, Format, dict[st
             partial(formats.read_example, form=form),
             remove_columns=dataset.column_names,
             features=features_of(form.outputs, form.has_turns),
-            new_fingerprint=cache_key(dataset._fingerprint, form.description, form.mapping, form.mask_history),
+            new_fingerprint=cache_key(
+                dataset._fingerprint, form.description, form.mapping, form.mask_history
+            ),
             load_from_cache_file=True,
         )
-    origin = {"split": spec.split, "revision": revision} | ({"name": spec.name} if spec.name else {})
+    origin = {"split": spec.split, "revision": revision} | (
+        {"name": spec.name} if spec.name else {}
+    )
     return dataset, form, count_alike(reasons), origin
 
 
 def format_of(examples: Iterable[Any], spec: DataSplit, task: TaskName, place: str) -> Format:
-    """Recognized by the first object, or a later one without empty columns. Raises UserError if there is none."""
+    """Recognized by the first object, or a later one without empty columns.
+    Raises UserError if there is none.
+    """
     mapping = ColumnMapping.of(spec.columns, spec.roles)
-    objects = list(islice((example for example in examples if isinstance(example, dict)), SAMPLE_SIZE))
+    objects = list(
+        islice((example for example in examples if isinstance(example, dict)), SAMPLE_SIZE)
+    )
     if not objects:
         return formats.recognize(dict.fromkeys(TASKS[task].columns), task, place)
     columns = {column: None for example in objects for column in example}
@@ -188,7 +231,8 @@ def format_of(examples: Iterable[Any], spec: DataSplit, task: TaskName, place: s
                 f"{place}: columns.{ours} is '{theirs}', but the data have the columns {', '.join(columns)}{hint}"
             )
     example = next((example for example in objects if None not in example.values()), objects[0])
-    for column in (spec.columns.get(name, name) for name in OPTIONS):  # often only some examples have tools
+    # often only some examples have tools
+    for column in (spec.columns.get(name, name) for name in OPTIONS):
         value = next((other[column] for other in objects if other.get(column)), None)
         example = example if value is None or column in example else {**example, column: value}
     form = formats.recognize(example, task, place, mapping, spec.apply_chat_template is not False)
@@ -200,8 +244,8 @@ def checked(
 ) -> Iterator[tuple[Any, Example | str]]:
     """Each record, and its example in TRL's columns; or, as text, why it cannot be trained on.
 
-    At the end raises UserError if no example is valid, or one that is not is to be refused. numbered: (place, record)
-    pairs.
+    At the end raises UserError if no example is valid, or one that is not is to be refused.
+    numbered: (place, record) pairs.
     """
     reported: list[str] = []
     num_examples = num_invalid = 0
@@ -212,23 +256,34 @@ def checked(
             num_invalid += 1
             if num_invalid <= MAX_REPORTED:
                 names = ""
-                if example.startswith("no ") and isinstance(record, dict):  # a column, which may have another name
-                    columns = ", ".join(str(key) for key, value in record.items() if value is not None)
+                # a column, which may have another name
+                if example.startswith("no ") and isinstance(record, dict):
+                    columns = ", ".join(
+                        str(key) for key, value in record.items() if value is not None
+                    )
                     names = f", but the columns {columns[:200]}" * bool(columns)
                 reported.append(f"  {record_place}: {example}{names}")
         yield record, example
     if num_examples == 0:
         raise UserError(f"{place}: has no examples; name other data")
     if num_invalid == num_examples or (num_invalid > 0 and spec.bad_examples == "refuse"):
-        more = [f"  ... and {num_invalid - MAX_REPORTED} more examples"] if num_invalid > MAX_REPORTED else []
-        remedy = "fix these examples" + ", or add bad_examples: drop to this split" * (num_invalid < num_examples)
+        more = (
+            [f"  ... and {num_invalid - MAX_REPORTED} more examples"]
+            if num_invalid > MAX_REPORTED
+            else []
+        )
+        remedy = "fix these examples" + ", or add bad_examples: drop to this split" * (
+            num_invalid < num_examples
+        )
         head = f"{place}: {num_invalid} of {num_examples} examples cannot be used for {task}; {remedy}:"
         raise UserError(head, *reported, *more)
 
 
 def read(record: Any, form: Format) -> Example | str:
     """The record in TRL's columns; or, as text, why it cannot be trained on."""
-    return record.reason if isinstance(record, InvalidRecord) else formats.read_example(record, form)
+    return (
+        record.reason if isinstance(record, InvalidRecord) else formats.read_example(record, form)
+    )
 
 
 def count_alike(reasons: Iterable[str]) -> dict[str, int]:
@@ -252,20 +307,26 @@ def hold_out(
 ) -> tuple[list[LoadedSplit], LoadedSplit]:
     """(the splits without the held-out examples, these examples of all splits).
 
-    They are chosen by a hash of each. The choice depends on an example's content alone: it is the same wherever the
-    example stands, whatever the other examples and the seed are, and a larger fraction holds out the examples of a
-    smaller one too. A number is the fraction that has so many examples: as the data grows, examples return to training,
-    and none is held out that was trained on.
-    fraction: of each split, about; or examples: of all, those first by `position`, fewer where equal ones would be on
-    both sides. Raises UserError if no example is held out, or all are of one split.
+    They are chosen by a hash of each. The choice depends on an example's content alone: it is the
+    same wherever the example stands, whatever the other examples and the seed are, and a larger
+    fraction holds out the examples of a smaller one too. A number is the fraction that has so many
+    examples: as the data grows, examples return to training, and none is held out that was trained
+    on.
+    fraction: of each split, about; or examples: of all, those first by `position`, fewer where
+    equal ones would be on both sides. Raises UserError if no example is held out, or all are of one
+    split.
     """
     refuse_other_kinds(splits)
     key, number = ("fraction", fraction) if fraction is not None else ("examples", examples)
-    positions = [np.array([position(example) for example in examples_of(split.dataset)]) for split in splits]
+    positions = [
+        np.array([position(example) for example in examples_of(split.dataset)]) for split in splits
+    ]
     total = sum(map(len, positions))
     if examples is not None and examples >= total:
         remedy = "write a smaller number"
-        raise UserError(f"data.eval.examples: {examples} is not below the number of examples, {total}; {remedy}")
+        raise UserError(
+            f"data.eval.examples: {examples} is not below the number of examples, {total}; {remedy}"
+        )
     end = fraction if examples is None else np.sort(np.concatenate(positions))[examples]
     remaining, chosen = [], []
     for split, own in zip(splits, positions, strict=True):
@@ -273,23 +334,43 @@ def hold_out(
         num_held_out = int(is_held_out.sum())
         if is_held_out.all():
             remedy = "write a smaller number"
-            raise UserError(f"data.eval.{key}: {number:g} holds out all examples of {split.name}; {remedy}")
+            raise UserError(
+                f"data.eval.{key}: {number:g} holds out all examples of {split.name}; {remedy}"
+            )
         chosen.append(split.dataset.select(np.flatnonzero(is_held_out)))
         dataset = split.dataset.select(np.flatnonzero(~is_held_out))
         source = {**split.source, "num_held_out": num_held_out}
-        remaining.append(replace(split, dataset=dataset, num_examples=split.num_examples - num_held_out, source=source))
+        remaining.append(
+            replace(
+                split,
+                dataset=dataset,
+                num_examples=split.num_examples - num_held_out,
+                source=source,
+            )
+        )
     dataset = concatenated(chosen)
     if len(dataset) == 0:
-        reason = "" if examples is None else ", because equal examples are held out together or not at all"
+        reason = (
+            ""
+            if examples is None
+            else ", because equal examples are held out together or not at all"
+        )
         remedy = "write a larger number"
-        raise UserError(f"data.eval.{key}: {number:g} holds out none of {total} examples{reason}; {remedy}")
-    names, layouts = (" + ".join(split.name for split in splits), dict.fromkeys(split.layout for split in splits))
+        raise UserError(
+            f"data.eval.{key}: {number:g} holds out none of {total} examples{reason}; {remedy}"
+        )
+    names, layouts = (
+        " + ".join(split.name for split in splits),
+        dict.fromkeys(split.layout for split in splits),
+    )
     source = {"path": names, "split": "held out", key: number, "num_examples": len(dataset)}
     return remaining, LoadedSplit(dataset, "; ".join(layouts), len(dataset), {}, source)
 
 
 def position(example: Example) -> float:
-    """A number in [0, 1), uniform over examples: the first 53 bits of the SHA-256 of an example in TRL's columns."""
+    """A number in [0, 1), uniform over examples: the first 53 bits of the SHA-256 of an example in
+    TRL's columns.
+    """
     # No tools are as without the column.
     example = {column: value for column, value in example.items() if value is not None}
     text = json.dumps(example, sort_keys=True, ensure_ascii=False)
@@ -297,10 +378,12 @@ def position(example: Example) -> float:
 
 
 def mix(splits: Sequence[LoadedSplit], configs: Sequence[TrainSplit], seed: int) -> LoadedSplit:
-    """The examples of all sources, shuffled: each `weight` times, a fraction by sampling without replacement.
+    """The examples of all sources, shuffled: each `weight` times, a fraction by sampling without
+    replacement.
 
-    configs: of `splits`. A single source of weight 1 is returned unchanged. Raises UserError if only some
-    of the sources have turns, or texts have different columns, or a weight leaves no example of one.
+    configs: of `splits`. A single source of weight 1 is returned unchanged. Raises UserError if
+    only some of the sources have turns, or texts have different columns, or a weight leaves no
+    example of one.
     """
     if len(splits) == 1 and configs[0].weight == 1:
         return splits[0]
@@ -319,10 +402,18 @@ def mix(splits: Sequence[LoadedSplit], configs: Sequence[TrainSplit], seed: int)
             )
     starts = np.cumsum([0, *(len(split.dataset) for split in splits[:-1])])
     order = generator.permutation(sum(map(len, samples)))
-    indices = np.concatenate([start + sample for start, sample in zip(starts, samples, strict=True)])[order]
+    indices = np.concatenate(
+        [start + sample for start, sample in zip(starts, samples, strict=True)]
+    )[order]
     source_indices = np.repeat(np.arange(len(samples)), [len(sample) for sample in samples])[order]
     sources = [
-        {**s.source, "layout": s.layout, "dropped": s.dropped, "weight": source.weight, "num_sampled": len(sample)}
+        {
+            **s.source,
+            "layout": s.layout,
+            "dropped": s.dropped,
+            "weight": source.weight,
+            "num_sampled": len(sample),
+        }
         for source, s, sample in zip(configs, splits, samples, strict=True)
     ]
     source = {"seed": seed, "num_examples": len(indices), "sources": sources}
@@ -332,7 +423,9 @@ def mix(splits: Sequence[LoadedSplit], configs: Sequence[TrainSplit], seed: int)
 
 
 def joined(splits: Sequence[LoadedSplit], source: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `LoadedSplit` of all examples of the splits. source: its keys, `path` aside."""
+    """The fields of a `LoadedSplit` of all examples of the splits.
+    source: its keys, `path` aside.
+    """
     return {
         "dataset": concatenated([split.dataset for split in splits]),
         "layout": "; ".join(dict.fromkeys(split.layout for split in splits)),

@@ -35,7 +35,8 @@ class DatasetStats:
     num_truncated: int
     """Kept examples that are longer than max_length."""
     lengths: dict[str, int]
-    """Tokens of an example before truncation (of a pair: its longer side): p50, p90, p99 and max."""
+    """Tokens of an example before truncation (of a pair: its longer side): p50, p90, p99 and
+    max."""
     num_tokens: int
     """Of the kept examples, after truncation; a pair counts both sides, each with its prompt."""
     num_trained_tokens: int
@@ -43,15 +44,18 @@ class DatasetStats:
     example: list[tuple[str, bool]]
     """(text, trained) spans of the first kept example; for DPO exactly prompt, chosen, rejected."""
     stop_token_trained: bool
-    """Whether any kept example ends in a trained eos. If none does, the model never learns to stop."""
+    """Whether any kept example ends in a trained eos. If none does, the model never learns to
+    stop."""
     num_kept_by_source: tuple[int, ...] = ()
     """Of a mixture: the kept examples of each source."""
     num_left_out: dict[str, int] = field(default_factory=dict)
-    """Parts that the chat template does not print, such as tools or reasoning -> number of examples with them."""
+    """Parts that the chat template does not print, such as tools or reasoning -> number of examples
+    with them."""
     num_truncated_tokens: int = 0
     """Tokens of kept examples beyond max_length, which are not trained on."""
     num_unknown_tokens: int = 0
-    """Of the kept examples, before truncation: the tokenizer's unk_token, in place of text that it cannot represent."""
+    """Of the kept examples, before truncation: the tokenizer's unk_token, in place of text that it
+    cannot represent."""
     max_token_id: int = -1
     """Of the kept examples, after truncation."""
     pairs: PairStats | None = None
@@ -76,7 +80,8 @@ def dataset_stats(
     """Statistics of a dataset from `load_split`, computed without a model.
 
     tokenizer: with the template and eos of the training; not modified.
-    max_length: TRL's, None for no truncation. With packing pass None: TRL then drops no example, and truncates by
+    max_length: TRL's, None for no truncation. With packing pass None: TRL then drops no example,
+    and truncates by
         `trainer.packing_strategy`.
     completion_only_loss: of prompts and completions; has no effect on whole conversations.
     source_indices: of a mixture, the index of each example's source.
@@ -96,7 +101,10 @@ def dataset_stats(
     max_id, has_stop, first = -1, False, []
     pairs = PairCounter() if TASKS[task].answers else None
     batches: Any = dataset.iter(batch_size=BATCH_SIZE)
-    encoded = (encode(batch, task, tokenizer, assistant_only_loss, completion_only_loss) for batch in batches)
+    encoded = (
+        encode(batch, task, tokenizer, assistant_only_loss, completion_only_loss)
+        for batch in batches
+    )
     for index, example in enumerate(chain.from_iterable(encoded)):
         lengths.append(example.length)
         if masks is not None:
@@ -133,7 +141,13 @@ def dataset_stats(
         num_kept=num_kept.total(),
         dropped=dict(dropped),
         num_truncated=sums["truncated"],
-        lengths=dict(zip(("p50", "p90", "p99", "max"), (*map(int, percentiles), max(lengths or [0])), strict=True)),
+        lengths=dict(
+            zip(
+                ("p50", "p90", "p99", "max"),
+                (*map(int, percentiles), max(lengths or [0])),
+                strict=True,
+            )
+        ),
         num_tokens=sums["tokens"],
         num_trained_tokens=sums["trained"],
         trained_share=sums["trained"] / max(1, sums["tokens"]),
@@ -149,7 +163,9 @@ def dataset_stats(
 
 
 def show_example(stats: DatasetStats, color: bool = True) -> Text:
-    """The example for the terminal: trained text in green, or in [[double brackets]] without color."""
+    """The example for the terminal: trained text in green, or in [[double brackets]] without
+    color.
+    """
     shown = Text()
     answers = TASKS[stats.task].answers
     names = ("prompt", *answers) if answers else ()
@@ -159,5 +175,7 @@ def show_example(stats: DatasetStats, color: bool = True) -> Text:
         text = printable(text)
         if len(text) > HEAD + TAIL:
             text = f"{text[:HEAD]} ... {len(text) - HEAD - TAIL} characters ... {text[-TAIL:]}"
-        shown.append(f"[[{text}]]" if trained and not color else text, style="green" if trained else "dim")
+        shown.append(
+            f"[[{text}]]" if trained and not color else text, style="green" if trained else "dim"
+        )
     return shown

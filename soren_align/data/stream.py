@@ -1,9 +1,9 @@
 """Training examples that are read while the model trains, for data larger than memory or disk.
 
-A stream has no end: a split that ends is read again. It consists of blocks of examples that are valid, not held out,
-drawn from the splits by their weights, and shuffled. A block is determined by its `start`, plain data with the place in
-each split: after one block has been read again, a run resumes at the exact example, in the order of an uninterrupted
-one.
+A stream has no end: a split that ends is read again. It consists of blocks of examples that are
+valid, not held out, drawn from the splits by their weights, and shuffled. A block is determined by
+its `start`, plain data with the place in each split: after one block has been read again, a run
+resumes at the exact example, in the order of an uninterrupted one.
 """
 
 from collections import Counter
@@ -42,7 +42,8 @@ from .split import (
 NUM_PREVIEWED = 1_000
 """First records of each split that are checked, tokenized and counted before training."""
 NUM_SEARCHED = 10_000
-"""First records of each split among which the held-out examples of the evaluation loss are found."""
+"""First records of each split among which the held-out examples of the evaluation loss are
+found."""
 MAX_REASONS = 50
 """Different reasons of dropped examples that are counted one by one."""
 _OTHER_REASONS = "other reasons"
@@ -65,10 +66,14 @@ class StreamedSplit:
     """The records from a reader's position; None for the first."""
 
     def first(self, num_records: int) -> LoadedSplit:
-        """The valid examples among the first records. Raises UserError if there are invalid ones to refuse."""
+        """The valid examples among the first records.
+        Raises UserError if there are invalid ones to refuse.
+        """
         num_records = min(num_records, self.config.limit or num_records)
         records = islice(self.open(None), num_records)
-        results = [result for _, result in checked(records, self.form, self.config, self.task, self.place)]
+        results = [
+            result for _, result in checked(records, self.form, self.config, self.task, self.place)
+        ]
         examples = [example for example in results if not isinstance(example, str)]
         dropped = count_alike(reason for reason in results if isinstance(reason, str))
         features = features_of(self.form.outputs, self.form.has_turns)
@@ -78,19 +83,32 @@ class StreamedSplit:
 
 
 def open_split(config: TrainSplit, task: TaskName) -> StreamedSplit:
-    """Open the split of `config`. Raises UserError if it cannot be read, or has no columns of the task."""
+    """Open the split of `config`.
+    Raises UserError if it cannot be read, or has no columns of the task.
+    """
     with quiet_libraries():
         if is_local(config.path):
             local, form = local_files(config, task)
             source = source_record(config, local.sampled_origin(), form)
-            return StreamedSplit(config, task, form, config.path, source, lambda at: LocalReader(local, at))
+            return StreamedSplit(
+                config, task, form, config.path, source, lambda at: LocalReader(local, at)
+            )
         place = f"{config.path} ({', '.join(filter(None, (config.name, config.split)))})"
         dataset, revision = hub.stream(config.path, config.split, config.revision, config.name)
-        form = format_of([e for _, e in islice(hub.StreamReader(dataset, place), SAMPLE_SIZE)], config, task, place)
+        form = format_of(
+            [e for _, e in islice(hub.StreamReader(dataset, place), SAMPLE_SIZE)],
+            config,
+            task,
+            place,
+        )
         selected = dataset.select_columns(form.columns_read)
-        origin = {"split": config.split, "revision": revision} | ({"name": config.name} if config.name else {})
+        origin = {"split": config.split, "revision": revision} | (
+            {"name": config.name} if config.name else {}
+        )
         source = source_record(config, origin, form)
-        return StreamedSplit(config, task, form, place, source, lambda at: hub.StreamReader(selected, place, at))
+        return StreamedSplit(
+            config, task, form, place, source, lambda at: hub.StreamReader(selected, place, at)
+        )
 
 
 class Block(NamedTuple):
@@ -124,9 +142,13 @@ class Stream:
     def blocks(self, start: State) -> Iterator[Block]:
         """The blocks from the one with this start.
 
-        A block of one split ends where the split does. Raises UserError at an invalid example to refuse.
+        A block of one split ends where the split does. Raises UserError at an invalid example to
+        refuse.
         """
-        number, counts = start["number"], {"num_read": start["num_read"], "dropped": Counter(start["dropped"])}
+        number, counts = (
+            start["number"],
+            {"num_read": start["num_read"], "dropped": Counter(start["dropped"])},
+        )
         cursors = [
             _Cursor(split, state, self.held_out_fraction, counts)
             for split, state in zip(self.splits, start["splits"], strict=True)
@@ -152,7 +174,9 @@ class Stream:
 
 
 class _Cursor:
-    """A place in a split, from which its examples are drawn, pass after pass. counts: of all splits together."""
+    """A place in a split, from which its examples are drawn, pass after pass.
+    counts: of all splits together.
+    """
 
     def __init__(self, split: StreamedSplit, state: State, held_out_fraction: float, counts: State):
         self.split, self.held_out_fraction, self.counts = split, held_out_fraction, counts
@@ -179,7 +203,9 @@ class _Cursor:
                     "drop to this split. Rerun the same command to resume"
                 )
             dropped, reason = self.counts["dropped"], without_indices(example)
-            dropped[reason if reason in dropped or len(dropped) < MAX_REASONS else _OTHER_REASONS] += 1
+            dropped[
+                reason if reason in dropped or len(dropped) < MAX_REASONS else _OTHER_REASONS
+            ] += 1
         self.passes, self.num_read = self.passes + 1, 0
         self._open(None)
         return None
@@ -198,12 +224,17 @@ class Preview(LoadedSplit):
 
 
 def open_stream(
-    configs: Sequence[TrainSplit], task: TaskName, block_size: int, seed: int, fraction: float | None = None
+    configs: Sequence[TrainSplit],
+    task: TaskName,
+    block_size: int,
+    seed: int,
+    fraction: float | None = None,
 ) -> tuple[Preview, LoadedSplit | None]:
     """(the preview of a stream, and the stream; the held-out examples).
 
-    fraction: of the examples, as `hold_out` chooses them, are not in the stream; those among the first NUM_SEARCHED
-    records of each split are the held-out ones. Raises UserError if a split cannot be used, or two do not mix.
+    fraction: of the examples, as `hold_out` chooses them, are not in the stream; those among the
+    first NUM_SEARCHED records of each split are the held-out ones. Raises UserError if a split
+    cannot be used, or two do not mix.
     """
     splits = [open_split(config, task) for config in configs]
     first = [split.first(NUM_PREVIEWED) for split in splits]
@@ -216,9 +247,13 @@ def open_stream(
             is_kept = [position(example) >= fraction for example in examples_of(split.dataset)]
             dataset = split.dataset.select(np.flatnonzero(is_kept))
             num_held_out = len(split.dataset) - len(dataset)
-            first[i] = replace(split, dataset=dataset, num_examples=split.num_examples - num_held_out)
+            first[i] = replace(
+                split, dataset=dataset, num_examples=split.num_examples - num_held_out
+            )
     pairs = zip(first, configs, strict=True)
-    sources = [{**split.source, "layout": split.layout, "weight": config.weight} for split, config in pairs]
+    sources = [
+        {**split.source, "layout": split.layout, "weight": config.weight} for split, config in pairs
+    ]
     source = {"sources": sources} if len(first) > 1 else first[0].source
     whole = joined(first, source | {"streaming": {"shuffle_buffer": block_size}})
     return Preview(**whole, stream=Stream(splits, block_size, seed, fraction or 0.0)), held_out

@@ -27,22 +27,30 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 """Two tokens of a trained tokenizer: LLaMA's embedding of the padding token is not trained."""
 
 
-def set_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, eos_token: str | None) -> None:
-    """Set the recipe's template (a shipped one's name, or a file) and stop token; null leaves the tokenizer's own.
+def set_template(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, eos_token: str | None
+) -> None:
+    """Set the recipe's template (a shipped one's name, or a file) and stop token; null leaves the
+    tokenizer's own.
 
-    Raises UserError if the file cannot be read, or the stop token is no single token of the vocabulary.
+    Raises UserError if the file cannot be read, or the stop token is no single token of the
+    vocabulary.
     """
     if chat_template is not None:
         file = shipped.templates().get(chat_template) or resolve_path(chat_template)
         try:
             tokenizer.chat_template = read_text(file)
         except UserError as error:
-            raise UserError(f"model.chat_template: {chat_template} cannot be read: {error}") from None
+            raise UserError(
+                f"model.chat_template: {chat_template} cannot be read: {error}"
+            ) from None
     if eos_token is not None:
         if eos_token not in tokenizer.get_vocab():
             name = tokenizer.name_or_path or "the tokenizer"
             added: Any = tokenizer.added_tokens_encoder
-            hint = did_you_mean(eos_token, added, f"remove this key to stop at {tokenizer.eos_token!r}")
+            hint = did_you_mean(
+                eos_token, added, f"remove this key to stop at {tokenizer.eos_token!r}"
+            )
             raise UserError(f"model.eos_token: {eos_token!r} is not a single token of {name}{hint}")
         tokenizer.eos_token = eos_token
 
@@ -56,8 +64,9 @@ def check_template(
 ) -> list[str]:
     """Check the first example; returns notices, such as of a stop token that is not the template's.
 
-    Raises UserError if the chat template cannot render the example, if the tokens to train are neither marked by it nor
-    can be derived, or leave out the stop token; and for plain texts, if a setting needs conversations.
+    Raises UserError if the chat template cannot render the example, if the tokens to train are
+    neither marked by it nor can be derived, or leave out the stop token; and for plain texts, if a
+    setting needs conversations.
     assistant_only_loss: SFT's; DPO trains on the last turn whatever the template marks.
     """
     name = tokenizer.name_or_path or "the tokenizer"
@@ -78,7 +87,9 @@ def check_template(
                 "{instruction: prompt, output: completion}"
             )
         if not tokenizer.eos_token:
-            raise UserError(f"{name}: has no eos_token, which ends plain texts; write model.eos_token")
+            raise UserError(
+                f"{name}: has no eos_token, which ends plain texts; write model.eos_token"
+            )
         return []
     if not tokenizer.chat_template:
         raise UserError(f"{name}: has no chat template; {_REMEDY}")
@@ -86,7 +97,9 @@ def check_template(
         tokenizer.get_chat_template()
     except ValueError:  # several named templates, none of them "default"
         names = ", ".join(tokenizer.chat_template)
-        raise UserError(f"{name}: has the chat templates {names}, but none named default; {_REMEDY}") from None
+        raise UserError(
+            f"{name}: has the chat templates {names}, but none named default; {_REMEDY}"
+        ) from None
     example: Any = dataset[0]
     chats = [example[column] for column in TASKS[task].columns if column in example]
     if example.get("completion"):
@@ -120,7 +133,9 @@ def check_template(
                 f"learn to stop; put {end} before {{% endgeneration %}}"
             )
         elif ids[last] != tokenizer.eos_token_id:
-            notices = [f"answers end with {end}, but the model stops at {eos}: add model.eos_token: '{end}'"]
+            notices = [
+                f"answers end with {end}, but the model stops at {eos}: add model.eos_token: '{end}'"
+            ]
     return notices
 
 
@@ -131,7 +146,9 @@ def _render(
     name: str,
     only_assistant: bool,
 ) -> tuple[str, list[int], list[bool]]:
-    """(text, tokens, assistant marks of the tokens) of a conversation; the marks are [] unless `only_assistant`."""
+    """(text, tokens, assistant marks of the tokens) of a conversation; the marks are [] unless
+    `only_assistant`.
+    """
     plain, options = for_template(turns), template_options(example)
     apply: Any = tokenizer.apply_chat_template
     with template_errors(f"{name}: the chat template fails on the first example"):
@@ -150,12 +167,14 @@ def _render(
         return text, ids["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]
 
 
-def within_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Return the tokenizer with ids below vocab_size only: itself, or one without its last added tokens, such as T5's
-    100 sentinels, which no plain text needs.
+def within_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with ids below vocab_size only: itself, or one without its last added
+    tokens, such as T5's 100 sentinels, which no plain text needs.
 
-    A text that contains the name of such a token is then made of other tokens. Raises UserError if a token from
-    vocab_size on is a piece of texts.
+    A text that contains the name of such a token is then made of other tokens. Raises UserError if
+    a token from vocab_size on is a piece of texts.
     """
     if len(tokenizer) <= vocab_size:
         return tokenizer
@@ -168,7 +187,9 @@ def within_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Pr
             f"{vocab_size:,}; write a larger vocab_size into config.json"
         )
     described = json.loads(backend.to_str())
-    described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < vocab_size]
+    described["added_tokens"] = [
+        token for token in described["added_tokens"] if token["id"] < vocab_size
+    ]
     vocabulary = described["model"]["vocab"]  # {token: id}; or Unigram's, a list of (token, score)
     described["model"]["vocab"] = (
         {token: index for token, index in vocabulary.items() if token not in beyond}
@@ -178,7 +199,9 @@ def within_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Pr
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = {name: token for name in names if (token := getattr(tokenizer, name)) is not None}
     # Not the tokenizer's own class: T5's adds its sentinels again whenever it is loaded.
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(described)), **special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(described)), **special
+    )
 
 
 def train_tokenizer(texts: Iterator[list[str]], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -205,15 +228,18 @@ def train_tokenizer(texts: Iterator[list[str]], vocab_size: int) -> PreTrainedTo
 
 
 def trained_tokenizer(dataset: Dataset, vocab_size: int, cache: Path) -> Path:
-    """The folder in the user's cache folder of a tokenizer trained on a dataset from `load_split`: byte-level BPE,
-    which has a token for every byte and no unknown text.
+    """The folder in the user's cache folder of a tokenizer trained on a dataset from `load_split`:
+    byte-level BPE, which has a token for every byte and no unknown text.
 
-    It depends on texts and size alone: plan, run, resume, all ranks and all runs of a study have the same tokens.
+    It depends on texts and size alone: plan, run, resume, all ranks and all runs of a study have
+    the same tokens.
 
     Raises UserError if it cannot be written, or if the texts have too few words.
     """
     root = cache / "tokenizers"
-    folder = root / cache_key(dataset._fingerprint, len(dataset), vocab_size, metadata.version("tokenizers"))
+    folder = root / cache_key(
+        dataset._fingerprint, len(dataset), vocab_size, metadata.version("tokenizers")
+    )
     try:
         if folder.is_dir():
             os.utime(folder)
@@ -231,13 +257,23 @@ def trained_tokenizer(dataset: Dataset, vocab_size: int, cache: Path) -> Path:
 
 
 def texts_of(dataset: Dataset) -> Iterator[list[str]]:
-    """The texts of each example from `load_split`, each once: all turns with their reasoning, or plain texts.
+    """The texts of each example from `load_split`, each once: all turns with their reasoning, or
+    plain texts.
 
     Of a preference pair those of both sides. Tools are left out.
     """
     for example in examples_of(dataset):
-        values = [value for column, value in example.items() if column not in OPTIONS and value is not None]
+        values = [
+            value
+            for column, value in example.items()
+            if column not in OPTIONS and value is not None
+        ]
         turns = [turn for value in values if isinstance(value, list) for turn in value]
         texts = [value for value in values if isinstance(value, str)]
-        texts += (text for turn in turns for key, text in turn.items() if key != "role" and isinstance(text, str))
+        texts += (
+            text
+            for turn in turns
+            for key, text in turn.items()
+            if key != "role" and isinstance(text, str)
+        )
         yield list(dict.fromkeys(texts))

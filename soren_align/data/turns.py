@@ -1,8 +1,9 @@
 """Turns of conversations: read from their many forms, checked, and rendered. Pure functions.
 
-A turn has OpenAI's form: role, content, and some have tool_calls, name and tool_call_id, reasoning, or a weight.
-Arguments of calls and tools are JSON texts here, in which any schema fits one Arrow column and every number is exact;
-`for_template` parses them, as chat templates expect objects. A problem is a message; None where there is none.
+A turn has OpenAI's form: role, content, and some have tool_calls, name and tool_call_id, reasoning,
+or a weight. Arguments of calls and tools are JSON texts here, in which any schema fits one Arrow
+column and every number is exact; `for_template` parses them, as chat templates expect objects. A
+problem is a message; None where there is none.
 """
 
 import json
@@ -17,7 +18,13 @@ from ..core.files import is_text
 from ..tasks import OPTIONS
 
 ROLES = ("system", "user", "assistant", "tool")
-ALIASES = {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+ALIASES = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+}
 ALIASES |= {"model": "assistant", "ai": "assistant", "developer": "system"}
 ALIASES |= {"observation": "tool", "function": "tool", "ipython": "tool", "tool_response": "tool"}
 ALIASES |= {"function_call": "tool_call"}
@@ -52,9 +59,7 @@ def conversation_problem(turns: Any, name: str) -> str | None:
         if i > start and roles[i] == roles[i - 1] != "tool":
             return f"{name}[{i - 1}] and {name}[{i}] are both {roles[i]} turns; user and assistant turns must alternate"
         if i > start and {roles[i - 1], roles[i]} == {"user", "tool"}:
-            return (
-                f"{name}[{i}] is a {roles[i]} turn after a {roles[i - 1]} turn, without an assistant turn between them"
-            )
+            return f"{name}[{i}] is a {roles[i]} turn after a {roles[i - 1]} turn, without an assistant turn between them"
     if roles[-1] != "assistant":
         return f"{name} ends with a {roles[-1]} turn, not with an assistant turn"
     if problem := weight_problem(turns, name):
@@ -63,7 +68,12 @@ def conversation_problem(turns: Any, name: str) -> str | None:
     for i, turn in enumerate(turns):
         if turn["role"] == "assistant":
             ids = {call.get("id") for call in turn.get("tool_calls", [])} - {None}
-        elif turn["role"] == "tool" and ids and (answered := turn.get("tool_call_id")) and answered not in ids:
+        elif (
+            turn["role"] == "tool"
+            and ids
+            and (answered := turn.get("tool_call_id"))
+            and answered not in ids
+        ):
             return f"{name}[{i}] has the tool_call_id {answered[:60]!r}, which the assistant turn before does not have"
     return None
 
@@ -98,28 +108,47 @@ def _turn_problem(turn: Any) -> str | None:
             return "has a tool call without a name"
         if not isinstance(arguments, str) or not isinstance(_parsed(arguments), dict):
             return f"has a call of {name[:60]!r} whose arguments are no JSON object"
-    kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    kinds = (
+        [part.get("type") for part in content if isinstance(part, dict)]
+        if isinstance(content, list)
+        else []
+    )
     if other := next((kind for kind in kinds if kind not in (None, "text")), None):
         return f"has a part of type {repr(other)[:60]} in its content, but only text is trained"
     if not isinstance(content, str):
-        return "has no content" if content is None else f"has {_kind(content)} as content; write text"
+        return (
+            "has no content" if content is None else f"has {_kind(content)} as content; write text"
+        )
     if not content.strip() and role != "tool" and "tool_calls" not in turn:
         return f"has empty content (role {role})"
     if not is_text(content):
         return "has content with half of a surrogate pair, which is not valid text"
     others = (value for key, value in turn.items() if key != "content")
-    texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in others)
-    return "has half of a surrogate pair, which is not valid text" if not all(map(is_text, texts)) else None
+    texts = (
+        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for value in others
+    )
+    return (
+        "has half of a surrogate pair, which is not valid text"
+        if not all(map(is_text, texts))
+        else None
+    )
 
 
 def weight_problem(turns: list[Turn], name: str) -> str | None:
     """Why no turn is trained; None if one is."""
     is_trained = (turn.get("weight", 1) for turn in turns if turn["role"] == "assistant")
-    return None if any(is_trained) else f"{name} has weight 0 for every assistant turn, so nothing is trained"
+    return (
+        None
+        if any(is_trained)
+        else f"{name} has weight 0 for every assistant turn, so nothing is trained"
+    )
 
 
 def list_problem(turns: Any, name: str, keys: str) -> str | None:
-    """Why `turns` is no list; None if it is one, whatever its elements. keys: of a turn, for the message."""
+    """Why `turns` is no list; None if it is one, whatever its elements.
+    keys: of a turn, for the message.
+    """
     if turns is None:
         return f"no '{name}'"
     if not isinstance(turns, list):
@@ -133,18 +162,26 @@ def text_problem(text: Any, name: str) -> str | None:
         return f"no '{name}'" if text is None else f"{name} is {_kind(text)}, not text"
     if not text.strip():
         return f"{name} is empty"
-    return None if is_text(text) else f"{name} has half of a surrogate pair, which is not valid text"
+    return (
+        None if is_text(text) else f"{name} has half of a surrogate pair, which is not valid text"
+    )
 
 
 def pair_problem(chosen: Any, rejected: Any) -> str | None:
-    """Why two valid conversations, or two texts after one prompt, are no preference pair; None if they are one."""
+    """Why two valid conversations, or two texts after one prompt, are no preference pair; None if
+    they are one.
+    """
     if chosen == rejected:
         return "chosen and rejected are equal"
     if isinstance(chosen, str) or chosen[:-1] == rejected[:-1]:
         return None
-    first = next((i for i, (c, r) in enumerate(zip(chosen, rejected, strict=False)) if c != r), None)
+    first = next(
+        (i for i, (c, r) in enumerate(zip(chosen, rejected, strict=False)) if c != r), None
+    )
     where = f"they differ at turn [{first}]" if first is not None else "one of them has more turns"
-    return f"chosen and rejected do not share a prompt: {where}, but only their last turns may differ"
+    return (
+        f"chosen and rejected do not share a prompt: {where}, but only their last turns may differ"
+    )
 
 
 def _kind(value: Any) -> str:
@@ -153,10 +190,11 @@ def _kind(value: Any) -> str:
 
 
 def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> Any:
-    """A turn, or a list of turns, with OpenAI's keys, the names in ROLES and weights of 0 or 1; any other value
-    unchanged.
+    """A turn, or a list of turns, with OpenAI's keys, the names in ROLES and weights of 0 or 1; any
+    other value unchanged.
 
-    keys: the dataset's names of role, content and weight, if they are neither these nor ShareGPT's from and value.
+    keys: the dataset's names of role, content and weight, if they are neither these nor ShareGPT's
+    from and value.
     roles: the dataset's name of a role -> the role; beside ALIASES.
     """
     if isinstance(turns, list):
@@ -169,16 +207,26 @@ def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str
             turn[key] = turn.pop(other)
     content, role = turn.get("content"), turn.get("role")
     parts = content if isinstance(content, list) else []
-    texts: list[Any] = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    texts: list[Any] = [
+        part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"
+    ]
     if parts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
         content = "".join(texts)  # as templates join them
     turn["content"] = content
     if isinstance(role, str):
         turn["role"] = roles.get(role) or ALIASES.get(role.lower(), role)
-    turn = {key: value for key, value in turn.items() if value is not None or key in ("role", "content")}
-    if turn.get("role") == "tool_call":  # ShareGPT's function_call: the assistant's, with the calls as text
+    turn = {
+        key: value for key, value in turn.items() if value is not None or key in ("role", "content")
+    }
+    # ShareGPT's function_call: the assistant's, with the calls as text
+    if turn.get("role") == "tool_call":
         calls = _parsed(content)
-        turn = {**turn, "role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+        turn = {
+            **turn,
+            "role": "assistant",
+            "content": "",
+            "tool_calls": calls if isinstance(calls, list) else [calls],
+        }
     elif "function_call" in turn and "tool_calls" not in turn:
         turn["tool_calls"] = [turn.pop("function_call")]
     if turn.get("tool_calls") == []:
@@ -204,7 +252,11 @@ def _call(call: Any) -> Any:
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**identity, "type": "function", "function": {"name": function.get("name"), "arguments": arguments}}
+    return {
+        **identity,
+        "type": "function",
+        "function": {"name": function.get("name"), "arguments": arguments},
+    }
 
 
 def _parsed(value: Any) -> Any:
@@ -217,7 +269,10 @@ def _parsed(value: Any) -> Any:
 
 def is_dialogue(text: Any) -> bool:
     """Whether a text is a dialogue as in hh-rlhf: "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
-    return isinstance(text, str) and [match[1] for match in _SPEAKER.finditer(text)][:2] == ["Human", "Assistant"]
+    return isinstance(text, str) and [match[1] for match in _SPEAKER.finditer(text)][:2] == [
+        "Human",
+        "Assistant",
+    ]
 
 
 def from_dialogue(text: Any, name: str) -> list[dict[str, str]] | str:
@@ -235,7 +290,9 @@ def from_dialogue(text: Any, name: str) -> list[dict[str, str]] | str:
 
 
 def options(example: Mapping[str, Any]) -> dict[str, str] | str:
-    """The values of OPTIONS as JSON texts, tools in OpenAI's form; or, as text, why they are not valid."""
+    """The values of OPTIONS as JSON texts, tools in OpenAI's form; or, as text, why they are not
+    valid.
+    """
     texts = {}
     for column in OPTIONS:
         value = example.get(column)
@@ -265,7 +322,8 @@ def plain_turns(turns: list[Turn]) -> list[Turn]:
     """Valid turns without their null keys, role and content first."""
     first = ("role", "content")
     return [
-        {key: turn[key] for key in first} | {k: v for k, v in sorted(turn.items()) if k not in first and v is not None}
+        {key: turn[key] for key in first}
+        | {k: v for k, v in sorted(turn.items()) if k not in first and v is not None}
         for turn in turns
     ]
 
@@ -276,8 +334,13 @@ def for_template(turns: list[Turn]) -> list[Turn]:
     for turn in turns:
         turn = without(turn, "weight")
         if calls := turn.get("tool_calls"):
-            functions = [call["function"] | {"arguments": json.loads(call["function"]["arguments"])} for call in calls]
-            turn["tool_calls"] = [{**call, "function": f} for call, f in zip(calls, functions, strict=True)]
+            functions = [
+                call["function"] | {"arguments": json.loads(call["function"]["arguments"])}
+                for call in calls
+            ]
+            turn["tool_calls"] = [
+                {**call, "function": f} for call, f in zip(calls, functions, strict=True)
+            ]
         ready.append(turn)
     return ready
 

@@ -1,7 +1,9 @@
-"""The list of checks, and the process of one: python -m soren_align.doctor.checks NAME FILE MACHINE.
+"""The list of checks, and the process of one: python -m soren_align.doctor.checks NAME FILE
+MACHINE.
 
-Each check is a function from a `Machine` to findings in a module of this folder. It runs in a process of its own, so
-that a crash, a hang or a full GPU ends with it. Its findings are appended to FILE one by one.
+Each check is a function from a `Machine` to findings in a module of this folder. It runs in a
+process of its own, so that a crash, a hang or a full GPU ends with it. Its findings are appended to
+FILE one by one.
 """
 
 import json
@@ -17,7 +19,9 @@ from .findings import Finding, Machine
 
 @dataclass(frozen=True)
 class Check:
-    """A check: the name of its function, `module.function`, and its time limits; quick_seconds 0: not with --quick."""
+    """A check: the name of its function, `module.function`, and its time limits; quick_seconds 0:
+    not with --quick.
+    """
 
     function: str
     seconds: float

@@ -11,8 +11,8 @@ Verdict = Literal["ok", "FAILED", "skipped"]
 class Machine:
     """What the checks need.
 
-    folder: the runs and temporary files are in it. num_processes: of trainings and of gloo's collectives. num_gpus:
-    visible ones; with none, the checks run on the CPU.
+    folder: the runs and temporary files are in it. num_processes: of trainings and of gloo's
+    collectives. num_gpus: visible ones; with none, the checks run on the CPU.
     """
 
     folder: Path
@@ -39,7 +39,11 @@ class Finding:
 
 def judged(check: str, measured: str, expected: str, passes: bool, reason: str) -> Finding:
     """A finding that is ok if it passes, and else failed for this reason."""
-    return Finding(check, measured, expected) if passes else Finding(check, measured, expected, "FAILED", reason)
+    return (
+        Finding(check, measured, expected)
+        if passes
+        else Finding(check, measured, expected, "FAILED", reason)
+    )
 
 
 def skipped(check: str, reason: str) -> Finding:
@@ -49,4 +53,6 @@ def skipped(check: str, reason: str) -> Finding:
 
 def last_line(text: str) -> str:
     """The last line of an output that is not empty."""
-    return next((line.strip()[:600] for line in reversed(text.splitlines()) if line.strip()), "no output")
+    return next(
+        (line.strip()[:600] for line in reversed(text.splitlines()) if line.strip()), "no output"
+    )

@@ -1,4 +1,6 @@
-"""A rank that is killed, a stop by SIGTERM, and the resumes: with the weights of an undisturbed run at the end."""
+"""A rank that is killed, a stop by SIGTERM, and the resumes: with the weights of an undisturbed run
+at the end.
+"""
 
 import os
 import shutil
@@ -11,7 +13,16 @@ from pathlib import Path
 
 from ..run.folder import RunFolder, step_of
 from .findings import Finding, Machine, judged, last_line
-from .trainings import TOLERANCE, TrainingError, checked_output, command, folder_of, furthest, ranks_of, train
+from .trainings import (
+    TOLERANCE,
+    TrainingError,
+    checked_output,
+    command,
+    folder_of,
+    furthest,
+    ranks_of,
+    train,
+)
 
 END_SECONDS = 60.0
 """For the processes to end after a kill or SIGTERM."""
@@ -22,7 +33,9 @@ SAVED = (f"run.parallel={STRATEGY}", "trainer.save_strategy=steps", "trainer.sav
 
 
 def interruptions(machine: Machine) -> Iterator[Finding]:
-    """Kill a rank with SIGKILL, resume, stop by SIGTERM, resume, and compare with an undisturbed run."""
+    """Kill a rank with SIGKILL, resume, stop by SIGTERM, resume, and compare with an undisturbed
+    run.
+    """
     num_ranks, where = ranks_of(machine), f"under {STRATEGY}"
     undisturbed = folder_of(machine, f"{STRATEGY}-{num_ranks}")  # of the check of parity
     if not (undisturbed / "model").is_dir():
@@ -33,12 +46,26 @@ def interruptions(machine: Machine) -> Iterator[Finding]:
     code, seconds, errors = _interrupt(machine, run, signal.SIGKILL)
     passes = code == 1 and seconds < END_SECONDS and "SIGKILL" in errors
     reason = f"after the SIGKILL of a rank, the job {where} ends with exit code {code} after {seconds:.0f} s: {errors}"
-    yield judged("kill -9 of a rank", f"ended after {seconds:.1f} s", f"< {END_SECONDS:.0f} s, exit 1", passes, reason)
+    yield judged(
+        "kill -9 of a rank",
+        f"ended after {seconds:.1f} s",
+        f"< {END_SECONDS:.0f} s, exit 1",
+        passes,
+        reason,
+    )
 
     code, seconds, errors = _interrupt(machine, run, signal.SIGTERM)
     passes = code == 130 and seconds < END_SECONDS and newest_step(run) > 0
-    reason = f"after SIGTERM, the job {where} ends with exit code {code} after {seconds:.0f} s: {errors}"
-    yield judged("SIGTERM", f"ended after {seconds:.1f} s", f"< {END_SECONDS:.0f} s, exit 130", passes, reason)
+    reason = (
+        f"after SIGTERM, the job {where} ends with exit code {code} after {seconds:.0f} s: {errors}"
+    )
+    yield judged(
+        "SIGTERM",
+        f"ended after {seconds:.1f} s",
+        f"< {END_SECONDS:.0f} s, exit 130",
+        passes,
+        reason,
+    )
 
     checked_output(command(machine, run.name, *SAVED, processes=num_ranks), "the resumed run: ")
     difference = furthest(run, undisturbed)
@@ -49,14 +76,18 @@ def interruptions(machine: Machine) -> Iterator[Finding]:
 
 def newest_step(run: Path) -> int:
     """The step of the last complete checkpoint; 0 if there is none."""
-    return max((step_of(checkpoint) for checkpoint in RunFolder(str(run)).complete_checkpoints()), default=0)
+    return max(
+        (step_of(checkpoint) for checkpoint in RunFolder(str(run)).complete_checkpoints()),
+        default=0,
+    )
 
 
 def _interrupt(machine: Machine, run: Path, number: signal.Signals) -> tuple[int, float, str]:
-    """Train until a new checkpoint is complete, then send a signal: SIGKILL to a rank, another one to the launcher.
+    """Train until a new checkpoint is complete, then send a signal: SIGKILL to a rank, another one
+    to the launcher.
 
-    Returns the exit code, the seconds until the end, and the last line. Raises TrainingError if the training ends
-    before.
+    Returns the exit code, the seconds until the end, and the last line. Raises TrainingError if the
+    training ends before.
     """
     before = newest_step(run)
     log = machine.folder / "interrupted.log"
@@ -73,9 +104,14 @@ def _interrupt(machine: Machine, run: Path, number: signal.Signals) -> tuple[int
             )
         time.sleep(0.01)
     pid = process.pid
-    if number == signal.SIGKILL:  # to the last rank that the launcher has started, or to the process itself
+    # to the last rank that the launcher has started, or to the process itself
+    if number == signal.SIGKILL:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        workers = [n for n in children if b"soren_align.launch.worker" in Path(f"/proc/{n}/cmdline").read_bytes()]
+        workers = [
+            n
+            for n in children
+            if b"soren_align.launch.worker" in Path(f"/proc/{n}/cmdline").read_bytes()
+        ]
         pid = max(map(int, workers), default=pid)
     os.kill(pid, number)
     begin = time.monotonic()

@@ -1,7 +1,8 @@
-"""The maps on the device, against the same maps in float64 on the CPU, on matrices with the spectra of real momenta.
+"""The maps on the device, against the same maps in float64 on the CPU, on matrices with the spectra
+of real momenta.
 
-On a GPU also: global settings of torch (TF32, sums in float16, autocast) do not change a map's result, and the times of
-the maps beside Muon's.
+On a GPU also: global settings of torch (TF32, sums in float16, autocast) do not change a map's
+result, and the times of the maps beside Muon's.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ from ..spectral.maps import sigmoid
 from .findings import Finding, Machine, judged, skipped
 
 LIMITS = {"float32": 1e-3, "tf32": 0.01, "float16": 0.01}
-"""Of the relative distance (Frobenius) from float64: tests/spectral/test_recorded_spectra.py, test_precisions.py."""
+"""Of the relative distance (Frobenius) from float64: tests/spectral/test_recorded_spectra.py,
+test_precisions.py."""
 LIKE_CPU = 1.5
 """For bfloat16, which promises no distance: times the distance of the CPU in the same precision."""
 RECORDED_STEPS = (("smollm2", 12), ("quickstart", 600))
@@ -28,7 +30,8 @@ LARGE_MODES = 1e-3
 SIGMOID_LIMITS: dict[FactorPrecision, float] = {"float32": 0.005, "tf32": 0.02, "float16": 0.02}
 """Of the relative error of these modes in minimax: its certificate, and what 11 bits add to it."""
 SAME = 1e-6
-"""Relative distance up to which two results of one map are equal: libraries may choose another kernel."""
+"""Relative distance up to which two results of one map are equal: libraries may choose another
+kernel."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +45,25 @@ class Momentum:
 
 
 def momenta(num: int, *, full_rank: bool = False) -> list[Momentum]:
-    """Matrices with recorded spectra and random singular vectors. full_rank: small singular values are raised, because
-    decompositions are 0 on the null space, which is another one in float32.
+    """Matrices with recorded spectra and random singular vectors.
+    full_rank: small singular values are raised, because decompositions are 0 on the null space,
+    which is another one in float32.
     """
-    spectra = [s for s in recorded_spectra() if (s.set, s.step) in RECORDED_STEPS and min(s.shape) <= 256]
+    spectra = [
+        s for s in recorded_spectra() if (s.set, s.step) in RECORDED_STEPS and min(s.shape) <= 256
+    ]
     matrices, generator = [], torch.Generator().manual_seed(0)
     for spectrum in spectra[:: max(1, len(spectra) // num)][:num]:
         sigma = spectrum.sigma
         if full_rank:
-            sigma = sigma + 0.01 * sigma[0] * torch.linspace(1, 0.5, len(sigma), dtype=torch.float64)
+            sigma = sigma + 0.01 * sigma[0] * torch.linspace(
+                1, 0.5, len(sigma), dtype=torch.float64
+            )
         sizes = [(size, len(sigma)) for size in spectrum.shape]
-        u, v = (torch.linalg.qr(torch.randn(*size, dtype=torch.float64, generator=generator)).Q for size in sizes)
+        u, v = (
+            torch.linalg.qr(torch.randn(*size, dtype=torch.float64, generator=generator)).Q
+            for size in sizes
+        )
         matrices.append(Momentum((u * sigma) @ v.mT, u, sigma, v))
     return matrices
 
@@ -75,7 +86,9 @@ def maps(machine: Machine) -> Iterator[Finding]:
             decomposes = spectral_map.num_flops(num_rows, num_columns) is None
             yield distances(spectral_map, full_rank if decomposes else usual, device)
         except Exception as error:  # of one map, as of a missing kernel; the next ones are checked
-            reason = f"the map {spectral_map.name} fails on {device}: {type(error).__name__}: {error}"
+            reason = (
+                f"the map {spectral_map.name} fails on {device}: {type(error).__name__}: {error}"
+            )
             yield Finding(f"map {spectral_map.name}", "an error", "", "FAILED", reason)
     yield certificate(usual, device)
     yield nan_stays(device)
@@ -103,19 +116,33 @@ def distances(spectral_map: SpectralMap, matrices: list[Momentum], device: torch
             if precision in LIMITS:
                 bound = LIMITS[precision]
             else:
-                bound = LIKE_CPU * relative(mapped(spectral_map, matrix.x.float(), precision), exact, spectral_map)
+                bound = LIKE_CPU * relative(
+                    mapped(spectral_map, matrix.x.float(), precision), exact, spectral_map
+                )
             if not limit or not own - bound < distance - limit:  # NaN too
                 distance, limit = own, bound
         measured.append(f"{precision} {distance:.1e}")
         limits.append(f"{limit:.1g}")
         if not distance <= limit:
-            problems.append(f"{precision} is {distance:.2g} from float64, and the limit is {limit:.2g}")
-    reason = f"the map {spectral_map.name} in {'; '.join(problems)}; do not train with it on this device"
-    return judged(f"map {spectral_map.name}", ", ".join(measured), f"<= {', '.join(limits)}", not problems, reason)
+            problems.append(
+                f"{precision} is {distance:.2g} from float64, and the limit is {limit:.2g}"
+            )
+    reason = (
+        f"the map {spectral_map.name} in {'; '.join(problems)}; do not train with it on this device"
+    )
+    return judged(
+        f"map {spectral_map.name}",
+        ", ".join(measured),
+        f"<= {', '.join(limits)}",
+        not problems,
+        reason,
+    )
 
 
 def relative(output: Tensor, exact: Tensor, spectral_map: SpectralMap) -> float:
-    """The relative Frobenius distance; of random maps that of the sorted singular values: similar modes may mix."""
+    """The relative Frobenius distance; of random maps that of the sorted singular values: similar
+    modes may mix.
+    """
     output = output.cpu().double()
     if spectral_map.is_drawn:
         output, exact = torch.linalg.svdvals(output), torch.linalg.svdvals(exact)
@@ -134,15 +161,23 @@ def certificate(matrices: list[Momentum], device: torch.device) -> Finding:
             worst = max(worst, float((gain / sigmoid(matrix.sigma) - 1)[large].abs().max()))
         measured.append(f"{precision} {worst:.1e}")
         if not worst <= limit:
-            problems.append(f"in {precision} is {worst:.1%} from the sigmoid, and its certificate is {limit:.1%}")
+            problems.append(
+                f"in {precision} is {worst:.1%} from the sigmoid, and its certificate is {limit:.1%}"
+            )
     limits = ", ".join(f"{limit:g}" for limit in SIGMOID_LIMITS.values())
     reason = f"the map minimax {'; '.join(problems)}; set optimizer.precision: float32 and run doctor again"
-    return judged("minimax's certificate", ", ".join(measured), f"<= {limits}", not problems, reason)
+    return judged(
+        "minimax's certificate", ", ".join(measured), f"<= {limits}", not problems, reason
+    )
 
 
 def nan_stays(device: torch.device) -> Finding:
     """Whether a NaN in one matrix of a batch makes this matrix NaN and no other."""
-    x, problems, num = torch.randn(2, 96, 128, generator=torch.Generator().manual_seed(0)) / 100, [], 0
+    x, problems, num = (
+        torch.randn(2, 96, 128, generator=torch.Generator().manual_seed(0)) / 100,
+        [],
+        0,
+    )
     x[0, 1, 2] = torch.nan
     for spectral_map in MAPS.values():
         for precision in precisions(spectral_map):
@@ -155,7 +190,12 @@ def nan_stays(device: torch.device) -> Finding:
 
 def settings_have_no_effect(x: Tensor) -> Iterator[Finding]:
     """Whether each map has the same result under settings that a user or a library may choose."""
-    names = ("fp32_precision", "allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction", "autocast")
+    names = (
+        "fp32_precision",
+        "allow_fp16_accumulation",
+        "allow_fp16_reduced_precision_reduction",
+        "autocast",
+    )
     matmul = torch.backends.cuda.matmul
     subjects: list[tuple[SpectralMap, FactorPrecision]] = []
     for spectral_map in MAPS.values():
@@ -170,12 +210,16 @@ def settings_have_no_effect(x: Tensor) -> Iterator[Finding]:
                 stack.enter_context(torch.autocast("cuda", torch.bfloat16))
             else:
                 stack.callback(setattr, matmul, name, getattr(matmul, name))
-                setattr(matmul, name, "tf32" if name == "fp32_precision" else not getattr(matmul, name))
+                setattr(
+                    matmul, name, "tf32" if name == "fp32_precision" else not getattr(matmul, name)
+                )
             outputs = [mapped(spectral_map, x, precision) for spectral_map, precision in subjects]
         worst, where = 0.0, ""
         for (spectral_map, precision), before, after in zip(subjects, usual, outputs, strict=True):
             difference = float((after - before).norm() / before.norm())
             if not difference <= worst:
                 worst, where = difference, f"{spectral_map.name} ({precision})"
-        reason = f"{name} changes the map {where} by {worst:.2g}; leave this setting at torch's default"
+        reason = (
+            f"{name} changes the map {where} by {worst:.2g}; leave this setting at torch's default"
+        )
         yield judged(name, f"{worst:.1e}", f"no effect (<= {SAME:g})", worst <= SAME, reason)

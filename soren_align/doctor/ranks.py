@@ -1,6 +1,8 @@
-"""Collectives between processes of this machine: gloo on CPUs, NCCL on GPUs, right to the bit, and their bandwidth.
+"""Collectives between processes of this machine: gloo on CPUs, NCCL on GPUs, right to the bit, and
+their bandwidth.
 
-A rank is a process of its own: python -m soren_align.doctor.ranks DEVICE FILE, with RANK and the like set.
+A rank is a process of its own: python -m soren_align.doctor.ranks DEVICE FILE, with RANK and the
+like set.
 """
 
 import json
@@ -30,7 +32,9 @@ def ranks(machine: Machine) -> Iterator[Finding]:
     """Collectives of gloo, and of NCCL on each GPU."""
     yield from _collectives("gloo", "cpu", max(2, machine.num_processes), machine.folder)
     if machine.num_gpus:
-        yield from _collectives("NCCL", "cuda", min(machine.num_processes, machine.num_gpus), machine.folder)
+        yield from _collectives(
+            "NCCL", "cuda", min(machine.num_processes, machine.num_gpus), machine.folder
+        )
     else:
         yield skipped("NCCL", "no GPUs")
 
@@ -39,7 +43,11 @@ def _collectives(backend: str, device: str, num_ranks: int, folder: Path) -> Ite
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = os.environ | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "OMP_NUM_THREADS": "1",
+    }
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env |= {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}
     processes, output = [], folder / "ranks.json"
@@ -53,7 +61,9 @@ def _collectives(backend: str, device: str, num_ranks: int, folder: Path) -> Ite
         try:
             errors = process.communicate(timeout=max(0.1, end - time.monotonic()))[1]
             if process.returncode:
-                lines = [line for line in errors.splitlines() if line.strip()] or [f"exit code {process.returncode}"]
+                lines = [line for line in errors.splitlines() if line.strip()] or [
+                    f"exit code {process.returncode}"
+                ]
                 messages.append(f"rank {rank}: {lines[-1]}")
         except subprocess.TimeoutExpired:
             process.kill()
@@ -70,7 +80,9 @@ def _collectives(backend: str, device: str, num_ranks: int, folder: Path) -> Ite
     yield from judged_results(backend, device, num_ranks, results)
 
 
-def judged_results(backend: str, device: str, num_ranks: int, results: dict[str, Any]) -> Iterator[Finding]:
+def judged_results(
+    backend: str, device: str, num_ranks: int, results: dict[str, Any]
+) -> Iterator[Finding]:
     """The findings of what the first rank has written."""
     megabytes = f"{4 * NUM_ELEMENTS[device] / 1e6:.0f} MB"
     has_bandwidth = device == "cuda" and num_ranks > 1
@@ -78,7 +90,9 @@ def judged_results(backend: str, device: str, num_ranks: int, results: dict[str,
     for name in ("all_reduce", "all_to_all"):
         is_right, bandwidth = results[name]["is_right"], results[name]["bytes_per_second"]
         measured = f"{megabytes}, {bandwidth / 1e9:.3g} GB/s" if num_ranks > 1 else megabytes
-        problem = f"{name} of {backend} is slow: {bandwidth / 1e9:.1f} GB/s; look at nvidia-smi topo -m"
+        problem = (
+            f"{name} of {backend} is slow: {bandwidth / 1e9:.1f} GB/s; look at nvidia-smi topo -m"
+        )
         if not is_right:
             problem = f"{name} of {backend} returns wrong sums or elements; do not train with several processes"
         passes = is_right and not (has_bandwidth and bandwidth < MIN_BANDWIDTH)
@@ -88,7 +102,9 @@ def judged_results(backend: str, device: str, num_ranks: int, results: dict[str,
         seconds = results["flag_seconds"]
         reason = f"a small all-reduce of gloo takes {1e3 * seconds:.0f} ms, and each step has one"
         expected = f"< {1e3 * MAX_FLAG_SECONDS:.0f} ms"
-        yield judged("gloo latency", f"{1e3 * seconds:.2f} ms", expected, seconds < MAX_FLAG_SECONDS, reason)
+        yield judged(
+            "gloo latency", f"{1e3 * seconds:.2f} ms", expected, seconds < MAX_FLAG_SECONDS, reason
+        )
 
 
 def main(arguments: list[str]) -> None:

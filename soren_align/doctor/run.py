@@ -1,4 +1,6 @@
-"""`soren-align doctor`: run all checks one after the other, print one table, and write doctor.json."""
+"""`soren-align doctor`: run all checks one after the other, print one table, and write
+doctor.json.
+"""
 
 import json
 import os
@@ -29,13 +31,16 @@ STOP_SECONDS = 20.0
 def doctor(num_processes: int | None, *, quick: bool, output: str) -> int:
     """Check this machine; return the exit code: 0, or 1 if a check failed.
 
-    num_processes: None: one per GPU, or 2 without GPUs. output: a folder, best on the file system of future runs.
+    num_processes: None: one per GPU, or 2 without GPUs. output: a folder, best on the file system
+    of future runs.
     """
     folder = Path(output).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output {output}: cannot be created ({error.strerror}); name another folder") from None
+        raise UserError(
+            f"--output {output}: cannot be created ({error.strerror}); name another folder"
+        ) from None
     num_gpus = len(visible_gpus())
     machine = Machine(folder, num_processes or num_gpus or 2, quick, num_gpus)
     findings: list[Finding] = []
@@ -54,7 +59,12 @@ def doctor(num_processes: int | None, *, quick: bool, output: str) -> int:
                 findings += run_check(name, machine, min(limit, left))
             # Written after each check: a doctor that is killed has a result too.
             content = {"time": now(), "seconds": round(time.monotonic() - begin, 1)}
-            content |= {"processes": machine.num_processes, "quick": quick, "num_gpus": num_gpus, **provenance()}
+            content |= {
+                "processes": machine.num_processes,
+                "quick": quick,
+                "num_gpus": num_gpus,
+                **provenance(),
+            }
             content |= {"findings": [asdict(finding) for finding in findings]}
             files.write(folder / RESULT, json.dumps(content, indent=2) + "\n")
     failures = [finding for finding in findings if finding.verdict == "FAILED"]
@@ -62,7 +72,9 @@ def doctor(num_processes: int | None, *, quick: bool, output: str) -> int:
         shutil.rmtree(folder / RUNS, ignore_errors=True)
     rows = [[f.check, f.measured, f.expected, f.verdict] for f in findings]
     signs = {"FAILED": ("bold red", "worse"), "ok": ("green", "better"), "skipped": ("dim", "")}
-    Terminal().print(Table(["check", "measured", "expected", "verdict"], rows, align="llll", signs=signs).rich())
+    Terminal().print(
+        Table(["check", "measured", "expected", "verdict"], rows, align="llll", signs=signs).rich()
+    )
     for finding in findings:
         if finding.reason:
             print_labelled(console, finding.verdict, f"{finding.check}: {finding.reason}")
@@ -73,18 +85,28 @@ def doctor(num_processes: int | None, *, quick: bool, output: str) -> int:
 
 def run_check(name: str, machine: Machine, seconds: float) -> list[Finding]:
     """The findings of a check, run in a process of its own for at most so many seconds."""
-    file, log = machine.folder / f"{name}.jsonl".replace(" ", "_"), machine.folder / f"{name}.log".replace(" ", "_")
+    file, log = (
+        machine.folder / f"{name}.jsonl".replace(" ", "_"),
+        machine.folder / f"{name}.log".replace(" ", "_"),
+    )
     file.unlink(missing_ok=True)
     values = json.dumps({**asdict(machine), "folder": str(machine.folder)})
     command = [sys.executable, "-m", "soren_align.doctor.checks", name, str(file), values]
     with log.open("w", encoding="utf-8") as stream:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment(), start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            env=environment(),
+            start_new_session=True,
         )
         try:
             code = process.wait(seconds)
             output = log.read_text(encoding="utf-8", errors="replace")
-            problem = f"its process ended with exit code {code}: {last_line(output)}" if code else ""
+            problem = (
+                f"its process ended with exit code {code}: {last_line(output)}" if code else ""
+            )
         except subprocess.TimeoutExpired:
             problem = f"it had not ended after {seconds:.0f} s; {log} has its output"
         finally:
@@ -109,7 +131,9 @@ def run_check(name: str, machine: Machine, seconds: float) -> list[Finding]:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a check and of the processes that it starts: no launcher's, and this package importable."""
+    """The environment of a check and of the processes that it starts: no launcher's, and this
+    package importable.
+    """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     quiet = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15", "COLUMNS": "200"}

@@ -1,8 +1,10 @@
-"""Convert the YAML of TRL, the alignment handbook, Axolotl, LLaMA-Factory and torchtune to a recipe.
+"""Convert the YAML of TRL, the alignment handbook, Axolotl, LLaMA-Factory and torchtune to a
+recipe.
 
-`convert` is a pure function from a dict to a recipe's dict and one note per key: a key is unchanged, renamed, dropped
-with a reason, or unknown. A dropped key that changes the trained weights is marked. keys.toml has the keys with one
-counterpart; the functions in SPECIAL are for those whose value, or whose neighbours, decide the counterpart.
+`convert` is a pure function from a dict to a recipe's dict and one note per key: a key is
+unchanged, renamed, dropped with a reason, or unknown. A dropped key that changes the trained
+weights is marked. keys.toml has the keys with one counterpart; the functions in SPECIAL are for
+those whose value, or whose neighbours, decide the counterpart.
 """
 
 import hashlib
@@ -17,16 +19,30 @@ from ..recipe.model import attention_problems
 from ..tasks import TASKS, TaskName
 from . import torchtune
 from .datasets import ROOTS, read_data
-from .keys import LEFT_OUT, ONLY_WITH, RENAMED, START, TABLES, VALUES, Conversion, Note, matches, number
+from .keys import (
+    LEFT_OUT,
+    ONLY_WITH,
+    RENAMED,
+    START,
+    TABLES,
+    VALUES,
+    Conversion,
+    Note,
+    matches,
+    number,
+)
 
-_NESTED = ("model_init_kwargs", "special_tokens", "trl")  # sections whose keys are read as if at the top level
+# sections whose keys are read as if at the top level
+_NESTED = ("model_init_kwargs", "special_tokens", "trl")
 _BETAS = ("adam_beta1", "adam_beta2")
-_BOOLS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}  # YAML 1.1's
+# YAML 1.1's
+_BOOLS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 _MIN_LR = "cosine_min_lr_ratio"
 _DIGITS = 10**6
 SEED = 42
 """Of transformers' TrainingArguments."""
-# The handbook's Zephyr template, which recipes call zephyr: sha256 of it without white space (tests/importers).
+# The handbook's Zephyr template, which recipes call zephyr: sha256 of it without white space
+# (tests/importers).
 ZEPHYR = "8705a1897ece1a1b355e1f4d36687f331d6680f5d897d1ae314b3fc506e136b8"
 DTYPE = (
     "trainer.bf16 makes the arithmetic bfloat16. bfloat16 weights lose most small updates to rounding, except under "
@@ -38,41 +54,69 @@ _REFERENCE = "the reference model is the model with this adapter, but in the sou
 _RSLORA = ("use_rslora", "peft_use_rslora")
 _STREAMING = ("streaming", "dataset_streaming")
 _PACKING = ("packing", "neat_packing")
-_QUANTIZE: dict[tuple[str, int], str] = {("load_in_4bit", True): "4bit", ("load_in_8bit", True): "8bit"}
+_QUANTIZE: dict[tuple[str, int], str] = {
+    ("load_in_4bit", True): "4bit",
+    ("load_in_8bit", True): "8bit",
+}
 _QUANTIZE |= {("quantization_bit", 4): "4bit", ("quantization_bit", 8): "8bit"}
 
 
 def convert(
-    source: dict[str, Any], name: str, folder: str = "", task: TaskName | None = None, template_path: str | None = None
+    source: dict[str, Any],
+    name: str,
+    folder: str = "",
+    task: TaskName | None = None,
+    template_path: str | None = None,
 ) -> Conversion:
     """The recipe that trains as `source` does.
 
-    name, folder: the file's, without suffix; the task is taken from them if no key determines it. task: sft or dpo,
-    instead of the source's own. template_path: for an inline template, which the caller writes. Raises UserError if the
-    task is another or unknown, or if no dataset is named.
+    name, folder: the file's, without suffix; the task is taken from them if no key determines it.
+    task: sft or dpo, instead of the source's own. template_path: for an inline template, which the
+    caller writes. Raises UserError if the task is another or unknown, or if no dataset is named.
     """
     tune = torchtune.read(source)
-    if tune is None and (isinstance(source.get("optimizer"), dict) or isinstance(source.get("trainer"), dict)):
-        raise UserError("this file is already a recipe, because its keys stand in sections; use the file as it is")
+    if tune is None and (
+        isinstance(source.get("optimizer"), dict) or isinstance(source.get("trainer"), dict)
+    ):
+        raise UserError(
+            "this file is already a recipe, because its keys stand in sections; use the file as it is"
+        )
     flat = flattened(source) if tune is None else tune.flat
-    is_factory = any(key in flat for key in ("finetuning_type", "stage", "cutoff_len", "dataset_dir", "template"))
+    is_factory = any(
+        key in flat for key in ("finetuning_type", "stage", "cutoff_len", "dataset_dir", "template")
+    )
     tool = "Axolotl's" if "base_model" in flat else "LLaMA-Factory's" if is_factory else "TRL's"
     if tune is not None:
         tool = "torchtune's"
     known = task or (task_of_source(flat, name, folder) if tune is None else tune.task)
     task = known or "sft"
     # Axolotl evaluates every eval_steps without a strategy.
-    when = ("eval_strategy", "evaluation_strategy", "evals_per_epoch", *["eval_steps"] * (tool == "Axolotl's"))
-    sections: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "optimizer": {}, "trainer": {}, "run": {}}
+    when = (
+        "eval_strategy",
+        "evaluation_strategy",
+        "evals_per_epoch",
+        *["eval_steps"] * (tool == "Axolotl's"),
+    )
+    sections: dict[str, dict[str, Any]] = {
+        "model": {},
+        "data": {},
+        "optimizer": {},
+        "trainer": {},
+        "run": {},
+    }
     conversion = Conversion(task, sections, flat, tool, template_path=template_path)
     if known is None:
         assumed = "the task is assumed to be SFT, because neither the keys nor the file's name show it; add --task dpo "
         assumed += "for DPO"
         conversion.notes.append(Note("(the task)", "renamed", assumed, changes_training=True))
-    read_data(conversion, evaluates=any(flat.get(key) not in (None, False, "no", 0) for key in when))
+    read_data(
+        conversion, evaluates=any(flat.get(key) not in (None, False, "no", 0) for key in when)
+    )
     noted = {note.key for note in conversion.notes}
     # Current names first: of a current and an older name for one key, the current one counts.
-    for key in sorted((k for k in flat if k not in noted), key=lambda k: k.rpartition(".")[2] in RENAMED):
+    for key in sorted(
+        (k for k in flat if k not in noted), key=lambda k: k.rpartition(".")[2] in RENAMED
+    ):
         _convert_key(key, conversion)
     if tune is not None:
         conversion.notes = tune.renamed(conversion.notes)
@@ -85,7 +129,9 @@ def convert(
 
 
 def flattened(source: dict[str, Any]) -> dict[str, Any]:
-    """The source's keys, those inside _NESTED by dotted names. `convert` makes one note for each."""
+    """The source's keys, those inside _NESTED by dotted names.
+    `convert` makes one note for each.
+    """
     flat: dict[str, Any] = {}
     for key, value in source.items():
         inside = value if key in _NESTED and isinstance(value, dict) and value else None
@@ -94,15 +140,28 @@ def flattened(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName | None:
-    """The source's task: by its keys, else by its columns, else by the names of file and folder; None if by none.
+    """The source's task: by its keys, else by its columns, else by the names of file and folder;
+    None if by none.
 
-    TRL has one command for each task, so its files need not contain it. Raises UserError if the task is neither SFT nor
-    DPO, or if keys of both are there.
+    TRL has one command for each task, so its files need not contain it. Raises UserError if the
+    task is neither SFT nor DPO, or if keys of both are there.
     """
     rl, stage = flat.get("rl"), flat.get("stage")
-    around = (name, folder, flat.get("output_dir"), flat.get("hub_model_id"), rl, stage, flat.get("pref_loss"))
+    around = (
+        name,
+        folder,
+        flat.get("output_dir"),
+        flat.get("hub_model_id"),
+        rl,
+        stage,
+        flat.get("pref_loss"),
+    )
     words = {word for part in around if part for word in re.split(r"[^a-z0-9]+", str(part).lower())}
-    flags = {key.removesuffix("_model") for key in ("reward_model", "process_reward_model") if flat.get(key)}
+    flags = {
+        key.removesuffix("_model")
+        for key in ("reward_model", "process_reward_model")
+        if flat.get(key)
+    }
     others = (word for word in TABLES["other_tasks"].split() if word in words | flags)
     if other := next(others, None) or next(iter(flags), None):
         raise UserError(
@@ -152,7 +211,11 @@ def _convert_key(key: str, c: Conversion) -> Note:
     if target is None:
         if left_out := next((row for row in LEFT_OUT if matches(name, row[0])), None):
             _, reason, changes = left_out
-            is_off = value in (None, False, 0, "", "no") or value in ([], {}) or [name, value] in TABLES["off"]
+            is_off = (
+                value in (None, False, 0, "", "no")
+                or value in ([], {})
+                or [name, value] in TABLES["off"]
+            )
             if changes and is_off:
                 return c.drop(key, "is off in the source too")
             for names, flags in ONLY_WITH.items():
@@ -166,7 +229,9 @@ def _convert_key(key: str, c: Conversion) -> Note:
                 return c.drop(key, f"TRL's {config} has no such key")
             similar = closest(name, [*RENAMED, *known], cutoff=0.8)
             return c.add(Note(key, "unknown", f"did you mean {similar}?" if similar else ""))
-    if value is None and not (name in known and "None" in known[name].types and known[name].default is not None):
+    if value is None and not (
+        name in known and "None" in known[name].types and known[name].default is not None
+    ):
         return c.drop(key, "null has no effect")
     target = target or f"trainer.{name}"
     section, _, ours = target.partition(".")
@@ -178,7 +243,8 @@ def _convert_key(key: str, c: Conversion) -> Note:
     if section == "trainer":
         if ours not in known:
             return c.drop(key, f"TRL's {config} has no {ours}")
-        # As TRL's command line would read the text; a single value where a list is needed is a list of one.
+        # As TRL's command line would read the text; a single value where a list is needed is a list
+        # of one.
         kinds = set(known[ours].types) - {"None"}
         if kinds == {"list"} and not isinstance(value, list) and value is not None:
             value = [value]
@@ -186,7 +252,11 @@ def _convert_key(key: str, c: Conversion) -> Note:
             value = _BOOLS.get(value.lower(), value)
         elif isinstance(value, str) and kinds & {"int", "float"} and "str" not in kinds:
             value = number(value)
-            value = int(value) if isinstance(value, float) and "float" not in kinds and value.is_integer() else value
+            value = (
+                int(value)
+                if isinstance(value, float) and "float" not in kinds and value.is_integer()
+                else value
+            )
         if problem := trl.problems(c.task, {ours: value}).get(ours):
             if ours == "loss_type":  # another spelling would be another loss
                 losses = ", ".join(map(str, value)) if isinstance(value, list) else value
@@ -200,7 +270,9 @@ def _convert_key(key: str, c: Conversion) -> Note:
     if target == "optimizer.weight_decay" and value:
         effect = "the recipe applies weight decay only to matrices, but the source also to embeddings and output head "
         effect += "(optimizer.aux_weight_decay would decay norms too)"
-    explanation = target + (f": {str(value).lower()}" if word else "") + (f"; {effect}" if effect else "")
+    explanation = (
+        target + (f": {str(value).lower()}" if word else "") + (f"; {effect}" if effect else "")
+    )
     return c.rename(key, explanation, bool(effect))
 
 
@@ -210,11 +282,17 @@ def _without_removal(problem: str) -> str:
 
 
 def _add_defaults(c: Conversion, name: str) -> None:
-    """Add the keys that a recipe needs and the source leaves to its tool's defaults, or does not have."""
+    """Add the keys that a recipe needs and the source leaves to its tool's defaults, or does not
+    have.
+    """
     flat, trainer, defaults = c.flat, c.recipe["trainer"], TABLES["defaults"][c.tool]
 
     def add(section: str, key: str, value: Any, reason: str) -> None:
-        values = c.recipe[section] if section != "model.lora" else c.recipe["model"].setdefault("lora", {})
+        values = (
+            c.recipe[section]
+            if section != "model.lora"
+            else c.recipe["model"].setdefault("lora", {})
+        )
         if key not in values:
             values[key] = value
             c.ours[f"{section}.{key}"] = reason
@@ -228,18 +306,30 @@ def _add_defaults(c: Conversion, name: str) -> None:
             add("model.lora", "alpha", 2.0 * (r if isinstance(r, int) else 8), f"{c.tool} default")
         reason = "not in the source; for some architectures, PEFT's default is fewer layers"
         add("model.lora", "target_modules", "all-linear", reason)
-        is_scaled = any(flat.get(key) is True for key in _RSLORA) and isinstance(lora["alpha"], int | float)
+        is_scaled = any(flat.get(key) is True for key in _RSLORA) and isinstance(
+            lora["alpha"], int | float
+        )
         if is_scaled and isinstance(r, int) and r > 0:
             # rsLoRA multiplies the factors' product by alpha / sqrt(r), LoRA by alpha / r.
             lora["alpha"] = round(lora["alpha"] * r**0.5, 4)
     # Epochs have no effect where the source streams a number of steps.
-    streams_steps = c.tool == "Axolotl's" and flat.get("streaming") is True and flat.get("max_steps")
+    streams_steps = (
+        c.tool == "Axolotl's" and flat.get("streaming") is True and flat.get("max_steps")
+    )
     has_precision = any(flat.get(key) for key in ("fp16", "bf16", "pure_bf16"))
     for key, value in defaults["trainer"].items():
-        if not (key == "num_train_epochs" and streams_steps) and not (key == "bf16" and has_precision):
-            add("trainer", key, None if value == "null" else value, f"{c.tool} default")  # TOML has no null
+        if not (key == "num_train_epochs" and streams_steps) and not (
+            key == "bf16" and has_precision
+        ):
+            # TOML has no null
+            add("trainer", key, None if value == "null" else value, f"{c.tool} default")
     if c.tool != "TRL's" and c.task == "sft" and not c.trains_completions:
-        add("trainer", "assistant_only_loss", True, f"{c.tool} default; the chat template must mark the answers")
+        add(
+            "trainer",
+            "assistant_only_loss",
+            True,
+            f"{c.tool} default; the chat template must mark the answers",
+        )
     if trainer.get("packing") and c.tool != "Axolotl's":  # whose strategy is not TRL's
         tool = "as in LLaMA-Factory" if "finetuning_type" in flat else "TRL's default"
         reason = f"{tool}; truncates long examples (bfd_split keeps every token)"
@@ -250,16 +340,19 @@ def _add_defaults(c: Conversion, name: str) -> None:
     if c.tool == "LLaMA-Factory's":
         add("optimizer", "lr", 5e-5, "LLaMA-Factory's default")
     add("optimizer", "lr", trl.fields(c.task)["learning_rate"].default, "TRL's default")
-    add("optimizer", "weight_decay", 0.01 if c.tool == "torchtune's" else 0.0, f"{c.tool} default")  # torch's own AdamW
+    # torch's own AdamW
+    add("optimizer", "weight_decay", 0.01 if c.tool == "torchtune's" else 0.0, f"{c.tool} default")
     add("run", "output_dir", f"runs/{name}", "the run folder")
 
 
-# Keys whose value, or whose neighbours, decide their counterpart: each function writes a key into the recipe,
-# adds the note on it and returns it, or returns None for any other key.
+# Keys whose value, or whose neighbours, decide their counterpart: each function writes a key into
+# the recipe, adds the note on it and returns it, or returns None for any other key.
 
 
 def _lora(key: str, name: str, value: Any, c: Conversion) -> Note | None:
-    """Of a source that trains a new adapter, or one further, whose rank, base and layers are then its own."""
+    """Of a source that trains a new adapter, or one further, whose rank, base and layers are then
+    its own.
+    """
     if not c.trains_lora:
         return None
     model, flat = c.recipe["model"], c.flat
@@ -288,11 +381,17 @@ def _lora(key: str, name: str, value: Any, c: Conversion) -> Note | None:
         lora["target_modules"] = "all-linear"
         return c.rename(key, "model.lora.target_modules: all-linear")
     if name == "lora_task_type":
-        return c.drop(key, "soren-align trains only language models (CAUSAL_LM)", value != "CAUSAL_LM")
+        return c.drop(
+            key, "soren-align trains only language models (CAUSAL_LM)", value != "CAUSAL_LM"
+        )
     if name in _RSLORA and value is True:
         return c.rename(key, "model.lora.alpha, multiplied by sqrt(r): this gives rsLoRA's scale")
     target = TABLES["lora"].get(name)
-    if target is None and value not in (None, False, 0, "", [], {}) and matches(name, TABLES["adapters"]):
+    if (
+        target is None
+        and value not in (None, False, 0, "", [], {})
+        and matches(name, TABLES["adapters"])
+    ):
         return c.drop(key, "the recipe trains plain LoRA (model.lora), without this variant", True)
     if target is None or value in (None, []):
         return None
@@ -305,7 +404,11 @@ def _lora(key: str, name: str, value: Any, c: Conversion) -> Note | None:
         parts = value.replace(" ", "").split(",") if isinstance(value, str) else [""]
         value = parts if all(part.isidentifier() for part in parts) else value
         if isinstance(value, str) and value != "all-linear":
-            return c.drop(key, "patterns are not supported; write model.lora.target_modules as a list of names", True)
+            return c.drop(
+                key,
+                "patterns are not supported; write model.lora.target_modules as a list of names",
+                True,
+            )
     if target in ("alpha", "dropout"):
         value = number(value)
         value = float(value) if type(value) is int else value
@@ -323,9 +426,15 @@ def _quantization(key: str, name: str, value: Any, c: Conversion) -> Note | None
         reason = "model.quantize: 4bit is NF4 with double quantization"
         return c.drop(key, reason, value != TABLES["same_4bit"][name])
     if name == "quantization_method" and c.flat.get("quantization_bit") in (4, 8):
-        return c.drop(key, "soren-align quantizes weights with bitsandbytes", value not in ("bnb", "bitsandbytes"))
+        return c.drop(
+            key,
+            "soren-align quantizes weights with bitsandbytes",
+            value not in ("bnb", "bitsandbytes"),
+        )
     if name in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") and is_4bit:
-        return c.drop(key, "trainer.bf16 and trainer.fp16 set the precision of products with 4-bit weights")
+        return c.drop(
+            key, "trainer.bf16 and trainer.fp16 set the precision of products with 4-bit weights"
+        )
     return None
 
 
@@ -338,20 +447,28 @@ def _steps(key: str, name: str, value: Any, c: Conversion) -> Note | None:
     kind = {"evals_per_epoch": "eval", "saves_per_epoch": "save"}.get(name)
     if kind == "save" or (kind and "eval" in data):
         per_epoch = number(value)
-        epochs = number(next((flat[k] for k in ("num_epochs", "num_train_epochs") if flat.get(k) is not None), 1))
+        epochs = number(
+            next(
+                (flat[k] for k in ("num_epochs", "num_train_epochs") if flat.get(k) is not None), 1
+            )
+        )
         if value in (None, False, 0):
             return c.drop(key, "is off in the source too")
-        is_number = all(isinstance(n, int | float) and not isinstance(n, bool) for n in (per_epoch, epochs))
+        is_number = all(
+            isinstance(n, int | float) and not isinstance(n, bool) for n in (per_epoch, epochs)
+        )
         # One per epoch has a word: VALUES.
         if per_epoch != 1 and is_number and 1 < per_epoch * epochs <= _DIGITS:
             if flat.get(f"{kind}_steps") is not None:
                 return c.drop(key, f"{kind}_steps replaces this key")
-            # As a fraction of all steps, which is how Axolotl reads them too. Rounded down: transformers rounds the
-            # product with the number of steps up, and 0.166667 of 600 would be 101.
+            # As a fraction of all steps, which is how Axolotl reads them too. Rounded down:
+            # transformers rounds the product with the number of steps up, and 0.166667 of 600 would
+            # be 101.
             fraction = int(_DIGITS / (per_epoch * epochs)) / _DIGITS
             c.recipe["trainer"] |= {f"{kind}_strategy": "steps", f"{kind}_steps": fraction}
             return c.rename(key, f"trainer.{kind}_steps: {fraction:g} of all steps")
-    # A source is streamed here where it names its number of steps, and no number of held-out examples.
+    # A source is streamed here where it names its number of steps, and no number of held-out
+    # examples.
     steps, evaluation = number(flat.get("max_steps")), data.get("eval")
     counts_held_out = isinstance(evaluation, dict) and "examples" in evaluation
     has_steps = isinstance(steps, int | float) and steps > 0
@@ -379,28 +496,39 @@ def _attention(key: str, name: str, value: Any, c: Conversion) -> Note | None:
         names = TABLES["attentions"]
         attention = names.get(name, name) if value is True else names.get(str(value), str(value))
         if "attn_implementation" in model:
-            return c.drop(key, f"another key sets model.attn_implementation: {model['attn_implementation']}")
+            return c.drop(
+                key, f"another key sets model.attn_implementation: {model['attn_implementation']}"
+            )
         if attention_problems(attention, flat.get("use_cpu")):
             return c.drop(key, f"soren-align does not have the attention {attention}; {SDPA}")
         model["attn_implementation"] = attention
         return c.rename(key, f"model.attn_implementation: {attention}")
     if name in _PACKING and "packing" not in trl.fields(c.task):
         return None
-    if name == "neat_packing" or (name == "packing" and "finetuning_type" in flat):  # LLaMA-Factory's
+    # LLaMA-Factory's
+    if name == "neat_packing" or (name == "packing" and "finetuning_type" in flat):
         if not value:
             return c.drop(key, "examples are packed only with trainer.packing: true")
         trainer["packing"] = True
         is_neat = flat.get("neat_packing") is True
-        effect = "" if is_neat else "; packed examples attend to each other in LLaMA-Factory, but not in TRL"
+        effect = (
+            ""
+            if is_neat
+            else "; packed examples attend to each other in LLaMA-Factory, but not in TRL"
+        )
         return c.rename(key, f"trainer.packing{effect}", not is_neat)
     if name == "excess_length_strategy" and value == "truncate":
         if flat.get("sample_packing"):
             trainer["packing_strategy"] = "bfd"
             return c.rename(key, "trainer.packing_strategy: bfd, which truncates long examples")
         return c.drop(key, "TRL truncates long examples too")
-    packs = any(flat.get(key) in (True, "on", "yes", "true") for key in (*_PACKING, "sample_packing"))
+    packs = any(
+        flat.get(key) in (True, "on", "yes", "true") for key in (*_PACKING, "sample_packing")
+    )
     if name in ("eval_packing", "eval_sample_packing") and value is True and not packs:
-        return c.drop(key, "without packing in training, packed held-out examples would attend to each other")
+        return c.drop(
+            key, "without packing in training, packed held-out examples would attend to each other"
+        )
     return None
 
 
@@ -444,7 +572,11 @@ def _optimizer_and_model(key: str, name: str, value: Any, c: Conversion) -> Note
             return c.rename(key, "model.chat_template: zephyr")
         if value == "jinja" and flat.get("chat_template_jinja"):
             return c.drop(key, "chat_template_jinja sets the template")
-    if name in ("chat_template", "chat_template_jinja") and isinstance(value, str) and "{{" in value:
+    if (
+        name in ("chat_template", "chat_template_jinja")
+        and isinstance(value, str)
+        and "{{" in value
+    ):
         if c.template_path is None:
             remedy = "to use the file's template, add a DEST, beside which the import writes this template"
             return c.drop(key, f"the recipe uses the tokenizer's own chat template; {remedy}", True)
@@ -466,7 +598,10 @@ def _schedule(key: str, name: str, value: Any, c: Conversion) -> Note | None:
         return c.drop(key, "only the cosine schedule has a minimum learning rate", True)
     if name == _MIN_LR:
         least = {"min_lr_rate": number(value)}
-        c.recipe["trainer"] |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": least}
+        c.recipe["trainer"] |= {
+            "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": least,
+        }
         return c.rename(key, "trainer.lr_scheduler_kwargs")
     if name == "lr_scheduler" and has_min_lr:
         return c.rename(key, "trainer.lr_scheduler_type: cosine_with_min_lr")
@@ -476,12 +611,22 @@ def _schedule(key: str, name: str, value: Any, c: Conversion) -> Note | None:
         return c.rename(key, f"task: {c.task}")
     target = TABLES["early_stopping"].get(name)
     if target and value and {"early_stopping_patience", "early_stopping_steps"} & flat.keys():
-        if not has_eval or any(flat.get(key) in ("no", False) for key in ("eval_strategy", "evaluation_strategy")):
-            return c.drop(key, "training does not stop early, because nothing is evaluated during training", True)
+        if not has_eval or any(
+            flat.get(key) in ("no", False) for key in ("eval_strategy", "evaluation_strategy")
+        ):
+            return c.drop(
+                key,
+                "training does not stop early, because nothing is evaluated during training",
+                True,
+            )
         c.recipe["run"].setdefault("early_stopping", {})[target] = number(value)
         return c.rename(key, f"run.early_stopping.{target}")
     if matches(name, TABLES["needs_eval"]) and not has_eval and value not in (None, False, "no", 0):
-        return c.drop(key, "has no effect without held-out examples; add data.eval", name == "load_best_model_at_end")
+        return c.drop(
+            key,
+            "has no effect without held-out examples; add data.eval",
+            name == "load_best_model_at_end",
+        )
     return None
 
 

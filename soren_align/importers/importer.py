@@ -1,4 +1,6 @@
-"""Import another tool's file: the recipe as commented YAML, and a table of the outcome of every key."""
+"""Import another tool's file: the recipe as commented YAML, and a table of the outcome of every
+key.
+"""
 
 import textwrap
 from pathlib import Path
@@ -28,18 +30,26 @@ examples. For N examples, write `global_batch_size: N`. To shard the model, writ
 _EVAL = "# eval: {suite: open-llm-leaderboard-v1}     # evaluates the model and its starting checkpoint\n"
 
 
-def import_file(path: Path, task: TaskName | None = None, template_file: Path | None = None) -> tuple[str, str]:
+def import_file(
+    path: Path, task: TaskName | None = None, template_file: Path | None = None
+) -> tuple[str, str]:
     """The recipe as YAML, which `load` accepts, and the table of the outcome of each key.
 
-    task: sft or dpo, instead of the file's own. template_file: where an inline chat template is written, if there is
-    one; None: it is left out. Models, data and suites that are not here are listed under the table. Raises UserError,
-    with every mistake, for a file that is not YAML, is for another task, or gives an invalid recipe; then nothing is
-    written.
+    task: sft or dpo, instead of the file's own. template_file: where an inline chat template is
+    written, if there is one; None: it is left out. Models, data and suites that are not here are
+    listed under the table. Raises UserError, with every mistake, for a file that is not YAML, is
+    for another task, or gives an invalid recipe; then nothing is written.
     """
     source = parse(read_text(path), path.name).content
     try:
         source = with_datasets(source, path.resolve().parent)
-        conversion = convert(source, path.stem, path.resolve().parent.name, task, template_file and str(template_file))
+        conversion = convert(
+            source,
+            path.stem,
+            path.resolve().parent.name,
+            task,
+            template_file and str(template_file),
+        )
     except UserError as error:
         raise UserError(*(f"{path.name}: {problem}" for problem in error.problems)) from None
     text = to_text(conversion, path.name)
@@ -52,7 +62,9 @@ def import_file(path: Path, task: TaskName | None = None, template_file: Path | 
     except UserError as error:
         if template_file is not None and conversion.template is not None:
             template_file.unlink()
-        remedy = f"{path.name}: nothing was written; correct this file, and run the same command again"
+        remedy = (
+            f"{path.name}: nothing was written; correct this file, and run the same command again"
+        )
         raise UserError(*error.problems, *missing, remedy) from None
     table = to_table(conversion, path.name)
     if missing:
@@ -64,7 +76,10 @@ def import_file(path: Path, task: TaskName | None = None, template_file: Path | 
 def to_text(conversion: Conversion, name: str) -> str:
     """The recipe as YAML; values that are not from the source are marked `# ours`."""
     recipe = CommentedMap({"task": conversion.task})
-    forms = {"model": Model, "optimizer": OPTIMIZER_SECTIONS[conversion.recipe["optimizer"]["name"]]}
+    forms = {
+        "model": Model,
+        "optimizer": OPTIMIZER_SECTIONS[conversion.recipe["optimizer"]["name"]],
+    }
     for section, values in conversion.recipe.items():
         order = list(forms.get(section, Run).model_fields)
         rank = {key: order.index(key) for key in values if key in order}
@@ -80,9 +95,15 @@ def to_text(conversion: Conversion, name: str) -> str:
     ]
     if changes:
         lines.append("Changes to the training:")
-        lines += [line for c in changes for line in textwrap.wrap(c, 100, initial_indent="- ", subsequent_indent="  ")]
+        lines += [
+            line
+            for c in changes
+            for line in textwrap.wrap(c, 100, initial_indent="- ", subsequent_indent="  ")
+        ]
     if unknown := [note.key for note in conversion.notes if note.outcome == "unknown"]:
-        lines += textwrap.wrap(_one_line(f"Unknown keys, which are left out: {', '.join(unknown)}"), 100)
+        lines += textwrap.wrap(
+            _one_line(f"Unknown keys, which are left out: {', '.join(unknown)}"), 100
+        )
     return "".join(f"# {line}\n" for line in lines) + dump(recipe) + "\n" + _EVAL
 
 
@@ -107,10 +128,19 @@ def _one_line(text: str) -> str:
 
 def to_table(conversion: Conversion, name: str) -> str:
     """The outcome of each key, 80 columns wide: first the keys that change the training."""
-    parts = {"changes to the training": [note for note in conversion.notes if note.changes_training]}
+    parts = {
+        "changes to the training": [note for note in conversion.notes if note.changes_training]
+    }
     others = [note for note in conversion.notes if not note.changes_training]
-    titles = {"unknown": "unknown keys, which are left out", "renamed": "renamed", "dropped": "dropped"}
-    parts |= {title: [note for note in others if note.outcome == outcome] for outcome, title in titles.items()}
+    titles = {
+        "unknown": "unknown keys, which are left out",
+        "renamed": "renamed",
+        "dropped": "dropped",
+    }
+    parts |= {
+        title: [note for note in others if note.outcome == outcome]
+        for outcome, title in titles.items()
+    }
     lines = [f"{name} as a recipe for soren-align {conversion.task}"]
     for title, notes in parts.items():
         if notes:
@@ -135,4 +165,6 @@ def _grouped(notes: list[Note]) -> list[tuple[list[str], str]]:
 
 def _wrapped(text: str, indent: int) -> list[str]:
     pad = " " * indent
-    return textwrap.wrap(text, _WIDTH, initial_indent=pad, subsequent_indent=pad, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=pad, subsequent_indent=pad, break_on_hyphens=False
+    )

@@ -8,11 +8,18 @@ from typing import Any, Literal
 
 from ..tasks import TaskName
 
-TABLES: dict[str, Any] = tomllib.loads((Path(__file__).parent / "keys.toml").read_text(encoding="utf-8"))
+TABLES: dict[str, Any] = tomllib.loads(
+    (Path(__file__).parent / "keys.toml").read_text(encoding="utf-8")
+)
 RENAMED: dict[str, str] = TABLES["renamed"]
 """Other names of the same setting: name -> the recipe's key."""
-VALUES = {(name, row[0]): (row[1], "".join(row[2:])) for name, rows in TABLES["values"].items() for row in rows}
-"""Other names of the same value: (the source's key, its value) -> (the recipe's value, its effect on the training)."""
+VALUES = {
+    (name, row[0]): (row[1], "".join(row[2:]))
+    for name, rows in TABLES["values"].items()
+    for row in rows
+}
+"""Other names of the same value: (the source's key, its value) -> (the recipe's value, its effect
+on the training)."""
 ADAPTERS = (
     "of all adapters, only plain LoRA is supported (model.lora). The recipe trains all weights instead; lower "
     "optimizer.lr, because learning rates for adapters are usually ten times those for all weights"
@@ -21,7 +28,9 @@ LEFT_OUT = [(names, reason, False) for reason, names in TABLES["dropped"].items(
 LEFT_OUT += [(TABLES["adapters"], ADAPTERS, True)]
 LEFT_OUT += [(names, reason, True) for reason, names in TABLES["changes"].items()]
 """(names, reason, whether the trained weights change unless the key was off in the source)."""
-ONLY_WITH: dict[str, list[str]] = {TABLES["adapters"]: ["use_peft", "adapter"]} | TABLES["only_with"]
+ONLY_WITH: dict[str, list[str]] = {TABLES["adapters"]: ["use_peft", "adapter"]} | TABLES[
+    "only_with"
+]
 """Without effect unless one of these is set: names -> keys."""
 START = ("adapter_name_or_path", "lora_model_dir")
 """Keys of the adapter that is trained further."""
@@ -60,7 +69,8 @@ class Conversion:
     template: str | None = None
     """The inline template to write there."""
     trains_completions: bool = False
-    """Whether all examples are read as prompts and completions, of which the completions alone are trained anyway."""
+    """Whether all examples are read as prompts and completions, of which the completions alone are
+    trained anyway."""
 
     @property
     def trains_lora(self) -> bool:
@@ -75,7 +85,11 @@ class Conversion:
     def start(self) -> str | None:
         """The adapter that the source trains further; None if it trains a new one."""
         path = next((self.flat[key] for key in START if self.flat.get(key)), None)
-        return path if isinstance(path, str) and "," not in path and not self.flat.get("create_new_adapter") else None
+        return (
+            path
+            if isinstance(path, str) and "," not in path and not self.flat.get("create_new_adapter")
+            else None
+        )
 
     def add(self, note: Note) -> Note:
         """Add and return a note."""
@@ -97,7 +111,9 @@ def matches(name: str, names: str) -> bool:
 
 
 def number(value: Any) -> Any:
-    """The number in a text, such as 1e-6, which YAML 1.1 reads as text; any other value unchanged."""
+    """The number in a text, such as 1e-6, which YAML 1.1 reads as text; any other value
+    unchanged.
+    """
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

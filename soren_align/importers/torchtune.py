@@ -1,8 +1,8 @@
 """Read a torchtune config as the flat keys of the other tools, which the engine converts.
 
-torchtune's YAML has sections with `_component_`, the path of a class, and its arguments. keys.toml has its keys with
-one counterpart; the functions here are for components, whose class decides. Read at commit bd2a0fc; torchtune is no
-longer developed.
+torchtune's YAML has sections with `_component_`, the path of a class, and its arguments. keys.toml
+has its keys with one counterpart; the functions here are for components, whose class decides. Read
+at commit bd2a0fc; torchtune is no longer developed.
 """
 
 import json
@@ -48,7 +48,11 @@ class Torchtune:
             inside = re.fullmatch(r"(?:datasets|dataset_val)\[(\d+)\]\.(\w+)", note.key)
             key = self.names.get(note.key, note.key)
             if inside:
-                place = f"dataset[{inside[1]}]" if f"dataset[{inside[1]}].{_COMPONENT}" in self.source else "dataset"
+                place = (
+                    f"dataset[{inside[1]}]"
+                    if f"dataset[{inside[1]}].{_COMPONENT}" in self.source
+                    else "dataset"
+                )
                 key = f"{place}.{_COMPONENT if inside[2] == 'type' else inside[2]}"
             is_renamed = note.outcome == "unchanged" and key != note.key
             explanation = f"trainer.{note.key}" if is_renamed else note.explanation
@@ -65,7 +69,8 @@ class Torchtune:
 
 
 def read(source: dict[str, Any]) -> Torchtune | None:
-    """The config as keys of the other tools; None if no section of the file is a component of torchtune.
+    """The config as keys of the other tools; None if no section of the file is a component of
+    torchtune.
 
     Raises UserError for a training that is neither SFT nor DPO on texts.
     """
@@ -74,7 +79,9 @@ def read(source: dict[str, Any]) -> Torchtune | None:
     tune = Torchtune(_resolved(source))
     for key, method in _TABLE["other_methods"].items():
         if key in source:
-            raise UserError(f"{key}: this file trains with {method}, but only SFT and DPO on texts are supported")
+            raise UserError(
+                f"{key}: this file trains with {method}, but only SFT and DPO on texts are supported"
+            )
     loss = _component(tune, "loss")
     if loss.startswith("DPO"):
         tune.task = "dpo"
@@ -85,23 +92,40 @@ def read(source: dict[str, Any]) -> Torchtune | None:
         tune.put("use_peft", True, key)
         if name.startswith("qlora_"):
             tune.put("load_in_4bit", True, key)
-        modules = [_MODULES.get(module, module) for module in tune.source.get("model.lora_attn_modules") or ()]
+        modules = [
+            _MODULES.get(module, module)
+            for module in tune.source.get("model.lora_attn_modules") or ()
+        ]
         modules += _MLP if tune.source.get("model.apply_lora_to_mlp") else []
         tune.put("lora_target_modules", modules, "model.lora_attn_modules")
         if "model.apply_lora_to_mlp" in tune.source:
-            tune.notes.append(Note("model.apply_lora_to_mlp", "renamed", "model.lora.target_modules"))
+            tune.notes.append(
+                Note("model.apply_lora_to_mlp", "renamed", "model.lora.target_modules")
+            )
     elif name:
         tune.notes.append(Note(key, "dropped", "checkpointer.checkpoint_dir names the model"))
     if optimizer := _component(tune, "optimizer"):
         tune.put("optim", _TABLE["optimizers"].get(optimizer, optimizer), f"optimizer.{_COMPONENT}")
     betas = tune.source.get("optimizer.betas")
-    for name, value in zip(("adam_beta1", "adam_beta2"), betas if isinstance(betas, list) else (), strict=False):
+    for name, value in zip(
+        ("adam_beta1", "adam_beta2"), betas if isinstance(betas, list) else (), strict=False
+    ):
         tune.put(name, value, "optimizer.betas")
     if schedule := _component(tune, "lr_scheduler"):
-        tune.put("lr_scheduler_type", "cosine" if "cosine" in schedule else schedule, f"lr_scheduler.{_COMPONENT}")
-    entries = source["dataset"] if isinstance(source.get("dataset"), list) else [source.get("dataset")]
+        tune.put(
+            "lr_scheduler_type",
+            "cosine" if "cosine" in schedule else schedule,
+            f"lr_scheduler.{_COMPONENT}",
+        )
+    entries = (
+        source["dataset"] if isinstance(source.get("dataset"), list) else [source.get("dataset")]
+    )
     if entries != [None]:
-        places = [f"dataset[{index}]" for index in range(len(entries))] if len(entries) > 1 else ["dataset"]
+        places = (
+            [f"dataset[{index}]" for index in range(len(entries))]
+            if len(entries) > 1
+            else ["dataset"]
+        )
         tune.put("datasets", [_entry(tune, place) for place in places], "dataset")
     if "dataset_val" in source:
         tune.put("test_datasets", [_entry(tune, "dataset_val")], "dataset_val")
@@ -128,7 +152,9 @@ def read(source: dict[str, Any]) -> Torchtune | None:
         if row is None:
             tune.notes.append(Note(key, "unknown"))
         else:
-            tune.notes.append(Note(key, "dropped", row[1], row[2] and value not in (None, False, 0, "", [])))
+            tune.notes.append(
+                Note(key, "dropped", row[1], row[2] and value not in (None, False, 0, "", []))
+            )
     return tune
 
 
@@ -140,14 +166,20 @@ def _resolved(source: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in source.items():
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
-            flat |= {f"{key}[{index}].{k}": v for index, entry in enumerate(value) for k, v in entry.items()}
+            flat |= {
+                f"{key}[{index}].{k}": v
+                for index, entry in enumerate(value)
+                for k, v in entry.items()
+            }
         elif isinstance(value, dict) and value:
             flat |= {f"{key}.{k}": v for k, v in value.items()}
         else:
             flat[str(key)] = value
 
     values = json.dumps(flat, ensure_ascii=False)
-    return json.loads(re.sub(r"\$\{([\w.]+)\}", lambda m: json.dumps(str(flat.get(m[1], m[0])))[1:-1], values))
+    return json.loads(
+        re.sub(r"\$\{([\w.]+)\}", lambda m: json.dumps(str(flat.get(m[1], m[0])))[1:-1], values)
+    )
 
 
 def _component(tune: Torchtune, section: str) -> str:
@@ -156,23 +188,41 @@ def _component(tune: Torchtune, section: str) -> str:
 
 
 def _entry(tune: Torchtune, place: str) -> dict[str, Any]:
-    """A dataset as an entry of `datasets`, with the recipe's columns. Raises UserError for an unknown class."""
-    keys = {key.removeprefix(place + "."): value for key, value in tune.source.items() if key.startswith(place + ".")}
+    """A dataset as an entry of `datasets`, with the recipe's columns.
+    Raises UserError for an unknown class.
+    """
+    keys = {
+        key.removeprefix(place + "."): value
+        for key, value in tune.source.items()
+        if key.startswith(place + ".")
+    }
     name = str(keys.pop(_COMPONENT, None) or "").rpartition(".")[2]
     if name not in _TABLE["datasets"]:
         known = ", ".join(_TABLE["datasets"])
-        raise UserError(f"{place}.{_COMPONENT}: found {name or 'no class'}; write one of {known}, or convert by hand")
-    kind, path, columns = (_TABLE["datasets"][name].get(key) for key in ("kind", "source", "columns"))
+        raise UserError(
+            f"{place}.{_COMPONENT}: found {name or 'no class'}; write one of {known}, or convert by hand"
+        )
+    kind, path, columns = (
+        _TABLE["datasets"][name].get(key) for key in ("kind", "source", "columns")
+    )
     columns = dict(columns or {})
     own: Any = keys.get("column_map") if isinstance(keys.get("column_map"), dict) else {}
     theirs = {"input": "instruction", "output": "output"} if kind == "instruct" else {}
     columns |= {theirs.get(column, column): value for column, value in own.items()}
-    if kind == "chat" and keys.get("conversation_column") not in (None, "messages", "conversations"):
+    if kind == "chat" and keys.get("conversation_column") not in (
+        None,
+        "messages",
+        "conversations",
+    ):
         columns["messages"] = keys["conversation_column"]
     if kind == "text" and keys.get("column") not in (None, "text"):
         columns["text"] = keys["column"]
-    entry = {"path": keys.get("source") or path, **{key: keys[key] for key in _PASSED if keys.get(key)}}
-    if kind in ("alpaca", "instruct"):  # whose prompts are not trained by default, unlike those of alpaca_dataset
+    entry = {
+        "path": keys.get("source") or path,
+        **{key: keys[key] for key in _PASSED if keys.get(key)},
+    }
+    # whose prompts are not trained by default, unlike those of alpaca_dataset
+    if kind in ("alpaca", "instruct"):
         entry["type"] = "alpaca"
     if columns:
         entry["names"] = {"columns": columns}

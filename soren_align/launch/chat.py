@@ -1,6 +1,8 @@
-"""A conversation with one model or two: questions from a terminal, from options or from a pipe, answers streamed.
+"""A conversation with one model or two: questions from a terminal, from options or from a pipe,
+answers streamed.
 
-The models are loaded as for an evaluation: an adapter merged with its base, every weight from a file.
+The models are loaded as for an evaluation: an adapter merged with its base, every weight from a
+file.
 """
 
 import re
@@ -20,7 +22,13 @@ from transformers import TextStreamer
 from ..core.errors import UserError, as_user_error, printable
 from ..core.text import Terminal, print_labelled
 from ..data.rendering import template_errors
-from ..evaluate.run.backends import BackendSettings, base_folder, load_lm, load_tokenizer, model_folder
+from ..evaluate.run.backends import (
+    BackendSettings,
+    base_folder,
+    load_lm,
+    load_tokenizer,
+    model_folder,
+)
 from ..evaluate.run.lineage import lineage
 from ..run.quantized import quantization_of
 from ..run.weights import load_config
@@ -43,29 +51,40 @@ class ChatModel:
     """A model in memory, its tokenizer and its context length."""
 
     def __init__(self, name: str, path: str | Path, dtype: str | None = None):
-        """Load the model. name: for messages. path: see `model_folder`. dtype: None: the one in its config."""
+        """Load the model.
+        name: for messages. path: see `model_folder`. dtype: None: the one in its config.
+        """
         self.name = name
         folder = model_folder(path)
         config = load_config(str(base_folder(folder) or folder))
         dtype = dtype or str(config.dtype or torch.float32).removeprefix("torch.")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer = load_tokenizer(folder)
-        self.has_template = bool(self.tokenizer.chat_template)  # without one the model completes plain text
+        # without one the model completes plain text
+        self.has_template = bool(self.tokenizer.chat_template)
         lm = load_lm(folder, self.tokenizer, BackendSettings("hf", dtype, device, 1))
         self.model, self.context = lm.model, lm.max_length
         quantized = quantization_of(self.model)
-        self.precision = dtype if quantized is None else f"{quantized['quantize']} ({quantized['type']})"
+        self.precision = (
+            dtype if quantized is None else f"{quantized['quantize']} ({quantized['type']})"
+        )
 
     def tokens(self, turns: list[dict[str, str]]) -> torch.Tensor:
-        """Return the prompt for an answer to the last turn, [1, length]. Without a template it is that turn's text."""
+        """Return the prompt for an answer to the last turn, [1, length].
+        Without a template it is that turn's text.
+        """
         if not self.has_template:
             return self.tokenizer(turns[-1]["content"], return_tensors="pt").input_ids
         with template_errors(f"{self.name}: the chat template"):
-            text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=False
+            )
         return self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
 
     @torch.inference_mode()
-    def generate(self, prompt: torch.Tensor, stream: "_Stream", max_new_tokens: int, temperature: float) -> None:
+    def generate(
+        self, prompt: torch.Tensor, stream: "_Stream", max_new_tokens: int, temperature: float
+    ) -> None:
         """Generate into `stream` until the model ends its answer. temperature 0: greedy."""
         own = self.model.generation_config.eos_token_id
         ends = {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
@@ -85,21 +104,29 @@ class ChatModel:
 class Conversation:
     """The turns of one conversation with a model, kept within its context."""
 
-    def __init__(self, model: ChatModel, system: str | None, max_new_tokens: int, temperature: float):
+    def __init__(
+        self, model: ChatModel, system: str | None, max_new_tokens: int, temperature: float
+    ):
         self.model, self.max_new_tokens, self.temperature = model, max_new_tokens, temperature
         self.reserved = min(max_new_tokens, model.context // 4)
         self.system = [{"role": "system", "content": system}] if system else []
         self.turns: list[dict[str, str]] = []
 
     def ask(self, question: str, on_text: OnText, on_notice: OnText) -> str:
-        """Stream the answer, word by word, to `on_text` and return it. It stays in the history, also if interrupted.
+        """Stream the answer, word by word, to `on_text` and return it.
+        It stays in the history, also if interrupted.
 
-        The oldest questions are dropped until the prompt leaves room for an answer: max_new_tokens, or a quarter of the
-        context if it is less. The last question stays in any case, and its answer has the remaining room.
-        on_notice: called with a sentence if the history is cut. Raises UserError if the question alone is too long.
+        The oldest questions are dropped until the prompt leaves room for an answer: max_new_tokens,
+        or a quarter of the context if it is less. The last question stays in any case, and its
+        answer has the remaining room.
+        on_notice: called with a sentence if the history is cut. Raises UserError if the question
+        alone is too long.
         """
         model, before = self.model, self.turns
-        self.turns = [*(before if model.has_template else []), {"role": "user", "content": question}]
+        self.turns = [
+            *(before if model.has_template else []),
+            {"role": "user", "content": question},
+        ]
         total = len(self.turns) // 2
         try:
             with as_user_error(f"{model.name}: its tokenizer fails", Exception):
@@ -122,7 +149,8 @@ class Conversation:
             raise
         stream = _Stream(model.tokenizer, on_text)
         try:
-            # Of values in config.json that are read only now; not OSError, which the terminal raises.
+            # Of values in config.json that are read only now; not OSError, which the terminal
+            # raises.
             with as_user_error(f"{model.name}: cannot answer", *_IN_USE):
                 room = model.context - prompt.shape[1]
                 model.generate(prompt, stream, min(self.max_new_tokens, room), self.temperature)
@@ -151,13 +179,18 @@ class _Stream(TextStreamer):
 
 
 def converse(
-    model: str, compare: str | None, dtype: str | None, prompts: Sequence[str], console: Console, **settings: Any
+    model: str,
+    compare: str | None,
+    dtype: str | None,
+    prompts: Sequence[str],
+    console: Console,
+    **settings: Any,
 ) -> None:
-    """Load a model, and one beside it, and answer prompts, each in a conversation of its own; several are printed
-    before their answers.
+    """Load a model, and one beside it, and answer prompts, each in a conversation of its own;
+    several are printed before their answers.
 
-    Without prompts, ask for questions until Ctrl-D or Ctrl-C; Ctrl-C during an answer only stops that answer. compare:
-    a second model, or START. settings: of `Conversation`.
+    Without prompts, ask for questions until Ctrl-D or Ctrl-C; Ctrl-C during an answer only stops
+    that answer. compare: a second model, or START. settings: of `Conversation`.
     """
     rows = lineage(model)
     if compare == START:
@@ -171,14 +204,21 @@ def converse(
         rows = [rows[-1], *([lineage(compare)[-1]] if compare else [])]
     if len(rows) == 2 and rows[0][0] == rows[1][0]:
         rows = [(str(path), path) for _, path in rows]
-    torch.seed()  # torch's own seed is the same in every process: the same "random" answer every time
+    # torch's own seed is the same in every process: the same "random" answer every time
+    torch.seed()
     conversations = []
     for name, path in rows:
         with console.status(f"Loading {name}"):
             loaded = ChatModel(name, path, dtype)
         conversations.append(Conversation(loaded, **settings))
-        template = "its chat template" if loaded.has_template else "no chat template, so the model completes plain text"
-        text = f"{name}: {path}, {loaded.precision}, context of {loaded.context:,} tokens, {template}"
+        template = (
+            "its chat template"
+            if loaded.has_template
+            else "no chat template, so the model completes plain text"
+        )
+        text = (
+            f"{name}: {path}, {loaded.precision}, context of {loaded.context:,} tokens, {template}"
+        )
         print_labelled(console, "model", printable(text))
     for number, prompt in enumerate(prompts):
         if len(prompts) > 1:
@@ -226,7 +266,9 @@ def _answer(conversations: Sequence[Conversation], question: str, console: Conso
             console.print(EMPTY, highlight=False)
 
 
-def answer_side_by_side(conversations: Sequence[Conversation], question: str, terminal: Terminal) -> None:
+def answer_side_by_side(
+    conversations: Sequence[Conversation], question: str, terminal: Terminal
+) -> None:
     """Stream the answers into a column each, one after the other."""
     texts, notices = [""] * len(conversations), list[str]()
 
@@ -252,7 +294,8 @@ def answer_side_by_side(conversations: Sequence[Conversation], question: str, te
 
 
 def without_blank_lines(write: OnText) -> OnText:
-    """Return `write` for an answer without the blank lines around it; of those inside two at most, as in code.
+    """Return `write` for an answer without the blank lines around it; of those inside two at most,
+    as in code.
 
     Untrained models make hundreds of them.
     """
@@ -264,7 +307,9 @@ def without_blank_lines(write: OnText) -> OnText:
         if not (body := blank.rstrip()):  # blank up to now: whether text follows is unknown
             return
         blank = blank[len(body) :]
-        write(_MANY_BLANK_LINES.sub("\n\n\n", body if has_begun else _FIRST_BLANK_LINES.sub("", body)))
+        write(
+            _MANY_BLANK_LINES.sub("\n\n\n", body if has_begun else _FIRST_BLANK_LINES.sub("", body))
+        )
         has_begun = True
 
     return write_text

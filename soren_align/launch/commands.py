@@ -1,6 +1,7 @@
 """Run a command in this process: check its recipe without torch, then import torch and work.
 
-Whatever can be refused without torch is refused first. Only training on several ranks starts other processes.
+Whatever can be refused without torch is refused first. Only training on several ranks starts other
+processes.
 """
 
 import json
@@ -20,9 +21,25 @@ from ..core.files import read_json
 from ..core.optimizer_settings import ERROR, FORMULA_RESOLUTION, NORMALIZATIONS, POSITIVE
 from ..core.signals import deferred
 from ..core.silence import quiet_libraries
-from ..core.text import Terminal, counting, join_words, loading, print_labelled, stderr_console, working
+from ..core.text import (
+    Terminal,
+    counting,
+    join_words,
+    loading,
+    print_labelled,
+    stderr_console,
+    working,
+)
 from ..evaluate.suite.suites import check_suites
-from ..recipe import Recipe, accumulation, adapter_config, load_resolved, parallel, recorded_quantization, trainer_value
+from ..recipe import (
+    Recipe,
+    accumulation,
+    adapter_config,
+    load_resolved,
+    parallel,
+    recorded_quantization,
+    trainer_value,
+)
 from ..recipe.model import refuse_unloadable, refuse_unquantizable, refuse_unreachable
 from ..run import lock
 from ..run.folder import AFTER_DIVERGENCE, STOPPED, RunFolder, now
@@ -36,11 +53,12 @@ RECORDING_SECONDS = 5.0
 
 
 def train(recipe: Recipe, processes: int | None = None) -> int:
-    """Train a recipe, then evaluate the model. Returns the exit code: 0, 1 if the training diverged, or 130 if a signal
-    stopped it.
+    """Train a recipe, then evaluate the model.
+    Returns the exit code: 0, 1 if the training diverged, or 130 if a signal stopped it.
 
-    Trains in this process, or starts torchrun for several `processes`. Under a launcher this process is one rank, and
-    the first rank prepares the run folder. Raises UserError if the folder cannot be used or the batch not divided.
+    Trains in this process, or starts torchrun for several `processes`. Under a launcher this
+    process is one rank, and the first rank prepares the run folder. Raises UserError if the folder
+    cannot be used or the batch not divided.
     """
     rank = rank_from_environment()
     if rank and processes not in (None, rank.num_ranks):
@@ -57,7 +75,10 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
     try:
         try:
             if rank is None or rank.rank == 0:
-                if recipe.run.overwrite or (folder.read() or {}).get("status") in (None, "training"):
+                if recipe.run.overwrite or (folder.read() or {}).get("status") in (
+                    None,
+                    "training",
+                ):
                     refuse_unreachable(recipe)
                 prepare(folder, recipe, num_ranks)
                 # Before torch is imported, which takes seconds.
@@ -71,7 +92,9 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
             refusal = error  # raised where the other ranks learn of it
         single = num_ranks == 1 and recipe.run.parallel == "ddp"
         here = single or rank is not None or folder.record()["status"] == "trained"
-        set_environment(recipe, num_ranks if rank or not here else 1, is_rank=rank is not None and not single)
+        set_environment(
+            recipe, num_ranks if rank or not here else 1, is_rank=rank is not None and not single
+        )
         if here:
             return train_here(folder, timeout_seconds, refusal)
         return _start_ranks(folder, num_ranks, timeout_seconds)
@@ -83,10 +106,11 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
 
 
 def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | None = None) -> int:
-    """Train and evaluate in this process, which may be one rank of several. Returns the exit code: 0, 1 or 130.
+    """Train and evaluate in this process, which may be one rank of several.
+    Returns the exit code: 0, 1 or 130.
 
-    Steps that are done already, by run.json's status, are skipped. The first rank alone writes and prints. refusal: its
-    error before the ranks were joined, which all raise.
+    Steps that are done already, by run.json's status, are skipped. The first rank alone writes and
+    prints. refusal: its error before the ranks were joined, which all raise.
     """
     console = stderr_console(quiet=int(os.environ.get("RANK", "0")) > 0)
     with deferred(), loading(console, "Loading torch, transformers and TRL"):
@@ -96,29 +120,42 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
         from ..training import setup as training_setup
     number = os.environ.get("WORLD_SIZE", "1")
     with quiet_libraries():
-        with loading(console, f"Waiting for all {number} processes") if number != "1" else nullcontext():
+        with (
+            loading(console, f"Waiting for all {number} processes")
+            if number != "1"
+            else nullcontext()
+        ):
             init_process_group(timeout_seconds)
         ranks = current_ranks()
         with ranks.main_process_first():
             if refusal:
                 raise refusal
-        recipe = load_resolved(folder.recipe)  # after joining: the first rank may just have written it
+        # after joining: the first rank may just have written it
+        recipe = load_resolved(folder.recipe)
         recording = _recording_errors(folder) if ranks.is_first else nullcontext()
         with recording, watched(ranks, partial(_end_without, folder, ranks.is_first)):
             if ranks.is_first:
                 folder.forget_failure()
             if ranks.broadcast(folder.record()["status"] if ranks.is_first else None) != "trained":
                 benchmark = None
-                with working(console, "Checking data and evaluation") as show, ranks.main_process_first():
-                    setup = training_setup.set_up_training(recipe, folder, counting(show, "Counting tokens"), ranks)
-                    if recipe.eval and ranks.is_first:  # before training: whether the evaluation after it could run
+                with (
+                    working(console, "Checking data and evaluation") as show,
+                    ranks.main_process_first(),
+                ):
+                    setup = training_setup.set_up_training(
+                        recipe, folder, counting(show, "Counting tokens"), ranks
+                    )
+                    # before training: whether the evaluation after it could run
+                    if recipe.eval and ranks.is_first:
                         from ..evaluate.report.results import refuse_foreign
                         from ..evaluate.run import stage
 
                         refuse_foreign(stage.output_of(folder, recipe.eval), [])
                         show("Checking evaluation")
                         inputs = recipe.eval, setup.recipe.model, setup.start, setup.tokenizer
-                        _, notices = stage.preflight(*inputs, lambda name: show(f"Checking evaluation: {name}"))
+                        _, notices = stage.preflight(
+                            *inputs, lambda name: show(f"Checking evaluation: {name}")
+                        )
                         for notice in notices:
                             print_labelled(console, "notice", notice)
                     if recipe.run.benchmark:  # on every rank: each answers a share of the questions
@@ -140,11 +177,11 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
 def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_here: bool) -> int:
     """Write the card, evaluate, and set the run's status to finished. Returns the exit code, 0.
 
-    A training that diverged is not evaluated: its status is diverged and the exit code 1, or 0 of a rank whose launcher
-    is ours, which reads the status.
+    A training that diverged is not evaluated: its status is diverged and the exit code 1, or 0 of a
+    rank whose launcher is ours, which reads the status.
 
-    After training on several ranks, a new program evaluates in place of this process: torch, accelerate and DeepSpeed
-    cannot return to a single process.
+    After training on several ranks, a new program evaluates in place of this process: torch,
+    accelerate and DeepSpeed cannot return to a single process.
     """
     from ..publish.card import write_card
     from ..run.curves import draw_curves, read_curves
@@ -183,14 +220,21 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
     elif result := describe_result(folder.record("training")["training"]):
         print_labelled(console, "result", result)
     folder.update(status="finished", finished=now(), last_error=None)
-    files = ["recipe.yaml", "model/", "model/README.md", *[folder.curves.name] * folder.curves.is_file()]
+    files = [
+        "recipe.yaml",
+        "model/",
+        "model/README.md",
+        *[folder.curves.name] * folder.curves.is_file(),
+    ]
     print_labelled(console, "done", f"{folder} ({', '.join(files)})", wrap=False)
     print_next(console, folder, folder.record())
     return 0
 
 
 def _end_without(folder: RunFolder, is_first: bool, error: LostRankError) -> None:
-    """End this rank, whose main thread waits for a lost host: print the error, and write it into run.json."""
+    """End this rank, whose main thread waits for a lost host: print the error, and write it into
+    run.json.
+    """
     code = report(error)
     if is_first:
         # A shared file system may be out of reach too, and its calls then wait.
@@ -202,7 +246,9 @@ def _end_without(folder: RunFolder, is_first: bool, error: LostRankError) -> Non
 
 @contextmanager
 def _recording_errors(folder: RunFolder) -> Iterator[None]:
-    """Hold the run folder, and write a UserError into run.json, or a failure of the machine as one."""
+    """Hold the run folder, and write a UserError into run.json, or a failure of the machine as
+    one.
+    """
     if not folder.is_locked():
         folder.lock(as_rank=True)  # its launcher holds the folder
     try:
@@ -219,9 +265,10 @@ def _recording_errors(folder: RunFolder) -> Iterator[None]:
 def record_stop(folder: RunFolder, *, requeue: bool) -> None:
     """Write into run.json that a signal stopped the run, if this process holds its folder.
 
-    requeue: also create the file that SOREN_ALIGN_STOPPED names, at which configs/slurm/train.sbatch requeues the job.
-    srun's exit code is no sign of a stop: it ends the other ranks when one has ended. Not if another rank may have
-    failed, at which srun sends SIGTERM to this one.
+    requeue: also create the file that SOREN_ALIGN_STOPPED names, at which
+    configs/slurm/train.sbatch requeues the job. srun's exit code is no sign of a stop: it ends the
+    other ranks when one has ended. Not if another rank may have failed, at which srun sends SIGTERM
+    to this one.
     """
     if not folder.is_locked():
         return
@@ -251,11 +298,20 @@ def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> i
     return failure.code
 
 
-def plan(recipe: Recipe, next_command: str, *, full: bool, as_json: bool, processes: int, as_far_as: str | None) -> int:
-    """Print what `train` would do with this number of processes: a summary, or all of it. Returns the exit code.
+def plan(
+    recipe: Recipe,
+    next_command: str,
+    *,
+    full: bool,
+    as_json: bool,
+    processes: int,
+    as_far_as: str | None,
+) -> int:
+    """Print what `train` would do with this number of processes: a summary, or all of it.
+    Returns the exit code.
 
-    next_command: the one that trains the recipe; printed last, unless training would not start. as_far_as: a finished
-    run, whose distance the plan compares; see `planning.distance`.
+    next_command: the one that trains the recipe; printed last, unless training would not start.
+    as_far_as: a finished run, whose distance the plan compares; see `planning.distance`.
     """
     accumulation(recipe, processes)  # raises before torch is imported
     check_suites(recipe)
@@ -286,9 +342,11 @@ def plan(recipe: Recipe, next_command: str, *, full: bool, as_json: bool, proces
 
 
 def inspect(recipe: Recipe, next_command: str, *, processes: int, as_json: bool) -> int:
-    """Print what is known of the recipe's model without its weights. Returns the exit code: 2 if it cannot be trained.
+    """Print what is known of the recipe's model without its weights.
+    Returns the exit code: 2 if it cannot be trained.
 
-    processes: of the predicted optimizer states. next_command: printed last, unless the model cannot be trained.
+    processes: of the predicted optimizer states. next_command: printed last, unless the model
+    cannot be trained.
     """
     from ..planning.offline import model_config, offline_without_hub
 
@@ -312,13 +370,20 @@ def inspect(recipe: Recipe, next_command: str, *, processes: int, as_json: bool)
 
 
 def reshard(run: str) -> None:
-    """Convert the last checkpoint of an unfinished run, so that any number of processes can resume from it."""
+    """Convert the last checkpoint of an unfinished run, so that any number of processes can resume
+    from it.
+    """
     folder = RunFolder(run)
     with folder.locked():
         record = folder.record()
         if record["status"] != "training" or not folder.complete_checkpoints():
-            raise UserError(f"{folder}: has no unfinished run with a complete checkpoint; name another run folder")
-        recipe, same = load_resolved(folder.recipe), f"resume with --processes {record.get('processes')}"
+            raise UserError(
+                f"{folder}: has no unfinished run with a complete checkpoint; name another run folder"
+            )
+        recipe, same = (
+            load_resolved(folder.recipe),
+            f"resume with --processes {record.get('processes')}",
+        )
         if recipe.run.global_batch_size is None:
             raise UserError(
                 f"{folder}: the recipe has no run.global_batch_size, so another number of processes would change the "
@@ -327,7 +392,9 @@ def reshard(run: str) -> None:
         if parallel(recipe.run.parallel).kind == "fsdp2":
             raise UserError(f"{folder}: checkpoints of FSDP2 cannot be converted; {same}")
         if recipe.optimizer.states == "8bit":
-            raise UserError(f"{folder}: this checkpoint has 8-bit optimizer states, which cannot be converted; {same}")
+            raise UserError(
+                f"{folder}: this checkpoint has 8-bit optimizer states, which cannot be converted; {same}"
+            )
         refuse_ranks("reshard")
         set_environment(recipe)
         console = stderr_console()
@@ -340,7 +407,9 @@ def reshard(run: str) -> None:
             if record.get("processes"):
                 previous = [*record.get("previous_processes", []), record["processes"]]
                 folder.update(processes=None, previous_processes=previous)
-        print_labelled(console, "done", f"any number of processes can resume from {checkpoint}", wrap=False)
+        print_labelled(
+            console, "done", f"any number of processes can resume from {checkpoint}", wrap=False
+        )
 
 
 def merge(run: str) -> None:
@@ -367,14 +436,25 @@ def merge(run: str) -> None:
         print_labelled(console, "written", str(merged), wrap=False)
         quantized = recorded_quantization(folder.model)
         steps = [f"base dequantized from {quantized.quantize}"] if quantized else []
-        steps += ["merged in float32", f"saved in {(read_json(merged / 'config.json') or {}).get('dtype')}"]
+        steps += [
+            "merged in float32",
+            f"saved in {(read_json(merged / 'config.json') or {}).get('dtype')}",
+        ]
         print_labelled(console, "", ", ".join(steps))
 
 
 def bench(
-    subject: str, shapes_text: str, *, device: str | None, tokens: int = 0, as_json: bool, output: str | None
+    subject: str,
+    shapes_text: str,
+    *,
+    device: str | None,
+    tokens: int = 0,
+    as_json: bool,
+    output: str | None,
 ) -> None:
-    """Measure the maps ("maps") or the optimizers ("step"). Raises UserError before torch is imported."""
+    """Measure the maps ("maps") or the optimizers ("step").
+    Raises UserError before torch is imported.
+    """
     matrices = shapes.parse(shapes_text)
     if device:
         shapes.check_device(device)
@@ -408,37 +488,59 @@ def bench(
         Terminal().print(show.terminal(results), highlight=False)
 
 
-def show_map(text: str, settings: dict[str, Any], *, plot: str | None = None, as_json: bool = False) -> None:
-    """Show a map by a formula or by its name: certificate, cost, errors. plot: the file of a picture."""
+def show_map(
+    text: str, settings: dict[str, Any], *, plot: str | None = None, as_json: bool = False
+) -> None:
+    """Show a map by a formula or by its name: certificate, cost, errors.
+    plot: the file of a picture.
+    """
     file = None if plot is None else Path(plot)
     if file is not None and (file.suffix not in (".png", ".svg") or not file.parent.is_dir()):
-        raise UserError(f"--plot: found {plot}; write the path of a .png or .svg file in a folder that exists")
+        raise UserError(
+            f"--plot: found {plot}; write the path of a .png or .svg file in a folder that exists"
+        )
     if (of := settings.get("of", "nu")) not in NORMALIZATIONS:
         raise UserError(f"--of: found {of!r}; write one of {', '.join(NORMALIZATIONS)}")
-    for key, bounds in {"error": ERROR, "resolution": FORMULA_RESOLUTION, "limit": POSITIVE}.items():
+    for key, bounds in {
+        "error": ERROR,
+        "resolution": FORMULA_RESOLUTION,
+        "limit": POSITIVE,
+    }.items():
         if key in settings and settings[key] not in bounds:
             raise UserError(f"--{key}: found {settings[key]:g}; write a number, {bounds}")
     with stderr_console().status("Loading torch"):
         from ..bench import formulas
     with quiet_libraries(), stderr_console().status("Composing polynomials"):
         result, target = formulas.describe(text, settings)
-    sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else "\n".join(formulas.lines(result)) + "\n")
+    sys.stdout.write(
+        json.dumps(result, indent=2) + "\n" if as_json else "\n".join(formulas.lines(result)) + "\n"
+    )
     if file is not None:
         if text in formulas.MAPS and formulas.MAPS[text].is_drawn:
-            raise UserError(f"--plot: the map {text} draws random numbers, and is no function; remove this option")
+            raise UserError(
+                f"--plot: the map {text} draws random numbers, and is no function; remove this option"
+            )
         with quiet_libraries():
             files = formulas.draw(result, target if result["steps"] else None, file)
         print_labelled(stderr_console(), "written", " and ".join(map(str, files)), wrap=False)
 
 
 def spectrum(
-    run: str, globs: list[str], of: str, output: str | None, preset: str | None, full: bool, advise: bool, as_json: bool
+    run: str,
+    globs: list[str],
+    of: str,
+    output: str | None,
+    preset: str | None,
+    full: bool,
+    advise: bool,
+    as_json: bool,
 ) -> None:
-    """Show the spectra of a run and the output of every map on them, without training, in tables or JSON.
+    """Show the spectra of a run and the output of every map on them, without training, in tables or
+    JSON.
 
-    output: a folder for pictures. preset: one of `paper_figures.PRESETS`, for these pictures. full: the numbers of
-    every matrix, in place of their means. advise: in place of all this how far maps take an update from Muon's and from
-    momentum SGD's.
+    output: a folder for pictures. preset: one of `paper_figures.PRESETS`, for these pictures. full:
+    the numbers of every matrix, in place of their means. advise: in place of all this how far maps
+    take an update from Muon's and from momentum SGD's.
     """
     folder = RunFolder(run)
     folder.record()

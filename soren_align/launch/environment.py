@@ -1,7 +1,7 @@
 """Environment variables that launchers set for their ranks, and that torch and its libraries read.
 
-torchrun, accelerate and deepspeed set RANK and WORLD_SIZE; srun has its own names. The libraries read theirs when they
-are imported, so that `set_environment` comes before torch.
+torchrun, accelerate and deepspeed set RANK and WORLD_SIZE; srun has its own names. The libraries
+read theirs when they are imported, so that `set_environment` comes before torch.
 """
 
 import ctypes
@@ -16,12 +16,26 @@ from ..core.errors import UserError
 from ..recipe import Recipe, trl
 from ..recipe.model import estimated_parameters
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns as PEFT imports it, where it is installed
-# srun's name for torch's. The batch script itself has SLURM_PROCID too, but no SLURM_STEP_NUM_TASKS.
-_SRUN = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-_RANK_VARIABLES = {*_SRUN, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+# it warns as PEFT imports it, where it is installed
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+# srun's name for torch's. The batch script itself has SLURM_PROCID too, but no
+# SLURM_STEP_NUM_TASKS.
+_SRUN = {
+    "RANK": "SLURM_PROCID",
+    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
+    "LOCAL_RANK": "SLURM_LOCALID",
+}
+_RANK_VARIABLES = {
+    *_SRUN,
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
 _RANK_VARIABLES |= {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"}
-_RANK_VARIABLES |= {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"}  # accelerate reads these as well
+# accelerate reads these as well
+_RANK_VARIABLES |= {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"}
 _ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 """Of torch's GPU memory; the first of them that is set counts alone."""
 
@@ -35,7 +49,9 @@ class RankInfo:
 
 
 def rank_from_environment() -> RankInfo | None:
-    """Return this process's rank, or None if no launcher started it. Raises UserError if variables are missing."""
+    """Return this process's rank, or None if no launcher started it.
+    Raises UserError if variables are missing.
+    """
     env = launcher_environment()
     if "WORLD_SIZE" in env and "RANK" in env:
         return RankInfo(int(env["RANK"]), int(env["WORLD_SIZE"]))
@@ -44,7 +60,8 @@ def rank_from_environment() -> RankInfo | None:
             f"WORLD_SIZE is {env['WORLD_SIZE']}, but RANK is not set, so the rank of this process is unknown; start "
             "the command with --processes N or torchrun, or unset WORLD_SIZE"
         )
-    # accelerate sets MASTER_ADDR for several processes, and with --cpu starts a single one all the same.
+    # accelerate sets MASTER_ADDR for several processes, and with --cpu starts a single one all the
+    # same.
     if env.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in env:
         raise UserError(
             "accelerate launch --cpu starts one process and ignores --num_processes; start the command without "
@@ -85,12 +102,15 @@ def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in _RANK_VARIABLES}
 
 
-def set_environment(recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1, is_rank: bool = False) -> None:
+def set_environment(
+    recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1, is_rank: bool = False
+) -> None:
     """Set os.environ to `library_environment`. Comes before torch is imported."""
     env = library_environment(recipe, num_ranks, is_rank)
     gpus = _gpus()
     if num_ranks == num_gpus == 1 and len(gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in env:
-        # TRL refuses several visible GPUs in one process, and the batch must not depend on the machine.
+        # TRL refuses several visible GPUs in one process, and the batch must not depend on the
+        # machine.
         env["CUDA_VISIBLE_DEVICES"] = "0"
         notice = f"notice    {len(gpus)} GPUs are visible, but only one is used; add --processes {len(gpus)} to use all"
         print(notice, file=sys.stderr)  # noqa: T201
@@ -98,19 +118,24 @@ def set_environment(recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1
     os.environ.update(env)
 
 
-def library_environment(recipe: Recipe | None, num_ranks: int = 1, is_rank: bool = False) -> dict[str, str]:
-    """Return the environment for torch and its libraries in one of `num_ranks` processes. The user's values stay.
+def library_environment(
+    recipe: Recipe | None, num_ranks: int = 1, is_rank: bool = False
+) -> dict[str, str]:
+    """Return the environment for torch and its libraries in one of `num_ranks` processes.
+    The user's values stay.
 
     is_rank: whether a single process is a rank too, of ZeRO or FSDP2, which a launcher started.
     """
     env = launcher_environment() if num_ranks > 1 or is_rank else without_ranks(os.environ)
-    env["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # a checkpoint's pickle runs no code, whichever library loads it
+    # a checkpoint's pickle runs no code, whichever library loads it
+    env["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     env.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     env.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     if not _ALLOCATOR_SETTINGS & env.keys():
-        # The buffers of matrices and of ZeRO's buckets, of 0.2 to 2 GB and changing sizes, fragment fixed segments.
+        # The buffers of matrices and of ZeRO's buckets, of 0.2 to 2 GB and changing sizes, fragment
+        # fixed segments.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if recipe and (num_threads := recipe.run.num_threads):
         env.setdefault("OMP_NUM_THREADS", str(num_threads))
@@ -122,12 +147,15 @@ def library_environment(recipe: Recipe | None, num_ranks: int = 1, is_rank: bool
             env.setdefault("GOMP_SPINCOUNT", str(SPINS))
     if num_ranks > 1:  # torchrun would set 1, and warn
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-        env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of a lost rank it would print frames of C++
+        # of a lost rank it would print frames of C++
+        env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if recipe and recipe.trainer.get("use_cpu"):
         env.setdefault("ACCELERATE_USE_CPU", "true")
     if recipe and "tensorboard" in trl.named(recipe.trainer.get("report_to")):
         # transformers' default contains the host's name, and is a new folder after each resume.
-        env.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(recipe.run.output_dir).expanduser() / "tensorboard"))
+        env.setdefault(
+            "TENSORBOARD_LOGGING_DIR", str(Path(recipe.run.output_dir).expanduser() / "tensorboard")
+        )
     if recipe and recipe.run.offline:
         env.setdefault("HF_HUB_OFFLINE", "1")
     if not has_gpu():
@@ -135,15 +163,17 @@ def library_environment(recipe: Recipe | None, num_ranks: int = 1, is_rank: bool
     return env
 
 
-# ms per step of Soren on 2 cores of an Intel Xeon, torch 2.13.0, medians of 3 to 6 seconds, for a model of 846,464
-# parameters (and of 3,273,984): alone 140 (569) with 1 thread and 86 (324) with 2. Beside 4 busy processes 138 with 1
-# thread; with 2 that spin as long as libgomp's default 2,500 to 2,600; with SPINS 420 to 440, and alone 88 (350). With
-# OMP_WAIT_POLICY=passive 2 are as slow alone as 1: 143 (547).
+# ms per step of Soren on 2 cores of an Intel Xeon, torch 2.13.0, medians of 3 to 6 seconds, for a
+# model of 846,464 parameters (and of 3,273,984): alone 140 (569) with 1 thread and 86 (324) with 2.
+# Beside 4 busy processes 138 with 1 thread; with 2 that spin as long as libgomp's default 2,500 to
+# 2,600; with SPINS 420 to 440, and alone 88 (350). With OMP_WAIT_POLICY=passive 2 are as slow alone
+# as 1: 143 (547).
 SPINS = 1000
-"""Iterations for which a thread on a CPU waits before it sleeps (GOMP_SPINCOUNT; libgomp's default is 300,000)."""
+"""Iterations for which a thread on a CPU waits before it sleeps (GOMP_SPINCOUNT; libgomp's default
+is 300,000)."""
 SMALL_MODEL = 10**6
-"""Parameters, up to which one thread trains a model: as fast beside other processes as alone, and with the same bits on
-any number of cores."""
+"""Parameters, up to which one thread trains a model: as fast beside other processes as alone, and
+with the same bits on any number of cores."""
 
 
 def trains_on_cpu(recipe: Recipe) -> bool:
@@ -155,7 +185,9 @@ def has_gpu() -> bool:
     """Whether this machine has a GPU, hidden or not; found without torch."""
     if _gpus() or Path("/dev/kfd").exists():
         return True
-    try:  # CUDA may work without /dev/nvidia*, as under WSL2: torch needs this library too. It starts no GPU.
+    # CUDA may work without /dev/nvidia*, as under WSL2: torch needs this library too. It starts no
+    # GPU.
+    try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
@@ -163,7 +195,9 @@ def has_gpu() -> bool:
 
 
 def visible_gpus() -> list[str]:
-    """Return the names of the GPUs that processes started from here may use, for CUDA_VISIBLE_DEVICES."""
+    """Return the names of the GPUs that processes started from here may use, for
+    CUDA_VISIBLE_DEVICES.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]

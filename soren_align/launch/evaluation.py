@@ -40,8 +40,9 @@ def evaluate(
 ) -> None:
     """Evaluate models and runs. Options that are not given come from the first run's recipe.
 
-    options: keys of `Eval`, None if not given. output: the folder for results; default: the first run's own. summary: a
-    JSON file for the scores alone. cache: the folder of cached responses. Raises UserError before torch is imported.
+    options: keys of `Eval`, None if not given. output: the folder for results; default: the first
+    run's own. summary: a JSON file for the scores alone. cache: the folder of cached responses.
+    Raises UserError before torch is imported.
     """
     for model in models:
         refuse_missing(model)
@@ -51,14 +52,21 @@ def evaluate(
         run = first.read()  # again, now that it is locked
         recipe = load_resolved(first.recipe) if run and first.recipe.is_file() else None
         if recipe and recipe.eval:
-            # A suite's path is relative to the folder that run.output_dir is relative to, unless it names one here.
-            suite, output_dir, place = recipe.eval.suite, local_path(recipe.run.output_dir), first.path.resolve()
+            # A suite's path is relative to the folder that run.output_dir is relative to, unless it
+            # names one here.
+            suite, output_dir, place = (
+                recipe.eval.suite,
+                local_path(recipe.run.output_dir),
+                first.path.resolve(),
+            )
             depth = len(output_dir.parts)
             is_here = suite in shipped.suites() or resolve_path(suite).exists()
             if not is_here and place.parts[-depth:] == output_dir.parts:
                 there = Path(*place.parts[:-depth], suite)
                 if there.exists():
-                    recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suite": str(there)})})
+                    recipe = recipe.model_copy(
+                        update={"eval": recipe.eval.model_copy(update={"suite": str(there)})}
+                    )
         if run is None and not options.get("suite") and not local_path(models[0]).exists():
             raise UserError(
                 f"{models[0]}: there is no such folder; correct the path, or add --suite SUITE for a model on the hub"
@@ -66,18 +74,31 @@ def evaluate(
         settings = evaluation_settings(recipe, options)
         check_suite(settings)
         if output is None and (recipe is None or len(models) > 1):
-            raise UserError("--output: is required, because the results belong to no single run; write --output FOLDER")
+            raise UserError(
+                "--output: is required, because the results belong to no single run; write --output FOLDER"
+            )
         refuse_ranks("eval")
         set_environment(recipe, num_gpus=settings.processes or (run or {}).get("processes") or 1)
-        run_evaluation(models, settings, stderr_console(), output=output, summary=summary, cache=cache)
+        run_evaluation(
+            models, settings, stderr_console(), output=output, summary=summary, cache=cache
+        )
 
 
 def refuse_missing(model: str) -> None:
-    """Raise UserError if a model is neither a folder that can be loaded here nor a name on the hub."""
+    """Raise UserError if a model is neither a folder that can be loaded here nor a name on the
+    hub.
+    """
     files = [local_path(model) / name for name in ("run.json", "config.json", ADAPTER)]
     if is_local(model) and not any(file.is_file() for file in files):
-        runs = [str(Path(model, file.parent.name)) for file in sorted(local_path(model).glob("*/run.json"))]
-        hint = f"one of its runs: {', '.join(runs)[:300]}" if runs else "a folder with one of these files"
+        runs = [
+            str(Path(model, file.parent.name))
+            for file in sorted(local_path(model).glob("*/run.json"))
+        ]
+        hint = (
+            f"one of its runs: {', '.join(runs)[:300]}"
+            if runs
+            else "a folder with one of these files"
+        )
         raise UserError(
             f"{model}: contains no run.json (a run), no config.json (a model) and no {ADAPTER} (an adapter); give "
             f"the path of {hint}"
@@ -93,7 +114,9 @@ def refuse_missing(model: str) -> None:
 
 
 def evaluation_settings(recipe: Recipe | None, options: dict[str, Any]) -> Eval:
-    """Return the recipe's evaluation section with the command line's options. Raises UserError for invalid ones."""
+    """Return the recipe's evaluation section with the command line's options.
+    Raises UserError for invalid ones.
+    """
     # trust_suite: the recipe may come from anyone.
     section = recipe.eval.model_dump(exclude={"trust_suite"}) if recipe and recipe.eval else {}
     options = {key: value for key, value in options.items() if value is not None}
@@ -107,7 +130,9 @@ def evaluation_settings(recipe: Recipe | None, options: dict[str, Any]) -> Eval:
     places = {(): "eval", **{(key,): f"--{key.replace('_', '-')}" for key in Eval.model_fields}}
     document = Document(section | options, places)
     settings = document.validated(Eval)
-    document.problems += [((key,), message) for key, message in evaluation_problems(settings.model_dump())]
+    document.problems += [
+        ((key,), message) for key, message in evaluation_problems(settings.model_dump())
+    ]
     document.refuse_problems()
     return settings
 
@@ -138,7 +163,9 @@ def run_evaluation(
     run = RunFolder(models[0])
     if settings.processes is None:
         trained = (run.read() or {}).get("processes") or 1
-        settings = settings.model_copy(update={"processes": min(trained, torch.cuda.device_count() or trained)})
+        settings = settings.model_copy(
+            update={"processes": min(trained, torch.cuda.device_count() or trained)}
+        )
     folder = Path(output) if output else stage.output_of(run, settings)
     if output:
         refuse_unwritable(folder, "--output")
@@ -153,7 +180,12 @@ def run_evaluation(
             print_labelled(console, "notice", f"{sentence} ({path})")
         overlaps = partial(overlaps_of_runs, rows, settings.limit, cache_folder, console)
         find_overlaps = overlaps if settings.contamination else None
-        options = {"cache": cache_folder, "console": console, "notes": [*omitted], "find_overlaps": find_overlaps}
+        options = {
+            "cache": cache_folder,
+            "console": console,
+            "notes": [*omitted],
+            "find_overlaps": find_overlaps,
+        }
         results = stage.evaluate(rows, settings, folder, **options)
     stage.print_results(results, folder, console, Terminal(), brief=brief)
     if not output:
@@ -163,18 +195,26 @@ def run_evaluation(
 
 
 def overlaps_of_runs(
-    rows: Sequence[tuple[str, Path]], limit: int | None, cache: Path, console: Terminal, tasks: "Tasks"
+    rows: Sequence[tuple[str, Path]],
+    limit: int | None,
+    cache: Path,
+    console: Terminal,
+    tasks: "Tasks",
 ) -> "Overlaps | str":
-    """Return the questions that the training examples of the rows' runs contain, or the reason why none is known.
+    """Return the questions that the training examples of the rows' runs contain, or the reason why
+    none is known.
 
-    Nothing is downloaded: a run folder may come from anyone. Held-out examples are not trained on, and not read.
-    Examples that several runs share are read once. limit: only the first questions of each task.
+    Nothing is downloaded: a run folder may come from anyone. Held-out examples are not trained on,
+    and not read. Examples that several runs share are read once. limit: only the first questions of
+    each task.
     """
     from ..evaluate.run.lineage import run_of
     from ..evaluate.stats.contamination import overlaps_with, question_texts
     from ..training.setup import load_splits
 
-    runs = {name: RunFolder(run) for name, model in rows if (run := run_of(Path(model))) is not None}
+    runs = {
+        name: RunFolder(run) for name, model in rows if (run := run_of(Path(model))) is not None
+    }
     if not runs:
         return (
             "not checked, because the training examples are known only for models of runs, and no model of the "
@@ -193,7 +233,10 @@ def overlaps_of_runs(
                 with hub_offline():
                     split = load_splits(recipe)["train"]
                 now, then = (
-                    [source.get("sha256") or source.get("revision") for source in train.get("sources", [train])]
+                    [
+                        source.get("sha256") or source.get("revision")
+                        for source in train.get("sources", [train])
+                    ]
                     for train in (split.source, record["data"]["train"])
                 )
                 if now != then:
@@ -203,7 +246,9 @@ def overlaps_of_runs(
                 return f"not checked, because the training examples of {name} are not available: {reason}"
             if split.dataset._fingerprint not in known:
                 on_compared = counting(show, "Comparing training examples with questions")
-                known[split.dataset._fingerprint] = overlaps_with(split.dataset, questions, cache, on_compared)
+                known[split.dataset._fingerprint] = overlaps_with(
+                    split.dataset, questions, cache, on_compared
+                )
     first, *others = known.values()
     for other in others:
         first |= other
@@ -211,13 +256,18 @@ def overlaps_of_runs(
 
 
 def chat(
-    model: str, prompts: Sequence[str] = (), *, compare: str | None = None, dtype: str | None = None, **settings: Any
+    model: str,
+    prompts: Sequence[str] = (),
+    *,
+    compare: str | None = None,
+    dtype: str | None = None,
+    **settings: Any,
 ) -> None:
     """Answer prompts, or else all of standard input as one question; on a terminal, converse.
 
-    Each prompt is the only question of its own conversation; answers go to standard output. compare: a second model, or
-    "start": the checkpoint that the run was trained from. settings: of `Conversation`. Raises UserError before torch is
-    imported if a model is missing.
+    Each prompt is the only question of its own conversation; answers go to standard output.
+    compare: a second model, or "start": the checkpoint that the run was trained from. settings: of
+    `Conversation`. Raises UserError before torch is imported if a model is missing.
     """
     for name in (model, *([compare] if compare not in (None, "start") else [])):
         refuse_missing(name)
@@ -226,7 +276,9 @@ def chat(
     if not prompts and not sys.stdin.isatty():
         prompts = (sys.stdin.read().strip(),)
     if not all(prompts):
-        raise UserError("--prompt: the question is empty; write --prompt TEXT, or pipe a text into the command")
+        raise UserError(
+            "--prompt: the question is empty; write --prompt TEXT, or pipe a text into the command"
+        )
     run = RunFolder(model)
     is_run = run.read() is not None and run.recipe.is_file()
     set_environment(load_resolved(run.recipe) if is_run else None)

@@ -14,8 +14,9 @@ from ..core.text import stderr_console
 def report(error: BaseException, *, resumable: bool = True) -> int:
     """Print why a command ended and return its exit code.
 
-    A rank that our torchrun started records the message for it, so that it is printed once. Raises the error again if
-    it is a defect in a single process: Python prints the traceback. resumable: whether a rerun continues.
+    A rank that our torchrun started records the message for it, so that it is printed once. Raises
+    the error again if it is a defect in a single process: Python prints the traceback. resumable:
+    whether a rerun continues.
     """
     interrupt_no_more()  # torchrun and srun send SIGTERM to all ranks when one has ended
     error = known_failure(error) or error

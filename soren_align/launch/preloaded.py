@@ -1,7 +1,8 @@
-"""What a run of a study imports and reads once: the only module of the server that the processes of runs fork from.
+"""What a run of a study imports and reads once: the only module of the server that the processes of
+runs fork from.
 
-The order of the imports is one in which bitsandbytes prints no warning. No thread may run afterwards, but for
-jemalloc's own: a fork copies none, and a lock that one holds would stay locked.
+The order of the imports is one in which bitsandbytes prints no warning. No thread may run
+afterwards, but for jemalloc's own: a fork copies none, and a lock that one holds would stay locked.
 """
 
 import gc
@@ -16,7 +17,8 @@ from ..run import curves  # noqa: F401
 from ..sharding import hosts, ranks  # noqa: F401
 from ..tasks import TASKS
 
-# accelerate imports DeepSpeed where a run saves its model, which takes a second. A broken one fails there, in the run.
+# accelerate imports DeepSpeed where a run saves its model, which takes a second. A broken one fails
+# there, in the run.
 with suppress(ImportError, OSError, RuntimeError, AttributeError):
     import deepspeed  # noqa: F401
 

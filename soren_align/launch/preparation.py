@@ -8,7 +8,15 @@ from typing import Any
 
 from ..core.errors import UserError
 from ..core.files import write
-from ..recipe import Recipe, differences, load_resolved, parallel, to_yaml, trainer_value, training_part
+from ..recipe import (
+    Recipe,
+    differences,
+    load_resolved,
+    parallel,
+    to_yaml,
+    trainer_value,
+    training_part,
+)
 from ..run.folder import RunFolder, now
 from ..run.provenance import provenance
 from ..tasks import TASKS
@@ -17,8 +25,9 @@ from ..tasks import TASKS
 def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     """Make a folder ready to start or resume training in, and hold it (`RunFolder.lock`).
 
-    A finished run is not changed. An unfinished run resumes only with its own recipe and number of processes. Raises
-    UserError otherwise, and if `accelerate launch` is configured for another kind of parallelism than the recipe.
+    A finished run is not changed. An unfinished run resumes only with its own recipe and number of
+    processes. Raises UserError otherwise, and if `accelerate launch` is configured for another kind
+    of parallelism than the recipe.
     """
     shared = parallel(recipe.run.parallel)
     for kind, name in {"zero": "DeepSpeed", "fsdp2": "FSDP"}.items():
@@ -30,9 +39,19 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
             )
     folder.lock(create=True)
     run, config = folder.read(), shared.config
-    if run is None or recipe.run.overwrite or (run["status"] == "training" and not folder.complete_checkpoints()):
+    if (
+        run is None
+        or recipe.run.overwrite
+        or (run["status"] == "training" and not folder.complete_checkpoints())
+    ):
         folder.clear()  # without a checkpoint there is nothing to resume from, and nothing to lose
-        start = {"status": "training", "task": recipe.task, "processes": num_ranks, "started": now(), **provenance()}
+        start = {
+            "status": "training",
+            "task": recipe.task,
+            "processes": num_ranks,
+            "started": now(),
+            **provenance(),
+        }
         start["extends"] = recipe.extends
         folder.replace(**start, **({"parallel_config": config} if config else {}))
         write(folder.recipe, to_yaml(recipe))
@@ -41,8 +60,11 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     if status == "diverged":
         raise UserError(f"{folder}: {folder.why_no_model()}")
     started = load_resolved(folder.recipe) if folder.recipe.is_file() else None
-    # Finished without an evaluation, as by --no-eval, which the recipe asks for now: only that is left to do.
-    if status == "finished" and (recipe.eval is None or folder.evaluation(recipe.eval.name).is_dir()):
+    # Finished without an evaluation, as by --no-eval, which the recipe asks for now: only that is
+    # left to do.
+    if status == "finished" and (
+        recipe.eval is None or folder.evaluation(recipe.eval.name).is_dir()
+    ):
         _refuse_more_steps(folder, recipe, run, started)
         raise UserError(
             f"{folder}: contains a finished run. Choose another run.output_dir, evaluate the run with "
@@ -54,8 +76,11 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
             "the run with --set run.resume=auto, or replace the run with --overwrite"
         )
     changed = [] if started is None else differences(training_part(started), training_part(recipe))
-    if started and recipe.run.parallel == started.run.parallel:  # the same file, whose content may have changed
-        changed += differences({"run.parallel": run.get("parallel_config", config)}, {"run.parallel": config})
+    # the same file, whose content may have changed
+    if started and recipe.run.parallel == started.run.parallel:
+        changed += differences(
+            {"run.parallel": run.get("parallel_config", config)}, {"run.parallel": config}
+        )
     if changed:
         _refuse_more_steps(folder, recipe, run, started)
         raise UserError(
@@ -66,7 +91,8 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     if status == "finished":
         folder.update(status="trained")
     elif status == "training":
-        # Dropout is drawn per process, and sums round differently: the result would be that of neither number.
+        # Dropout is drawn per process, and sums round differently: the result would be that of
+        # neither number.
         if (before := run.get("processes", 1)) not in (None, num_ranks):
             raise UserError(
                 f"{folder}: contains an unfinished run of {before} process{'es' * (before > 1)}, not of {num_ranks}. "
@@ -77,25 +103,41 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     write(folder.recipe, to_yaml(recipe))
 
 
-def _refuse_more_steps(folder: RunFolder, recipe: Recipe, run: dict[str, Any], started: Recipe | None) -> None:
-    """Raise UserError with the command that trains on from a trained run, if `recipe` is its own but for more steps.
+def _refuse_more_steps(
+    folder: RunFolder, recipe: Recipe, run: dict[str, Any], started: Recipe | None
+) -> None:
+    """Raise UserError with the command that trains on from a trained run, if `recipe` is its own
+    but for more steps.
 
-    The schedule has ended, and its learning rates were those of the shorter run: more steps are another run.
+    The schedule has ended, and its learning rates were those of the shorter run: more steps are
+    another run.
     """
     num_steps = run.get("training", {}).get("steps")
     if run["status"] == "training" or num_steps is None or started is None:
         return
     parts = []
     for part in (started, recipe):
-        trainer = {key: value for key, value in part.trainer.items() if key not in ("max_steps", "num_train_epochs")}
+        trainer = {
+            key: value
+            for key, value in part.trainer.items()
+            if key not in ("max_steps", "num_train_epochs")
+        }
         parts.append(training_part(part.model_copy(update={"trainer": trainer})))
     key = "max_steps" if trainer_value(recipe, "max_steps") > 0 else "num_train_epochs"
     before = num_steps if key == "max_steps" else trainer_value(started, key)
     more = trainer_value(recipe, key) - before
-    if differences(*parts) or more <= 0 or (trainer_value(started, "max_steps") > 0) != (key == "max_steps"):
+    if (
+        differences(*parts)
+        or more <= 0
+        or (trainer_value(started, "max_steps") > 0) != (key == "max_steps")
+    ):
         return
     target = next(path for number in count(2) if not Path(path := f"{folder}-{number}").exists())
-    changes = {"model.name_or_path": folder.model, "run.output_dir": target, f"trainer.{key}": f"{more:g}"}
+    changes = {
+        "model.name_or_path": folder.model,
+        "run.output_dir": target,
+        f"trainer.{key}": f"{more:g}",
+    }
     changes["trainer.seed"] = trainer_value(started, "seed") + 1
     model = started.model
     changes |= {

@@ -17,7 +17,16 @@ from ..core.text import Table, Terminal, can_print, count, number, print_labelle
 from ..evaluate.report.results import Results, read_results
 from ..evaluate.report.tables import MIN_QUESTIONS, TOO_FEW, has_too_few
 from ..evaluate.report.tables import terminal as results_table
-from ..run.curves import HELD_OUT, LOSS, MARGIN, Curves, braille, draw_curves, draw_losses, read_curves
+from ..run.curves import (
+    HELD_OUT,
+    LOSS,
+    MARGIN,
+    Curves,
+    braille,
+    draw_curves,
+    draw_losses,
+    read_curves,
+)
 from ..run.folder import RunFolder, read_metrics
 from ..run.preferences import describe_preferences
 from ..run.record import describe_earlier_runs, describe_losses
@@ -31,31 +40,50 @@ RUNS = "runs"
 """The folder below which the shipped recipes and `new` put their runs."""
 NO_RUNS = "{}: has no runs; name another folder, or train with `soren-align sft quickstart/sft`"
 MAX_COLUMNS = 4
-"""Scores of a suite that stand beside a run's name in 80 columns; the others follow in a table below."""
+"""Scores of a suite that stand beside a run's name in 80 columns; the others follow in a table
+below."""
 MAX_DEPTH = 4
-"""Folders below the one that `runs` looks into: runs/studies/mine/trials/a is the deepest that we make."""
+"""Folders below the one that `runs` looks into: runs/studies/mine/trials/a is the deepest that we
+make."""
 
 
 def show(run: str | None, *, full: bool = False, as_json: bool = False) -> None:
-    """Print a run's status, curve, scores, samples and next commands. full: with all notes of the scores.
+    """Print a run's status, curve, scores, samples and next commands.
+    full: with all notes of the scores.
 
     run: None: the newest one below RUNS. Raises UserError if the folder is not a run's.
     """
     folder, console = RunFolder(run) if run else newest_run(), Terminal()
-    record, curves, evaluations = folder.record(), read_curves(folder.metrics), evaluations_of(folder)
+    record, curves, evaluations = (
+        folder.record(),
+        read_curves(folder.metrics),
+        evaluations_of(folder),
+    )
     if as_json:
-        values = {"run": record, "curves": {key: curve.points for key, curve in curves.by_key.items()}}
-        values |= {"lowest_held_out_loss": curves.best, "evaluations": evaluations, "samples": last_samples(folder)}
-        sys.stdout.write(json.dumps(values | {"next": next_commands(folder, record)[1]}, indent=2) + "\n")
+        values = {
+            "run": record,
+            "curves": {key: curve.points for key, curve in curves.by_key.items()},
+        }
+        values |= {
+            "lowest_held_out_loss": curves.best,
+            "evaluations": evaluations,
+            "samples": last_samples(folder),
+        }
+        sys.stdout.write(
+            json.dumps(values | {"next": next_commands(folder, record)[1]}, indent=2) + "\n"
+        )
         return
     times = ", ".join(f"{key} {record[key]}" for key in ("started", "finished") if record.get(key))
-    error = f"; last error: {record['last_error']}" if record.get("last_error") else ""  # of one that has not ended
+    # of one that has not ended
+    error = f"; last error: {record['last_error']}" if record.get("last_error") else ""
     reason = f" ({record['training']['diverged']})" if record["status"] == "diverged" else ""
     text = f"{folder}: {record['task'].upper()}, {record['status']}{reason}, {times}{error}"
     print_labelled(console, "run", text)
     start = record.get("start", {})
     if "path" in start:
-        print_labelled(console, "start", " ".join(filter(None, (start["path"], describe_earlier_runs(start)))))
+        print_labelled(
+            console, "start", " ".join(filter(None, (start["path"], describe_earlier_runs(start))))
+        )
     training = record.get("training", {})
     if "first_loss" in training:
         seconds = training.get("seconds_since_start_or_resume", 0)
@@ -67,25 +95,32 @@ def show(run: str | None, *, full: bool = False, as_json: bool = False) -> None:
     for results in evaluations:
         console.print(results_table(results, brief=not full))
     for sample in last_samples(folder):
-        print_labelled(console, f"step {sample['step']}", f"{sample['prompt']} -> {sample['completion']}")
+        print_labelled(
+            console, f"step {sample['step']}", f"{sample['prompt']} -> {sample['completion']}"
+        )
     print_next(console, folder, record)
 
 
 def print_chart(console: Terminal, curves: Curves) -> None:
-    """Print the loss of a run, if it was logged and the terminal has the characters: dots, o held-out, * the lowest.
+    """Print the loss of a run, if it was logged and the terminal has the characters: dots, o
+    held-out, * the lowest.
 
     Below it, a line for each benchmark.
     """
     if len(curves[LOSS]) + len(curves[HELD_OUT]) > 1 and can_print(console, "\u28ff"):
         legend = "loss" + ", o held-out loss, * lowest held-out loss" * bool(curves[HELD_OUT])
         width = min(console.width, 100) - 10
-        chart = braille(curves[LOSS] or curves[HELD_OUT], width, CHART_LINES, curves[HELD_OUT], curves.best)
+        chart = braille(
+            curves[LOSS] or curves[HELD_OUT], width, CHART_LINES, curves[HELD_OUT], curves.best
+        )
         print_labelled(console, "curve", legend, *chart, wrap=False)
     print_labelled(console, "benchmark", *curves.describe_scores(), wrap=False)
 
 
 def print_next(console: Terminal, folder: RunFolder, record: dict[str, Any]) -> None:
-    """Print the commands that come next, a line each, to be copied, below the reason of the last one if it has one."""
+    """Print the commands that come next, a line each, to be copied, below the reason of the last
+    one if it has one.
+    """
     reason, commands = next_commands(folder, record)
     if reason:
         print_labelled(console, "notice", reason)
@@ -93,7 +128,9 @@ def print_next(console: Terminal, folder: RunFolder, record: dict[str, Any]) -> 
 
 
 def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the commands that a user may want next, by its status and scores, and a sentence why; "" for none."""
+    """Return the commands that a user may want next, by its status and scores, and a sentence why;
+    "" for none.
+    """
     run, status = shlex.quote(str(folder)), record["status"]
     again = f"soren-align {record['task']} {shlex.quote(str(folder.recipe))}"
     if status == "training":
@@ -107,7 +144,9 @@ def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[
     if chat and not evaluations:
         data, start = record.get("data", {}).get("train", {}), record.get("start", {}).get("path")
         path, columns = data.get("path", ""), data.get("columns") or {}
-        is_pairs = {*columns} == {"instruction", "output"} or (not columns and "Alpaca" in data.get("layout", ""))
+        is_pairs = {*columns} == {"instruction", "output"} or (
+            not columns and "Alpaca" in data.get("layout", "")
+        )
         if start is None or not is_pairs or Path(path).suffix not in (".csv", ".jsonl"):
             reason = "no scores yet: choose a suite of questions (`soren-align suites` lists them)"
             return reason, [*chat, f"soren-align eval {run} --suite SUITE"]
@@ -116,13 +155,18 @@ def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[
         words = ["soren-align", "new", "NAME", "--model", start, "--data", path]
         if columns and [*columns.values()] != ["question", "answer"]:
             words += ["--question", columns["instruction"], "--answer", columns["output"]]
-        reason = f"no scores yet: `new` holds out some questions of {path}, and makes a suite of them"
+        reason = (
+            f"no scores yet: `new` holds out some questions of {path}, and makes a suite of them"
+        )
         return reason, [*chat, shlex.join(words)]
     for results in evaluations:
         own = results["rows"][-1]
         if few := [column for column in own["scores"] if has_too_few(own, column)]:
             remedy = f"add questions to the suite {results['suite']}, {MIN_QUESTIONS} or more, and evaluate again"
-            return f"{', '.join(few)}: {TOO_FEW} to compare models; {remedy}", [*chat, f"soren-align eval {run}"]
+            return f"{', '.join(few)}: {TOO_FEW} to compare models; {remedy}", [
+                *chat,
+                f"soren-align eval {run}",
+            ]
     return "", [*chat, f"soren-align push {run} YOU/NAME --dry-run"]
 
 
@@ -137,14 +181,19 @@ def last_samples(folder: RunFolder) -> list[dict[str, Any]]:
     if not folder.samples.is_file():  # a pipe would never end
         return []
     return [
-        {"step": int(line["step"]), "prompt": str(line["prompt"]), "completion": str(line["completion"])}
+        {
+            "step": int(line["step"]),
+            "prompt": str(line["prompt"]),
+            "completion": str(line["completion"]),
+        }
         for line in read_metrics(folder.samples, last_bytes=MAX_SAMPLE_BYTES)
         if {"prompt", "completion"} <= line.keys()
     ][-MAX_SAMPLES:]
 
 
 def runs(folder: str, *, as_json: bool = False) -> None:
-    """Print a line for every run below a folder: status, task, steps, losses; and for every suite a table of scores.
+    """Print a line for every run below a folder: status, task, steps, losses; and for every suite a
+    table of scores.
 
     Raises UserError if there is no run.
     """
@@ -158,7 +207,9 @@ def runs(folder: str, *, as_json: bool = False) -> None:
         try:
             record = run.record()
             scores = {
-                results["suite"]: {name: score["value"] for name, score in results["rows"][-1]["scores"].items()}
+                results["suite"]: {
+                    name: score["value"] for name, score in results["rows"][-1]["scores"].items()
+                }
                 for results in evaluations_of(run)
             }
         except UserError as error:
@@ -167,12 +218,21 @@ def runs(folder: str, *, as_json: bool = False) -> None:
             values.append({"run": str(run), "status": "damaged", "error": reason})
             continue
         training = record.get("training", {})
-        values.append({"run": str(run), "status": record["status"], "task": record["task"], "training": training})
+        values.append(
+            {
+                "run": str(run),
+                "status": record["status"],
+                "task": record["task"],
+                "training": training,
+            }
+        )
         values[-1]["scores"] = scores
         for suite, by_column in scores.items():
             suites.setdefault(suite, {})[str(run)] = by_column
         held_out = training.get("held_out", {}).get("evaluations") or [{}]
-        losses = (number(loss, ".4g") for loss in (training.get("last_loss"), held_out[-1].get("loss")))
+        losses = (
+            number(loss, ".4g") for loss in (training.get("last_loss"), held_out[-1].get("loss"))
+        )
         steps = f"{training['steps']:,}" if "steps" in training else "-"
         rows.append([str(run), record["status"], record["task"], steps, *losses])
     if not rows:
@@ -186,24 +246,35 @@ def runs(folder: str, *, as_json: bool = False) -> None:
     for run in (run for run in values if "error" in run):
         print_labelled(console, "damaged", f"{run['run']}: {run['error']}")
     for suite, scores_by_run in suites.items():
-        columns = list(dict.fromkeys(column for scores in scores_by_run.values() for column in scores))
+        columns = list(
+            dict.fromkeys(column for scores in scores_by_run.values() for column in scores)
+        )
         for some in (columns[i : i + MAX_COLUMNS] for i in range(0, len(columns), MAX_COLUMNS)):
-            rows = [[run, *(number(scores.get(c), ".1f") for c in some)] for run, scores in scores_by_run.items()]
+            rows = [
+                [run, *(number(scores.get(c), ".1f") for c in some)]
+                for run, scores in scores_by_run.items()
+            ]
             console.print("", Table([f"{suite}, %", *some], rows).rich(), sep="\n")
 
 
 def find_runs(folder: Path, depth: int = 0) -> list[RunFolder]:
-    """Return the runs in a folder and below it, by name; nothing is looked for inside of a run, nor through links."""
+    """Return the runs in a folder and below it, by name; nothing is looked for inside of a run, nor
+    through links.
+    """
     if (folder / "run.json").is_file():
         return [RunFolder(folder)]
     if depth == MAX_DEPTH:
         return []
     below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    return [run for path in below if not path.name.startswith(".") for run in find_runs(path, depth + 1)]
+    return [
+        run for path in below if not path.name.startswith(".") for run in find_runs(path, depth + 1)
+    ]
 
 
 def newest_run() -> RunFolder:
-    """Return the run below RUNS that a command changed last, and print which one. Raises UserError without any."""
+    """Return the run below RUNS that a command changed last, and print which one.
+    Raises UserError without any.
+    """
     folders = find_runs(Path(RUNS)) if Path(RUNS).is_dir() else []
     if not folders:
         raise UserError(NO_RUNS.format(RUNS))
@@ -215,7 +286,9 @@ def newest_run() -> RunFolder:
 
 
 def without_common_folder(paths: Sequence[str]) -> tuple[str, list[str]]:
-    """The folder that all paths begin with, and their rests; an empty one and the paths, if a rest would be empty."""
+    """The folder that all paths begin with, and their rests; an empty one and the paths, if a rest
+    would be empty.
+    """
     with suppress(ValueError):  # some are relative
         common = os.path.commonpath(paths)
         if common and common not in map(os.path.normpath, paths):
@@ -224,9 +297,11 @@ def without_common_folder(paths: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def curves(names: Sequence[str], *, output: str = "curves.png", preset: str | None = None) -> None:
-    """Draw the curves of runs into one picture, and print each one's ends. Raises UserError if none has any.
+    """Draw the curves of runs into one picture, and print each one's ends.
+    Raises UserError if none has any.
 
-    names: empty: the newest run below RUNS. preset: "paper-losses", or None for one panel of all losses.
+    names: empty: the newest run below RUNS. preset: "paper-losses", or None for one panel of all
+    losses.
     """
     path = Path(output)
     if path.suffix != ".png" or not path.absolute().parent.is_dir():
@@ -235,28 +310,48 @@ def curves(names: Sequence[str], *, output: str = "curves.png", preset: str | No
     for folder in folders:
         folder.record()
     common, short_names = without_common_folder([str(folder) for folder in folders])
-    named = [(name, read_curves(folder.metrics)) for name, folder in zip(short_names, folders, strict=True)]
+    named = [
+        (name, read_curves(folder.metrics))
+        for name, folder in zip(short_names, folders, strict=True)
+    ]
     drawn = [(name, curves) for name, curves in named if curves.by_key]
     if not drawn:
         raise UserError(
             f"{', '.join(map(str, folders))}: training logged no loss; train again with a smaller trainer.logging_steps"
         )
-    for folder in [folder for folder, (_, run) in zip(folders, named, strict=True) if not run.by_key]:
-        print_labelled(stderr_console(), "notice", f"{folder}: training logged no loss, so it is not drawn")
+    for folder in [
+        folder for folder, (_, run) in zip(folders, named, strict=True) if not run.by_key
+    ]:
+        print_labelled(
+            stderr_console(), "notice", f"{folder}: training logged no loss, so it is not drawn"
+        )
     if common:
         print_labelled(console, "runs in", common, wrap=False)
     rows = []
     for name, run in named:
-        ends = [f"{points[-1][1]:.4g}" if (points := run[key]) else "-" for key in (LOSS, HELD_OUT, MARGIN)]
+        ends = [
+            f"{points[-1][1]:.4g}" if (points := run[key]) else "-"
+            for key in (LOSS, HELD_OUT, MARGIN)
+        ]
         best = f"{run.best[1]:.4g} at step {run.best[0]:g}" if run.best else "-"
         rows.append([name, f"{run.last_step:g}", *ends[:2], best, ends[2]])
-    console.print(Table(["run", "step", "loss", "held-out", "lowest held-out", "margin"], rows, align="lrrr").rich())
+    console.print(
+        Table(
+            ["run", "step", "loss", "held-out", "lowest held-out", "margin"], rows, align="lrrr"
+        ).rich()
+    )
     for name, run in named:
-        print_labelled(console, "benchmark", *(f"{name}: {line}" for line in run.describe_scores()), wrap=False)
+        print_labelled(
+            console, "benchmark", *(f"{name}: {line}" for line in run.describe_scores()), wrap=False
+        )
     if preset:
-        from ..recipe import load_resolved  # here: `show` and `runs` need no recipe, and take half a second
+        # here: `show` and `runs` need no recipe, and take half a second
+        from ..recipe import load_resolved
 
-        recipes = {name: load_resolved(folder.recipe) for name, folder in zip(short_names, folders, strict=True)}
+        recipes = {
+            name: load_resolved(folder.recipe)
+            for name, folder in zip(short_names, folders, strict=True)
+        }
         dark = draw_losses([(name, recipes[name], run) for name, run in drawn], path)
     else:
         dark = draw_curves(drawn, path)

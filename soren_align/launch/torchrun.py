@@ -1,7 +1,8 @@
 """Start ranks on this machine with torchrun, and report one error for all of them.
 
-torchrun starts the ranks, monitors them and stops all within 30 seconds when one fails. It would print a table of
-failures; here the message of the rank that failed first is printed once, and its exit code is returned.
+torchrun starts the ranks, monitors them and stops all within 30 seconds when one fails. It would
+print a table of failures; here the message of the rank that failed first is printed once, and its
+exit code is returned.
 """
 
 import json
@@ -23,17 +24,21 @@ from ..core.signals import killed_by
 from ..core.silence import log_level
 
 STARTED_HERE = "SOREN_ALIGN_LAUNCHER"
-"""Environment variable of ranks that `start` started: they record their errors and do not print them."""
+"""Environment variable of ranks that `start` started: they record their errors and do not print
+them."""
 SHUTDOWN_SECONDS = 270
-"""For which ranks may write a checkpoint after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set: Slurm's scripts
-leave 300 (configs/slurm), torchrun alone 30, in which a 7B model's 73 GB are not written."""
+"""For which ranks may write a checkpoint after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is
+set: Slurm's scripts leave 300 (configs/slurm), torchrun alone 30, in which a 7B model's 73 GB are
+not written."""
 _SILENT = "LostRankError: another rank did not answer"
 _RESUMABLE = ("LostRankError", "ResumableError")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why ranks ended: the exit code, the message to print, and whether the same command resumes the run later."""
+    """Why ranks ended: the exit code, the message to print, and whether the same command resumes
+    the run later.
+    """
 
     code: int
     message: str
@@ -41,28 +46,45 @@ class Failure:
 
 
 def start(num_ranks: int, arguments: list[str]) -> Failure | None:
-    """Run `num_ranks` workers with these arguments; return the first one's failure, None if all succeed."""
+    """Run `num_ranks` workers with these arguments; return the first one's failure, None if all
+    succeed.
+    """
     command = ["--standalone", f"--nproc-per-node={num_ranks}"]
-    if "--shutdown-timeout" in torchrun.get_args_parser().format_help():  # not in torch 2.11, which waits 30 seconds
-        command += [f"--shutdown-timeout={os.environ.get('TORCH_ELASTIC_SHUTDOWN_TIMEOUT', SHUTDOWN_SECONDS)}"]
+    # not in torch 2.11, which waits 30 seconds
+    if "--shutdown-timeout" in torchrun.get_args_parser().format_help():
+        command += [
+            f"--shutdown-timeout={os.environ.get('TORCH_ELASTIC_SHUTDOWN_TIMEOUT', SHUTDOWN_SECONDS)}"
+        ]
     command += ["-m", "soren_align.launch.worker", *arguments]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup: torchrun would handle it all the same
+    # under nohup: torchrun would handle it all the same
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     # Each of these loggers has a level of its own, and repeats the message.
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]
+    names = [
+        name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")
+    ]
     try:
         with log_level(logging.CRITICAL, *names):
             torchrun.run(torchrun.parse_args(command))
         return None
     except SignalException as error:
-        return Failure(130, f"{num_ranks} processes stopped by {error.sigval.name}; rerun the same command to resume")
+        return Failure(
+            130,
+            f"{num_ranks} processes stopped by {error.sigval.name}; rerun the same command to resume",
+        )
     except ChildFailedError as error:
         failures = error.failures
-    silent = min((f.timestamp for f in failures.values() if _written(f).startswith(_SILENT)), default=None)
-    # A rank that did not answer does not end at torchrun's SIGTERM either: after 30 seconds it is killed.
+    silent = min(
+        (f.timestamp for f in failures.values() if _written(f).startswith(_SILENT)), default=None
+    )
+    # A rank that did not answer does not end at torchrun's SIGTERM either: after 30 seconds it is
+    # killed.
     ended = [rank for rank, f in failures.items() if f.exitcode < 0]
-    ended_later = {rank for rank in ended if silent is not None and failures[rank].timestamp >= silent}
-    # A rank that lost its neighbour fails too, perhaps within the same second, and torchrun ends the others by SIGTERM.
+    ended_later = {
+        rank for rank in ended if silent is not None and failures[rank].timestamp >= silent
+    }
+    # A rank that lost its neighbour fails too, perhaps within the same second, and torchrun ends
+    # the others by SIGTERM.
     ranks = []
     for rank, f in failures.items():
         order = 1 if f.exitcode == 2 else 3 if _written(f).startswith("LostRankError") else 2
@@ -74,10 +96,15 @@ def start(num_ranks: int, arguments: list[str]) -> Failure | None:
     kind, _, message = _written(failure).partition(": ")
     if failure.exitcode < 0:
         message = f"rank {rank} was {killed_by(-failure.exitcode)}; the other ranks were stopped. "
-        return Failure(1, message + "Rerun the same command to resume from the last checkpoint", is_resumable=True)
+        return Failure(
+            1,
+            message + "Rerun the same command to resume from the last checkpoint",
+            is_resumable=True,
+        )
     if kind == "LostRankError" and len(ended_later) == 1:
         message = message.replace("another rank", f"rank {min(ended_later)}", 1)
-    if failure.exitcode == 130:  # a rank that has saved a checkpoint has printed so, and has written nothing
+    # a rank that has saved a checkpoint has printed so, and has written nothing
+    if failure.exitcode == 130:
         return Failure(130, "stopped; rerun the same command to resume" if kind else "")
     if failure.exitcode == 2 or kind == "LostRankError":
         return Failure(failure.exitcode, message, kind in _RESUMABLE)
@@ -88,12 +115,16 @@ def start(num_ranks: int, arguments: list[str]) -> Failure | None:
 
 
 def record_error(error: BaseException) -> None:
-    """Write the error of this rank into the file that torchrun reads; with a traceback, if it is a defect.
+    """Write the error of this rank into the file that torchrun reads; with a traceback, if it is a
+    defect.
 
     torchrun prints the traceback in place of the message, if there is one.
     """
     if isinstance(error, UserError) and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
-        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": {"timestamp": str(int(time()))}}
+        message = {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {"timestamp": str(int(time()))},
+        }
         with suppress(OSError):  # a full disk, which may be the error
             Path(file).write_text(json.dumps({"message": message}))
         return
@@ -103,5 +134,7 @@ def record_error(error: BaseException) -> None:
 
 
 def _written(failure: Any) -> str:
-    """Return the rank's own message, which starts with the type of its error; empty if it wrote none."""
+    """Return the rank's own message, which starts with the type of its error; empty if it wrote
+    none.
+    """
     return failure.message.get("message", "") if isinstance(failure.message, dict) else ""

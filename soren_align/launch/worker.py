@@ -1,7 +1,8 @@
-"""Run one rank, as torchrun starts it: python -m soren_align.launch.worker RUN_FOLDER --timeout SECONDS.
+"""Run one rank, as torchrun starts it: python -m soren_align.launch.worker RUN_FOLDER --timeout
+SECONDS.
 
-RANK and WORLD_SIZE are in the environment. Without them, the run is finished in a single process: after training on
-several ranks, the first one replaces itself by this for the evaluation.
+RANK and WORLD_SIZE are in the environment. Without them, the run is finished in a single process:
+after training on several ranks, the first one replaces itself by this for the evaluation.
 """
 
 import os
@@ -21,7 +22,8 @@ def main(arguments: list[str]) -> int:
         try:
             return train_here(RunFolder(path), float(timeout_seconds))
         except (Exception, KeyboardInterrupt) as error:
-            if isinstance(error, KeyboardInterrupt) and "RANK" not in os.environ:  # else the launcher records it
+            # else the launcher records it
+            if isinstance(error, KeyboardInterrupt) and "RANK" not in os.environ:
                 record_stop(RunFolder(path), requeue=True)
             return report(error)
 

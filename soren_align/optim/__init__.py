@@ -1,4 +1,6 @@
-"""The optimizers, the routing of parameters to their rules, and `build_optimizer` for a whole model."""
+"""The optimizers, the routing of parameters to their rules, and `build_optimizer` for a whole
+model.
+"""
 
 from importlib import import_module
 from typing import Any
@@ -23,7 +25,11 @@ from .step import PendingUpdate, decay_and_add_
 
 def _import_module(section: Any, name: str) -> str:
     import_module(section.module)
-    return "" if name in OPTIMIZERS else f"{section.module} defines no SpectralOptimizer with the name {name!r}"
+    return (
+        ""
+        if name in OPTIMIZERS
+        else f"{section.module} defines no SpectralOptimizer with the name {name!r}"
+    )
 
 
 for _ in third_party.objects(third_party.OPTIMIZERS, (), _import_module):

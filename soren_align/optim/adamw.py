@@ -1,9 +1,11 @@
-"""One AdamW step of one group, by torch's own functional AdamW, in buckets of at most CHUNK temporary elements.
+"""One AdamW step of one group, by torch's own functional AdamW, in buckets of at most CHUNK
+temporary elements.
 
-It is torch's fused kernel, which allocates no temporaries, and is the default of transformers and TRL. Only for layouts
-that the kernel does not support is it torch's loop over tensors, which allocates two of a chunk's size. Never foreach,
-torch's default on CUDA: its temporaries are as large as the group, and three times that for bfloat16 with a
-compensation. AdamW is elementwise, so a chunk gets the same update as in the whole tensor.
+It is torch's fused kernel, which allocates no temporaries, and is the default of transformers and
+TRL. Only for layouts that the kernel does not support is it torch's loop over tensors, which
+allocates two of a chunk's size. Never foreach, torch's default on CUDA: its temporaries are as
+large as the group, and three times that for bfloat16 with a compensation. AdamW is elementwise, so
+a chunk gets the same update as in the whole tensor.
 """
 
 import sys
@@ -23,7 +25,9 @@ FUSED = ("cuda", "cpu")  # types of devices
 
 
 class Chunk(NamedTuple):
-    """A chunk of a parameter with its gradient and state; `step` counts the steps before this one."""
+    """A chunk of a parameter with its gradient and state; `step` counts the steps before this
+    one.
+    """
 
     name: str
     step: Tensor
@@ -47,7 +51,8 @@ def adamw_step_(
     lr: float | Tensor,
     observers: Sequence[Callable[[PendingUpdate], None]] = (),
 ) -> None:
-    """One step of every parameter of `named`; all have a gradient. The observers get every chunk's update.
+    """One step of every parameter of `named`; all have a gradient.
+    The observers get every chunk's update.
 
     lr: the group's, on the host.
     """
@@ -56,7 +61,12 @@ def adamw_step_(
     for bucket in _buckets(_chunks(named, state, bool(observers))):
         before: list[tuple[Tensor, Tensor | None]] = []
         for chunk in bucket if observers else ():
-            before.append((chunk.parameter.clone(), None if chunk.compensation is None else chunk.compensation.clone()))
+            before.append(
+                (
+                    chunk.parameter.clone(),
+                    None if chunk.compensation is None else chunk.compensation.clone(),
+                )
+            )
         _update_(bucket, group, lr)
         for chunk in bucket:
             if chunk.encoded is not None:
@@ -69,28 +79,44 @@ def adamw_step_(
             direction = chunk.exp_avg.div(1 - beta1**step).div_(denominator)
             del denominator
             for observe in observers:
-                observe(PendingUpdate(chunk.name, group, parameter, compensation, direction, lr, group["weight_decay"]))
+                observe(
+                    PendingUpdate(
+                        chunk.name,
+                        group,
+                        parameter,
+                        compensation,
+                        direction,
+                        lr,
+                        group["weight_decay"],
+                    )
+                )
 
 
 def workspace(numel: int, itemsize: int, compensated: bool, in_8_bits: bool = False) -> int:
-    """Bytes of the fused step's temporaries for `numel` elements of `itemsize` bytes (tests/optim/test_adamw_step.py).
+    """Bytes of the fused step's temporaries for `numel` elements of `itemsize` bytes
+    (tests/optim/test_adamw_step.py).
 
-    Weights and gradients narrower than float32 are copied, and so are moments in 8 bits; in addition there are those
-    that split the master weights.
+    Weights and gradients narrower than float32 are copied, and so are moments in 8 bits; in
+    addition there are those that split the master weights.
     """
     return min(numel, CHUNK) * 8 * ((itemsize < 4) + compensated + in_8_bits)
 
 
 def _can_be_fused(*tensors: Tensor) -> bool:
-    """Whether torch's fused kernel supports the layout of these tensors, which must be one, and dense.
+    """Whether torch's fused kernel supports the layout of these tensors, which must be one, and
+    dense.
 
     As in torch/include/ATen/native/ForeachUtils.h, check_fast_path_restrictions (torch 2.13).
     """
     if tensors[0].device.type not in FUSED:
         return False
-    if all(tensor.is_contiguous() for tensor in tensors):  # nearly always; the strides cost 0.01 ms per tensor
+    # nearly always; the strides cost 0.01 ms per tensor
+    if all(tensor.is_contiguous() for tensor in tensors):
         return True
-    layouts = {tuple(pair for pair in zip(t.stride(), t.shape, strict=True) if pair[1] > 1) for t in tensors}
+    layouts = {
+        tuple(pair for pair in zip(t.stride(), t.shape, strict=True) if pair[1] > 1)
+        for t in tensors
+    }
     dense = 1
     for stride, length in sorted(next(iter(layouts))):
         if stride != dense:
@@ -99,40 +125,75 @@ def _can_be_fused(*tensors: Tensor) -> bool:
     return len(layouts) == 1
 
 
-def _chunks(named: Named, states: Mapping[Tensor, dict[str, Tensor]], is_observed: bool) -> Iterator[Chunk]:
-    """The chunks of the parameters; with states in 8 bits one for each run of blocks, with copies of its moments."""
+def _chunks(
+    named: Named, states: Mapping[Tensor, dict[str, Tensor]], is_observed: bool
+) -> Iterator[Chunk]:
+    """The chunks of the parameters; with states in 8 bits one for each run of blocks, with copies
+    of its moments.
+    """
     steps = torch.stack([states[parameter]["step"] for _, parameter in named])
-    for (name, parameter), step, next_step in zip(named, steps.unbind(), (steps + 1).unbind(), strict=True):
+    for (name, parameter), step, next_step in zip(
+        named, steps.unbind(), (steps + 1).unbind(), strict=True
+    ):
         state = states[parameter]
         state["step"] = next_step  # a new tensor: a state dict may hold the old one
-        tensors = (parameter.detach(), parameter.grad, *map(state.get, ("exp_avg", "exp_avg_sq", "compensation")))
+        tensors = (
+            parameter.detach(),
+            parameter.grad,
+            *map(state.get, ("exp_avg", "exp_avg_sq", "compensation")),
+        )
         here = [None if tensor is None else local(tensor) for tensor in tensors]
         if "blocks" in state:
-            flat, grad, _, _, rest = (None if tensor is None else tensor.reshape(-1) for tensor in here)
+            flat, grad, _, _, rest = (
+                None if tensor is None else tensor.reshape(-1) for tensor in here
+            )
             assert flat is not None
             assert grad is not None
             for blocks in blocks_of(state):
                 part = slice(blocks.start, blocks.stop)
                 moments = decoded(state, "exp_avg", blocks), decoded(state, "exp_avg_sq", blocks)
-                compensation, fused = None if rest is None else rest[part], flat.device.type in FUSED
+                compensation, fused = (
+                    None if rest is None else rest[part],
+                    flat.device.type in FUSED,
+                )
                 numel = blocks.stop - blocks.start
-                yield Chunk(name, step, flat[part], grad[part], *moments, compensation, fused, numel, (state, blocks))
+                yield Chunk(
+                    name,
+                    step,
+                    flat[part],
+                    grad[part],
+                    *moments,
+                    compensation,
+                    fused,
+                    numel,
+                    (state, blocks),
+                )
             continue
         one_dtype = len({tensor.dtype for tensor in here[:4] if tensor is not None}) == 1
         in_place = one_dtype and not is_observed and _can_be_fused(*here[:4])  # pyright: ignore[reportArgumentType]
         for parts in chunks(*here, numel=sys.maxsize if in_place else CHUNK):
             num_temporary = 0 if in_place else parts[0].numel()
-            yield Chunk(name, step, *parts, fused=in_place or _can_be_fused(*parts[:4]), num_temporary=num_temporary)
+            yield Chunk(
+                name,
+                step,
+                *parts,
+                fused=in_place or _can_be_fused(*parts[:4]),
+                num_temporary=num_temporary,
+            )
 
 
 def _buckets(parts: Iterator[Chunk]) -> Iterator[list[Chunk]]:
-    """Consecutive chunks of one device and kernel, together with at most CHUNK temporary elements."""
+    """Consecutive chunks of one device and kernel, together with at most CHUNK temporary
+    elements.
+    """
     bucket: list[Chunk] = []
     num_temporary = 0
     for chunk in parts:
         num_temporary += chunk.num_temporary
         kernel = (chunk.parameter.device, chunk.fused)
-        if bucket and (num_temporary > CHUNK or kernel != (bucket[0].parameter.device, bucket[0].fused)):
+        if bucket and (
+            num_temporary > CHUNK or kernel != (bucket[0].parameter.device, bucket[0].fused)
+        ):
             yield bucket
             bucket, num_temporary = [], chunk.num_temporary
         bucket.append(chunk)
@@ -148,9 +209,16 @@ def _update_(bucket: Sequence[Chunk], group: dict[str, Any], lr: float | Tensor)
     weights = [master_weights(c.parameter, c.compensation).to(c.exp_avg.dtype) for c in bucket]
     averages = [chunk.exp_avg for chunk in bucket], [chunk.exp_avg_sq for chunk in bucket]
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
-    settings: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": group["eps"]}
+    settings: dict[str, Any] = {
+        "lr": lr,
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": decay,
+        "eps": group["eps"],
+    }
     settings |= {"foreach": False, "fused": fused, "amsgrad": False, "maximize": False}
-    grads = (chunk.grad.to(chunk.exp_avg.dtype) for chunk in bucket)  # copies live as long as the call
+    # copies live as long as the call
+    grads = (chunk.grad.to(chunk.exp_avg.dtype) for chunk in bucket)
     adamw(weights, [*grads], *averages, [], list(steps.unbind()), **settings)
     for chunk, updated in zip(bucket, weights, strict=True):
         store_master_weights_(chunk.parameter, chunk.compensation, updated)

@@ -1,8 +1,9 @@
-"""Fused weights: several projections that an architecture stores in one matrix, and their division into blocks.
+"""Fused weights: several projections that an architecture stores in one matrix, and their division
+into blocks.
 
-By default a fused weight is one matrix. With `split` each block of its rows is a matrix: a projection, of the size that
-the model's config states, the rows of one head, or as many rows as the user states. In a transposed weight (GPT-2's
-Conv1D) blocks are of columns, and of equal size.
+By default a fused weight is one matrix. With `split` each block of its rows is a matrix: a
+projection, of the size that the model's config states, the rows of one head, or as many rows as the
+user states. In a transposed weight (GPT-2's Conv1D) blocks are of columns, and of equal size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,8 @@ from typing import Any
 from .layout import WeightLayout
 
 Split = Mapping[str, Sequence[str | int]]
-"""Glob of a parameter's name, with or without ".weight" -> projections in the order of the rows, row counts, or
-["heads"]."""
+"""Glob of a parameter's name, with or without ".weight" -> projections in the order of the rows,
+row counts, or ["heads"]."""
 QKV, GATE_UP = ("q", "k", "v"), ("gate", "up")
 FUSED = {
     **dict.fromkeys(("qkv_proj", "query_key_value", "c_attn", "Wqkv"), QKV),
@@ -22,16 +23,24 @@ FUSED = {
     "kv_b_proj": ("k", "v"),
 }
 """The projections in the weight of a layer with this name, in transformers' models."""
-OF_HEADS = {layer for layer, projections in FUSED.items() if projections == QKV} | {"q_proj", "k_proj", "v_proj"}
+OF_HEADS = {layer for layer, projections in FUSED.items() if projections == QKV} | {
+    "q_proj",
+    "k_proj",
+    "v_proj",
+}
 """Layers whose rows are those of one head after another, head_dim each."""
 CONTIGUOUS = {
     *(("qkv_proj", model_type) for model_type in ("phi3", "phi4_multimodal")),
     *(("c_attn", model_type) for model_type in ("gpt2", "imagegpt", "openai-gpt")),
     *(("Wqkv", model_type) for model_type in ("mpt", "dbrx")),
 }
-"""Layers, with the model_type of their config, that store all of q, then k, then v; `_is_contiguous` has the others."""
+"""Layers, with the model_type of their config, that store all of q, then k, then v;
+`_is_contiguous` has the others."""
 INTERLEAVED = {
-    *(("query_key_value", model_type) for model_type in ("gpt_neox", "gpt_neox_japanese", "bloom", "persimmon")),
+    *(
+        ("query_key_value", model_type)
+        for model_type in ("gpt_neox", "gpt_neox_japanese", "bloom", "persimmon")
+    ),
     *(("query_key_value", "falcon"), ("c_attn", "gpt_bigcode"), ("qkv_proj", "codegen")),
 }
 """Layers in which q, k and v alternate by head, or by group of heads."""
@@ -79,7 +88,10 @@ def split_layout(
             )
         return f"{'transposed ' * is_transposed}blocks {num_rows // size}*{size}"
     if layer_of(name) in FUSED and not _is_contiguous(name, config):
-        projections, model_type = ", ".join(fused_projections(name)), getattr(config, "model_type", "this model")
+        projections, model_type = (
+            ", ".join(fused_projections(name)),
+            getattr(config, "model_type", "this model"),
+        )
         remedy = "write [heads] to make a block of each head, or remove this name"
         remedy = remedy if layer_of(name) in OF_HEADS else "remove this name"
         if (layer_of(name), model_type) in INTERLEAVED or layer_of(name) not in OF_HEADS:
@@ -94,7 +106,13 @@ def split_layout(
     if all(isinstance(block, int) for block in blocks):
         named = [(str(number), int(block)) for number, block in enumerate(blocks)]
     else:
-        named = [*zip(map(str, blocks), _projection_sizes(name, place, num_rows, blocks, config), strict=True)]
+        named = [
+            *zip(
+                map(str, blocks),
+                _projection_sizes(name, place, num_rows, blocks, config),
+                strict=True,
+            )
+        ]
     text = " + ".join(f"{size}" if block.isdigit() else f"{block} {size}" for block, size in named)
     if sum(size for _, size in named) != num_rows:
         total = sum(size for _, size in named)
@@ -126,8 +144,12 @@ def _head_dim(name: str, place: str, config: Any) -> int:
             f"{', '.join(sorted(OF_HEADS))}, or row counts"
         )
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    num_heads, width = (getattr(text_config, key, None) for key in ("num_attention_heads", "hidden_size"))
-    if size := getattr(text_config, "head_dim", None) or (num_heads and width and width // num_heads):
+    num_heads, width = (
+        getattr(text_config, key, None) for key in ("num_attention_heads", "hidden_size")
+    )
+    if size := getattr(text_config, "head_dim", None) or (
+        num_heads and width and width // num_heads
+    ):
         return size
     raise ValueError(
         f"{place}: the model's config does not state the number of attention heads (num_attention_heads); "
@@ -135,19 +157,27 @@ def _head_dim(name: str, place: str, config: Any) -> int:
     )
 
 
-def _projection_sizes(name: str, place: str, num_rows: int, blocks: Sequence[str | int], config: Any) -> Sequence[int]:
+def _projection_sizes(
+    name: str, place: str, num_rows: int, blocks: Sequence[str | int], config: Any
+) -> Sequence[int]:
     """The rows of each projection, by the config."""
     projections = fused_projections(name)
     if not projections:
-        raise ValueError(f"{place}: the projections in {layer_of(name)} are not known; write row counts")
+        raise ValueError(
+            f"{place}: the projections in {layer_of(name)} are not known; write row counts"
+        )
     if tuple(blocks) != projections:
         names = ", ".join(map(str, blocks))
-        raise ValueError(f"{place}: found [{names}], but it stores [{', '.join(projections)}]; write these")
+        raise ValueError(
+            f"{place}: found [{names}], but it stores [{', '.join(projections)}]; write these"
+        )
     if projections == GATE_UP:
         return [num_rows // 2] * 2
     size, text_config = _head_dim(name, place, config), config.get_text_config()
     num_heads = text_config.num_attention_heads
     attention = getattr(text_config, "attn_config", None)  # MPT's and DBRX's
-    num_kv_heads = getattr(attention, "kv_n_heads", None) or getattr(text_config, "num_key_value_heads", None)
+    num_kv_heads = getattr(attention, "kv_n_heads", None) or getattr(
+        text_config, "num_key_value_heads", None
+    )
     num_kv_heads = 1 if getattr(text_config, "multi_query", False) else num_kv_heads or num_heads
     return [num_heads * size, num_kv_heads * size, num_kv_heads * size]

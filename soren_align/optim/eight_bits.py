@@ -1,15 +1,20 @@
 """Moments in 8 bits: blocks of 256 numbers, each with a float32 scale, the largest magnitude in it.
 
-A number x in a block of scale s is stored as the whole number c with x = s (c / L)^k, L the largest code: 127 of a
-signed moment, 255 of a second one. k spreads the codes: the momentum of a matrix has k = 1, for the smallest error in
-the norm of the whole; AdamW's moments, of which each number is divided by another, have more codes near zero.
+A number x in a block of scale s is stored as the whole number c with x = s (c / L)^k, L the largest
+code: 127 of a signed moment, 255 of a second one. k spreads the codes: the momentum of a matrix has
+k = 1, for the smallest error in the norm of the whole; AdamW's moments, of which each number is
+divided by another, have more codes near zero.
 
-- Blocks begin at multiples of 256 in each rank's shard of a parameter, and none lies on two ranks. So N ranks round as
-  one but in the blocks that the end of a shard cuts or shifts, where both are within a code of the exact number.
+- Blocks begin at multiples of 256 in each rank's shard of a parameter, and none lies on two ranks.
+So N ranks round as
+  one but in the blocks that the end of a shard cuts or shifts, where both are within a code of the
+  exact number.
 - A parameter of fewer than 4096 numbers has blocks of one number, which is stored exactly.
-- Codes are rounded up or down with a dither that is known from step and place: rounded to nearest, a second moment
+- Codes are rounded up or down with a dither that is known from step and place: rounded to nearest,
+a second moment
   would never follow a change below 1% a step, and with beta2 = 0.999 its changes are below 0.1%
-  (test_second_moments_follow_gradients_that_shrink). The same step from the same state gives the same bits.
+  (test_second_moments_follow_gradients_that_shrink). The same step from the same state gives the
+  same bits.
 """
 
 import math
@@ -25,14 +30,17 @@ from .rounding import CHUNK
 BLOCK, SMALL = 256, 4096
 CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 SQUARINGS = {"momentum": 0, "exp_avg": 1, "exp_avg_sq": 2}
-"""Of a matrix's momentum and of AdamW's moments: k = 2^SQUARINGS, whose roots are square roots, the quickest."""
+"""Of a matrix's momentum and of AdamW's moments: k = 2^SQUARINGS, whose roots are square roots, the
+quickest."""
 ROUNDED_NORM = 1 + BLOCK**0.5 / 127
-"""At least |rounded x| / |x| of a momentum: each number of a block moves by less than a code, 1/127 of the largest."""
+"""At least |rounded x| / |x| of a momentum: each number of a block moves by less than a code, 1/127
+of the largest."""
 _GOLDEN, _PLASTIC = (math.sqrt(5) - 1) / 2, 0.7548776662466927
 """Steps and places of the dither: their multiples fill [0, 1) evenly."""
 
 Part = tuple[int, int, int]
-"""(start, numel, numel of the whole parameter): a parameter's elements in a tensor, from `start` on."""
+"""(start, numel, numel of the whole parameter): a parameter's elements in a tensor, from `start`
+on."""
 
 
 class Blocks(NamedTuple):
@@ -53,7 +61,9 @@ class Blocks(NamedTuple):
 
 
 def new_blocks(parts: Sequence[Part]) -> tuple[Tensor, int]:
-    """The blocks of a tensor's parameters, int64 [n, 4]: a row of `Blocks` for each; and the number of all blocks."""
+    """The blocks of a tensor's parameters, int64 [n, 4]: a row of `Blocks` for each; and the number
+    of all blocks.
+    """
     rows: list[Blocks] = []
     total = 0
     for start, numel, whole_numel in parts:
@@ -68,7 +78,9 @@ def blocks_of(state: dict[str, Any]) -> Iterator[Blocks]:
     for start, stop, size, scale in state["blocks"].tolist() if "blocks" in state else ():
         most, end_of_whole = CHUNK // size * size, stop - (stop - start) % size
         for begin in range(start, end_of_whole, most):
-            yield Blocks(begin, min(begin + most, end_of_whole), size, scale + (begin - start) // size)
+            yield Blocks(
+                begin, min(begin + most, end_of_whole), size, scale + (begin - start) // size
+            )
         if end_of_whole < stop:  # the last block is shorter
             yield Blocks(end_of_whole, stop, size, scale + (end_of_whole - start) // size)
 
@@ -88,12 +100,17 @@ def encode_(state: dict[str, Any], key: str, blocks: Blocks, values: Tensor) -> 
     magnitudes = matrix.abs()
     scales.copy_(magnitudes.amax(1))
     levels = torch.iinfo(codes.dtype).max
-    magnitudes = magnitudes.div_(scales[:, None].clamp(min=torch.finfo(torch.float32).tiny)).view(-1)
+    magnitudes = magnitudes.div_(scales[:, None].clamp(min=torch.finfo(torch.float32).tiny)).view(
+        -1
+    )
     lower = magnitudes.clone()
     for _ in range(squarings):
         lower.sqrt_()
     lower.mul_(levels).floor_().clamp_(max=levels)
-    below, above = _squared_(lower / levels, squarings), _squared_((lower + 1).div_(levels), squarings)
+    below, above = (
+        _squared_(lower / levels, squarings),
+        _squared_((lower + 1).div_(levels), squarings),
+    )
     excess = magnitudes.sub_(below).div_(above.sub_(below)).view(len(scales), -1)
     dither = _dither(int(state["step"]), matrix.shape[1], values.device)
     rounded = lower.add_((excess > dither).view(-1)).clamp_(max=levels)
@@ -108,7 +125,8 @@ def decoded_range(state: dict[str, Any], key: str, start: int, numel: int) -> Te
     for run, stop, size, scale in blocks_of(state):
         first, last = max(start, run), min(start + numel, stop)
         if first < last:
-            before, end = (first - run) // size, -(-(last - run) // size)  # only the blocks that have some of them
+            # only the blocks that have some of them
+            before, end = (first - run) // size, -(-(last - run) // size)
             part = Blocks(run + before * size, min(run + end * size, stop), size, scale + before)
             here = decoded(state, key, part)[first - part.start : last - part.start]
             values[first - start : last - start] = here
@@ -118,7 +136,11 @@ def decoded_range(state: dict[str, Any], key: str, start: int, numel: int) -> Te
 def norm(state: dict[str, Any], key: str) -> Tensor:
     """The Euclidean norm of a moment, of shape [1]."""
     squares = [decoded(state, key, blocks).square_().sum() for blocks in blocks_of(state)]
-    return torch.stack(squares).sum().sqrt().reshape(1) if squares else state[key].new_zeros(1, dtype=torch.float32)
+    return (
+        torch.stack(squares).sum().sqrt().reshape(1)
+        if squares
+        else state[key].new_zeros(1, dtype=torch.float32)
+    )
 
 
 def _codes(state: dict[str, Any], key: str, blocks: Blocks) -> tuple[Tensor, Tensor, int]:
@@ -134,7 +156,8 @@ def _squared_(values: Tensor, times: int) -> Tensor:
     return values
 
 
-@lru_cache(maxsize=16)  # nearly all blocks of a step have the same: one copy to a GPU instead of one for each run
+# nearly all blocks of a step have the same: one copy to a GPU instead of one for each run
+@lru_cache(maxsize=16)
 def _dither(step: int, length: int, device: torch.device) -> Tensor:
     """A number in [0, 1) for each place of a block."""
     places = torch.arange(length, dtype=torch.float64)

@@ -1,7 +1,8 @@
 """Gradients that an optimizer cannot use are refused before anything is changed.
 
-A step updates every parameter or none: after an error weights, momentum and step counts are unchanged. On a GPU a read
-by the host waits for all that is queued, so a step makes one, of all the numbers that it needs: `checked_numbers`.
+A step updates every parameter or none: after an error weights, momentum and step counts are
+unchanged. On a GPU a read by the host waits for all that is queued, so a step makes one, of all the
+numbers that it needs: `checked_numbers`.
 """
 
 import math
@@ -16,14 +17,16 @@ from .eight_bits import ROUNDED_NORM, norm
 from .group_settings import names_of
 from .layout import ShardingStrategy, local
 
-# Up to it a bound of a norm serves as well as the norm: no map distinguishes matrices with |N|_F below it.
+# Up to it a bound of a norm serves as well as the norm: no map distinguishes matrices with |N|_F
+# below it.
 LOOSE_NORM = 1.5
 
 
 class StepNumbers(NamedTuple):
     """The numbers of one step that the host needs.
 
-    max_norm: at least |N|_F of every map input N, on all ranks. lrs: of each group; a tensor is on the CPU.
+    max_norm: at least |N|_F of every map input N, on all ranks. lrs: of each group; a tensor is on
+    the CPU.
     bound: at least max_norm and the norm of all gradients together.
     """
 
@@ -42,19 +45,26 @@ def checked_numbers(
 ) -> StepNumbers:
     """The numbers of a step whose gradients can be used, by one host read. Collective.
 
-    optimizer: its name. gradient_norm: see `SpectralOptimizer`; previous_bound: of the last step. While both are at
-    most LOOSE_NORM, neither gradients nor momenta are read: a momentum is a weighted mean of gradients.
-    Raises ValueError for a shard of unknown layout in a spectral group and for a sparse gradient, FloatingPointError if
-    a gradient has a NaN or an infinity; the error names the parameters. Every rank raises.
+    optimizer: its name. gradient_norm: see `SpectralOptimizer`; previous_bound: of the last step.
+    While both are at most LOOSE_NORM, neither gradients nor momenta are read: a momentum is a
+    weighted mean of gradients. Raises ValueError for a shard of unknown layout in a spectral group
+    and for a sparse gradient, FloatingPointError if a gradient has a NaN or an infinity; the error
+    names the parameters. Every rank raises.
     """
-    with_rules = [(*pair, g["rule"]) for g in groups for pair in zip(names_of(g), g["params"], strict=True)]
+    with_rules = [
+        (*pair, g["rule"]) for g in groups for pair in zip(names_of(g), g["params"], strict=True)
+    ]
     named = [(name, parameter) for name, parameter, _ in with_rules]
     known_norm = gradient_norm if previous_bound <= LOOSE_NORM else None
     problem: Exception | None = None
     numbers = torch.zeros(2, dtype=torch.float64)
     try:
         for name, parameter, rule in with_rules:
-            if parameter.grad is not None and rule == "spectral" and not strategy.has_layout(parameter):
+            if (
+                parameter.grad is not None
+                and rule == "spectral"
+                and not strategy.has_layout(parameter)
+            ):
                 raise ValueError(
                     f"{optimizer} updates whole matrices, but {name} is a shard of shape {tuple(parameter.shape)}; set "
                     "the optimizer's sharding strategy (soren_align.sharding). FSDP1 is not supported; use FSDP2"
@@ -77,17 +87,27 @@ def checked_numbers(
     if known_norm is not None and not largest <= LOOSE_NORM**2:  # a NaN too
         return checked_numbers(groups, state, optimizer, strategy)
     if not math.isfinite(total):
-        # A gradient has a NaN or an infinity, on some rank, or the sum has overflowed: every gradient is read.
-        with_grad = [(name, local(parameter.grad)) for name, parameter in named if parameter.grad is not None]
-        broken = [name for name, g in with_grad if g.numel() and not g.abs().amax().isfinite()]  # amax: NaN too
+        # A gradient has a NaN or an infinity, on some rank, or the sum has overflowed: every
+        # gradient is read.
+        with_grad = [
+            (name, local(parameter.grad)) for name, parameter in named if parameter.grad is not None
+        ]
+        # amax: NaN too
+        broken = [name for name, g in with_grad if g.numel() and not g.abs().amax().isfinite()]
         problem = FloatingPointError(
             f"NaN or infinity in the gradient of {first_names(broken)}; the optimizer did not apply this step"
         )
-        strategy.check_gradients(named, problem if broken else None, torch.zeros(2, dtype=torch.float64))
+        strategy.check_gradients(
+            named, problem if broken else None, torch.zeros(2, dtype=torch.float64)
+        )
     # Of a tensor's own dtype, in which torch computes with it.
-    read = iter([torch.tensor(rate, dtype=lr.dtype) for rate, lr in zip(on_host, rates, strict=True)])
+    read = iter(
+        [torch.tensor(rate, dtype=lr.dtype) for rate, lr in zip(on_host, rates, strict=True)]
+    )
     lrs = [next(read) if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
-    max_norm, bound = (math.sqrt(n) if math.isfinite(n) else math.inf for n in (largest, max(largest, total)))
+    max_norm, bound = (
+        math.sqrt(n) if math.isfinite(n) else math.inf for n in (largest, max(largest, total))
+    )
     return StepNumbers(max_norm, lrs, bound)
 
 
@@ -96,11 +116,14 @@ def first_names(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _squared_norms(with_rules: Sequence[tuple[str, Tensor, str]], state: Mapping[Tensor, dict[str, Tensor]]) -> Tensor:
-    """Two sums on the device: of the squares of all gradients, and the largest over the inputs of maps; float64.
+def _squared_norms(
+    with_rules: Sequence[tuple[str, Tensor, str]], state: Mapping[Tensor, dict[str, Tensor]]
+) -> Tensor:
+    """Two sums on the device: of the squares of all gradients, and the largest over the inputs of
+    maps; float64.
 
-    The first is finite only if all gradients are. The second is at least |N|_F^2 of every matrix in one tensor, since
-    N is a weighted mean of its gradient and its momentum.
+    The first is finite only if all gradients are. The second is at least |N|_F^2 of every matrix in
+    one tensor, since N is a weighted mean of its gradient and its momentum.
     """
     matrices: list[Tensor] = []
     others: list[Tensor] = []
@@ -116,7 +139,9 @@ def _squared_norms(with_rules: Sequence[tuple[str, Tensor, str]], state: Mapping
             if momentum is not None and "blocks" in state[parameter]:
                 momentum, bound = norm(state[parameter], "exp_avg"), ROUNDED_NORM
             matrices += [grad] + ([] if momentum is None else [local(momentum)])
-    device = next((t.device for t in (*matrices, *others) if t.device.type != "cpu"), torch.device("cpu"))
+    device = next(
+        (t.device for t in (*matrices, *others) if t.device.type != "cpu"), torch.device("cpu")
+    )
     squares = []  # on `device`, each with a zero
     for tensors in (matrices, others):
         by_kind = defaultdict(list)

@@ -1,6 +1,7 @@
 """Check the settings of parameter groups, and compare them with a checkpoint's settings.
 
-A group holds the settings of its own rule and no others, so that a checkpoint records the settings that were used.
+A group holds the settings of its own rule and no others, so that a checkpoint records the settings
+that were used.
 """
 
 import re
@@ -26,9 +27,14 @@ from ..spectral import SpectralMap
 from .product import has_factors
 
 Check = Callable[[Any], Any]
-"""Returns a setting's complete value. Raises ValueError ("found ...; write ...") if it is not allowed."""
+"""Returns a setting's complete value. Raises ValueError ("found ...; write ...") if it is not
+allowed."""
 
-_OF_BOTH = {"weight_decay": default.WEIGHT_DECAY, "compensation": default.COMPENSATION, "states": default.STATES}
+_OF_BOTH = {
+    "weight_decay": default.WEIGHT_DECAY,
+    "compensation": default.COMPENSATION,
+    "states": default.STATES,
+}
 RULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "spectral": {
         "momentum": default.MOMENTUM,
@@ -45,11 +51,12 @@ RULE_DEFAULTS: dict[str, dict[str, Any]] = {
 """The settings of a rule that its optimizer and group leave out."""
 ADDED_LATER = ("states", "map_input", "second_moment", "second_moment_beta", "match_rms")
 """Settings that earlier checkpoints lack, which had the defaults."""
-# Keys that a group may have beside its settings: how its parameters store matrices (`layout`), a user's name for it,
-# and those that torch's schedulers write.
+# Keys that a group may have beside its settings: how its parameters store matrices (`layout`), a
+# user's name for it, and those that torch's schedulers write.
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
 OTHER_KEYS = ("params", "param_names", "weight_layouts", "rule", "name", *SCHEDULER_KEYS)
-_WRAPPER = re.compile(r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")  # in names of a wrapped model
+# in names of a wrapped model
+_WRAPPER = re.compile(r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 
 
 def check_that(is_allowed: Callable[[Any], bool], advice: str) -> Check:
@@ -64,17 +71,23 @@ def check_that(is_allowed: Callable[[Any], bool], advice: str) -> Check:
 
 
 def number(bounds: Bounds, names: Mapping[str, float] = {}) -> Check:
-    """A check that a value is a number within `bounds`, or the name of one; a tensor of one element is one too."""
+    """A check that a value is a number within `bounds`, or the name of one; a tensor of one element
+    is one too.
+    """
 
     def check(value: Any) -> Any:
         if isinstance(value, str) and names:
             if value not in names:
-                raise ValueError(f"found {value!r}; write a number, or {' or '.join(map(repr, names))}")
+                raise ValueError(
+                    f"found {value!r}; write a number, or {' or '.join(map(repr, names))}"
+                )
             return names[value]
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"found a tensor of shape {tuple(value.shape)}; write one number")
         if not isinstance(value, int | float | Tensor) or float(value) not in bounds:
-            raise ValueError(f"found {value!r}; write a {'finite ' * (bounds.most == LARGEST)}number, {bounds}")
+            raise ValueError(
+                f"found {value!r}; write a {'finite ' * (bounds.most == LARGEST)}number, {bounds}"
+            )
         return value
 
     return check
@@ -96,7 +109,9 @@ def setting_checks(spectral_map: SpectralMap) -> dict[str, Check]:
             checks[key] = choice(setting.choices) if setting.choices else free
         elif isinstance(setting.default, int):
             checks[key] = check_that(
-                lambda value, bounds=bounds: isinstance(value, int) and not isinstance(value, bool) and value in bounds,
+                lambda value, bounds=bounds: (
+                    isinstance(value, int) and not isinstance(value, bool) and value in bounds
+                ),
                 f"a whole number, {bounds}",
             )
         else:
@@ -124,16 +139,22 @@ RULES: dict[str, dict[str, Check]] = {
     "adamw": {
         **_SHARED_SETTINGS,
         "betas": check_that(
-            lambda value: len(value) == 2 and all(beta in COEFFICIENT for beta in value), f"two numbers, {COEFFICIENT}"
+            lambda value: len(value) == 2 and all(beta in COEFFICIENT for beta in value),
+            f"two numbers, {COEFFICIENT}",
         ),
         "eps": number(NON_NEGATIVE),
     },
 }
-"""The settings of each rule with their checks; a spectral group has those of its optimizer's map besides."""
+"""The settings of each rule with their checks; a spectral group has those of its optimizer's map
+besides."""
 
 
-def checked_settings(group: dict[str, Any], checks: Mapping[str, Check], where: str) -> dict[str, Any]:
-    """`group` with complete values. Raises ValueError naming `where` and the first setting that is not allowed."""
+def checked_settings(
+    group: dict[str, Any], checks: Mapping[str, Check], where: str
+) -> dict[str, Any]:
+    """`group` with complete values.
+    Raises ValueError naming `where` and the first setting that is not allowed.
+    """
     group = dict(group)
     for key, check in checks.items():
         if key in group:
@@ -145,7 +166,9 @@ def checked_settings(group: dict[str, Any], checks: Mapping[str, Check], where: 
 
 
 def refuse_combinations(group: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError, naming `where`, for settings of a spectral group that exclude one another."""
+    """Raise ValueError, naming `where`, for settings of a spectral group that exclude one
+    another.
+    """
     for key in ("second_moment", "map_input") if has_factors(group) else ():
         if group[key] != (plain := RULE_DEFAULTS["spectral"][key]):
             raise ValueError(
@@ -157,23 +180,33 @@ def refuse_combinations(group: Mapping[str, Any], where: str) -> None:
             f"{where} states: found '8bit', which cannot store the second moment of elements; write 'float32', or "
             "second_moment='rows', whose moments stay in float32"
         )
-    if group["second_moment"] == "none" and group["second_moment_beta"] != default.SECOND_MOMENT_BETA:
+    if (
+        group["second_moment"] == "none"
+        and group["second_moment_beta"] != default.SECOND_MOMENT_BETA
+    ):
         raise ValueError(
             f"{where} second_moment_beta: has no effect without a second moment; write second_moment='rows' or "
             "'elements'"
         )
-    if not group["adjust_lr_fn"].startswith("match_rms_") and group["match_rms"] != default.MATCH_RMS:
+    if (
+        not group["adjust_lr_fn"].startswith("match_rms_")
+        and group["match_rms"] != default.MATCH_RMS
+    ):
         raise ValueError(
             f"{where} match_rms: has no effect with adjust_lr_fn={group['adjust_lr_fn']!r}; write 'match_rms_measured' "
             "or 'match_rms_adamw'"
         )
 
 
-def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_keys: Collection[str]) -> None:
-    """Raise ValueError naming every setting that differs between a checkpoint's groups and the current ones.
+def refuse_changed_settings(
+    saved: Sequence[dict], current: Sequence[dict], map_keys: Collection[str]
+) -> None:
+    """Raise ValueError naming every setting that differs between a checkpoint's groups and the
+    current ones.
 
-    Ignored are learning rates, a momentum that a scheduler changes, the prefixes of wrapped models in parameter names,
-    names that only one side has, and all that is no setting of the group's rule. map_keys: settings of any map.
+    Ignored are learning rates, a momentum that a scheduler changes, the prefixes of wrapped models
+    in parameter names, names that only one side has, and all that is no setting of the group's
+    rule. map_keys: settings of any map.
     """
     if len(saved) != len(current):
         raise ValueError(
@@ -185,8 +218,11 @@ def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_
         was, now = (len(group["params"]) for group in groups)
         pairs: list[tuple[str, Any, Any]] = [("number of parameters", was, now)]
         rules = [group.get("rule", "") for group in groups]
-        keys = {"rule", *(map_keys if "spectral" in rules else ())}.union(*(RULES.get(rule, ()) for rule in rules))
-        is_scheduled = any("base_momentum" in group for group in groups)  # loaded like a learning rate
+        keys = {"rule", *(map_keys if "spectral" in rules else ())}.union(
+            *(RULES.get(rule, ()) for rule in rules)
+        )
+        # loaded like a learning rate
+        is_scheduled = any("base_momentum" in group for group in groups)
         for key in sorted(keys - ({"lr", "momentum", "betas"} if is_scheduled else {"lr"})):
             absent = RULE_DEFAULTS["spectral"][key] if key in ADDED_LATER else "nothing"
             was, now = (group.get(key, absent) for group in groups)
@@ -202,26 +238,39 @@ def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_
             first = next(((a, b) for a, b in zip(was, now, strict=False) if a != b), numbers)
             pairs += [("param_names", *first)] if was != now else []
         for key, was, now in pairs:
-            if key == "map":  # its composition may be another one of equal settings; the checkpoint's is loaded
+            # its composition may be another one of equal settings; the checkpoint's is loaded
+            if key == "map":
                 was, now = (
-                    {k: v for k, v in value.items() if k != "composition"} if isinstance(value, dict) else value
+                    {k: v for k, v in value.items() if k != "composition"}
+                    if isinstance(value, dict)
+                    else value
                     for value in (was, now)
                 )
             if was != now:
-                differences.append(f"group {index} {key}: {was} in the checkpoint, {now} in this optimizer")
+                differences.append(
+                    f"group {index} {key}: {was} in the checkpoint, {now} in this optimizer"
+                )
     if differences:
         raise ValueError(
-            "the checkpoint has other optimizer settings; restore these settings:\n" + "\n".join(differences)
+            "the checkpoint has other optimizer settings; restore these settings:\n"
+            + "\n".join(differences)
         )
 
 
 def name_in_model(name: str) -> str:
-    """A parameter's name without the parts that wrappers of modules add: torch.compile's, FSDP's, checkpointing's."""
+    """A parameter's name without the parts that wrappers of modules add: torch.compile's, FSDP's,
+    checkpointing's.
+    """
     return _WRAPPER.sub("", name)
 
 
 def names_of(group: dict[str, Any]) -> Sequence[str]:
     """The names of the group's parameters, or their positions where names are not known."""
     names, num_params = group.get("param_names", ()), len(group["params"])
-    # ZeRO replaces the parameters by flat shards and keeps the names, which are then those of other tensors.
-    return names if len(names) == num_params else [f"parameter {position}" for position in range(num_params)]
+    # ZeRO replaces the parameters by flat shards and keeps the names, which are then those of other
+    # tensors.
+    return (
+        names
+        if len(names) == num_params
+        else [f"parameter {position}" for position in range(num_params)]
+    )

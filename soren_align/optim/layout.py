@@ -1,12 +1,14 @@
 """Where matrices lie: in one parameter or in shards on several ranks, one to a weight or several.
 
-A parameter is an expert weight of two dimensions [rows, columns], or the weights of all experts of a layer [experts,
-rows, columns], as transformers stores them. An expert weight is one matrix, or the matrices of gate and up-projection
-together: these are two matrices to a map, as in a layer without experts, and as transformers 4 and most published files
-have them. So no update depends on how a version of transformers stores weights. torch.nn.MultiheadAttention stores the
-projections of queries, keys and values in one parameter, above one another. With `split` (`blocks`) a fused weight is
-several weights, one for each block of its rows. `WeightLayout` names these; a `Shard` is this rank's elements of one
-weight; `matrix_batches` joins equal ones for the map.
+A parameter is an expert weight of two dimensions [rows, columns], or the weights of all experts of
+a layer [experts, rows, columns], as transformers stores them. An expert weight is one matrix, or
+the matrices of gate and up-projection
+together: these are two matrices to a map, as in a layer without experts, and as transformers 4 and
+most published files have them. So no update depends on how a version of transformers stores
+weights. torch.nn.MultiheadAttention stores the projections of queries, keys and values in one
+parameter, above one another. With `split` (`blocks`) a fused weight is several weights, one for
+each block of its rows. `WeightLayout` names these; a `Shard` is this rank's elements of one weight;
+`matrix_batches` joins equal ones for the map.
 """
 
 import math
@@ -25,20 +27,23 @@ from .product import NUM_PRODUCT_NUMBERS, WEIGHTS, is_factor, mapped_together, p
 from .state import momentum_dtype
 
 WeightLayout = str
-"""Of an expert weight, or of any weight of two dimensions. "linear": a matrix as nn.Linear stores it, [outputs,
-inputs]. "transposed": [inputs, outputs]. "gate_up": gate above up; "transposed gate_up": gate left of up; "transposed
-interleaved gate_up": their columns alternate. "qkv": queries above keys above values. "blocks q:64 k:32 v:32": blocks
-of so many rows, each a weight of its own; "blocks 12*8": 12 of 8 rows. "transposed blocks ...": of columns, of equal
-size. "lora_A 64", "lora_B 48": the factors of a product B A of 64 outputs and 48 inputs, which are updated together
+"""Of an expert weight, or of any weight of two dimensions. "linear": a matrix as nn.Linear stores
+it, [outputs, inputs]. "transposed": [inputs, outputs]. "gate_up": gate above up; "transposed
+gate_up": gate left of up; "transposed interleaved gate_up": their columns alternate. "qkv": queries
+above keys above values. "blocks q:64 k:32 v:32": blocks of so many rows, each a weight of its own;
+"blocks 12*8": 12 of 8 rows. "transposed blocks ...": of columns, of equal size. "lora_A 64",
+"lora_B 48": the factors of a product B A of 64 outputs and 48 inputs, which are updated together
 (see `product`); such an A is followed by its B."""
 WeightLayouts = Mapping[str, WeightLayout]
 """By a parameter's name; parameters that are one linear matrix are left out."""
 MapState = Mapping[str, Callable[[int, int], tuple[int, ...]]]
-"""A map's state for each matrix, beside the momentum: name -> its shape for a matrix of m outputs and n inputs."""
+"""A map's state for each matrix, beside the momentum: name -> its shape for a matrix of m outputs
+and n inputs."""
 Named = Sequence[tuple[str, Tensor]]
 
 WeightKind = tuple[tuple[int, int], WeightLayout, torch.dtype, torch.device]
-"""(shape, layout, dtype, device) of a whole weight's map input: equal ones are mapped in one batch."""
+"""(shape, layout, dtype, device) of a whole weight's map input: equal ones are mapped in one
+batch."""
 
 
 class Weight(NamedTuple):
@@ -60,7 +65,10 @@ def weights_in(name: str, shape: Sequence[int], layout: WeightLayout) -> list[We
     if experts:
         return [Weight(f"{name}.{expert}", (rows, columns), layout) for expert in range(experts[0])]
     if layout.startswith("blocks"):
-        return [Weight(f"{name}.{block}", (size, columns), "linear") for block, size in blocks_in(layout)]
+        return [
+            Weight(f"{name}.{block}", (size, columns), "linear")
+            for block, size in blocks_in(layout)
+        ]
     return [Weight(name, (rows, columns), layout)]
 
 
@@ -71,7 +79,9 @@ def blocks_in(layout: WeightLayout) -> tuple[tuple[str, int], ...]:
     for text in layout.partition("blocks ")[2].split():
         number, times, size = text.partition("*")
         name, _, own_size = text.partition(":")
-        blocks += [(str(i), int(size)) for i in range(int(number))] if times else [(name, int(own_size))]
+        blocks += (
+            [(str(i), int(size)) for i in range(int(number))] if times else [(name, int(own_size))]
+        )
     return tuple(blocks)
 
 
@@ -83,8 +93,8 @@ def num_matrices(layout: WeightLayout) -> int:
 
 
 def map_shape(shape: Sequence[int], layout: WeightLayout) -> tuple[int, int]:
-    """The shape in which an expert weight's matrices are mapped: as they are stored; a map of X^T is that of X,
-    transposed."""
+    """The shape in which an expert weight's matrices are mapped: as they are stored; a map of X^T
+    is that of X, transposed."""
     rows, columns = shape
     num_parts = num_matrices(layout)
     return (rows, columns // num_parts) if "transposed" in layout else (rows // num_parts, columns)
@@ -116,39 +126,55 @@ def names_of_matrices(name: str, shape: Sequence[int], layout: WeightLayout) -> 
 
 
 def split(weights: Tensor, layout: WeightLayout) -> Tensor:
-    """Views [..., 2, m, n] of gate and up in weights [..., rows, columns]; of queries, keys and values, three."""
+    """Views [..., 2, m, n] of gate and up in weights [..., rows, columns]; of queries, keys and
+    values, three.
+    """
     axis, position = _axes(layout)
     sizes = (-1, 2) if "interleaved" in layout else (num_matrices(layout), -1)
     return weights.unflatten(axis, sizes).movedim(position, -3)
 
 
 def join(matrices: Tensor, layout: WeightLayout) -> Tensor:
-    """The expert weights [..., rows, columns] of `matrices` [..., 2 or 3, m, n]: the inverse of `split`."""
+    """The expert weights [..., rows, columns] of `matrices` [..., 2 or 3, m, n]: the inverse of
+    `split`.
+    """
     axis, position = _axes(layout)
     parts = matrices.movedim(-3, position)
     return parts.flatten(parts.ndim + axis - 1, parts.ndim + axis)
 
 
 def _axes(layout: WeightLayout) -> tuple[int, int]:
-    """The axis of an expert weight along which its matrices lie, and the axis that counts them once it is divided."""
+    """The axis of an expert weight along which its matrices lie, and the axis that counts them once
+    it is divided.
+    """
     if "transposed" not in layout:
         return -2, -3
     return -1, (-1 if "interleaved" in layout else -2)
 
 
 def matrix_numbers(shard: "Shard", start: int, numel: int, device: torch.device) -> Tensor:
-    """Which matrix of its weight each of `numel` elements of a shard is of, from the shard's element `start` on."""
+    """Which matrix of its weight each of `numel` elements of a shard is of, from the shard's
+    element `start` on.
+    """
     (rows, columns), number = shard.shape, num_matrices(shard.layout)
     places = torch.arange(shard.offset + start, shard.offset + start + numel, device=device)
     if "transposed" not in shard.layout:
         return places // (rows // number * columns)
-    return places % columns % number if "interleaved" in shard.layout else places % columns // (columns // number)
+    return (
+        places % columns % number
+        if "interleaved" in shard.layout
+        else places % columns // (columns // number)
+    )
 
 
 def matrices_of(name: str, parameter: Tensor, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
     """The names and views of all matrices of a parameter, as they are stored."""
     weights = weights_in(name, parameter.shape, layout)
-    tensors = parameter.unbind() if parameter.ndim == 3 else parameter.split([weight.shape[0] for weight in weights])
+    tensors = (
+        parameter.unbind()
+        if parameter.ndim == 3
+        else parameter.split([weight.shape[0] for weight in weights])
+    )
     for weight, tensor in zip(weights, tensors, strict=True):
         matrices = split(tensor, weight.layout) if num_matrices(weight.layout) > 1 else [tensor]
         yield from zip(matrix_names(weight.name, weight.layout), matrices, strict=True)
@@ -156,10 +182,12 @@ def matrices_of(name: str, parameter: Tensor, layout: WeightLayout) -> Iterator[
 
 @dataclass(eq=False)
 class Shard:
-    """This rank's elements of one expert weight of `shape`: `numel` from its element number `offset` on, row-major.
+    """This rank's elements of one expert weight of `shape`: `numel` from its element number
+    `offset` on, row-major.
 
-    They are those from `start` on of the flattened `parameter`, in whose state those of the momentum are; for a DTensor
-    `start` counts within the local tensor. map_state: places of the map's state for these elements, in the parameter's.
+    They are those from `start` on of the flattened `parameter`, in whose state those of the
+    momentum are; for a DTensor `start` counts within the local tensor. map_state: places of the
+    map's state for these elements, in the parameter's.
     squares: see `second_moment`.
     """
 
@@ -175,10 +203,11 @@ class Shard:
     squares: Tensor | None = None
 
     def view_of(self, tensor: Any) -> Tensor:
-        """The shard's elements of `tensor`, which has the parameter's shape: its gradient or a state. Shares memory.
+        """The shard's elements of `tensor`, which has the parameter's shape: its gradient or a
+        state. Shares memory.
 
-        All of a local tensor keeps its shape and strides, and so do one of its expert weights and a block of its rows;
-        any other shard is one-dimensional.
+        All of a local tensor keeps its shape and strides, and so do one of its expert weights and a
+        block of its rows; any other shard is one-dimensional.
         """
         here = local(tensor)
         if self.numel == here.numel():
@@ -198,7 +227,9 @@ class Shard:
     def momentum(self) -> Tensor:
         """The momentum itself, or a decoded copy of one in 8 bits."""
         if "blocks" in self.state:
-            return decoded_range(self.state, "exp_avg", self.start, self.numel).view(self.weight.shape)
+            return decoded_range(self.state, "exp_avg", self.start, self.numel).view(
+                self.weight.shape
+            )
         return self.view_of(self.state["exp_avg"])
 
     def numbers_of(self, key: str) -> Tensor:
@@ -221,8 +252,8 @@ class Shard:
 def with_map_state(shards: Sequence[Shard], map_state: MapState) -> Sequence[Shard]:
     """The shards, with the places of the map's state: of each parameter's shards one after another.
 
-    Each has a share of the state of its weight's matrices that is in proportion to its elements. So a number per row
-    lies with the row's first element, on whatever rank that is.
+    Each has a share of the state of its weight's matrices that is in proportion to its elements. So
+    a number per row lies with the row's first element, on whatever rank that is.
     """
     ends: dict[tuple[int, str], int] = defaultdict(int)
     for shard in shards if map_state else ():
@@ -234,7 +265,9 @@ def with_map_state(shards: Sequence[Shard], map_state: MapState) -> Sequence[Sha
     return shards
 
 
-def map_state_sizes(shape: Sequence[int], layout: WeightLayout, map_state: MapState) -> dict[str, int]:
+def map_state_sizes(
+    shape: Sequence[int], layout: WeightLayout, map_state: MapState
+) -> dict[str, int]:
     """The numbers of a map's state for all matrices of a weight, by name."""
     matrix, is_plain = matrix_shape(shape, layout), not is_factor(layout)
     return {
@@ -245,23 +278,28 @@ def map_state_sizes(shape: Sequence[int], layout: WeightLayout, map_state: MapSt
 
 
 def share_of_state(shape: Sequence[int], offset: int, numel: int, size: int) -> tuple[int, int]:
-    """The interval of `size` numbers of a weight's map state that lies with `numel` elements from `offset` on."""
+    """The interval of `size` numbers of a weight's map state that lies with `numel` elements from
+    `offset` on.
+    """
     total = max(1, math.prod(shape))
     return -(-offset * size // total), -(-(offset + numel) * size // total)
 
 
-# MB (2^20 bytes), by device. On two CPU cores a batch of 64 x 64 takes a quarter of the time, of 256 x 256 four fifths,
-# of 512 x 512 a third more: 16 MB keep those apart. Elsewhere 2048 is a guess, not measured: a product of
-# 256 rows has 4 tiles of 128 x 128 for the 132 multiprocessors of an H100, and all 72 of Qwen2.5-3B make one batch.
+# MB (2^20 bytes), by device. On two CPU cores a batch of 64 x 64 takes a quarter of the time, of
+# 256 x 256 four fifths, of 512 x 512 a third more: 16 MB keep those apart. Elsewhere 2048 is a
+# guess, not measured: a product of 256 rows has 4 tiles of 128 x 128 for the 132 multiprocessors of
+# an H100, and all 72 of Qwen2.5-3B make one batch.
 WORKSPACE_MB = {"cpu": 16}
 WORKSPACE_MB_ELSEWHERE = 2048
 
 
 def matrix_batches(kinds: Sequence[WeightKind], workspace_mb: float | None) -> list[list[int]]:
-    """Batches of indices into whole weights: equal ones in order, as many as the workspace holds, without empty ones.
+    """Batches of indices into whole weights: equal ones in order, as many as the workspace holds,
+    without empty ones.
 
     A batch of factors A is followed by that of their B.
-    workspace_mb: MB (2^20 bytes); a weight that needs more is a batch of its own. None: `default_workspace_mb`.
+    workspace_mb: MB (2^20 bytes); a weight that needs more is a batch of its own. None:
+    `default_workspace_mb`.
     """
     indices: dict[Any, list[int]] = {}
     for index, kind in enumerate(kinds):
@@ -270,18 +308,28 @@ def matrix_batches(kinds: Sequence[WeightKind], workspace_mb: float | None) -> l
     batches = []
     for (shape, layout, dtype, device), equal in indices.items():
         limit = default_workspace_mb(device.type) if workspace_mb is None else workspace_mb
-        size = max(1, int(limit * 2**20 / (num_batch_numbers(shape, layout, device.type) * dtype.itemsize)))
+        size = max(
+            1, int(limit * 2**20 / (num_batch_numbers(shape, layout, device.type) * dtype.itemsize))
+        )
         batches += [equal[start : start + size] for start in range(0, len(equal), size)]
     return sorted(batches) if any(is_factor(layout) for _, layout, _, _ in indices) else batches
 
 
 def num_batch_numbers(shape: tuple[int, int], layout: WeightLayout, device_type: str) -> int:
-    """The numbers, in the dtype of a map's input, that a weight needs in a batch: its input and the maps' workspace."""
-    if is_factor(layout):  # the same for A and for B: the maps of both; weights, inputs and outputs in float64
+    """The numbers, in the dtype of a map's input, that a weight needs in a batch: its input and the
+    maps' workspace.
+    """
+    # the same for A and for B: the maps of both; weights, inputs and outputs in float64
+    if is_factor(layout):
         (rows, columns), rank = product_shape(shape, layout), shape[layout.startswith("lora_B")]
         sizes = ((rank, columns), (rows, rank))
-        return sum(num_workspace_numbers(*size, device_type) + NUM_PRODUCT_NUMBERS * math.prod(size) for size in sizes)
-    return num_matrices(layout) * num_workspace_numbers(*map_shape(shape, layout), device_type) + math.prod(shape)
+        return sum(
+            num_workspace_numbers(*size, device_type) + NUM_PRODUCT_NUMBERS * math.prod(size)
+            for size in sizes
+        )
+    return num_matrices(layout) * num_workspace_numbers(
+        *map_shape(shape, layout), device_type
+    ) + math.prod(shape)
 
 
 def default_workspace_mb(device_type: str) -> float:
@@ -309,8 +357,8 @@ class Batch:
     """The map's inputs of whole weights of one shape and layout, with the names of their matrices.
 
     inputs: N of the weights, [rows, columns] or [k, rows, columns].
-    returned: outputs, shaped as the weights -> (shard, its part of an output in any shape) for all shards on this rank
-    whose outputs have arrived. Call it once, and use each pair before the next.
+    returned: outputs, shaped as the weights -> (shard, its part of an output in any shape) for all
+    shards on this rank whose outputs have arrived. Call it once, and use each pair before the next.
     map_state: by name [matrices of a weight, numbers] or [k, ...]; the map changes it in place.
     """
 
@@ -323,17 +371,21 @@ class Batch:
     def map(self, function: Callable[..., Tensor]) -> Tensor:
         """The outputs for the matrices, stored as the weights store theirs.
 
-        function: matrices [m, n] or [k, m, n], their names, their state by keyword -> outputs of the same shape.
+        function: matrices [m, n] or [k, m, n], their names, their state by keyword -> outputs of
+        the same shape.
         """
         x, layout, names, state = self.inputs, self.layout, self.names, self.map_state
         if num_matrices(layout) == 1:
-            return function(x, names, **{key: numbers.squeeze(-2) for key, numbers in state.items()})
+            return function(
+                x, names, **{key: numbers.squeeze(-2) for key, numbers in state.items()}
+            )
         parts = split(x, layout)
         if x.ndim == 3:
             together = {key: numbers.flatten(0, 1) for key, numbers in state.items()}
             return join(function(parts.flatten(0, 1), names, **together).view(parts.shape), layout)
         outputs = []
-        for number, (part, name) in enumerate(zip(parts, names, strict=True)):  # the workspace may hold no more at once
+        # the workspace may hold no more at once
+        for number, (part, name) in enumerate(zip(parts, names, strict=True)):
             of_part = {key: numbers[number] for key, numbers in state.items()}
             outputs.append(function(part.contiguous(), [name], **of_part))
         return join(torch.stack(outputs), layout)
@@ -348,18 +400,24 @@ class MapRequest:
     workspace_mb: float | None
     """See `matrix_batches`."""
     adapt: Callable[[Shard, Tensor], Tensor] | None = None
-    """Of a shard's part of an output, before it is returned; sets `shard.squares`, which are added over the ranks."""
+    """Of a shard's part of an output, before it is returned; sets `shard.squares`, which are added
+    over the ranks."""
 
 
-def whole_batches(shards: Sequence[Shard], request: MapRequest, device: torch.device | None = None) -> Iterator[Batch]:
+def whole_batches(
+    shards: Sequence[Shard], request: MapRequest, device: torch.device | None = None
+) -> Iterator[Batch]:
     """Shards that are whole weights, in batches on `device`; None: each where it is."""
     adapt = request.adapt
     kinds: list[WeightKind] = [
-        (s.shape, s.layout, momentum_dtype(s.parameter), device or s.parameter.device) for s in shards
+        (s.shape, s.layout, momentum_dtype(s.parameter), device or s.parameter.device)
+        for s in shards
     ]
     for indices in matrix_batches(kinds, request.workspace_mb):
         members = [shards[i] for i in indices]
-        inputs = (staged(request.map_input(shard).reshape(shard.shape), device) for shard in members)
+        inputs = (
+            staged(request.map_input(shard).reshape(shard.shape), device) for shard in members
+        )
         states = {key: [shard.numbers_of(key) for shard in members] for key in members[0].map_state}
 
         def pairs(outputs: Sequence[Tensor], members=members) -> Iterator[tuple[Shard, Tensor]]:
@@ -376,9 +434,11 @@ def batch_of(
     states: Mapping[str, Sequence[Tensor]],
     pairs: Callable[[Sequence[Tensor]], Iterator[tuple[Shard, Tensor]]],
 ) -> Batch:
-    """A batch of whole weights of one kind: one as it is, several copied into one tensor, so that one at a time exists.
+    """A batch of whole weights of one kind: one as it is, several copied into one tensor, so that
+    one at a time exists.
 
-    members: have the names of the weights. states: the numbers of the map's state of each, which get the new ones.
+    members: have the names of the weights. states: the numbers of the map's state of each, which
+    get the new ones.
     pairs: outputs of the weights -> the pairs that the batch returns.
     """
     shape, layout, dtype, device = kind
@@ -390,7 +450,9 @@ def batch_of(
         for target in stacked:
             target.copy_(next(inputs))
         stacks = {key: torch.stack(list(numbers)) for key, numbers in states.items()}
-        state = {key: stack.view(len(members), num_matrices(layout), -1) for key, stack in stacks.items()}
+        state = {
+            key: stack.view(len(members), num_matrices(layout), -1) for key, stack in stacks.items()
+        }
 
     def returned(output: Tensor) -> Iterator[tuple[Shard, Tensor]]:
         for key, values in state.items() if len(members) > 1 else ():
@@ -403,9 +465,11 @@ def batch_of(
 
 
 class Exchange:
-    """Gathers the matrices of one spectral group's tensors for a step, and returns what becomes of them.
+    """Gathers the matrices of one spectral group's tensors for a step, and returns what becomes of
+    them.
 
-    This one has all weights whole, on one process; those between ranks are subclasses (`sharding.gather`).
+    This one has all weights whole, on one process; those between ranks are subclasses
+    (`sharding.gather`).
     """
 
     def __init__(self, weights: Sequence[Shard]):
@@ -418,31 +482,45 @@ class Exchange:
         return self._weights
 
     def whole_matrices(self, shards: Sequence[Shard], request: MapRequest) -> Iterator[Batch]:
-        """Gather the map inputs of all shards: every matrix is in one batch on one rank. Collective."""
+        """Gather the map inputs of all shards: every matrix is in one batch on one rank.
+        Collective.
+        """
         return whole_batches(shards, request)
 
 
 class ShardingStrategy:
-    """Where an optimizer's matrices lie. Before a step the ranks agree by it that they can take the step, and how.
+    """Where an optimizer's matrices lie.
+    Before a step the ranks agree by it that they can take the step, and how.
 
-    This is the strategy of one process, where every matrix is whole; those of several ranks are subclasses
-    (`sharding.gather`).
+    This is the strategy of one process, where every matrix is whole; those of several ranks are
+    subclasses (`sharding.gather`).
     """
 
     def has_layout(self, parameter: Tensor) -> bool:
-        """Whether the layout of the matrices in `parameter` is known: here of a matrix, or all experts of a layer."""
-        # The tensor's own shape counts: under ZeRO 3 a flat shard still has a two-dimensional ds_shape.
+        """Whether the layout of the matrices in `parameter` is known: here of a matrix, or all
+        experts of a layer.
+        """
+        # The tensor's own shape counts: under ZeRO 3 a flat shard still has a two-dimensional
+        # ds_shape.
         grad = parameter.grad
-        return parameter.ndim in (2, 3) and grad is not None and grad.ndim > 1 and local(parameter) is parameter
+        return (
+            parameter.ndim in (2, 3)
+            and grad is not None
+            and grad.ndim > 1
+            and local(parameter) is parameter
+        )
 
     def parts(self, tensor: Tensor) -> Sequence[Part]:
-        """The parameters' elements in a tensor of any group, for blocks of 8-bit states; here it is one parameter."""
+        """The parameters' elements in a tensor of any group, for blocks of 8-bit states; here it is
+        one parameter.
+        """
         return [(0, tensor.numel(), tensor.numel())]
 
     def shards(self, named: Named, layouts: WeightLayouts) -> list[Shard]:
         """This rank's shards of the weights in these tensors, without their state.
 
-        The weights are parameters [m, n], their blocks, and the experts in parameters [experts, m, n].
+        The weights are parameters [m, n], their blocks, and the experts in parameters [experts, m,
+        n].
         """
         shards = []
         for name, parameter in named:
@@ -452,16 +530,22 @@ class ShardingStrategy:
                 start += weight.numel
         return shards
 
-    def check_gradients(self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor) -> list[float]:
-        """The sums of `squares` over the ranks and the numbers `others` of this rank, by one host read. Collective.
+    def check_gradients(
+        self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
+    ) -> list[float]:
+        """The sums of `squares` over the ranks and the numbers `others` of this rank, by one host
+        read. Collective.
 
-        Raises on every rank if `error` is set on any rank, or if the ranks lack different gradients.
+        Raises on every rank if `error` is set on any rank, or if the ranks lack different
+        gradients.
         """
         if error is not None:
             raise error
         return torch.cat([squares, *others]).tolist()
 
     def plan(self, named: Named, layouts: WeightLayouts, map_state: MapState) -> Exchange:
-        """The exchange of these tensors of one spectral group. Collective; raises ValueError on every rank."""
+        """The exchange of these tensors of one spectral group.
+        Collective; raises ValueError on every rank.
+        """
         mapped_together([(name, layouts.get(name, "linear")) for name, _ in named])
         return Exchange(with_map_state(self.shards(named, layouts), map_state))

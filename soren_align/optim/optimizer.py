@@ -1,8 +1,10 @@
-"""The base of all optimizers: groups of matrices, updated by a map of singular values, and AdamW groups.
+"""The base of all optimizers: groups of matrices, updated by a map of singular values, and AdamW
+groups.
 
-A group with rule "spectral" is updated by `step.spectral_step_`, one with rule "adamw" by torch's own AdamW. Optimizers
-differ only in `map_matrix`, its settings and its state. Nothing here depends on ranks, ZeRO or trainers.
-`build_optimizer` makes the one of a name for a model, with every parameter routed.
+A group with rule "spectral" is updated by `step.spectral_step_`, one with rule "adamw" by torch's
+own AdamW. Optimizers differ only in `map_matrix`, its settings and its state. Nothing here depends
+on ranks, ZeRO or trainers. `build_optimizer` makes the one of a name for a model, with every
+parameter routed.
 """
 
 import inspect
@@ -52,7 +54,14 @@ from .group_settings import (
     refuse_changed_settings,
     refuse_combinations,
 )
-from .layout import Exchange, MapState, ShardingStrategy, map_state_sizes, weights_in, with_map_state
+from .layout import (
+    Exchange,
+    MapState,
+    ShardingStrategy,
+    map_state_sizes,
+    weights_in,
+    with_map_state,
+)
 from .product import WEIGHTS, has_factors
 from .routing import param_groups
 from .second_moment import row_moments
@@ -62,7 +71,9 @@ from .step import GroupMaps, PendingUpdate, directions, spectral_step_
 
 @dataclass(frozen=True, eq=False)
 class AppliedMap:
-    """The input of a map and its output for one whole matrix, on its owner rank. Read the tensors, do not keep them."""
+    """The input of a map and its output for one whole matrix, on its owner rank.
+    Read the tensors, do not keep them.
+    """
 
     name: str
     group: dict[str, Any]
@@ -71,13 +82,17 @@ class AppliedMap:
 
 
 SMALL_UPDATES = 5
-"""Times smaller than AdamW's, from which on a class warns of its own scale: Soren's of 156 rows or columns."""
+"""Times smaller than AdamW's, from which on a class warns of its own scale: Soren's of 156 rows or
+columns."""
 OPTIMIZERS: dict[str, type["SpectralOptimizer"]] = {}
-"""The optimizers that `build_optimizer` builds, by name. A subclass registers itself: class X(..., name="x")."""
+"""The optimizers that `build_optimizer` builds, by name. A subclass registers itself: class X(...,
+name="x")."""
 
 
 class SharedSettings(TypedDict, total=False):
-    """The settings of Soren, Muon and HTMuon alike, see `Soren`; the defaults are in `group_settings.RULE_DEFAULTS`."""
+    """The settings of Soren, Muon and HTMuon alike, see `Soren`; the defaults are in
+    `group_settings.RULE_DEFAULTS`.
+    """
 
     momentum: float
     nesterov: bool
@@ -91,25 +106,36 @@ class SharedSettings(TypedDict, total=False):
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
-    """The base of Soren, Muon, HTMuon and AdamW. A subclass defines `map_matrix`, and the settings of its map."""
+    """The base of Soren, Muon, HTMuon and AdamW.
+    A subclass defines `map_matrix`, and the settings of its map.
+    """
 
     rule = "spectral"  # of a group that names none
-    map_settings: ClassVar[Mapping[str, Check]] = {}  # the settings of a spectral group for this class's map
-    map_state: ClassVar[MapState] = {}  # the state that the map has for each matrix; `map_matrix` gets it by keyword
+    # the settings of a spectral group for this class's map
+    map_settings: ClassVar[Mapping[str, Check]] = {}
+    # the state that the map has for each matrix; `map_matrix` gets it by keyword
+    map_state: ClassVar[MapState] = {}
     map_level = 1.0  # the map's value for an ordinary singular value; match_rms_adamw divides by it
     own_adjust_lr_fn: ClassVar[AdjustLrFn] = "none"  # where adjust_lr_fn is None
-    workspace_mb: float | None = 0  # for mapping matrices of one shape in a batch; 0: one by one; see `matrix_batches`
+    # for mapping matrices of one shape in a batch; 0: one by one; see `matrix_batches`
+    workspace_mb: float | None = 0
 
-    strategy: ShardingStrategy  # that of one process, unless the parameters are shards or replicas: then set it
-    update_observers: frozenset[Callable[[PendingUpdate], None]]  # each gets every update on this rank
-    map_observers: frozenset[Callable[[AppliedMap], None]]  # each gets every map of a matrix on this rank
-    # At least the norm of all gradients of the coming step, finite only if all are; None: the step computes it. Where
-    # clipping has computed it, the step need not read gradients and momenta once more.
+    # that of one process, unless the parameters are shards or replicas: then set it
+    strategy: ShardingStrategy
+    # each gets every update on this rank
+    update_observers: frozenset[Callable[[PendingUpdate], None]]
+    # each gets every map of a matrix on this rank
+    map_observers: frozenset[Callable[[AppliedMap], None]]
+    # At least the norm of all gradients of the coming step, finite only if all are; None: the step
+    # computes it. Where clipping has computed it, the step need not read gradients and momenta once
+    # more.
     gradient_norm: Tensor | None
-    max_norm: float | None  # at least |x|_F of every input of `map_matrix` in this step; None: not known
+    # at least |x|_F of every input of `map_matrix` in this step; None: not known
+    max_norm: float | None
     matrix_names: Sequence[str]  # of the matrices in `map_matrix`
     num_maps: int  # matrices mapped
-    num_guarded: int  # of these, matrices with a singular value beyond the domain of the map's polynomials
+    # of these, matrices with a singular value beyond the domain of the map's polynomials
+    num_guarded: int
 
     def __init_subclass__(cls, *, name: str = "", **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -119,34 +145,56 @@ class SpectralOptimizer(torch.optim.Optimizer):
             )
         if name:
             OPTIMIZERS[name] = cls
-        # A constructor that passes settings on to this class's has them, with their defaults, in its signature.
+        # A constructor that passes settings on to this class's has them, with their defaults, in
+        # its signature.
         _, *parameters = inspect.signature(cls.__init__).parameters.values()
         if parameters and parameters[-1].kind is Parameter.VAR_KEYWORD:
-            own, types = {parameter.name for parameter in parameters}, SharedSettings.__annotations__
-            defaults = {**RULE_DEFAULTS[cls.rule], **dict.fromkeys(cls.map_settings, Parameter.empty)}
+            own, types = (
+                {parameter.name for parameter in parameters},
+                SharedSettings.__annotations__,
+            )
+            defaults = {
+                **RULE_DEFAULTS[cls.rule],
+                **dict.fromkeys(cls.map_settings, Parameter.empty),
+            }
             parameters[-1:] = (
-                Parameter(key, Parameter.KEYWORD_ONLY, default=value, annotation=types.get(key, Parameter.empty))
+                Parameter(
+                    key,
+                    Parameter.KEYWORD_ONLY,
+                    default=value,
+                    annotation=types.get(key, Parameter.empty),
+                )
                 for key, value in defaults.items()
                 if key not in own
             )
         cls.__signature__ = inspect.Signature(parameters)
 
     def __init__(self, params: ParamsT, lr: float | Tensor, **settings: Any):
-        """settings: of the class's rule and map, see `Soren`; those left out have the rule's defaults.
+        """settings: of the class's rule and map, see `Soren`; those left out have the rule's
+        defaults.
 
         Warns if adjust_lr_fn is None and the class's own makes updates much smaller than AdamW's.
         """
         for key in settings.keys() - RULES[self.rule].keys() - self.map_settings.keys():
-            raise TypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {key!r}")
+            raise TypeError(
+                f"{type(self).__name__}.__init__() got an unexpected keyword argument {key!r}"
+            )
         if is_left_out := settings.get("adjust_lr_fn", "") is None:
             settings["adjust_lr_fn"] = self.own_adjust_lr_fn
-        # Without betas, by which torch's schedulers recognize an optimizer that has no momentum to cycle.
+        # Without betas, by which torch's schedulers recognize an optimizer that has no momentum to
+        # cycle.
         super().__init__(params, {"lr": lr, **RULE_DEFAULTS[self.rule], **settings})
         self._start()
         if is_left_out:
-            groups = [group for group in self.param_groups if group.get("adjust_lr_fn") == self.own_adjust_lr_fn]
+            groups = [
+                group
+                for group in self.param_groups
+                if group.get("adjust_lr_fn") == self.own_adjust_lr_fn
+            ]
             matrices = [p for group in groups for p in group["params"]]
-            num_rows, num_columns = max((tuple(p.shape[-2:]) for p in matrices if p.ndim > 1), key=max, default=(1, 1))
+            num_rows, num_columns = max(
+                (tuple(p.shape[-2:]) for p in matrices if p.ndim > 1), key=max, default=(1, 1)
+            )
             rms = self.lr_scale(self.own_adjust_lr_fn, num_rows, num_columns) * self.map_level
             rms /= math.sqrt(max(num_rows, num_columns))  # of an update at learning rate 1
             if SMALL_UPDATES * rms <= MATCH_RMS:
@@ -160,7 +208,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 )
 
     def _start(self) -> None:
-        """What is not the optimizer's state; torch's copy and pickle of an optimizer keep none of it."""
+        """What is not the optimizer's state; torch's copy and pickle of an optimizer keep none of
+        it.
+        """
         self.strategy = ShardingStrategy()
         self.update_observers = frozenset()
         self.map_observers = frozenset()
@@ -171,19 +221,24 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "strategy" not in vars(self):  # a copy, or unpickled; torch's load_state_dict calls this too
+        # a copy, or unpickled; torch's load_state_dict calls this too
+        if "strategy" not in vars(self):
             self._start()
 
     def map_matrix(self, x: Tensor, group: dict[str, Any], **state: Tensor) -> Tensor:
-        """The direction of the update for its input x: [m, n], float32 or float64; x is not modified.
+        """The direction of the update for its input x: [m, n], float32 or float64; x is not
+        modified.
 
-        With a `workspace_mb` x may be [k, m, n], k matrices. state: the tensors that `map_state` declares, zeros before
-        the first step, [*shape] or [k, *shape]; the map changes them in place.
+        With a `workspace_mb` x may be [k, m, n], k matrices. state: the tensors that `map_state`
+        declares, zeros before the first step, [*shape] or [k, *shape]; the map changes them in
+        place.
         """
         raise NotImplementedError
 
     def map_is_finite(self, group: dict[str, Any]) -> bool:
-        """Whether `map_matrix` has a finite output for every finite input; otherwise a step tries all maps first."""
+        """Whether `map_matrix` has a finite output for every finite input; otherwise a step tries
+        all maps first.
+        """
         return False
 
     # torch.compile(optimizer.step) calls it uncompiled: compiled, its counts would be lost.
@@ -192,15 +247,18 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient; returns the closure's loss.
 
-        Raises FloatingPointError for a NaN or an infinity in any gradient or output of a map, and ValueError for a
-        shard of unknown layout in a spectral group or a sparse gradient; then nothing has changed. Every rank raises.
+        Raises FloatingPointError for a NaN or an infinity in any gradient or output of a map, and
+        ValueError for a shard of unknown layout in a spectral group or a sparse gradient; then
+        nothing has changed. Every rank raises.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         # Also where a training loop calls this within its autocast.
-        with full_precision({p.device.type for group in self.param_groups for p in group["params"]}):
+        with full_precision(
+            {p.device.type for group in self.param_groups for p in group["params"]}
+        ):
             try:
                 self._step()
             finally:
@@ -208,46 +266,69 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        groups, is_rounded = self.param_groups, any(group.get("states") == "8bit" for group in self.param_groups)
-        norm = None if is_rounded else self.gradient_norm  # a rounded momentum may lie above its gradients
-        numbers = checked_numbers(groups, self.state, type(self).__name__, self.strategy, norm, self._bound)
+        groups, is_rounded = (
+            self.param_groups,
+            any(group.get("states") == "8bit" for group in self.param_groups),
+        )
+        # a rounded momentum may lie above its gradients
+        norm = None if is_rounded else self.gradient_norm
+        numbers = checked_numbers(
+            groups, self.state, type(self).__name__, self.strategy, norm, self._bound
+        )
         # The inputs for factors of a product are divided by the other factor.
         has_products = any(map(has_factors, groups))
         self.max_norm, self._bound = None if has_products else numbers.max_norm, numbers.bound
         with_grad = [
-            [(name, p) for name, p in zip(names_of(group), group["params"], strict=True) if p.grad is not None]
+            [
+                (name, p)
+                for name, p in zip(names_of(group), group["params"], strict=True)
+                if p.grad is not None
+            ]
             for group in groups
         ]
-        # Plans and states of all groups, before one is changed: if memory is exhausted here too, no weight has changed.
+        # Plans and states of all groups, before one is changed: if memory is exhausted here too, no
+        # weight has changed.
         plans: list[Exchange | None] = []
         for named, group in zip(with_grad, groups, strict=True):
-            if not named or group["rule"] != "spectral":  # a launcher may have emptied the group, on all ranks
+            # a launcher may have emptied the group, on all ranks
+            if not named or group["rule"] != "spectral":
                 plans.append(None)
                 continue
             exchanged = self._state_of_maps(group)
             if has_factors(group):  # the numbers of factors of products too
-                exchanged = {**exchanged, WEIGHTS: lambda num_rows, num_columns: (num_rows, num_columns)}
+                exchanged = {
+                    **exchanged,
+                    WEIGHTS: lambda num_rows, num_columns: (num_rows, num_columns),
+                }
             plans.append(self.strategy.plan(named, group.get("weight_layouts", {}), exchanged))
         for group in groups:
             self._complete_state(group)
-        if any(exchange and not self.map_is_finite(g) for g, exchange in zip(groups, plans, strict=True)):
+        if any(
+            exchange and not self.map_is_finite(g)
+            for g, exchange in zip(groups, plans, strict=True)
+        ):
             self._refuse_infinite_maps(plans, numbers.lrs)
         observers = tuple(self.update_observers)
         for named, group, lr, exchange in zip(with_grad, groups, numbers.lrs, plans, strict=True):
             if exchange is None:
                 adamw_step_(group, named, self.state, lr=lr, observers=observers)
             else:
-                spectral_step_(group, named, self.state, exchange, self._maps_of(group, lr), observers)
+                spectral_step_(
+                    group, named, self.state, exchange, self._maps_of(group, lr), observers
+                )
 
     def _maps_of(self, group: dict[str, Any], lr: float | Tensor) -> GroupMaps:
         scale = partial(self.lr_scale, group["adjust_lr_fn"], match_rms=group["match_rms"])
         return GroupMaps(lr, scale, partial(self._mapped, group), self.workspace_mb)
 
-    def _refuse_infinite_maps(self, plans: Sequence[Exchange | None], lrs: Sequence[float | Tensor]) -> None:
+    def _refuse_infinite_maps(
+        self, plans: Sequence[Exchange | None], lrs: Sequence[float | Tensor]
+    ) -> None:
         """Map all matrices of the coming step, and change nothing. Collective.
 
-        Raises FloatingPointError, on every rank, for an output that is not finite. The step then maps them once more:
-        to keep all outputs until the last one is known would need as much memory as the weights.
+        Raises FloatingPointError, on every rank, for an output that is not finite. The step then
+        maps them once more: to keep all outputs until the last one is known would need as much
+        memory as the weights.
         """
         counts, observers = (self.num_maps, self.num_guarded), self.map_observers
         self.map_observers = frozenset()
@@ -255,19 +336,30 @@ class SpectralOptimizer(torch.optim.Optimizer):
         for group, exchange, lr in zip(self.param_groups, plans, lrs, strict=True):
             if exchange is None or self.map_is_finite(group):
                 continue
-            for shard, direction in directions(group, self.state, exchange, self._maps_of(group, lr), is_trial=True):
+            for shard, direction in directions(
+                group, self.state, exchange, self._maps_of(group, lr), is_trial=True
+            ):
                 flags[shard.name] = direction.isfinite().all()
         (self.num_maps, self.num_guarded), self.map_observers = counts, observers
         device = next(iter(flags.values())).device if flags else None
-        finite = torch.stack([flag.to(device) for flag in flags.values()]).tolist() if flags else []  # one host read
+        # one host read
+        finite = torch.stack([flag.to(device) for flag in flags.values()]).tolist() if flags else []
         broken = [name for name, is_finite in zip(flags, finite, strict=True) if not is_finite]
         problem = FloatingPointError(
             f"NaN or infinity in the map of {first_names(broken)}; the optimizer did not apply this step"
         )
-        named = [pair for group in self.param_groups for pair in zip(names_of(group), group["params"], strict=True)]
-        self.strategy.check_gradients(named, problem if broken else None, torch.zeros(2, dtype=torch.float64))
+        named = [
+            pair
+            for group in self.param_groups
+            for pair in zip(names_of(group), group["params"], strict=True)
+        ]
+        self.strategy.check_gradients(
+            named, problem if broken else None, torch.zeros(2, dtype=torch.float64)
+        )
 
-    def _mapped(self, group: dict[str, Any], x: Tensor, names: Sequence[str], **numbers: Tensor) -> Tensor:
+    def _mapped(
+        self, group: dict[str, Any], x: Tensor, names: Sequence[str], **numbers: Tensor
+    ) -> Tensor:
         shapes = {key: shape_of(*x.shape[-2:]) for key, shape_of in self.map_state.items()}
         state = {key: numbers[key].view(*x.shape[:-2], *shape) for key, shape in shapes.items()}
         self.matrix_names = names
@@ -280,11 +372,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return output
 
     @classmethod
-    def lr_scale(cls, adjust_lr_fn: str, num_rows: int, num_columns: int, *, match_rms: float = MATCH_RMS) -> float:
+    def lr_scale(
+        cls, adjust_lr_fn: str, num_rows: int, num_columns: int, *, match_rms: float = MATCH_RMS
+    ) -> float:
         """The factor by which `adjust_lr_fn` scales the learning rate of an m x n matrix.
 
-        "original" is sqrt(max(1, m / n)), "match_rms_adamw" match_rms sqrt(max(m, n)) / map_level, "match_rms_measured"
-        match_rms, of an output that is divided by its RMS, "none" 1.
+        "original" is sqrt(max(1, m / n)), "match_rms_adamw" match_rms sqrt(max(m, n)) / map_level,
+        "match_rms_measured" match_rms, of an output that is divided by its RMS, "none" 1.
         """
         if adjust_lr_fn == "original":
             return math.sqrt(max(1, num_rows / num_columns))
@@ -297,15 +391,19 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return {**self.map_state, **row_moments(group["second_moment"])}
 
     def _complete_state(self, group: dict[str, Any]) -> None:
-        # Also for parameters without a gradient, so that a checkpoint that lacks a state is known to be broken.
+        # Also for parameters without a gradient, so that a checkpoint that lacks a state is known
+        # to be broken.
         for name, parameter in zip(names_of(group), group["params"], strict=True):
             if not self.state[parameter]:
-                self.state[parameter].update(new_state(parameter, self._state_form(name, parameter, group)))
+                self.state[parameter].update(
+                    new_state(parameter, self._state_form(name, parameter, group))
+                )
 
     def _state_form(self, name: str, parameter: Tensor, group: dict[str, Any]) -> StateForm:
         of_maps = self._state_of_maps(group) if group["rule"] == "spectral" else {}
         layouts, shapes = group.get("weight_layouts", {}), {}
-        if of_maps and hasattr(parameter, "to_local"):  # FSDP2: divided as the parameter is, by its first axis
+        # FSDP2: divided as the parameter is, by its first axis
+        if of_maps and hasattr(parameter, "to_local"):
             sizes: Counter[str] = Counter()
             for weight in weights_in(name, parameter.shape, layouts.get(name, "linear")):
                 sizes.update(map_state_sizes(weight.shape, weight.layout, of_maps))
@@ -318,7 +416,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     )
                 shapes[key] = (len(parameter), columns)
         elif of_maps:
-            for shard in with_map_state(self.strategy.shards([(name, parameter)], layouts), of_maps):
+            for shard in with_map_state(
+                self.strategy.shards([(name, parameter)], layouts), of_maps
+            ):
                 for key, place in shard.map_state.items():
                     shapes[key] = (place.stop,)  # of the last shard
         return state_form(parameter, group, self.strategy.parts(parameter), shapes)
@@ -326,16 +426,21 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, completed with the settings of its own rule.
 
-        Raises ValueError for an unknown rule, a setting of another rule, a value that is not allowed, an "adamw" group
-        without a learning rate of its own, and a spectral group with a parameter that is not a matrix; then the
-        optimizer is unchanged.
+        Raises ValueError for an unknown rule, a setting of another rule, a value that is not
+        allowed, an "adamw" group without a learning rate of its own, and a spectral group with a
+        parameter that is not a matrix; then the optimizer is unchanged.
         """
         group = {"rule": self.rule, **param_group}
         where = f"{type(self).__name__} group {len(self.param_groups)}"
         rules = {"spectral", "adamw"} if self.rule == "spectral" else {"adamw"}
         if group["rule"] not in rules:
-            raise ValueError(f"{where} rule: found {group['rule']!r}; write {' or '.join(sorted(rules))}")
-        checks = {**RULES[group["rule"]], **(self.map_settings if group["rule"] == "spectral" else {})}
+            raise ValueError(
+                f"{where} rule: found {group['rule']!r}; write {' or '.join(sorted(rules))}"
+            )
+        checks = {
+            **RULES[group["rule"]],
+            **(self.map_settings if group["rule"] == "spectral" else {}),
+        }
         for key in group.keys() - checks.keys() - set(OTHER_KEYS):
             raise ValueError(
                 f"{where} {key}: is no setting of rule {group['rule']!r}; write one of {', '.join(checks)}"
@@ -351,8 +456,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if group["rule"] == "spectral":
             refuse_combinations(group, where)
             if has_factors(group) and self.map_state:
-                raise ValueError(f"{where} lora_update: {type(self).__name__} has a state per matrix; write 'factors'")
-        if not isinstance(group["params"], Tensor | set):  # torch wraps the one and refuses the other
+                raise ValueError(
+                    f"{where} lora_update: {type(self).__name__} has a state per matrix; write 'factors'"
+                )
+        # torch wraps the one and refuses the other
+        if not isinstance(group["params"], Tensor | set):
             group["params"] = list(group["params"])  # once: it may be a generator
         params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
         for known_name, entry in zip(names_of({**group, "params": params}), params, strict=True):
@@ -368,7 +476,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
             is_experts = len(shape) == 3 and name in group.get("weight_layouts", {})
             if group["rule"] == "spectral" and len(shape) != 2 and not is_experts:
                 advice = "Route it to AdamW (soren_align.param_groups does)."
-                raise ValueError(f"{type(self).__name__} updates matrices, but {name} has shape {shape}. {advice}")
+                raise ValueError(
+                    f"{type(self).__name__} updates matrices, but {name} has shape {shape}. {advice}"
+                )
         super().add_param_group(group)
         for key in self.defaults.keys() - checks.keys():
             del group[key]
@@ -376,23 +486,32 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._complete_state(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load copies of a checkpoint's state, its learning rates, and a momentum that a scheduler changes.
+        """Load copies of a checkpoint's state, its learning rates, and a momentum that a scheduler
+        changes.
 
-        Raises ValueError if any other setting differs from the current one, or if a parameter's state is missing or of
-        another shape; then nothing has changed. Hooks run in torch's order, around both.
+        Raises ValueError if any other setting differs from the current one, or if a parameter's
+        state is missing or of another shape; then nothing has changed. Hooks run in torch's order,
+        around both.
         """
         state: dict[Tensor, dict[str, Tensor]] = {}
 
         def validate(_: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
-            map_keys = {key for cls in (*OPTIMIZERS.values(), type(self)) for key in cls.map_settings}
+            map_keys = {
+                key for cls in (*OPTIMIZERS.values(), type(self)) for key in cls.map_settings
+            }
             refuse_changed_settings(checkpoint["param_groups"], self.param_groups, map_keys)
             state.update(loaded_state(checkpoint, self.param_groups, self._state_form))
             numbers = {number for group in checkpoint["param_groups"] for number in group["params"]}
-            return {**checkpoint, "state": {k: v for k, v in checkpoint["state"].items() if k not in numbers}}
+            return {
+                **checkpoint,
+                "state": {k: v for k, v in checkpoint["state"].items() if k not in numbers},
+            }
 
         handles = [
             self.register_load_state_dict_pre_hook(validate),
-            self.register_load_state_dict_post_hook(lambda _: self.state.update(state), prepend=True),
+            self.register_load_state_dict_post_hook(
+                lambda _: self.state.update(state), prepend=True
+            ),
         ]
         self._bound = math.inf
         try:
@@ -420,22 +539,30 @@ def build_optimizer(
     """The optimizer `name` for every trainable parameter of `model`.
 
     name: "soren", "muon", "htmuon", "adamw", or that of any other subclass of SpectralOptimizer.
-    lr: of the matrices; aux_lr, aux_weight_decay: of the other parameters, which AdamW updates with betas and eps.
+    lr: of the matrices; aux_lr, aux_weight_decay: of the other parameters, which AdamW updates with
+    betas and eps.
         aux_lr=None is lr. For "adamw" the matrices are a group of their own.
     aux: globs of parameter names, see `route`; matrices, split, lora_update: also there.
-    settings: keyword arguments of the class (weight_decay, momentum, map, p, ...). weight_decay is 0.1 for every class;
+    settings: keyword arguments of the class (weight_decay, momentum, map, p, ...). weight_decay is
+    0.1 for every class;
         adjust_lr_fn=None is the class's own default.
     Raises ValueError for an unknown name or setting, and whatever `param_groups` refuses.
     """
     if name not in OPTIMIZERS:
-        raise ValueError(f"name: no optimizer {name!r}; write one of {', '.join(map(repr, sorted(OPTIMIZERS)))}")
+        raise ValueError(
+            f"name: no optimizer {name!r}; write one of {', '.join(map(repr, sorted(OPTIMIZERS)))}"
+        )
     cls = OPTIMIZERS[name]
     if settings.get("adjust_lr_fn", "") is None:
         del settings["adjust_lr_fn"]
     parameters = inspect.signature(cls).parameters.values()
-    allowed = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    allowed = [
+        parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
+    ]
     for key in settings.keys() - set(allowed):
-        raise ValueError(f"{key}: is no setting of the optimizer {name}; write one of {', '.join(allowed)}")
+        raise ValueError(
+            f"{key}: is no setting of the optimizer {name}; write one of {', '.join(allowed)}"
+        )
     if settings.get("match_rms") == "adamw":
         settings["match_rms"] = adamw_rms(betas[0])
     is_adamw = cls.rule == "adamw"
@@ -455,11 +582,12 @@ TRANSFORMERS_DEFAULTS = ("adamw_torch", "adamw_torch_fused")
 
 
 def completed_settings(settings: str | Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """The keywords of `build_optimizer`; those that `settings` leaves out are taken from transformers' `args`.
+    """The keywords of `build_optimizer`; those that `settings` leaves out are taken from
+    transformers' `args`.
 
-    settings: a name, or keywords without some or all of: name (then Soren), and lr, weight_decay, betas and eps (then
-    those of args). The scale is the recipes': every update has RMS 0.2 lr, AdamW's after a few hundred steps. Raises
-    UserError if args.optim names another optimizer.
+    settings: a name, or keywords without some or all of: name (then Soren), and lr, weight_decay,
+    betas and eps (then those of args). The scale is the recipes': every update has RMS 0.2 lr,
+    AdamW's after a few hundred steps. Raises UserError if args.optim names another optimizer.
     """
     if args.optim not in TRANSFORMERS_DEFAULTS:
         other = getattr(args.optim, "value", args.optim)
@@ -467,23 +595,33 @@ def completed_settings(settings: str | Mapping[str, Any], args: Any) -> dict[str
             f"args.optim: is {other}, which has no effect here; remove it, and write the optimizer's name in the "
             'optimizer settings ("muon", ...)'
         )
-    keywords: dict[str, Any] = {"name": settings} if isinstance(settings, str) else {"name": "soren", **settings}
+    keywords: dict[str, Any] = (
+        {"name": settings} if isinstance(settings, str) else {"name": "soren", **settings}
+    )
     if keywords["name"] in OPTIMIZERS and OPTIMIZERS[keywords["name"]].rule == "spectral":
         keywords.setdefault("adjust_lr_fn", ADJUST_LR_FN)
     own = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
-    return {**own, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, **keywords}
+    return {
+        **own,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        **keywords,
+    }
 
 
 class OptimizerFactory:
     """`build_optimizer` in the form in which transformers and Axolotl call a factory of optimizers.
 
-    transformers.Trainer(model, args, optimizer_cls_and_kwargs=(OptimizerFactory, {"args": args, "name": "soren"}))
+    transformers.Trainer(model, args, optimizer_cls_and_kwargs=(OptimizerFactory, {"args": args,
+    "name": "soren"}))
     """
 
     def __call__(self, model: nn.Module, args: Any = None, **settings: Any) -> SpectralOptimizer:
         """The optimizer for `model`; `settings` are keywords of `build_optimizer`.
 
-        args: transformers' TrainingArguments, for the settings that are left out, see `completed_settings`; without
-        them, name and lr are needed.
+        args: transformers' TrainingArguments, for the settings that are left out, see
+        `completed_settings`; without them, name and lr are needed.
         """
-        return build_optimizer(model, **(settings if args is None else completed_settings(settings, args)))
+        return build_optimizer(
+            model, **(settings if args is None else completed_settings(settings, args))
+        )

@@ -1,7 +1,8 @@
-"""Soren, Muon, HTMuon and AdamW: their settings, and the map of each; the base is `SpectralOptimizer`.
+"""Soren, Muon, HTMuon and AdamW: their settings, and the map of each; the base is
+`SpectralOptimizer`.
 
-A matrix optimizer defines `map_matrix`; all else is `SpectralOptimizer`. A new one is a subclass that names itself, its
-settings and, if it has one, its state: see `SpectralOptimizer`.
+A matrix optimizer defines `map_matrix`; all else is `SpectralOptimizer`. A new one is a subclass
+that names itself, its settings and, if it has one, its state: see `SpectralOptimizer`.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,8 @@ from .optimizer import SharedSettings, SpectralOptimizer
 def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a map with their defaults: "sns" -> {"name": "sns", "steps": 15}.
 
-    Raises ValueError for an unknown name, a setting of another map, and a value that is not allowed.
+    Raises ValueError for an unknown name, a setting of another map, and a value that is not
+    allowed.
     """
     settings = {"name": spectral_map} if isinstance(spectral_map, str) else dict(spectral_map)
     if "formula" in settings:
@@ -56,7 +58,9 @@ class RegisteredMap(SpectralOptimizer):
         return self.record, {key: group[key] for key in self.record.settings}
 
     def factor_precision(self, x: Tensor, spectral_map: SpectralMap) -> FactorPrecision:
-        """The precision of the factors of the map of x, [..., m, n]; "auto" leaves float64 as it is."""
+        """The precision of the factors of the map of x, [..., m, n]; "auto" leaves float64 as it
+        is.
+        """
         on_gpu = x.is_cuda and x.dtype == torch.float32
         return spectral_map.factor_precision(self.precision, min(x.shape[-2:]), on_gpu)
 
@@ -72,7 +76,9 @@ class RegisteredMap(SpectralOptimizer):
             settings["seeds"] = [seed_of(name_in_model(name), step) for name in self.matrix_names]
         max_norm = self.max_norm if group["map_input"] == "momentum" else None
         precision = self.factor_precision(x, spectral_map)
-        output, num_guarded = spectral_map.function(x, precision=precision, max_norm=max_norm, **settings)
+        output, num_guarded = spectral_map.function(
+            x, precision=precision, max_norm=max_norm, **settings
+        )
         self.num_guarded += int(num_guarded)  # a host read, where a norm is large
         return output
 
@@ -81,33 +87,46 @@ class Soren(RegisteredMap, name="soren"):
     """W <- W - lr * U s(S) V^T, with U S V^T the Nesterov momentum and s the sigmoid.
 
     params: matrices, named or not, or groups; see `soren_align.param_groups` for a whole model.
-    momentum, nesterov: as in `step`; no bias correction. OneCycleLR and CyclicLR with cycle_momentum change the
+    momentum, nesterov: as in `step`; no bias correction. OneCycleLR and CyclicLR with
+    cycle_momentum change the
         momentum, and not the betas of AdamW groups.
     weight_decay: W <- W (1 - lr * weight_decay) before the step, with the unadjusted lr.
-    compensation: "kahan" keeps the rounding error of each bfloat16 parameter beside it (see `rounding`), so that its
+    compensation: "kahan" keeps the rounding error of each bfloat16 parameter beside it (see
+    `rounding`), so that its
         updates are those of float32; other parameters do not need it.
     states: "8bit" keeps the momentum, and AdamW's moments, in 8 bits per number (see `eight_bits`).
     map_input: "momentum", or "sign", that of each number of it, as in AdaMuon.
-    second_moment: "rows" divides the map's output by the root of a running average, with the coefficient
-        second_moment_beta, of its squares over each row, as NorMuon does; "elements" by that of each square, as AdaMuon
-        does, whose settings are Muon(map_input="sign", second_moment="elements", adjust_lr_fn="match_rms_measured").
-        Both leave its norm as it is (see `second_moment`).
-    map: "minimax", accurate from a normalised singular value of 0.0004 on, or {"name": "minimax", "resolution": 0.01}
-        for less work; "sns", the paper's Algorithm 1, less accurate and dearer, or {"name": "sns", "steps": 15};
-        "exact", the definition; "released", the map of the authors' code, which has a smaller update and is closer to
-        momentum SGD, or {"name": "released", "steps": 5}. Others are no sigmoid: `spectral.maps` has them all.
-    adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))), "match_rms_adamw" (0.2 sqrt(max(m, n)), divided by the
-        sigmoid's 1/2 so that learning rates compare with AdamW's), or "match_rms_measured" (0.2 over the RMS of the
-        map's output, so that every update has RMS 0.2 lr, whatever the spectrum and the map). None is "none", the
-        paper's text, with a warning for matrices whose updates it makes much smaller than AdamW's.
-    match_rms: instead of the 0.2 of both; "adamw" is sqrt((1 - b) / (1 + b)), b AdamW's default beta1.
-    workspace_mb: MB (2^20 bytes) for mapping matrices of one shape in a batch; one that needs more is mapped alone.
+    second_moment: "rows" divides the map's output by the root of a running average, with the
+    coefficient
+        second_moment_beta, of its squares over each row, as NorMuon does; "elements" by that of
+        each square, as AdaMuon does, whose settings are Muon(map_input="sign",
+        second_moment="elements", adjust_lr_fn="match_rms_measured"). Both leave its norm as it is
+        (see `second_moment`).
+    map: "minimax", accurate from a normalised singular value of 0.0004 on, or {"name": "minimax",
+    "resolution": 0.01}
+        for less work; "sns", the paper's Algorithm 1, less accurate and dearer, or {"name": "sns",
+        "steps": 15}; "exact", the definition; "released", the map of the authors' code, which has a
+        smaller update and is closer to momentum SGD, or {"name": "released", "steps": 5}. Others
+        are no sigmoid: `spectral.maps` has them all.
+    adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))), "match_rms_adamw" (0.2 sqrt(max(m, n)),
+    divided by the
+        sigmoid's 1/2 so that learning rates compare with AdamW's), or "match_rms_measured" (0.2
+        over the RMS of the map's output, so that every update has RMS 0.2 lr, whatever the spectrum
+        and the map). None is "none", the paper's text, with a warning for matrices whose updates it
+        makes much smaller than AdamW's.
+    match_rms: instead of the 0.2 of both; "adamw" is sqrt((1 - b) / (1 + b)), b AdamW's default
+    beta1.
+    workspace_mb: MB (2^20 bytes) for mapping matrices of one shape in a batch; one that needs more
+    is mapped alone.
         None is 16 on a CPU, 2048 elsewhere. It changes a step by rounding only.
-    precision: of the factors of the map's matrix products, whose sums are float32: "auto" is float16 for minimax on
+    precision: of the factors of the map's matrix products, whose sums are float32: "auto" is
+    float16 for minimax on
         CUDA from 64 rows on, within 1% of float32's update on recorded momenta (emulated:
-        docs/studies/optimizers.md), and float32 otherwise; or "float32", "tf32", "float16", "bfloat16". sns has
-        "bfloat16" beside float32, iterated and summed in it, as Muon is; released has float32 alone.
-    The map needs averaged, unscaled gradients, clipped before the step; singular values above 4 are guarded.
+        docs/studies/optimizers.md), and float32 otherwise; or "float32", "tf32", "float16",
+        "bfloat16". sns has "bfloat16" beside float32, iterated and summed in it, as Muon is;
+        released has float32 alone.
+    The map needs averaged, unscaled gradients, clipped before the step; singular values above 4 are
+    guarded.
     Source: the paper's Algorithm 2.
     """
 
@@ -128,9 +147,15 @@ class Soren(RegisteredMap, name="soren"):
     ):
         super().__init__(params, lr, map=map, adjust_lr_fn=adjust_lr_fn, **shared)
         if workspace_mb is not None:
-            checked_settings({"workspace_mb": workspace_mb}, {"workspace_mb": number(NON_NEGATIVE)}, "Soren")
+            checked_settings(
+                {"workspace_mb": workspace_mb}, {"workspace_mb": number(NON_NEGATIVE)}, "Soren"
+            )
         for group in self.param_groups:
-            allowed = SOREN_MAPS[group["map"]["name"]].precisions if group["rule"] == "spectral" else (precision,)
+            allowed = (
+                SOREN_MAPS[group["map"]["name"]].precisions
+                if group["rule"] == "spectral"
+                else (precision,)
+            )
             if precision not in allowed:
                 words = f"for map {group['map']['name']!r} write {' or '.join([repr(name) for name in allowed])}"
                 raise ValueError(f"Soren precision: found {precision!r}; {words}")
@@ -138,8 +163,13 @@ class Soren(RegisteredMap, name="soren"):
         self.precision: Precision = precision
 
     def __getstate__(self) -> dict[str, Any]:
-        # No settings of a group: a run may resume on a machine with more memory or less, or on another device.
-        return {**super().__getstate__(), "workspace_mb": self.workspace_mb, "precision": self.precision}
+        # No settings of a group: a run may resume on a machine with more memory or less, or on
+        # another device.
+        return {
+            **super().__getstate__(),
+            "workspace_mb": self.workspace_mb,
+            "precision": self.precision,
+        }
 
     def map_of(self, group: dict[str, Any]) -> tuple[SpectralMap, dict[str, Any]]:
         """The sigmoid, or the group's map in its place."""
@@ -148,7 +178,8 @@ class Soren(RegisteredMap, name="soren"):
 
 
 class Muon(RegisteredMap, name="muon"):
-    """torch.optim.Muon, bit for bit on float32 matrices, with AdamW groups beside them. Arguments as in `Soren`.
+    """torch.optim.Muon, bit for bit on float32 matrices, with AdamW groups beside them.
+    Arguments as in `Soren`.
 
     ns_steps: of the Newton-Schulz iteration.
     """
@@ -171,9 +202,11 @@ class Muon(RegisteredMap, name="muon"):
 class HTMuon(RegisteredMap, name="htmuon"):
     """W <- W - lr * U S^p V^T. Arguments as in `Soren`; adjust_lr_fn=None is "original".
 
-    p: 1/2, 1/4 and 1/8 need no decomposition in matrices of at least 1024 rows, see `spectral.powers`.
+    p: 1/2, 1/4 and 1/8 need no decomposition in matrices of at least 1024 rows, see
+    `spectral.powers`.
 
-    Source: arXiv 2603.10067. Nesterov is on, as in its code; the algorithm in the Soren paper shows it without.
+    Source: arXiv 2603.10067. Nesterov is on, as in its code; the algorithm in the Soren paper shows
+    it without.
     """
 
     record: ClassVar = HTMUON

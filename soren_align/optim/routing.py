@@ -1,13 +1,14 @@
 """The routing of parameters: the rule of each trainable parameter, and the reason for it.
 
-Weights of linear layers inside the blocks go to the spectral rule, and those of experts and of torch's attention, which
-are stored together: see `layout`. In a model without blocks all linear layers do. Embeddings, the head (tied or not),
-norms, biases, routers, gates of one row and all other parameters go to AdamW. Every trainable parameter has exactly one
-route, by identity, not by name.
-The LoRA factors of linear layers go to the spectral rule, each mapped by itself, or both as their product with
-`lora_update` "product" (see `product`). They are recognized by PEFT's layers
-in the model, not by shapes or names; peft is used only if it has been imported, so that the optimizers do not need it.
-With `matrices` "all-2d", as in the authors' released code, all other parameters of two dimensions go there too.
+Weights of linear layers inside the blocks go to the spectral rule, and those of experts and of
+torch's attention, which are stored together: see `layout`. In a model without blocks all linear
+layers do. Embeddings, the head (tied or not), norms, biases, routers, gates of one row and all
+other parameters go to AdamW. Every trainable parameter has exactly one route, by identity, not by
+name. The LoRA factors of linear layers go to the spectral rule, each mapped by itself, or both as
+their product with `lora_update` "product" (see `product`). They are recognized by PEFT's layers in
+the model, not by shapes or names; peft is used only if it has been imported, so that the optimizers
+do not need it. With `matrices` "all-2d", as in the authors' released code, all other parameters of
+two dimensions go there too.
 """
 
 import math
@@ -33,14 +34,16 @@ _ROUTER = re.compile(r"Router|TopKGating")
 """Names of transformers' classes that choose experts; JetMoE's is the latter."""
 _OF_ATTENTION: dict[str, WeightLayout] = {"in_proj_weight": "qkv"}
 _OF_ATTENTION |= {"q_proj_weight": "linear", "k_proj_weight": "linear", "v_proj_weight": "linear"}
-"""torch.nn.MultiheadAttention's projections, which are no linear layers; that of the output is one."""
+"""torch.nn.MultiheadAttention's projections, which are no linear layers; that of the output is
+one."""
 _OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 _COUNTS = ("tensors", "matrices", "numel")
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The rule of one trainable parameter. `shape` is that of the whole, also if ZeRO 3 has emptied the tensor.
+    """The rule of one trainable parameter.
+    `shape` is that of the whole, also if ZeRO 3 has emptied the tensor.
 
     layout: of its matrices, if it goes to the spectral rule.
     """
@@ -67,7 +70,9 @@ class Route:
 
     @property
     def is_stored_otherwise(self) -> bool:
-        """Whether it is more than one linear matrix, so that a parameter group must name its layout."""
+        """Whether it is more than one linear matrix, so that a parameter group must name its
+        layout.
+        """
         return self.rule == "spectral" and (len(self.shape) == 3 or self.layout != "linear")
 
 
@@ -84,13 +89,17 @@ class _Occurrence:
     """Whether it chooses experts."""
 
     def layout(self, num_dimensions: int) -> WeightLayout | None:
-        """How a parameter of so many dimensions stores matrices of linear layers; None if it has none."""
+        """How a parameter of so many dimensions stores matrices of linear layers; None if it has
+        none.
+        """
         name, owner = self.name.split(".")[-1], self.owner
         if num_dimensions == 3:  # [experts, rows, columns]
-            if _is_of_transformers(owner, "JetMoeParallelExperts"):  # of its MLP, or of its attention
+            # of its MLP, or of its attention
+            if _is_of_transformers(owner, "JetMoeParallelExperts"):
                 is_of_mlp = _is_of_transformers(self.around, "JetMoeMoE")
                 return "gate_up" if is_of_mlp and self.around.input_linear is owner else "linear"
-            # transformers' decorator use_experts_implementation, which Llama 4 lacks, leaves the layout in attributes.
+            # transformers' decorator use_experts_implementation, which Llama 4 lacks, leaves the
+            # layout in attributes.
             is_llama4 = _is_of_transformers(owner, "Llama4TextExperts")
             if not (is_llama4 or hasattr(owner, "is_transposed")) or name not in _OF_EXPERTS:
                 return None
@@ -118,13 +127,16 @@ def route(
 ) -> list[Route]:
     """The route of every trainable parameter of `model`, in the order of `named_parameters`.
 
-    aux: globs of parameter names that go to AdamW even if they are matrices, e.g. "*.o_proj.weight".
-    matrices: "inside-blocks": the weights of linear layers inside the blocks, and of experts. "all-2d": also every
+    aux: globs of parameter names that go to AdamW even if they are matrices, e.g.
+    "*.o_proj.weight".
+    matrices: "inside-blocks": the weights of linear layers inside the blocks, and of experts.
+    "all-2d": also every
         other parameter of two dimensions, embeddings and head among them, but none of an adapter.
     split: the blocks of fused weights that are matrices of their own, see `blocks`.
-    lora_update: "factors": the LoRA factors of linear layers are matrices. "product": they are updated as products.
-    Raises ValueError for a glob that matches nothing, for a weight that cannot be split so, for PEFT adapters other
-    than LoRA, for a product without both factors, and for FSDP1's wrappers.
+    lora_update: "factors": the LoRA factors of linear layers are matrices. "product": they are
+    updated as products. Raises ValueError for a glob that matches nothing, for a weight that cannot
+    be split so, for PEFT adapters other than LoRA, for a product without both factors, and for
+    FSDP1's wrappers.
     """
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
@@ -140,8 +152,12 @@ def route(
                 "or rename the parameter"
             )
     for glob in aux:
-        if not any(fnmatchcase(o.name, glob) for occurrences in parameters.values() for o in occurrences):
-            raise ValueError(f"aux: {glob!r} matches no trainable parameter; correct or remove this name")
+        if not any(
+            fnmatchcase(o.name, glob) for occurrences in parameters.values() for o in occurrences
+        ):
+            raise ValueError(
+                f"aux: {glob!r} matches no trainable parameter; correct or remove this name"
+            )
 
     heads = {"input embedding": "get_input_embeddings", "output embedding": "get_output_embeddings"}
     special = {}
@@ -162,7 +178,9 @@ def route(
         if is_product := lora_update == "product" and parameter in factors and not obstacle:
             layout = factors[parameter]
         factor = OF_PRODUCT if is_product else FACTOR
-        reason = obstacle or (factor if parameter in factors else "experts" if len(shape) == 3 else "linear layer")
+        reason = obstacle or (
+            factor if parameter in factors else "experts" if len(shape) == 3 else "linear layer"
+        )
         if len(occurrences) > 1:
             reason += f", tied to {', '.join(o.name for o in occurrences[1:])}"
         is_spectral = not obstacle
@@ -171,28 +189,43 @@ def route(
         rule, name = "spectral" if is_spectral else "adamw", occurrences[0].name
         if is_spectral and parameter not in factors and (blocks := blocks_of(name, split or {})):
             layout = split_layout(name, shape, layout, blocks, getattr(model, "config", None))
-            if min(min(m) for m in Route(name, parameter, shape, rule, reason, layout).matrix_shapes) == 1:
-                raise ValueError(f"split: {name}: a block of one row is no matrix; write larger blocks")
+            if (
+                min(
+                    min(m)
+                    for m in Route(name, parameter, shape, rule, reason, layout).matrix_shapes
+                )
+                == 1
+            ):
+                raise ValueError(
+                    f"split: {name}: a block of one row is no matrix; write larger blocks"
+                )
             parts = [part for part, _ in blocks_in(layout)]
-            reason += f", split into {f'{len(parts)} blocks' if parts[0].isdigit() else ', '.join(parts)}"
+            reason += (
+                f", split into {f'{len(parts)} blocks' if parts[0].isdigit() else ', '.join(parts)}"
+            )
         routes.append(Route(name, parameter, shape, rule, reason, layout))
     if lora_update == "product" and not any(r.reason.startswith(OF_PRODUCT) for r in routes):
         raise ValueError(
             "lora_update: 'product' has no effect, because no LoRA factor of a linear layer is trained; add an "
             "adapter, or write 'factors'"
         )
-    mapped_together([(r.name, r.layout) for r in routes if r.rule == "spectral"])  # raises for a single factor
+    # raises for a single factor
+    mapped_together([(r.name, r.layout) for r in routes if r.rule == "spectral"])
     for glob in split or ():
-        if not any(matches(r.name, glob) for r in routes if r.rule == "spectral" and blocks_in(r.layout)):
+        if not any(
+            matches(r.name, glob) for r in routes if r.rule == "spectral" and blocks_in(r.layout)
+        ):
             raise ValueError(
                 f"split: {glob!r} matches no weight that is a matrix of the optimizer; correct or remove this name"
             )
     return routes
 
 
-def adapter_parameters(model: nn.Module) -> tuple[dict[nn.Parameter, WeightLayout], dict[nn.Parameter, str]]:
-    """The LoRA factors A and B of the model's linear layers with their layouts as factors of a product, and the other
-    parameters of adapters with their kinds.
+def adapter_parameters(
+    model: nn.Module,
+) -> tuple[dict[nn.Parameter, WeightLayout], dict[nn.Parameter, str]]:
+    """The LoRA factors A and B of the model's linear layers with their layouts as factors of a
+    product, and the other parameters of adapters with their kinds.
 
     Raises ValueError for a trainable adapter that is not LoRA.
     """
@@ -213,25 +246,41 @@ def adapter_parameters(model: nn.Module) -> tuple[dict[nn.Parameter, WeightLayou
         elif isinstance(module, BaseTunerLayer):
             is_linear = isinstance(module.get_base_layer(), nn.Linear | Conv1D)
             for kind, adapter, owner, parameter in _trainable(module):
-                is_factor = kind in ("lora_A", "lora_B") and isinstance(owner, nn.Linear) and parameter is owner.weight
+                is_factor = (
+                    kind in ("lora_A", "lora_B")
+                    and isinstance(owner, nn.Linear)
+                    and parameter is owner.weight
+                )
                 if isinstance(module, LoraLayer) and is_linear and is_factor:
                     is_a = kind == "lora_A"
-                    size = module.lora_B[adapter].out_features if is_a else module.lora_A[adapter].in_features
+                    size = (
+                        module.lora_B[adapter].out_features
+                        if is_a
+                        else module.lora_A[adapter].in_features
+                    )
                     factors[parameter] = f"{kind} {size}"
                 elif isinstance(module, LoraLayer | TrainableTokensLayer):
                     others[parameter] = f"{kind} of an adapter"
                 else:
-                    raise ValueError(f"{path} is an adapter of PEFT's {type(module).__name__}; use a LoRA adapter")
+                    raise ValueError(
+                        f"{path} is an adapter of PEFT's {type(module).__name__}; use a LoRA adapter"
+                    )
     return factors, others
 
 
 def _trainable(layer: Any) -> Iterator[tuple[str, str, Any, nn.Parameter]]:
-    """(PEFT's name of the kind, that of the adapter, the module or None, the parameter) of every trainable parameter of
-    an adapter layer."""
+    """(PEFT's name of the kind, that of the adapter, the module or None, the parameter) of every
+    trainable parameter of an adapter layer."""
     for kind in layer.adapter_layer_names:
         container = getattr(layer, kind, None)
-        for adapter, part in container.items() if isinstance(container, nn.ModuleDict | nn.ParameterDict) else ():
-            owned = [(None, part)] if isinstance(part, nn.Parameter) else [(part, p) for p in part.parameters()]
+        for adapter, part in (
+            container.items() if isinstance(container, nn.ModuleDict | nn.ParameterDict) else ()
+        ):
+            owned = (
+                [(None, part)]
+                if isinstance(part, nn.Parameter)
+                else [(part, p) for p in part.parameters()]
+            )
             yield from ((kind, adapter, owner, p) for owner, p in owned if p.requires_grad)
 
 
@@ -247,15 +296,22 @@ def param_groups(
     split: Split | None = None,
     lora_update: LoraUpdate = LORA_UPDATE,
 ) -> list[dict[str, Any]]:
-    """The parameter groups of `model` for Soren, Muon or HTMuon: the matrices, then the other parameters (AdamW).
+    """The parameter groups of `model` for Soren, Muon or HTMuon: the matrices, then the other
+    parameters (AdamW).
 
-    lr, weight_decay: of the matrices; None leaves them to the optimizer. aux_lr, aux_weight_decay: of the other
-    parameters; aux_lr=None is lr. aux, matrices, split, lora_update: see `route`.
-    Warns if the model's blocks were not found, so that its output layer may be among the matrices. Raises ValueError if
-    no parameter goes to the spectral rule, if others have neither aux_lr nor lr, and whatever `route` refuses.
+    lr, weight_decay: of the matrices; None leaves them to the optimizer. aux_lr, aux_weight_decay:
+    of the other parameters; aux_lr=None is lr. aux, matrices, split, lora_update: see `route`.
+    Warns if the model's blocks were not found, so that its output layer may be among the matrices.
+    Raises ValueError if no parameter goes to the spectral rule, if others have neither aux_lr nor
+    lr, and whatever `route` refuses.
     """
     routes = route(model, aux, matrices, split, lora_update)
-    if matrices == MATRICES and not aux and not _is_language_model(model) and not _has_blocks(_occurrences(model)):
+    if (
+        matrices == MATRICES
+        and not aux
+        and not _is_language_model(model)
+        and not _has_blocks(_occurrences(model))
+    ):
         for last in [r for r in routes if r.rule == "spectral" and r.reason == "linear layer"][-1:]:
             shape = " x ".join(map(str, last.shape))
             warnings.warn(
@@ -266,7 +322,9 @@ def param_groups(
             )
     if not any(r.rule == "spectral" for r in routes):
         reasons = ", ".join(sorted({r.reason for r in routes})) or "no trainable parameter"
-        raise ValueError(f"{type(model).__name__} has no weight matrix for a spectral optimizer ({reasons}); use AdamW")
+        raise ValueError(
+            f"{type(model).__name__} has no weight matrix for a spectral optimizer ({reasons}); use AdamW"
+        )
     aux_lr = lr if aux_lr is None else aux_lr
     others = [r for r in routes if r.rule == "adamw"]
     if others and aux_lr is None:
@@ -281,10 +339,15 @@ def param_groups(
     for rule, values in settings.items():
         members = [r for r in routes if r.rule == rule]
         if members:
-            lists: dict[str, Any] = {"params": [r.parameter for r in members], "param_names": [r.name for r in members]}
+            lists: dict[str, Any] = {
+                "params": [r.parameter for r in members],
+                "param_names": [r.name for r in members],
+            }
             if weight_layouts := {r.name: r.layout for r in members if r.is_stored_otherwise}:
                 lists["weight_layouts"] = weight_layouts
-            groups.append({"rule": rule, **lists, **{k: v for k, v in values.items() if v is not None}})
+            groups.append(
+                {"rule": rule, **lists, **{k: v for k, v in values.items() if v is not None}}
+            )
     return groups
 
 
@@ -294,16 +357,27 @@ def _is_language_model(model: nn.Module) -> bool:
 
 
 def _has_blocks(parameters: Mapping[nn.Parameter, Sequence[_Occurrence]]) -> bool:
-    """Whether a matrix lies in a list of blocks; if so, those outside are the input's and the output's."""
-    matrices = (o for parameter, occurrences in parameters.items() if parameter.ndim == 2 for o in occurrences)
+    """Whether a matrix lies in a list of blocks; if so, those outside are the input's and the
+    output's.
+    """
+    matrices = (
+        o
+        for parameter, occurrences in parameters.items()
+        if parameter.ndim == 2
+        for o in occurrences
+    )
     return any(o.in_block and o.layout(2) is not None for o in matrices)
 
 
 def routing_table(routes: Sequence[Route]) -> list[dict[str, Any]]:
-    """One dict per rule and reason: {"rule", "reason", "tensors", "matrices", "numel"}, the spectral rule first."""
+    """One dict per rule and reason: {"rule", "reason", "tensors", "matrices", "numel"}, the
+    spectral rule first.
+    """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for r in sorted(routes, key=lambda r: r.rule != "spectral"):
-        row = rows.setdefault((r.rule, r.reason), {"rule": r.rule, "reason": r.reason, **dict.fromkeys(_COUNTS, 0)})
+        row = rows.setdefault(
+            (r.rule, r.reason), {"rule": r.rule, "reason": r.reason, **dict.fromkeys(_COUNTS, 0)}
+        )
         row["tensors"] += 1
         row["matrices"] += r.num_matrices if r.rule == "spectral" else 0
         row["numel"] += math.prod(r.shape)
@@ -312,12 +386,17 @@ def routing_table(routes: Sequence[Route]) -> list[dict[str, Any]]:
 
 def spectral_share(table: Sequence[Mapping[str, Any]]) -> float:
     """The share of the trained parameters that go to the spectral rule."""
-    numel = {rule: sum(row["numel"] for row in table if row["rule"] == rule) for rule in ("spectral", "adamw")}
+    numel = {
+        rule: sum(row["numel"] for row in table if row["rule"] == rule)
+        for rule in ("spectral", "adamw")
+    }
     return numel["spectral"] / max(1, sum(numel.values()))
 
 
 def share_notices(optimizer: str, table: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A notice if `optimizer` updates less than half of the trained parameters; none for AdamW, which updates all."""
+    """A notice if `optimizer` updates less than half of the trained parameters; none for AdamW,
+    which updates all.
+    """
     share = spectral_share(table)
     if optimizer == "adamw" or share >= 0.5:
         return []
@@ -336,7 +415,11 @@ def _occurrences(model: nn.Module) -> dict[nn.Parameter, list[_Occurrence]]:
     for name, module in modules.items():
         children = list(module.children())
         in_sequence = is_own and isinstance(module, nn.Sequential) and len(children) > 1
-        are_alike = in_sequence and len({*map(type, children)}) == 1 and all([*child.children()] for child in children)
+        are_alike = (
+            in_sequence
+            and len({*map(type, children)}) == 1
+            and all([*child.children()] for child in children)
+        )
         if are_alike or isinstance(module, nn.ModuleList):
             lists.add(name)
     routers = {name for name, module in modules.items() if _ROUTER.search(type(module).__name__)}
@@ -345,18 +428,27 @@ def _occurrences(model: nn.Module) -> dict[nn.Parameter, list[_Occurrence]]:
         parts = path.split(".")
         parents = [".".join(parts[:end]) for end in range(len(parts))]
         in_block = not lists.isdisjoint(parents)
-        beside_experts = parts[-1] in ("gate", "router") and ".".join([*parts[:-1], "experts"]) in modules
-        is_router = (isinstance(owner, nn.Linear) and beside_experts) or not routers.isdisjoint([*parents, path])
+        beside_experts = (
+            parts[-1] in ("gate", "router") and ".".join([*parts[:-1], "experts"]) in modules
+        )
+        is_router = (isinstance(owner, nn.Linear) and beside_experts) or not routers.isdisjoint(
+            [*parents, path]
+        )
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.requires_grad:
                 whole_name = f"{path}.{name}" if path else name
                 around = modules[parents[-1]]
-                occurrences[parameter].append(_Occurrence(whole_name, owner, around, in_block, is_router))
+                occurrences[parameter].append(
+                    _Occurrence(whole_name, owner, around, in_block, is_router)
+                )
     return occurrences
 
 
 def _obstacle(
-    occurrences: Sequence[_Occurrence], shape: tuple[int, ...], aux: Sequence[str], needs_block: bool
+    occurrences: Sequence[_Occurrence],
+    shape: tuple[int, ...],
+    aux: Sequence[str],
+    needs_block: bool,
 ) -> str | None:
     """The reason why a parameter does not go to the spectral rule; None if it does."""
     if any(isinstance(o.owner, nn.Embedding) for o in occurrences):
@@ -368,7 +460,9 @@ def _obstacle(
     if len(shape) == 2 and all(o.name.endswith("bias") for o in occurrences):
         return "bias"  # of experts
     if None in [o.layout(len(shape)) for o in occurrences]:
-        return "not the weight of a linear layer" if len(shape) == 2 else f"{len(shape)}-dimensional"
+        return (
+            "not the weight of a linear layer" if len(shape) == 2 else f"{len(shape)}-dimensional"
+        )
     if needs_block and not any(o.in_block for o in occurrences):
         return "outside the blocks"
     return None
@@ -381,4 +475,7 @@ def _glob_of(occurrences: Sequence[_Occurrence], aux: Sequence[str]) -> str | No
 
 def _is_of_transformers(module: nn.Module, name: str) -> bool:
     """Whether it is an instance of this class, without importing transformers."""
-    return any(c.__name__ == name and c.__module__.startswith("transformers.") for c in type(module).__mro__)
+    return any(
+        c.__name__ == name and c.__module__.startswith("transformers.")
+        for c in type(module).__mro__
+    )

@@ -1,7 +1,9 @@
-"""The step of Soren, Muon and HTMuon, on one process or many: Algorithm 2 of the Soren paper, with decoupled decay.
+"""The step of Soren, Muon and HTMuon, on one process or many: Algorithm 2 of the Soren paper, with
+decoupled decay.
 
-`SpectralOptimizer.step` (optim/optimizer.py) calls `spectral_step_` for each group of matrices. The gradients are then
-averaged over the ranks, clipped and finite. For a matrix W [m, n] with gradient G and momentum M (at first zeros):
+`SpectralOptimizer.step` (optim/optimizer.py) calls `spectral_step_` for each group of matrices. The
+gradients are then averaged over the ranks, clipped and finite. For a matrix W [m, n] with gradient
+G and momentum M (at first zeros):
 
     M <- momentum * M + (1 - momentum) * G      update_momentum_
     N <- momentum * M + (1 - momentum) * G      nesterov; without it N <- M
@@ -12,21 +14,23 @@ averaged over the ranks, clipped and finite. For a matrix W [m, n] with gradient
     W <- (1 - lr * weight_decay) * W            decay_and_add_
     W <- W - lr * scale(m, n) * O               decay_and_add_; scale is the class's lr_scale
 
-The map, the row moments and the RMS need a whole matrix; all else is elementwise. So each matrix has an owner: the
-rank that maps it. `spectral_step_` is the same function everywhere; an `Exchange` decides what is sent:
+The map, the row moments and the RMS need a whole matrix; all else is elementwise. So each matrix
+has an owner: the rank that maps it. `spectral_step_` is the same function everywhere; an `Exchange`
+decides what is sent:
 
     one process    Nothing is sent. Matrices of one shape are mapped in batches, as many as the workspace holds.
     ZeRO, FSDP2    Each rank has shards of W, G and M, and updates these. N is gathered on the matrix's owner, and O is
-                   scattered to the shards, by one all-to-all each, in buckets of bounded size. While bucket i is
-                   mapped, bucket i + 1 is gathered and the outputs of bucket i - 1 arrive. A matrix that is whole on
-                   one rank is not sent.
+                   scattered to the shards, by one all-to-all each, in buckets of bounded size.
+                   While bucket i is mapped, bucket i + 1 is gathered and the outputs of bucket i -
+                   1 arrive. A matrix that is whole on one rank is not sent.
     DDP            Each rank has all of W, G and M, and updates all of M. The owner alone maps its matrices and updates
                    their W, which is broadcast while the next bucket is mapped.
 
-The exchanges are in optim/layout.py (one process), sharding/gather.py and sharding/ddp.py; owners and buckets in
-sharding/plan.py. Second moments of elements lie in shards as W does: they divide O after it is scattered, and the
-RMS is then a sum over the ranks (optim/second_moment.py). LoRA factors that are updated as their product have other
-directions O (optim/product.py). AdamW's step, of all other parameters, is torch's own (optim/adamw.py).
+The exchanges are in optim/layout.py (one process), sharding/gather.py and sharding/ddp.py; owners
+and buckets in sharding/plan.py. Second moments of elements lie in shards as W does: they divide O
+after it is scattered, and the RMS is then a sum over the ranks (optim/second_moment.py). LoRA
+factors that are updated as their product have other directions O (optim/product.py). AdamW's step,
+of all other parameters, is torch's own (optim/adamw.py).
 """
 
 import math
@@ -55,7 +59,8 @@ class GroupMaps:
     scale: Callable[[int, int], float]
     """(m, n) -> the factor of lr."""
     map_matrices: Callable[..., Tensor]
-    """Matrices [m, n] or [k, m, n], their names, their state by keyword -> O. Only the state is modified."""
+    """Matrices [m, n] or [k, m, n], their names, their state by keyword -> O. Only the state is
+    modified."""
     workspace_mb: float | None
     """See `layout.matrix_batches`."""
 
@@ -70,21 +75,29 @@ def spectral_step_(
 ) -> None:
     """One step of the tensors `named`, all with a gradient, of a spectral group. Collective.
 
-    state: of each tensor: the step count, the momentum, the compensation, the map's. exchange: of these tensors.
+    state: of each tensor: the step count, the momentum, the compensation, the map's. exchange: of
+    these tensors.
     observers: are shown every update on this rank before it is made, for measurements.
     """
     for _, parameter in named:
-        state[parameter]["step"] = state[parameter]["step"] + 1  # not in place: a state dict may hold the old tensor
+        # not in place: a state dict may hold the old tensor
+        state[parameter]["step"] = state[parameter]["step"] + 1
         update_momentum_(state[parameter], local(parameter.grad), group["momentum"])
 
     for shard, direction in directions(group, state, exchange, maps):
         weight, compensation = shard.weight, shard.compensation
-        direction = direction.reshape(weight.shape).to(weight.device)  # it was flat, and perhaps on a GPU
+        # it was flat, and perhaps on a GPU
+        direction = direction.reshape(weight.shape).to(weight.device)
         scale = maps.scale(*update_shape(shard.shape, shard.layout))
-        # A product of two factors decays by all of weight_decay if each factor decays by half of it.
+        # A product of two factors decays by all of weight_decay if each factor decays by half of
+        # it.
         decay = group["weight_decay"] / (2 if is_factor(shard.layout) else 1)
         for observe in observers:
-            observe(PendingUpdate(shard.name, group, weight, compensation, direction, maps.lr, decay, scale))
+            observe(
+                PendingUpdate(
+                    shard.name, group, weight, compensation, direction, maps.lr, decay, scale
+                )
+            )
         decay_and_add_(weight, compensation, direction, lr=maps.lr, scale=scale, weight_decay=decay)
         direction = None  # freed before the next batch is made
 
@@ -97,20 +110,28 @@ def directions(
     *,
     is_trial: bool = False,
 ) -> Iterator[tuple[Shard, Tensor]]:
-    """Yield (shard, O) for all shards that this rank updates. Collective. Arguments: `spectral_step_`.
+    """Yield (shard, O) for all shards that this rank updates.
+    Collective. Arguments: `spectral_step_`.
 
-    Update the shard before taking the next one: then other outputs arrive, and DDP broadcasts the updated weights.
-    is_trial: of the coming step, to refuse outputs that are not finite (`SpectralOptimizer`): the momentum is not
-    updated yet, no state changes, and second moments are left out.
+    Update the shard before taking the next one: then other outputs arrive, and DDP broadcasts the
+    updated weights.
+    is_trial: of the coming step, to refuse outputs that are not finite (`SpectralOptimizer`): the
+    momentum is not updated yet, no state changes, and second moments are left out.
     """
     is_measured, beta = group["adjust_lr_fn"] == "match_rms_measured", group["second_moment_beta"]
     by_elements = group["second_moment"] == "elements" and not is_trial
 
-    def mapped(is_transposed: bool, matrices: Tensor, names: Sequence[str], **map_state: Tensor) -> Tensor:
+    def mapped(
+        is_transposed: bool, matrices: Tensor, names: Sequence[str], **map_state: Tensor
+    ) -> Tensor:
         row_moments = map_state.pop(ROWS, None)
         if is_trial:
-            row_moments, map_state = None, {key: numbers.clone() for key, numbers in map_state.items()}
-        # A map commutes with the transposition, but its state is that of a matrix as nn.Linear stores it.
+            row_moments, map_state = (
+                None,
+                {key: numbers.clone() for key, numbers in map_state.items()},
+            )
+        # A map commutes with the transposition, but its state is that of a matrix as nn.Linear
+        # stores it.
         if is_transposed and map_state:
             output = maps.map_matrices(matrices.mT, names, **map_state).mT
         else:
@@ -128,8 +149,12 @@ def directions(
     for batch in batches:
         if is_factor(batch.layout):  # A of a product; B is the next batch
             unit = (batch, next(batches))
-            step_size = float(maps.lr) * maps.scale(*update_shape(batch.inputs.shape[-2:], batch.layout))
-            outputs = product_directions(*unit, maps.map_matrices, step_size=step_size, to_unit_rms=is_measured)
+            step_size = float(maps.lr) * maps.scale(
+                *update_shape(batch.inputs.shape[-2:], batch.layout)
+            )
+            outputs = product_directions(
+                *unit, maps.map_matrices, step_size=step_size, to_unit_rms=is_measured
+            )
         elif batch.names:
             unit, outputs = (batch,), (batch.map(partial(mapped, "transposed" in batch.layout)),)
         else:  # this rank maps no matrix of the bucket: its shards have outputs of other ranks
@@ -143,24 +168,31 @@ def directions(
 
 
 def update_momentum_(state: dict[str, Tensor], grad: Tensor, coefficient: float) -> None:
-    """M <- coefficient * M + (1 - coefficient) * grad: an average without bias correction. M: state["exp_avg"]."""
+    """M <- coefficient * M + (1 - coefficient) * grad: an average without bias correction.
+    M: state["exp_avg"].
+    """
     if "blocks" not in state:
         momentum = local(state["exp_avg"])
         momentum.lerp_(grad.to(momentum.dtype), 1 - coefficient)
         return
     for blocks in blocks_of(state):  # of 8 bits
         momentum = decoded(state, "exp_avg", blocks)
-        momentum.lerp_(grad.reshape(-1)[blocks.start : blocks.stop].to(momentum.dtype), 1 - coefficient)
+        momentum.lerp_(
+            grad.reshape(-1)[blocks.start : blocks.stop].to(momentum.dtype), 1 - coefficient
+        )
         encode_(state, "exp_avg", blocks, momentum)
 
 
 def nesterov(momentum: Tensor, grad: Tensor, coefficient: float) -> Tensor:
-    """coefficient * momentum + (1 - coefficient) * grad, in momentum's dtype; `momentum` is that of this step."""
+    """coefficient * momentum + (1 - coefficient) * grad, in momentum's dtype; `momentum` is that of
+    this step.
+    """
     return grad.to(momentum.dtype).lerp(momentum, coefficient)
 
 
 def map_input(shard: Shard, group: dict[str, Any], is_trial: bool = False) -> Tensor:
-    """N of a shard, or its sign, in the shape of its weight; may be the momentum itself: do not modify it.
+    """N of a shard, or its sign, in the shape of its weight; may be the momentum itself: do not
+    modify it.
 
     is_trial: the momentum is still that of the last step.
     """
@@ -173,7 +205,8 @@ def map_input(shard: Shard, group: dict[str, Any], is_trial: bool = False) -> Te
 
 
 def with_unit_rms(output: Tensor) -> Tensor:
-    """Each matrix of a map's output [..., m, n], not modified, over its root mean square; zero stays zero.
+    """Each matrix of a map's output [..., m, n], not modified, over its root mean square; zero
+    stays zero.
 
     An RMS below 1e-12, which only maps that are not scale-free have, counts as 1e-12.
     """
@@ -193,21 +226,24 @@ def decay_and_add_(
     """parameter <- parameter * (1 - lr * weight_decay) - lr * scale * direction.
 
     direction: O. Computed in its dtype, float32 or float64, and rounded once to the parameter's.
-    compensation: None, or the lower half of the float32 master weights (int16), which are then updated without loss.
+    compensation: None, or the lower half of the float32 master weights (int16), which are then
+    updated without loss.
     """
-    weights = master_weights(parameter, compensation).to(direction.dtype)  # the parameter itself, if wide enough
+    # the parameter itself, if wide enough
+    weights = master_weights(parameter, compensation).to(direction.dtype)
     weights.mul_(1 - lr * weight_decay).add_(direction, alpha=float(-(lr * scale)))
     store_master_weights_(parameter, compensation, weights)
 
 
 @dataclass(frozen=True, eq=False)
 class PendingUpdate:
-    """The direction of one update on this rank, with the weights before it: `weight` itself, or a copy.
+    """The direction of one update on this rank, with the weights before it: `weight` itself, or a
+    copy.
 
-    The update is decay_and_add_(weight, compensation, direction, lr=lr, scale=scale, weight_decay=weight_decay);
-    AdamW's kernel rounds otherwise. A matrix has one update for each of its shards, and AdamW's parameters one for each
-    chunk; for match_rms_measured the direction has an RMS of 1 over the whole matrix already.
-    Read the tensors in the observer, do not keep them.
+    The update is decay_and_add_(weight, compensation, direction, lr=lr, scale=scale,
+    weight_decay=weight_decay); AdamW's kernel rounds otherwise. A matrix has one update for each of
+    its shards, and AdamW's parameters one for each chunk; for match_rms_measured the direction has
+    an RMS of 1 over the whole matrix already. Read the tensors in the observer, do not keep them.
     """
 
     name: str
@@ -220,10 +256,17 @@ class PendingUpdate:
     scale: float = 1.0
 
     def applied(self, lr: float | Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield (master weights before, the same after the update, direction), in chunks; lr: instead of its own."""
+        """Yield (master weights before, the same after the update, direction), in chunks; lr:
+        instead of its own.
+        """
         lr = self.lr if lr is None else lr
-        for weight, direction, rest in chunks(self.weight.detach(), self.direction, self.compensation):
+        for weight, direction, rest in chunks(
+            self.weight.detach(), self.direction, self.compensation
+        ):
             before = master_weights(weight, rest)
-            after = before.clone()  # the compensation keeps all of float32: as a float32 weight alone, then
-            decay_and_add_(after, None, direction, lr=lr, scale=self.scale, weight_decay=self.weight_decay)
+            # the compensation keeps all of float32: as a float32 weight alone, then
+            after = before.clone()
+            decay_and_add_(
+                after, None, direction, lr=lr, scale=self.scale, weight_decay=self.weight_decay
+            )
             yield before, after, direction

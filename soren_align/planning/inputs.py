@@ -28,7 +28,8 @@ class Inputs:
     num_examples: int
     """Those that are trained on, or the published number."""
     num_sequences: int
-    """Of an epoch: packed sequences, where examples are packed and can be read; otherwise examples."""
+    """Of an epoch: packed sequences, where examples are packed and can be read; otherwise
+    examples."""
     notices: tuple[str, ...] = ()
 
     @property
@@ -37,10 +38,13 @@ class Inputs:
         return self.ready.account if self.ready else None
 
 
-def load_inputs(recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], object] | None) -> Inputs:
+def load_inputs(
+    recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], object] | None
+) -> Inputs:
     """From files, the hub or its cache; from what the package ships where the hub is out of reach.
 
-    recipe: as `on_this_machine` returns it. Raises OutOfReach if the package ships nothing about model or dataset.
+    recipe: as `on_this_machine` returns it. Raises OutOfReach if the package ships nothing about
+    model or dataset.
     """
     name, sources = recipe.model.name_or_path, recipe.data.sources
     try:
@@ -64,9 +68,14 @@ def load_inputs(recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], 
 
 
 def outline(
-    recipe: Recipe, config: Any, start: str, blocks: Sequence[int] | None = None, dtype: torch.dtype = torch.float32
+    recipe: Recipe,
+    config: Any,
+    start: str,
+    blocks: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """The recipe's model without weights, with frozen parameters and adapter. blocks: see `build_model`.
+    """The recipe's model without weights, with frozen parameters and adapter.
+    blocks: see `build_model`.
 
     start: folder or hub name of the starting checkpoint. Call it on the meta device.
     """
@@ -78,8 +87,8 @@ def outline(
 
 
 def on_this_machine(recipe: Recipe) -> Recipe:
-    """The recipe for one process on this machine: with or without a GPU, with the attention that it has, and without
-    random weights to create."""
+    """The recipe for one process on this machine: with or without a GPU, with the attention that it
+    has, and without random weights to create."""
     trainer = recipe.trainer
     if not (trainer.get("use_cpu") or torch.accelerator.is_available()):
         trainer = {**trainer, "use_cpu": True, "bf16": False, "fp16": False, "tf32": None}
@@ -89,13 +98,19 @@ def on_this_machine(recipe: Recipe) -> Recipe:
 
 
 def count_frozen(recipe: Recipe, model: Any) -> tuple[int, int]:
-    """Numbers and bytes of the parameters of a model that are not trained, in bitsandbytes' formats if quantized."""
+    """Numbers and bytes of the parameters of a model that are not trained, in bitsandbytes' formats
+    if quantized.
+    """
     linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     head = model.get_output_embeddings()
     itemsize = getattr(torch, recipe.model.dtype).itemsize
     numel = num_bytes = 0
     for parameter in (p for p in model.parameters() if not p.requires_grad):
-        quantize = recipe.model.quantize if id(parameter) in linear and parameter is not head.weight else None
+        quantize = (
+            recipe.model.quantize
+            if id(parameter) in linear and parameter is not head.weight
+            else None
+        )
         number = parameter.numel()
         numel += number
         if quantize == "8bit":  # LLM.int8: a scale of 32 bits per row

@@ -26,7 +26,13 @@ from ..recipe.parallel import NAMES
 from ..run.folder import RunFolder
 from ..training import build
 from ..training.adapters import common_globs
-from ..training.model import TWO_ANSWERS, generation_notices, load_config, load_tokenizer, starting_checkpoint
+from ..training.model import (
+    TWO_ANSWERS,
+    generation_notices,
+    load_config,
+    load_tokenizer,
+    starting_checkpoint,
+)
 from ..training.packing import refuse_mixing
 from ..training.setup import check_attention, padding_token, refuse_unembedded
 from . import offline
@@ -35,8 +41,14 @@ from .inputs import count_frozen, on_this_machine, outline
 from .memory import ModelSizes, Rank
 from .step import model_sizes
 
-ALWAYS, CONVERSATIONS, ANSWERS, PACKING = "", "conversations", "trainer.assistant_only_loss", "trainer.packing"
-"""When a problem stops training: whatever the data and settings; on conversations; with this setting."""
+ALWAYS, CONVERSATIONS, ANSWERS, PACKING = (
+    "",
+    "conversations",
+    "trainer.assistant_only_loss",
+    "trainer.packing",
+)
+"""When a problem stops training: whatever the data and settings; on conversations; with this
+setting."""
 PARALLEL = tuple(name for name in NAMES if not name.endswith("offload"))
 PROBE_VOCAB_SIZE = 64
 """Above the probe's tokens."""
@@ -54,7 +66,9 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
     problems: list[dict[str, str]] = []
     notices: list[str] = []
     name, init_seed = recipe.model.name_or_path, recipe.model.init_seed
-    problems += ({"when": ALWAYS, "message": message} for message in model_problems(name, init_seed))
+    problems += (
+        {"when": ALWAYS, "message": message} for message in model_problems(name, init_seed)
+    )
     folder = None  # of the config, if it is the one that the package ships
     try:
         config = load_config(recipe)
@@ -76,9 +90,15 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
     with _collected(problems, ALWAYS):
         notices += generation_notices(recipe, folder or start)
     if model.config.get_text_config() is not model.config:  # text does not use an image encoder
-        head, trained = model.get_output_embeddings(), [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        head, trained = (
+            model.get_output_embeddings(),
+            [(n, p) for n, p in model.named_parameters() if p.requires_grad],
+        )
         used = {*model.get_decoder().parameters(), *(head.parameters() if head is not None else ())}
-        missing, reached = [n for n, p in trained if p not in used], [n for n, p in trained if p in used]
+        missing, reached = (
+            [n for n, p in trained if p not in used],
+            [n for n, p in trained if p in used],
+        )
         if missing and not recipe.model.lora:
             message = f"text does not use {len(missing)} trained parameters, such as {missing[0]}"
             message += f"; write model.freeze: {common_globs(missing, reached)}"
@@ -87,7 +107,10 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
     if folder is not None:
         with _collected(problems, ALWAYS):
             refuse_unreachable(recipe)
-    elif not is_local(tokenizer_source) or (Path(tokenizer_source) / "tokenizer_config.json").is_file():
+    elif (
+        not is_local(tokenizer_source)
+        or (Path(tokenizer_source) / "tokenizer_config.json").is_file()
+    ):
         # Without this file transformers may make an empty tokenizer, by the model's type.
         with _collected(problems, ALWAYS):
             tokenizer: Any = load_tokenizer(recipe, tokenizer_source)
@@ -96,8 +119,12 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
     if is_separate is False:
         problems.append({"when": PACKING, "message": packing})
 
-    experts = [r for r in routes if len(r.shape) == 3 and r.rule == "spectral"]  # tensors of a layer's experts
-    numbers = {"experts": sorted({r.shape[0] for r in experts}), "matrices": sum(r.num_matrices for r in experts)}
+    # tensors of a layer's experts
+    experts = [r for r in routes if len(r.shape) == 3 and r.rule == "spectral"]
+    numbers = {
+        "experts": sorted({r.shape[0] for r in experts}),
+        "matrices": sum(r.num_matrices for r in experts),
+    }
     names = defaultdict(list)
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(alias)
@@ -113,7 +140,9 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
             "dtype": str(dtype).removeprefix("torch.") if dtype else None,
             "num_parameters": sum(p.numel() for p in model.parameters()),
             "num_trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "max_position_embeddings": getattr(config.get_text_config(), "max_position_embeddings", None),
+            "max_position_embeddings": getattr(
+                config.get_text_config(), "max_position_embeddings", None
+            ),
         },
         "problems": problems,
         "notices": notices,
@@ -124,7 +153,10 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
         "fused": _fused(routes, config),
         "experts": {"tensors": len(experts), **numbers} if experts else None,
         "tied": [several for several in names.values() if len(several) > 1],
-        "optimizer_states": {"num_processes": num_ranks, "bytes_per_gpu": _states(recipe, sizes, num_ranks)},
+        "optimizer_states": {
+            "num_processes": num_ranks,
+            "bytes_per_gpu": _states(recipe, sizes, num_ranks),
+        },
         "tokens": tokens,
         "packing": {"is_separate": is_separate, "message": packing},
     }
@@ -142,7 +174,9 @@ def _collected(problems: list[dict[str, str]], when: str) -> Iterator[None]:
 def _tokens(
     config: Any, tokenizer: Any, start: str, problems: list[dict[str, str]], notices: list[str]
 ) -> dict[str, Any]:
-    """The section "tokens": special tokens, and the chat template with the token that ends a turn."""
+    """The section "tokens": special tokens, and the chat template with the token that ends a
+    turn.
+    """
     place, ids = tokenizer.name_or_path or "the tokenizer", []
     examples = dataset_of([{"messages": TWO_ANSWERS}])
     template: dict[str, Any] = {"exists": bool(tokenizer.chat_template)}
@@ -157,7 +191,9 @@ def _tokens(
     if len(problems) == num_problems:
         with _collected(problems, ANSWERS):
             check_template(tokenizer, "sft", True, examples)
-            template["answers"] = "marked" if has_marks(tokenizer.get_chat_template()) else "derived"
+            template["answers"] = (
+                "marked" if has_marks(tokenizer.get_chat_template()) else "derived"
+            )
     with _collected(problems, ALWAYS):
         refuse_unembedded(config, tokenizer, max(ids, default=None))
     try:
@@ -187,13 +223,17 @@ def _ids(value: int | list[int] | None) -> list[int]:
 
 
 def _parameters(routes: Sequence[Route]) -> list[dict[str, Any]]:
-    """One entry per name, with * for numbers, and shape: {"name", "shape", "rule", "reason", "tensors", ...}."""
+    """One entry per name, with * for numbers, and shape: {"name", "shape", "rule", "reason",
+    "tensors", ...}.
+    """
     total = sum(math.prod(r.shape) for r in routes)
     rows: dict[Any, dict[str, Any]] = {}
     for r in routes:
         name = re.sub(r"(?<=\.)\d+(?=\.)", "*", r.name)
         new = {"name": name, "shape": list(r.shape), "rule": r.rule, "reason": r.reason}
-        row = rows.setdefault((name, r.shape, r.rule, r.reason), {**new, "tensors": 0, "matrices": 0, "share": 0.0})
+        row = rows.setdefault(
+            (name, r.shape, r.rule, r.reason), {**new, "tensors": 0, "matrices": 0, "share": 0.0}
+        )
         row["tensors"] += 1
         row["matrices"] += r.num_matrices if r.rule == "spectral" else 0
         row["share"] += math.prod(r.shape) / total
@@ -201,7 +241,9 @@ def _parameters(routes: Sequence[Route]) -> list[dict[str, Any]]:
 
 
 def _fused(routes: Sequence[Route], config: Any) -> list[dict[str, Any]]:
-    """Matrices with several projections, by the name of their layer: whether they are split, or how to split them."""
+    """Matrices with several projections, by the name of their layer: whether they are split, or how
+    to split them.
+    """
     rows: dict[Any, dict[str, Any]] = {}
     for r in routes:
         layer, projections = layer_of(r.name), fused_projections(r.name)
@@ -213,16 +255,23 @@ def _fused(routes: Sequence[Route], config: Any) -> list[dict[str, Any]]:
             try:
                 split_layout(r.name, r.shape, r.layout, projections, config)
             except ValueError as error:
-                blocks, remedy = ["heads"], str(error).removeprefix(f"split: {r.name}: ").partition(";")[0]
+                blocks, remedy = (
+                    ["heads"],
+                    str(error).removeprefix(f"split: {r.name}: ").partition(";")[0],
+                )
             if not remedy or layer in OF_HEADS:
-                remedy = f'to split it, write optimizer.split: {{"*{layer}": [{", ".join(blocks)}]}}'
+                remedy = (
+                    f'to split it, write optimizer.split: {{"*{layer}": [{", ".join(blocks)}]}}'
+                )
         row = {"layer": layer, "projections": [*projections], "is_split": is_split, "split": remedy}
         rows.setdefault((layer, is_split, remedy), {**row, "tensors": 0})["tensors"] += 1
     return list(rows.values())
 
 
 def _states(recipe: Recipe, sizes: ModelSizes, num_ranks: int) -> list[dict[str, Any]]:
-    """{"optimizer", "states", and bytes per GPU by sharding strategy} of every optimizer; None where it is refused."""
+    """{"optimizer", "states", and bytes per GPU by sharding strategy} of every optimizer; None
+    where it is refused.
+    """
     rows = []
     for states in ("float32", "8bit"):
         for name, section in OPTIMIZER_SECTIONS.items():
@@ -230,7 +279,9 @@ def _states(recipe: Recipe, sizes: ModelSizes, num_ranks: int) -> list[dict[str,
             for strategy in PARALLEL:
                 is_refused = states == "8bit" and strategy == "fsdp2"
                 rank = Rank(sizes, parallel(strategy), num_ranks, optimizer)
-                row[strategy] = None if is_refused else rank.optimizer_states("", "device").num_bytes
+                row[strategy] = (
+                    None if is_refused else rank.optimizer_states("", "device").num_bytes
+                )
             rows.append({"optimizer": name, "states": states, **row})
     return rows
 
@@ -238,9 +289,10 @@ def _states(recipe: Recipe, sizes: ModelSizes, num_ranks: int) -> list[dict[str,
 def probe_packing(config: Any, model: Any, attention: str | None = None) -> tuple[bool | None, str]:
     """Return whether packed examples stay separate, and a sentence; None if this cannot be probed.
 
-    Training probes the model itself before its first step (`training.packing`). Here the same probe runs on a random
-    model of the architecture with one block of each type, few tokens and narrow MLPs, none of which decides how a model
-    separates examples. config: the model's. model: the whole one without weights. attention: see `build_model`.
+    Training probes the model itself before its first step (`training.packing`). Here the same probe
+    runs on a random model of the architecture with one block of each type, few tokens and narrow
+    MLPs, none of which decides how a model separates examples. config: the model's. model: the
+    whole one without weights. attention: see `build_model`.
     """
     small = deepcopy(config)
     text_config = small.get_text_config()
@@ -255,17 +307,31 @@ def probe_packing(config: Any, model: Any, attention: str | None = None) -> tupl
             select_blocks(text_config, blocks)
         _shrink(small)
         with torch.device("meta"):
-            numel = sum(p.numel() for p in build_model(small, None, torch.float32, (), attention).parameters())
+            numel = sum(
+                p.numel()
+                for p in build_model(small, None, torch.float32, (), attention).parameters()
+            )
         if numel > MAX_PROBE_PARAMETERS:
-            return None, f"not tested here, because a model of one block of each type already has {numel:,} parameters"
+            return (
+                None,
+                f"not tested here, because a model of one block of each type already has {numel:,} parameters",
+            )
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
             refuse_mixing(build_model(small, None, torch.float32, (), attention), "trainer.packing")
     except UserError as error:
-        return (False, str(error)) if str(error).startswith("trainer.packing") else (None, f"not tested here: {error}")
-    except Exception as error:  # an architecture's code need not run with these sizes; training may work
+        return (
+            (False, str(error))
+            if str(error).startswith("trainer.packing")
+            else (None, f"not tested here: {error}")
+        )
+    # an architecture's code need not run with these sizes; training may work
+    except Exception as error:
         return None, f"not tested here: {in_one_line(error, 120)}"
-    return True, "packed examples stay separate (tested with random weights and one block of each type)"
+    return (
+        True,
+        "packed examples stay separate (tested with random weights and one block of each type)",
+    )
 
 
 def _shrink(config: Any) -> None:

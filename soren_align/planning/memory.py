@@ -1,9 +1,10 @@
 """The memory of one rank by kind of tensor, under DDP, ZeRO and FSDP2.
 
-These are the rules of DeepSpeed 0.19.8 (stage_1_and_2.py, stage3.py, bf16_optimizer.py), torch's DDP and FSDP2 and
-accelerate's settings of them; tests/planning/test_forecast.py compares DeepSpeed's own tensors with them. All ranks
-have shards of the same size, padding included. Not included: activations, temporarily gathered weights, single
-matrices, fragmentation of the allocator.
+These are the rules of DeepSpeed 0.19.8 (stage_1_and_2.py, stage3.py, bf16_optimizer.py), torch's
+DDP and FSDP2 and accelerate's settings of them; tests/planning/test_forecast.py compares
+DeepSpeed's own tensors with them. All ranks have shards of the same size, padding included. Not
+included: activations, temporarily gathered weights, single matrices, fragmentation of the
+allocator.
 """
 
 import math
@@ -55,9 +56,11 @@ class Numel(NamedTuple):
 class ModelSizes:
     """A model's parameters.
 
-    matrices: the parameters that the spectral optimizer updates. weight_layouts: how some of them store matrices.
+    matrices: the parameters that the spectral optimizer updates. weight_layouts: how some of them
+    store matrices.
     num_others: numbers of all other trained parameters, which AdamW updates.
-    num_frozen, frozen_bytes: numbers and bytes of the parameters that are not trained. quantize: "4bit" or "8bit", of
+    num_frozen, frozen_bytes: numbers and bytes of the parameters that are not trained. quantize:
+    "4bit" or "8bit", of
         their linear layers.
     num_small_others: numbers of the others whose 8-bit states have a scale each.
     weight_bytes: of a trained number, and of its gradient; ZeRO and FSDP2 choose their own.
@@ -79,7 +82,8 @@ class ModelSizes:
 class Rank:
     """One of `num_ranks` ranks that train a model, and the numbers that it has.
 
-    compute_dtype: "bfloat16" or "float16": under ZeRO the dtype of the weights, elsewhere autocast over their own.
+    compute_dtype: "bfloat16" or "float16": under ZeRO the dtype of the weights, elsewhere autocast
+    over their own.
     on_cpu: the ranks' device is a CPU.
     """
 
@@ -101,7 +105,8 @@ class Rank:
         matrices, num_others = self.model.matrices.values(), self.model.num_others
         if self.parallel.kind == "ddp":
             return self.whole
-        if self.parallel.kind == "fsdp2":  # rows (or experts) of each parameter, every block as large as the first
+        # rows (or experts) of each parameter, every block as large as the first
+        if self.parallel.kind == "fsdp2":
             blocks = (-(-shape[0] // self.num_ranks) * math.prod(shape[1:]) for shape in matrices)
             return Numel(sum(blocks), -(-num_others // self.num_ranks))
         if self.parallel.stage == 3:  # slices of each parameter
@@ -117,8 +122,13 @@ class Rank:
         return -(-numel // (2 * self.num_ranks)) * 2
 
     def sub_groups(self) -> list[Shapes]:
-        """The sub-groups that ZeRO 3 updates one after another; each ends with the parameter that fills it."""
-        limit, numel = self.parallel.config["zero_optimization"].get("sub_group_size", SUB_GROUP_SIZE), 0
+        """The sub-groups that ZeRO 3 updates one after another; each ends with the parameter that
+        fills it.
+        """
+        limit, numel = (
+            self.parallel.config["zero_optimization"].get("sub_group_size", SUB_GROUP_SIZE),
+            0,
+        )
         groups: list[dict[str, tuple[int, ...]]] = [{}]
         for name, shape in self.model.matrices.items():
             if numel >= limit:
@@ -134,16 +144,20 @@ class Rank:
         return f", 1/{self.num_ranks}" if self.num_ranks > 1 else ""
 
     def optimizer_states(self, part: str, location: Location) -> Component:
-        """The moments: AdamW has two, and so has a spectral optimizer with second moments of elements, else one.
+        """The moments: AdamW has two, and so has a spectral optimizer with second moments of
+        elements, else one.
 
         part: of the detail.
 
-        In 8 bits a number is one byte and its part of a block's scale; small parameters have a scale per number.
+        In 8 bits a number is one byte and its part of a block's scale; small parameters have a
+        scale per number.
         """
         in_8_bits, num_bytes = self.optimizer.states == "8bit", 0.0
         second_moment = getattr(self.optimizer, "second_moment", None)
         num_of_matrices = 2 if second_moment == "elements" or not self.optimizer.spectral_map else 1
-        num_small = sum(numel for numel in map(math.prod, self.model.matrices.values()) if numel < SMALL)
+        num_small = sum(
+            numel for numel in map(math.prod, self.model.matrices.values()) if numel < SMALL
+        )
         for numel, total, small, num_moments in (
             (self.shard.matrices, self.whole.matrices, num_small, num_of_matrices),
             (self.shard.others, self.whole.others, self.model.num_small_others, 2),
@@ -155,16 +169,24 @@ class Rank:
         for name, shape in self.model.matrices.items() if map_state else ():
             layout = self.model.weight_layouts.get(name, "linear")
             weights = weights_in(name, shape, layout)
-            numbers = sum(sum(map_state_sizes(w.shape, w.layout, map_state).values()) for w in weights)
+            numbers = sum(
+                sum(map_state_sizes(w.shape, w.layout, map_state).values()) for w in weights
+            )
             num_bytes += numbers * FLOAT32 * self.shard.matrices / self.whole.matrices
-        return Component("optimizer states", round(num_bytes), ("8 bits" if in_8_bits else "float32") + part, location)
+        return Component(
+            "optimizer states",
+            round(num_bytes),
+            ("8 bits" if in_8_bits else "float32") + part,
+            location,
+        )
 
 
 def components(rank: Rank) -> Iterator[Component]:
-    """Everything but the exchange and the maps of the optimizer's step; some components have no bytes.
+    """Everything but the exchange and the maps of the optimizer's step; some components have no
+    bytes.
 
-    The last one is of the temporary tensors of AdamW's step, which updates the other parameters, or all if it is the
-    only optimizer.
+    The last one is of the temporary tensors of AdamW's step, which updates the other parameters, or
+    all if it is the only optimizer.
     """
     model, parallel, optimizer = rank.model, rank.parallel, rank.optimizer
     is_sharded = parallel.kind == "fsdp2"
@@ -176,25 +198,43 @@ def components(rank: Rank) -> Iterator[Component]:
     else:
         part = f", 1/{rank.num_ranks}" if is_sharded else ""
         itemsize = FLOAT32 if is_sharded else model.weight_bytes
-        num_bytes, detail = rank.shard.total * itemsize, f"float32{part}" if itemsize == FLOAT32 else "bfloat16"
+        num_bytes, detail = (
+            rank.shard.total * itemsize,
+            f"float32{part}" if itemsize == FLOAT32 else "bfloat16",
+        )
         yield Component("weights", num_bytes, detail, location)
         frozen_detail = f"{model.quantize}, not trained" if model.quantize else "not trained"
         yield Component("frozen weights", model.frozen_bytes, frozen_detail, location)
-        yield Component("reference model", (num_bytes + model.frozen_bytes) * model.has_reference, detail, location)
+        yield Component(
+            "reference model",
+            (num_bytes + model.frozen_bytes) * model.has_reference,
+            detail,
+            location,
+        )
         yield rank.optimizer_states(part, location)
-        yield Component("Kahan compensation", rank.shard.total * compensation, "16 bits per weight", location)
+        yield Component(
+            "Kahan compensation", rank.shard.total * compensation, "16 bits per weight", location
+        )
         yield Component("gradients", num_bytes, detail, location)
-        # accelerate leaves DDP's gradient_as_bucket_view off, so that its buckets are a copy of all gradients.
+        # accelerate leaves DDP's gradient_as_bucket_view off, so that its buckets are a copy of all
+        # gradients.
         has_buckets = rank.num_ranks > 1 and not is_sharded
         yield Component("gradient buckets", num_bytes * has_buckets, f"{detail}, copied by DDP")
     numel = rank.shard.others if optimizer.spectral_map else rank.shard.total
-    weight, is_compensated = (model.weight_bytes, compensation > 0) if parallel.kind == "ddp" else (FLOAT32, False)
+    weight, is_compensated = (
+        (model.weight_bytes, compensation > 0) if parallel.kind == "ddp" else (FLOAT32, False)
+    )
     num_bytes = workspace(numel, weight, is_compensated, optimizer.states == "8bit")
     yield Component("AdamW workspace", num_bytes, "float32", location, "optimizer_step")
 
 
 def _zero_components(rank: Rank) -> Iterator[Component]:
-    config, stage, dtype, part = rank.parallel.config, rank.parallel.stage, rank.compute_dtype, rank.part
+    config, stage, dtype, part = (
+        rank.parallel.config,
+        rank.parallel.stage,
+        rank.compute_dtype,
+        rank.part,
+    )
     zero: dict[str, Any] = config["zero_optimization"]
     numel, whole, weight = rank.shard.total, rank.whole.total, ITEMSIZE[dtype]
     offloads_weights = stage == 3 and (zero.get("offload_param") or {}).get("device") == "cpu"
@@ -203,9 +243,12 @@ def _zero_components(rank: Rank) -> Iterator[Component]:
     frozen_bytes = rank.model.num_frozen * weight
     yield Component("weights", num_bytes, detail, location)
     yield Component("frozen weights", frozen_bytes, dtype, location)
-    yield Component("reference model", (num_bytes + frozen_bytes) * rank.model.has_reference, detail, location)
+    yield Component(
+        "reference model", (num_bytes + frozen_bytes) * rank.model.has_reference, detail, location
+    )
     state_location: Location = "cpu" if rank.parallel.offloads else "device"
-    # Also for float32 weights: stage 3 means to update those in place, but compares a device with its name.
+    # Also for float32 weights: stage 3 means to update those in place, but compares a device with
+    # its name.
     yield Component("float32 master weights", numel * FLOAT32, f"float32{part}", state_location)
     yield rank.optimizer_states(part, state_location)
 
@@ -216,7 +259,9 @@ def _zero_components(rank: Rank) -> Iterator[Component]:
     if stage == 3:
         largest = max(sum(map(rank.slice_numel, group.values())) for group in rank.sub_groups())
     num_bytes = max(largest, rank.shard.others) * FLOAT32
-    to_update = Component("gradients for the step", num_bytes, f"float32{part}, copied", phase="optimizer_step")
+    to_update = Component(
+        "gradients for the step", num_bytes, f"float32{part}, copied", phase="optimizer_step"
+    )
     # An accumulation buffer of its own is flat already: stages 1 and 2 then use it as it is.
     has_buffer = gradient != weight
     size, detail = (whole, gradient_dtype) if stage == 1 else (numel, gradient_dtype + part)
@@ -224,7 +269,9 @@ def _zero_components(rank: Rank) -> Iterator[Component]:
         yield Component("gradients for the step", numel * FLOAT32, f"float32{part}", "cpu")
         location = "device" if stage < 3 and has_buffer else "cpu"
         yield Component("accumulated gradients", numel * gradient, gradient_dtype + part, location)
-        yield Component("updated weights, copied", numel * weight * (stage < 3), dtype + part, "cpu")
+        yield Component(
+            "updated weights, copied", numel * weight * (stage < 3), dtype + part, "cpu"
+        )
     elif stage == 3:
         yield Component("gradients", numel * gradient, gradient_dtype + part)
         yield to_update
@@ -235,16 +282,21 @@ def _zero_components(rank: Rank) -> Iterator[Component]:
             return  # BF16_Optimizer reduces its flat gradients in place
     else:
         yield Component("gradients", size * gradient, detail, phase="forward_backward")
-        yield Component("gradients", numel * gradient, gradient_dtype + part, phase="optimizer_step")
+        yield Component(
+            "gradients", numel * gradient, gradient_dtype + part, phase="optimizer_step"
+        )
         yield to_update
-    # The buckets, and the copies of one that is being averaged: flattened under stages 1 and 2, and in the dtype of
-    # the sum.
+    # The buckets, and the copies of one that is being averaged: flattened under stages 1 and 2, and
+    # in the dtype of the sum.
     bucket = zero.get("reduce_bucket_size", BUCKET_SIZE)
-    if bucket == "auto":  # transformers: the square of the hidden size, the shorter side of a model's largest matrices
+    # transformers: the square of the hidden size, the shorter side of a model's largest matrices
+    if bucket == "auto":
         bucket = max((min(shape[-2:]) for shape in rank.model.matrices.values()), default=0) ** 2
     number = 2 if stage < 3 and zero.get("overlap_comm") else 1
     num_bytes, detail = int(bucket) * number * weight, f"{dtype}, {number} x {int(bucket):,}"
-    yield Component("reduce buckets", num_bytes, detail, phase="always" if stage == 3 else "forward_backward")
+    yield Component(
+        "reduce buckets", num_bytes, detail, phase="always" if stage == 3 else "forward_backward"
+    )
     sum_dtype = rank.parallel.gradient_dtype(dtype)
     copies = [dtype] * (stage < 3) + [sum_dtype] * (sum_dtype != dtype)
     num_bytes = min(int(bucket), whole) * sum(ITEMSIZE[copied] for copied in copies)

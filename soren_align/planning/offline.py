@@ -17,13 +17,17 @@ from ..recipe.model import hub_answers
 
 
 def model_config(name: str) -> Path | None:
-    """The folder with the config.json of a model of the shipped recipes, or of a local one; None for another model."""
+    """The folder with the config.json of a model of the shipped recipes, or of a local one; None
+    for another model.
+    """
     folder = resolve_path(name) if is_local(name) else shipped.ROOT / "configs/models" / name
     return folder if (folder / "config.json").is_file() else None
 
 
 def num_examples(data: Data) -> int | None:
-    """Training examples of all sources, from the dataset cards of the shipped recipes; None if one has no card."""
+    """Training examples of all sources, from the dataset cards of the shipped recipes; None if one
+    has no card.
+    """
     total = 0
     for source in data.sources:
         number = _card(source).get("rows", {}).get(source.split)
@@ -36,13 +40,16 @@ def num_examples(data: Data) -> int | None:
 
 
 def streamed(data: Data, num_trained: int) -> dict[str, Any]:
-    """Return {"num_examples", "num_eval_examples", "bytes"} that a stream reads from the hub, for `num_trained`
-    examples.
+    """Return {"num_examples", "num_eval_examples", "bytes"} that a stream reads from the hub, for
+    `num_trained` examples.
 
-    bytes: of the compressed files, by the mean size of an example on the dataset's card; None if one has no card.
+    bytes: of the compressed files, by the mean size of an example on the dataset's card; None if
+    one has no card.
     """
     weights = sum(source.weight for source in data.sources)
-    parts: list[tuple[DataSplit, float]] = [(s, num_trained * s.weight / weights) for s in data.sources]
+    parts: list[tuple[DataSplit, float]] = [
+        (s, num_trained * s.weight / weights) for s in data.sources
+    ]
     num_eval = data.eval.limit if isinstance(data.eval, DataSplit) and data.eval.limit else None
     if isinstance(data.eval, DataSplit) and num_eval:
         parts.append((data.eval, num_eval))
@@ -56,7 +63,9 @@ def streamed(data: Data, num_trained: int) -> dict[str, Any]:
 
 
 def _card(split: DataSplit) -> dict[str, Any]:
-    """The numbers of a dataset's configuration in configs/datasets.json; empty if there are none."""
+    """The numbers of a dataset's configuration in configs/datasets.json; empty if there are
+    none.
+    """
     datasets = json.loads((shipped.ROOT / "configs/datasets.json").read_text(encoding="utf-8"))
     return datasets.get("/".join(filter(None, (split.path, split.name))), {})
 

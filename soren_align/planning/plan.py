@@ -1,7 +1,8 @@
 """The plan of a recipe as plain data: examples, steps, memory, FLOPs and requests.
 
-The model is built from its config alone, without weights; examples are tokenized where they are available. Neither a
-GPU nor, for the shipped recipes, the hub is needed: what is unknown without them is left out, with a notice.
+The model is built from its config alone, without weights; examples are tokenized where they are
+available. Neither a GPU nor, for the shipped recipes, the hub is needed: what is unknown without
+them is left out, with a notice.
 """
 
 import math
@@ -23,7 +24,15 @@ from ..data import DatasetStats
 from ..evaluate.suite.suites import benchmark_suite, suite_of
 from ..optim import OPTIMIZERS, build_optimizer, route, routing_table, share_notices, ulp
 from ..optim.product import is_factor, product_shape
-from ..recipe import Recipe, accumulation, compute_dtype, few_steps, global_batch, parallel, trains_adapter
+from ..recipe import (
+    Recipe,
+    accumulation,
+    compute_dtype,
+    few_steps,
+    global_batch,
+    parallel,
+    trains_adapter,
+)
 from ..run.folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..tasks import TASKS
@@ -41,8 +50,8 @@ _OF_THE_OPTIMIZER = ("optimizer states", "float32 master weights", "Kahan compen
 TYPICAL_WEIGHT = 0.02
 """Where a config has no initializer_range."""
 LONG_SEQUENCE = 8192
-"""Tokens of a joined micro-batch from which a notice is given: there attention is 30% of the FLOPs of Qwen2.5-3B's
-blocks, 67 of 221 MFLOP per token."""
+"""Tokens of a joined micro-batch from which a notice is given: there attention is 30% of the FLOPs
+of Qwen2.5-3B's blocks, 67 of 221 MFLOP per token."""
 CHOICES = 4
 """Answers of a benchmark's question, where its suite does not state the number of requests."""
 FORWARD_SHARE = 1 / 3
@@ -59,8 +68,9 @@ def plan_training(
 ) -> tuple[dict[str, Any], DatasetStats | None]:
     """The plan, and the account of the data if its examples can be read.
 
-    on_examples, on_compared: called with the number of examples just tokenized, or compared with the evaluation's
-    questions, for a progress bar. num_ranks: processes. other: a finished run, as `distance_of` returns it.
+    on_examples, on_compared: called with the number of examples just tokenized, or compared with
+    the evaluation's questions, for a progress bar. num_ranks: processes. other: a finished run, as
+    `distance_of` returns it.
     """
     local = on_this_machine(recipe)
     with tempfile.TemporaryDirectory() as scratch:  # the run folder stays as it is
@@ -72,13 +82,16 @@ def plan_training(
         model = build_outline()
         with as_user_error("optimizer", ValueError):
             routes = route(model, **recipe.optimizer.routing)
-            build_optimizer(model, **build.optimizer_settings(recipe))  # raises if it cannot be built for this model
+            # raises if it cannot be built for this model
+            build_optimizer(model, **build.optimizer_settings(recipe))
         table = routing_table(routes)
     steps, rates = _schedule(recipe, args, inputs.num_sequences, num_ranks)
     total = steps["total"]
     shown_steps = {1, steps["num_warmup_steps"] + 1, total // 2, total}
     kinds = kinds_of_blocks(model)
-    costs = compute(recipe, build_outline, kinds, inputs.account, steps["global_batch_size"], args.max_length)
+    costs = compute(
+        recipe, build_outline, kinds, inputs.account, steps["global_batch_size"], args.max_length
+    )
     ranks = processes(recipe, routes, count_frozen(recipe, model), num_ranks, costs)
     evaluation, more_notices, problems = _evaluation(recipe, inputs, on_compared)
     notices = _notices(recipe, inputs, args, few_steps(recipe, total, num_ranks), costs.failure)
@@ -105,30 +118,42 @@ def plan_training(
         "problems": problems,
     }
     if other:
-        plan["as_far_as"] = as_far_as(other, plan["update_sizes"], recipe.optimizer, [rate["lr"] for rate in rates])
+        plan["as_far_as"] = as_far_as(
+            other, plan["update_sizes"], recipe.optimizer, [rate["lr"] for rate in rates]
+        )
     return plan, inputs.account
 
 
 def _schedule(
     recipe: Recipe, args: Any, num_sequences: int, num_ranks: int
 ) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    """Return the plan's section "steps", and {"step", "lr", "aux_lr"} of every step from 1, as transformers has them.
+    """Return the plan's section "steps", and {"step", "lr", "aux_lr"} of every step from 1, as
+    transformers has them.
 
-    args: TRL's config. num_sequences: of an epoch; those of a stream are not counted, and an epoch has no steps.
+    args: TRL's config. num_sequences: of an epoch; those of a stream are not counted, and an epoch
+    has no steps.
     """
     batch_size, _ = global_batch(recipe, num_ranks)
     accumulated, per_epoch, total = accumulation(recipe, num_ranks), None, args.max_steps
     if not recipe.data.streaming:
-        per_epoch = steps_per_epoch(num_sequences, args.per_device_train_batch_size, accumulated, num_ranks)
+        per_epoch = steps_per_epoch(
+            num_sequences, args.per_device_train_batch_size, accumulated, num_ranks
+        )
         total = total if total > 0 else math.ceil(args.num_train_epochs * per_epoch)
     num_warmup_steps = args.get_warmup_steps(total)
 
     peaks = [recipe.optimizer.lr, recipe.optimizer.aux_lr or recipe.optimizer.lr]
-    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0])
+    optimizer = torch.optim.SGD(
+        [{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0]
+    )
     with as_user_error("trainer.lr_scheduler_type", ValueError, TypeError, ArithmeticError):
         settings = args.lr_scheduler_kwargs or {}
         scheduler: Any = get_scheduler(
-            args.lr_scheduler_type, optimizer, num_warmup_steps, total, scheduler_specific_kwargs=settings
+            args.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps,
+            total,
+            scheduler_specific_kwargs=settings,
         )
     # One that follows the loss is planned without any decrease.
     follows_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -151,9 +176,11 @@ def _schedule(
 
 
 def steps_per_epoch(num_examples: int, per_device: int, accumulation: int, num_ranks: int) -> int:
-    """Optimizer steps, as transformers counts them: the last, smaller batches of an epoch still make a step.
+    """Optimizer steps, as transformers counts them: the last, smaller batches of an epoch still
+    make a step.
 
-    accelerate assigns whole micro-batches to the ranks, and completes the last round with the first examples.
+    accelerate assigns whole micro-batches to the ranks, and completes the last round with the first
+    examples.
     """
     batches = math.ceil(math.ceil(num_examples / per_device) / num_ranks)
     return math.ceil(batches / accumulation)
@@ -167,7 +194,12 @@ def _data(recipe: Recipe, inputs: Inputs, num_trained: int) -> dict[str, Any]:
         parts = zip(recipe.data.sources, weights, strict=True)
         names = [" ".join(filter(None, (s.path, s.name, s.split, weight))) for s, weight in parts]
         source = {"path": " + ".join(names)}
-        return {"source": source, "num_examples": inputs.num_examples, "is_tokenized": False, "streamed": streamed}
+        return {
+            "source": source,
+            "num_examples": inputs.num_examples,
+            "is_tokenized": False,
+            "streamed": streamed,
+        }
     split = inputs.ready.splits["train"]
     return {
         "streamed": streamed,
@@ -193,49 +225,65 @@ def _data(recipe: Recipe, inputs: Inputs, num_trained: int) -> dict[str, Any]:
     }
 
 
-def _update_sizes(recipe: Recipe, inputs: Inputs, routes: Any, rates: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """The size of the updates of a schedule, compared with the spacing of the weights' dtype, before any training.
+def _update_sizes(
+    recipe: Recipe, inputs: Inputs, routes: Any, rates: Sequence[dict[str, float]]
+) -> dict[str, Any]:
+    """The size of the updates of a schedule, compared with the spacing of the weights' dtype,
+    before any training.
 
-    With `adjust_lr_fn: match_rms_measured` the update of a matrix has a root mean square (RMS) of 0.2 lr. With the
-    other scales it is at most about lr x scale x level / sqrt(max(m, n)), since a map sends ordinary singular values to
-    one level, and less where the momentum has singular values below the map's reach. The measured values of a run are
-    in its metrics.jsonl.
+    With `adjust_lr_fn: match_rms_measured` the update of a matrix has a root mean square (RMS) of
+    0.2 lr. With the other scales it is at most about lr x scale x level / sqrt(max(m, n)), since a
+    map sends ordinary singular values to one level, and less where the momentum has singular values
+    below the map's reach. The measured values of a run are in its metrics.jsonl.
 
-    rates: both learning rates of each step.
-    Returns {"update_sizes", "update_dtype", "typical_weight"}: sizes per shape of the matrices, and of all other
-    parameters (AdamW).
-    "update_rms": of a step at the peak learning rate. "update_sum": the sum of update_rms over all steps, an upper
-    bound of the change; for factors of a product, of the product. "ulps": update_rms
-    over the spacing of update_dtype at the typical weight; below 1/2, rounding loses most of it. "relative_update":
-    update_sum over that weight. "bfloat16_ulps": update_sum over the spacing of bfloat16, the dtype of saved models. An
-    adapter has no typical weight, since one of its factors starts at 0, and none of the last three.
+    rates: both learning rates of each step. Returns {"update_sizes", "update_dtype",
+    "typical_weight"}: sizes per shape of the matrices, and of all other parameters (AdamW).
+    "update_rms": of a step at the peak learning rate. "update_sum": the sum of update_rms over all
+    steps, an upper bound of the change; for factors of a product, of the product. "ulps":
+    update_rms over the spacing of update_dtype at the typical weight; below 1/2, rounding loses
+    most of it. "relative_update": update_sum over that weight. "bfloat16_ulps": update_sum over the
+    spacing of bfloat16, the dtype of saved models. An adapter has no typical weight, since one of
+    its factors starts at 0, and none of the last three.
     """
     section, has_adapter = recipe.optimizer, trains_adapter(recipe.model)
     name: Any = section.name
     optimizer, adjust_lr_fn = OPTIMIZERS[name], getattr(section, "adjust_lr_fn", "none")
-    weight = None if has_adapter else getattr(inputs.config, "initializer_range", None) or TYPICAL_WEIGHT
+    weight = (
+        None if has_adapter else getattr(inputs.config, "initializer_range", None) or TYPICAL_WEIGHT
+    )
     # Kahan compensation is as good as float32, and adapters and shards are float32.
-    is_wide = has_adapter or section.compensation == "kahan" or parallel(recipe.run.parallel).kind != "ddp"
+    is_wide = (
+        has_adapter
+        or section.compensation == "kahan"
+        or parallel(recipe.run.parallel).kind != "ddp"
+    )
     update_dtype = "float32" if is_wide else recipe.model.dtype
     dtype = getattr(torch, update_dtype)
     num_tensors = defaultdict(int)
     for r in routes:
         if r.rule == "spectral" and name != "adamw":
             if is_factor(r.layout):  # A and B have one update
-                num_tensors["spectral", product_shape(r.shape, r.layout)] += r.layout.startswith("lora_B")
+                num_tensors["spectral", product_shape(r.shape, r.layout)] += r.layout.startswith(
+                    "lora_B"
+                )
                 continue
             for shape, number in r.matrix_shapes.items():
                 num_tensors["spectral", shape] += number
         else:
             num_tensors["adamw", None] += 1
     sizes = []
-    for (rule, shape), number in sorted(num_tensors.items(), key=lambda item: item[0][0] == "adamw"):
+    for (rule, shape), number in sorted(
+        num_tensors.items(), key=lambda item: item[0][0] == "adamw"
+    ):
         key = "lr" if rule == "spectral" or name == "adamw" else "aux_lr"
         # The update RMS at learning rate 1.
         match_rms = getattr(section, "rms", MATCH_RMS)
-        factor = optimizer.lr_scale(adjust_lr_fn, *shape, match_rms=match_rms) if shape else MATCH_RMS
+        factor = (
+            optimizer.lr_scale(adjust_lr_fn, *shape, match_rms=match_rms) if shape else MATCH_RMS
+        )
         if shape and adjust_lr_fn != "match_rms_measured":
-            # An ordinary singular value's; for the released map its largest mean, on a flat spectrum.
+            # An ordinary singular value's; for the released map its largest mean, on a flat
+            # spectrum.
             level = optimizer.map_level
             if section.spectral_map and section.spectral_map.level:
                 level = section.spectral_map.level(shape[0], shape[1], **section.map_settings)
@@ -251,10 +299,11 @@ def _update_sizes(recipe: Recipe, inputs: Inputs, routes: Any, rates: Sequence[d
 
 
 def _benchmark(recipe: Recipe, args: Any, steps: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the plan's section on `run.benchmark`: the answers of all measurements, and their share of the time of
-    training.
+    """Return the plan's section on `run.benchmark`: the answers of all measurements, and their
+    share of the time of training.
 
-    Assumed: an answer is a forward pass over as many tokens as an example has; answers are not generated.
+    Assumed: an answer is a forward pass over as many tokens as an example has; answers are not
+    generated.
     """
     section, suite = recipe.run.benchmark, benchmark_suite(recipe)
     if section is None or suite is None:
@@ -271,7 +320,9 @@ def _benchmark(recipe: Recipe, args: Any, steps: Mapping[str, Any]) -> dict[str,
     elif str(args.eval_strategy.value) == "epoch":
         later = math.ceil(args.num_train_epochs)
     else:
-        later = total // (args.eval_steps if args.eval_steps >= 1 else max(1, math.ceil(args.eval_steps * total)))
+        later = total // (
+            args.eval_steps if args.eval_steps >= 1 else max(1, math.ceil(args.eval_steps * total))
+        )
     num_answers *= 1 + later
     num_sequences = total * steps["global_batch_size"] * TASKS[recipe.task].num_sides
     return {
@@ -286,9 +337,11 @@ def _benchmark(recipe: Recipe, args: Any, steps: Mapping[str, Any]) -> dict[str,
 def _evaluation(
     recipe: Recipe, inputs: Inputs, on_compared: Callable[[int], object] | None
 ) -> tuple[dict[str, Any] | None, list[str], list[str]]:
-    """Return the plan's section, and notices and problems of the check before training; the models are not checked.
+    """Return the plan's section, and notices and problems of the check before training; the models
+    are not checked.
 
-    Requests are per model; evaluated are the trained model and its starting models, of which there is one at least.
+    Requests are per model; evaluated are the trained model and its starting models, of which there
+    is one at least.
     """
     if recipe.eval is None:
         return None, [], []
@@ -301,7 +354,9 @@ def _evaluation(
         "columns": [task.column for task in suite.tasks],
         "has_average": suite.average,
         "num_models": 2,
-        "num_requests_per_model": sum(task.requests or 0 for task in suite.tasks) if is_counted else None,
+        "num_requests_per_model": sum(task.requests or 0 for task in suite.tasks)
+        if is_counted
+        else None,
         "num_questions": None,
         "contamination": None,
     }
@@ -312,53 +367,78 @@ def _evaluation(
     from ..evaluate.suite.tasks import num_questions
 
     try:
-        tasks, notices = stage.preflight(recipe.eval, recipe.model, inputs.start, inputs.ready.tokenizer)
+        tasks, notices = stage.preflight(
+            recipe.eval, recipe.model, inputs.start, inputs.ready.tokenizer
+        )
     except UserError as error:
         reason = "training would not start, because its evaluation cannot run"
         return section, [], [f"{reason}: {problem}" for problem in error.problems]
     sizes = (size for task in tasks.values() for size in num_questions(task).values())
     section["num_questions"] = sum(min(size, limit or size) for size in sizes)
     if recipe.eval.contamination and recipe.data.streaming:
-        notices = [*notices, "contamination is not checked: the training examples are a stream (data.streaming)"]
+        notices = [
+            *notices,
+            "contamination is not checked: the training examples are a stream (data.streaming)",
+        ]
     elif recipe.eval.contamination:
         examples, texts = inputs.ready.splits["train"].dataset, question_texts(tasks, limit)
-        section["contamination"] = overlaps_with(examples, texts, default_cache_folder(), on_compared).by_column()
+        section["contamination"] = overlaps_with(
+            examples, texts, default_cache_folder(), on_compared
+        ).by_column()
     return section, notices, []
 
 
-def _files(recipe: Recipe, args: Any, model: Any, ranks: dict[str, Any], num_steps: int) -> dict[str, Any]:
-    """Return {"files", "disk"}: what the run folder will hold, and the bytes of its weights, without tokenizers.
+def _files(
+    recipe: Recipe, args: Any, model: Any, ranks: dict[str, Any], num_steps: int
+) -> dict[str, Any]:
+    """Return {"files", "disk"}: what the run folder will hold, and the bytes of its weights,
+    without tokenizers.
 
-    The bytes are those of the model, of one checkpoint, of which "num_checkpoints" are left at the end, and of random
-    starting weights. args: TRL's config. model: the outline. ranks: the plan's section "processes".
+    The bytes are those of the model, of one checkpoint, of which "num_checkpoints" are left at the
+    end, and of random starting weights. args: TRL's config. model: the outline. ranks: the plan's
+    section "processes".
     """
     folder, has_start = RunFolder(recipe.run.output_dir), recipe.model.init_seed is not None
     strategy, every, limit = str(args.save_strategy.value), args.save_steps, args.save_total_limit
     steps = f"{every:g} steps" if every >= 1 else f"{every:.3g} of all steps"
     strategies = {"steps": f"every {steps}", "epoch": "every epoch", "best": "at the best so far"}
-    saved = strategies.get(strategy, "none during training") + (f", the last {limit} kept" if limit else "")
+    saved = strategies.get(strategy, "none during training") + (
+        f", the last {limit} kept" if limit else ""
+    )
     files = [str(folder.recipe), str(folder.path / "run.json"), str(folder.metrics)]
     files += [f"{folder.start} (random starting weights)"] if has_start else []
     files += [str(folder.samples)] if recipe.run.samples else []
-    files += [str(folder.spectra)] if recipe.run.log_spectra.steps and recipe.optimizer.spectral_map else []
+    files += (
+        [str(folder.spectra)]
+        if recipe.run.log_spectra.steps and recipe.optimizer.spectral_map
+        else []
+    )
     files += [f"{folder.checkpoints} ({saved})", str(folder.model)]
     files += [str(folder.evaluation(recipe.eval.name))] if recipe.eval else []
 
     num_checkpoints = 0
     if strategy != "no":  # transformers saves the last step too
         every = every if every >= 1 else max(1, math.ceil(every * num_steps))
-        number = math.ceil(num_steps / every) if strategy == "steps" else math.ceil(args.num_train_epochs)
+        number = (
+            math.ceil(num_steps / every)
+            if strategy == "steps"
+            else math.ceil(args.num_train_epochs)
+        )
         num_checkpoints = min(number, limit or number)
     has_adapter, mode = trains_adapter(recipe.model), parallel(recipe.run.parallel)
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad or not has_adapter)
     own_dtype = str(getattr(model.config, "dtype", None) or "float32").removeprefix("torch.")
-    weights = numel * (FLOAT32 if has_adapter or mode.kind == "fsdp2" else ITEMSIZE[recipe.model.dtype])
-    if mode.kind == "zero":  # DeepSpeed saves the weights that it computes with, twice unless they are sharded
+    weights = numel * (
+        FLOAT32 if has_adapter or mode.kind == "fsdp2" else ITEMSIZE[recipe.model.dtype]
+    )
+    # DeepSpeed saves the weights that it computes with, twice unless they are sharded
+    if mode.kind == "zero":
         weights = numel * ITEMSIZE[compute_dtype(recipe)] * (1 if mode.stage == 3 else 2)
     num_shards = 1 if mode.kind == "ddp" else ranks["num_processes"]
     states = sum(part["num_bytes"] for part in ranks["memory"] if part["name"] in _OF_THE_OPTIMIZER)
     disk = {
-        "model_bytes": numel * (FLOAT32 if has_adapter else ITEMSIZE[recipe.run.save_dtype or own_dtype]),
+        "model_bytes": numel
+        * (FLOAT32 if has_adapter else ITEMSIZE[recipe.run.save_dtype or own_dtype]),
         "checkpoint_bytes": weights + num_shards * states,
         "num_checkpoints": num_checkpoints,
         "start_bytes": numel * FLOAT32 if has_start else 0,
@@ -366,10 +446,14 @@ def _files(recipe: Recipe, args: Any, model: Any, ranks: dict[str, Any], num_ste
     return {"files": files, "disk": disk}
 
 
-def _notices(recipe: Recipe, inputs: Inputs, args: Any, few: str | None, failure: str | None) -> list[str]:
+def _notices(
+    recipe: Recipe, inputs: Inputs, args: Any, few: str | None, failure: str | None
+) -> list[str]:
     notices = [*inputs.notices, *([few] if few else [])]
     if recipe.trainer.get("packing") and not inputs.account:
-        notices.append("trainer.packing makes fewer and longer sequences, so the number of steps is an upper bound")
+        notices.append(
+            "trainer.packing makes fewer and longer sequences, so the number of steps is an upper bound"
+        )
     elif args.max_length is None and not inputs.account:
         notices.append(
             "trainer.max_length is null: activations and FLOPs are those of examples with a guessed length of "
@@ -387,7 +471,9 @@ def _notices(recipe: Recipe, inputs: Inputs, args: Any, few: str | None, failure
     except UserError as error:
         notices.append(f"training would not start on this machine: {error}")
     if recipe.run.early_stopping:
-        notices.append("run.early_stopping may end training earlier, so the number of steps is an upper bound")
+        notices.append(
+            "run.early_stopping may end training earlier, so the number of steps is an upper bound"
+        )
     if failure:
         notices.append(f"activations and FLOPs are unknown for this architecture: {failure}")
     if on_this_machine(recipe).trainer.get("use_cpu") != recipe.trainer.get("use_cpu"):

@@ -27,8 +27,12 @@ BLOCK_STYLES = ("blue", "green", "yellow", "magenta", "cyan", "red")
 PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step": "optimizer step"}
 
 
-def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Console, full: bool = False) -> None:
-    """Print the return values of `plan.plan_training`, two screens in full; otherwise the first sections and totals."""
+def print_plan(
+    plan: dict[str, Any], account: DatasetStats | None, console: Console, full: bool = False
+) -> None:
+    """Print the return values of `plan.plan_training`, two screens in full; otherwise the first
+    sections and totals.
+    """
     write = partial(print_labelled, console)
     for notice in plan["notices"]:
         write("notice", notice)
@@ -41,15 +45,25 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
         number = "1 epoch" if steps["num_epochs"] == 1 else f"{steps['num_epochs']:g} epochs"
         epochs = f": {number} of {steps['per_epoch']:,} steps"
     console.print()
-    write("steps", f"{steps['total']:,} optimizer steps{epochs}, global batch size {steps['global_batch_size']}")
-    warmup = f" after {steps['num_warmup_steps']:,} steps of warmup" if steps["num_warmup_steps"] else ""
+    write(
+        "steps",
+        f"{steps['total']:,} optimizer steps{epochs}, global batch size {steps['global_batch_size']}",
+    )
+    warmup = (
+        f" after {steps['num_warmup_steps']:,} steps of warmup" if steps["num_warmup_steps"] else ""
+    )
     schedule = steps["lr_scheduler_type"] + warmup
     if full:
         rows = [
-            [f"{rate['step']:,}", *(f"{rate[key]:.2e}" if rate[key] else "0" for key in ("lr", "aux_lr"))]
+            [
+                f"{rate['step']:,}",
+                *(f"{rate[key]:.2e}" if rate[key] else "0" for key in ("lr", "aux_lr")),
+            ]
             for rate in plan["learning_rates"]
         ]
-        console.print(_table(["step", "matrices", "other parameters"], rows, "learning rate", "rrr"))
+        console.print(
+            _table(["step", "matrices", "other parameters"], rows, "learning rate", "rrr")
+        )
         write("", f"schedule: {schedule}")
         console.print()
     else:
@@ -57,7 +71,9 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
         others = f" ({aux_lr:g} of other parameters)" if aux_lr not in (None, lr) else ""
         write("", f"learning rate {lr:g}{others}, schedule {schedule}")
 
-    has_others = any(group["rule"] == "adamw" for group in plan["routing"]) and optimizer["name"] != "adamw"
+    has_others = (
+        any(group["rule"] == "adamw" for group in plan["routing"]) and optimizer["name"] != "adamw"
+    )
     share = f"{spectral_share(plan['routing']):.1%} of the trained parameters"
     others = f", {share}; adamw for the other parameters" if has_others else ""
     write("optimizer", f"{plan['optimizer_description']} for the weight matrices{others}")
@@ -65,7 +81,10 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
     if "as_far_as" in plan:
         other, lr = plan["as_far_as"]["run"], plan["as_far_as"]["lr"]
         run = f"{other['run']} ({other['optimizer']}, lr {other['lr']:g})"
-        write("distance", f"{run} changed its matrices by {100 * other['relative_change']:.3g}% of their norm")
+        write(
+            "distance",
+            f"{run} changed its matrices by {100 * other['relative_change']:.3g}% of their norm",
+        )
         write("", f"about the same change with this recipe's schedule: optimizer.lr={lr:.2g}")
 
     console.print()
@@ -78,16 +97,25 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
     elif full:
         bound = "" if compute["tokens_are_measured"] else " (upper bound)"
         bound = " (the mean of the first ones)" if plan["data"].get("is_streamed") else bound
-        per_step, total = (with_prefix(compute[key], "FLOP") for key in ("training_flops_per_step", "training_flops"))
+        per_step, total = (
+            with_prefix(compute[key], "FLOP")
+            for key in ("training_flops_per_step", "training_flops")
+        )
         write("compute", f"forward and backward: {per_step} per step, {total} in total")
         tokens = f"{compute['tokens_per_example']:,.0f} tokens per example{bound}"
         write("", f"with {tokens}, {compute['training_tokens']:,} tokens in all")
     if full and compute["map_share"] is not None:
         write("", f"spectral maps: {compute['map_share']:.2%} of all FLOPs")
     if hours := compute["hours"]:
-        times = ", ".join(f"{estimated_time(number)} on one {name}" for name, number in hours.items())
-        eight = "" if "CPU core" in hours else f", {estimated_time(hours['H100'] / 8)} on eight H100s"
-        longer = "; a small model takes longer" if plan["model"]["num_parameters"] < SMALL_MODEL else ""
+        times = ", ".join(
+            f"{estimated_time(number)} on one {name}" for name, number in hours.items()
+        )
+        eight = (
+            "" if "CPU core" in hours else f", {estimated_time(hours['H100'] / 8)} on eight H100s"
+        )
+        longer = (
+            "; a small model takes longer" if plan["model"]["num_parameters"] < SMALL_MODEL else ""
+        )
         write("time", f"about {times}{eight} (assumed: {compute['hours_assume']}{longer})")
         if full and not compute["maps_are_counted"]:
             write(
@@ -108,8 +136,12 @@ def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Cons
         write("problem", problem)
 
 
-def _print_model_and_data(plan: dict[str, Any], account: DatasetStats | None, console: Console) -> None:
-    """Print task, model, the counts of examples and tokens, and the first example if `account` has it."""
+def _print_model_and_data(
+    plan: dict[str, Any], account: DatasetStats | None, console: Console
+) -> None:
+    """Print task, model, the counts of examples and tokens, and the first example if `account` has
+    it.
+    """
     write = partial(print_labelled, console)
     model, data = plan["model"], plan["data"]
     num_trained = model["num_trained_parameters"]
@@ -119,8 +151,16 @@ def _print_model_and_data(plan: dict[str, Any], account: DatasetStats | None, co
     console.print()
     reads = []
     if streamed := data["streamed"]:
-        of_eval = f" and {held_out:,} held-out ones" if (held_out := streamed["num_eval_examples"]) else ""
-        size = f": {with_prefix(number, 'B')} of compressed files" if (number := streamed["bytes"]) else ""
+        of_eval = (
+            f" and {held_out:,} held-out ones"
+            if (held_out := streamed["num_eval_examples"])
+            else ""
+        )
+        size = (
+            f": {with_prefix(number, 'B')} of compressed files"
+            if (number := streamed["bytes"])
+            else ""
+        )
         reads.append(f"reads {streamed['num_examples']:,} of them{of_eval}{size}")
     if account is None:
         write("data", data["source"]["path"])
@@ -140,22 +180,34 @@ def _print_model_and_data(plan: dict[str, Any], account: DatasetStats | None, co
         lines += [describe_source(source, number) for number, source in sources]
     lines += describe_held_out(data["eval"]) if data["eval"] else ()
     lines += Packing(**data["packing"]).describe() if data["packing"] else ()
-    lengths = ", ".join(f"{name} {value:,}" for name, value in data["token_length_percentiles"].items())
-    unknown = f", {data['num_unknown_tokens']:,} are unknown to the tokenizer" * bool(data["num_unknown_tokens"])
+    lengths = ", ".join(
+        f"{name} {value:,}" for name, value in data["token_length_percentiles"].items()
+    )
+    unknown = f", {data['num_unknown_tokens']:,} are unknown to the tokenizer" * bool(
+        data["num_unknown_tokens"]
+    )
     lines.append(f"tokens per example: {lengths}")
     lines.append(f"{data['trained_token_share']:.0%} of the tokens are in the loss{unknown}")
     if not data["stop_token_trained"]:
-        lines.append("the EOS token is NOT in the loss: the model will not learn to end its answers")
+        lines.append(
+            "the EOS token is NOT in the loss: the model will not learn to end its answers"
+        )
     for line in lines:
         write("", line)
     colored = console.color_system is not None
     style = "in green" if colored else "in [[double brackets]]"
-    console.print(f"\nexample   the first example; tokens in the loss are {style}", markup=False, highlight=False)
+    console.print(
+        f"\nexample   the first example; tokens in the loss are {style}",
+        markup=False,
+        highlight=False,
+    )
     console.print(show_example(account, color=colored))
 
 
 def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
-    """Print the parameter groups and the size of their updates, or its bounds; a notice where bfloat16 loses them."""
+    """Print the parameter groups and the size of their updates, or its bounds; a notice where
+    bfloat16 loses them.
+    """
     write = partial(print_labelled, console)
     weight, sizes, name = plan["typical_weight"], plan["update_sizes"], plan["optimizer"]["name"]
     changed = "product B A" if plan["optimizer"].get("lora_update") == "product" else "factor"
@@ -163,13 +215,24 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
         optimizers = {"spectral": name, "adamw": "adamw"}
         rows = []
         for group in plan["routing"]:
-            reason = group["reason"] + f", {group['matrices']:,} matrices" * (group["matrices"] > group["tensors"])
-            rows.append([optimizers[group["rule"]], reason, f"{group['tensors']:,}", f"{group['numel']:,}"])
-        console.print(_table(["optimizer", "reason", "tensors", "parameters"], rows, "parameter groups", "ll"))
+            reason = group["reason"] + f", {group['matrices']:,} matrices" * (
+                group["matrices"] > group["tensors"]
+            )
+            rows.append(
+                [optimizers[group["rule"]], reason, f"{group['tensors']:,}", f"{group['numel']:,}"]
+            )
+        console.print(
+            _table(["optimizer", "reason", "tensors", "parameters"], rows, "parameter groups", "ll")
+        )
         rows, others = [], "all parameters" if name == "adamw" else "other parameters"
         for size in sizes:
             shape = " x ".join(map(str, size["shape"])) if size["shape"] else others
-            row = [optimizers[size["rule"]], shape, f"{size['tensors']:,}", f"{size['update_rms']:.1e}"]
+            row = [
+                optimizers[size["rule"]],
+                shape,
+                f"{size['tensors']:,}",
+                f"{size['update_rms']:.1e}",
+            ]
             if weight:
                 ulps = float(f"{size['ulps']:.2g}")
                 rows.append([*row, f"{ulps:,g}", f"{size['relative_update']:.2g}"])
@@ -179,16 +242,31 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
         columns += ["ulps", f"sum / {weight:g}"] if weight else ["sum"]
         console.print(_table(columns, rows, "update size at the peak learning rate", "ll"))
         if weight:
-            write("", f"ulps: update RMS / {plan['update_dtype']} spacing near {weight:g}, a typical weight")
+            write(
+                "",
+                f"ulps: update RMS / {plan['update_dtype']} spacing near {weight:g}, a typical weight",
+            )
             meaning = f"update RMS, summed over all steps and divided by {weight:g}"
             write("", f"sum / {weight:g}: {meaning}; an upper bound of the relative change")
         else:
-            write("", f"sum: update RMS, summed over all steps; an upper bound of the change of a {changed}")
-        write("", f"adamw: assumed update RMS {MATCH_RMS} x learning rate; the first updates are larger")
+            write(
+                "",
+                f"sum: update RMS, summed over all steps; an upper bound of the change of a {changed}",
+            )
+        write(
+            "",
+            f"adamw: assumed update RMS {MATCH_RMS} x learning rate; the first updates are larger",
+        )
     else:
         changes = sorted(size["relative_update" if weight else "update_sum"] for size in sizes)
-        bounds = " to ".join(dict.fromkeys(f"{float(f'{change:.2g}'):,g}" for change in (changes[0], changes[-1])))
-        relative = f" times a typical weight, {weight:g}" if weight else f" (RMS of the change of a {changed})"
+        bounds = " to ".join(
+            dict.fromkeys(f"{float(f'{change:.2g}'):,g}" for change in (changes[0], changes[-1]))
+        )
+        relative = (
+            f" times a typical weight, {weight:g}"
+            if weight
+            else f" (RMS of the change of a {changed})"
+        )
         write("", f"all updates together: at most {bounds}{relative}")
     num_lost = sum(size["tensors"] for size in sizes if weight and size["bfloat16_ulps"] < 0.5)
     if num_lost and not plan["processes"]["num_frozen_parameters"]:
@@ -201,21 +279,34 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
 
 
 def _print_processes(section: dict[str, Any], console: Console) -> None:
-    """Print the number of processes, and the work that they share and exchange. section: the plan's."""
+    """Print the number of processes, and the work that they share and exchange.
+    section: the plan's.
+    """
     write = partial(print_labelled, console)
     num_processes, num_matrices = section["num_processes"], section["num_matrices"]
     is_alone = num_processes == 1
-    launched = "" if is_alone and section["parallel"] == "DDP" else f", {section['parallel']}, started by torchrun"
+    launched = (
+        ""
+        if is_alone and section["parallel"] == "DDP"
+        else f", {section['parallel']}, started by torchrun"
+    )
     write("processes", f"{num_processes:,}{launched}")
     if not is_alone:
-        write("", f"global batch size {section['global_batch_size']}: {section['global_batch_size_factors']}")
+        write(
+            "",
+            f"global batch size {section['global_batch_size']}: {section['global_batch_size_factors']}",
+        )
         if not section["global_batch_size_is_set"]:
             write("", "without run.global_batch_size, this size grows with the number of processes")
     if not num_matrices:
         return
     each = "" if is_alone else ", each map on one rank"
     flops = section["map_flops"]
-    total = f": {with_prefix(flops['all_ranks'], 'FLOP')} in {section['map_precision']}" if flops else ""
+    total = (
+        f": {with_prefix(flops['all_ranks'], 'FLOP')} in {section['map_precision']}"
+        if flops
+        else ""
+    )
     write("", f"spectral maps of {num_matrices:,} matrices per step{total}{each}")
     if is_alone:
         return
@@ -229,11 +320,16 @@ def _print_processes(section: dict[str, Any], console: Console) -> None:
         on_average = "" if mean == largest else f" at most, {mean} on average"
         write("", f"sent by each rank per optimizer step: {largest}{on_average}")
     gradients = section["gradient_bytes_sent"]
-    write("", f"for averaging gradients: {with_prefix(gradients['per_step'], 'B')}, in {gradients['dtype']}")
+    write(
+        "",
+        f"for averaging gradients: {with_prefix(gradients['per_step'], 'B')}, in {gradients['dtype']}",
+    )
 
 
 def _print_memory(section: dict[str, Any], console: Console, full: bool) -> None:
-    """Print the memory of a rank: its components, or its peak. section: the plan's, of the processes."""
+    """Print the memory of a rank: its components, or its peak.
+    section: the plan's, of the processes.
+    """
     write = partial(print_labelled, console)
     used = {part["location"] for part in section["memory"]}
     for location in [location for location in ("device", "cpu") if location in used]:
@@ -259,7 +355,9 @@ def _print_memory(section: dict[str, Any], console: Console, full: bool) -> None
             with_adamw = section["memory_total_adamw"][location].values()
             rows.append(["peak with adamw instead", f"{max(with_adamw) / size:.2f}", "", ""])
         title = "memory per rank" + (" (CPU)" if location == "cpu" else "")
-        console.print(_table(["component", unit, "dtype or size", "only during"], rows, title, "lrll"))
+        console.print(
+            _table(["component", unit, "dtype or size", "only during"], rows, title, "lrll")
+        )
         _print_bar(section, location, console)
     if full or section["is_on_cpu"]:
         write("", f"not included: {section['memory_not_included']}")
@@ -275,11 +373,19 @@ def _print_bar(section: dict[str, Any], location: str, console: Console) -> None
     Nothing for a CPU's memory, without the characters, or if a total is unknown.
     """
     totals = section["memory_total"]["device"]
-    if location == "cpu" or section["is_on_cpu"] or None in totals.values() or not can_print(console, BLOCKS):
+    if (
+        location == "cpu"
+        or section["is_on_cpu"]
+        or None in totals.values()
+        or not can_print(console, BLOCKS)
+    ):
         return
     peak = max(totals, key=totals.__getitem__)
-    parts = [p for p in section["memory"] if p["location"] == "device" and p["phase"] in ("always", peak)]
-    parts = [part for part in parts if part["num_bytes"] >= totals[peak] / 100]  # smaller ones cannot be seen
+    parts = [
+        p for p in section["memory"] if p["location"] == "device" and p["phase"] in ("always", peak)
+    ]
+    # smaller ones cannot be seen
+    parts = [part for part in parts if part["num_bytes"] >= totals[peak] / 100]
     largest = max(*CARDS, totals[peak] / 1e9)
     bar, names, end, drawn = Text(), [], 0.0, 0
     for i, part in enumerate(parts):
@@ -287,7 +393,9 @@ def _print_bar(section: dict[str, Any], location: str, console: Console) -> None
         block, style = BLOCKS[i % len(BLOCKS)], BLOCK_STYLES[i % len(BLOCK_STYLES)]
         bar.append(block * (round(end) - drawn), style)
         drawn = max(drawn, round(end))
-        names.append(Text.assemble((block, style), f" {part['name']} {part['num_bytes'] / 1e9:.1f}"))
+        names.append(
+            Text.assemble((block, style), f" {part['name']} {part['num_bytes'] / 1e9:.1f}")
+        )
     marks = ""
     for gigabytes in CARDS:
         label = f"{gigabytes} GB│"
@@ -302,16 +410,24 @@ def _table(head: list[str], rows: list[list[str]], title: str, align: str) -> An
 
 
 def _print_evaluation(plan: dict[str, Any], console: Console) -> None:
-    """Print the cost of `run.benchmark`, suite and size of the evaluation, and its questions in the training
-    examples."""
+    """Print the cost of `run.benchmark`, suite and size of the evaluation, and its questions in the
+    training examples."""
     write, evaluation = partial(print_labelled, console), plan["evaluation"]
     if benchmark := plan["benchmark"]:
         share, hours = benchmark["share_of_training"], plan["compute"]["hours"] or {}
-        questions = f"{benchmark['num_measurements']:,} times {benchmark['num_questions']:,} questions"
-        times = [f"{estimated_time(share * number)} on one {name}" for name, number in hours.items()]
+        questions = (
+            f"{benchmark['num_measurements']:,} times {benchmark['num_questions']:,} questions"
+        )
+        times = [
+            f"{estimated_time(share * number)} on one {name}" for name, number in hours.items()
+        ]
         cost = f"{', '.join(times)}{' or ' * bool(times)}{share:.1%} of the time of training"
-        assumed = "an answer is a forward pass of the length of an example; generated answers take longer"
-        text = f"{benchmark['suite']}, {questions}: about {benchmark['num_answers']:,} answers, {cost}"
+        assumed = (
+            "an answer is a forward pass of the length of an example; generated answers take longer"
+        )
+        text = (
+            f"{benchmark['suite']}, {questions}: about {benchmark['num_answers']:,} answers, {cost}"
+        )
         write("benchmark", f"{text} (assumed: {assumed})")
     console.print()
     if evaluation is None:
@@ -323,12 +439,17 @@ def _print_evaluation(plan: dict[str, Any], console: Console) -> None:
         number = f"{requests:,} requests, one per choice of a multiple-choice question"
     if evaluation["limit"]:
         number = f"the first {evaluation['limit']} questions of each task"
-    write("eval", f"{evaluation['suite']}, of the trained model and its starting checkpoints. Per model: {number}")
+    write(
+        "eval",
+        f"{evaluation['suite']}, of the trained model and its starting checkpoints. Per model: {number}",
+    )
     overlaps = evaluation.get("contamination") or {}
     if overlaps and not any(overlap["overlapping"] for overlap in overlaps.values()):
         num_examples = next(iter(overlaps.values()))["examples_read"]
         questions = sum(overlap["questions"] for overlap in overlaps.values())
-        write("", f"none of the {questions:,} questions is in the {num_examples:,} training examples")
+        write(
+            "", f"none of the {questions:,} questions is in the {num_examples:,} training examples"
+        )
         return
     for position, (column, overlap) in enumerate(overlaps.items()):
         if not position:

@@ -1,7 +1,9 @@
-"""The cost of an optimizer step on one of several processes, from shapes alone: the plan for `--processes N`.
+"""The cost of an optimizer step on one of several processes, from shapes alone: the plan for
+`--processes N`.
 
-FLOPs of the spectral maps, bytes sent, memory. No tensor is allocated and no other rank is needed, so that a 7B model
-on 1,024 ranks takes a laptop a second. Owner ranks and buckets are computed by the functions that training uses.
+FLOPs of the spectral maps, bytes sent, memory. No tensor is allocated and no other rank is needed,
+so that a 7B model on 1,024 ranks takes a laptop a second. Owner ranks and buckets are computed by
+the functions that training uses.
 """
 
 import math
@@ -34,10 +36,9 @@ NOT_INCLUDED = (
     "temporarily gathered weights (up to 2 GB under ZeRO 3), padding, fragmentation of the allocator; on GPUs about "
     "0.5 GB of CUDA and 0.5 to 1.5 GB of NCCL"
 )
-NOT_INCLUDED_ON_CPU = (
-    "padding, the process itself, about 0.7 GB (Python, torch, TRL), the pages of weight files while they load"
-)
-"""Measured: the peak of the quickstart, whose model has 100,000 parameters, is 0.68 GB (Linux, torch 2.13)."""
+NOT_INCLUDED_ON_CPU = "padding, the process itself, about 0.7 GB (Python, torch, TRL), the pages of weight files while they load"
+"""Measured: the peak of the quickstart, whose model has 100,000 parameters, is 0.68 GB (Linux,
+torch 2.13)."""
 LOCATIONS: tuple[Location, ...] = ("device", "cpu")
 PHASES: tuple[Phase, ...] = ("forward_backward", "optimizer_step")
 
@@ -46,11 +47,15 @@ PHASES: tuple[Phase, ...] = ("forward_backward", "optimizer_step")
 class StepCost:
     """The cost of one optimizer step.
 
-    num_matrices: with a spectral map. num_exchanged: those that their owner rank gathers, or sends to other ranks.
-    max_over_mean_flops: map FLOPs of the busiest rank in each bucket, summed, over the mean of all ranks; None without
+    num_matrices: with a spectral map. num_exchanged: those that their owner rank gathers, or sends
+    to other ranks.
+    max_over_mean_flops: map FLOPs of the busiest rank in each bucket, summed, over the mean of all
+    ranks; None without
         matrices. See `sharding.plan.schedule_flops`.
-    flops_busiest_rank, flops_all_ranks: of the maps; None where the map is a decomposition, or where there is none.
-    bytes_sent_max, bytes_sent_mean: over the ranks, by the exchange of matrices. The communication of gradients and
+    flops_busiest_rank, flops_all_ranks: of the maps; None where the map is a decomposition, or
+    where there is none.
+    bytes_sent_max, bytes_sent_mean: over the ranks, by the exchange of matrices. The communication
+    of gradients and
         gathered weights belongs to DDP, ZeRO or FSDP2 and is the same with any optimizer.
     memory: of the rank that has most.
     """
@@ -66,14 +71,25 @@ class StepCost:
 
     def memory_bytes(self, location: Location, phase: Phase) -> int:
         """Bytes there in that phase, permanent components included."""
-        parts = (part for part in self.memory if part.location == location and part.phase in ("always", phase))
+        parts = (
+            part
+            for part in self.memory
+            if part.location == location and part.phase in ("always", phase)
+        )
         return sum(part.num_bytes for part in parts)
 
 
 def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
-    """The cost of an optimizer step on each of the ranks. bucket_mb: of a bucket of the exchange of matrices."""
-    matrices, num_ranks, spectral_map = rank.model.matrices, rank.num_ranks, rank.optimizer.spectral_map
-    # One layout per set of matrices that are updated together: all ranks wait for the busiest one in each.
+    """The cost of an optimizer step on each of the ranks.
+    bucket_mb: of a bucket of the exchange of matrices.
+    """
+    matrices, num_ranks, spectral_map = (
+        rank.model.matrices,
+        rank.num_ranks,
+        rank.optimizer.spectral_map,
+    )
+    # One layout per set of matrices that are updated together: all ranks wait for the busiest one
+    # in each.
     if not spectral_map:
         layouts = []
     elif rank.parallel.kind == "ddp":
@@ -86,7 +102,8 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
         numel = rank.partition_numel(rank.whole.matrices)
         layouts = [flat_partitions(matrices, num_ranks, partition_numel=numel)]
     plans = [
-        make_exchange_plan(split_weights(layout, rank.model.weight_layouts), bucket_mb, FLOAT32) for layout in layouts
+        make_exchange_plan(split_weights(layout, rank.model.weight_layouts), bucket_mb, FLOAT32)
+        for layout in layouts
     ]
 
     counts = [_map_flops(plan, rank) for plan in plans]
@@ -95,7 +112,10 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
     has_elements = getattr(rank.optimizer, "second_moment", None) == "elements"
     # Replicas get their owner's second moments too. (A number per row is not counted.)
     itemsize = FLOAT32 * (2 if has_elements and rank.parallel.kind == "ddp" else 1)
-    sent = [sum(numels) * itemsize for numels in zip(*(elements_sent(p.layout, p.owners) for p in plans), strict=True)]
+    sent = [
+        sum(numels) * itemsize
+        for numels in zip(*(elements_sent(p.layout, p.owners) for p in plans), strict=True)
+    ]
     is_counted = bool(counts) and all(are_counted for _, are_counted in counts)
 
     *memory, adamw = components(rank)
@@ -103,11 +123,19 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
     if plans and adamw.location == "device":  # its step comes after the maps
         workspace, adamw = max(workspace, adamw.num_bytes), adamw._replace(num_bytes=0)
     exchanged = max((_exchange_bytes(plan, has_elements) for plan in plans), default=0)
-    memory += [adamw, Component("exchange buffers", exchanged, "float32, 3 buckets", phase="optimizer_step")]
+    memory += [
+        adamw,
+        Component("exchange buffers", exchanged, "float32, 3 buckets", phase="optimizer_step"),
+    ]
     memory.append(Component("map workspace", workspace, "float32", phase="optimizer_step"))
     return StepCost(
         num_matrices=sum(weight.num_matrices for plan in plans for weight in plan.layout.weights),
-        num_exchanged=sum(plan.layout.weights[i].num_matrices for plan in plans for part in plan.buckets for i in part),
+        num_exchanged=sum(
+            plan.layout.weights[i].num_matrices
+            for plan in plans
+            for part in plan.buckets
+            for i in part
+        ),
         max_over_mean_flops=busiest * num_ranks / total if total else None,
         flops_busiest_rank=busiest if is_counted else None,
         flops_all_ranks=total if is_counted else None,
@@ -118,8 +146,8 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
 
 
 def _map_flops(plan: ExchangePlan, rank: Rank) -> tuple[Sequence[int], bool]:
-    """Of each weight, and whether no map is a decomposition: then they are the default map's, by which owner ranks are
-    assigned.
+    """Of each weight, and whether no map is a decomposition: then they are the default map's, by
+    which owner ranks are assigned.
     """
     spectral_map, settings = rank.optimizer.spectral_map, rank.optimizer.map_settings
     flops = []
@@ -134,16 +162,20 @@ def _map_flops(plan: ExchangePlan, rank: Rank) -> tuple[Sequence[int], bool]:
 
 
 def _exchange_bytes(plan: ExchangePlan, has_elements: bool) -> int:
-    """Peak bytes of the buffers of an Exchange, of three consecutive buckets, on the rank that has most.
+    """Peak bytes of the buffers of an Exchange, of three consecutive buckets, on the rank that has
+    most.
 
-    has_elements: the outputs for its shards, divided by second moments of elements, wait for the sums of their squares.
+    has_elements: the outputs for its shards, divided by second moments of elements, wait for the
+    sums of their squares.
     """
     if plan.layout.replicated:  # the weights themselves are the buffers
         return 0
     peak, before_last, last = 0, Counter(), Counter()
     for indices in plan.buckets:
         numel = Counter()
-        for weight, owner in ((plan.layout.weights[index], plan.owners[index]) for index in indices):
+        for weight, owner in (
+            (plan.layout.weights[index], plan.owners[index]) for index in indices
+        ):
             numel.update(elements_exchanged(weight, owner))
             for shard in weight.shards if has_elements else ():
                 numel[shard.rank] += shard.numel
@@ -153,8 +185,14 @@ def _exchange_bytes(plan: ExchangePlan, has_elements: bool) -> int:
 
 
 def _map_workspace(plan: ExchangePlan, rank: Rank) -> int:
-    """Bytes of the largest batch of maps, its input included, as `optim.layout.matrix_batches` makes them."""
-    peak, device_type, spectral_map = 0, "cpu" if rank.on_cpu else "cuda", rank.optimizer.spectral_map
+    """Bytes of the largest batch of maps, its input included, as `optim.layout.matrix_batches`
+    makes them.
+    """
+    peak, device_type, spectral_map = (
+        0,
+        "cpu" if rank.on_cpu else "cuda",
+        rank.optimizer.spectral_map,
+    )
     limit = getattr(rank.optimizer, "workspace_mb", 0)  # 0: one matrix at a time
     limit = default_workspace_mb(device_type) if limit is None else limit
     assert spectral_map
@@ -174,8 +212,13 @@ def _map_workspace(plan: ExchangePlan, rank: Rank) -> int:
 
 
 def model_sizes(recipe: Recipe, routes: Sequence[Route], frozen: tuple[int, int]) -> ModelSizes:
-    """The sizes of the recipe's model. frozen: numbers and bytes of the parameters that are not trained."""
-    has_adapter, precomputes = trains_adapter(recipe.model), bool(recipe.trainer.get("precompute_ref_log_probs"))
+    """The sizes of the recipe's model.
+    frozen: numbers and bytes of the parameters that are not trained.
+    """
+    has_adapter, precomputes = (
+        trains_adapter(recipe.model),
+        bool(recipe.trainer.get("precompute_ref_log_probs")),
+    )
     matrices = {route.name: route for route in routes if route.rule == "spectral"}
     others = [math.prod(route.shape) for route in routes if route.rule != "spectral"]
     return ModelSizes(
@@ -184,7 +227,9 @@ def model_sizes(recipe: Recipe, routes: Sequence[Route], frozen: tuple[int, int]
         num_frozen=frozen[0],
         frozen_bytes=frozen[1],
         num_small_others=sum(numel for numel in others if numel < SMALL),
-        weight_layouts={name: route.layout for name, route in matrices.items() if route.is_stored_otherwise},
+        weight_layouts={
+            name: route.layout for name, route in matrices.items() if route.is_stored_otherwise
+        },
         weight_bytes=2 if recipe.model.dtype == "bfloat16" and not has_adapter else FLOAT32,
         # With an adapter the reference is the model without it, or with a copy of it.
         has_reference=TASKS[recipe.task].has_reference and not precomputes and not has_adapter,
@@ -195,44 +240,76 @@ def model_sizes(recipe: Recipe, routes: Sequence[Route], frozen: tuple[int, int]
 def processes(
     recipe: Recipe, routes: Sequence[Route], frozen: tuple[int, int], num_ranks: int, costs: Compute
 ) -> dict[str, Any]:
-    """The plan's section "processes". frozen: numbers and bytes of the parameters that are not trained."""
-    trainer, strategy, has_adapter = recipe.trainer, parallel(recipe.run.parallel), trains_adapter(recipe.model)
-    on_cpu, precomputes = bool(trainer.get("use_cpu")), bool(trainer.get("precompute_ref_log_probs"))
+    """The plan's section "processes".
+    frozen: numbers and bytes of the parameters that are not trained.
+    """
+    trainer, strategy, has_adapter = (
+        recipe.trainer,
+        parallel(recipe.run.parallel),
+        trains_adapter(recipe.model),
+    )
+    on_cpu, precomputes = (
+        bool(trainer.get("use_cpu")),
+        bool(trainer.get("precompute_ref_log_probs")),
+    )
     model = model_sizes(recipe, routes, frozen)
     rank = Rank(model, strategy, num_ranks, recipe.optimizer, compute_dtype(recipe), on_cpu)
     # With AdamW in the place of the optimizer; keys that AdamW does not have are left out.
     adamw = OPTIMIZER_SECTIONS["adamw"]
     shared = recipe.optimizer.model_dump(include=set(adamw.model_fields) - {"name"})
-    cost, with_adamw = step_cost(rank), step_cost(replace(rank, optimizer=adamw(name="adamw", **shared)))
+    cost, with_adamw = (
+        step_cost(rank),
+        step_cost(replace(rank, optimizer=adamw(name="adamw", **shared))),
+    )
     saved = {}
     if costs.activation_bytes is not None:
-        detail = f"{trainer_value(recipe, 'per_device_train_batch_size')} x {costs.max_tokens} tokens"
-        activations = Component("activations", costs.activation_bytes, detail, phase="forward_backward")
+        detail = (
+            f"{trainer_value(recipe, 'per_device_train_batch_size')} x {costs.max_tokens} tokens"
+        )
+        activations = Component(
+            "activations", costs.activation_bytes, detail, phase="forward_backward"
+        )
         cost, with_adamw = (replace(c, memory=(*c.memory, activations)) for c in (cost, with_adamw))
         if trainer_value(recipe, "gradient_checkpointing"):
             without = costs.activation_bytes_without_checkpointing or 0
             saved["trainer.gradient_checkpointing"] = without - costs.activation_bytes
     if precomputes and not has_adapter:  # an adapter needs no reference model
-        saved["trainer.precompute_ref_log_probs"] = next(p.num_bytes for p in cost.memory if p.name == "weights")
-    totals = []  # by location and phase; None for the passes of a device whose activations are unknown
+        saved["trainer.precompute_ref_log_probs"] = next(
+            p.num_bytes for p in cost.memory if p.name == "weights"
+        )
+    # by location and phase; None for the passes of a device whose activations are unknown
+    totals = []
     for each in (cost, with_adamw):
         sums: dict[str, dict[str, int | None]] = {
-            location: {phase: each.memory_bytes(location, phase) for phase in PHASES} for location in LOCATIONS
+            location: {phase: each.memory_bytes(location, phase) for phase in PHASES}
+            for location in LOCATIONS
         }
         if costs.activation_bytes is None:
             sums["device"]["forward_backward"] = None
         totals.append(sums)
-    num_rows = max((min(m) for route in routes if route.rule == "spectral" for m in route.matrix_shapes), default=0)
+    num_rows = max(
+        (min(m) for route in routes if route.rule == "spectral" for m in route.matrix_shapes),
+        default=0,
+    )
     flops = {"busiest_rank": cost.flops_busiest_rank, "all_ranks": cost.flops_all_ranks}
     global_batch_size, factors = global_batch(recipe, num_ranks)
-    # Gradients are averaged in a ring: by DDP and stage 1 once a step, by the others after each micro-batch; an
-    # all-reduce is a reduce-scatter and a gather.
-    num_times = 1 if strategy.kind == "ddp" or strategy.stage == 1 else accumulation(recipe, num_ranks)
+    # Gradients are averaged in a ring: by DDP and stage 1 once a step, by the others after each
+    # micro-batch; an all-reduce is a reduce-scatter and a gather.
+    num_times = (
+        1 if strategy.kind == "ddp" or strategy.stage == 1 else accumulation(recipe, num_ranks)
+    )
     num_passes = 1 if strategy.kind == "fsdp2" or strategy.stage == 3 else 2
     gradient_dtype = {2: "bfloat16", FLOAT32: "float32"}[model.weight_bytes]
     if strategy.kind != "ddp":
         gradient_dtype = strategy.gradient_dtype(rank.compute_dtype)
-    sent = num_times * num_passes * rank.whole.total * ITEMSIZE[gradient_dtype] * (num_ranks - 1) // num_ranks
+    sent = (
+        num_times
+        * num_passes
+        * rank.whole.total
+        * ITEMSIZE[gradient_dtype]
+        * (num_ranks - 1)
+        // num_ranks
+    )
     name = {"ddp": "DDP", "zero": f"ZeRO {strategy.stage}", "fsdp2": "FSDP2"}[strategy.kind]
     return {
         "num_processes": num_ranks,

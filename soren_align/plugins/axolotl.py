@@ -1,8 +1,9 @@
-"""Soren in Axolotl: `plugins: [soren_align.plugins.axolotl.SorenPlugin]`, with settings under `soren_align:`.
+"""Soren in Axolotl: `plugins: [soren_align.plugins.axolotl.SorenPlugin]`, with settings under
+`soren_align:`.
 
-Read at commit 067b021 and in release 0.19.0. Axolotl declares a hook `create_optimizer` and never calls it; it calls
-`post_trainer_create(cfg, trainer)` after the trainer is constructed, and its trainers call
-`factory()(model, args, **settings)` for `trainer.optimizer_cls_and_kwargs`.
+Read at commit 067b021 and in release 0.19.0. Axolotl declares a hook `create_optimizer` and never
+calls it; it calls `post_trainer_create(cfg, trainer)` after the trainer is constructed, and its
+trainers call `factory()(model, args, **settings)` for `trainer.optimizer_cls_and_kwargs`.
 """
 
 from typing import Any
@@ -15,14 +16,16 @@ from ..optim import OptimizerFactory, completed_settings
 from .sharding_callback import ShardingCallback
 
 IGNORED = ("lr_groups", "embedding_lr", "embedding_lr_scale", "loraplus_lr_ratio")
-"""Axolotl's keys about parameter groups, which its trainers do not apply to the optimizer of a factory."""
+"""Axolotl's keys about parameter groups, which its trainers do not apply to the optimizer of a
+factory."""
 
 
 class SorenArgs(BaseModel):
     """The keys that the plug-in adds to Axolotl's YAML."""
 
     soren_align: str | dict[str, Any] | None = None
-    """The optimizer's name, or keys of a recipe's section `optimizer`; learning_rate and the like are Axolotl's."""
+    """The optimizer's name, or keys of a recipe's section `optimizer`; learning_rate and the like
+    are Axolotl's."""
 
 
 class SorenPlugin(BasePlugin):

@@ -1,7 +1,8 @@
 """Soren in ms-swift: `--external_plugins FILE --optimizer soren`, where FILE imports this module.
 
-Read at commit 3602360 and in release 4.6.0: the trainer constructs `optimizers_map[name](args, trainer)` and calls its
-`create_optimizer(model=None)`. `--optim_args name=muon,aux_lr=1e-5` has keys of a recipe's section `optimizer`.
+Read at commit 3602360 and in release 4.6.0: the trainer constructs `optimizers_map[name](args,
+trainer)` and calls its `create_optimizer(model=None)`. `--optim_args name=muon,aux_lr=1e-5` has
+keys of a recipe's section `optimizer`.
 """
 
 from typing import Any
@@ -16,13 +17,19 @@ from .sharding_callback import ShardingCallback
 
 
 class SorenCallback(OptimizerCallback):
-    """Builds the optimizer over the trainable parameters; learning_rate and the like are those of ms-swift."""
+    """Builds the optimizer over the trainable parameters; learning_rate and the like are those of
+    ms-swift.
+    """
 
     def create_optimizer(self, model: nn.Module | None = None) -> SpectralOptimizer:
-        """Raise UserError for a setting that is no `key=value`, and ValueError for one that is unknown."""
+        """Raise UserError for a setting that is no `key=value`, and ValueError for one that is
+        unknown.
+        """
         trainer: Any = self.trainer
         trainer.add_callback(ShardingCallback())
-        return OptimizerFactory()(model or trainer.model, self.args, **settings_of(self.args.optim_args))
+        return OptimizerFactory()(
+            model or trainer.model, self.args, **settings_of(self.args.optim_args)
+        )
 
 
 def settings_of(text: str | None) -> dict[str, Any]:
@@ -31,7 +38,9 @@ def settings_of(text: str | None) -> dict[str, Any]:
     for key, sign, _ in parts:
         if not sign:
             raise UserError(f"optim_args: found {key!r}; write key=value,key=value")
-    return parse_yaml("\n".join(f"{key}: {value}" for key, _, value in parts), "optim_args")[0] or {}
+    return (
+        parse_yaml("\n".join(f"{key}: {value}" for key, _, value in parts), "optim_args")[0] or {}
+    )
 
 
 optimizers_map["soren"] = SorenCallback

@@ -1,8 +1,9 @@
 """Compare three answers of a trained model with the answers of its starting checkpoint.
 
-They are not selected: the first prompts of the run's samples (`run.samples`), at step 0 and at the end; without samples
-evenly spaced questions of an evaluation whose answers are generated. A run folder may come from anyone: files are
-read up to a length, links are not followed, and what cannot be read is left out.
+They are not selected: the first prompts of the run's samples (`run.samples`), at step 0 and at the
+end; without samples evenly spaced questions of an evaluation whose answers are generated. A run
+folder may come from anyone: files are read up to a length, links are not followed, and what cannot
+be read is left out.
 """
 
 import json
@@ -25,7 +26,9 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers before and after training. rows: (prompt, answer before, answer after), each in one line."""
+    """Answers before and after training.
+    rows: (prompt, answer before, answer after), each in one line.
+    """
 
     source: str
     before: str
@@ -48,26 +51,41 @@ def of_samples(run: RunFolder) -> Answers | None:
     if len(ends) < 2 or 0 not in ends:
         return None
     last = max(ends)
-    rows = [(prompt, answer, ends[last][prompt]) for prompt, answer in ends[0].items() if prompt in ends[last]]
-    return _answers("The first prompts of the run's samples", "before training", f"after step {last:,}", rows)
+    rows = [
+        (prompt, answer, ends[last][prompt])
+        for prompt, answer in ends[0].items()
+        if prompt in ends[last]
+    ]
+    return _answers(
+        "The first prompts of the run's samples", "before training", f"after step {last:,}", rows
+    )
 
 
 def of_evaluation(folder: Path, results: Results, own: Row, start: Row) -> Answers | None:
-    """Return answers to evenly spaced questions of a column of generated text; None without such a column.
+    """Return answers to evenly spaced questions of a column of generated text; None without such a
+    column.
 
-    folder: of the results. own, start: the rows of the trained model, and of the checkpoint that it started from.
+    folder: of the results. own, start: the rows of the trained model, and of the checkpoint that it
+    started from.
     """
     for column in filter(is_component, own["scores"]):
-        before, after = (_responses(folder / "samples" / row["name"] / f"{column}.jsonl") for row in (start, own))
+        before, after = (
+            _responses(folder / "samples" / row["name"] / f"{column}.jsonl") for row in (start, own)
+        )
         keys = [key for key in after if key in before]
-        keys = keys[:: max(1, len(keys) // NUM_ANSWERS)][:NUM_ANSWERS]  # questions are often sorted by kind
+        # questions are often sorted by kind
+        keys = keys[:: max(1, len(keys) // NUM_ANSWERS)][:NUM_ANSWERS]
         rows = [(after[key][0], before[key][1], after[key][1]) for key in keys]
-        if answers := _answers(f"Evenly spaced questions of {column}", start["name"], own["name"], rows):
+        if answers := _answers(
+            f"Evenly spaced questions of {column}", start["name"], own["name"], rows
+        ):
             return replace(answers, targets=[short(after[key][2], MAX_CHARACTERS) for key in keys])
     return None
 
 
-def _answers(source: str, before: str, after: str, rows: list[tuple[str, str, str]]) -> Answers | None:
+def _answers(
+    source: str, before: str, after: str, rows: list[tuple[str, str, str]]
+) -> Answers | None:
     cut = [[short(text, MAX_CHARACTERS) for text in row] for row in rows[:NUM_ANSWERS]]
     shown = [(prompt, first or "(empty)", last or "(empty)") for prompt, first, last in cut]
     return Answers(source, before, after, shown) if shown else None
@@ -81,9 +99,12 @@ def _text(prompt: Any) -> str:
 
 
 def _responses(file: Path) -> dict[str, tuple[str, str, str]]:
-    """Return (question, response, right answer or "") of a file of lm-eval's samples by question; of multiple choice
-    none."""
-    if any(path.is_symlink() for path in (file, file.parent, file.parent.parent)) or not file.is_file():
+    """Return (question, response, right answer or "") of a file of lm-eval's samples by question;
+    of multiple choice none."""
+    if (
+        any(path.is_symlink() for path in (file, file.parent, file.parent.parent))
+        or not file.is_file()
+    ):
         return {}
     with file.open("rb") as stream:
         lines = stream.read(MAX_BYTES).splitlines()
@@ -98,12 +119,19 @@ def _responses(file: Path) -> dict[str, tuple[str, str, str]]:
         while isinstance(response, list) and response:  # not extracted from, if it was kept
             response = response[0]
         doc = sample.get("doc")
-        named = [doc[key] for key in ("question", "prompt") if isinstance(doc, dict) and isinstance(doc.get(key), str)]
+        named = [
+            doc[key]
+            for key in ("question", "prompt")
+            if isinstance(doc, dict) and isinstance(doc.get(key), str)
+        ]
         prompt = sample.get("prompt")
         if not named and isinstance(prompt, str):
-            named = [prompt if len(prompt) < MAX_CHARACTERS else f"…{prompt[1 - MAX_CHARACTERS :]}"]  # behind its shots
+            # behind its shots
+            named = [prompt if len(prompt) < MAX_CHARACTERS else f"…{prompt[1 - MAX_CHARACTERS :]}"]
         if isinstance(response, str) and named:
             target = sample.get("target")
             target = target if isinstance(target, str) else ""
-            responses.setdefault(f"{sample.get('task')}:{sample.get('doc_id')}", (named[0], response, target))
+            responses.setdefault(
+                f"{sample.get('task')}:{sample.get('doc_id')}", (named[0], response, target)
+            )
     return responses

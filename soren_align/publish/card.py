@@ -1,7 +1,7 @@
 """Write the model card.
 
-The whole page is written again from run.json, recipe.yaml, samples and the evaluations' results whenever one of them
-changes. It contains no local path: see `public`.
+The whole page is written again from run.json, recipe.yaml, samples and the evaluations' results
+whenever one of them changes. It contains no local path: see `public`.
 """
 
 import json
@@ -43,7 +43,9 @@ WIDTHS = {"curves": 600, "scores": 520}
 
 
 def write_card(run: RunFolder, merged: bool = False) -> None:
-    """Write README.md into the run's model, or into its merged model, with copies of the pictures that it shows."""
+    """Write README.md into the run's model, or into its merged model, with copies of the pictures
+    that it shows.
+    """
     folder = run.merged if merged else run.model
     for name, picture in pictures(run).items():
         write(folder / name, picture.read_bytes())
@@ -51,12 +53,16 @@ def write_card(run: RunFolder, merged: bool = False) -> None:
 
 
 def pictures(run: RunFolder) -> dict[str, Path]:
-    """Return the pictures of a run by their names beside the card: curves.png, scores.png, scores-2.png, each also as
-    NAME-dark.png."""
+    """Return the pictures of a run by their names beside the card: curves.png, scores.png,
+    scores-2.png, each also as NAME-dark.png."""
     scores = [folder / "scores.png" for folder in evaluations(run.path)]
-    names = {"curves": run.curves} | {f"scores{f'-{i}' * (i > 1)}": file for i, file in enumerate(scores, 1)}
+    names = {"curves": run.curves} | {
+        f"scores{f'-{i}' * (i > 1)}": file for i, file in enumerate(scores, 1)
+    }
     files = {
-        f"{name}{dark}.png": file.with_stem(file.stem + dark) for name, file in names.items() for dark in ("", "-dark")
+        f"{name}{dark}.png": file.with_stem(file.stem + dark)
+        for name, file in names.items()
+        for dark in ("", "-dark")
     }
     shown = {}
     for name, file in files.items():
@@ -67,10 +73,13 @@ def pictures(run: RunFolder) -> dict[str, Path]:
     return shown
 
 
-def card(run: RunFolder, title: str, merged: bool = False, *, repo: str = "", revision: str | None = None) -> str:
+def card(
+    run: RunFolder, title: str, merged: bool = False, *, repo: str = "", revision: str | None = None
+) -> str:
     """Return the page of a trained run: YAML front matter for the hub, then Markdown.
 
-    title: the model's name. repo, revision: where it is uploaded to; "": the page is read in the model's folder.
+    title: the model's name. repo, revision: where it is uploaded to; "": the page is read in the
+    model's folder.
     """
     own_record = run.record(*TRAINED)
     recipe = load_resolved(run.recipe)
@@ -82,9 +91,15 @@ def card(run: RunFolder, title: str, merged: bool = False, *, repo: str = "", re
     shown, url = pictures(run), ""
     if repo:  # pages of the hub do not lie beside their files
         url = f"{constants.ENDPOINT}/{repo}/resolve/{quote(revision or 'main', safe='')}/"
-    # Of the evaluations: a table for each suite, with the starting checkpoint in its first row; gains; the scores for
-    # the hub; and the answers of the first suite that has some in words, if the run has no samples.
-    scores, gains, eval_results, answers = list[str](), list[str](), list[EvalResult](), of_samples(run)
+    # Of the evaluations: a table for each suite, with the starting checkpoint in its first row;
+    # gains; the scores for the hub; and the answers of the first suite that has some in words, if
+    # the run has no samples.
+    scores, gains, eval_results, answers = (
+        list[str](),
+        list[str](),
+        list[EvalResult](),
+        of_samples(run),
+    )
     for number, folder in enumerate(evaluations(run.path), 1):
         try:
             results, index = public_results(folder, run, recipe)
@@ -98,14 +113,24 @@ def card(run: RunFolder, title: str, merged: bool = False, *, repo: str = "", re
             continue
         own = results["rows"][index]
         start, lines = tables.gains(results, own)
-        # The first lines about the suite: each score, and whether it is better than that of the start.
+        # The first lines about the suite: each score, and whether it is better than that of the
+        # start.
         beside = f", beside {start['name']}" if start is not own else ""
-        intervals = ", with the 95% interval of the difference" if any("[" in line for line in lines) else ""
+        intervals = (
+            ", with the 95% interval of the difference"
+            if any("[" in line for line in lines)
+            else ""
+        )
         first = lines[:MAX_GAINS]
-        first += [f"{len(lines) - MAX_GAINS} more in the table below"] if len(lines) > MAX_GAINS else []
+        first += (
+            [f"{len(lines) - MAX_GAINS} more in the table below"] if len(lines) > MAX_GAINS else []
+        )
         first = [f"  - {markdown_line(line)}" for line in (*first, *tables.warnings(results))]
-        gains.append("\n".join([markdown_line(f"{results['title']}; percent{beside}{intervals}"), *first]))
-        eval_results += [] if merged else _eval_results(results, own, run)  # the adapter was evaluated
+        gains.append(
+            "\n".join([markdown_line(f"{results['title']}; percent{beside}{intervals}"), *first])
+        )
+        # the adapter was evaluated
+        eval_results += [] if merged else _eval_results(results, own, run)
         answers = answers or of_evaluation(folder, results, own, start)
     front_matter = ModelCardData(
         base_model=base,
@@ -134,7 +159,9 @@ def card(run: RunFolder, title: str, merged: bool = False, *, repo: str = "", re
         f"# {without_html(title)}: {without_html(what)}",
         warning,
         f"- **What:** {'A LoRA adapter' if is_lora else 'A language model'} of {size}.\n"
-        + without_html(f"- **How:** {subject}{further} by {method} from {_start(recipe, record)}.{merge}")
+        + without_html(
+            f"- **How:** {subject}{further} by {method} from {_start(recipe, record)}.{merge}"
+        )
         + without_html(f" Data: {examples}{', ...' * (len(sources) > 3)}.")
         + "\n- **Scores:** "
         + (
@@ -147,7 +174,10 @@ def card(run: RunFolder, title: str, merged: bool = False, *, repo: str = "", re
         "## Training",
         _picture("curves", "Losses along the training", shown, url),
         change,
-        _folded("Settings, data, hashes, versions", Table(["fact", "value"], facts, align="ll").markdown()),
+        _folded(
+            "Settings, data, hashes, versions",
+            Table(["fact", "value"], facts, align="ll").markdown(),
+        ),
         _folded("Recipe", fenced(yaml, "yaml")),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -164,26 +194,40 @@ def _picture(name: str, alt: str, shown: dict[str, Path], url: str) -> str:
         return ""
     width, alt = WIDTHS[name.split("-")[0]], html_text(without_html(alt))
     image = f'<img src="{url}{light}" alt="{alt}" width="{width}">'
-    source = f'<source media="(prefers-color-scheme: dark)" srcset="{url}{dark}">' if dark in shown else ""
+    source = (
+        f'<source media="(prefers-color-scheme: dark)" srcset="{url}{dark}">'
+        if dark in shown
+        else ""
+    )
     return f"<picture>{source}{image}</picture>"
 
 
 def _eval_results(results: Results, own: Row, run: RunFolder) -> list[EvalResult]:
     """Return the scores for the hub's `model-index`, without those of a part of the questions.
 
-    Its `args` have what it has no fields for: the 95% interval, the number of questions, the seed of the training, and
-    of a study's final run the digits of the declaration.
+    Its `args` have what it has no fields for: the 95% interval, the number of questions, the seed
+    of the training, and of a study's final run the digits of the declaration.
     """
     settings: dict[str, Any] = dict(results["settings"])
     metrics, shots = settings.get("metrics", {}), settings.get("num_fewshot") or {}
-    facts = {"seed": run.record("seeds")["seeds"].get("trainer"), "study_declaration": declared_digits(run.path)}
+    facts = {
+        "seed": run.record("seeds")["seeds"].get("trainer"),
+        "study_declaration": declared_digits(run.path),
+    }
     eval_results = []
     for column, score in own["scores"].items():
         if column not in metrics or settings.get("limit") or not math.isfinite(score["value"]):
             continue
-        args = {"num_questions": score.get("n"), "stderr": score.get("stderr"), "low": score.get("low")}
+        args = {
+            "num_questions": score.get("n"),
+            "stderr": score.get("stderr"),
+            "low": score.get("low"),
+        }
         args |= {"high": score.get("high"), **facts}
-        args = {key: round(value, 2) if isinstance(value, float) else value for key, value in args.items()}
+        args = {
+            key: round(value, 2) if isinstance(value, float) else value
+            for key, value in args.items()
+        }
         eval_results.append(
             EvalResult(
                 task_type="text-generation",
@@ -192,29 +236,43 @@ def _eval_results(results: Results, own: Row, run: RunFolder) -> list[EvalResult
                 dataset_name=without_html(f"{column} ({results['title']})"),
                 dataset_args={"num_few_shot": shots[column]} if column in shots else None,
                 metric_type=without_html(metrics[column].split(",")[0]),
-                metric_name=without_html(f"{metrics[column].removesuffix(',none').replace(',', ', ')}, percent"),
+                metric_name=without_html(
+                    f"{metrics[column].removesuffix(',none').replace(',', ', ')}, percent"
+                ),
                 metric_value=round(score["value"], 2),
-                metric_args={key: value for key, value in args.items() if value is not None} or None,
+                metric_args={key: value for key, value in args.items() if value is not None}
+                or None,
             )
         )
     return eval_results
 
 
 def _snippet(
-    run: RunFolder, recipe: Recipe, answers: Answers | None, is_lora: bool, name: str, revision: str | None
+    run: RunFolder,
+    recipe: Recipe,
+    answers: Answers | None,
+    is_lora: bool,
+    name: str,
+    revision: str | None,
 ) -> str:
     """Return Python that loads the model and lets it answer.
 
     name: the model's on the hub, or a folder.
     """
     prompt = str(public(answers.rows[0][0])) if answers else ""
-    prompt = json.dumps(prompt if 0 < len(prompt) <= 80 and prompt.isprintable() else "Hello", ensure_ascii=False)
+    prompt = json.dumps(
+        prompt if 0 < len(prompt) <= 80 and prompt.isprintable() else "Hello", ensure_ascii=False
+    )
     is_chat = recipe.task != "pretrain" and (run.model / "chat_template.jinja").is_file()
     if is_chat:
         prompt = f'[{{"role": "user", "content": {prompt}}}]'
     place = json.dumps(name) + (f", revision={json.dumps(revision)}" if revision else "")
     comment = "  # this folder" if name == "." else ""
-    lines = ["from transformers import pipeline", "", f'generate = pipeline("text-generation", model={place}){comment}']
+    lines = [
+        "from transformers import pipeline",
+        "",
+        f'generate = pipeline("text-generation", model={place}){comment}',
+    ]
     if is_lora:
         lines = [
             "from peft import AutoPeftModelForCausalLM",
@@ -236,15 +294,17 @@ def _shown(answers: Answers) -> str:
     """Return the section with the answers before and after training."""
     rows = [[str(public(text)) for text in row] for row in answers.rows]
     table = Table(["prompt", answers.before, answers.after], rows, align="lll").markdown()
-    return f"## Answers before and after\n\n{markdown_line(answers.source)}, not selected.\n\n{table}"
+    return (
+        f"## Answers before and after\n\n{markdown_line(answers.source)}, not selected.\n\n{table}"
+    )
 
 
 def public(value: Any) -> Any:
-    """Return plain data without local paths, which name people and machines: of each, "..." and the last part, and for
-    a run's model that of the run.
+    """Return plain data without local paths, which name people and machines: of each, "..." and the
+    last part, and for a run's model that of the run.
 
-    Absolute paths, those that begin with ~ or .., and file:// are local; "shipped:..." and paths below the working
-    directory are not.
+    Absolute paths, those that begin with ~ or .., and file:// are local; "shipped:..." and paths
+    below the working directory are not.
     """
     if isinstance(value, dict):
         return {key: public(part) for key, part in value.items()}
@@ -259,22 +319,34 @@ def public(value: Any) -> Any:
 
 def _without_folders(path: str) -> str:
     parts = path.rstrip("/").split("/")
-    return "/".join(["...", *parts[-2 if parts[-1] in ("model", "merged") and len(parts) > 2 else -1 :]])
+    return "/".join(
+        ["...", *parts[-2 if parts[-1] in ("model", "merged") and len(parts) > 2 else -1 :]]
+    )
 
 
 _IS_LOCAL_PATH = re.compile(r"(file://)?(~[^\s/]*|\.\.|/[^\s/][^/\n]*)(/[^\n]*)+")
-_LOCAL_PATH = re.compile(r"(?<![\w./~])(file://)?(~[^\s/]*|\.\.|/[^\s/]+)(/[^\s/\"'`,;()\[\]{}<>|]+)+/?")
+_LOCAL_PATH = re.compile(
+    r"(?<![\w./~])(file://)?(~[^\s/]*|\.\.|/[^\s/]+)(/[^\s/\"'`,;()\[\]{}<>|]+)+/?"
+)
 
 
 def public_record(record: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Return run.json for publication: the starting checkpoint by its name in the recipe, and no error message."""
+    """Return run.json for publication: the starting checkpoint by its name in the recipe, and no
+    error message.
+    """
     start = record["start"]["path"]
-    named = record["start"] | {"path": recipe.model.name_or_path if Path(start).is_absolute() else start}
-    return public({key: value for key, value in record.items() if key != "last_error"} | {"start": named})
+    named = record["start"] | {
+        "path": recipe.model.name_or_path if Path(start).is_absolute() else start
+    }
+    return public(
+        {key: value for key, value in record.items() if key != "last_error"} | {"start": named}
+    )
 
 
 def on_hub(start: str) -> str | None:
-    """Return the hub name of a starting checkpoint, or of its own start; None if a run between them is gone."""
+    """Return the hub name of a starting checkpoint, or of its own start; None if a run between them
+    is gone.
+    """
     seen: set[str] = set()
     while Path(start).is_absolute():  # run.json has absolute paths of folders
         folder = Path(start)
@@ -286,18 +358,28 @@ def on_hub(start: str) -> str | None:
         if start in seen or not (run or adapter):
             return None
         seen.add(start)
-        start = run["start"]["path"] if run and "start" in run else str((adapter or {})["base_model_name_or_path"])
+        start = (
+            run["start"]["path"]
+            if run and "start" in run
+            else str((adapter or {})["base_model_name_or_path"])
+        )
     return start
 
 
 def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> tuple[str, str]:
-    """Return a warning if training broke or did not change the model, or "", and how much it changed the model."""
+    """Return a warning if training broke or did not change the model, or "", and how much it
+    changed the model.
+    """
     if "relative_change" not in training:
         return "", ""
     change, aux_change = training["relative_change"], training.get("aux_relative_change", 0.0)
     tensors = "factors of the adapter" if is_adapter else "matrices"
     lines = [f"Training changed the {tensors} by {_percent(change)} of their norm"]
-    lines[0] += f", the other parameters by {_percent(aux_change)}." if "aux_relative_change" in training else "."
+    lines[0] += (
+        f", the other parameters by {_percent(aux_change)}."
+        if "aux_relative_change" in training
+        else "."
+    )
     saved = training.get("change_after_saving", {})
     survival = saved.get("matrices", {})
     if merged:
@@ -314,7 +396,11 @@ def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> tuple[s
         warning = "**Training did not change this model: its weights are those of the starting checkpoint.**"
     elif max(change, aux_change) < SMALL_CHANGE:
         warning = "**Training hardly changed this model: expect the behavior of the starting checkpoint.**"
-    elif survival and not merged and min(survival["fraction_changed"], survival["projection"]) < SURVIVAL_THRESHOLD:
+    elif (
+        survival
+        and not merged
+        and min(survival["fraction_changed"], survival["projection"]) < SURVIVAL_THRESHOLD
+    ):
         warning = "**Most of the change was lost to rounding when the model was saved.**"
     texts = [*describe_losses(training), *describe_preferences(training, remedy=False)]
     lines += [f"{text[0].upper()}{text[1:]}." for text in texts]
@@ -324,36 +410,57 @@ def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> tuple[s
 def public_results(folder: Path, run: RunFolder, recipe: Recipe) -> tuple[Results, int | None]:
     """Return an evaluation's results for publication, and the row of the run's model.
 
-    Of a model in the hub's cache, the results have its name there and the commit. The run's row is found by its folder;
-    if the run was moved, it is the last one if that is of the task. Raises UserError if the results are damaged.
+    Of a model in the hub's cache, the results have its name there and the commit. The run's row is
+    found by its folder; if the run was moved, it is the last one if that is of the task. Raises
+    UserError if the results are damaged.
     """
     results = read_results(folder)
     if results is None:
         raise UserError(f"{folder / NAME}: is missing; evaluate the run again")
     models = [row["model"] for row in results["rows"]]
-    own = [i for i, model in enumerate(models) if model and Path(model).resolve() == run.model.resolve()]
+    own = [
+        i
+        for i, model in enumerate(models)
+        if model and Path(model).resolve() == run.model.resolve()
+    ]
     if not own and results["rows"][-1]["name"] == TASKS[recipe.task].title:
         own = [len(models) - 1]
-    matches = [re.search(r"models--([^/]+)--([^/]+)/snapshots/(\w+)", model or "") for model in models]
+    matches = [
+        re.search(r"models--([^/]+)--([^/]+)/snapshots/(\w+)", model or "") for model in models
+    ]
     names = [f"{match[1]}/{match[2]}@{match[3]}" if match else None for match in matches]
     rows = [row | {"model": name} for row, name in zip(results["rows"], names, strict=True)]
     settings, title = results["settings"].copy(), results["title"]
     if Path(settings.get("data", "hub")).is_absolute():
         settings["data"] = (recipe.eval and recipe.eval.data_root) or "local files"
         title = re.sub(r": on the data in .*", ": on local data", title, flags=re.DOTALL)
-    return public(results | {"title": title, "rows": rows, "settings": settings}), own[0] if own else None
+    return public(results | {"title": title, "rows": rows, "settings": settings}), own[
+        0
+    ] if own else None
 
 
 def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
     optimizer, training, parameters = recipe.optimizer, record["training"], record["parameters"]
-    measured, seeds, start = record.get("optimizer", {}), record["seeds"], record["start"]["sha256_or_revision"]
+    measured, seeds, start = (
+        record.get("optimizer", {}),
+        record["seeds"],
+        record["start"]["sha256_or_revision"],
+    )
     inner = {"lr", "aux_lr", "name", *(() if optimizer.aux else ("aux",))}
     settings = {k: v for k, v in optimizer.model_dump(exclude=inner).items() if v is not None}
-    aux = f"; AdamW on the other parameters, learning rate {optimizer.aux_lr:g}" if optimizer.aux_lr else ""
-    name = measured.get("class", optimizer.title) + (f" ({optimizer.map_title})" if optimizer.map_title else "")
+    aux = (
+        f"; AdamW on the other parameters, learning rate {optimizer.aux_lr:g}"
+        if optimizer.aux_lr
+        else ""
+    )
+    name = measured.get("class", optimizer.title) + (
+        f" ({optimizer.map_title})" if optimizer.map_title else ""
+    )
     matrices = f"{measured['num_matrices']} " if measured.get("num_matrices") else "the "
     saved = training.get("change_after_saving", {}).get("dtype")
-    early, best, validation = (training.get(key) for key in ("stopped_early", "best_model", "validation"))
+    early, best, validation = (
+        training.get(key) for key in ("stopped_early", "best_model", "validation")
+    )
     share = parameters.get("spectral_share")  # none of AdamW
     share = f" ({share:.1%} of the trained parameters)" if share else ""
     processes, device = record.get("processes") or 1, record["device"].split(":")[0]
@@ -364,14 +471,23 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
         "optimizer": f"{name} on {matrices}matrices{share}, learning rate {optimizer.lr:g}{aux}",
         "optimizer settings": ", ".join(f"{key} {_word(value)}" for key, value in settings.items()),
         "steps": f"{training['steps']}, {record['global_batch_size']} examples each",
-        "ended early": f"of {early['max_steps']} steps: {describe_early_stop(early)}" if early else None,
+        "ended early": f"of {early['max_steps']} steps: {describe_early_stop(early)}"
+        if early
+        else None,
         "validation perplexity": validation
         and f"{validation['perplexity']:.2f}, of {validation['num_tokens']:,} held-out tokens",
-        "model of step": f"{best['step']}, the best by {best['metric']}: {best['value']:.4g}" if best else None,
-        "benchmarks during training": _benchmarks(record["benchmark"]) if "benchmark" in record else None,
-        "processes": f"{processes} ({record['parallel']}, {device})" if processes > 1 else f"1 ({device})",
+        "model of step": f"{best['step']}, the best by {best['metric']}: {best['value']:.4g}"
+        if best
+        else None,
+        "benchmarks during training": _benchmarks(record["benchmark"])
+        if "benchmark" in record
+        else None,
+        "processes": f"{processes} ({record['parallel']}, {device})"
+        if processes > 1
+        else f"1 ({device})",
         "parameters": f"{parameters['total']:,}, of which {parameters['trainable']:,} trained",
-        "dtype": f"{', '.join(parameters['dtype'])} in training" + (f", saved in {saved}" if saved else ""),
+        "dtype": f"{', '.join(parameters['dtype'])} in training"
+        + (f", saved in {saved}" if saved else ""),
         "seeds": ", ".join(f"{key} {value}" for key, value in seeds.items() if value is not None),
         "versions": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
         "commit": record.get("commit"),
@@ -380,11 +496,20 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
 
 
 def _benchmarks(record: dict[str, Any]) -> str:
-    """Return the questions of `run.benchmark`, and whether the saved weights were chosen by them."""
-    numbers = (f"{own['questions']:,} of {own['of']:,} of {name}" for name, own in record["columns"].items())
+    """Return the questions of `run.benchmark`, and whether the saved weights were chosen by
+    them.
+    """
+    numbers = (
+        f"{own['questions']:,} of {own['of']:,} of {name}"
+        for name, own in record["columns"].items()
+    )
     text = f"{record['suite']}, questions {', '.join(numbers)}"
     selected = record.get("selected_by")
-    return f"{text}; these of {selected} chose the saved weights and are not held out" if selected else text
+    return (
+        f"{text}; these of {selected} chose the saved weights and are not held out"
+        if selected
+        else text
+    )
 
 
 def _start(recipe: Recipe, record: dict[str, Any]) -> str:
@@ -406,7 +531,11 @@ def _data(train: dict[str, Any]) -> str:
 
 
 def _source(source: dict[str, Any]) -> str:
-    identity = f"revision {source['revision']}" if "revision" in source else f"sha256 {source.get('sha256')}"
+    identity = (
+        f"revision {source['revision']}"
+        if "revision" in source
+        else f"sha256 {source.get('sha256')}"
+    )
     if "num_files" in source:  # of a stream of files, whose contents are not hashed
         identity = f"{source['num_files']:,} files of {source['num_bytes']:,} bytes"
     weight = f", weight {source['weight']:g}" if source.get("weight", 1) != 1 else ""
@@ -418,7 +547,9 @@ def _word(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_word(part)}" for key, part in value.items()).removeprefix("name ")
+        return ", ".join(f"{key} {_word(part)}" for key, part in value.items()).removeprefix(
+            "name "
+        )
     return " ".join(map(_word, value)) if isinstance(value, list) else str(value)
 
 

@@ -1,12 +1,13 @@
-"""Write evaluations as records of Every Eval Ever, a shared schema of evaluation results (evaleval, version 0.3.0).
+"""Write evaluations as records of Every Eval Ever, a shared schema of evaluation results (evaleval,
+version 0.3.0).
 
 A record is one model's scores in one suite, in the layout of its datastore:
 
     data/soren-align/OWNER/MODEL/UUID.json             scores with intervals, versions, seeds, hash of the weights
     data/soren-align/OWNER/MODEL/UUID_samples.jsonl    optional: each question, the model's answer and its points
 
-Scores are shares, not percent. The same evaluation has the same UUID, so that a second export replaces the first. A
-record has no local paths.
+Scores are shares, not percent. The same evaluation has the same UUID, so that a second export
+replaces the first. A record has no local paths.
 """
 
 import hashlib
@@ -45,31 +46,52 @@ class Names:
     model: str
     """Of the trained model."""
     prefix: str
-    """Before the names of the table's other models that are not on the hub, such as the starting checkpoint."""
+    """Before the names of the table's other models that are not on the hub, such as the starting
+    checkpoint."""
     details: Mapping[str, str]
     """Further facts about the trained model."""
 
 
 def export_run(run: RunFolder, output: Path, names: Names, *, samples: bool) -> list[Path]:
-    """Write the records of all evaluations of a run, and of the models beside it; return their files.
+    """Write the records of all evaluations of a run, and of the models beside it; return their
+    files.
 
-    samples: write the instance-level records too. Raises UserError if there is no evaluation, or if one is damaged.
+    samples: write the instance-level records too. Raises UserError if there is no evaluation, or if
+    one is damaged.
     """
     recipe, record, written = load_resolved(run.recipe), run.record(), []
     for folder in evaluations(run.path):
         results, own = public_results(folder, run, recipe)
         values = [score["value"] for row in results["rows"] for score in row["scores"].values()]
         if not results["settings"].get("metrics") or not all(map(isfinite, values)):
-            raise UserError(f"{folder / NAME}: has no metrics, or scores that are no numbers; evaluate the run again")
+            raise UserError(
+                f"{folder / NAME}: has no metrics, or scores that are no numbers; evaluate the run again"
+            )
         for index, row in enumerate(results["rows"]):
             model, _, revision = (row["model"] or "").partition("@")
-            details = {"revision": revision, "model_availability": "open_weights" if model else "unknown"}
+            details = {
+                "revision": revision,
+                "model_availability": "open_weights" if model else "unknown",
+            }
             model = model or f"{names.owner}/{_component(names.prefix)}-{_component(row['name'])}"
             if index == own:
-                seeds = {f"{name}_seed": seed for name, seed in record.get("seeds", {}).items() if seed is not None}
+                seeds = {
+                    f"{name}_seed": seed
+                    for name, seed in record.get("seeds", {}).items()
+                    if seed is not None
+                }
                 model = f"{names.owner}/{_component(names.model)}"
-                details = {"model_availability": "unknown", **names.details, "commit": record.get("commit"), **seeds}
-                details |= {"task": recipe.task, "optimizer": recipe.optimizer.name, "lr": recipe.optimizer.lr}
+                details = {
+                    "model_availability": "unknown",
+                    **names.details,
+                    "commit": record.get("commit"),
+                    **seeds,
+                }
+                details |= {
+                    "task": recipe.task,
+                    "optimizer": recipe.optimizer.name,
+                    "lr": recipe.optimizer.lr,
+                }
             content = _record(results, row, model, details, names.owner)
             key = digest([model, {**content, "evaluation_id": "", "retrieved_timestamp": ""}])
             name = uuid.UUID(hashlib.sha256(key.encode()).hexdigest()[:32], version=4)
@@ -95,18 +117,27 @@ def _component(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-.") or "model"
 
 
-def _record(results: Results, row: Row, model: str, details: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Return the record of one row of a table. Its free-form values are texts, as the schema wants them."""
+def _record(
+    results: Results, row: Row, model: str, details: Mapping[str, Any], owner: str
+) -> dict[str, Any]:
+    """Return the record of one row of a table.
+    Its free-form values are texts, as the schema wants them.
+    """
     settings: dict[str, Any] = dict(results["settings"])
     now, versions = str(int(time.time())), _mapping(settings.get("versions"))
     engine = "transformers" if settings.get("backend", "hf") == "hf" else str(settings["backend"])
     facts = {"deployment_type": "self_deployed", **details, "dtype": settings.get("dtype")}
     is_own = details["model_availability"] == "unknown"
-    source = {"source_name": results["title"], "source_type": "evaluation_run", "source_organization_name": owner}
+    source = {
+        "source_name": results["title"],
+        "source_type": "evaluation_run",
+        "source_organization_name": owner,
+    }
     source |= {"evaluator_relationship": "first_party" if is_own else "third_party"}
     evaluation_results = []
     for column, metric, filter_name, identity in _benchmarks(results, row):
-        # The score of one benchmark, with its uncertainty and the difference to the starting checkpoint.
+        # The score of one benchmark, with its uncertainty and the difference to the starting
+        # checkpoint.
         score = dict[str, Any](row["scores"][column])
         shares = {
             key: score[key] / 100
@@ -119,21 +150,34 @@ def _record(results: Results, row: Row, model: str, details: Mapping[str, Any], 
         if "low" in shares and "high" in shares:
             interval = {"lower": shares["low"], "upper": shares["high"], "confidence_level": 0.95}
             uncertainty["confidence_interval"] = interval
-        start = row.get("start") or {"name": results["rows"][0]["name"], "differences": row.get("differences") or {}}
+        start = row.get("start") or {
+            "name": results["rows"][0]["name"],
+            "differences": row.get("differences") or {},
+        }
         comparison: dict[str, Any] = {}
         if difference := start["differences"].get(column):
-            comparison = {f"difference_{key}": difference[key] / 100 for key in ("value", "low", "high")}
+            comparison = {
+                f"difference_{key}": difference[key] / 100 for key in ("value", "low", "high")
+            }
             comparison |= {"difference_to": start["name"], "p_holm": difference["p_holm"]}
         conditions = {
-            key: _mapping(settings.get(key)).get(column) for key in ("num_fewshot", "task_versions", "clusters")
+            key: _mapping(settings.get(key)).get(column)
+            for key in ("num_fewshot", "task_versions", "clusters")
         }
-        conditions |= {key: settings.get(key) for key in ("chat_template", "batch_size", "bos", "limit", "seeds")}
+        conditions |= {
+            key: settings.get(key)
+            for key in ("chat_template", "batch_size", "bos", "limit", "seeds")
+        }
         origin = _texts({"suite": results["suite"], "data": settings.get("data")})
         evaluation_results.append(
             {
                 "evaluation_result_id": identity,
                 "evaluation_name": column,
-                "source_data": {"dataset_name": column, "source_type": "other", "additional_details": origin},
+                "source_data": {
+                    "dataset_name": column,
+                    "source_type": "other",
+                    "additional_details": origin,
+                },
                 "metric_config": {
                     "metric_id": METRIC_IDS.get(metric, f"lm-evaluation-harness.{metric}"),
                     "metric_name": metric,
@@ -142,9 +186,15 @@ def _record(results: Results, row: Row, model: str, details: Mapping[str, Any], 
                     "score_type": "continuous",
                     "min_score": -1.0 if column in _mapping(settings.get("num_choices")) else 0.0,
                     "max_score": 1.0,
-                    "additional_details": _texts({"filter": filter_name, "chance": shares.get("chance")}),
+                    "additional_details": _texts(
+                        {"filter": filter_name, "chance": shares.get("chance")}
+                    ),
                 },
-                "score_details": {"score": shares["value"], "uncertainty": uncertainty, "details": _texts(comparison)},
+                "score_details": {
+                    "score": shares["value"],
+                    "uncertainty": uncertainty,
+                    "details": _texts(comparison),
+                },
                 "generation_config": {"additional_details": _texts(conditions)},
             }
         )
@@ -152,7 +202,8 @@ def _record(results: Results, row: Row, model: str, details: Mapping[str, Any], 
         "schema_version": SCHEMA_VERSION,
         "evaluation_id": f"{results['suite']}/{model}/{now}",
         "retrieved_timestamp": now,
-        "source_metadata": source | {"additional_details": _texts({"notes": "; ".join(results["notes"])})},
+        "source_metadata": source
+        | {"additional_details": _texts({"notes": "; ".join(results["notes"])})},
         "eval_library": {
             "name": "lm_eval",
             "version": str(versions.get("lm-eval", "unknown")),
@@ -169,7 +220,9 @@ def _record(results: Results, row: Row, model: str, details: Mapping[str, Any], 
 
 
 def _benchmarks(results: Results, row: Row) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (column, metric, filter, identity) of the benchmarks: an average has no metric and no questions."""
+    """Yield (column, metric, filter, identity) of the benchmarks: an average has no metric and no
+    questions.
+    """
     for column, key in results["settings"].get("metrics", {}).items():
         metric, _, filter_name = key.partition(",")
         if column in row["scores"]:
@@ -185,11 +238,16 @@ def _mapping(value: Any) -> dict[str, Any]:
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
     """Return free-form values as texts, without those that are unknown and without local paths."""
     known = {key: value for key, value in values.items() if value not in (None, "", {})}
-    return {key: str(public(v)) if isinstance(v, str) else json.dumps(public(v)) for key, v in known.items()}
+    return {
+        key: str(public(v)) if isinstance(v, str) else json.dumps(public(v))
+        for key, v in known.items()
+    }
 
 
 def _instances(folder: Path, results: Results, row: Row, content: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each answer of a row. folder: of its samples. Raises UserError if they are damaged."""
+    """Yield a line for each answer of a row.
+    folder: of its samples. Raises UserError if they are damaged.
+    """
     for column, metric, filter_name, identity in _benchmarks(results, row):
         file = folder / f"{column}.jsonl"
         if file.is_symlink() or not file.is_file():
@@ -200,13 +258,24 @@ def _instances(folder: Path, results: Results, row: Row, content: dict[str, Any]
                 if sample["filter"] != filter_name:
                     continue
                 answer, choices = _answer(sample, metric)
-                question, target, (points,) = sample["prompt"], sample["target"], metric_points([sample], metric)
+                question, target, (points,) = (
+                    sample["prompt"],
+                    sample["target"],
+                    metric_points([sample], metric),
+                )
                 question = question if isinstance(question, str) else json.dumps(question)
                 target = choices[target] if choices and isinstance(target, int) else str(target)
                 name = f"{sample.get('task', column)}/{sample['doc_id']}"
                 if not isfinite(points):
                     raise ValueError("no points")
-            except (ValueError, TypeError, KeyError, IndexError, RecursionError, ZeroDivisionError) as error:
+            except (
+                ValueError,
+                TypeError,
+                KeyError,
+                IndexError,
+                RecursionError,
+                ZeroDivisionError,
+            ) as error:
                 raise UserError(
                     f"{file}:{number} is damaged ({type(error).__name__}); evaluate the run again, or leave out "
                     "--samples"
@@ -232,10 +301,14 @@ def _instances(folder: Path, results: Results, row: Row, content: dict[str, Any]
 
 
 def _answer(sample: dict[str, Any], metric: str) -> tuple[str, list[str] | None]:
-    """Return the answer of a sample, and the choices, of which it is the most likely one; None: it is generated."""
+    """Return the answer of a sample, and the choices, of which it is the most likely one; None: it
+    is generated.
+    """
     responses, choices = sample["filtered_resps"], sample["choices"]
     if not all(isinstance(choice, str) for choice in choices):
         return str(responses[0]), None
     lengths = [max(len(choice), 1) if metric == "acc_norm" else 1 for choice in choices]
-    scores = [float(response[0]) / length for response, length in zip(responses, lengths, strict=True)]
+    scores = [
+        float(response[0]) / length for response, length in zip(responses, lengths, strict=True)
+    ]
     return choices[scores.index(max(scores))], choices

@@ -1,7 +1,8 @@
 """Upload a finished run's model to the Hugging Face hub, with its card, recipe and run.json.
 
-Only files of a model are uploaded, by their names: a folder may hold notes and secrets. Pickles, optimizer states,
-metrics and samples are not uploaded, but for the three answers in the card, and no local path is (see `card.public`).
+Only files of a model are uploaded, by their names: a folder may hold notes and secrets. Pickles,
+optimizer states, metrics and samples are not uploaded, but for the three answers in the card, and
+no local path is (see `card.public`).
 """
 
 import json
@@ -23,17 +24,29 @@ from ..run.record import to_text
 from ..tasks import TASKS
 from .card import card, pictures, public, public_record
 
-CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
+CONFIG_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "adapter_config.json",
+)
 MODEL_NAMES = ("name_or_path", "_name_or_path", "base_model_name_or_path")
 """Their keys whose value is a model's name, or its folder."""
 UPLOADED = (
     *CONFIG_FILES,
     *("*.safetensors", "*.safetensors.index.json", QUANTIZATION_RECORD),
     *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *(
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "tokenizer.model",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+    ),
 )
-"""Names of weights, configurations and tokenizers, as transformers and PEFT write them. Not pickles (.bin, .pt, .pkl),
-which can run code when they are loaded."""
+"""Names of weights, configurations and tokenizers, as transformers and PEFT write them. Not pickles
+(.bin, .pt, .pkl), which can run code when they are loaded."""
 
 
 def push(
@@ -47,11 +60,13 @@ def push(
 ) -> str:
     """Upload the run's model, or its merged model, in one commit; return its page on the hub.
 
-    dry_run: upload nothing, use no network, and return the list of files. Raises UserError, before anything is
-    uploaded, if the model should not or cannot be uploaded.
+    dry_run: upload nothing, use no network, and return the list of files. Raises UserError, before
+    anything is uploaded, if the model should not or cannot be uploaded.
     """
     if repo.count("/") != 1:
-        raise UserError(f"{repo}: is no OWNER/NAME; write a user or an organization of the hub, a slash and a name")
+        raise UserError(
+            f"{repo}: is no OWNER/NAME; write a user or an organization of the hub, a slash and a name"
+        )
     try:
         validate_repo_id(repo)
     except ValueError as error:
@@ -62,20 +77,32 @@ def push(
         if not dry_run and constants.HF_HUB_OFFLINE:
             raise UserError("HF_HUB_OFFLINE is set, but a push needs the hub; unset HF_HUB_OFFLINE")
         if not dry_run and get_token() is None:
-            raise UserError("there is no token for the Hugging Face hub; run `hf auth login`, or set HF_TOKEN")
+            raise UserError(
+                "there is no token for the Hugging Face hub; run `hf auth login`, or set HF_TOKEN"
+            )
         try:
             _stage(folder, run, recipe, model, repo, merged, revision)
             if dry_run:
-                sizes = [(with_prefix(file.stat().st_size, "B"), file.name) for file in sorted(folder.iterdir())]
-                return "\n".join([f"{repo} would receive", *(f"{size:>10}  {name}" for size, name in sizes)])
+                sizes = [
+                    (with_prefix(file.stat().st_size, "B"), file.name)
+                    for file in sorted(folder.iterdir())
+                ]
+                return "\n".join(
+                    [f"{repo} would receive", *(f"{size:>10}  {name}" for size, name in sizes)]
+                )
             api = HfApi()
             api.create_repo(repo, private=private or None, exist_ok=True)
-            if private and not api.model_info(repo).private:  # exist_ok does not change an existing repository
-                raise UserError(f"{repo}: exists already and is public; choose another name, or remove --private")
+            # exist_ok does not change an existing repository
+            if private and not api.model_info(repo).private:
+                raise UserError(
+                    f"{repo}: exists already and is public; choose another name, or remove --private"
+                )
             if revision:
                 api.create_branch(repo, branch=revision, exist_ok=True)
             message = f"{TASKS[recipe.task].title} with {recipe.optimizer.name}, by soren-align"
-            api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
+            api.upload_folder(
+                repo_id=repo, folder_path=folder, revision=revision, commit_message=message
+            )
         except (HTTPError, OSError) as error:  # the hub's errors are of both types
             reason = in_one_line(error, 400)
             raise UserError(
@@ -85,31 +112,46 @@ def push(
 
 
 def _stage(
-    folder: Path, run: RunFolder, recipe: Recipe, model: Path, repo: str, merged: bool, revision: str | None
+    folder: Path,
+    run: RunFolder,
+    recipe: Recipe,
+    model: Path,
+    repo: str,
+    merged: bool,
+    revision: str | None,
 ) -> None:
-    """Fill `folder` with the repository's files: links to the model's, then card, its pictures, recipe and run.json.
+    """Fill `folder` with the repository's files: links to the model's, then card, its pictures,
+    recipe and run.json.
 
     Other files of the model's folder are printed.
     """
     left_out, shown = [], pictures(run)
     for file in sorted(model.iterdir()):
         if not any(fnmatchcase(file.name, name) for name in UPLOADED):
-            left_out += [file.name] if file.name not in ("README.md", *shown) else []  # the card is written anew
+            # the card is written anew
+            left_out += [file.name] if file.name not in ("README.md", *shown) else []
         elif file.is_symlink():
             raise UserError(
                 f"{file}: is a symbolic link, whose target may not belong to the model; replace the link by the file"
             )
         elif file.is_file():
-            # Libraries write the folder that they loaded a model from. Tokens and other values may look like paths.
+            # Libraries write the folder that they loaded a model from. Tokens and other values may
+            # look like paths.
             config = read_json(file) if file.name in CONFIG_FILES else None
             config = config if isinstance(config, dict) else {}
             names = {key: public(value) for key, value in config.items() if key in MODEL_NAMES}
             if config | names != config:
-                (folder / file.name).write_text(json.dumps(config | names, indent=2) + "\n", encoding="utf-8")
+                (folder / file.name).write_text(
+                    json.dumps(config | names, indent=2) + "\n", encoding="utf-8"
+                )
             else:
                 (folder / file.name).symlink_to(file.resolve())
     if left_out:
-        print_labelled(stderr_console(), "left out", f"files that are not part of a model: {', '.join(left_out)}")
+        print_labelled(
+            stderr_console(),
+            "left out",
+            f"files that are not part of a model: {', '.join(left_out)}",
+        )
     for name, picture in shown.items():
         (folder / name).write_bytes(picture.read_bytes())
     page = card(run, repo.partition("/")[2], merged, repo=repo, revision=revision)
@@ -120,7 +162,9 @@ def _stage(
 
 
 def _model_of(run: RunFolder, merged: bool) -> Path:
-    """Return the folder to upload. Raises UserError if it is missing, or useless on another machine."""
+    """Return the folder to upload.
+    Raises UserError if it is missing, or useless on another machine.
+    """
     record = run.record()
     if record["status"] == "diverged":
         raise UserError(f"{run}: {run.why_no_model()}")
@@ -130,14 +174,18 @@ def _model_of(run: RunFolder, merged: bool) -> Path:
             "skip the evaluation"
         )
     if (run.merged if merged else run.model).is_symlink():
-        raise UserError(f"{run.merged if merged else run.model}: is a symbolic link; replace the link by the folder")
+        raise UserError(
+            f"{run.merged if merged else run.model}: is a symbolic link; replace the link by the folder"
+        )
     if not any(run.model.glob("*.safetensors")):
         raise UserError(
             f"{run}: has no model, because {run.model} contains no .safetensors file; train again with --overwrite"
         )
     adapter = adapter_config(run.model)
     if merged and adapter is None:
-        raise UserError(f"{run}: trained all weights, so it has no adapter to merge; remove --merged")
+        raise UserError(
+            f"{run}: trained all weights, so it has no adapter to merge; remove --merged"
+        )
     if merged:
         if not run.is_merged():
             raise UserError(
@@ -148,5 +196,7 @@ def _model_of(run: RunFolder, merged: bool) -> Path:
         remedy = f"Merge the adapter with `soren-align merge {run}`, and push the merged model with --merged"
         if run.is_merged():
             remedy = f"Push the merged model {run.merged} with --merged"
-        raise UserError(f"{run}: the base model is a folder on this machine, which other users do not have. {remedy}")
+        raise UserError(
+            f"{run}: the base model is a folder on this machine, which other users do not have. {remedy}"
+        )
     return run.model

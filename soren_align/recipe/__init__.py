@@ -1,7 +1,8 @@
 """The recipe: the definition of one run in one YAML file, checked before anything expensive starts.
 
-`schema` and `optimizer` define the keys, `trl` those of TRL under `trainer:`. `loader` reads a file over the recipe
-that it extends, and `checks` looks for missing files and conflicting keys. Nothing here imports torch.
+`schema` and `optimizer` define the keys, `trl` those of TRL under `trainer:`. `loader` reads a file
+over the recipe that it extends, and `checks` looks for missing files and conflicting keys. Nothing
+here imports torch.
 """
 
 from .checks import evaluation_problems
@@ -38,5 +39,13 @@ from .model import (
     recorded_quantization,
 )
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, MatrixOptimizer, OptimizerSection
-from .parallel import Parallel, accumulation, batch_unit, few_steps, global_batch, parallel, trainer_value
+from .parallel import (
+    Parallel,
+    accumulation,
+    batch_unit,
+    few_steps,
+    global_batch,
+    parallel,
+    trainer_value,
+)
 from .schema import Eval, Model, Recipe, Samples, trains_adapter

@@ -18,7 +18,14 @@ from ..core.yaml import Key
 from ..spectral.maps import SOREN_MAPS
 from ..tasks import BENCHMARK, TASKS
 from .data_files import STDLIB, STDLIB_SPLITS, data_problems, is_test_split
-from .model import adapter_config, attention_problems, is_adapter, is_local, model_problems, recorded_quantization
+from .model import (
+    adapter_config,
+    attention_problems,
+    is_adapter,
+    is_local,
+    model_problems,
+    recorded_quantization,
+)
 from .parallel import Parallel, parallel
 from .perplexities import load_perplexities
 from .schema import Quantize, trains_others
@@ -31,7 +38,9 @@ TWO_WAYS = (
 
 
 class _Raw:
-    """A recipe's raw data and its problems. Values of the wrong type read as missing: the schema reports them."""
+    """A recipe's raw data and its problems.
+    Values of the wrong type read as missing: the schema reports them.
+    """
 
     def __init__(self, data: dict[str, Any]):
         self.data = data
@@ -73,7 +82,9 @@ class _Raw:
 
     @cached_property
     def parallel(self) -> Parallel | None:
-        """The configuration of run.parallel; None, and a problem, if it cannot be read or is not supported."""
+        """The configuration of run.parallel; None, and a problem, if it cannot be read or is not
+        supported.
+        """
         try:
             return parallel(self.path("run", "parallel") or "ddp")
         except UserError as error:
@@ -84,7 +95,9 @@ class _Raw:
     def trains_adapter(self) -> bool:
         """Whether an adapter is trained, a new one or the one at model.name_or_path."""
         model = self.path("model", "name_or_path")
-        return isinstance(self.get("model", "lora"), dict) or (model is not None and is_adapter(model))
+        return isinstance(self.get("model", "lora"), dict) or (
+            model is not None and is_adapter(model)
+        )
 
 
 def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> list[Problem]:
@@ -101,30 +114,48 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
         is_trained, trains_on_test = at[1] == "train", split.get("train_on_test") is True
         if is_local(path):
             may_be_test, task = not is_trained or trains_on_test, raw.text("task")
-            raw.report((*at, "path"), *data_problems(path, split, task, may_be_test=may_be_test, reads_data=reads_data))
+            raw.report(
+                (*at, "path"),
+                *data_problems(path, split, task, may_be_test=may_be_test, reads_data=reads_data),
+            )
         if not isinstance(name, str):
             continue
         if path == STDLIB and name not in STDLIB_SPLITS:
-            raw.report((*at, "split"), f"found {name!r}; write a split of {STDLIB}: {' or '.join(STDLIB_SPLITS)}")
+            raw.report(
+                (*at, "split"),
+                f"found {name!r}; write a split of {STDLIB}: {' or '.join(STDLIB_SPLITS)}",
+            )
         elif path != STDLIB and is_local(path):
             if "[" in name:
-                raw.report((*at, "split"), f"found {name!r}, but a file is always read whole; use the key limit")
+                raw.report(
+                    (*at, "split"),
+                    f"found {name!r}, but a file is always read whole; use the key limit",
+                )
         elif is_trained and is_test_split(name) and not trains_on_test:
             remedy = "name another split, or add train_on_test: true to this section"
             raw.report(
-                (*at, "split"), f"'{name}' is a test split, and scores on training data are meaningless; {remedy}"
+                (*at, "split"),
+                f"'{name}' is a test split, and scores on training data are meaningless; {remedy}",
             )
     raw.problems += streaming_problems(raw.section("data"), raw.section("trainer"))
     _check_optimizer(raw)
     _check_precision(raw)
     _check_training(raw)
     names = raw.get("eval", "published")
-    paths = [raw.as_path(("eval", "published", i), n) for i, n in enumerate(names if isinstance(names, list) else [])]
+    paths = [
+        raw.as_path(("eval", "published", i), n)
+        for i, n in enumerate(names if isinstance(names, list) else [])
+    ]
     settings: dict[str, Any] = {key: raw.path("eval", key) for key in ("suite", "data_root")}
-    settings |= {"published": [path for path in paths if path], "backend": raw.text("eval", "backend")}
+    settings |= {
+        "published": [path for path in paths if path],
+        "backend": raw.text("eval", "backend"),
+    }
     raw.problems += [(("eval", key), message) for key, message in evaluation_problems(settings)]
     benchmark = {key: raw.path("run", "benchmark", key) for key in ("suite", "data_root")}
-    raw.problems += [(("run", "benchmark", key), message) for key, message in evaluation_problems(benchmark)]
+    raw.problems += [
+        (("run", "benchmark", key), message) for key, message in evaluation_problems(benchmark)
+    ]
     at = ("run", "published")
     table, model = raw.path(*at, "table"), raw.text(*at, "model")
     if table and raw.get("task") != "pretrain":
@@ -141,9 +172,16 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
 
 
 def _check_model(raw: _Raw) -> None:
-    section, init_seed, tokenizer = raw.section("model"), raw.get("model", "init_seed"), raw.get("model", "tokenizer")
+    section, init_seed, tokenizer = (
+        raw.section("model"),
+        raw.get("model", "init_seed"),
+        raw.get("model", "tokenizer"),
+    )
     if (attention := raw.text("model", "attn_implementation")) is not None:
-        raw.report(("model", "attn_implementation"), *attention_problems(attention, raw.get("trainer", "use_cpu")))
+        raw.report(
+            ("model", "attn_implementation"),
+            *attention_problems(attention, raw.get("trainer", "use_cpu")),
+        )
     if (template := raw.path("model", "chat_template")) is not None:
         known, file = shipped.templates(), resolve_path(template)
         if template not in known and file.suffix != ".jinja":
@@ -154,18 +192,24 @@ def _check_model(raw: _Raw) -> None:
     if tokenizer is not None and init_seed is None:
         reason = "applies only to random weights, because trained weights need their own tokenizer"
         raw.report(("model", "tokenizer"), f"{reason}; add model.init_seed, or remove this key")
-    elif isinstance(tokenizer, str) and (not tokenizer or raw.path("model", "tokenizer") is not None):
+    elif isinstance(tokenizer, str) and (
+        not tokenizer or raw.path("model", "tokenizer") is not None
+    ):
         file = resolve_path(tokenizer) / "tokenizer_config.json"
         if not tokenizer or (is_local(tokenizer) and not file.is_file()):
             remedy = "write a tokenizer's folder or hub name, or {vocab_size: N}"
-            raw.report(("model", "tokenizer"), f"{tokenizer!r} has no tokenizer_config.json; {remedy}")
+            raw.report(
+                ("model", "tokenizer"), f"{tokenizer!r} has no tokenizer_config.json; {remedy}"
+            )
     if (model := raw.path("model", "name_or_path")) is None:
         return
     raw.report(("model", "name_or_path"), *model_problems(model, init_seed, tokenizer))
     adapts, name = is_adapter(model), str(raw.get("run", "parallel") or "ddp")
     lora, quantize = section.get("lora"), section.get("quantize")
     if adapts and section.get("freeze"):
-        message = f"{model} is a LoRA adapter, of which only the factors are trained; remove model.freeze"
+        message = (
+            f"{model} is a LoRA adapter, of which only the factors are trained; remove model.freeze"
+        )
         raw.report(("model", "freeze"), message)
     with suppress(UserError):  # reported at model.name_or_path
         adapter_config(model)
@@ -180,7 +224,8 @@ def _check_model(raw: _Raw) -> None:
     except UserError as error:
         raw.report(("model", "name_or_path"), str(error))
         return
-    # The quantization of the frozen weights: the section's, or that which the adapter was trained on.
+    # The quantization of the frozen weights: the section's, or that which the adapter was trained
+    # on.
     if quantize not in get_args(Quantize) and recorded is None:
         return
     exists = not is_local(model) or resolve_path(model).is_dir()
@@ -197,34 +242,54 @@ def _check_model(raw: _Raw) -> None:
 
 def _check_optimizer(raw: _Raw) -> None:
     section = raw.section("optimizer")
-    # Decoupled weight decay that turns the sign of weights: W <- (1 - lr * weight_decay) * W - ..., in any group.
-    defaults = (("lr", "weight_decay", WEIGHT_DECAY), ("aux_lr", "aux_weight_decay", AUX_WEIGHT_DECAY))
+    # Decoupled weight decay that turns the sign of weights: W <- (1 - lr * weight_decay) * W - ...,
+    # in any group.
+    defaults = (
+        ("lr", "weight_decay", WEIGHT_DECAY),
+        ("aux_lr", "aux_weight_decay", AUX_WEIGHT_DECAY),
+    )
     for rate, decay, default in defaults:
         key = "lr" if section.get(rate) is None else rate  # aux_lr is lr where it is not set
         factors = section.get(key), section.get(decay, default)
-        if all(isinstance(factor, int | float) for factor in factors) and factors[0] * factors[1] >= 1:
+        if (
+            all(isinstance(factor, int | float) for factor in factors)
+            and factors[0] * factors[1] >= 1
+        ):
             product = f"{factors[0]:g} times {decay} {factors[1]:g} is {factors[0] * factors[1]:g}"
             remedy = f"write a smaller learning rate or a smaller {decay}"
-            raw.report(("optimizer", key), f"{product}, so each step would change the signs of the weights; {remedy}")
+            raw.report(
+                ("optimizer", key),
+                f"{product}, so each step would change the signs of the weights; {remedy}",
+            )
     if section.get("matrices") == "all-2d" and raw.trains_adapter:
         message = "has no effect on an adapter, whose matrices are its factors; remove this key"
         raw.report(("optimizer", "matrices"), message)
     if section.get("lora_update") == "product":
         if raw.path("model", "name_or_path") is not None and not raw.trains_adapter:
-            message = "has no effect without an adapter; add `model: {lora: {r: 16}}`, or remove this key"
+            message = (
+                "has no effect without an adapter; add `model: {lora: {r: 16}}`, or remove this key"
+            )
             raw.report(("optimizer", "lora_update"), message)
         for key, plain in (("second_moment", "none"), ("map_input", "momentum")):
             if section.get(key) not in (None, plain):
                 remedy = f"write `{key}: {plain}`, or `lora_update: factors`"
-                raw.report(("optimizer", key), f"depends on the choice of the factors of a product; {remedy}")
+                raw.report(
+                    ("optimizer", key),
+                    f"depends on the choice of the factors of a product; {remedy}",
+                )
     mode = raw.text("run", "parallel") or "ddp"
     if section.get("states") == "8bit" and (mode == "fsdp2" or mode.endswith((".yaml", ".yml"))):
-        message = f"8-bit states need ddp or ZeRO, but run.parallel is {mode}; change one of the two"
+        message = (
+            f"8-bit states need ddp or ZeRO, but run.parallel is {mode}; change one of the two"
+        )
         raw.report(("optimizer", "states"), message)
     if section.get("states") == "8bit" and section.get("second_moment") == "elements":
         message = "8-bit states have no second moment of elements; write `states: float32`, or `second_moment: rows`, "
         raw.report(("optimizer", "states"), f"{message}whose moments stay in float32")
-    if section.get("second_moment_beta") is not None and section.get("second_moment") in (None, "none"):
+    if section.get("second_moment_beta") is not None and section.get("second_moment") in (
+        None,
+        "none",
+    ):
         message = "has no effect without a second moment; write `second_moment: rows` or `elements`, or remove this key"
         raw.report(("optimizer", "second_moment_beta"), message)
     scale = section.get("adjust_lr_fn")
@@ -232,7 +297,9 @@ def _check_optimizer(raw: _Raw) -> None:
         message = f"has no effect with `adjust_lr_fn: {scale}`; write a match_rms_ scale, or remove this key"
         raw.report(("optimizer", "match_rms"), message)
     precision, spectral_map = raw.text("optimizer", "precision"), section.get("map")
-    name = (spectral_map.get("name") if isinstance(spectral_map, dict) else spectral_map) or next(iter(SOREN_MAPS))
+    name = (spectral_map.get("name") if isinstance(spectral_map, dict) else spectral_map) or next(
+        iter(SOREN_MAPS)
+    )
     known = SOREN_MAPS.get(name) if isinstance(name, str) else None
     if precision in get_args(Precision) and known and precision not in known.precisions:
         message = f"found {precision!r}; for the map {name!r} write {' or '.join(known.precisions)}"
@@ -240,13 +307,17 @@ def _check_optimizer(raw: _Raw) -> None:
 
 
 def _check_precision(raw: _Raw) -> None:
-    """Check the dtypes of parameters, of the starting weights that run.perturb changes, and of recorded gradients."""
-    trainer, adapts = raw.section("trainer"), raw.trains_adapter  # whose factors are float32, whatever the frozen dtype
+    """Check the dtypes of parameters, of the starting weights that run.perturb changes, and of
+    recorded gradients.
+    """
+    # whose factors are float32, whatever the frozen dtype
+    trainer, adapts = raw.section("trainer"), raw.trains_adapter
     dtype, compensation = raw.text("model", "dtype"), raw.get("optimizer", "compensation")
     where, name = ("optimizer", "compensation"), raw.path("run", "parallel")
     start, lora = raw.path("model", "name_or_path"), raw.section("model", "lora")
     kind = raw.parallel.kind if raw.parallel else None
-    if raw.get("run", "perturb") is not None:  # the starting weights must be float32, in memory and for the optimizer
+    # the starting weights must be float32, in memory and for the optimizer
+    if raw.get("run", "perturb") is not None:
         recorded, key = None, ("run", "perturb")
         with suppress(UserError):  # reported at model.name_or_path
             recorded = start and recorded_quantization(start)
@@ -265,19 +336,26 @@ def _check_precision(raw: _Raw) -> None:
     of, key = raw.get("run", "log_spectra", "of"), ("run", "log_spectra", "of")
     if isinstance(of, list) and "gradient" in of:  # which are recorded whole and unscaled
         if kind not in (None, "ddp"):
-            raw.report(key, "gradients are whole with run.parallel ddp alone; write ddp, or remove `gradient`")
+            raw.report(
+                key,
+                "gradients are whole with run.parallel ddp alone; write ddp, or remove `gradient`",
+            )
         if trainer.get("fp16") is True:
             raw.report(key, "fp16 scales the gradients; write trainer.bf16, or remove `gradient`")
     whole = lora.get("modules_to_save") if lora else start and trains_others(start, None)
     if dtype == "bfloat16" and adapts and whole and trainer.get("bf16") is False:
-        message = "modules_to_save are float32 beside bfloat16 weights; write `trainer: {bf16: true}`"
+        message = (
+            "modules_to_save are float32 beside bfloat16 weights; write `trainer: {bf16: true}`"
+        )
         raw.report(("model", "dtype"), message)
     if kind is None:
         return
     has_masters, remedy = kind != "ddp", "remove this key, or write null"
     if dtype != "bfloat16":
         if compensation == "kahan":
-            raw.report(where, f"applies only to bfloat16 parameters, but model.dtype is float32; {remedy}")
+            raw.report(
+                where, f"applies only to bfloat16 parameters, but model.dtype is float32; {remedy}"
+            )
     elif adapts and compensation == "kahan":
         raw.report(where, f"an adapter's factors are float32 and need no compensation; {remedy}")
     elif not has_masters and not adapts and compensation is None:
@@ -288,7 +366,9 @@ def _check_precision(raw: _Raw) -> None:
         )
         raw.report(("model", "dtype"), message)
     elif has_masters and compensation == "kahan":
-        raw.report(where, f"{name} updates float32 master weights, which need no compensation; {remedy}")
+        raw.report(
+            where, f"{name} updates float32 master weights, which need no compensation; {remedy}"
+        )
     elif has_masters and trainer.get("bf16") is False and not trainer.get("fp16"):
         message = f"under {name}, bfloat16 weights get float32 master weights only with `trainer: {{bf16: true}}`"
         raw.report(("model", "dtype"), f"{message}; write that, or `dtype: float32`")
@@ -296,11 +376,21 @@ def _check_precision(raw: _Raw) -> None:
 
 def _check_training(raw: _Raw) -> None:
     """Check the keys of `trainer` and `run` against others."""
-    trainer, run, strategy = raw.section("trainer"), raw.section("run"), raw.get("trainer", "eval_strategy")
+    trainer, run, strategy = (
+        raw.section("trainer"),
+        raw.section("run"),
+        raw.get("trainer", "eval_strategy"),
+    )
     held_out = raw.get("data", "eval")
     if strategy not in (None, "no", False) and held_out is None:
-        raw.report(("trainer", "eval_strategy"), "needs held-out examples; add data.eval, or remove this key")
-    if run.get("global_batch_size") is not None and trainer.get("gradient_accumulation_steps") is not None:
+        raw.report(
+            ("trainer", "eval_strategy"),
+            "needs held-out examples; add data.eval, or remove this key",
+        )
+    if (
+        run.get("global_batch_size") is not None
+        and trainer.get("gradient_accumulation_steps") is not None
+    ):
         message = "is computed from run.global_batch_size, which this recipe sets too; remove one of the two keys"
         raw.report(("trainer", "gradient_accumulation_steps"), message)
     is_packed = trainer.get("packing") is True
@@ -317,11 +407,20 @@ def _check_training(raw: _Raw) -> None:
         message = "liger-kernel is not installed; run `pip install 'soren-align[liger]'`, or remove this key"
         raw.report(("trainer", "use_liger_kernel"), message)
     benchmark = raw.section("run", "benchmark")
-    if benchmark and benchmark.get("every") is None and (held_out is None or strategy in ("no", False)):
+    if (
+        benchmark
+        and benchmark.get("every") is None
+        and (held_out is None or strategy in ("no", False))
+    ):
         message = "without `every`, benchmarks are measured at evaluations, of which there are none; write `every`, "
-        raw.report(("run", "benchmark"), message + "the number of steps between two measurements, or add data.eval")
+        raw.report(
+            ("run", "benchmark"),
+            message + "the number of steps between two measurements, or add data.eval",
+        )
     for key in (("run", "early_stopping"), ("run", "kl_to_start"), ("data", "retention")):
-        remedy = "add data.eval" if held_out is None else "write trainer.eval_strategy: steps or epoch"
+        remedy = (
+            "add data.eval" if held_out is None else "write trainer.eval_strategy: steps or epoch"
+        )
         if raw.get(*key) not in (None, 0) and (held_out is None or strategy in ("no", False)):
             raw.report(key, f"needs evaluations during training; {remedy}")
     task, metric = raw.get("task"), trainer.get("metric_for_best_model")
@@ -330,19 +429,27 @@ def _check_training(raw: _Raw) -> None:
     if name.startswith(BENCHMARK):  # whether the suite has this column: `suites.benchmark_suite`
         key = ("trainer", "metric_for_best_model")
         if not benchmark:
-            raw.report(key, f"found {metric!r}, which needs run.benchmark; add this section, or name another metric")
+            raw.report(
+                key,
+                f"found {metric!r}, which needs run.benchmark; add this section, or name another metric",
+            )
         elif benchmark.get("every") is not None:
             message = "checkpoints are compared at the evaluations of trainer.eval_strategy, but run.benchmark.every "
             raw.report(key, message + "sets other steps; remove run.benchmark.every")
     elif metrics and name and name not in metrics:
-        message = f"found {metric!r}; write one of {', '.join(metrics)}{did_you_mean(name, metrics)}"
+        message = (
+            f"found {metric!r}; write one of {', '.join(metrics)}{did_you_mean(name, metrics)}"
+        )
         raw.report(("trainer", "metric_for_best_model"), message)
     _check_parallel(raw)
     config, where = raw.parallel, raw.path("run", "parallel")
     if (prompts := raw.path("run", "samples", "prompts")) is not None:
         file, key = resolve_path(prompts), ("run", "samples", "prompts")
         if file.suffix not in PROMPT_FILES:
-            raw.report(key, f"found {prompts!r}; write a list of texts, or a file ({' or '.join(PROMPT_FILES)})")
+            raw.report(
+                key,
+                f"found {prompts!r}; write a list of texts, or a file ({' or '.join(PROMPT_FILES)})",
+            )
         elif not file.is_file():
             raw.report(key, f"there is no file {prompts!r}; correct the path")
     if run.get("samples") is not None and config and (config.kind == "fsdp2" or config.stage == 3):
@@ -350,10 +457,13 @@ def _check_training(raw: _Raw) -> None:
         raw.report(("run", "samples"), message)
     resume = raw.path("run", "resume")
     if resume is not None and resume not in ("auto", "never") and not local_path(resume).is_dir():
-        raw.report(("run", "resume"), f"found {resume!r}; write auto, never, or the folder of a checkpoint")
+        raw.report(
+            ("run", "resume"), f"found {resume!r}; write auto, never, or the folder of a checkpoint"
+        )
     if (output := raw.path("run", "output_dir")) is None:
         return
-    # Whether a run folder can be created there; not write permission: a plan or an import may run on another machine.
+    # Whether a run folder can be created there; not write permission: a plan or an import may run
+    # on another machine.
     folder, key = local_path(output).absolute(), ("run", "output_dir")
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if folder.is_file():
@@ -361,17 +471,25 @@ def _check_training(raw: _Raw) -> None:
     elif not existing.is_dir():
         raw.report(key, f"{output} cannot be created: {existing} is a file; name another folder")
     elif existing.resolve().parts[1:2] in (("proc",), ("sys",)):
-        raw.report(key, f"{output} cannot be written: {existing} takes no new files; name another folder")
+        raw.report(
+            key, f"{output} cannot be written: {existing} takes no new files; name another folder"
+        )
 
 
 def _check_parallel(raw: _Raw) -> None:
-    """Check whether this machine can shard so. A function of its own: tests of FSDP2 on CPUs replace it."""
+    """Check whether this machine can shard so.
+    A function of its own: tests of FSDP2 on CPUs replace it.
+    """
     config = raw.parallel
     if config and config.kind == "fsdp2" and raw.get("trainer", "use_cpu"):
         reason = "accelerate shards only on GPUs, and would silently train with DDP under trainer.use_cpu"
-        raw.report(("run", "parallel"), f"{reason}; write ddp or a ZeRO stage, or remove trainer.use_cpu")
+        raw.report(
+            ("run", "parallel"), f"{reason}; write ddp or a ZeRO stage, or remove trainer.use_cpu"
+        )
     if config and config.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
-        message = "needs DeepSpeed, which is not installed; run `pip install 'deepspeed>=0.19.8,<0.20'`"
+        message = (
+            "needs DeepSpeed, which is not installed; run `pip install 'deepspeed>=0.19.8,<0.20'`"
+        )
         raw.report(("run", "parallel"), message)
 
 
@@ -386,9 +504,16 @@ def evaluation_problems(settings: dict[str, Any]) -> list[tuple[str, str]]:
                 others = did_you_mean(name, known, f"write one of {', '.join(known)}")
                 hint = shipped.suite_hint(name, path) if key == "suite" else others
                 place = path.absolute()
-                problems.append((key, f"no shipped {kind} has the name {name!r}, and there is no file {place}{hint}"))
+                problems.append(
+                    (
+                        key,
+                        f"no shipped {kind} has the name {name!r}, and there is no file {place}{hint}",
+                    )
+                )
     if settings.get("backend") == "vllm" and importlib.util.find_spec("vllm") is None:
-        problems.append(("backend", "vLLM is not installed; run `pip install 'soren-align[vllm]'`, or write hf"))
+        problems.append(
+            ("backend", "vLLM is not installed; run `pip install 'soren-align[vllm]'`, or write hf")
+        )
     if (root := settings.get("data_root")) and not local_path(root).is_dir():
         problems.append(("data_root", f"there is no folder {root!r}; correct the path"))
     return problems
@@ -430,7 +555,9 @@ NOT_STREAMED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def streaming_problems(data: dict[str, Any], trainer: dict[str, Any]) -> Iterator[tuple[Key, str]]:
-    """(key, message) of each setting that data.streaming does not allow. data, trainer: the raw sections."""
+    """(key, message) of each setting that data.streaming does not allow.
+    data, trainer: the raw sections.
+    """
     if data.get("streaming") in (None, False):
         return
     max_steps = trainer.get("max_steps")

@@ -25,7 +25,9 @@ STDLIB_SPLITS = ("train", "validation")
 FILE_KINDS = ".jsonl, .json, .csv, .txt (each also as .gz) or .parquet"
 MAX_ENTRIES = 100_000
 """Of a folder or a pattern, data files or not."""
-_TEST = re.compile(r"(?<![a-z])(tests?|val|valid|validation|eval|evaluation|dev|held_?out)(?![a-z])")
+_TEST = re.compile(
+    r"(?<![a-z])(tests?|val|valid|validation|eval|evaluation|dev|held_?out)(?![a-z])"
+)
 
 
 def data_suffix(file: Path) -> str:
@@ -35,15 +37,18 @@ def data_suffix(file: Path) -> str:
 
 
 def has_wildcards(path: str) -> bool:
-    """Whether a path has wildcards, which the hub's names never have. A file's name may have them too."""
+    """Whether a path has wildcards, which the hub's names never have.
+    A file's name may have them too.
+    """
     return any(character in path for character in "*?[")
 
 
 def data_files(path: str) -> dict[str, Path]:
     """The data files that a path names, in alphabetical order, by their names for messages.
 
-    Of a folder, all data files at any depth. Hidden files and folders, and links to folders, are left out. Raises
-    UserError if there is no file, if a single one is of no kind that can be read, or if there are too many.
+    Of a folder, all data files at any depth. Hidden files and folders, and links to folders, are
+    left out. Raises UserError if there is no file, if a single one is of no kind that can be read,
+    or if there are too many.
     """
     place = resolve_path(path)
     is_pattern = has_wildcards(path) and not place.exists()
@@ -52,20 +57,32 @@ def data_files(path: str) -> dict[str, Path]:
             names: Iterable[str] = os.listdir(place.parent) if place.parent.is_dir() else ()
             raise UserError(f"no file {path}{did_you_mean(place.name, names, 'correct the path')}")
         if not place.is_file():
-            raise UserError(f"{path} is no regular file; name a file of one of these kinds: {FILE_KINDS}")
+            raise UserError(
+                f"{path} is no regular file; name a file of one of these kinds: {FILE_KINDS}"
+            )
         if data_suffix(place) not in SUFFIXES:
-            raise UserError(f"{path}: '{place.suffix}' files cannot be read; convert the file to one of {FILE_KINDS}")
+            raise UserError(
+                f"{path}: '{place.suffix}' files cannot be read; convert the file to one of {FILE_KINDS}"
+            )
         return {path: place}
     if not is_pattern and place.resolve() in (Path("~").expanduser().resolve(), Path("/")):
         raise UserError(f"{path}: is a whole home folder or disk; name a folder of data")
     if "**" in path:
-        raise UserError(f"{path}: '**' is not supported; name the folder, whose data files are all read")
+        raise UserError(
+            f"{path}: '**' is not supported; name the folder, whose data files are all read"
+        )
     entries = list(islice(glob.iglob(str(place)) if is_pattern else _walk(place), MAX_ENTRIES + 1))
     if len(entries) > MAX_ENTRIES:
-        raise UserError(f"{path}: holds more than {MAX_ENTRIES:,} files and folders; name a smaller folder")
-    files = [file for name in entries if data_suffix(file := Path(name)) in SUFFIXES and file.is_file()]
+        raise UserError(
+            f"{path}: holds more than {MAX_ENTRIES:,} files and folders; name a smaller folder"
+        )
+    files = [
+        file for name in entries if data_suffix(file := Path(name)) in SUFFIXES and file.is_file()
+    ]
     if not files:
-        raise UserError(f"{path}: has no data file; name a folder with files of one of these kinds: {FILE_KINDS}")
+        raise UserError(
+            f"{path}: has no data file; name a folder with files of one of these kinds: {FILE_KINDS}"
+        )
     root = _root(path)
     start = root if is_pattern else Path(path)
     return {str(start / file.relative_to(root)): file for file in sorted(files)}
@@ -91,9 +108,9 @@ def _walk(folder: Path) -> Iterator[str]:
         yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
 
 
-# The first lines of .jsonl and .csv files, checked before torch is loaded: records, with columns that can be read.
-#
-# All examples are checked later, by data/split.py; this saves the wait for a file that cannot be read at all.
+# The first lines of .jsonl and .csv files, checked before torch is loaded: records, with columns
+# that can be read.  All examples are checked later, by data/split.py; this saves the wait for a
+# file that cannot be read at all.
 
 NUM_LINES, NUM_FILES = 50, 3
 MAX_LINE = 1 << 20
@@ -103,13 +120,18 @@ MAX_LINE = 1 << 20
 def data_problems(
     path: str, split: dict[str, Any], task: str | None, *, may_be_test: bool, reads_data: bool
 ) -> list[str]:
-    """The problems of the files at `path`, and of the first records of .jsonl and .csv files. split, task: of the raw
-    recipe.
+    """The problems of the files at `path`, and of the first records of .jsonl and .csv files.
+    split, task: of the raw recipe.
 
-    may_be_test: whether a file of a folder may be a test split's. reads_data: whether records are read.
+    may_be_test: whether a file of a folder may be a test split's. reads_data: whether records are
+    read.
     """
     if path.startswith(PYTHON):
-        return [] if path == STDLIB else [f"found {path!r}; write {STDLIB}, the only dataset that begins with python:"]
+        return (
+            []
+            if path == STDLIB
+            else [f"found {path!r}; write {STDLIB}, the only dataset that begins with python:"]
+        )
     try:
         files = data_files(path)
     except UserError as error:
@@ -127,7 +149,11 @@ def data_problems(
             ]
     names: Any = split.get("columns")
     names = names if isinstance(names, dict) else {}
-    readable = [(name, file) for name, file in files.items() if file.suffix in (".jsonl", ".csv")] if reads_data else []
+    readable = (
+        [(name, file) for name, file in files.items() if file.suffix in (".jsonl", ".csv")]
+        if reads_data
+        else []
+    )
     for name, file in readable[:NUM_FILES]:
         try:
             records = first_records(name, file, split)
@@ -145,11 +171,14 @@ def data_problems(
     return []
 
 
-def question_columns(path: str, question: str | None = None, answer: str | None = None) -> dict[str, str]:
-    """`columns` for a file of questions and answers: these two, else `question` and `answer`, else its only two.
+def question_columns(
+    path: str, question: str | None = None, answer: str | None = None
+) -> dict[str, str]:
+    """`columns` for a file of questions and answers: these two, else `question` and `answer`, else
+    its only two.
 
-    Empty if they are known without, or if the file cannot be read. Raises UserError if a column does not exist, or if
-    the file has several that may be the questions.
+    Empty if they are known without, or if the file cannot be read. Raises UserError if a column
+    does not exist, or if the file has several that may be the questions.
     """
     if (question is None) != (answer is None):
         option = "--question" if question is None else "--answer"
@@ -163,8 +192,15 @@ def question_columns(path: str, question: str | None = None, answer: str | None 
     names = list(dict.fromkeys(column for record in records for column in record))
     if missing := next((column for column in columns.values() if column not in names), None):
         hint = did_you_mean(missing, names, "write one of these columns")
-        raise UserError(f"--data: {path}: has the columns {', '.join(names)}, but no column '{missing}'{hint}")
-    if columns or not records or {*names} & {*get_args(Column)} or len(pair := longest_texts(records[0])) < 2:
+        raise UserError(
+            f"--data: {path}: has the columns {', '.join(names)}, but no column '{missing}'{hint}"
+        )
+    if (
+        columns
+        or not records
+        or {*names} & {*get_args(Column)}
+        or len(pair := longest_texts(records[0])) < 2
+    ):
         return columns
     if {"question", "answer"} <= {*names}:
         pair = ["question", "answer"]
@@ -182,9 +218,11 @@ MAX_ROWS = 100_000
 def first_records(
     name: str, file: Path, split: dict[str, Any], most: int = NUM_LINES, *, is_whole: bool = False
 ) -> list[dict[str, Any]]:
-    """The first records that are objects. Raises UserError for a file or a line that cannot be read.
+    """The first records that are objects.
+    Raises UserError for a file or a line that cannot be read.
 
-    is_whole: no other reader of the file follows, so that rows with another number of columns are refused here.
+    is_whole: no other reader of the file follows, so that rows with another number of columns are
+    refused here.
     """
     limit = split.get("limit")
     num_lines = min(limit, most) if isinstance(limit, int) else most
@@ -196,14 +234,18 @@ def first_records(
             stream.seek(0)
             lines = list(islice(_lines(stream), num_lines))
     except OSError as error:
-        raise UserError(f"{name}: cannot be read: {error.strerror}; check the path and its permissions") from None
+        raise UserError(
+            f"{name}: cannot be read: {error.strerror}; check the path and its permissions"
+        ) from None
     records = []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line) if line.strip() else None
         except json.JSONDecodeError as error:
             if split.get("bad_examples", "refuse") == "refuse":
-                reason = f"not JSON: {error.msg} at column {error.colno}; write one JSON object per line"
+                reason = (
+                    f"not JSON: {error.msg} at column {error.colno}; write one JSON object per line"
+                )
                 raise UserError(f"{name}:{number}: {reason}") from None
         except (ValueError, RecursionError):
             return []  # reported in full later
@@ -227,7 +269,8 @@ def _first_rows(name: str, file: Path, num_lines: int, is_whole: bool) -> list[d
 
 
 def csv_columns(name: str, head: str) -> tuple[list[str], str]:
-    """The columns that the first line of a .csv file names, and the delimiter. Raises UserError if they are no names.
+    """The columns that the first line of a .csv file names, and the delimiter.
+    Raises UserError if they are no names.
 
     name: the file's, for messages.
     """
@@ -235,14 +278,20 @@ def csv_columns(name: str, head: str) -> tuple[list[str], str]:
     names = next(csv.reader([head], delimiter=delimiter), [])
     if len(names) != len(set(names)) or "" in names:
         listed = ", ".join(names)[:200]
-        raise UserError(f"{name}:1: a column's name is empty or occurs twice in: {listed}; write each name once")
+        raise UserError(
+            f"{name}:1: a column's name is empty or occurs twice in: {listed}; write each name once"
+        )
     return names, delimiter
 
 
 def refuse_wide_characters(name: str, start: bytes) -> None:
-    """Raise UserError if a text file is not UTF-8 by its first bytes: a byte order mark, or a NUL."""
+    """Raise UserError if a text file is not UTF-8 by its first bytes: a byte order mark, or a
+    NUL.
+    """
     if start.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in start:
-        raise UserError(f"{name}: is in UTF-16 or UTF-32; convert the file to UTF-8: iconv -f UTF-16 -t UTF-8")
+        raise UserError(
+            f"{name}: is in UTF-16 or UTF-32; convert the file to UTF-8: iconv -f UTF-16 -t UTF-8"
+        )
 
 
 def columns_text(names: Mapping[str, str]) -> str:
@@ -254,17 +303,30 @@ def example_of_names(example: dict[str, Any], task: str) -> str:
     """A proposal for `columns`, where an SFT dataset has a column of turns, or two of text."""
     if task != "sft":
         return ""
-    lists = {column: value for column, value in example.items() if isinstance(value, list) and column not in OPTIONS}
+    lists = {
+        column: value
+        for column, value in example.items()
+        if isinstance(value, list) and column not in OPTIONS
+    }
     turns = [column for column, value in lists.items() if value and isinstance(value[0], dict)]
     if turns:
         return f", such as {columns_text({'messages': turns[0]})}"
     pair = longest_texts(example)
-    return f", such as {columns_text({'instruction': pair[0], 'output': pair[1]})}" if len(pair) == 2 else ""
+    return (
+        f", such as {columns_text({'instruction': pair[0], 'output': pair[1]})}"
+        if len(pair) == 2
+        else ""
+    )
 
 
 def longest_texts(example: dict[str, Any]) -> list[str]:
-    """The two columns with the longest texts, in the example's order: an id is shorter. None beside turns."""
-    if any(isinstance(value, list) and value and isinstance(value[0], dict) for value in example.values()):
+    """The two columns with the longest texts, in the example's order: an id is shorter.
+    None beside turns.
+    """
+    if any(
+        isinstance(value, list) and value and isinstance(value[0], dict)
+        for value in example.values()
+    ):
         return []
     texts = {column: len(value) for column, value in example.items() if isinstance(value, str)}
     longest = sorted(texts, key=lambda column: -texts[column])[:2]
@@ -273,4 +335,6 @@ def longest_texts(example: dict[str, Any]) -> list[str]:
 
 def _lines(stream: Any) -> Iterator[Any]:
     """The lines up to the first that is too long."""
-    return takewhile(lambda line: 0 < len(line) < MAX_LINE, iter(lambda: stream.readline(MAX_LINE), None))
+    return takewhile(
+        lambda line: 0 < len(line) < MAX_LINE, iter(lambda: stream.readline(MAX_LINE), None)
+    )

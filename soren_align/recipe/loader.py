@@ -1,9 +1,9 @@
 """Load a recipe: merge the recipes that it extends and `--set`, and check every key.
 
-All mistakes are reported together, each with its file, line and key, the finding and the remedy. Sections are merged
-key by key; everything else is replaced, lists too. Where a section is a member of a union and its `name` changes,
-inherited keys that the new member does not have are ignored and reported. `data.eval` is replaced where a split becomes
-a fraction, or the other way round.
+All mistakes are reported together, each with its file, line and key, the finding and the remedy.
+Sections are merged key by key; everything else is replaced, lists too. Where a section is a member
+of a union and its `name` changes, inherited keys that the new member does not have are ignored and
+reported. `data.eval` is replaced where a split becomes a fraction, or the other way round.
 """
 
 import functools
@@ -32,7 +32,10 @@ from .schema import Recipe, resolve
 
 MISSING = ("no file ", "no folder ", "no shipped suite ", "there is no ")
 """The first words of problems of files and folders that another machine may have."""
-UNIONS: dict[Key, dict[str, Any]] = {("optimizer",): OPTIMIZER_SECTIONS, ("optimizer", "map"): MAP_SECTIONS}
+UNIONS: dict[Key, dict[str, Any]] = {
+    ("optimizer",): OPTIMIZER_SECTIONS,
+    ("optimizer", "map"): MAP_SECTIONS,
+}
 Notify = Callable[[str], object]
 
 
@@ -53,21 +56,27 @@ def load(
     options: Mapping[str, Any] | None = None,
     columns: tuple[str | None, str | None] = (None, None),
 ) -> Recipe:
-    """The checked recipe of a file, or of a shipped name such as 'quickstart/sft'; None: of `options` alone.
+    """The checked recipe of a file, or of a shipped name such as 'quickstart/sft'; None: of
+    `options` alone.
 
-    overrides: 'section.key=value' texts, as after --set; values are YAML. task: the command's; a recipe of the other
-    task is an error. notify: receives one line for each inherited key that a new optimizer or map does not have.
-    options: the values of OPTIONS by name; they come before the overrides. columns: of the questions and answers.
-    Raises UserError with every mistake.
+    overrides: 'section.key=value' texts, as after --set; values are YAML. task: the command's; a
+    recipe of the other task is an error. notify: receives one line for each inherited key that a
+    new optimizer or map does not have.
+    options: the values of OPTIONS by name; they come before the overrides. columns: of the
+    questions and answers. Raises UserError with every mistake.
     """
     values = {name: value for name, value in (options or {}).items() if value is not None}
     if name_or_path is None:  # a task's settings for any model and data, which the options name
         path, needed = shipped.ROOT / f"configs/start/{task}.yaml", [*OPTIONS][:3]
         if not path.is_file() or not values.keys() & needed:
             example = f", or no recipe and {join_words(needed)}" if path.is_file() else ""
-            raise UserError(f"name a recipe{example}; `soren-align recipes` lists the shipped recipes")
+            raise UserError(
+                f"name a recipe{example}; `soren-align recipes` lists the shipped recipes"
+            )
         if missing := [name for name in needed if name not in values]:
-            raise UserError(f"a command without a recipe needs {join_words(needed)}; add {join_words(missing)}")
+            raise UserError(
+                f"a command without a recipe needs {join_words(needed)}; add {join_words(missing)}"
+            )
         source = parse(read_text(path), f"configs/start/{task}.yaml")
     else:
         source = _read(find(name_or_path), notify)
@@ -88,24 +97,36 @@ def load(
         names = [setting.value for setting in settings if setting.key == (*at, "name")]
         if any(setting.key[:-1] == at for setting in settings):  # a bare name becomes a section
             parent[at[-1]] = _as_section(parent[at[-1]], at)
-            settings = [s._replace(value=_as_section(s.value, at)) if s.key == at else s for s in settings]
+            settings = [
+                s._replace(value=_as_section(s.value, at)) if s.key == at else s for s in settings
+            ]
         if names and isinstance(section := parent[at[-1]], dict):
             _drop_foreign_keys(section, union, names[-1], at, notify)
     for setting in settings:
         if setting.key != ("extends",):
             source.apply(setting)
             continue
-        source.bad_settings.append(f"{setting.text}: extends cannot be set here; write this key into a recipe's file")
+        source.bad_settings.append(
+            f"{setting.text}: extends cannot be set here; write this key into a recipe's file"
+        )
     # The columns of a file of questions and answers; values of a wrong type are left.
     is_named, train = any(columns), value_at(source.content, ("data", "train"))
     if is_named and (source.content.get("task") != "sft" or isinstance(train, list)):
-        raise UserError("--question, --answer: are for sft on one file; write `columns` into the recipe's data section")
+        raise UserError(
+            "--question, --answer: are for sft on one file; write `columns` into the recipe's data section"
+        )
     split: dict[str, Any] = train if isinstance(train, dict) else {}
     may_name = is_named or (name_or_path is None and task == "sft" and "columns" not in split)
-    if isinstance(path := split.get("path"), str) and may_name and (own := question_columns(path, *columns)):
+    if (
+        isinstance(path := split.get("path"), str)
+        and may_name
+        and (own := question_columns(path, *columns))
+    ):
         split["columns"] = own
         if not is_named:
-            text = "column '{instruction}' is read as the instruction, column '{output}' as the answer"
+            text = (
+                "column '{instruction}' is read as the instruction, column '{output}' as the answer"
+            )
             notify(f"--data {path}: {text.format(**own)}")
     return _checked(source, task)
 
@@ -114,12 +135,20 @@ SOME_EXAMPLES = "shipped:recipes/quickstart/data/chat_train.jsonl"
 """For a recipe whose data are not read."""
 
 
-def load_for_model(model: str, overrides: list[str] | None = None, notify: Notify = lambda _: None) -> Recipe:
+def load_for_model(
+    model: str, overrides: list[str] | None = None, notify: Notify = lambda _: None
+) -> Recipe:
     """The recipe of an SFT of `model` without a recipe's file, whose data are not to be read.
 
-    A folder may lack weights and tokenizer (`model_problems` lists these); it has a config.json, or an adapter.
+    A folder may lack weights and tokenizer (`model_problems` lists these); it has a config.json, or
+    an adapter.
     """
-    values = ["data.eval=null", "trainer.eval_strategy=no", "trainer.eval_on_start=false", *(overrides or [])]
+    values = [
+        "data.eval=null",
+        "trainer.eval_strategy=no",
+        "trainer.eval_on_start=false",
+        *(overrides or []),
+    ]
     options = dict(zip(OPTIONS, (model, SOME_EXAMPLES, "runs/inspect", None), strict=True))
     problems = model_problems(model, None)
     if problems and not (resolve_path(model) / "config.json").is_file():
@@ -129,8 +158,11 @@ def load_for_model(model: str, overrides: list[str] | None = None, notify: Notif
     except UserError:
         if not problems:
             raise
-        recipe = load(None, values, "sft", notify, options | {"--model": "any/model"})  # which nothing looks for
-        return recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": model})})
+        # which nothing looks for
+        recipe = load(None, values, "sft", notify, options | {"--model": "any/model"})
+        return recipe.model_copy(
+            update={"model": recipe.model.model_copy(update={"name_or_path": model})}
+        )
 
 
 FOREIGN_KEYS = {
@@ -152,7 +184,9 @@ def refuse_foreign(name: str | None, content: Mapping[str, Any]) -> None:
 
 
 def find(name_or_path: str) -> Path:
-    """The recipe's file: an existing path, else a shipped name. Raises UserError if it is neither."""
+    """The recipe's file: an existing path, else a shipped name.
+    Raises UserError if it is neither.
+    """
     return document.find(name_or_path, shipped.recipes(), "recipe")
 
 
@@ -163,7 +197,8 @@ def merged_text(path: Path) -> str:
         base, over = YAML().load(merged_text(find(name))), recipe
         explanations = (base.ca.comment or [None, None])[1] or []
         _merge(base, over, lambda _: None)
-        base.ca.comment = [None, [*over.ca.comment[1], *explanations[2:]]]  # modeline and title are those of `path`
+        # modeline and title are those of `path`
+        base.ca.comment = [None, [*over.ca.comment[1], *explanations[2:]]]
         recipe = base
     return document.dump(recipe)
 
@@ -171,7 +206,8 @@ def merged_text(path: Path) -> str:
 def load_text(text: str, name: str = "recipe", on_missing: Notify | None = None) -> Recipe:
     """The checked recipe of YAML text, e.g. of a recipe resolved in another process.
 
-    on_missing: receives the problem of each missing file or folder, and no data are read; None: they are errors.
+    on_missing: receives the problem of each missing file or folder, and no data are read; None:
+    they are errors.
     """
     return _checked(parse(text, name), None, on_missing)
 
@@ -181,7 +217,8 @@ def load_resolved(path: Path) -> Recipe:
     return _resolved(read_text(path), str(path))
 
 
-@functools.lru_cache(maxsize=512)  # a study reads the recipe of each of its runs several times, 10 ms each
+# a study reads the recipe of each of its runs several times, 10 ms each
+@functools.lru_cache(maxsize=512)
 def _resolved(text: str, path: str) -> Recipe:
     source = parse(text, path)
     recipe = source.validate(Recipe)
@@ -200,7 +237,9 @@ def to_yaml(recipe: Recipe | dict[str, Any]) -> str:
 
 def parse(text: str, name: str) -> Document:
     """A recipe's YAML as a document, which is not checked."""
-    return document.parse(text, name, "a recipe is a mapping of sections (task, model, data, optimizer, run, ...)")
+    return document.parse(
+        text, name, "a recipe is a mapping of sections (task, model, data, optimizer, run, ...)"
+    )
 
 
 def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Document:
@@ -211,12 +250,15 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
     source = parse(read_text(path), str(path))
     raw, lines = source.content, source.lines
     base_name = raw.get("extends")
-    is_resolved = isinstance(base_name, list) and raw.keys() >= Recipe.model_fields.keys()  # from a run folder
+    # from a run folder
+    is_resolved = isinstance(base_name, list) and raw.keys() >= Recipe.model_fields.keys()
     if "extends" not in raw or is_resolved:
         return source
     where = lines[("extends",)]
     if not isinstance(base_name, str):
-        raise UserError(f"{where} extends: found {base_name!r}; write a recipe's file or a shipped name")
+        raise UserError(
+            f"{where} extends: found {base_name!r}; write a recipe's file or a shipped name"
+        )
     try:
         beside = local_path(path.parent / base_name)
         base_path = find(str(beside if beside.is_file() else base_name))
@@ -232,7 +274,9 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
 
 
 def _merge(base: Any, over: Any, notify: Notify, at: Key = ()) -> None:
-    """Write the values of `over` into `base`, with the comments of those that have some. at: the key of both."""
+    """Write the values of `over` into `base`, with the comments of those that have some.
+    at: the key of both.
+    """
     if at in UNIONS:
         _drop_foreign_keys(base, UNIONS[at], over.get("name"), at, notify)
     for key, value in over.items():
@@ -252,14 +296,20 @@ def _as_section(value: Any, at: Key) -> Any:
     return {"name": value} if at in UNIONS and isinstance(value, str) else value
 
 
-def _drop_foreign_keys(section: dict[str, Any], union: dict[str, Any], name: Any, at: Key, notify: Notify) -> None:
-    """Delete the keys of `section` that other members of its union have and the member `name` does not."""
+def _drop_foreign_keys(
+    section: dict[str, Any], union: dict[str, Any], name: Any, at: Key, notify: Notify
+) -> None:
+    """Delete the keys of `section` that other members of its union have and the member `name` does
+    not.
+    """
     if not isinstance(name, str) or name not in union or name == (old := tag_of(section, union)):
         return
     others = {key for member in union.values() for key in member.model_fields}
     foreign = [key for key in section if key in others - union[name].model_fields.keys()]
     if foreign:
-        notify(f"{dotted(at)}.name={name}: ignored {', '.join(foreign)} of {old}, which {name} does not have")
+        notify(
+            f"{dotted(at)}.name={name}: ignored {', '.join(foreign)} of {old}, which {name} does not have"
+        )
     for key in foreign:
         del section[key]
 
@@ -270,9 +320,13 @@ def _checked(source: Document, task: str | None, on_missing: Notify | None = Non
     kind, trainer = raw.get("task"), raw.get("trainer")
     if isinstance(kind, str) and kind in TASKS:
         if task and kind != task:
-            source.problems.append((("task",), f"found {kind}, but the command is {task}; run `soren-align {kind}`"))
+            source.problems.append(
+                (("task",), f"found {kind}, but the command is {task}; run `soren-align {kind}`")
+            )
         if isinstance(trainer, dict):
-            source.problems += [(("trainer", key), message) for key, message in trl.problems(kind, trainer).items()]
+            source.problems += [
+                (("trainer", key), message) for key, message in trl.problems(kind, trainer).items()
+            ]
     for key, message in problems_beyond_schema(raw, reads_data=on_missing is None):
         if on_missing and message.startswith(MISSING):
             on_missing(f"{dotted(key)}: {message}")
@@ -281,43 +335,64 @@ def _checked(source: Document, task: str | None, on_missing: Notify | None = Non
     source.refuse_problems()
     assert recipe is not None
     recipe = resolve(recipe)
-    if recorded := recorded_quantization(recipe.model.name_or_path):  # that which the starting adapter was trained on
+    # that which the starting adapter was trained on
+    if recorded := recorded_quantization(recipe.model.name_or_path):
         model = recipe.model.model_copy(update={"quantize": recorded.quantize})
         recipe = recipe.model_copy(update={"model": model})
     return recipe
 
 
-# Keys of `trainer` that do not change the trained weights: logging, evaluation and saving may change at a resume. With
-# run.early_stopping, evaluation does change them.
+# Keys of `trainer` that do not change the trained weights: logging, evaluation and saving may
+# change at a resume. With run.early_stopping, evaluation does change them.
 _EVALUATION = {"eval_strategy", "eval_steps", "eval_on_start", "eval_delay"}
-_NO_EFFECT_ON_WEIGHTS = {"logging_steps", "logging_first_step", "logging_strategy", "report_to", "run_name", "project"}
+_NO_EFFECT_ON_WEIGHTS = {
+    "logging_steps",
+    "logging_first_step",
+    "logging_strategy",
+    "report_to",
+    "run_name",
+    "project",
+}
 _NO_EFFECT_ON_WEIGHTS |= {"save_steps", "save_strategy", "save_total_limit", "hub_private_repo"}
 _NO_EFFECT_ON_WEIGHTS |= {"trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"}
 
 
 def training_part(recipe: Recipe) -> dict[str, Any]:
-    """The part of the recipe that determines the trained weights: a run resumes only with an equal one."""
+    """The part of the recipe that determines the trained weights: a run resumes only with an equal
+    one.
+    """
     part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
-    part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size", "early_stopping", "perturb"})
+    part["run"] = recipe.run.model_dump(
+        include={"parallel", "global_batch_size", "early_stopping", "perturb"}
+    )
     del part["data"]["cache"], part["data"]["retention"], part["data"]["eval_part"]
     evaluation = part["data"].pop("eval") or {}
     if "path" not in evaluation and evaluation:  # the other examples are trained on
         part["data"]["eval"] = evaluation
-    if recipe.data.streaming:  # refused and dropped examples are equal up to the first one, which ends the run
+    # refused and dropped examples are equal up to the first one, which ends the run
+    if recipe.data.streaming:
         sources = part["data"]["train"]
         for source in sources if isinstance(sources, list) else [sources]:
             del source["bad_examples"]
-    ignored = _NO_EFFECT_ON_WEIGHTS if recipe.run.early_stopping else _NO_EFFECT_ON_WEIGHTS | _EVALUATION
+    ignored = (
+        _NO_EFFECT_ON_WEIGHTS if recipe.run.early_stopping else _NO_EFFECT_ON_WEIGHTS | _EVALUATION
+    )
     part["trainer"] = {k: v for k, v in part["trainer"].items() if k not in ignored}
     return part
 
 
 def recipe_hash(recipe: Recipe, *, with_optimizer: bool = False) -> str:
-    """A hash of `training_part`; without the optimizer it is equal for runs that differ in the optimizer alone.
+    """A hash of `training_part`; without the optimizer it is equal for runs that differ in the
+    optimizer alone.
 
-    Keys without a value do not count, so that a run has the same hash in a later version with more optional keys.
+    Keys without a value do not count, so that a run has the same hash in a later version with more
+    optional keys.
     """
-    part = {key: value for key, value in training_part(recipe).items() if with_optimizer or key != "optimizer"}
+    part = {
+        key: value
+        for key, value in training_part(recipe).items()
+        if with_optimizer or key != "optimizer"
+    }
     part = _without_nulls(part)
     return hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -329,7 +404,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> list[str]:
-    """Where two nested dicts differ: ['optimizer.lr: 0.001 instead of 0.003', ...], which `there` has."""
+    """Where two nested dicts differ: ['optimizer.lr: 0.001 instead of 0.003', ...], which `there`
+    has.
+    """
     lines = []
     for key in sorted(there.keys() | here.keys()):
         a, b = there.get(key), here.get(key)
@@ -341,9 +418,17 @@ def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -
 
 
 SCHEMA_FILE = "recipe.schema.json"
-"""The schema's file beside a recipe. A copied recipe names it by this relative path, which is right on every machine
-that the two files are copied to; the path of the installed package is not, and the schema has no address on the web."""
-_TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "dict": "object", "list": "array"}
+"""The schema's file beside a recipe. A copied recipe names it by this relative path, which is right
+on every machine that the two files are copied to; the path of the installed package is not, and the
+schema has no address on the web."""
+_TYPES = {
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "str": "string",
+    "dict": "object",
+    "list": "array",
+}
 
 
 def json_schema() -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The model section without torch: models and adapters in folders, quantization, names of attentions.
+"""The model section without torch: models and adapters in folders, quantization, names of
+attentions.
 
-An adapter belongs to the quantized weights that it was trained on. So its folder records them, and whatever loads the
-adapter later (DPO, evaluation, merge) quantizes the base in the same way.
+An adapter belongs to the quantized weights that it was trained on. So its folder records them, and
+whatever loads the adapter later (DPO, evaluation, merge) quantizes the base in the same way.
 """
 
 import importlib.util
@@ -19,7 +20,9 @@ from .schema import ADAPTER, Quantize, Recipe
 
 
 class _Config(BaseModel):
-    """The keys of adapter_config.json that are used here or by PEFT, which checks no types. Other keys are ignored."""
+    """The keys of adapter_config.json that are used here or by PEFT, which checks no types.
+    Other keys are ignored.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -45,10 +48,11 @@ class _Config(BaseModel):
 
 
 def adapter_config(folder: str | Path) -> dict[str, Any] | None:
-    """The contents of a folder's adapter_config.json, with the base model's path; None if the folder has none.
+    """The contents of a folder's adapter_config.json, with the base model's path; None if the
+    folder has none.
 
-    Raises UserError for pickled weights, an adapter that is not LoRA, a field of the wrong type, and a base that is
-    itself an adapter.
+    Raises UserError for pickled weights, an adapter that is not LoRA, a field of the wrong type,
+    and a base that is itself an adapter.
     """
     file = resolve_path(str(folder)) / ADAPTER
     if not file.is_file():
@@ -57,22 +61,33 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
     if not isinstance(config, dict):
         raise UserError(f"{folder}: {ADAPTER} is not a JSON object; restore this file")
     if not (file.parent / "adapter_model.safetensors").is_file():
-        raise UserError(f"{folder}: the adapter has no adapter_model.safetensors; save its weights as safetensors")
+        raise UserError(
+            f"{folder}: the adapter has no adapter_model.safetensors; save its weights as safetensors"
+        )
     name = config.get("base_model_name_or_path")
     if not name:
-        raise UserError(f"{folder}: {ADAPTER} has no base model; add base_model_name_or_path to this file")
+        raise UserError(
+            f"{folder}: {ADAPTER} has no base model; add base_model_name_or_path to this file"
+        )
     if config.get("peft_type") != "LORA":
-        raise UserError(f"{folder} is an adapter of type {config.get('peft_type')!s:.40}; name a LoRA adapter instead")
+        raise UserError(
+            f"{folder} is an adapter of type {config.get('peft_type')!s:.40}; name a LoRA adapter instead"
+        )
     try:
         _Config.model_validate(config)
     except ValidationError as error:
         problems = from_pydantic(error)[:3]
-        raise UserError(*(f"{folder}: {ADAPTER}: {dotted(key[:2])}: {message}" for key, message in problems)) from None
+        raise UserError(
+            *(f"{folder}: {ADAPTER}: {dotted(key[:2])}: {message}" for key, message in problems)
+        ) from None
     if not isinstance(name, str) or not name.isprintable():
-        raise UserError(f"{folder}: base_model_name_or_path: found {name!r:.80}; write a folder's path or a hub name")
+        raise UserError(
+            f"{folder}: base_model_name_or_path: found {name!r:.80}; write a folder's path or a hub name"
+        )
     beside, base = file.parent.parent / "start", resolve_path(name)
     if base.name == "start" and not base.is_dir() and beside.is_dir():
-        name = str(beside.resolve())  # the run folder was moved, with the random starting weights in it
+        # the run folder was moved, with the random starting weights in it
+        name = str(beside.resolve())
     elif (base / ADAPTER).is_file():
         raise UserError(
             f"{file.parent}: the base model {name} is an adapter too; merge {name}, and write the merged model's "
@@ -87,7 +102,8 @@ def is_adapter(model: str) -> bool:
 
 
 def estimated_parameters(model: str) -> int | None:
-    """About the number of parameters of a model in a folder, from its config.json; None if that does not show it.
+    """About the number of parameters of a model in a folder, from its config.json; None if that
+    does not show it.
 
     Of a transformer with gated layers: embeddings, head, and the matrices of attention and MLPs.
     """
@@ -105,7 +121,9 @@ def estimated_parameters(model: str) -> int | None:
 
 
 def is_local(path: str) -> bool:
-    """Whether a model or dataset is named by a path: the hub's names are `name` or `owner/name`, without a suffix."""
+    """Whether a model or dataset is named by a path: the hub's names are `name` or `owner/name`,
+    without a suffix.
+    """
     local = local_path(path)
     return (
         path.startswith((PREFIX, PYTHON, "/", "./", "../", "~"))
@@ -117,7 +135,9 @@ def is_local(path: str) -> bool:
 
 
 def model_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[str]:
-    """The problems of the model or adapter at `path`. tokenizer: model.tokenizer, in the place of the folder's."""
+    """The problems of the model or adapter at `path`.
+    tokenizer: model.tokenizer, in the place of the folder's.
+    """
     if not is_local(path):
         message = (
             "init_seed needs a local folder with a config.json, from which it makes random weights; remove init_seed "
@@ -137,23 +157,40 @@ def model_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[str
     if adapter is not None:
         base = adapter["base_model_name_or_path"]
         if init_seed is not None:
-            return [f"{path} is an adapter of trained weights, not of random weights; remove model.init_seed"]
+            return [
+                f"{path} is an adapter of trained weights, not of random weights; remove model.init_seed"
+            ]
         if is_local(base) and not Path(base).is_dir():
-            return [f"{path} is an adapter of {base}, which does not exist; restore this base model"]
+            return [
+                f"{path} is an adapter of {base}, which does not exist; restore this base model"
+            ]
         return model_problems(base, None)
     needed = ("config.json", "tokenizer_config.json") if tokenizer is None else ("config.json",)
     missing = [name for name in needed if not (folder / name).is_file()]
     if missing:
         is_run = (folder / "run.json").is_file() and (folder / "model").is_dir()
-        remedy = f"write {path.rstrip('/')}/model, the model of this run" if is_run else "name a model's folder"
+        remedy = (
+            f"write {path.rstrip('/')}/model, the model of this run"
+            if is_run
+            else "name a model's folder"
+        )
         return [f"{path} has no {' and no '.join(missing)}; {remedy}"]
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     if init_seed is None and not weights:
-        return [f"{path} has no weights (*.safetensors); add weights, or set model.init_seed for random weights"]
+        return [
+            f"{path} has no weights (*.safetensors); add weights, or set model.init_seed for random weights"
+        ]
     return []
 
 
-ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+ATTENTION = (
+    "eager",
+    "sdpa",
+    "flex_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+)
 KERNELS = "kernels-community/"
 """The owner of the kernels that transformers runs without asking; others could run any code."""
 
@@ -181,23 +218,32 @@ class Quantization(BaseModel):
     quantize: Quantize
     """`4bit`: NF4 with double quantization; `8bit`: LLM.int8; both by bitsandbytes."""
     dtype: Dtype
-    """Of the weights before they are quantized, and of those that are not: embeddings, head, norms, biases."""
+    """Of the weights before they are quantized, and of those that are not: embeddings, head, norms,
+    biases."""
     compute_dtype: Dtype
-    """Of the matrix products with 4-bit weights. LLM.int8 has its own: int8, of activations in float16."""
+    """Of the matrix products with 4-bit weights. LLM.int8 has its own: int8, of activations in
+    float16."""
 
 
 def quantization(recipe: Recipe) -> Quantization | None:
-    """The quantization of the weights that a run loads; None if it loads them as they are. recipe: resolved."""
+    """The quantization of the weights that a run loads; None if it loads them as they are.
+    recipe: resolved.
+    """
     if recipe.model.quantize is None:
         return None
-    return Quantization(quantize=recipe.model.quantize, dtype=recipe.model.dtype, compute_dtype=compute_dtype(recipe))
+    return Quantization(
+        quantize=recipe.model.quantize,
+        dtype=recipe.model.dtype,
+        compute_dtype=compute_dtype(recipe),
+    )
 
 
 def compute_dtype(recipe: Recipe) -> Dtype:
     """The dtype of the matrix products of the passes."""
     if recipe.trainer.get("fp16"):
         return "float16"
-    return "float32" if recipe.trainer.get("bf16") is False else "bfloat16"  # null: TRL takes bfloat16
+    # null: TRL takes bfloat16
+    return "float32" if recipe.trainer.get("bf16") is False else "bfloat16"
 
 
 def recorded_quantization(adapter: str | Path) -> Quantization | None:
@@ -216,7 +262,9 @@ def recorded_quantization(adapter: str | Path) -> Quantization | None:
 
 
 def refuse_unloadable(adapter: str | Path) -> None:
-    """Raise UserError if an adapter was trained on quantized weights and bitsandbytes is missing. Imports no torch."""
+    """Raise UserError if an adapter was trained on quantized weights and bitsandbytes is missing.
+    Imports no torch.
+    """
     if (recorded := recorded_quantization(adapter)) is not None:
         refuse_unquantizable(recorded.quantize, str(adapter))
 
@@ -224,7 +272,8 @@ def refuse_unloadable(adapter: str | Path) -> None:
 def refuse_unquantizable(quantize: str | None, place: str = "model.quantize") -> None:
     """Raise UserError if weights are to be quantized and bitsandbytes is missing.
 
-    Called before weights are loaded: a machine without bitsandbytes can import, check and plan such a recipe.
+    Called before weights are loaded: a machine without bitsandbytes can import, check and plan such
+    a recipe.
     """
     if quantize and importlib.util.find_spec("bitsandbytes") is None:
         remedy = "run `pip install 'soren-align[quantize]'`"
@@ -236,7 +285,9 @@ HUB_SECONDS = 3.0
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be used now: offline mode is off, and the hub answers, not only a proxy before it."""
+    """Whether the hub can be used now: offline mode is off, and the hub answers, not only a proxy
+    before it.
+    """
     from huggingface_hub import constants, get_session  # 0.2 s, of commands that mostly need no hub
 
     if constants.HF_HUB_OFFLINE:
@@ -248,7 +299,9 @@ def hub_answers() -> bool:
 
 
 def refuse_unreachable(recipe: Recipe) -> None:
-    """Raise OutOfReach if the model is on the hub alone, and the hub does not answer. Imports no torch."""
+    """Raise OutOfReach if the model is on the hub alone, and the hub does not answer.
+    Imports no torch.
+    """
     name = recipe.model.name_or_path
     if is_local(name):
         return
@@ -258,7 +311,11 @@ def refuse_unreachable(recipe: Recipe) -> None:
         return
     is_offline = recipe.run.offline or constants.HF_HUB_OFFLINE
     if is_offline or not hub_answers():
-        reason = "HF_HUB_OFFLINE or run.offline is set" if is_offline else f"{constants.ENDPOINT} does not answer"
+        reason = (
+            "HF_HUB_OFFLINE or run.offline is set"
+            if is_offline
+            else f"{constants.ENDPOINT} does not answer"
+        )
         raise OutOfReach(
             f"model {name}: is neither a folder nor in the cache, and {reason}; run `hf download {name} --local-dir "
             "FOLDER` on a machine with a network, and write FOLDER as model.name_or_path on this machine"

@@ -1,8 +1,9 @@
 """The optimizer section of a recipe: one class per optimizer, and one class per map of Soren.
 
-A new optimizer is one class here, with its name and the keys that only it has, and one member of `Optimizer`. A new map
-is a record in `spectral.maps`, of which its section here is made. Choices, checks, schema and documentation follow from
-them. Defaults and bounds come from `optimizer_settings`.
+A new optimizer is one class here, with its name and the keys that only it has, and one member of
+`Optimizer`. A new map is a record in `spectral.maps`, of which its section here is made. Choices,
+checks, schema and documentation follow from them. Defaults and bounds come from
+`optimizer_settings`.
 """
 
 import operator
@@ -74,7 +75,9 @@ Block = Annotated[
 
 
 class _MapSection(Section):
-    """The base of sections without source code, in which pydantic would look for docstrings: 1 s beside torch."""
+    """The base of sections without source code, in which pydantic would look for docstrings: 1 s
+    beside torch.
+    """
 
     model_config = ConfigDict(use_attribute_docstrings=False)
 
@@ -86,7 +89,9 @@ def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
     for key, setting in spectral_map.settings.items():
         kind: Any = dict[str, Any] | None if setting.default is None else type(setting.default)
         if setting.choices:
-            kind = Annotated[Literal[setting.choices], worded(f"write {' or '.join(map(str, setting.choices))}")]
+            kind = Annotated[
+                Literal[setting.choices], worded(f"write {' or '.join(map(str, setting.choices))}")
+            ]
         elif setting.bounds:
             kind = Annotated[kind, within(setting.bounds)]
         fields[key] = (kind, Field(setting.default, description=setting.doc))
@@ -123,7 +128,9 @@ if TYPE_CHECKING:
     Map = Any
 else:  # a union of as many members as there are maps is none that a type checker can read
     Map = Annotated[
-        reduce(operator.or_, (Annotated[section, Tag(name)] for name, section in MAP_SECTIONS.items())),
+        reduce(
+            operator.or_, (Annotated[section, Tag(name)] for name, section in MAP_SECTIONS.items())
+        ),
         Discriminator(lambda value: tag_of(value, MAP_SECTIONS)),
         BeforeValidator(_as_section),
     ]
@@ -138,37 +145,38 @@ class OptimizerSection(Section):
     other_names: ClassVar[dict[str, str]] = {"learning_rate": "lr"}
 
     name: Any
-    """The optimizer that updates the matrices (see the key `matrices`). AdamW updates all other parameters: norms,
-    biases and, by default, embeddings and output head."""
+    """The optimizer that updates the matrices (see the key `matrices`). AdamW updates all other
+    parameters: norms, biases and, by default, embeddings and output head."""
     matrices: Matrices = settings.MATRICES
-    """Which parameters are matrices. `inside-blocks`: the weights of linear layers inside the transformer blocks, and
-    of experts. `all-2d`: all parameters of two dimensions, including embeddings, output head and routers, as in the
-    code that the authors of the Soren paper released."""
+    """Which parameters are matrices. `inside-blocks`: the weights of linear layers inside the
+    transformer blocks, and of experts. `all-2d`: all parameters of two dimensions, including
+    embeddings, output head and routers, as in the code that the authors of the Soren paper
+    released."""
     lr: Positive
     """Peak learning rate of the matrices."""
     aux_lr: Positive | None = None
-    """Peak learning rate of the other parameters. null: equal to `lr`, also if --set or a study changes `lr`. If
-    `adjust_lr_fn` is `none` or `original`, set `aux_lr`, because `lr` is then not comparable with AdamW's learning
-    rate."""
+    """Peak learning rate of the other parameters. null: equal to `lr`, also if --set or a study
+    changes `lr`. If `adjust_lr_fn` is `none` or `original`, set `aux_lr`, because `lr` is then not
+    comparable with AdamW's learning rate."""
     weight_decay: NonNegative = settings.WEIGHT_DECAY
-    """Decoupled weight decay of the matrices. Each step multiplies the weights by 1 - `lr` x `weight_decay`; the scale
-    of `adjust_lr_fn` has no effect on this factor."""
+    """Decoupled weight decay of the matrices. Each step multiplies the weights by 1 - `lr` x
+    `weight_decay`; the scale of `adjust_lr_fn` has no effect on this factor."""
     aux_weight_decay: NonNegative = settings.AUX_WEIGHT_DECAY
     """Decoupled weight decay of the other parameters."""
     compensation: Compensation | None = None
-    """For bfloat16 parameters. `kahan`: store the rounding error of each weight in 16 more bits, so that small updates
-    add up as in float32. `none`: store no rounding errors. null: the same as `none`, but an error if the parameters are
-    bfloat16 and there are no float32 master weights."""
+    """For bfloat16 parameters. `kahan`: store the rounding error of each weight in 16 more bits, so
+    that small updates add up as in float32. `none`: store no rounding errors. null: the same as
+    `none`, but an error if the parameters are bfloat16 and there are no float32 master weights."""
     states: States | None = None
-    """`8bit`: store the momentum and AdamW's moments in 8 bits per number, with one scale per 256 numbers. null:
-    `float32`."""
+    """`8bit`: store the momentum and AdamW's moments in 8 bits per number, with one scale per 256
+    numbers. null: `float32`."""
     betas: Annotated[list[Coefficient], Field(min_length=2, max_length=2)] = list(settings.BETAS)
     """AdamW's betas: the coefficients of its two running averages."""
     eps: Positive = settings.EPS
     """AdamW's epsilon, which is added to the denominator."""
     aux: list[str] = []
-    """Names of further parameters that AdamW updates. `*` matches anything. A name that matches no parameter is an
-    error."""
+    """Names of further parameters that AdamW updates. `*` matches anything. A name that matches no
+    parameter is an error."""
 
     @property
     def routing(self) -> dict[str, Any]:
@@ -189,7 +197,11 @@ class OptimizerSection(Section):
     def map_precision(self, num_rows: int, on_gpu: bool) -> FactorPrecision:
         """The precision of the map's factors for a matrix of so many rows (its shorter side)."""
         precision: Precision = getattr(self, "precision", settings.PRECISION)
-        return self.spectral_map.factor_precision(precision, num_rows, on_gpu) if self.spectral_map else "float32"
+        return (
+            self.spectral_map.factor_precision(precision, num_rows, on_gpu)
+            if self.spectral_map
+            else "float32"
+        )
 
     @property
     def map_title(self) -> str:
@@ -207,44 +219,51 @@ class MatrixOptimizer(OptimizerSection):
 
     own_map: ClassVar[SpectralMap]
     module: ClassVar[str] = ""
-    """Of another package's optimizer: the module that defines its class, a named `optim.SpectralOptimizer`."""
+    """Of another package's optimizer: the module that defines its class, a named
+    `optim.SpectralOptimizer`."""
 
     momentum: Coefficient = settings.MOMENTUM
     """Coefficient of the exponential moving average of the matrices' gradients."""
     nesterov: bool = settings.NESTEROV
-    """true: the map's input is the Nesterov average of gradient and momentum. false: it is the momentum."""
+    """true: the map's input is the Nesterov average of gradient and momentum. false: it is the
+    momentum."""
     adjust_lr_fn: Annotated[
         AdjustLrFn, BeforeValidator(lambda value: settings.ADJUST_LR_FN if value is None else value)
     ] = settings.ADJUST_LR_FN
-    """The factor by which the learning rate of an m x n matrix is multiplied. `match_rms_measured`: 0.2 / RMS of the
-    map's output. With this factor, the numbers of every update have a root mean square (RMS) of 0.2 `lr`, so you can
-    use AdamW's learning rates. `match_rms_adamw`: 0.2 sqrt(max(m, n)), and 0.4 sqrt(max(m, n)) for Soren. With this
-    factor, an update has an RMS of 0.2 `lr` only if the momentum has no small singular values. `original`: sqrt(max(1,
-    m/n)). `none`: 1, as in the paper's text."""
+    """The factor by which the learning rate of an m x n matrix is multiplied. `match_rms_measured`:
+    0.2 / RMS of the map's output. With this factor, the numbers of every update have a root mean
+    square (RMS) of 0.2 `lr`, so you can use AdamW's learning rates. `match_rms_adamw`: 0.2
+    sqrt(max(m, n)), and 0.4 sqrt(max(m, n)) for Soren. With this factor, an update has an RMS of
+    0.2 `lr` only if the momentum has no small singular values. `original`: sqrt(max(1, m/n)).
+    `none`: 1, as in the paper's text."""
     match_rms: Positive | Literal["adamw"] | None = None
-    """The number that replaces 0.2 in the two `match_rms_` values of `adjust_lr_fn`. `adamw`: sqrt((1 - b) / (1 + b)),
-    where b is the first of the `betas`; 0.23 for b = 0.9. AdamW's updates have this RMS if the gradients are noise with
-    a mean of zero. null: 0.2."""
+    """The number that replaces 0.2 in the two `match_rms_` values of `adjust_lr_fn`. `adamw`:
+    sqrt((1 - b) / (1 + b)), where b is the first of the `betas`; 0.23 for b = 0.9. AdamW's updates
+    have this RMS if the gradients are noise with a mean of zero. null: 0.2."""
     map_input: MapInput | None = None
-    """`sign`: apply the map to the sign of each number of the momentum, as AdaMuon does. null: `momentum`."""
+    """`sign`: apply the map to the sign of each number of the momentum, as AdaMuon does. null:
+    `momentum`."""
     second_moment: SecondMoment | None = None
-    """Divide the map's output by the square root of a running average of its squares, and restore its norm. `rows`:
-    average the mean square of each row, as NorMuon does (arXiv 2510.05491); this stores one number per output of a
-    layer. `elements`: average each square, as AdaMuon does (arXiv 2507.11005, which also has `map_input: sign`); this
-    stores one number per weight. null: `none`."""
+    """Divide the map's output by the square root of a running average of its squares, and restore
+    its norm. `rows`: average the mean square of each row, as NorMuon does (arXiv 2510.05491); this
+    stores one number per output of a layer. `elements`: average each square, as AdaMuon does (arXiv
+    2507.11005, which also has `map_input: sign`); this stores one number per weight. null:
+    `none`."""
     second_moment_beta: Coefficient | None = None
     """Coefficient of the running average of `second_moment`. null: 0.95."""
 
     split: dict[str, Annotated[list[Block], Field(min_length=1)]] = {}
-    """Split fused weights, such as the projections of q, k and v in one matrix, into blocks. Soren treats each
-    block as a separate matrix: `{"*qkv_proj": [q, k, v], "*gate_up_proj": [gate, up]}`. `*` matches anything. A block
-    is the name of a projection, whose size is in the model's config, or a row count. `[heads]` makes one block for each
-    attention head. A name that matches no matrix is an error."""
+    """Split fused weights, such as the projections of q, k and v in one matrix, into blocks. Soren
+    treats each block as a separate matrix: `{"*qkv_proj": [q, k, v], "*gate_up_proj": [gate, up]}`.
+    `*` matches anything. A block is the name of a projection, whose size is in the model's config,
+    or a row count. `[heads]` makes one block for each attention head. A name that matches no matrix
+    is an error."""
     lora_update: LoraUpdate | None = None
-    """How the optimizer updates the two factors A and B of a LoRA adapter. `factors`: it treats each factor as a
-    separate matrix. `product`: it updates both factors together, so that the change of the product B A depends only on
-    this product (arXiv 2606.12921). `adjust_lr_fn` and `weight_decay` then apply to the product, and you can use the
-    learning rates of a training without an adapter. null: `factors`."""
+    """How the optimizer updates the two factors A and B of a LoRA adapter. `factors`: it treats
+    each factor as a separate matrix. `product`: it updates both factors together, so that the
+    change of the product B A depends only on this product (arXiv 2606.12921). `adjust_lr_fn` and
+    `weight_decay` then apply to the product, and you can use the learning rates of a training
+    without an adapter. null: `factors`."""
 
     @property
     def spectral_map(self) -> SpectralMap:
@@ -261,14 +280,24 @@ class MatrixOptimizer(OptimizerSection):
         """Name, map and scale: "soren (released, the authors' code, K = 5; scale original)"."""
         parts = [self.map_title, "map of signs" if self.map_input == "sign" else ""]
         parts.append("LoRA as the product" if self.lora_update == "product" else "")
-        parts.append(f"second moment of {self.second_moment}" if self.second_moment not in (None, "none") else "")
-        parts.append(f"scale {self.adjust_lr_fn}{'' if self.match_rms is None else f', RMS {self.rms:.3g}'}")
+        parts.append(
+            f"second moment of {self.second_moment}"
+            if self.second_moment not in (None, "none")
+            else ""
+        )
+        parts.append(
+            f"scale {self.adjust_lr_fn}{'' if self.match_rms is None else f', RMS {self.rms:.3g}'}"
+        )
         return f"{self.name} ({'; '.join(part for part in parts if part)})"
 
     @property
     def rms(self) -> float:
         """The RMS of an update at learning rate 1 with a `match_rms_` scale."""
-        return settings.adamw_rms(self.betas[0]) if self.match_rms == "adamw" else self.match_rms or settings.MATCH_RMS
+        return (
+            settings.adamw_rms(self.betas[0])
+            if self.match_rms == "adamw"
+            else self.match_rms or settings.MATCH_RMS
+        )
 
 
 class SorenSettings(MatrixOptimizer):
@@ -278,17 +307,18 @@ class SorenSettings(MatrixOptimizer):
 
     name: Literal["soren"]
     map: Map = next(iter(MAP_SECTIONS.values()))()
-    """The map, which is the function of the singular values of the momentum. If you write only the name of a map, its
-    settings have their default values."""
+    """The map, which is the function of the singular values of the momentum. If you write only the
+    name of a map, its settings have their default values."""
     workspace_mb: NonNegative | None = None
-    """The maps of matrices of equal shape are computed together, in batches that need at most this memory, in MB (2^20
-    bytes). A matrix that needs more memory is a batch of its own. null: 16 on a CPU, 2048 elsewhere."""
+    """The maps of matrices of equal shape are computed together, in batches that need at most this
+    memory, in MB (2^20 bytes). A matrix that needs more memory is a batch of its own. null: 16 on a
+    CPU, 2048 elsewhere."""
     precision: Precision = settings.PRECISION
-    """The dtype of the numbers that the map's matrix products multiply. The products are summed in float32. `auto`:
-    float16 for minimax on a GPU if the matrix has at least 64 rows, otherwise float32. In an emulation on recorded
-    momenta, the float16 update differs from the float32 update by less than 1%. `minimax` and maps by a formula accept
-    all values. `sns` accepts auto, float32 and bfloat16. `released` accepts auto and float32. `exact` accepts only
-    auto."""
+    """The dtype of the numbers that the map's matrix products multiply. The products are summed in
+    float32. `auto`: float16 for minimax on a GPU if the matrix has at least 64 rows, otherwise
+    float32. In an emulation on recorded momenta, the float16 update differs from the float32 update
+    by less than 1%. `minimax` and maps by a formula accept all values. `sns` accepts auto, float32
+    and bfloat16. `released` accepts auto and float32. `exact` accepts only auto."""
 
     @property
     def spectral_map(self) -> SpectralMap:
@@ -332,13 +362,19 @@ class AdamWSettings(OptimizerSection):
 
 
 def _problem(section: Any, name: str) -> str:
-    """What keeps another package's section from being an optimizer of recipes; "" if nothing does."""
+    """What keeps another package's section from being an optimizer of recipes; "" if nothing
+    does.
+    """
     if not (isinstance(section, type) and issubclass(section, MatrixOptimizer)):
         return "it must be a subclass of soren_align.recipe.MatrixOptimizer"
     own = section.model_fields["name"].annotation
     if own != Literal[name]:
         return f"its key `name` must have the type Literal[{name!r}]"
-    return "" if getattr(section, "module", "") else "it has no `module`, whose import defines the optimizer"
+    return (
+        ""
+        if getattr(section, "module", "")
+        else "it has no `module`, whose import defines the optimizer"
+    )
 
 
 _OWN: dict[str, type[OptimizerSection]] = {
@@ -352,6 +388,9 @@ if TYPE_CHECKING:
     Optimizer = SorenSettings | MuonSettings | HTMuonSettings | AdamWSettings
 else:
     Optimizer = Annotated[
-        reduce(operator.or_, (Annotated[section, Tag(name)] for name, section in OPTIMIZER_SECTIONS.items())),
+        reduce(
+            operator.or_,
+            (Annotated[section, Tag(name)] for name, section in OPTIMIZER_SECTIONS.items()),
+        ),
         Discriminator(lambda value: tag_of(value, OPTIMIZER_SECTIONS)),
     ]

@@ -1,7 +1,8 @@
 """`run.parallel`: how several processes share a model, and which configs are refused.
 
-A DeepSpeed or FSDP config determines how tensors are sharded. Optimizer, clipping, accumulation and schedule belong to
-the recipe; a config that sets them too is refused, because DeepSpeed would silently use its own values.
+A DeepSpeed or FSDP config determines how tensors are sharded. Optimizer, clipping, accumulation and
+schedule belong to the recipe; a config that sets them too is refused, because DeepSpeed would
+silently use its own values.
 """
 
 from collections.abc import Iterator
@@ -34,14 +35,30 @@ _ELSEWHERE = {
 _OFF = {"mics_shard_size": -1, "zero_hpz_partition_size": 1}
 _ZERO_UNSUPPORTED = {
     "round_robin_gradients": "with this key DeepSpeed writes wrong numbers into universal checkpoints",
-    **dict.fromkeys(("zenflow", "super_offload"), "this key updates parameters outside of the optimizer"),
-    **dict.fromkeys(_OFF, "this key shards matrices over several groups of processes, which is untested"),
+    **dict.fromkeys(
+        ("zenflow", "super_offload"), "this key updates parameters outside of the optimizer"
+    ),
+    **dict.fromkeys(
+        _OFF, "this key shards matrices over several groups of processes, which is untested"
+    ),
     **dict.fromkeys(("zero_quantized_weights", "zero_quantized_gradients"), "this key is untested"),
 }
 
-# The keys of accelerate's `fsdp_config` that transformers reads for FSDP2; it silently ignores all others.
-_FSDP_READ = {"version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type"}
-_FSDP_READ |= {"reshard_after_forward", "offload_params", "activation_checkpointing", "cpu_ram_efficient_loading"}
+# The keys of accelerate's `fsdp_config` that transformers reads for FSDP2; it silently ignores all
+# others.
+_FSDP_READ = {
+    "version",
+    "auto_wrap_policy",
+    "transformer_layer_cls_to_wrap",
+    "min_num_params",
+    "state_dict_type",
+}
+_FSDP_READ |= {
+    "reshard_after_forward",
+    "offload_params",
+    "activation_checkpointing",
+    "cpu_ram_efficient_loading",
+}
 _COMMUNICATION = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -68,11 +85,15 @@ class Parallel:
         """The dtype in which ZeRO and FSDP2 average gradients over the processes."""
         if self.kind == "fsdp2":
             return "float32"  # sharding.engine.sum_in_float32
-        return _COMMUNICATION.get(str(self.config.get("communication_data_type")).lower(), compute_dtype)
+        return _COMMUNICATION.get(
+            str(self.config.get("communication_data_type")).lower(), compute_dtype
+        )
 
 
 def gradient_notice(name_or_path: str, compute_dtype: str) -> list[str]:
-    """A notice if a DeepSpeed config averages gradients over the processes in a dtype narrower than float32."""
+    """A notice if a DeepSpeed config averages gradients over the processes in a dtype narrower than
+    float32.
+    """
     shared = parallel(name_or_path)
     if shared.kind != "zero" or (dtype := shared.gradient_dtype(compute_dtype)) == "float32":
         return []
@@ -84,42 +105,70 @@ def gradient_notice(name_or_path: str, compute_dtype: str) -> list[str]:
 
 
 def parallel(name_or_path: str) -> Parallel:
-    """The configuration of `run.parallel`: one of NAMES, a DeepSpeed config (.json), or accelerate's for FSDP (.yaml).
+    """The configuration of `run.parallel`: one of NAMES, a DeepSpeed config (.json), or
+    accelerate's for FSDP (.yaml).
 
-    Raises UserError, with every mistake, for a file that cannot be read or has settings that are not supported.
+    Raises UserError, with every mistake, for a file that cannot be read or has settings that are
+    not supported.
     """
     if name_or_path == "ddp":
         return Parallel("ddp")
     if name_or_path in NAMES:
-        folder, suffix = ("accelerate", "yaml") if name_or_path == "fsdp2" else ("deepspeed", "json")
+        folder, suffix = (
+            ("accelerate", "yaml") if name_or_path == "fsdp2" else ("deepspeed", "json")
+        )
         path = shipped.ROOT / "configs" / folder / f"{name_or_path}.{suffix}"
     else:
         path = resolve_path(name_or_path)
     if path.suffix not in (".json", ".yaml", ".yml") or not path.is_file():
-        hint = did_you_mean(name_or_path.lower(), NAMES, f"write {', '.join(NAMES)}, or a file's path (.json, .yaml)")
+        hint = did_you_mean(
+            name_or_path.lower(),
+            NAMES,
+            f"write {', '.join(NAMES)}, or a file's path (.json, .yaml)",
+        )
         raise UserError(f"found {name_or_path!r}, which is neither a known name nor a file{hint}")
     text = read_text(path)
-    config = parse_json(text, path.name) if path.suffix == ".json" else parse_yaml(text, path.name)[0]
+    config = (
+        parse_json(text, path.name) if path.suffix == ".json" else parse_yaml(text, path.name)[0]
+    )
     if not isinstance(config, dict):
-        raise UserError(f"{path.name}: is not a mapping of keys to values; write a config of DeepSpeed or accelerate")
+        raise UserError(
+            f"{path.name}: is not a mapping of keys to values; write a config of DeepSpeed or accelerate"
+        )
     if path.suffix == ".json":
         if wrong := list(_deepspeed_problems(config)):
             raise UserError(*(f"{path.name}: {problem}" for problem in wrong))
         zero = dict(config["zero_optimization"])
         if zero["stage"] == 3:
-            zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)  # else the saved model is empty
-        # The keys that every config needs: "auto" for the recipe's settings, and no optimizer of its own.
-        filled = {**dict.fromkeys(_FILLED, "auto"), "bf16": {"enabled": "auto"}, "zero_force_ds_cpu_optimizer": False}
-        return Parallel("zero", {**filled, "steps_per_print": 10**9, **config, "zero_optimization": zero})
+            # else the saved model is empty
+            zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
+        # The keys that every config needs: "auto" for the recipe's settings, and no optimizer of
+        # its own.
+        filled = {
+            **dict.fromkeys(_FILLED, "auto"),
+            "bf16": {"enabled": "auto"},
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        return Parallel(
+            "zero", {**filled, "steps_per_print": 10**9, **config, "zero_optimization": zero}
+        )
     kind, fsdp = config.get("distributed_type"), config.get("fsdp_config")
     if kind != "FSDP" or not isinstance(fsdp, dict):
-        raise UserError(f"{path.name}: distributed_type is {kind!r}; write FSDP, and add an fsdp_config")
+        raise UserError(
+            f"{path.name}: distributed_type is {kind!r}; write FSDP, and add an fsdp_config"
+        )
     fsdp = {key.removeprefix("fsdp_"): value for key, value in fsdp.items()}
     if fsdp.get("version") != 2:
         raise UserError(f"{path.name}: fsdp_version is {fsdp.get('version')!r}; write 2")
-    wrong = [f"fsdp_{key}: has no effect under FSDP2; remove this key" for key in fsdp if key not in _FSDP_READ]
+    wrong = [
+        f"fsdp_{key}: has no effect under FSDP2; remove this key"
+        for key in fsdp
+        if key not in _FSDP_READ
+    ]
     if (mixed := config.get("mixed_precision")) not in (None, False, "no"):
-        wrong.append(f"mixed_precision: found {mixed!r}, but trainer.bf16 sets the precision; write 'no'")
+        wrong.append(
+            f"mixed_precision: found {mixed!r}, but trainer.bf16 sets the precision; write 'no'"
+        )
     if wrong:
         raise UserError(*(f"{path.name}: {problem}" for problem in wrong))
     return Parallel("fsdp2", fsdp)
@@ -129,10 +178,19 @@ def _deepspeed_problems(config: dict[str, Any]) -> Iterator[str]:
     zero = config.get("zero_optimization")
     inside = zero if isinstance(zero, dict) else {}
     sections = {key: config.get(key) for key in ("bf16", "fp16")}
-    sections |= {f"zero_optimization.{key}": inside.get(key) for key in ("offload_optimizer", "offload_param")}
-    no_mappings = {key: value for key, value in sections.items() if value is not None and not isinstance(value, dict)}
+    sections |= {
+        f"zero_optimization.{key}": inside.get(key)
+        for key in ("offload_optimizer", "offload_param")
+    }
+    no_mappings = {
+        key: value
+        for key, value in sections.items()
+        if value is not None and not isinstance(value, dict)
+    }
     if no_mappings:
-        yield from (f"{key}: found {value!r}; write a mapping" for key, value in no_mappings.items())
+        yield from (
+            f"{key}: found {value!r}; write a mapping" for key, value in no_mappings.items()
+        )
         return
     for key, reason in _ELSEWHERE.items():
         if config.get(key):
@@ -168,9 +226,11 @@ def _deepspeed_problems(config: dict[str, Any]) -> Iterator[str]:
 
 
 def accumulation(recipe: Recipe, num_ranks: int) -> int:
-    """Micro-batches per optimizer step and process: of run.global_batch_size = micro-batch size x these x processes.
+    """Micro-batches per optimizer step and process: of run.global_batch_size = micro-batch size x
+    these x processes.
 
-    With run.global_batch_size it follows from the number of processes. Raises UserError if that number does not fit.
+    With run.global_batch_size it follows from the number of processes. Raises UserError if that
+    number does not fit.
     """
     batch = recipe.run.global_batch_size
     if batch is None:
@@ -193,11 +253,17 @@ def accumulation(recipe: Recipe, num_ranks: int) -> int:
 
 
 def global_batch(recipe: Recipe, num_ranks: int) -> tuple[int, str]:
-    """Examples per optimizer step, or packed sequences, also as a product: (64, "2 processes x 16 examples x
-    accumulation 2")."""
-    steps, per_device = accumulation(recipe, num_ranks), trainer_value(recipe, "per_device_train_batch_size")
+    """Examples per optimizer step, or packed sequences, also as a product: (64, "2 processes x 16
+    examples x accumulation 2")."""
+    steps, per_device = (
+        accumulation(recipe, num_ranks),
+        trainer_value(recipe, "per_device_train_batch_size"),
+    )
     processes = "1 process" if num_ranks == 1 else f"{num_ranks} processes"
-    return num_ranks * per_device * steps, f"{processes} x {per_device} {batch_unit(recipe)} x accumulation {steps}"
+    return (
+        num_ranks * per_device * steps,
+        f"{processes} x {per_device} {batch_unit(recipe)} x accumulation {steps}",
+    )
 
 
 def batch_unit(recipe: Recipe) -> str:
@@ -210,12 +276,21 @@ FEW_STEPS = 10
 
 
 def few_steps(recipe: Recipe, num_steps: int, num_ranks: int) -> str | None:
-    """A notice about a run of less than FEW_STEPS optimizer steps; None if there are more, or max_steps sets them."""
+    """A notice about a run of less than FEW_STEPS optimizer steps; None if there are more, or
+    max_steps sets them.
+    """
     if num_steps >= FEW_STEPS or trainer_value(recipe, "max_steps") > 0:
         return None
     size, _ = global_batch(recipe, num_ranks)
-    key = "run.global_batch_size" if recipe.run.global_batch_size else "trainer.gradient_accumulation_steps"
-    if not recipe.run.global_batch_size and trainer_value(recipe, "gradient_accumulation_steps") == 1:
+    key = (
+        "run.global_batch_size"
+        if recipe.run.global_batch_size
+        else "trainer.gradient_accumulation_steps"
+    )
+    if (
+        not recipe.run.global_batch_size
+        and trainer_value(recipe, "gradient_accumulation_steps") == 1
+    ):
         key = "trainer.per_device_train_batch_size"
     return (
         f"the whole run has only {num_steps} optimizer step{'s' * (num_steps != 1)} of {size} {batch_unit(recipe)}, in "

@@ -1,4 +1,6 @@
-"""Published perplexities, such as eval/paper/pretraining.yaml: shown after a pre-training, and never compared."""
+"""Published perplexities, such as eval/paper/pretraining.yaml: shown after a pre-training, and
+never compared.
+"""
 
 from typing import Annotated
 
@@ -13,15 +15,20 @@ from ..core.files import read_text, resolve_path
 class PublishedModel(Section):
     """The runs of one model."""
 
-    perplexities: Annotated[dict[str, Annotated[float, Field(gt=1, allow_inf_nan=False)]], Field(min_length=1)]
+    perplexities: Annotated[
+        dict[str, Annotated[float, Field(gt=1, allow_inf_nan=False)]], Field(min_length=1)
+    ]
     """By optimizer."""
     num_batches: Annotated[int, Field(ge=1)] | None = None
-    """N of a validation loop that divides the sum of N losses by N + 1. null: unknown, or the loop is right."""
+    """N of a validation loop that divides the sum of N losses by N + 1. null: unknown, or the loop
+    is right."""
 
     def corrected(self) -> dict[str, float]:
         """The perplexities of the sum divided by N; empty if N is unknown."""
         n = self.num_batches
-        return {name: value ** ((n + 1) / n) for name, value in self.perplexities.items()} if n else {}
+        return (
+            {name: value ** ((n + 1) / n) for name, value in self.perplexities.items()} if n else {}
+        )
 
 
 class PublishedPerplexities(Section):
@@ -36,7 +43,9 @@ class PublishedPerplexities(Section):
 
 
 def load_perplexities(name_or_path: str) -> PublishedPerplexities:
-    """Read a shipped table ('paper/pretraining') or a YAML file of the same form. Raises UserError with all errors."""
+    """Read a shipped table ('paper/pretraining') or a YAML file of the same form.
+    Raises UserError with all errors.
+    """
     known = shipped.perplexities()
     path = known.get(name_or_path) or resolve_path(name_or_path)
     if not path.is_file():
@@ -47,10 +56,15 @@ def load_perplexities(name_or_path: str) -> PublishedPerplexities:
 
 
 def describe_published(table: PublishedPerplexities, model: str) -> list[str]:
-    """Return the lines of a model: the perplexities, those corrected for the loop's division, and the source."""
+    """Return the lines of a model: the perplexities, those corrected for the loop's division, and
+    the source.
+    """
     runs = table.models[model]
     parts = {f"published for {model} on {table.data}, not compared": runs.perplexities}
     if n := runs.num_batches:
         parts[f"corrected, if their loop divided {n} losses by {n + 1}"] = runs.corrected()
-    lines = [f"{head}: {', '.join(f'{name} {value:.2f}' for name, value in of.items())}" for head, of in parts.items()]
+    lines = [
+        f"{head}: {', '.join(f'{name} {value:.2f}' for name, value in of.items())}"
+        for head, of in parts.items()
+    ]
     return [*lines, table.source]

@@ -1,8 +1,9 @@
 """The fields of TRL's SFTConfig and DPOConfig, read from their source without importing them.
 
-Importing TRL takes ten seconds and torch; a typo should be reported within one. So the dataclasses of the *installed*
-TRL and transformers are parsed, never executed. tests/recipe/test_trl_config.py compares the result with
-`dataclasses.fields` of the real classes, so that an upgrade which changes their style is noticed.
+Importing TRL takes ten seconds and torch; a typo should be reported within one. So the dataclasses
+of the *installed* TRL and transformers are parsed, never executed. tests/recipe/test_trl_config.py
+compares the result with `dataclasses.fields` of the real classes, so that an upgrade which changes
+their style is noticed.
 """
 
 import ast
@@ -39,15 +40,23 @@ ELSEWHERE = {
     "eos_token": "write model.eos_token",
     "trust_remote_code": "soren-align does not run a model's remote code; use a model that transformers supports",
     "dataset_text_field": "write data.train.columns instead, if the column with the text is not named text",
-    **dict.fromkeys(("dataset_kwargs", "remove_unused_columns"), "write the keys of the data section"),
+    **dict.fromkeys(
+        ("dataset_kwargs", "remove_unused_columns"), "write the keys of the data section"
+    ),
     **dict.fromkeys(("disable_tqdm", "log_level", "log_level_replica"), _PROGRESS),
-    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "the command determines this value; remove this key"),
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), "write run.parallel"),
+    **dict.fromkeys(
+        ("do_train", "do_eval", "do_predict"), "the command determines this value; remove this key"
+    ),
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), "write run.parallel"
+    ),
     **dict.fromkeys(("accelerator_config", "local_rank"), _PROCESSES),
     "save_only_model": "a checkpoint without its optimizer cannot be resumed; remove this key",
     "ignore_data_skip": "a resumed run must train on the same examples as an uninterrupted run; remove this key",
     "auto_find_batch_size": "this key changes the batch size silently; write per_device_train_batch_size",
-    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"), _PUSH),
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"), _PUSH
+    ),
     "hub_token": "every run folder has a copy of the recipe, also of the token; remove this key and set HF_TOKEN",
 }
 
@@ -74,11 +83,19 @@ RENAMED = {
 }
 
 # Bounds that TRL and transformers check late, or not at all.
-AT_LEAST: dict[str, int] = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 1)
-AT_LEAST |= {"gradient_accumulation_steps": 1, "max_length": 2, "save_total_limit": 1, "max_steps": -1}
+AT_LEAST: dict[str, int] = dict.fromkeys(
+    ("per_device_train_batch_size", "per_device_eval_batch_size"), 1
+)
+AT_LEAST |= {
+    "gradient_accumulation_steps": 1,
+    "max_length": 2,
+    "save_total_limit": 1,
+    "max_steps": -1,
+}
 AT_LEAST |= dict.fromkeys(("seed", "warmup_steps", "max_grad_norm", "dataloader_num_workers"), 0)
 AT_MOST: dict[str, int] = dict.fromkeys(("seed", "data_seed"), 2**32 - 1)  # numpy's
-AT_MOST |= dict.fromkeys(("dataloader_num_workers", "dataset_num_proc"), 256)  # each is a process, of every rank
+# each is a process, of every rank
+AT_MOST |= dict.fromkeys(("dataloader_num_workers", "dataset_num_proc"), 256)
 ABOVE = {"num_train_epochs": 0, "logging_steps": 0, "save_steps": 0, "eval_steps": 0, "beta": 0}
 _LIMITS = ((AT_LEAST, lt, "of at least"), (AT_MOST, gt, "of at most"), (ABOVE, le, "above"))
 
@@ -103,7 +120,9 @@ def fields(task: str) -> dict[str, Field]:
     enums: dict[str, Any] = {}  # string enums: class name -> its values
     for module in ("trainer_utils", "training_args"):
         for node in _tree(transformers / f"{module}.py").body:
-            if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "ExplicitEnum" for base in node.bases):
+            if isinstance(node, ast.ClassDef) and any(
+                ast.unparse(base) == "ExplicitEnum" for base in node.bases
+            ):
                 values = [s.value for s in node.body if isinstance(s, ast.Assign)]
                 enums[node.name] = tuple(v.value for v in values if isinstance(v, ast.Constant))
     known: dict[str, Field] = {}
@@ -117,18 +136,28 @@ def fields(task: str) -> dict[str, Field]:
 
 
 def recipe_key(name: str) -> str | None:
-    """The key of a recipe that another tool's option means: optimizer.lr for learning_rate; None if there is none."""
+    """The key of a recipe that another tool's option means: optimizer.lr for learning_rate; None if
+    there is none.
+    """
     if meant := re.match(r"write ([\w.]*\w)", (ELSEWHERE | RENAMED).get(name, "")):
         name = meant[1]
     elif name in ELSEWHERE:
         return None
-    return name if "." in name else next((f"trainer.{name}" for task in TASKS if name in fields(task)), None)
+    return (
+        name
+        if "." in name
+        else next((f"trainer.{name}" for task in TASKS if name in fields(task)), None)
+    )
 
 
 def problems(task: str, values: dict[str, Any]) -> dict[str, str]:
     """The problems of a recipe's `trainer` section: key -> message."""
-    wrong = {key: message for key, value in values.items() if (message := _problem(task, key, value))}
-    if values.get("hub_private_repo") is not None and "trackio" not in named(values.get("report_to")):
+    wrong = {
+        key: message for key, value in values.items() if (message := _problem(task, key, value))
+    }
+    if values.get("hub_private_repo") is not None and "trackio" not in named(
+        values.get("report_to")
+    ):
         wrong["hub_private_repo"] = (
             "has an effect only with the tracker trackio; remove this key, and run `soren-align push RUN OWNER/NAME "
             "--private` after training"
@@ -140,9 +169,13 @@ def _problem(task: str, key: str, value: Any) -> str | None:
     known, config = fields(task), TASKS[task].config
     if key in ELSEWHERE:
         message = ELSEWHERE[key]
-        return f"a recipe sets this elsewhere; {message}" if message.startswith("write ") else message
+        return (
+            f"a recipe sets this elsewhere; {message}" if message.startswith("write ") else message
+        )
     if key not in known:
-        if other := next((other.config for name, other in TASKS.items() if key in fields(name)), None):
+        if other := next(
+            (other.config for name, other in TASKS.items() if key in fields(name)), None
+        ):
             return f"is a key of TRL's {other}, but this is a recipe of the task {task}; remove this key"
         if key in RENAMED:
             return f"is no key of TRL's {config}; {RENAMED[key]}"
@@ -154,13 +187,19 @@ def _problem(task: str, key: str, value: Any) -> str | None:
     field = known[key]
     if field.choices:
         values = value if isinstance(value, list) else [value]
-        bad = [v for v in values if v not in field.choices and not (v is None and "None" in field.types)]
+        bad = [
+            v
+            for v in values
+            if v not in field.choices and not (v is None and "None" in field.types)
+        ]
         if bad:
             hint = did_you_mean(bad[0], field.choices)
             return f"found {bad[0]!r}; write one of {', '.join(field.choices)}{hint}"
     elif not _fits(value, field.types):
         hint = " (for no value, write null)" if value == "None" else ""
-        words = [_WORDS.get(kind, kind) for kind in sorted(field.types - {"None"})] + ["null"] * ("None" in field.types)
+        words = [_WORDS.get(kind, kind) for kind in sorted(field.types - {"None"})] + ["null"] * (
+            "None" in field.types
+        )
         return f"found {value!r}; write {' or '.join(words)}{hint}"
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
@@ -209,18 +248,31 @@ def _class_fields(path: Path, name: str, enums: dict[str, tuple[str, ...]]) -> d
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
         field = node.target.id
-        call = {k.arg: k.value for k in node.value.keywords} if isinstance(node.value, ast.Call) else {}
+        call = (
+            {k.arg: k.value for k in node.value.keywords}
+            if isinstance(node.value, ast.Call)
+            else {}
+        )
         meta = call.get("metadata")
         items = zip(meta.keys, meta.values, strict=True) if isinstance(meta, ast.Dict) else ()
         metadata = {_literal(key): _literal(value) for key, value in items}
         names = {n.id for n in ast.walk(node.annotation) if isinstance(n, ast.Name)}
         choices = next((enums[n] for n in sorted(names & enums.keys())), metadata.get("choices"))
-        if not choices:  # the docstring lists them after 'Possible values are:', as for DPO's loss_type
-            entry = re.search(rf"^ *{field} \(.*?(?=^ *\w+ \(|\Z)", document, re.MULTILINE | re.DOTALL)
-            listed = re.search(r"Possible values are:(.*?)(?:\.\s|\Z)", entry[0], re.DOTALL) if entry else None
+        # the docstring lists them after 'Possible values are:', as for DPO's loss_type
+        if not choices:
+            entry = re.search(
+                rf"^ *{field} \(.*?(?=^ *\w+ \(|\Z)", document, re.MULTILINE | re.DOTALL
+            )
+            listed = (
+                re.search(r"Possible values are:(.*?)(?:\.\s|\Z)", entry[0], re.DOTALL)
+                if entry
+                else None
+            )
             choices = re.findall(r"`['\"](\w+)['\"]`", listed[1]) if listed else ()
         default, help_text = _literal(call.get("default", node.value)), metadata.get("help") or ""
-        fields[field] = Field(field, frozenset(_types(node.annotation)), tuple(choices), default, str(help_text))
+        fields[field] = Field(
+            field, frozenset(_types(node.annotation)), tuple(choices), default, str(help_text)
+        )
     return fields
 
 
@@ -242,10 +294,21 @@ def _literal(node: ast.expr | None) -> Any:
         return None
 
 
-# Trackers besides metrics.jsonl: name in `trainer.report_to` -> (required modules, package to install).
-# tests/recipe/test_trackers.py compares the names with those of the installed transformers, which reports a missing
-# package only after the model is loaded; here it is reported before.
-_SAME_NAME = ("clearml", "codecarbon", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb")
+# Trackers besides metrics.jsonl: name in `trainer.report_to` -> (required modules, package to
+# install). tests/recipe/test_trackers.py compares the names with those of the installed
+# transformers, which reports a missing package only after the model is loaded; here it is reported
+# before.
+_SAME_NAME = (
+    "clearml",
+    "codecarbon",
+    "dvclive",
+    "mlflow",
+    "neptune",
+    "swanlab",
+    "tensorboard",
+    "trackio",
+    "wandb",
+)
 _TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
     **{name: ((name,), name) for name in _SAME_NAME},
     "azure_ml": (("azureml.core",), "azureml-core"),
@@ -280,7 +343,8 @@ def problem(report_to: Any) -> str | None:
         for module in modules:
             with suppress(ModuleNotFoundError):
                 spec = importlib.util.find_spec(module)
-                if spec is not None and spec.origin is not None:  # wandb's log folder `wandb` is importable too
+                # wandb's log folder `wandb` is importable too
+                if spec is not None and spec.origin is not None:
                     continue
             missing.append(module)
         if missing:

@@ -1,9 +1,9 @@
-"""The curves of a training: losses, margins and benchmarks along the steps, from metrics.jsonl; in a terminal and as
-pictures.
+"""The curves of a training: losses, margins and benchmarks along the steps, from metrics.jsonl; in
+a terminal and as pictures.
 
-A file of any length is read once, line by line, in bounded memory: a curve has at most 2 MAX_POINTS points, each the
-mean of equally many logged values; of a long file only every k-th log is taken. The lowest held-out loss is found
-exactly.
+A file of any length is read once, line by line, in bounded memory: a curve has at most 2 MAX_POINTS
+points, each the mean of equally many logged values; of a long file only every k-th log is taken.
+The lowest held-out loss is found exactly.
 """
 
 import math
@@ -34,11 +34,13 @@ MAX_POINTS = 600
 MAX_MARKERS = 60
 """Of a drawn line: of more evaluations the line alone is drawn."""
 SAMPLED_FROM = 16 << 20
-"""Bytes of a file of which every line is read. Of one k times as long, about every k-th line, and all evaluations."""
+"""Bytes of a file of which every line is read. Of one k times as long, about every k-th line, and
+all evaluations."""
 MAX_LINE = 1 << 20
 """Bytes of a line that is read: those that runs write have a thousand."""
 MAX_INSIDE, MAX_LABEL_INSIDE, MAX_LABEL = 4, 24, 60
-"""Of a legend inside the axes: its lines, and the characters of one; characters of a line of any legend."""
+"""Of a legend inside the axes: its lines, and the characters of one; characters of a line of any
+legend."""
 LABEL_HEIGHT = 0.19
 """Inches of a line of a legend above the axes."""
 LOG_SCALE_FROM = 10
@@ -88,14 +90,18 @@ class Curves:
         return self.by_key[key].points if key in self.by_key else []
 
     def describe_scores(self) -> list[str]:
-        """Return a line for each benchmark: its first and its last score, and the highest between them."""
+        """Return a line for each benchmark: its first and its last score, and the highest between
+        them.
+        """
         lines = []
         for key, curve in self.by_key.items():
             if key.startswith(SCORE):
                 (_, first), *_, (last_step, last) = [*curve.points[:1], *curve.points]
                 step, highest = max(curve.points, key=lambda point: (point[1], -point[0]))
                 best = f", highest {highest:.1%} at step {step:g}" if highest > last else ""
-                lines.append(f"{key.removeprefix(SCORE)} {first:.1%} -> {last:.1%} at step {last_step:g}{best}")
+                lines.append(
+                    f"{key.removeprefix(SCORE)} {first:.1%} -> {last:.1%} at step {last_step:g}{best}"
+                )
         return lines
 
     def describe(self) -> list[str]:
@@ -103,11 +109,15 @@ class Curves:
         if not (self.best and self.last) or self.last[1] <= 1.01 * self.best[1]:
             return []
         (step, best), (last_step, last) = self.best, self.last
-        return [f"the held-out loss was lowest at step {step:g} ({best:.4g}), and was {last:.4g} at step {last_step:g}"]
+        return [
+            f"the held-out loss was lowest at step {step:g} ({best:.4g}), and was {last:.4g} at step {last_step:g}"
+        ]
 
 
 def read_curves(file: Path) -> Curves:
-    """Return the curves in a metrics.jsonl; of a missing file none. Damaged lines and values are left out."""
+    """Return the curves in a metrics.jsonl; of a missing file none.
+    Damaged lines and values are left out.
+    """
     curves = Curves()
     if not file.is_file():
         return curves
@@ -141,11 +151,17 @@ def is_logarithmic(values: Sequence[float]) -> bool:
 
 
 def braille(
-    line: Sequence[Point], width: int, height: int, marks: Sequence[Point] = (), best: Point | None = None
+    line: Sequence[Point],
+    width: int,
+    height: int,
+    marks: Sequence[Point] = (),
+    best: Point | None = None,
 ) -> list[str]:
-    """Return a chart of `height` lines for a terminal: `line` in dots, `marks` as o, the best one of them as *.
+    """Return a chart of `height` lines for a terminal: `line` in dots, `marks` as o, the best one
+    of them as *.
 
-    The largest and the smallest value, and the steps at both ends, stand beside and below it; `width` includes them.
+    The largest and the smallest value, and the steps at both ends, stand beside and below it;
+    `width` includes them.
     """
     points = [*line, *marks, *([best] if best else [])]  # beside means, the lowest alone
     values = [value for _, value in points]
@@ -178,11 +194,12 @@ def braille(
 
 
 def draw_curves(runs: Sequence[tuple[str, Curves]], path: Path) -> Path:
-    """Write a PNG of the losses of runs, and of the margins of preference pairs and of benchmarks where there are some.
+    """Write a PNG of the losses of runs, and of the margins of preference pairs and of benchmarks
+    where there are some.
 
-    Beside it NAME-dark.png, for a dark page, whose path is returned. One run: training loss as a line, held-out losses
-    with marks, the lowest of them named. Several: a colour each, training dotted, held-out solid. The same numbers give
-    the same bytes.
+    Beside it NAME-dark.png, for a dark page, whose path is returned. One run: training loss as a
+    line, held-out losses with marks, the lowest of them named. Several: a colour each, training
+    dotted, held-out solid. The same numbers give the same bytes.
     """
     return write_pictures(path, lambda colors: _figure(runs, colors))
 
@@ -192,12 +209,26 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
     from matplotlib.ticker import LogLocator, NullFormatter
 
     is_alone = len(runs) == 1
-    panels = [("loss", LOSS, HELD_OUT), ("reward margin of preference pairs", MARGIN, HELD_OUT_MARGIN)]
-    keys = dict.fromkeys(key for _, curves in runs for key in curves.by_key if key.startswith(SCORE))
+    panels = [
+        ("loss", LOSS, HELD_OUT),
+        ("reward margin of preference pairs", MARGIN, HELD_OUT_MARGIN),
+    ]
+    keys = dict.fromkeys(
+        key for _, curves in runs for key in curves.by_key if key.startswith(SCORE)
+    )
     panels += [(f"{key.removeprefix(SCORE)}, questions of run.benchmark", "", key) for key in keys]
-    panels = [panel for panel in panels if any(curves[key] for _, curves in runs for key in panel[1:])]
-    figure = Figure(figsize=(6.0, 0.2 + 2.3 * len(panels)), dpi=200, layout="constrained", facecolor=colors.paper)
-    for axes, (title, *keys) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+    panels = [
+        panel for panel in panels if any(curves[key] for _, curves in runs for key in panel[1:])
+    ]
+    figure = Figure(
+        figsize=(6.0, 0.2 + 2.3 * len(panels)),
+        dpi=200,
+        layout="constrained",
+        facecolor=colors.paper,
+    )
+    for axes, (title, *keys) in zip(
+        figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True
+    ):
         values = []
         for number, (name, curves) in enumerate(runs):
             training, held_out = (curves[key] for key in keys)
@@ -206,16 +237,32 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
             values += [value for _, value in (*training, *held_out)]
             color = line_style(number, colors)["color"]
             first, second = (colors.muted, colors.lines[1]) if is_alone else (color, color)
-            style = {"linewidth": 1.0, "linestyle": "-" if is_alone or not held_out else ":", "color": first}
+            style = {
+                "linewidth": 1.0,
+                "linestyle": "-" if is_alone or not held_out else ":",
+                "color": first,
+            }
             if is_alone or not held_out:  # else the held-out line has the run's name
                 style["label"] = "training" if is_alone else f"{printable(name)}, training"
             if training:
                 axes.plot(*zip(*training, strict=True), **style)
-            style = {"marker": "o" if len(held_out) < MAX_MARKERS else "", "markersize": 4, "color": second}
-            axes.plot(*zip(*held_out, strict=True), **style, label="held-out" if is_alone else printable(name))
+            style = {
+                "marker": "o" if len(held_out) < MAX_MARKERS else "",
+                "markersize": 4,
+                "color": second,
+            }
+            axes.plot(
+                *zip(*held_out, strict=True),
+                **style,
+                label="held-out" if is_alone else printable(name),
+            )
             if is_alone and keys[1] == HELD_OUT and curves.best:
                 step, value = curves.best
-                best = {"label": f"lowest held-out: {value:.4g}, step {step:g}", "color": colors.lines[2], "zorder": 5}
+                best = {
+                    "label": f"lowest held-out: {value:.4g}, step {step:g}",
+                    "color": colors.lines[2],
+                    "zorder": 5,
+                }
                 axes.plot([step], [value], "*", markersize=13, **best)
         if keys[0] == LOSS and is_logarithmic(values):
             axes.set_yscale("log")
@@ -233,26 +280,33 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
 
 
 def _legend(figure: "Figure", colors: Colors) -> None:
-    """One legend of all runs: in the first panel if it is small, else above, where the figure becomes higher."""
+    """One legend of all runs: in the first panel if it is small, else above, where the figure
+    becomes higher.
+    """
     handles: dict[str, Any] = {}
     for axes in figure.axes:
-        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        handles |= {
+            label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
     style: dict[str, Any] = {"frameon": False, "fontsize": FONT - 1, "labelcolor": colors.ink}
     longest = max(map(len, handles), default=0)
     if len(handles) <= MAX_INSIDE and longest <= MAX_LABEL_INSIDE:
         figure.axes[0].legend([*handles.values()], [*handles], **style)
         return
-    labels = [label if len(label) <= MAX_LABEL else f"…{label[1 - MAX_LABEL :]}" for label in handles]
+    labels = [
+        label if len(label) <= MAX_LABEL else f"…{label[1 - MAX_LABEL :]}" for label in handles
+    ]
     columns = max(1, min(4, MAX_LABEL // (min(longest, MAX_LABEL) + 6)))
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + LABEL_HEIGHT * math.ceil(len(labels) / columns))
     figure.legend([*handles.values()], labels, loc="outside upper left", ncols=columns, **style)
 
 
-# The paper's figures of losses, from any run folders: `curves RUN... --preset paper-losses`. A row for each model, with
-# the training losses at the left and the evaluation losses at the right; a line for each run, with the name of its
-# optimizer. The paper's source lacks its pictures, so the axes are ours: linear, and without the losses above those
-# after the first tenth of the steps, which would hide all differences.
+# The paper's figures of losses, from any run folders: `curves RUN... --preset paper-losses`. A row
+# for each model, with the training losses at the left and the evaluation losses at the right; a
+# line for each run, with the name of its optimizer. The paper's source lacks its pictures, so the
+# axes are ours: linear, and without the losses above those after the first tenth of the steps,
+# which would hide all differences.
 
 PANELS = {LOSS: "training loss", HELD_OUT: "evaluation loss"}
 CUT_OFF = 0.1
@@ -260,7 +314,9 @@ CUT_OFF = 0.1
 
 
 def draw_losses(runs: Sequence[tuple[str, "Recipe", Curves]], path: Path) -> Path:
-    """Write the picture of runs (folder, recipe, curves), and one for a dark page, whose path is returned."""
+    """Write the picture of runs (folder, recipe, curves), and one for a dark page, whose path is
+    returned.
+    """
     rows: dict[str, list[tuple[str, Curves]]] = {}
     models = [Path(recipe.model.name_or_path).name for _, recipe, _ in runs]
     lines = Counter(zip(models, (recipe.optimizer.title for _, recipe, _ in runs), strict=True))
@@ -276,19 +332,39 @@ def draw_losses(runs: Sequence[tuple[str, "Recipe", Curves]], path: Path) -> Pat
     def figure(colors: Colors) -> "Figure":
         from matplotlib.figure import Figure
 
-        picture = Figure(figsize=(6.4, 0.6 + 2.6 * len(rows)), dpi=200, layout="constrained", facecolor=colors.paper)
-        for panels, (model, runs) in zip(picture.subplots(len(rows), 2, squeeze=False), rows.items(), strict=True):
+        picture = Figure(
+            figsize=(6.4, 0.6 + 2.6 * len(rows)),
+            dpi=200,
+            layout="constrained",
+            facecolor=colors.paper,
+        )
+        for panels, (model, runs) in zip(
+            picture.subplots(len(rows), 2, squeeze=False), rows.items(), strict=True
+        ):
             for axes, (key, title) in zip(panels, PANELS.items(), strict=True):
                 for label, curves in runs:
                     points = curves[key]
-                    style: dict[str, Any] = line_style(numbers[label], colors) | {"linewidth": 1.2, "markersize": 4}
+                    style: dict[str, Any] = line_style(numbers[label], colors) | {
+                        "linewidth": 1.2,
+                        "markersize": 4,
+                    }
                     if key == LOSS or len(points) >= MAX_MARKERS:
                         style["marker"] = ""
-                    axes.plot(*(zip(*points, strict=True) if points else ([], [])), **style, label=printable(label))
+                    axes.plot(
+                        *(zip(*points, strict=True) if points else ([], [])),
+                        **style,
+                        label=printable(label),
+                    )
                 axes.set_ylim(limits([curves[key] for _, curves in runs]))
                 style_axes(axes, title, "step", colors)
                 axes.xaxis.set_major_formatter(compact)
-            panels[0].set_ylabel(short(model, 40), fontsize=FONT, color=colors.ink, fontweight="bold", parse_math=False)
+            panels[0].set_ylabel(
+                short(model, 40),
+                fontsize=FONT,
+                color=colors.ink,
+                fontweight="bold",
+                parse_math=False,
+            )
         _legend(picture, colors)
         return picture
 
@@ -296,7 +372,8 @@ def draw_losses(runs: Sequence[tuple[str, "Recipe", Curves]], path: Path) -> Pat
 
 
 def limits(curves: Sequence[list[Point]]) -> tuple[float, float] | None:
-    """Return the limits of an axis for curves of (step, loss): from the lowest loss to the highest after CUT_OFF.
+    """Return the limits of an axis for curves of (step, loss): from the lowest loss to the highest
+    after CUT_OFF.
 
     None for fewer than two different losses.
     """

@@ -41,8 +41,24 @@ PREVIOUS = "remove this checkpoint's folder to resume from the previous checkpoi
 """The remedy for a damaged checkpoint."""
 MERGED_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that was merged
 CONTENTS = (
-    *("recipe.yaml", "metrics.jsonl", "spectra.jsonl", "samples.jsonl", "start", "start_logits.safetensors"),
-    *("held_out.json", "curves.png", "curves-dark.png", "checkpoints", "model", "merged", "eval", "tensorboard"),
+    *(
+        "recipe.yaml",
+        "metrics.jsonl",
+        "spectra.jsonl",
+        "samples.jsonl",
+        "start",
+        "start_logits.safetensors",
+    ),
+    *(
+        "held_out.json",
+        "curves.png",
+        "curves-dark.png",
+        "checkpoints",
+        "model",
+        "merged",
+        "eval",
+        "tensorboard",
+    ),
     "run.json",
 )
 AFTER_DIVERGENCE = "train again with a smaller optimizer.lr, such as a tenth, and with --overwrite"
@@ -53,7 +69,9 @@ _PART = re.compile(r"run\.json\.(\d+\.)?part")
 
 
 class RunFolder:
-    """The files of one run, by name. Their content may come from anyone, and is checked when it is read."""
+    """The files of one run, by name.
+    Their content may come from anyone, and is checked when it is read.
+    """
 
     def __init__(self, path: str | Path):
         self.path = local_path(str(path))
@@ -70,7 +88,8 @@ class RunFolder:
         self.merged = self.path / "merged"
         self._file = self.path / "run.json"
         self._is_holder = False
-        self._cached: tuple[tuple[int, int], dict[str, Any]] | None = None  # the record, and which file it is from
+        # the record, and which file it is from
+        self._cached: tuple[tuple[int, int], dict[str, Any]] | None = None
 
     @property
     def name(self) -> str:
@@ -81,7 +100,9 @@ class RunFolder:
         return str(self.path)
 
     def evaluation(self, suite: str) -> Path:
-        """Return the folder for a suite's results. Raises UserError if the name is a path to another folder."""
+        """Return the folder for a suite's results.
+        Raises UserError if the name is a path to another folder.
+        """
         if not is_component(suite):
             raise UserError(
                 f"--suite: the results are written into a folder with the suite's name, but {suite!r} cannot be such a "
@@ -92,8 +113,8 @@ class RunFolder:
     def read(self) -> dict[str, Any] | None:
         """Return run.json, or None if the folder is not a run's.
 
-        Raises UserError if it is damaged, or was not written by soren-align. A folder with a config.json is a model's,
-        even if another tool has written a run.json into it.
+        Raises UserError if it is damaged, or was not written by soren-align. A folder with a
+        config.json is a model's, even if another tool has written a run.json into it.
         """
         if not self._file.is_file() or (self.path / "config.json").is_file():
             return None
@@ -107,7 +128,9 @@ class RunFolder:
         return status.st_ino, status.st_mtime_ns
 
     def record(self, *required: str) -> dict[str, Any]:
-        """Return run.json as `read` does. Raises UserError if the folder is not a run's, or lacks a required key."""
+        """Return run.json as `read` does.
+        Raises UserError if the folder is not a run's, or lacks a required key.
+        """
         record = self.read()
         if record is None:
             raise UserError(f"{self}: has no run.json; name a run folder")
@@ -135,11 +158,16 @@ class RunFolder:
         self._cached = self._version(), record
 
     def record_failure(self, error: Exception) -> None:
-        """Write an error into run.json, if the run has begun and the disk has room: its message, whether the training
-        diverged, and whether the same command resumes the run. Of a defect, no UserError, the software that has it.
+        """Write an error into run.json, if the run has begun and the disk has room: its message,
+        whether the training diverged, and whether the same command resumes the run. Of a defect, no
+        UserError, the software that has it.
         """
         is_defect = not isinstance(error, UserError)
-        message = (f"{type(error).__name__}: {error}".splitlines() or [""])[0] if is_defect else str(error)
+        message = (
+            (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+            if is_defect
+            else str(error)
+        )
         with suppress(OSError, UserError):
             if self.read() is not None:
                 self.update(
@@ -153,50 +181,64 @@ class RunFolder:
         """Remove what `record_failure` has written: the run is resumed."""
         failure = ("diverged", "resumable", "defect")
         self.replace(
-            **{key: value for key, value in self.record().items() if key not in failure} | {"last_error": None}
+            **{key: value for key, value in self.record().items() if key not in failure}
+            | {"last_error": None}
         )
 
     def complete_checkpoints(self) -> list[Path]:
-        """Return the complete checkpoints (see training/checkpoints.py), in the order of their steps."""
-        return [path for path in checkpoints_in(self.checkpoints) if (path / COMPLETE_MARKER).is_file()]
+        """Return the complete checkpoints (see training/checkpoints.py), in the order of their
+        steps.
+        """
+        return [
+            path for path in checkpoints_in(self.checkpoints) if (path / COMPLETE_MARKER).is_file()
+        ]
 
     def lock(self, *, create: bool = False, as_rank: bool = False, shared: bool = False) -> None:
         """Hold the folder until `release`. Comes before anything in the folder is read.
 
-        create: the folder may be new. as_rank: for the first of several ranks, whose launcher holds the folder too; the
-        launcher may be killed before the ranks end. shared: other processes may evaluate the run at the same time, and
-        none may train it. Raises UserError if another process holds the folder, if it is not a run's, and if it
-        contains links.
+        create: the folder may be new. as_rank: for the first of several ranks, whose launcher holds
+        the folder too; the launcher may be killed before the ranks end. shared: other processes may
+        evaluate the run at the same time, and none may train it. Raises UserError if another
+        process holds the folder, if it is not a run's, and if it contains links.
         """
         own = self.path / (RANKS_LOCK if as_rank else LOCK)
         if not lock.is_held(own):
-            # Nothing is written, not even a lock, if the folder is not a run's and cannot become one.
+            # Nothing is written, not even a lock, if the folder is not a run's and cannot become
+            # one.
             if self.path.exists() and not self.path.is_dir():
                 raise UserError(f"{self}: is a file; choose another run.output_dir")
             names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
             # of a start that was killed; a lease beside a lock has its name and more
-            names = {name for name in names if not name.startswith(LOCK) and not _PART.fullmatch(name)}
+            names = {
+                name for name in names if not name.startswith(LOCK) and not _PART.fullmatch(name)
+            }
             if not create:
                 self.record()
             elif self.read() is None and names:
-                raise UserError(f"{self}: is neither empty nor a run folder; choose another run.output_dir")
+                raise UserError(
+                    f"{self}: is neither empty nor a run folder; choose another run.output_dir"
+                )
             self.path.mkdir(parents=True, exist_ok=True)
             lock.acquire(own, shared=shared)
             ranks = self.path / RANKS_LOCK
             if not as_rank and not lock.is_held(ranks):
                 try:
-                    lock.acquire(ranks, shared=shared)  # raises if ranks still train after their launcher was killed
+                    # raises if ranks still train after their launcher was killed
+                    lock.acquire(ranks, shared=shared)
                 except UserError:
                     lock.release(own)
                     raise
                 lock.release(ranks)
         self._is_holder = True
-        # Writing through a link among the files of a run would change files elsewhere; opening a pipe may never end.
+        # Writing through a link among the files of a run would change files elsewhere; opening a
+        # pipe may never end.
         for name in CONTENTS:
             for entry in (self.path / name, *self.path.glob(f"{name}.*part")):
                 for file in _special_files(entry):
                     if not file.is_symlink():
-                        raise UserError(f"{file}: is a pipe, a socket or a device; remove it from the run folder")
+                        raise UserError(
+                            f"{file}: is a pipe, a socket or a device; remove it from the run folder"
+                        )
                     raise UserError(
                         f"{file}: is a symbolic link to {os.readlink(file)}, but a run writes only into its folder; "
                         "remove the link, or choose another run.output_dir for the whole run"
@@ -213,7 +255,9 @@ class RunFolder:
         return any(lock.is_held(self.path / name) for name in (LOCK, RANKS_LOCK))
 
     def refuse_lost_lock(self) -> None:
-        """Raise LockedError if this process does not hold the folder any more, as after `rm .lock`."""
+        """Raise LockedError if this process does not hold the folder any more, as after `rm
+        .lock`.
+        """
         if not self.is_locked():
             raise lock.LockedError(
                 f"{self}: the lock of this folder was removed or taken over, so another command may train in this "
@@ -235,7 +279,8 @@ class RunFolder:
     def clear(self) -> None:
         """Remove the files of a run, and no others; of links, not their targets.
 
-        run.json stays, to be replaced: without it the folder would not be a run's if this is interrupted.
+        run.json stays, to be replaced: without it the folder would not be a run's if this is
+        interrupted.
         """
         for name in CONTENTS[:-1]:
             for entry in (self.path / name, *self.path.glob(f"{name}.*part")):
@@ -250,12 +295,16 @@ class RunFolder:
         file = self.merged / MERGED_FROM
         return file.is_file() and read_json(file) == self.adapter()
 
-    def drop_measurements_after(self, step: int, logged: Sequence[dict[str, Any]] = ()) -> list[str]:
-        """Remove the lines that a resumed run repeats: of later steps, the summary of its interrupted training, and the
-        samples of its end; and damaged lines. A last line that a kill left truncated is none.
+    def drop_measurements_after(
+        self, step: int, logged: Sequence[dict[str, Any]] = ()
+    ) -> list[str]:
+        """Remove the lines that a resumed run repeats: of later steps, the summary of its
+        interrupted training, and the samples of its end; and damaged lines. A last line that a kill
+        left truncated is none.
 
-        logged: the lines of metrics.jsonl up to `step`, as the checkpoint has them (its log_history); those that the
-        file has not are restored. Returns a notice about each file that was damaged.
+        logged: the lines of metrics.jsonl up to `step`, as the checkpoint has them (its
+        log_history); those that the file has not are restored. Returns a notice about each file
+        that was damaged.
         """
         notices = []
         for file in (self.metrics, self.spectra, self.samples):
@@ -267,7 +316,11 @@ class RunFolder:
             for line in text.splitlines(keepends=True):
                 try:
                     record = json.loads(line)
-                    if record["step"] <= step and "train_runtime" not in record and record.get("at") != "end":
+                    if (
+                        record["step"] <= step
+                        and "train_runtime" not in record
+                        and record.get("at") != "end"
+                    ):
                         remaining.append((record, line.removesuffix("\n")))
                 except (ValueError, TypeError, KeyError, RecursionError):
                     num_damaged += line.endswith("\n")
@@ -290,7 +343,8 @@ class Seal(TypedDict):
 
     step: Count
     origin: dict[str, Any]
-    """The run that the checkpoint belongs to: recipe, processes, data, starting weights, template."""
+    """The run that the checkpoint belongs to: recipe, processes, data, starting weights,
+    template."""
     files: dict[str, Content]
     """Of every other file below the checkpoint's folder."""
 
@@ -320,19 +374,22 @@ def read_seal(checkpoint: Path) -> Seal:
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, complete or not, in the order of their steps.
 
-    Raises PermissionError if it may not be read; Path.glob would return none, and the run would start anew.
+    Raises PermissionError if it may not be read; Path.glob would return none, and the run would
+    start anew.
     """
     entries = folder.iterdir() if folder.is_dir() else ()
     return sorted((entry for entry in entries if entry.name.startswith("checkpoint-")), key=step_of)
 
 
 def read_metrics(file: Path, *, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl or samples.jsonl; a line that a killed process left incomplete is left out.
+    """Return the lines of a metrics.jsonl or samples.jsonl; a line that a killed process left
+    incomplete is left out.
 
     last_bytes: only those in so many bytes at the end of the file.
     """
     content = b""
-    with suppress(FileNotFoundError), file.open("rb") as stream:  # another command may be starting the run again
+    # another command may be starting the run again
+    with suppress(FileNotFoundError), file.open("rb") as stream:
         if last_bytes is not None:
             stream.seek(max(os.fstat(stream.fileno()).st_size - last_bytes, 0))
         content = stream.read()
@@ -341,7 +398,9 @@ def read_metrics(file: Path, *, last_bytes: int | None = None) -> list[dict[str,
 
 
 def parse_metrics(text: str | bytes) -> dict[str, Any] | None:
-    """Return one line of a metrics.jsonl or samples.jsonl, which has a step; None of a damaged one."""
+    """Return one line of a metrics.jsonl or samples.jsonl, which has a step; None of a damaged
+    one.
+    """
     with suppress(ValueError, TypeError, KeyError, RecursionError, OverflowError):
         line = json.loads(text)
         int(line["step"])

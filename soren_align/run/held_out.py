@@ -1,12 +1,13 @@
-"""The metrics of each held-out example, at the start of a run and at its end: what a study compares.
+"""The metrics of each held-out example, at the start of a run and at its end: what a study
+compares.
 
     held_out.json  {"format": 1, "examples": hash of all examples, "weights": [12, 7, ...], "clusters": [0, 1, 0, ...],
                    "start": {"eval_loss": [2.31, ...], ...}, "end": {...}}
 
-A mean over examples has an error because these examples are a sample; without the value of each example this error is
-unknown. The score of a run is the mean over examples by `weights`: numbers of trained tokens, or 1 for preference
-pairs. `clusters` is null where all examples differ; equal examples have one number. A run folder may come from anyone:
-only a file of this form is read.
+A mean over examples has an error because these examples are a sample; without the value of each
+example this error is unknown. The score of a run is the mean over examples by `weights`: numbers of
+trained tokens, or 1 for preference pairs. `clusters` is null where all examples differ; equal
+examples have one number. A run folder may come from anyone: only a file of this form is read.
 """
 
 import json
@@ -35,7 +36,9 @@ Values = Mapping[str, Sequence[float]]
 class _File(TypedDict):
     format: Literal[1]
     examples: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    weights: Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
+    weights: Annotated[
+        list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)
+    ]
     clusters: list[Annotated[int, Field(ge=0)]] | None
     start: dict[str, list[Annotated[float, Field(allow_inf_nan=False)]]]
     end: NotRequired[dict[str, list[Annotated[float, Field(allow_inf_nan=False)]]]]
@@ -46,7 +49,9 @@ _FILE = TypeAdapter(_File)
 
 @dataclass(frozen=True)
 class HeldOutValues:
-    """One metric of a run's held-out examples, scaled so that plain means are the means by weight."""
+    """One metric of a run's held-out examples, scaled so that plain means are the means by
+    weight.
+    """
 
     start: np.ndarray
     end: np.ndarray
@@ -56,23 +61,36 @@ class HeldOutValues:
 
 
 def add_values(
-    file: Path, at: End, examples: str, weights: Sequence[float], clusters: Sequence[int] | None, values: Values
+    file: Path,
+    at: End,
+    examples: str,
+    weights: Sequence[float],
+    clusters: Sequence[int] | None,
+    values: Values,
 ) -> None:
     """Write the values of a run's start or end; those of the end beside the start's."""
     content: dict[str, Any] = {}
     if at == "end":
         with suppress(UserError):  # a missing start is reported by whoever reads the file
             content["start"] = read_json(file, max_bytes=MAX_BYTES)["start"]
-    content |= {"format": 1, "examples": examples, "weights": weights, "clusters": clusters, at: values}
+    content |= {
+        "format": 1,
+        "examples": examples,
+        "weights": weights,
+        "clusters": clusters,
+        at: values,
+    }
     write(file, json.dumps(content) + "\n")
 
 
 def read_held_out(file: Path, metric: str) -> HeldOutValues:
-    """Return the values of one metric. Raises UserError if the file is missing, damaged or without the run's end.
+    """Return the values of one metric.
+    Raises UserError if the file is missing, damaged or without the run's end.
 
-    With weights w of mean m(w), the value x of an example becomes m + (x - m) w / m(w), where m is the mean by weight:
-    the plain mean is m, and the plain standard error is that of a ratio (Cochran 1977, section 6.3). The map is linear,
-    so that differences of runs may be taken before or after it.
+    With weights w of mean m(w), the value x of an example becomes m + (x - m) w / m(w), where m is
+    the mean by weight: the plain mean is m, and the plain standard error is that of a ratio
+    (Cochran 1977, section 6.3). The map is linear, so that differences of runs may be taken before
+    or after it.
     """
     remedy = "the verdict needs the metric of each held-out example: remove the run's folder and rerun the study"
     content = read_form(file, _FILE, remedy, MAX_BYTES)

@@ -1,12 +1,14 @@
 """Lock files that end with the process that holds them.
 
-flock: the kernel releases these locks when a process ends, also after SIGKILL, and they survive exec. The filelock
-library (4.2) is not used: its flock is exclusive only, while several evaluations share a run folder, and on a file
-system without flock it creates a marker file instead, which a killed process leaves behind.
+flock: the kernel releases these locks when a process ends, also after SIGKILL, and they survive
+exec. The filelock library (4.2) is not used: its flock is exclusive only, while several evaluations
+share a run folder, and on a file system without flock it creates a marker file instead, which a
+killed process leaves behind.
 
-Some file systems have no flock (Lustre mounted with noflock), or one that other machines do not see (Lustre's
-localflock, BeeGFS by default). There, SOREN_ALIGN_LOCKS=lease replaces it by a file beside the lock file, which its
-holder renews. It is free again when its process has ended, or has not renewed it for LEASE_SECONDS.
+Some file systems have no flock (Lustre mounted with noflock), or one that other machines do not see
+(Lustre's localflock, BeeGFS by default). There, SOREN_ALIGN_LOCKS=lease replaces it by a file
+beside the lock file, which its holder renews. It is free again when its process has ended, or has
+not renewed it for LEASE_SECONDS.
 """
 
 import atexit
@@ -23,7 +25,8 @@ from pathlib import Path
 from ..core.errors import UserError
 
 LEASE_SECONDS = 300.0
-"""After which a lease that was not renewed is free: caches of NFS (60 s) and differences between clocks are smaller."""
+"""After which a lease that was not renewed is free: caches of NFS (60 s) and differences between
+clocks are smaller."""
 RENEWAL_SECONDS = 30.0
 
 _INHERITED = "SOREN_ALIGN_HELD_LOCKS"
@@ -40,28 +43,34 @@ class LockedError(UserError):
 
 
 def acquire(file: Path, *, shared: bool = False) -> None:
-    """Hold a lock file until `release`, or until this process ends. Nothing is done if this process holds it already.
+    """Hold a lock file until `release`, or until this process ends.
+    Nothing is done if this process holds it already.
 
-    shared: other processes may hold it too, if theirs is shared; a lease is never shared. Raises LockedError if another
-    process holds it, and UserError if the file system has no locks.
+    shared: other processes may hold it too, if theirs is shared; a lease is never shared. Raises
+    LockedError if another process holds it, and UserError if the file system has no locks.
     """
     if is_held(file):
         return
     kind = os.environ.get("SOREN_ALIGN_LOCKS", "flock")
     if kind not in ("flock", "lease"):
-        raise UserError(f"SOREN_ALIGN_LOCKS is {kind!r}; set this variable to lease, or unset it to use flock")
+        raise UserError(
+            f"SOREN_ALIGN_LOCKS is {kind!r}; set this variable to lease, or unset it to use flock"
+        )
     _refuse_leased(file)
     if kind == "lease":
         token = secrets.token_hex(16)
         try:
-            descriptor = os.open(_lease(file), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(
+                _lease(file), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
+            )
         except FileExistsError:  # another process was quicker
             raise _locked(file) from None
         with os.fdopen(descriptor, "w") as stream:
             json.dump({**_this_process(), "token": token}, stream)
         _hold_leases({str(file.absolute()): token})
         return
-    # Permissions from the umask: a group may share a run folder. O_NOFOLLOW: a link could name a file elsewhere.
+    # Permissions from the umask: a group may share a run folder. O_NOFOLLOW: a link could name a
+    # file elsewhere.
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -83,12 +92,15 @@ def release(file: Path) -> None:
         _descriptors.remove(descriptor)
         os.close(descriptor)
     token = _leases.pop(str(file.absolute()), None)
-    if token and _read(_lease(file)).get("process") == os.getpid():  # not in a forked child, whose parent holds it
+    # not in a forked child, whose parent holds it
+    if token and _read(_lease(file)).get("process") == os.getpid():
         _remove_lease(file, token)
 
 
 def is_held(file: Path) -> bool:
-    """Whether this process holds the lock file. Not if it was removed, or another process took over a lease."""
+    """Whether this process holds the lock file.
+    Not if it was removed, or another process took over a lease.
+    """
     token = _leases.get(str(file.absolute()))
     if token is not None:
         return _read(_lease(file)).get("token") == token
@@ -96,7 +108,9 @@ def is_held(file: Path) -> bool:
 
 
 def keep_through_exec() -> dict[str, str]:
-    """Let the program that replaces this process hold its locks; return the variable that its environment needs."""
+    """Let the program that replaces this process hold its locks; return the variable that its
+    environment needs.
+    """
     for descriptor in _descriptors:
         os.set_inheritable(descriptor, True)
     return {_INHERITED: json.dumps([_descriptors, _leases])}
@@ -135,7 +149,9 @@ def _renew_leases() -> None:
 
 
 def _refuse_leased(file: Path) -> None:
-    """Raise LockedError if another process holds a lease; remove one whose process has ended, and an expired one."""
+    """Raise LockedError if another process holds a lease; remove one whose process has ended, and
+    an expired one.
+    """
     lease = _lease(file)
     try:
         renewed = lease.stat(follow_symlinks=False).st_mtime
@@ -155,18 +171,23 @@ def _refuse_leased(file: Path) -> None:
             has_ended = isinstance(error, ProcessLookupError)
     if left > 0 and not has_ended:
         place = f"process {process} on {holder.get('host')}"
-        raise LockedError(f"{_locked(file)} ({place}); if that process has ended already, wait {left:.0f} s")
+        raise LockedError(
+            f"{_locked(file)} ({place}); if that process has ended already, wait {left:.0f} s"
+        )
     _remove_lease(file, holder.get("token"))
 
 
 def _remove_lease(file: Path, token: object) -> None:
-    """Remove a lease that has this token. Renamed first: one that another process has just made is put back."""
+    """Remove a lease that has this token.
+    Renamed first: one that another process has just made is put back.
+    """
     lease = _lease(file)
     aside = lease.with_name(f"{lease.name}.{secrets.token_hex(8)}")
     with suppress(FileNotFoundError):
         lease.rename(aside)
         if _read(aside).get("token") != token:
-            with suppress(OSError):  # if a third process has made one: the second finds that at its next `is_held`
+            # if a third process has made one: the second finds that at its next `is_held`
+            with suppress(OSError):
                 os.link(aside, lease)
         aside.unlink()
 
@@ -188,9 +209,12 @@ def _read(lease: Path) -> dict[str, object]:
 
 
 def _this_process() -> dict[str, object]:
-    """Return what names this process on its machine; "boot" is empty where the system has no number of a boot."""
+    """Return what names this process on its machine; "boot" is empty where the system has no number
+    of a boot.
+    """
     boot = ""
-    with suppress(OSError):  # containers of one machine share the boot, not the numbers of processes
+    # containers of one machine share the boot, not the numbers of processes
+    with suppress(OSError):
         boot = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return {"host": socket.gethostname(), "process": os.getpid(), "boot": boot}
 

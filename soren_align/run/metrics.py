@@ -1,8 +1,8 @@
 """The keys that this package adds to metrics.jsonl, their meanings, and their names in a report.
 
-`docs/make_metrics.py` writes the tables of docs/metrics.md from here. A new measurement is a function in
-`training/measure/` that returns it and an entry here; with a title, a study reads it at every evaluation of its runs,
-and its report can show it.
+`docs/make_metrics.py` writes the tables of docs/metrics.md from here. A new measurement is a
+function in `training/measure/` that returns it and an entry here; with a title, a study reads it at
+every evaluation of its runs, and its report can show it.
 """
 
 from dataclasses import dataclass
@@ -10,20 +10,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """One measurement, under one key of metrics.jsonl or two. `meaning` is Markdown, for docs/metrics.md."""
+    """One measurement, under one key of metrics.jsonl or two.
+    `meaning` is Markdown, for docs/metrics.md.
+    """
 
     key: str
     meaning: str
     further_key: str | None = None
     """The same for the other parameters, or a detail of the measurement."""
     recipe: str | None = None
-    """The setting that asks for it, of those that are measured at evaluations; None: measured at every log."""
+    """The setting that asks for it, of those that are measured at evaluations; None: measured at
+    every log."""
     title: str | None = None
     """Its name in a study's report, which reads only measurements with one."""
     label: str = ""
     """The title with the unit, for an axis."""
     at_start: float | None = None
-    """The value of the starting checkpoint, measured or not; None: known only if it was measured."""
+    """The value of the starting checkpoint, measured or not; None: known only if it was
+    measured."""
 
 
 _ALL = (

@@ -1,6 +1,8 @@
-"""What DPO has changed: the log-probability of the chosen answers, and the length and repetitions of sampled answers.
+"""What DPO has changed: the log-probability of the chosen answers, and the length and repetitions
+of sampled answers.
 
-The loss only sees the difference of two log-probabilities, so both may fall. docs/data.md has the reasons and sources.
+The loss only sees the difference of two log-probabilities, so both may fall. docs/data.md has the
+reasons and sources.
 """
 
 import json
@@ -22,9 +24,11 @@ _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff
 def sample_changes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what changed in the answers of samples.jsonl from step 0 to its end; {} without both.
 
-    num_prompts; characters: [mean at the start, at the end]; repeated: the same of `repeated_share`.
+    num_prompts; characters: [mean at the start, at the end]; repeated: the same of
+    `repeated_share`.
     """
-    answers: tuple[dict[str, str], dict[str, str]] = ({}, {})  # at the start, and after it, by prompt
+    # at the start, and after it, by prompt
+    answers: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for line in lines:
         answers[line["step"] > 0][json.dumps(line["prompt"])] = str(line["completion"])
     sides = [side.values() for side in answers]
@@ -38,14 +42,17 @@ def sample_changes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def repeated_share(text: str) -> float:
-    """Return the share of a text's n-grams of words that are equal to an earlier one, 0 for a text without any."""
+    """Return the share of a text's n-grams of words that are equal to an earlier one, 0 for a text
+    without any.
+    """
     words = _WORD.findall(text.casefold())
     ngrams = list(zip(*(words[i:] for i in range(NGRAM)), strict=False))
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
 def describe_preferences(training: Mapping[str, Any], *, remedy: bool = True) -> list[str]:
-    """Describe what may be a concern after DPO, a sentence each; [] if nothing is. training: run.json's section.
+    """Describe what may be a concern after DPO, a sentence each; [] if nothing is.
+    training: run.json's section.
 
     remedy: whether the last sentence names one.
     """
@@ -65,11 +72,15 @@ def describe_preferences(training: Mapping[str, Any], *, remedy: bool = True) ->
         (before, after), (less, more) = samples["characters"], samples["repeated"]
         answers = f"the sampled answers to {samples['num_prompts']:,} prompt{'s' * (samples['num_prompts'] != 1)}"
         if after >= LONGER * before:
-            texts.append(f"{answers} became longer: from {before:,.0f} to {after:,.0f} characters on average")
+            texts.append(
+                f"{answers} became longer: from {before:,.0f} to {after:,.0f} characters on average"
+            )
         if more >= max(REPEATED, less + MORE_REPEATED):
             share = f"{more:.0%} of their sequences of {NGRAM} words are repeated, {less:.0%} at the start"
             texts.append(f"{answers} repeat themselves: {share}")
     losses = preferences.get("loss_type", [])
     if texts and remedy and losses and "sft" not in losses:
-        texts[-1] += f". If this is a concern, try trainer.loss_type: [{', '.join([*losses, 'sft'])}]"
+        texts[-1] += (
+            f". If this is a concern, try trainer.loss_type: [{', '.join([*losses, 'sft'])}]"
+        )
     return [*problems, *texts]

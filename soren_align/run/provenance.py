@@ -13,7 +13,17 @@ from ..core.errors import UserError
 from ..core.files import digest, is_component, read_json
 from ..core.version import __version__
 
-PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "deepspeed", "lm-eval", "pydantic")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "datasets",
+    "accelerate",
+    "peft",
+    "deepspeed",
+    "lm-eval",
+    "pydantic",
+)
 DECLARATION, DIGITS = "declaration.json", 12
 """Of a study: the file in its folder, and how much of its hash is shown."""
 MAX_DECLARATION_BYTES = 64 << 20
@@ -21,7 +31,9 @@ MAX_DECLARATION_BYTES = 64 << 20
 
 
 def provenance() -> dict[str, Any]:
-    """Return versions, commit and platform: the environment in which another person can repeat a run."""
+    """Return versions, commit and platform: the environment in which another person can repeat a
+    run.
+    """
     versions = {"python": platform.python_version(), "soren-align": __version__}
     for package in PACKAGES:
         try:
@@ -35,11 +47,18 @@ def provenance() -> dict[str, Any]:
 def software() -> str:
     """Return one line that changes with an update: the versions, and the commit of the checkout."""
     record = provenance()
-    return ", ".join([*(f"{name} {version}" for name, version in record["versions"].items()), str(record["commit"])])
+    return ", ".join(
+        [
+            *(f"{name} {version}" for name, version in record["versions"].items()),
+            str(record["commit"]),
+        ]
+    )
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout that this code runs from, '-dirty' if edited; None in an installed wheel."""
+    """Return the commit of the checkout that this code runs from, '-dirty' if edited; None in an
+    installed wheel.
+    """
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None
@@ -51,24 +70,34 @@ def commit() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    return subprocess.run(["git", "-C", folder, *arguments], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", "-C", folder, *arguments], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def read_declaration(folder: Path) -> dict[str, Any]:
-    """Return the declaration in a study's folder. Raises UserError if it is missing, or not as it was written."""
+    """Return the declaration in a study's folder.
+    Raises UserError if it is missing, or not as it was written.
+    """
     file = folder / DECLARATION
     remedy = "restore this file, or repeat the study in another folder"
     if file.is_symlink() or not file.is_file():
         raise UserError(f"{file}: is missing; {remedy}")
     content = read_json(file, max_bytes=MAX_DECLARATION_BYTES)
-    own = {key: value for key, value in content.items() if key != "sha256"} if isinstance(content, dict) else {}
+    own = (
+        {key: value for key, value in content.items() if key != "sha256"}
+        if isinstance(content, dict)
+        else {}
+    )
     if not own or content.get("sha256") != digest(own):
         raise UserError(f"{file}: was edited; {remedy}")
     return content
 
 
 def declared_digits(run: Path) -> str | None:
-    """Return the digits of the declaration of the study that a run folder is a final run of; None of any other run."""
+    """Return the digits of the declaration of the study that a run folder is a final run of; None
+    of any other run.
+    """
     folders = run.resolve().parents  # STUDY/verdict/CANDIDATE
     if len(folders) > 2 and folders[1].name == "verdict":
         with suppress(UserError):  # missing, or edited: its digits would be those of another study
@@ -88,15 +117,20 @@ def fingerprint(model: str) -> str | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files from which the weights of a model folder can be loaded: safetensors, and indexes with all files
-    that they name.
+    """Return the files from which the weights of a model folder can be loaded: safetensors, and
+    indexes with all files that they name.
 
-    Raises UserError if an index, or transformers_weights in config.json, names anything but a file of the folder.
+    Raises UserError if an index, or transformers_weights in config.json, names anything but a file
+    of the folder.
     """
     files = {file for file in folder.glob("*.safetensors") if file.is_file()}
     config = folder / "config.json"
     references = [(config, "transformers_weights")] if config.is_file() else []
-    references += [(index, "weight_map") for index in folder.glob("*.safetensors.index.json") if index.is_file()]
+    references += [
+        (index, "weight_map")
+        for index in folder.glob("*.safetensors.index.json")
+        if index.is_file()
+    ]
     for file, key in references:
         content = read_json(file)
         value = content.get(key) if isinstance(content, dict) else None
@@ -107,13 +141,17 @@ def weight_files(folder: Path) -> list[Path]:
                 )
             files.add(folder / str(name))
     return sorted(
-        file for file in files | {index for index, key in references if key == "weight_map"} if file.is_file()
+        file
+        for file in files | {index for index, key in references if key == "weight_map"}
+        if file.is_file()
     )
 
 
 @lru_cache
 def _sha256(files: tuple[tuple[Path, int, int], ...]) -> str:
-    """Hash the concatenated files (path, size, mtime); cached while sizes and times stay equal (1.5 GB/s)."""
+    """Hash the concatenated files (path, size, mtime); cached while sizes and times stay equal (1.5
+    GB/s).
+    """
     digest = hashlib.sha256()
     for file, _, _ in files:
         with file.open("rb") as stream:

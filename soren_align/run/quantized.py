@@ -10,16 +10,22 @@ _BITS = {"Params4bit": "4bit", "Int8Params": "8bit"}
 
 
 def weight_numel(parameter: torch.Tensor) -> int:
-    """Return how many weights a parameter holds: 4-bit ones are packed in pairs, and ZeRO 3 empties the tensor."""
+    """Return how many weights a parameter holds: 4-bit ones are packed in pairs, and ZeRO 3 empties
+    the tensor.
+    """
     state = getattr(parameter, "quant_state", None)
-    return state.shape.numel() if state is not None else getattr(parameter, "ds_numel", parameter.numel())
+    return (
+        state.shape.numel()
+        if state is not None
+        else getattr(parameter, "ds_numel", parameter.numel())
+    )
 
 
 def quantization_of(model: torch.nn.Module) -> dict[str, Any] | None:
     """Return what the model's layers hold, for run.json; None if none is quantized.
 
-    All is read from the loaded tensors: a `Quantization` (its dtype: of the frozen weights that are not quantized), and
-    the type, number of layers and weights, and bytes.
+    All is read from the loaded tensors: a `Quantization` (its dtype: of the frozen weights that are
+    not quantized), and the type, number of layers and weights, and bytes.
     """
     layers = list(quantized_layers(model))
     if not layers:
@@ -55,9 +61,15 @@ def _describe(layer: Any) -> dict[str, Any]:
 
 
 def _num_bytes(layer: Any) -> int:
-    """Return the bytes of a layer's codes and scales; constant tables, which are small, are not counted."""
+    """Return the bytes of a layer's codes and scales; constant tables, which are small, are not
+    counted.
+    """
     weight = layer.weight
-    scales = [weight.SCB if weight.SCB is not None else layer.state.SCB] if weight.dtype == torch.int8 else []
+    scales = (
+        [weight.SCB if weight.SCB is not None else layer.state.SCB]
+        if weight.dtype == torch.int8
+        else []
+    )
     if (state := getattr(weight, "quant_state", None)) is not None:
         scales = [state.absmax, *([state.state2.absmax] if state.nested else [])]
     return sum(tensor.numel() * tensor.element_size() for tensor in (weight, *scales))

@@ -1,7 +1,7 @@
 """Load models and adapters completely: every weight comes from a file, or loading is refused.
 
-transformers initializes missing weights at random, and PEFT leaves zeros; both only warn. Training, evaluation and
-`merge` load with the two functions here.
+transformers initializes missing weights at random, and PEFT leaves zeros; both only warn. Training,
+evaluation and `merge` load with the two functions here.
 """
 
 import contextlib
@@ -40,13 +40,28 @@ _MASK = re.compile(r"(^|\.)attn(\.attention)?\.(masked_)?bias$")
 NO_PATTERN = "{}: a pattern in config.json is not a regular expression; correct the pattern"
 _ADAPTER = "default"  # PEFT's name for a single adapter
 MAX_MODULES = 10_000
-"""Blocks or experts of a model. transformers makes a list of the blocks as it reads the config, and all modules before
-it looks at the weights."""
+"""Blocks or experts of a model. transformers makes a list of the blocks as it reads the config, and
+all modules before it looks at the weights."""
 MAX_TOKEN_ID = 2**24
-"""tokenizers lists all ids without a token as it writes a vocabulary, and ends the process without memory for that."""
-CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+"""tokenizers lists all ids without a token as it writes a vocabulary, and ends the process without
+memory for that."""
+CONFIGS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
 """What transformers reads of a model beside weights and tokens, and saves with the trained one."""
-SAMPLING = ["temperature", "top_p", "min_p", "top_h", "typical_p", "top_k", "epsilon_cutoff", "eta_cutoff"]
+SAMPLING = [
+    "temperature",
+    "top_p",
+    "min_p",
+    "top_h",
+    "typical_p",
+    "top_k",
+    "epsilon_cutoff",
+    "eta_cutoff",
+]
 """Of a generation config: the settings that have no effect without do_sample."""
 WEIGHTS_PER_BYTE = 8
 """At most, of quantized weights."""
@@ -56,9 +71,11 @@ _PROBABILITY = re.compile(r"dropout(_prob|_rate)?$|pdrop$|layerdrop$")
 
 
 def load_config(name: str, revision: str | None = None, place: str | None = None) -> Any:
-    """Load a model's config from a folder or the hub. place: what messages call it, by default `name`.
+    """Load a model's config from a folder or the hub.
+    place: what messages call it, by default `name`.
 
-    Raises UserError if transformers cannot, whatever it raises: it checks few of the values in config.json.
+    Raises UserError if transformers cannot, whatever it raises: it checks few of the values in
+    config.json.
     """
     message = f"{place or name}: the model cannot be loaded"
     _read_configs(name, message)
@@ -72,7 +89,9 @@ def load_config(name: str, revision: str | None = None, place: str | None = None
         return config
 
 
-def load_tokenizer(name: str, revision: str | None = None, place: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str, revision: str | None = None, place: str | None = None
+) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or the hub. place: what messages call it, by default `name`.
 
     Raises UserError if transformers cannot, whatever it raises.
@@ -83,7 +102,8 @@ def load_tokenizer(name: str, revision: str | None = None, place: str | None = N
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
         try:
             tokenizer.unk_token_id  # noqa: B018
-        except RecursionError:  # transformers takes the unknown token's id for that of a token without one
+        # transformers takes the unknown token's id for that of a token without one
+        except RecursionError:
             raise UserError(
                 f"{place or name}: the tokenizer's unk_token is not in its vocabulary; correct tokenizer_config.json"
             ) from None
@@ -99,25 +119,36 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model from a folder or the hub, with every parameter from its files.
 
-    quantization: of its linear layers but the head; `dtype` is then the quantization's. place: what messages call it,
-    by default `name`. options: keywords of `from_pretrained`.
-    Raises UserError if keys are missing, unexpected or of another shape; it names the first ones.
+    quantization: of its linear layers but the head; `dtype` is then the quantization's. place: what
+    messages call it, by default `name`. options: keywords of `from_pretrained`. Raises UserError if
+    keys are missing, unexpected or of another shape; it names the first ones.
     """
-    files = weight_files(Path(name)) if os.path.isdir(name) else []  # raises if one lies outside of the folder
-    config = load_config(name, options.get("revision"), place)  # raises if the model cannot be built
+    # raises if one lies outside of the folder
+    files = weight_files(Path(name)) if os.path.isdir(name) else []
+    # raises if the model cannot be built
+    config = load_config(name, options.get("revision"), place)
     if quantization is not None:
         refuse_unquantizable(quantization.quantize, name)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of each layer's casts
         how: dict[str, Any] = {"load_in_8bit": True}
         if quantization.quantize == "4bit":
-            how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+            how = {
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": True,
+            }
             how["bnb_4bit_compute_dtype"] = getattr(torch, quantization.compute_dtype)
-        options |= {"quantization_config": BitsAndBytesConfig(**how), "dtype": getattr(torch, quantization.dtype)}
-    # On one rank: it reads all files a second time. If it raises, its launcher stops the other ranks.
+        options |= {
+            "quantization_config": BitsAndBytesConfig(**how),
+            "dtype": getattr(torch, quantization.dtype),
+        }
+    # On one rank: it reads all files a second time. If it raises, its launcher stops the other
+    # ranks.
     if not hf_deepspeed.is_deepspeed_zero3_enabled():
         _refuse_more_weights(place or name, config, files)
     elif os.environ.get("RANK", "0") == "0":
-        # transformers only reports missing keys under ZeRO 3: keys and shapes are compared first, without loading.
+        # transformers only reports missing keys under ZeRO 3: keys and shapes are compared first,
+        # without loading.
         reference = hf_deepspeed._hf_deepspeed_config_weak_ref
         assert reference is not None
         sharding = reference()
@@ -148,28 +179,35 @@ def load_model(
     model, info = loaded
     complete_for_trl_(model)
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise UserError(f"model {name}: is an adapter on the hub; download the adapter and name its folder")
+        raise UserError(
+            f"model {name}: is an adapter on the hub; download the adapter and name its folder"
+        )
     mismatched = [key for key, *_ in info["mismatched_keys"]]
     refuse_other_keys(name, info["missing_keys"], info["unexpected_keys"], mismatched)
     for layer in quantized_layers(model):
-        # On some CPUs bitsandbytes' first forward pass in eval mode would repack the 4-bit weights, with scales rounded
-        # to bfloat16, and training would then continue with these: numbers of training and evaluation would differ.
+        # On some CPUs bitsandbytes' first forward pass in eval mode would repack the 4-bit weights,
+        # with scales rounded to bfloat16, and training would then continue with these: numbers of
+        # training and evaluation would differ.
         layer.support_avx512bf16_for_cpu = False
     return model
 
 
 def make_savable_(config: GenerationConfig, place: str) -> str | None:
-    """Change a generation config that transformers loads and would not save again; return how, or None.
+    """Change a generation config that transformers loads and would not save again; return how, or
+    None.
 
-    Published models have settings of sampling beside a do_sample that is missing, which is turned on, or false: then
-    they have no effect, and are left out. place: the model, for the message. Raises UserError if transformers would not
-    save it for another reason.
+    Published models have settings of sampling beside a do_sample that is missing, which is turned
+    on, or false: then they have no effect, and are left out. place: the model, for the message.
+    Raises UserError if transformers would not save it for another reason.
     """
     reason = _reason_not_to_save(config)
     if reason is None:
         return None
     if config.do_sample is None:
-        config.do_sample, change = True, "the model is saved with `do_sample: true`, which these settings need"
+        config.do_sample, change = (
+            True,
+            "the model is saved with `do_sample: true`, which these settings need",
+        )
     else:
         change = "the saved model does not have them, because do_sample is false"
         for key in SAMPLING:
@@ -191,14 +229,18 @@ def _reason_not_to_save(config: GenerationConfig) -> str | None:
 
 
 def complete_for_trl_(model: Any) -> None:
-    """Set the attribute by which TRL finds a model's backbone, where its class lacks it (Llama 4)."""
+    """Set the attribute by which TRL finds a model's backbone, where its class lacks it (Llama
+    4).
+    """
     if model.base_model is model and hasattr(model, "model"):
         model.base_model_prefix = "model"
 
 
 @contextlib.contextmanager
 def trl_config_names(model: Any) -> Iterator[None]:
-    """Within this context, the model's config has the name by which TRL reads the number of experts (Llama 4)."""
+    """Within this context, the model's config has the name by which TRL reads the number of experts
+    (Llama 4).
+    """
     config = model.config.get_text_config()
     if not hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
         yield
@@ -211,7 +253,8 @@ def trl_config_names(model: Any) -> Iterator[None]:
 def load_adapter(model: PreTrainedModel, folder: str, *, is_trainable: bool = False) -> PeftModel:
     """Return the model with the LoRA adapter in `folder`, every factor from its file.
 
-    Raises UserError if keys are missing, unexpected or of another shape, or if its config cannot be applied.
+    Raises UserError if keys are missing, unexpected or of another shape, or if its config cannot be
+    applied.
     """
     try:
         with as_user_error(NO_PATTERN.format(folder), re.error):
@@ -220,7 +263,15 @@ def load_adapter(model: PreTrainedModel, folder: str, *, is_trainable: bool = Fa
         result = adapted.load_adapter(folder, _ADAPTER, is_trainable=is_trainable)
     except UserError:
         raise
-    except (AttributeError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+    except (
+        AttributeError,
+        KeyError,
+        OSError,
+        RuntimeError,
+        SafetensorError,
+        TypeError,
+        ValueError,
+    ) as error:
         if should_reduce_batch_size(cast(Exception, error)):
             raise
         raise UserError(
@@ -233,19 +284,29 @@ def load_adapter(model: PreTrainedModel, folder: str, *, is_trainable: bool = Fa
 def refuse_other_keys(
     name: str, missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str] = ()
 ) -> None:
-    """Raise UserError with the first keys and their number, unless files and model contain the same weights."""
+    """Raise UserError with the first keys and their number, unless files and model contain the same
+    weights.
+    """
     problems = {
         "these weights are missing": sorted(missing),
-        "the model does not have these weights": sorted(key for key in unexpected if not _MASK.search(key)),
+        "the model does not have these weights": sorted(
+            key for key in unexpected if not _MASK.search(key)
+        ),
         "these weights have another shape than in the model": sorted(mismatched),
     }
     if any(problems.values()):
-        findings = (f"{text}: {', '.join(keys[:3])} ({len(keys)} in total)" for text, keys in problems.items() if keys)
+        findings = (
+            f"{text}: {', '.join(keys[:3])} ({len(keys)} in total)"
+            for text, keys in problems.items()
+            if keys
+        )
         raise UserError(*(f"{name}: {finding}" for finding in findings))
 
 
 def _read_configs(name: str, message: str) -> None:
-    """Raise UserError, beginning with `message`, if a local model's JSON cannot be read or could not be saved again."""
+    """Raise UserError, beginning with `message`, if a local model's JSON cannot be read or could
+    not be saved again.
+    """
     for file in CONFIGS:
         if (path := Path(name) / file).is_file():
             try:
@@ -261,12 +322,18 @@ def _refuse_impossible_numbers(config: Any) -> None:
             _refuse_impossible_numbers(value)
         elif _NUM_MODULES.search(str(key)) and is_number and value > MAX_MODULES:
             raise UserError(f"config.json: {key}: found {value}; write at most {MAX_MODULES:,}")
-        elif _PROBABILITY.search(str(key)) and not (value is None or (is_number and 0 <= value <= 1)):
-            raise UserError(f"config.json: {key}: found {value!r:.80}; write a probability, a number from 0 to 1")
+        elif _PROBABILITY.search(str(key)) and not (
+            value is None or (is_number and 0 <= value <= 1)
+        ):
+            raise UserError(
+                f"config.json: {key}: found {value!r:.80}; write a probability, a number from 0 to 1"
+            )
 
 
 def _refuse_more_weights(place: str, config: Any, files: Iterable[Path]) -> None:
-    """Raise UserError if no file can hold all weights of such a model: transformers would draw the others first."""
+    """Raise UserError if no file can hold all weights of such a model: transformers would draw the
+    others first.
+    """
     num_bytes = sum(file.stat().st_size for file in files if file.suffix == ".safetensors")
     if not num_bytes:  # a model on the hub, or one without weights
         return

@@ -1,7 +1,8 @@
-"""Checkpoints of DeepSpeed and FSDP2: read without running code, and made readable for any number of ranks.
+"""Checkpoints of DeepSpeed and FSDP2: read without running code, and made readable for any number
+of ranks.
 
-They are pickles, of which only tensors and plain data are loaded: a run folder may come from someone else, and
-unpickling calls any function that the file names.
+They are pickles, of which only tensors and plain data are loaded: a run folder may come from
+someone else, and unpickling calls any function that the file names.
 """
 
 import argparse
@@ -22,8 +23,11 @@ from ..core.files import is_component
 from ..core.patches import patched
 
 TAGS = ("latest", "latest_universal")  # DeepSpeed's files that name the folder of its shards
-_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_|(?:^|/)__(\d+)_\d+\.distcp$|^rng_state_(\d+)\.pth$")
-"""In the names of files that every rank writes: DeepSpeed's, those of torch.distributed.checkpoint, transformers'."""
+_RANK = re.compile(
+    r"zero_pp_rank_(\d+)_mp_rank_|(?:^|/)__(\d+)_\d+\.distcp$|^rng_state_(\d+)\.pth$"
+)
+"""In the names of files that every rank writes: DeepSpeed's, those of torch.distributed.checkpoint,
+transformers'."""
 _METADATA = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
@@ -31,7 +35,10 @@ _METADATA = {
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
-    "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
+    "torch": (
+        "Size",
+        *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    ),
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),  # its name since Python 3.13
 }
@@ -41,8 +48,8 @@ _METADATA = {
 def refuse_pickles() -> None:
     """Make torch.load in this process load tensors and plain data only, whatever its arguments are.
 
-    DeepSpeed 0.19.8 passes weights_only=False in all of its 30 calls. Of its own classes, its checkpoints hold the loss
-    scalers and the addresses of fragments.
+    DeepSpeed 0.19.8 passes weights_only=False in all of its 30 calls. Of its own classes, its
+    checkpoints hold the loss scalers and the addresses of fragments.
     """
     from deepspeed.runtime.fp16 import loss_scaler  # pyright: ignore[reportMissingImports]
     from deepspeed.runtime.zero.config import ZeroStageEnum  # pyright: ignore[reportMissingImports]
@@ -55,14 +62,18 @@ def refuse_pickles() -> None:
 
 
 def rank_of_file(name: str, num_ranks: int) -> int:
-    """Return the rank, among `num_ranks`, that writes a checkpoint's file of this name: by default the first."""
+    """Return the rank, among `num_ranks`, that writes a checkpoint's file of this name: by default
+    the first.
+    """
     match = _RANK.search(name)
     rank = int(match[match.lastindex or 0]) if match else 0
     return rank if rank < num_ranks else 0
 
 
 def check_parts(checkpoint: Path) -> None:
-    """Raise UserError if the shards of a checkpoint are outside of its folder, or if FSDP2's metadata contains code."""
+    """Raise UserError if the shards of a checkpoint are outside of its folder, or if FSDP2's
+    metadata contains code.
+    """
     for name in TAGS:
         if not (checkpoint / name).is_file():
             continue
@@ -75,13 +86,23 @@ def check_parts(checkpoint: Path) -> None:
         try:
             with file.open("rb") as stream:
                 _Metadata(stream).load()
-        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            IndexError,
+            KeyError,
+        ) as error:
             reason = str(error).splitlines()[0] or type(error).__name__
             raise UserError(f"{file}: is not loaded: {reason}; restore the file") from None
 
 
 class _Metadata(pickle.Unpickler):
-    """A restricted reader of the metadata of torch.distributed.checkpoint, which itself uses pickle.load."""
+    """A restricted reader of the metadata of torch.distributed.checkpoint, which itself uses
+    pickle.load.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """A class of checkpoints' metadata, by name. Raises UnpicklingError for anything else."""
@@ -96,7 +117,9 @@ def is_universal(checkpoint: Path) -> bool:
 
 
 def to_universal(checkpoint: Path) -> None:
-    """Add to the checkpoint's folder a copy of DeepSpeed's shards that any number of ranks can load."""
+    """Add to the checkpoint's folder a copy of DeepSpeed's shards that any number of ranks can
+    load.
+    """
     from deepspeed.checkpoint import ds_to_universal  # pyright: ignore[reportMissingImports]
 
     refuse_pickles()
@@ -114,7 +137,8 @@ def to_universal(checkpoint: Path) -> None:
 
     def dump_dense(*arguments: Any) -> None:
         *places, values, name, offset, numel = arguments
-        if isinstance(values, torch.Tensor) and values.is_sparse:  # moments of the rows, see `zero.with_second_moments`
+        # moments of the rows, see `zero.with_second_moments`
+        if isinstance(values, torch.Tensor) and values.is_sparse:
             values, offset = torch.narrow_copy(values, 0, offset, numel).to_dense(), 0
         dump(*places, values, name, offset, numel)
 
@@ -129,9 +153,11 @@ def to_universal(checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def folders_confined_to(checkpoint: Path) -> Iterator[None]:
-    """A context in which `ds_to_universal` raises UserError for any folder that is not below the checkpoint.
+    """A context in which `ds_to_universal` raises UserError for any folder that is not below the
+    checkpoint.
 
-    DeepSpeed creates one per parameter, whose name is read from the checkpoint, before it writes a file there.
+    DeepSpeed creates one per parameter, whose name is read from the checkpoint, before it writes a
+    file there.
     """
     root = checkpoint.resolve()
 

@@ -1,9 +1,9 @@
 """DDP: every rank has all weights; the owner rank updates a matrix and broadcasts it.
 
-Why not every map on every rank, without any communication? For Mistral-7B the default map takes 750 TFLOP a step
-in float16, 1.3 s at 60% of an H100's peak, and 0.2 s divided over 8 ranks; the weights are 28 GB in float32, 0.1 s over
-NVLink (by count, not measured). The two are even at 25 GB/s. And replicas stay equal bit for bit, even if a kernel is
-not deterministic.
+Why not every map on every rank, without any communication? For Mistral-7B the default map takes 750
+TFLOP a step in float16, 1.3 s at 60% of an H100's peak, and 0.2 s divided over 8 ranks; the weights
+are 28 GB in float32, 0.1 s over NVLink (by count, not measured). The two are even at 25 GB/s. And
+replicas stay equal bit for bit, even if a kernel is not deterministic.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,9 @@ from .plan import BUCKET_MB
 class DDPStrategy(RankStrategy):
     """DDP: all ranks hold all matrices, and their gradients are averaged already."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, bucket_mb: float = BUCKET_MB):
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, bucket_mb: float = BUCKET_MB
+    ):
         super().__init__(bucket_mb)
         self._group = process_group
         self._device = torch.device("cpu")
@@ -33,18 +35,26 @@ class DDPStrategy(RankStrategy):
         """Whether it is a whole matrix, or all experts of a layer."""
         return parameter.ndim in (2, 3) and not isinstance(parameter, DTensor)
 
-    def check_gradients(self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor) -> list[float]:
-        """As RankStrategy, on the device of the first parameter, whether it is a matrix or has a gradient.
+    def check_gradients(
+        self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
+    ) -> list[float]:
+        """As RankStrategy, on the device of the first parameter, whether it is a matrix or has a
+        gradient.
 
-        That is one device on all ranks, also on a rank with an error, and one that the group can reduce on.
+        That is one device on all ranks, also on a rank with an error, and one that the group can
+        reduce on.
         """
         self._device = named[0][1].device
         # The squares are the same on all ranks.
-        return super().check_gradients(named, error, squares / dist.get_world_size(self._group), *others)
+        return super().check_gradients(
+            named, error, squares / dist.get_world_size(self._group), *others
+        )
 
     def layout(self, named: Named) -> Layout:
         """Every parameter on every rank."""
-        return replicas({name: tuple(p.shape) for name, p in named}, dist.get_world_size(self._group))
+        return replicas(
+            {name: tuple(p.shape) for name, p in named}, dist.get_world_size(self._group)
+        )
 
     def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:
         """All ranks of the group, on the device of the parameters."""
@@ -56,25 +66,36 @@ class DDPStrategy(RankStrategy):
 
 
 class ReplicaExchange(RankExchange):
-    """Carries out a plan between ranks that have all weights. The weights themselves are the buffers."""
+    """Carries out a plan between ranks that have all weights.
+    The weights themselves are the buffers.
+    """
 
     def whole_matrices(self, shards: Sequence[Shard], request: MapRequest) -> Iterator[Batch]:
-        """The weights owned here, bucket by bucket; a bucket is broadcast, updated, while the next one is mapped."""
+        """The weights owned here, bucket by bucket; a bucket is broadcast, updated, while the next
+        one is mapped.
+        """
         works, copies = [], []
         for indices in (self.plan.local, *self.plan.buckets):
             owned = [shards[i] for i in indices if self.plan.owners[i] == self.rank]
             yield from whole_batches(owned, request)
             for index in indices if self.plan.layout.num_ranks > 1 else ():
                 shard, owner = shards[index], self.plan.owners[index]
-                tensors = [shard.weight.detach(), *map(shard.numbers_of, shard.map_state.keys() - {WEIGHTS})]
+                tensors = [
+                    shard.weight.detach(),
+                    *map(shard.numbers_of, shard.map_state.keys() - {WEIGHTS}),
+                ]
                 if request.adapt is not None:
                     tensors.append(shard.second_moments)
                 if shard.compensation is not None:  # as bfloat16: neither gloo nor NCCL sends int16
-                    tensors.append(shard.view_of(shard.state["compensation"].view(shard.parameter.dtype)))
+                    tensors.append(
+                        shard.view_of(shard.state["compensation"].view(shard.parameter.dtype))
+                    )
                 source = dist.get_global_rank(self.process_group, owner)
                 for tensor in tensors:
                     buffer = tensor.contiguous()  # the tensor itself, unless it is strided
-                    works.append(dist.broadcast(buffer, source, group=self.process_group, async_op=True))
+                    works.append(
+                        dist.broadcast(buffer, source, group=self.process_group, async_op=True)
+                    )
                     if buffer is not tensor and owner != self.rank:
                         copies.append((tensor, buffer))
                     self.bytes_sent += buffer.nbytes if owner == self.rank else 0

@@ -26,7 +26,8 @@ from .zero import ZeroStrategy, row_places, set_zero_strategy
 def start_deepspeed(on_cpu: bool) -> None:
     """Initialize DeepSpeed with the existing process group. Repeatable.
 
-    Call it before the first DeepSpeed config is constructed: at stage 3 that reads the number of ranks.
+    Call it before the first DeepSpeed config is constructed: at stage 3 that reads the number of
+    ranks.
     """
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -37,47 +38,68 @@ def start_deepspeed(on_cpu: bool) -> None:
     deepspeed.utils.logger.setLevel("ERROR")
     accelerator: Any = deepspeed.get_accelerator()
     backend = accelerator.communication_backend_name()
-    with patched("deepspeed.comm.torch.build_shm_op", lambda: None) if on_cpu else contextlib.nullcontext():
+    with (
+        patched("deepspeed.comm.torch.build_shm_op", lambda: None)
+        if on_cpu
+        else contextlib.nullcontext()
+    ):
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
 
 
-def restore_groups_(optimizer: SpectralOptimizer, settings: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+def restore_groups_(
+    optimizer: SpectralOptimizer, settings: Sequence[dict[str, Any]], rates: Sequence[float]
+) -> None:
     """Undo the side effects of loading a universal checkpoint.
 
-    DeepSpeed gives all groups of stage 3 the first one's settings, and matrices a second moment of zeros, or of their
-    rows at their places (`zero.row_places`).
+    DeepSpeed gives all groups of stage 3 the first one's settings, and matrices a second moment of
+    zeros, or of their rows at their places (`zero.row_places`).
     settings: the groups' correct settings; rates: their current learning rates.
     """
     for group, right, rate in zip(optimizer.param_groups, settings, rates, strict=True):
-        group.update({key: value for key, value in right.items() if key not in ("params", "param_names")}, lr=rate)
-    kind = next((group["second_moment"] for group in settings if group["rule"] == "spectral"), "none")  # of all of them
+        group.update(
+            {key: value for key, value in right.items() if key not in ("params", "param_names")},
+            lr=rate,
+        )
+    # of all of them
+    kind = next(
+        (group["second_moment"] for group in settings if group["rule"] == "spectral"), "none"
+    )
     if not isinstance(optimizer.strategy, ZeroStrategy) or kind == "elements":
         return
     for tensor in optimizer.strategy.tensors:
         moments = optimizer.state[tensor].pop("exp_avg_sq", None)
         if kind == "rows" and moments is not None:
-            optimizer.state[tensor][ROWS] = moments[row_places(optimizer, tensor).to(moments.device)]
+            optimizer.state[tensor][ROWS] = moments[
+                row_places(optimizer, tensor).to(moments.device)
+            ]
 
 
 def sum_in_float32(fsdp: Any) -> None:
-    """Set accelerate's FSDP plugin to reduce gradients in float32 and not to cast the model's outputs.
+    """Set accelerate's FSDP plugin to reduce gradients in float32 and not to cast the model's
+    outputs.
 
-    It would use the dtype of the forward pass for both: in bfloat16 the first loss of DPO, log(2) = 0.6931, was 0.691,
-    the second 0.707 instead of 0.687.
+    It would use the dtype of the forward pass for both: in bfloat16 the first loss of DPO, log(2) =
+    0.6931, was 0.691, the second 0.707 instead of 0.687.
     """
     policy = fsdp.mixed_precision_policy
     if policy is not None:
-        fsdp.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=torch.float32)
+        fsdp.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=policy.param_dtype, reduce_dtype=torch.float32
+        )
 
 
 def full_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and full float32 weights of a model under ZeRO or FSDP2, on the first rank's CPU; nothing on other ranks.
+    """Names and full float32 weights of a model under ZeRO or FSDP2, on the first rank's CPU;
+    nothing on other ranks.
 
     Collective: iterate to the end on every rank. One parameter at a time is gathered, on all ranks.
     """
     if isinstance(model, FSDPModule):
-        # Not from the parameters: after an evaluation some are still whole, in the dtype of the forward pass.
-        whole: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        # Not from the parameters: after an evaluation some are still whole, in the dtype of the
+        # forward pass.
+        whole: Any = get_model_state_dict(
+            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
         once = {name for name, _ in model.named_parameters()}
         twice = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
         for name in [*whole]:
@@ -104,9 +126,9 @@ def set_strategy(
 ) -> tuple[Literal["ddp", "zero", "fsdp2"], list[list[Tensor]]]:
     """Set the strategy of the SpectralOptimizer within accelerate's wrappers. Collective.
 
-    ranks: None is those of the default process group.
-    Returns the kind of sharding, "ddp" for one process too, and the tensors that this rank updates, by group.
-    Raises ValueError, on every rank, for an unknown or unsupported sharding; see `set_zero_strategy`, `FSDP2Strategy`.
+    ranks: None is those of the default process group. Returns the kind of sharding, "ddp" for one
+    process too, and the tensors that this rank updates, by group. Raises ValueError, on every rank,
+    for an unknown or unsupported sharding; see `set_zero_strategy`, `FSDP2Strategy`.
     """
     *wrappers, inner = chain_of(optimizer)
     if not isinstance(inner, SpectralOptimizer):

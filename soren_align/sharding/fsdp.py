@@ -32,11 +32,14 @@ class FSDP2Strategy(RankStrategy):
             raise _unsupported(parameter)
         return parameter.ndim in (2, 3)
 
-    def check_gradients(self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor) -> list[float]:
+    def check_gradients(
+        self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
+    ) -> list[float]:
         """As RankStrategy; the mesh is that of the parameters."""
         sharded = [p for _, p in named if isinstance(p, DTensor)]
         for parameter in sharded:
-            if parameter.device_mesh.ndim != 1:  # the same on all ranks, and such a mesh has no group for a collective
+            # the same on all ranks, and such a mesh has no group for a collective
+            if parameter.device_mesh.ndim != 1:
                 raise _unsupported(parameter)
         if sharded:
             self._mesh = sharded[0].device_mesh
@@ -52,7 +55,11 @@ class FSDP2Strategy(RankStrategy):
         if self._mesh is None:
             raise ValueError("no parameter is a DTensor; call fully_shard before the first step")
         kind = self._mesh.device_type
-        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        device = (
+            torch.device(kind, torch.cuda.current_device())
+            if kind == "cuda"
+            else torch.device(kind)
+        )
         return self._mesh.get_group(), device
 
 

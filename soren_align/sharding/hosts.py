@@ -1,8 +1,9 @@
 """Watch the other hosts of a run: name the one that was lost, and end this rank.
 
-TCP does not report a host without power, or a cut cable: a collective would wait for `trainer.ddp_timeout`, half an
-hour. Here every rank writes a sign of life of its host into the store of the process group, and reads those of the
-others. Runs of one host need none of this: the launcher there notices the end of every rank.
+TCP does not report a host without power, or a cut cable: a collective would wait for
+`trainer.ddp_timeout`, half an hour. Here every rank writes a sign of life of its host into the
+store of the process group, and reads those of the others. Runs of one host need none of this: the
+launcher there notices the end of every rank.
 """
 
 import fcntl
@@ -26,10 +27,11 @@ from .ranks import Ranks
 BEAT_SECONDS = 5.0
 """Between two signs of life of a rank's host."""
 SILENCE_SECONDS = 40.0
-"""Without a sign of life, after which a host counts as lost: with the end of the ranks less than a minute."""
+"""Without a sign of life, after which a host counts as lost: with the end of the ranks less than a
+minute."""
 TICK_SECONDS = 1.0
-"""Between two looks at the silence of the others. One look adds at most two ticks: of a rank that was suspended itself,
-the others' silence is unknown."""
+"""Between two looks at the silence of the others. One look adds at most two ticks: of a rank that
+was suspended itself, the others' silence is unknown."""
 _SIOCGIFADDR = 0x8915
 """Linux's request for the IPv4 address of a network interface (netdevice(7))."""
 
@@ -53,10 +55,11 @@ class Host:
 
 @contextmanager
 def watched(ranks: Ranks, end: Callable[[LostRankError], Any]) -> Iterator[None]:
-    """Within the block, name the host in the error of a closed connection, and call `end` if a host is silent.
+    """Within the block, name the host in the error of a closed connection, and call `end` if a host
+    is silent.
 
-    Collective. end: called in another thread, since this one waits in C++; it ends the process. The watch ends with the
-    process group.
+    Collective. end: called in another thread, since this one waits in C++; it ends the process. The
+    watch ends with the process group.
     """
     hosts = find_hosts(ranks)
     own = next(host for host in hosts if ranks.rank in host.ranks)
@@ -93,15 +96,22 @@ def find_hosts(ranks: Ranks) -> list[Host]:
     here = (socket.gethostname(), number, frozenset(own - {"127.0.0.1"}))
     for rank, (name, group, addresses) in enumerate(ranks.gather(here)):
         hosts.setdefault((name, group), ([], addresses))[0].append(rank)
-    return [Host(name, tuple(members), addresses) for (name, _), (members, addresses) in hosts.items()]
+    return [
+        Host(name, tuple(members), addresses) for (name, _), (members, addresses) in hosts.items()
+    ]
 
 
 def mentioned(text: str, hosts: Sequence[Host], own: Host) -> Host | None:
-    """Return the host, not this rank's own, with a name or an address in the text that no other host has."""
+    """Return the host, not this rank's own, with a name or an address in the text that no other
+    host has.
+    """
     matches = [
         host
         for host in hosts
-        if any(re.search(rf"(?<![\w.:]){re.escape(word)}(?![\w.])", text) for word in {host.name, *host.addresses})
+        if any(
+            re.search(rf"(?<![\w.:]){re.escape(word)}(?![\w.])", text)
+            for word in {host.name, *host.addresses}
+        )
     ]
     return matches[0] if len(matches) == 1 and matches[0] is not own else None
 
@@ -117,13 +127,18 @@ class Watch:
         with suppress(OSError):
             address += f" {socket.gethostbyname(address)}"
         # Without the store nothing is known of the others: it comes first.
-        self._store = str(mentioned(address, hosts, own) or f"the store at MASTER_ADDR={os.environ.get('MASTER_ADDR')}")
+        self._store = str(
+            mentioned(address, hosts, own)
+            or f"the store at MASTER_ADDR={os.environ.get('MASTER_ADDR')}"
+        )
         self._silence: dict[Host | str, float] = dict.fromkeys([self._store, *self.others], 0.0)
         """Seconds since the last sign of life of a host, and since the store's last answer."""
         store.set(self._keys[own], "0")
 
     def exchange_beats(self) -> None:
-        """Until the process group ends, write this host's signs of life and read those of the others."""
+        """Until the process group ends, write this host's signs of life and read those of the
+        others.
+        """
         before = [b""] * len(self.others)
         for number in count(1):
             if not dist.is_initialized():
@@ -139,14 +154,18 @@ class Watch:
             time.sleep(BEAT_SECONDS)
 
     def wait_for_silence(self, end: Callable[[LostRankError], Any]) -> None:
-        """Until the process group ends, look for a host that is silent, and call `end` with its error."""
+        """Until the process group ends, look for a host that is silent, and call `end` with its
+        error.
+        """
         while dist.is_initialized():
             last = time.monotonic()
             time.sleep(TICK_SECONDS)
             seconds = min(time.monotonic() - last, 2 * TICK_SECONDS)
             for host in self._silence:
                 self._silence[host] += seconds
-            if lost := [name for name, silence in self._silence.items() if silence > SILENCE_SECONDS]:
+            if lost := [
+                name for name, silence in self._silence.items() if silence > SILENCE_SECONDS
+            ]:
                 end(
                     LostRankError(
                         f"{lost[0]} did not answer for {SILENCE_SECONDS:g} s: that host is down or suspended, or the "

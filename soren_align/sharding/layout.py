@@ -1,8 +1,9 @@
-"""Layouts: which rank has which elements of which weight, computed from shapes alone, the same on every rank.
+"""Layouts: which rank has which elements of which weight, computed from shapes alone, the same on
+every rank.
 
-A parameter of shape (m, n) is its m * n elements in row-major order; a shard is an interval of them on one rank.
-Launchers divide parameters; `split_weights` then divides those of several experts or blocks into one weight (m, n) for
-each.
+A parameter of shape (m, n) is its m * n elements in row-major order; a shard is an interval of them
+on one rank. Launchers divide parameters; `split_weights` then divides those of several experts or
+blocks into one weight (m, n) for each.
 """
 
 import math
@@ -18,7 +19,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class RankShard(NamedTuple):
-    """`numel` elements of a weight: from `offset` on in the weight, from `start` on in `rank`'s tensor."""
+    """`numel` elements of a weight: from `offset` on in the weight, from `start` on in `rank`'s
+    tensor.
+    """
 
     rank: int
     offset: int
@@ -27,8 +30,8 @@ class RankShard(NamedTuple):
 
 
 class ShardedWeight(NamedTuple):
-    """A parameter, (m, n) or (experts, m, n), or one of its weights; its shards lie in the optimizer's tensor number
-    `tensor` on every rank. `layout`: of the matrices in a weight.
+    """A parameter, (m, n) or (experts, m, n), or one of its weights; its shards lie in the
+    optimizer's tensor number `tensor` on every rank. `layout`: of the matrices in a weight.
     """
 
     name: str
@@ -55,7 +58,9 @@ class ShardedWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The weights of one spectral group on all ranks. replicated: every rank has every weight whole."""
+    """The weights of one spectral group on all ranks.
+    replicated: every rank has every weight whole.
+    """
 
     weights: tuple[ShardedWeight, ...]
     num_ranks: int
@@ -75,19 +80,28 @@ def split_weights(layout: Layout, weight_layouts: WeightLayouts) -> Layout:
                 "[experts, m, n] with a layout in the group's weight_layouts. Build the parameter groups with "
                 "soren_align.param_groups, or give this parameter to AdamW"
             )
-        parts = weights_in(parameter.name, parameter.shape, weight_layouts.get(parameter.name, "linear"))
-        if len(parts) == 1 and len(parameter.shape) == 2:  # itself; an empty one keeps its empty shards
+        parts = weights_in(
+            parameter.name, parameter.shape, weight_layouts.get(parameter.name, "linear")
+        )
+        # itself; an empty one keeps its empty shards
+        if len(parts) == 1 and len(parameter.shape) == 2:
             weights.append(parameter._replace(layout=parts[0].layout))
             continue
         ends = [*accumulate(part.numel for part in parts)]
         shards: list[list[RankShard]] = [[] for _ in parts]
         for rank, offset, start, size in parameter.shards:
-            for number in range(bisect_right(ends, offset), bisect_left(ends, offset + size) + 1 if size else 0):
+            for number in range(
+                bisect_right(ends, offset), bisect_left(ends, offset + size) + 1 if size else 0
+            ):
                 begin = ends[number] - parts[number].numel
                 first, last = max(offset, begin), min(offset + size, ends[number])
-                shards[number].append(RankShard(rank, first - begin, start + first - offset, last - first))
+                shards[number].append(
+                    RankShard(rank, first - begin, start + first - offset, last - first)
+                )
         for part, of_ranks in zip(parts, shards, strict=True):
-            weights.append(ShardedWeight(part.name, part.shape, tuple(of_ranks), parameter.tensor, part.layout))
+            weights.append(
+                ShardedWeight(part.name, part.shape, tuple(of_ranks), parameter.tensor, part.layout)
+            )
     return Layout(tuple(weights), layout.num_ranks, layout.replicated)
 
 
@@ -101,16 +115,25 @@ def replicas(shapes: Shapes, num_ranks: int) -> Layout:
 
 
 def flat_partitions(
-    shapes: Shapes, num_ranks: int, *, partition_numel: int | None = None, starts: Sequence[int] | None = None
+    shapes: Shapes,
+    num_ranks: int,
+    *,
+    partition_numel: int | None = None,
+    starts: Sequence[int] | None = None,
 ) -> Layout:
-    """ZeRO 1 and 2: the group's parameters, concatenated and divided into `num_ranks` equal partitions.
+    """ZeRO 1 and 2: the group's parameters, concatenated and divided into `num_ranks` equal
+    partitions.
 
-    partition_numel: elements per partition, padding included; None is the smallest sufficient number.
+    partition_numel: elements per partition, padding included; None is the smallest sufficient
+    number.
     starts: the offset of each parameter in the flat group, if there is padding between them.
     Raises ValueError if parameters overlap, or if one ends beyond the last partition.
     """
     starts = [0, *accumulate(map(math.prod, shapes.values()))][:-1] if starts is None else starts
-    end = max((start + math.prod(shape) for start, shape in zip(starts, shapes.values(), strict=True)), default=0)
+    end = max(
+        (start + math.prod(shape) for start, shape in zip(starts, shapes.values(), strict=True)),
+        default=0,
+    )
     size = -(-end // num_ranks) if partition_numel is None else partition_numel
     if end > size * num_ranks:
         raise ValueError(f"{num_ranks} partitions of {size} elements cannot hold {end}")
@@ -128,14 +151,17 @@ def flat_partitions(
 
 
 def parameter_slices(shapes: Shapes, num_ranks: int) -> Layout:
-    """ZeRO 3: each parameter in `num_ranks` slices of ceil(numel / num_ranks), the last ones short or empty.
+    """ZeRO 3: each parameter in `num_ranks` slices of ceil(numel / num_ranks), the last ones short
+    or empty.
 
     A rank's flat tensor is the concatenation of its slices, each padded to the full size.
     """
     weights, local = [], 0
     for name, shape in shapes.items():
         size = -(-math.prod(shape) // num_ranks)
-        weights.append(ShardedWeight(name, shape, _slices(math.prod(shape), size, num_ranks, local)))
+        weights.append(
+            ShardedWeight(name, shape, _slices(math.prod(shape), size, num_ranks, local))
+        )
         local += size
     return Layout(tuple(weights), num_ranks)
 
@@ -143,15 +169,20 @@ def parameter_slices(shapes: Shapes, num_ranks: int) -> Layout:
 def row_blocks(shapes: Shapes, num_ranks: int) -> Layout:
     """FSDP2: each parameter in a tensor of its own, sharded by its first axis as torch.chunk does.
 
-    So a matrix is sharded by rows, and experts are divided among the ranks. The last ranks may have nothing.
+    So a matrix is sharded by rows, and experts are divided among the ranks. The last ranks may have
+    nothing.
     """
     weights = []
     for tensor, (name, shape) in enumerate(shapes.items()):
         size = -(-shape[0] // num_ranks) * math.prod(shape[1:])
-        weights.append(ShardedWeight(name, shape, _slices(math.prod(shape), size, num_ranks, 0), tensor))
+        weights.append(
+            ShardedWeight(name, shape, _slices(math.prod(shape), size, num_ranks, 0), tensor)
+        )
     return Layout(tuple(weights), num_ranks)
 
 
 def _slices(numel: int, size: int, num_ranks: int, position: int) -> tuple[RankShard, ...]:
     ends = ((rank, rank * size, min((rank + 1) * size, numel)) for rank in range(num_ranks))
-    return tuple(RankShard(rank, start, position, stop - start) for rank, start, stop in ends if stop > start)
+    return tuple(
+        RankShard(rank, start, position, stop - start) for rank, start, stop in ends if stop > start
+    )

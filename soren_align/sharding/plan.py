@@ -1,8 +1,9 @@
 """Choose the owner rank of each matrix, and the buckets of the exchange.
 
-Matrices are mapped whole. Given the layout, the maps' FLOPs are balanced over the ranks. The bytes of a bucket are
-bounded, so that the memory of the exchange does not grow with the model. No communication happens here: every rank
-computes the same plan from the same layout, which its fingerprint verifies.
+Matrices are mapped whole. Given the layout, the maps' FLOPs are balanced over the ranks. The bytes
+of a bucket are bounded, so that the memory of the exchange does not grow with the model. No
+communication happens here: every rank computes the same plan from the same layout, which its
+fingerprint verifies.
 """
 
 import hashlib
@@ -16,8 +17,9 @@ from ..optim.product import is_factor, mapped_together, num_flops
 from ..spectral.maps import MINIMAX
 from .layout import Layout, ShardedWeight
 
-# MB (2^20 bytes) that a rank sends and receives in a bucket, one way; three buckets may overlap. 512 holds a float32
-# 14336 x 4096 per rank, the largest of a 7B model, sent in shards and received whole.
+# MB (2^20 bytes) that a rank sends and receives in a bucket, one way; three buckets may overlap.
+# 512 holds a float32 14336 x 4096 per rank, the largest of a 7B model, sent in shards and received
+# whole.
 BUCKET_MB = 512
 
 
@@ -25,9 +27,10 @@ BUCKET_MB = 512
 class ExchangePlan:
     """Owner ranks and buckets of the matrices of one layout.
 
-    local: indices into `layout.weights` of the matrices that lie whole on their owner rank and are not communicated.
-    buckets: indices of all others; a matrix is in exactly one bucket. The factors of a product have one owner, and are
-    neighbours in one bucket, A before B.
+    local: indices into `layout.weights` of the matrices that lie whole on their owner rank and are
+    not communicated.
+    buckets: indices of all others; a matrix is in exactly one bucket. The factors of a product have
+    one owner, and are neighbours in one bucket, A before B.
     """
 
     layout: Layout
@@ -38,19 +41,26 @@ class ExchangePlan:
     @cached_property
     def fingerprint(self) -> int:
         """63 bits of a hash of everything in the plan."""
-        content = repr((self.layout.num_ranks, self.layout.replicated, self.owners, self.local, self.buckets))
+        content = repr(
+            (self.layout.num_ranks, self.layout.replicated, self.owners, self.local, self.buckets)
+        )
         digest = hashlib.sha256(content.encode())
         for weight in self.layout.weights:
-            digest.update(repr((weight.name, tuple(weight.shape), weight.tensor, weight.layout)).encode())
+            digest.update(
+                repr((weight.name, tuple(weight.shape), weight.tensor, weight.layout)).encode()
+            )
             digest.update(repr([tuple(shard) for shard in weight.shards]).encode())
         return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
-def make_exchange_plan(layout: Layout, bucket_mb: float = BUCKET_MB, itemsize: int = 4) -> ExchangePlan:
-    """The plan for `layout`, with at most `bucket_mb` MB of elements of `itemsize` bytes per rank and bucket.
+def make_exchange_plan(
+    layout: Layout, bucket_mb: float = BUCKET_MB, itemsize: int = 4
+) -> ExchangePlan:
+    """The plan for `layout`, with at most `bucket_mb` MB of elements of `itemsize` bytes per rank
+    and bucket.
 
-    A rank whose next matrix alone needs more has that one matrix and no other in the bucket. Raises ValueError for a
-    factor of a product whose other factor is not in the layout.
+    A rank whose next matrix alone needs more has that one matrix and no other in the bucket. Raises
+    ValueError for a factor of a product whose other factor is not in the layout.
     """
     owners = assign_owners(layout)
     units, local = _units(layout), []
@@ -58,11 +68,15 @@ def make_exchange_plan(layout: Layout, bucket_mb: float = BUCKET_MB, itemsize: i
         if layout.num_ranks == 1 or all(rank == owners[unit.indices[0]] for rank in unit.numels):
             local += unit.indices
     max_numel = max(1, int(bucket_mb * 2**20 / itemsize))
-    return ExchangePlan(layout, owners, tuple(local), _buckets(layout, units, owners, local, max_numel))
+    return ExchangePlan(
+        layout, owners, tuple(local), _buckets(layout, units, owners, local, max_numel)
+    )
 
 
 class _Unit(NamedTuple):
-    """Weights that are mapped together: one, or the factors of a product. numels: their elements by rank."""
+    """Weights that are mapped together: one, or the factors of a product.
+    numels: their elements by rank.
+    """
 
     indices: tuple[int, ...]
     flops: int
@@ -80,14 +94,20 @@ def _units(layout: Layout) -> list[_Unit]:
 
 
 def _buckets(
-    layout: Layout, units: Sequence[_Unit], owners: Sequence[int], local: Sequence[int], max_numel: int
+    layout: Layout,
+    units: Sequence[_Unit],
+    owners: Sequence[int],
+    local: Sequence[int],
+    max_numel: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """Buckets of at most `max_numel` elements per rank, of the matrices that are not local, with the least waiting.
+    """Buckets of at most `max_numel` elements per rank, of the matrices that are not local, with
+    the least waiting.
 
-    In each bucket all ranks wait for the busiest one. So the matrices are put in the order in which their maps would
-    begin if no rank waited, in FLOPs. At the end of a bucket, ranks then wait from the next begin in this order to the
-    latest end before it. The sum of these times is the smallest possible in this order; among equal ones the number
-    of buckets is. For matrices of one shape, every owner has as many of them in each bucket as the others.
+    In each bucket all ranks wait for the busiest one. So the matrices are put in the order in which
+    their maps would begin if no rank waited, in FLOPs. At the end of a bucket, ranks then wait from
+    the next begin in this order to the latest end before it. The sum of these times is the smallest
+    possible in this order; among equal ones the number of buckets is. For matrices of one shape,
+    every owner has as many of them in each bucket as the others.
     """
     weights = layout.weights
     flops = [0] * layout.num_ranks
@@ -98,7 +118,12 @@ def _buckets(
     at_owner = set(local)
     exchanged = [unit for unit in units if unit.indices[0] not in at_owner]
     for unit in sorted(
-        exchanged, key=lambda u: (-sum(weights[i].numel for i in u.indices), weights[u.indices[0]].shape, u.indices)
+        exchanged,
+        key=lambda u: (
+            -sum(weights[i].numel for i in u.indices),
+            weights[u.indices[0]].shape,
+            u.indices,
+        ),
     ):
         owner = owners[unit.indices[0]]
         begin = flops[owner]
@@ -110,12 +135,17 @@ def _buckets(
     for _, owner, _, indices in maps:
         need: Counter[int] = Counter()
         for weight in (weights[index] for index in indices):
-            need.update({owner: weight.numel} if layout.replicated else elements_exchanged(weight, owner))
-        needs.append({rank: min(numel, max_numel) for rank, numel in need.items()})  # a larger one is alone there
+            need.update(
+                {owner: weight.numel} if layout.replicated else elements_exchanged(weight, owner)
+            )
+        # a larger one is alone there
+        needs.append({rank: min(numel, max_numel) for rank, numel in need.items()})
 
-    # After so many maps: the least sum of waiting times, the number of buckets, and the first map of the last bucket.
+    # After so many maps: the least sum of waiting times, the number of buckets, and the first map
+    # of the last bucket.
     ends = [(0, 0, 0)]
-    begins = deque([0])  # of a bucket that ends here, the best first: the minimum of a sliding window
+    # of a bucket that ends here, the best first: the minimum of a sliding window
+    begins = deque([0])
     first, numels = 0, [0] * layout.num_ranks
     for number, (_, _, end, _) in enumerate(maps, start=1):
         for rank, numel in needs[number - 1].items():
@@ -135,7 +165,9 @@ def _buckets(
         begins.append(number)
     buckets, number = [], len(maps)
     while number:
-        buckets.append(tuple(index for *_, indices in maps[ends[number][2] : number] for index in indices))
+        buckets.append(
+            tuple(index for *_, indices in maps[ends[number][2] : number] for index in indices)
+        )
         number = ends[number][2]
     return tuple(reversed(buckets))
 
@@ -143,32 +175,40 @@ def _buckets(
 def assign_owners(layout: Layout) -> tuple[int, ...]:
     """The owner rank of each matrix, in the layout's order.
 
-    A matrix that lies whole on one rank is owned by it. The others, most expensive first, go to the rank with the least
-    FLOPs among those that hold a shard. For this choice the missing share of the matrix is added to a rank's FLOPs:
-    the rank with the largest shard is preferred, unless it has more to do by that much. Ties go to the lowest rank.
-    In the end the busiest rank passes matrices on, where that saves 1% of its FLOPs.
+    A matrix that lies whole on one rank is owned by it. The others, most expensive first, go to the
+    rank with the least FLOPs among those that hold a shard. For this choice the missing share of
+    the matrix is added to a rank's FLOPs: the rank with the largest shard is preferred, unless it
+    has more to do by that much. Ties go to the lowest rank. In the end the busiest rank passes
+    matrices on, where that saves 1% of its FLOPs.
     """
     units, owners = _units(layout), dict[int, int]()  # by number of the unit
     flops = [0] * layout.num_ranks
-    shared: list[list[int]] = [[] for _ in flops]  # by owner: its matrices that another rank could own
+    # by owner: its matrices that another rank could own
+    shared: list[list[int]] = [[] for _ in flops]
     for index, unit in enumerate(units):
         if len(unit.numels) <= 1:
             owners[index] = min(unit.numels, default=0)  # an empty matrix has no map
             flops[owners[index]] += unit.flops
-    for index in sorted(set(range(len(units))).difference(owners), key=lambda i: (-units[i].flops, i)):
+    for index in sorted(
+        set(range(len(units))).difference(owners), key=lambda i: (-units[i].flops, i)
+    ):
         _, cost, numels = units[index]
         largest = max(numels.values()) or 1  # 0: an empty matrix
-        _, owner = min((flops[rank] + cost * (1 - numel / largest), rank) for rank, numel in numels.items())
+        _, owner = min(
+            (flops[rank] + cost * (1 - numel / largest), rank) for rank, numel in numels.items()
+        )
         owners[index] = owner
         flops[owner] += cost
         shared[owner].append(index)
 
-    # Under ZeRO 1 and 2 a matrix lies on two ranks, so that the next rank must often pass one on itself: a search for
-    # the shortest chain whose ranks all stay below `limit`. Under ZeRO 3 there is rarely one.
+    # Under ZeRO 1 and 2 a matrix lies on two ranks, so that the next rank must often pass one on
+    # itself: a search for the shortest chain whose ranks all stay below `limit`. Under ZeRO 3 there
+    # is rarely one.
     while True:
         busiest = max(range(layout.num_ranks), key=flops.__getitem__)
         limit = 0.99 * flops[busiest]
-        gains: dict[int, int | None] = {busiest: None}  # the matrix that each rank of a chain would get
+        # the matrix that each rank of a chain would get
+        gains: dict[int, int | None] = {busiest: None}
         chain, last = [busiest], None
         for rank in chain:
             gain = gains[rank]
@@ -193,10 +233,12 @@ def assign_owners(layout: Layout) -> tuple[int, ...]:
 
 
 def schedule_flops(plan: ExchangePlan, flops: Sequence[int]) -> int:
-    """FLOPs of the busiest rank in each bucket, summed: a step's time if all ranks wait for it there.
+    """FLOPs of the busiest rank in each bucket, summed: a step's time if all ranks wait for it
+    there.
 
-    flops: of the maps of each weight. The local matrices are mapped while the first bucket is gathered, so they count
-    with it. Replicas wait for each other only at the end. An upper bound: in fact a rank can be a bucket ahead.
+    flops: of the maps of each weight. The local matrices are mapped while the first bucket is
+    gathered, so they count with it. Replicas wait for each other only at the end. An upper bound:
+    in fact a rank can be a bucket ahead.
     """
     phases = [[*plan.local, *(plan.buckets[0] if plan.buckets else ())], *plan.buckets[1:]]
     if plan.layout.replicated:
@@ -211,9 +253,11 @@ def schedule_flops(plan: ExchangePlan, flops: Sequence[int]) -> int:
 
 
 def elements_sent(layout: Layout, owners: Sequence[int]) -> list[int]:
-    """Elements that each rank sends in a step: shards to their owner (gather), outputs to the shards (scatter).
+    """Elements that each rank sends in a step: shards to their owner (gather), outputs to the
+    shards (scatter).
 
-    Replicas: the owner broadcasts the updated matrix in a ring, where every rank but the last sends each element once.
+    Replicas: the owner broadcasts the updated matrix in a ring, where every rank but the last sends
+    each element once.
     """
     sent = [0] * layout.num_ranks
     for weight, owner in zip(layout.weights, owners, strict=True):
@@ -227,7 +271,8 @@ def elements_sent(layout: Layout, owners: Sequence[int]) -> list[int]:
 
 
 def elements_exchanged(weight: ShardedWeight, owner: int) -> Counter[int]:
-    """Elements of the messages between a weight's owner and each other rank with a shard, one way; the owner's are all.
+    """Elements of the messages between a weight's owner and each other rank with a shard, one way;
+    the owner's are all.
 
     A factor of a product has its own numbers with it.
     """
@@ -240,7 +285,9 @@ def elements_exchanged(weight: ShardedWeight, owner: int) -> Counter[int]:
 
 
 def map_flops(weight: ShardedWeight) -> int:
-    """Floating-point operations of the default map of a weight's matrices, in float32; other maps scale much alike."""
+    """Floating-point operations of the default map of a weight's matrices, in float32; other maps
+    scale much alike.
+    """
     of_factor = num_flops(weight.shape, weight.layout) if is_factor(weight.layout) else 0
     return weight.num_matrices * _map_flops(*sorted(weight.map_shape)) + of_factor
 

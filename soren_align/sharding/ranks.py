@@ -1,8 +1,8 @@
 """The processes of one run, and their few collectives outside of the training itself.
 
-A run of one process needs no torch.distributed. All methods of `Ranks` are collective: every rank must call them, in
-the same order. accelerate's PartialState is not used: with GPUs it makes a group of NCCL alone, and these collectives
-would wait for the GPU's queue at every step.
+A run of one process needs no torch.distributed. All methods of `Ranks` are collective: every rank
+must call them, in the same order. accelerate's PartialState is not used: with GPUs it makes a group
+of NCCL alone, and these collectives would wait for the GPU's queue at every step.
 """
 
 import json
@@ -20,15 +20,26 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..core.errors import LostRankError, ResumableError, UserError, first_sentence, machine_failure, silent_rank
+from ..core.errors import (
+    LostRankError,
+    ResumableError,
+    UserError,
+    first_sentence,
+    machine_failure,
+    silent_rank,
+)
 
 T = TypeVar("T")
 
 BEAT_SECONDS = 5.0
-"""Between two signs of life of the first rank while the others wait for it in `Ranks.main_process_first`."""
+"""Between two signs of life of the first rank while the others wait for it in
+`Ranks.main_process_first`."""
 SILENCE_SECONDS = 60.0
-"""Without a sign of life, after which the first rank counts as lost. One that ends is noticed at once."""
-_ON_ALL = {kind.__name__: kind for kind in (LostRankError, ResumableError, UserError, KeyboardInterrupt)}
+"""Without a sign of life, after which the first rank counts as lost. One that ends is noticed at
+once."""
+_ON_ALL = {
+    kind.__name__: kind for kind in (LostRankError, ResumableError, UserError, KeyboardInterrupt)
+}
 """Errors of the first rank that the others raise too."""
 _numbers = count()
 """Of the blocks of `main_process_first`, the same on all ranks."""
@@ -36,7 +47,9 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `num_ranks`. launched: by a launcher, without which there is no ZeRO or FSDP2."""
+    """This process among `num_ranks`.
+    launched: by a launcher, without which there is no ZeRO or FSDP2.
+    """
 
     rank: int = 0
     num_ranks: int = 1
@@ -59,7 +72,11 @@ class Ranks:
         if self.num_ranks == 1:
             return [float(value) for value in values]
         # By gloo where there is one: a copy from the GPU would wait for its queue at every step.
-        device = "cpu" if "gloo" in str(dist.get_backend_config()) else torch.accelerator.current_accelerator()
+        device = (
+            "cpu"
+            if "gloo" in str(dist.get_backend_config())
+            else torch.accelerator.current_accelerator()
+        )
         numbers = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(numbers, operation)
         return numbers.tolist()
@@ -77,7 +94,9 @@ class Ranks:
         return values[0]
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in their order, on every rank; any objects that can be pickled."""
+        """The values of all ranks, in their order, on every rank; any objects that can be
+        pickled.
+        """
         values: list[Any] = [value] * self.num_ranks
         if self.num_ranks > 1:
             dist.all_gather_object(values, value)
@@ -85,7 +104,8 @@ class Ranks:
 
     @contextmanager
     def shared_errors(self) -> Iterator[None]:
-        """If the block raises a UserError or OSError on any rank, raise it on all, so that none waits for the others.
+        """If the block raises a UserError or OSError on any rank, raise it on all, so that none
+        waits for the others.
 
         The block contains no collective.
         """
@@ -100,15 +120,20 @@ class Ranks:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the block on the first rank, then on the others, which use the caches and files of the first.
+        """Run the block on the first rank, then on the others, which use the caches and files of
+        the first.
 
-        The others wait as long as the first rank lives: tokenizing a large dataset takes longer than the timeout of a
-        collective. An error of the first rank is raised on all: a UserError as it is, a defect as LostRankError.
+        The others wait as long as the first rank lives: tokenizing a large dataset takes longer
+        than the timeout of a collective. An error of the first rank is raised on all: a UserError
+        as it is, a defect as LostRankError.
         """
         if self.num_ranks == 1:
             yield
             return
-        store, key = dist.distributed_c10d._get_default_store(), f"soren_align/first/{next(_numbers)}"
+        store, key = (
+            dist.distributed_c10d._get_default_store(),
+            f"soren_align/first/{next(_numbers)}",
+        )
         if not self.is_first:
             _wait_for_first(store, key)
             yield
@@ -119,7 +144,10 @@ class Ranks:
             yield
         except BaseException as error:
             problem = machine_failure(error) or error
-            kind = next((name for name, kind in _ON_ALL.items() if isinstance(problem, kind)), type(error).__name__)
+            kind = next(
+                (name for name, kind in _ON_ALL.items() if isinstance(problem, kind)),
+                type(error).__name__,
+            )
             store.set(key, json.dumps([kind, str(problem)]))
             end = time.monotonic() + BEAT_SECONDS  # the store may end with this process
             while store.add(f"{key}/read", 0) < self.num_ranks - 1 and time.monotonic() < end:
@@ -138,15 +166,18 @@ class Ranks:
 
 
 def init_process_group(timeout_seconds: float) -> None:
-    """Initialize the default process group by the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR...).
+    """Initialize the default process group by the launcher's environment (RANK, WORLD_SIZE,
+    MASTER_ADDR...).
 
-    Without that environment there is none, and the run has one process. Collectives of CUDA tensors use NCCL, those of
-    CPU tensors gloo; with ACCELERATE_USE_CPU no GPU is used. timeout_seconds: of one collective. Raises UserError if
-    there are more processes than GPUs.
+    Without that environment there is none, and the run has one process. Collectives of CUDA tensors
+    use NCCL, those of CPU tensors gloo; with ACCELERATE_USE_CPU no GPU is used. timeout_seconds: of
+    one collective. Raises UserError if there are more processes than GPUs.
     """
     if "RANK" not in os.environ:
         return
-    on_gpus = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
+    on_gpus = torch.cuda.is_available() and os.environ.get(
+        "ACCELERATE_USE_CPU", "false"
+    ).lower() not in ("true", "1")
     if on_gpus:
         torch.cuda.set_device(choose_gpu(torch.cuda.device_count()))
     backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
@@ -164,7 +195,9 @@ def init_process_group(timeout_seconds: float) -> None:
 
 
 def _in_thread(function: Callable[[], T]) -> Future[T]:
-    """The future result of a function that waits in C++, where a signal would be handled only after the wait."""
+    """The future result of a function that waits in C++, where a signal would be handled only after
+    the wait.
+    """
     future: Future[T] = Future()
 
     def call() -> None:
@@ -180,10 +213,13 @@ def _in_thread(function: Callable[[], T]) -> Future[T]:
 def choose_gpu(num_gpus: int) -> int:
     """The number of this rank's GPU among the visible ones, which is LOCAL_RANK from then on.
 
-    It is 0 if the launcher has made one GPU visible to each process, as srun does with --gpus-per-task: accelerate and
-    DeepSpeed choose by LOCAL_RANK too. Raises UserError if there are more processes than GPUs.
+    It is 0 if the launcher has made one GPU visible to each process, as srun does with
+    --gpus-per-task: accelerate and DeepSpeed choose by LOCAL_RANK too. Raises UserError if there
+    are more processes than GPUs.
     """
-    local_rank, num_local = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    local_rank, num_local = (
+        int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
     if num_gpus == 1 and num_local <= 1:
         local_rank = 0
         os.environ["LOCAL_RANK"] = "0"
@@ -198,7 +234,11 @@ def choose_gpu(num_gpus: int) -> int:
 
 def current_ranks() -> Ranks:
     """The ranks of the default process group; one process if there is none."""
-    return Ranks(dist.get_rank(), dist.get_world_size(), launched=True) if dist.is_initialized() else Ranks()
+    return (
+        Ranks(dist.get_rank(), dist.get_world_size(), launched=True)
+        if dist.is_initialized()
+        else Ranks()
+    )
 
 
 def _send_beats(store: dist.Store, key: str, ended: Event) -> None:
@@ -210,7 +250,9 @@ def _send_beats(store: dist.Store, key: str, ended: Event) -> None:
 
 
 def _wait_for_first(store: dist.Store, key: str) -> None:
-    """Wait until the first rank has left its block. Raises its error, and LostRankError if it has ended."""
+    """Wait until the first rank has left its block.
+    Raises its error, and LostRankError if it has ended.
+    """
     seen = [time.monotonic()]
 
     def poll() -> list[str] | None:
@@ -227,7 +269,8 @@ def _wait_for_first(store: dist.Store, key: str) -> None:
 
     first = _in_thread(poll)
     while not wait([first], timeout=0.5).done:
-        if time.monotonic() - seen[0] > SILENCE_SECONDS:  # of a store in a stopped process no answer comes
+        # of a store in a stopped process no answer comes
+        if time.monotonic() - seen[0] > SILENCE_SECONDS:
             raise silent_rank("rank 0", SILENCE_SECONDS)
     problem = first.result()
     if problem is None:

@@ -1,7 +1,7 @@
 """Read the layouts of DeepSpeed's flat tensors, and verify them by the contents.
 
-The attributes exist in every release from 0.7.0 (2022) to 0.19.8, for which this was tested; if one changes, the
-verification fails before the first step.
+The attributes exist in every release from 0.7.0 (2022) to 0.19.8, for which this was tested; if one
+changes, the verification fails before the first step.
 """
 
 import math
@@ -22,7 +22,9 @@ from .plan import BUCKET_MB
 
 
 class ZeroStrategy(RankStrategy):
-    """ZeRO: each of the optimizer's tensors is one rank's flat shard of many matrices, with a layout of its own."""
+    """ZeRO: each of the optimizer's tensors is one rank's flat shard of many matrices, with a
+    layout of its own.
+    """
 
     def __init__(
         self,
@@ -32,14 +34,17 @@ class ZeroStrategy(RankStrategy):
         bucket_mb: float = BUCKET_MB,
         other_layouts: Mapping[Tensor, Layout] | None = None,
     ):
-        """device: for communication and maps; None is that of the tensors, which is right without CPU offload.
+        """device: for communication and maps; None is that of the tensors, which is right without
+        CPU offload.
 
-        other_layouts: of AdamW's flat shards, for 8-bit states; a parameter of any shape is there one row.
+        other_layouts: of AdamW's flat shards, for 8-bit states; a parameter of any shape is there
+        one row.
         """
         super().__init__(bucket_mb)
         self._layouts, self._group = dict(layouts), process_group
         self._all_layouts = {**self._layouts, **(other_layouts or {})}
-        self.max_plans = max(self.max_plans, len(layouts))  # ZeRO 3 may have thousands of sub-groups
+        # ZeRO 3 may have thousands of sub-groups
+        self.max_plans = max(self.max_plans, len(layouts))
         self._device = device or next((tensor.device for tensor in layouts), torch.device("cpu"))
 
     @property
@@ -56,12 +61,16 @@ class ZeroStrategy(RankStrategy):
         layout, rank = self._all_layouts.get(tensor), dist.get_rank(self.ranks()[0])
         if layout is None:
             return super().parts(tensor)
-        return [(s.start, s.numel, w.numel) for w in layout.weights for s in w.shards if s.rank == rank]
+        return [
+            (s.start, s.numel, w.numel) for w in layout.weights for s in w.shards if s.rank == rank
+        ]
 
     def layout(self, named: Named) -> Layout:
         """The layout of the one tensor: ZeRO steps group by group, sub-group by sub-group."""
         if len(named) != 1:
-            raise ValueError(f"a step under ZeRO updates one flat tensor, but this parameter group has {len(named)}")
+            raise ValueError(
+                f"a step under ZeRO updates one flat tensor, but this parameter group has {len(named)}"
+            )
         return self._layouts[named[0][1]]
 
     def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:
@@ -81,13 +90,14 @@ class _FlatTensor(NamedTuple):
 
 
 def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tensor]]:
-    """Set the strategy of the optimizer in `zero`, DeepSpeed's own for stage 1, 2 or 3 or BF16_Optimizer. Collective.
+    """Set the strategy of the optimizer in `zero`, DeepSpeed's own for stage 1, 2 or 3 or
+    BF16_Optimizer. Collective.
 
-    Returns the flat tensors that this rank updates, for each of the optimizer's groups.
-    Call it on every rank, after deepspeed.initialize and before a checkpoint is loaded or a step is taken.
-    Raises ValueError, on every rank, for an optimizer that is not ours, an unsupported option (round-robin gradients,
-    optimizer states on NVMe or partly offloaded, ZenFlow, several data-parallel groups), and if the contents of a
-    tensor do not match its layout.
+    Returns the flat tensors that this rank updates, for each of the optimizer's groups. Call it on
+    every rank, after deepspeed.initialize and before a checkpoint is loaded or a step is taken.
+    Raises ValueError, on every rank, for an optimizer that is not ours, an unsupported option
+    (round-robin gradients, optimizer states on NVMe or partly offloaded, ZenFlow, several
+    data-parallel groups), and if the contents of a tensor do not match its layout.
     """
     optimizer = getattr(zero, "optimizer", None)
     if not isinstance(optimizer, SpectralOptimizer):
@@ -102,9 +112,13 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
     }
     for option, reason in unsupported.items():
         if getattr(zero, option, False):
-            raise ValueError(f"DeepSpeed's {option} is not supported, because {reason}; switch this option off")
+            raise ValueError(
+                f"DeepSpeed's {option} is not supported, because {reason}; switch this option off"
+            )
     if getattr(zero, "partial_offload", 1.0) not in (0, 1, 1.0):
-        raise ValueError(f"offload_optimizer.ratio is {zero.partial_offload}, but only 1 is supported; write 1")
+        raise ValueError(
+            f"offload_optimizer.ratio is {zero.partial_offload}, but only 1 is supported; write 1"
+        )
     tensors = list(_flat_tensors(zero))
     spectral = [tensor for tensor in tensors if tensor.rule == "spectral"]
     groups = {tensor.process_group for tensor in tensors}
@@ -115,15 +129,23 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
     (group,) = groups
     from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]
 
-    # The device of this rank, on which the maps run; with CPU offload the flat tensors are on the CPU.
+    # The device of this rank, on which the maps run; with CPU offload the flat tensors are on the
+    # CPU.
     accelerator: Any = get_accelerator()
     device, rank = torch.device(accelerator.current_device_name()), dist.get_rank(group)
-    wrong = []  # names of the matrices whose shard in a flat tensor differs from the parameter, on this rank
-    pairs = ((t, *pair) for t in spectral for pair in zip(t.layout.weights, t.parameters, strict=True))
+    # names of the matrices whose shard in a flat tensor differs from the parameter, on this rank
+    wrong = []
+    pairs = (
+        (t, *pair) for t in spectral for pair in zip(t.layout.weights, t.parameters, strict=True)
+    )
     for tensor, matrix, parameter in pairs:
         for shard in (shard for shard in matrix.shards if shard.rank == rank):
             actual = tensor.flat.detach()[shard.start : shard.start + shard.numel]
-            start, there = (0, parameter.ds_tensor) if hasattr(parameter, "ds_tensor") else (shard.offset, parameter)
+            start, there = (
+                (0, parameter.ds_tensor)
+                if hasattr(parameter, "ds_tensor")
+                else (shard.offset, parameter)
+            )
             expected = there.detach().view(-1)[start : start + shard.numel]
             if not torch.equal(actual.to(expected.dtype), expected.to(actual.device)):
                 wrong.append(matrix.name)
@@ -136,9 +158,16 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
             "because of an unknown version or option of DeepSpeed; install deepspeed>=0.19.8,<0.20"
         )
     names = {matrix.name for tensor in spectral for matrix in tensor.layout.weights}
-    unknown = [n for group in optimizer.param_groups for n in group.get("weight_layouts", {}) if n not in names]
+    unknown = [
+        n
+        for group in optimizer.param_groups
+        for n in group.get("weight_layouts", {})
+        if n not in names
+    ]
     if unknown:
-        raise ValueError(f"DeepSpeed has no parameter {unknown[0]}; build the optimizer from the module that it wraps")
+        raise ValueError(
+            f"DeepSpeed has no parameter {unknown[0]}; build the optimizer from the module that it wraps"
+        )
     others = {tensor.flat: tensor.layout for tensor in tensors if tensor.rule != "spectral"}
     matrices = {tensor.flat: tensor.layout for tensor in spectral}
     optimizer.strategy = ZeroStrategy(matrices, group, device, bucket_mb, others)
@@ -150,7 +179,9 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
 
 
 def _flat_tensors(zero: Any) -> Iterator[_FlatTensor]:
-    """The optimizer's flat tensors, in the order in which they step. Raises ValueError for an unknown kind of ZeRO."""
+    """The optimizer's flat tensors, in the order in which they step.
+    Raises ValueError for an unknown kind of ZeRO.
+    """
     rules = [group["rule"] for group in zero.optimizer.param_groups]
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
         for i, flat in enumerate(zero.fp32_partitioned_groups_flat):
@@ -167,7 +198,9 @@ def _flat_tensors(zero: Any) -> Iterator[_FlatTensor]:
     elif hasattr(zero, "fp32_groups_flat_partition"):  # BF16_Optimizer
         flats, groups, all_starts = zero.fp32_groups_flat_partition, zero.bf16_groups, None
     else:
-        raise ValueError(f"{type(zero).__name__} is an unknown ZeRO optimizer; use DeepSpeed's ZeRO stage 1, 2 or 3")
+        raise ValueError(
+            f"{type(zero).__name__} is an unknown ZeRO optimizer; use DeepSpeed's ZeRO stage 1, 2 or 3"
+        )
     for i, flat in enumerate(flats):
         shapes, group = _shapes(zero, groups[i], rules[i]), zero.real_dp_process_group[i]
         starts, num_ranks = all_starts[i] if all_starts else None, dist.get_world_size(group)
@@ -180,14 +213,18 @@ def _shapes(zero: Any, parameters: Sequence[Any], rule: str) -> dict[str, tuple[
     shapes = [tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in parameters]
     if rule != "spectral":  # AdamW is elementwise: each parameter is one row
         shapes = [(1, math.prod(shape)) for shape in shapes]
-    return {names.get(p, f"matrix {i}"): shape for i, (p, shape) in enumerate(zip(parameters, shapes, strict=True))}
+    return {
+        names.get(p, f"matrix {i}"): shape
+        for i, (p, shape) in enumerate(zip(parameters, shapes, strict=True))
+    }
 
 
 def with_second_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state_dict hook that adds `exp_avg_sq`, which DeepSpeed's universal checkpoints need. It adds no bytes.
+    """A state_dict hook that adds `exp_avg_sq`, which DeepSpeed's universal checkpoints need.
+    It adds no bytes.
 
-    Moments of the rows, which such checkpoints lack, are in it at their places (`row_places`), as a sparse tensor. They
-    stand beside it as well, so that the same ranks resume without a conversion.
+    Moments of the rows, which such checkpoints lack, are in it at their places (`row_places`), as a
+    sparse tensor. They stand beside it as well, so that the same ranks resume without a conversion.
     """
     tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {}
@@ -201,13 +238,20 @@ def with_second_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str,
 
 
 def row_places(optimizer: SpectralOptimizer, tensor: Tensor) -> Tensor:
-    """Where the second moment of each row is in a moment of the flat tensor's shape: at the row's first element."""
+    """Where the second moment of each row is in a moment of the flat tensor's shape: at the row's
+    first element.
+    """
     layouts = {
-        name: layout for group in optimizer.param_groups for name, layout in group.get("weight_layouts", {}).items()
+        name: layout
+        for group in optimizer.param_groups
+        for name, layout in group.get("weight_layouts", {}).items()
     }
     places = [torch.zeros(0, dtype=torch.int64)]
     for shard in optimizer.strategy.shards([("", tensor)], layouts):
-        size, numel = map_state_sizes(shard.shape, shard.layout, row_moments("rows"))[ROWS], math.prod(shard.shape)
+        size, numel = (
+            map_state_sizes(shard.shape, shard.layout, row_moments("rows"))[ROWS],
+            math.prod(shard.shape),
+        )
         first, last = share_of_state(shard.shape, shard.offset, shard.numel, size)
         places.append(torch.arange(first, last) * numel // size - shard.offset + shard.start)
     return torch.cat(places)

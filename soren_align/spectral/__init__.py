@@ -1,4 +1,5 @@
-"""Maps of singular values: pure functions on [..., m, n], batched, tall or wide; the input is never modified.
+"""Maps of singular values: pure functions on [..., m, n], batched, tall or wide; the input is never
+modified.
 
 `maps` is the registry, which needs no torch; the functions are imported on first use.
 """
@@ -9,22 +10,44 @@ from typing import TYPE_CHECKING, Any
 from .maps import MAPS, SOREN_MAPS, SpectralMap
 
 if TYPE_CHECKING:
-    from .exact import distance_from_sigmoid, exact_sigmoid, identity, singular_values, spectral_power
+    from .exact import (
+        distance_from_sigmoid,
+        exact_sigmoid,
+        identity,
+        singular_values,
+        spectral_power,
+    )
     from .matrices import full_precision
     from .minimax import guarded_minimax_sigmoid, minimax_sigmoid, num_workspace_numbers
     from .nulls import random_spectrum, shuffled_spectrum
     from .powers import rational_power
     from .quintic import high_pass, newton_schulz
-    from .sns import guarded_soft_newton_schulz, released_level, released_sigmoid, soft_newton_schulz
+    from .sns import (
+        guarded_soft_newton_schulz,
+        released_level,
+        released_sigmoid,
+        soft_newton_schulz,
+    )
 
 _FILES = {
-    "exact": ("distance_from_sigmoid", "exact_sigmoid", "identity", "singular_values", "spectral_power"),
+    "exact": (
+        "distance_from_sigmoid",
+        "exact_sigmoid",
+        "identity",
+        "singular_values",
+        "spectral_power",
+    ),
     "matrices": ("full_precision",),
     "minimax": ("guarded_minimax_sigmoid", "minimax_sigmoid", "num_workspace_numbers"),
     "nulls": ("random_spectrum", "shuffled_spectrum"),
     "powers": ("rational_power",),
     "quintic": ("high_pass", "newton_schulz"),
-    "sns": ("guarded_soft_newton_schulz", "released_level", "released_sigmoid", "soft_newton_schulz"),
+    "sns": (
+        "guarded_soft_newton_schulz",
+        "released_level",
+        "released_sigmoid",
+        "soft_newton_schulz",
+    ),
 }
 """The functions of each file, which is imported when one of them is used."""
 

@@ -1,7 +1,9 @@
-"""The cheapest composition of odd polynomials for a formula, with a certificate, or a refusal with what is reachable.
+"""The cheapest composition of odd polynomials for a formula, with a certificate, or a refusal with
+what is reachable.
 
-`compose` tries more and more products, until the proved bound of the error (`composition`) is within the error that is
-asked for. The work is bounded: some seconds for a formula that nothing matches. Results are cached by content.
+`compose` tries more and more products, until the proved bound of the error (`composition`) is
+within the error that is asked for. The work is bounded: some seconds for a formula that nothing
+matches. Results are cached by content.
 """
 
 import json
@@ -33,7 +35,8 @@ NUM_TERMS = ((3,), (5,), (5, 3), (5, 5), (3, 3, 3), (5, 5, 5), (5, 5, 5, 5), (5,
 SHAPES = ((512, 512), (512, 1376), (2048, 2048), (256, 2048), (2048, 11008))
 """Of FLOPs over Muon's, a geometric mean: matrices of llama-60m and qwen2.5-3b (`bench.shapes`)."""
 JUMP = 0.05
-"""Of the largest |f|: a formula with more at `resolution` gets a base of degree 5, at a product more near squares."""
+"""Of the largest |f|: a formula with more at `resolution` gets a base of degree 5, at a product
+more near squares."""
 VERSION = 1
 """Of the cached files: another one whenever the search or the record changes."""
 SHIPPED = Path(__file__).with_name("compositions.json")
@@ -78,9 +81,10 @@ class Target:
 class Composed:
     """A composition with its certificate.
 
-    largest: of |f| on the domain; error and error_below are shares of it. error: proved on [resolution, 1].
-    error_below: proved on [0, resolution]; large where f jumps at 0, since the composition falls to 0 there; None where
-    f is not bounded there.
+    largest: of |f| on the domain; error and error_below are shares of it. error: proved on
+    [resolution, 1].
+    error_below: proved on [0, resolution]; large where f jumps at 0, since the composition falls to
+    0 there; None where f is not bounded there.
     """
 
     composition: Composition
@@ -92,26 +96,44 @@ class Composed:
     def num_products(self) -> int:
         """Matrix products for a matrix that is far from square."""
         steps, restarts = self.composition.steps, self.composition.num_restarts
-        num_square = sum(POLYNOMIAL_PRODUCTS[len(step)] for step in steps) + 3 * (len(steps) - 1 - restarts)
+        num_square = sum(POLYNOMIAL_PRODUCTS[len(step)] for step in steps) + 3 * (
+            len(steps) - 1 - restarts
+        )
         return 1 + restarts + num_square + (restarts + 1) + restarts
 
     def as_dict(self) -> dict[str, Any]:
         """The record as plain data, for a recipe, run.json and a checkpoint."""
         steps = [list(step) for step in self.composition.steps]
         rest = {key: value for key, value in self.composition._asdict().items() if key != "steps"}
-        record = {"steps": steps, **{key: list(v) if isinstance(v, tuple) else v for key, v in rest.items()}}
-        return {**record, "largest": self.largest, "error": self.error, "error_below": self.error_below}
+        record = {
+            "steps": steps,
+            **{key: list(v) if isinstance(v, tuple) else v for key, v in rest.items()},
+        }
+        return {
+            **record,
+            "largest": self.largest,
+            "error": self.error,
+            "error_below": self.error_below,
+        }
 
 
 def over_muon(flops: Callable[[int, int], int]) -> float:
-    """A map's operations over those of Muon's five steps, the geometric mean over SHAPES. flops: of m <= n."""
-    return geometric_mean(flops(m, n) / quintic_flops(m, n, MUON_STEPS) for m, n in map(sorted, SHAPES))
+    """A map's operations over those of Muon's five steps, the geometric mean over SHAPES.
+    flops: of m <= n.
+    """
+    return geometric_mean(
+        flops(m, n) / quintic_flops(m, n, MUON_STEPS) for m, n in map(sorted, SHAPES)
+    )
 
 
 def from_dict(record: Mapping[str, Any]) -> Composed:
-    """The record of `Composed.as_dict`. Raises KeyError, TypeError or ValueError for another one."""
+    """The record of `Composed.as_dict`.
+    Raises KeyError, TypeError or ValueError for another one.
+    """
     steps = tuple(tuple(map(float, step)) for step in record["steps"])
-    weights, centers, base = (tuple(map(float, record[key])) for key in ("weights", "centers", "base"))
+    weights, centers, base = (
+        tuple(map(float, record[key])) for key in ("weights", "centers", "base")
+    )
     error, below = float(record["error"]), record["error_below"]
     if not steps or len(steps) > 5 or {len(step) for step in steps} - {3, 5}:
         raise ValueError("steps")
@@ -122,12 +144,24 @@ def from_dict(record: Mapping[str, Any]) -> Composed:
         or not 0 <= int(record["num_restarts"]) < len(steps)
     ):
         raise ValueError("centers, weights, base, num_restarts")
-    numbers = [*weights, *centers, *base, *(c for step in steps for c in step), float(record["slope"])]
+    numbers = [
+        *weights,
+        *centers,
+        *base,
+        *(c for step in steps for c in step),
+        float(record["slope"]),
+    ]
     if not all(map(isfinite, numbers)):
         raise ValueError("numbers")
     largest = float(record["largest"])
     composition = Composition(
-        steps, centers, int(record["num_restarts"]), error * largest, float(record["slope"]), weights, base
+        steps,
+        centers,
+        int(record["num_restarts"]),
+        error * largest,
+        float(record["slope"]),
+        weights,
+        base,
     )
     return Composed(composition, largest, error, None if below is None else float(below))
 
@@ -146,7 +180,11 @@ def target_of(
 def refuse_unsuitable(target: Target) -> None:
     """Raise UserError for a formula that is not finite, negative, or 0 everywhere on its domain."""
     resolution = target.resolution
-    u = np.unique(np.concatenate([np.geomspace(resolution, 1, NUM_SAMPLES), np.linspace(resolution, 1, NUM_SAMPLES)]))
+    u = np.unique(
+        np.concatenate(
+            [np.geomspace(resolution, 1, NUM_SAMPLES), np.linspace(resolution, 1, NUM_SAMPLES)]
+        )
+    )
     numbers, name = target(u), str(target.formula)
     domain = f"on [{resolution * target.limit:g}, {target.limit:g}]"
     is_finite = np.isfinite(numbers)
@@ -174,7 +212,8 @@ def refuse_unsuitable(target: Target) -> None:
 
 
 def compose(target: Target, error: float, folder: Path | None = None) -> Composed:
-    """The cheapest composition whose proved error is at most `error` of the largest |f|; cached in `folder`.
+    """The cheapest composition whose proved error is at most `error` of the largest |f|; cached in
+    `folder`.
 
     Raises UserError if there is none, with what is reachable at which cost.
     """
@@ -214,8 +253,11 @@ def shipped() -> dict[str, Any]:
 
 
 def search(target: Target, error: float) -> Iterator[Composed]:
-    """Compositions of more and more products, each improved until its largest error is within `error`, if it can be."""
-    from .fitting import as_composition, fit, grid  # with scipy, which takes as long to import as a search
+    """Compositions of more and more products, each improved until its largest error is within
+    `error`, if it can be.
+    """
+    # with scipy, which takes as long to import as a search
+    from .fitting import as_composition, fit, grid
 
     start = grid(target.resolution)
     largest = float(np.abs(target(start)).max())
@@ -233,7 +275,9 @@ def search(target: Target, error: float) -> Iterator[Composed]:
             if not residuals <= error * largest < bound < np.inf:
                 break
             points = np.unique(
-                np.append(points, np.clip(worst * np.array([0.999, 1.0, 1.001]), target.resolution, TOP))
+                np.append(
+                    points, np.clip(worst * np.array([0.999, 1.0, 1.001]), target.resolution, TOP)
+                )
             )
         if parameters is None:
             continue
@@ -257,7 +301,9 @@ def refusal(target: Target, error: float, reached: list[Composed]) -> str:
     offers = []
     for composed in front[-3:]:
         share = over_muon(partial(composition_flops, composed.composition))
-        offers.append(f"{composed.error:.2g} with {composed.num_products} products ({share:.2f} of Muon's FLOPs)")
+        offers.append(
+            f"{composed.error:.2g} with {composed.num_products} products ({share:.2f} of Muon's FLOPs)"
+        )
     least = front[-1].error  # rounded up to two digits
     unit = 10.0 ** (math.floor(math.log10(least)) - 1)
     least = math.ceil(least / unit * (1 - 1e-12)) * unit

@@ -1,11 +1,13 @@
-"""A composition of odd polynomials on matrices, by products as `minimax`, and a formula on matrices by a decomposition.
+"""A composition of odd polynomials on matrices, by products as `minimax`, and a formula on matrices
+by a decomposition.
 
     U f(S / N) V^T  of  x = U S V^T
 
-N is nu, (sum of sigma^8)^(1/8), for `of: nu`; |x|_F for `norm`; the root mean square of the singular values for `rms`;
-and 1 for `none`. nu is at hand, since the first step computes (x x^T)^2, and the host reads none of them. With `rms`
-and `none`, f is matched up to `limit`: a matrix whose nu / N is larger is scaled down to it ("guarded"). nu is between
-the largest singular value and 2.4 times it (for 1000 equal ones).
+N is nu, (sum of sigma^8)^(1/8), for `of: nu`; |x|_F for `norm`; the root mean square of the
+singular values for `rms`; and 1 for `none`. nu is at hand, since the first step computes (x x^T)^2,
+and the host reads none of them. With `rms` and `none`, f is matched up to `limit`: a matrix whose
+nu / N is larger is scaled down to it ("guarded"). nu is between the largest singular value and 2.4
+times it (for 1000 equal ones).
 """
 
 from functools import partial
@@ -34,13 +36,17 @@ def guarded_composition(
     precision: FactorPrecision = "float32",
     max_norm: float | None = None,
 ) -> tuple[Tensor, Tensor | int]:
-    """U f(S / N) V^T of x = U S V^T within the composition's certificate, and the number of guarded matrices.
+    """U f(S / N) V^T of x = U S V^T within the composition's certificate, and the number of guarded
+    matrices.
 
-    x: [..., m, n], floating point; not modified. of, limit: see the module; limit is 1 for nu and norm.
-    precision, max_norm: as in `minimax_sigmoid`.
-    Returns [..., m, n] in the dtype of x. Zero for zero. A matrix that contains a NaN or an infinity gives all NaN.
+    x: [..., m, n], floating point; not modified. of, limit: see the module; limit is 1 for nu and
+    norm.
+    precision, max_norm: as in `minimax_sigmoid`. Returns [..., m, n] in the dtype of x. Zero for
+    zero. A matrix that contains a NaN or an infinity gives all NaN.
     """
-    function = partial(_by_products, composition=composition, of=of, limit=limit, precision=precision)
+    function = partial(
+        _by_products, composition=composition, of=of, limit=limit, precision=precision
+    )
     return mapped_in_range(x, function, precision, max_norm)
 
 
@@ -53,18 +59,25 @@ def _by_products(
     limit: float,
     precision: FactorPrecision,
 ) -> tuple[Tensor, Tensor | int]:
-    """The map of scale * x for x of shape [..., m, n] with m <= n; scale is [..., 1, 1] or a number."""
+    """The map of scale * x for x of shape [..., m, n] with m <= n; scale is [..., 1, 1] or a
+    number.
+    """
     work = Workspace(x, precision)
     r, r2, unit = gram_over_nu(x, work)
     num_guarded: Tensor | int = 0
     if of != "nu":
         nu = unit
-        trace = r.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None].clamp(min=1.0)  # |x|_F^2 / nu^2
+        # |x|_F^2 / nu^2
+        trace = r.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None].clamp(min=1.0)
         norm = nu * trace.sqrt()
         if of == "norm":
             unit = norm
         else:
-            unit = limit * norm / sqrt(x.shape[-2]) if of == "rms" else torch.as_tensor(limit / scale, dtype=x.dtype)
+            unit = (
+                limit * norm / sqrt(x.shape[-2])
+                if of == "rms"
+                else torch.as_tensor(limit / scale, dtype=x.dtype)
+            )
             num_guarded = (nu > unit * (1 + 1e-6)).sum()
             unit = torch.maximum(nu, unit.to(nu.device))
         share = (nu / unit).square()
@@ -82,11 +95,13 @@ def _by_products(
 def exact_formula(x: Tensor, formula: Formula, of: Of = "nu", limit: float = 1.0) -> Tensor:
     """U f(S / N) V^T of x = U S V^T, by a decomposition in float64.
 
-    x: [..., m, n], floating point; not modified. Zero on the numerical null space, as `exact_sigmoid`. Beyond `limit` f
-    has its value there.
+    x: [..., m, n], floating point; not modified. Zero on the numerical null space, as
+    `exact_sigmoid`. Beyond `limit` f has its value there.
     """
 
-    return map_singular_values(x, lambda sigma: formula((sigma / unit_of(sigma, of)).clamp(max=limit)))
+    return map_singular_values(
+        x, lambda sigma: formula((sigma / unit_of(sigma, of)).clamp(max=limit))
+    )
 
 
 def unit_of(sigma: Tensor, of: Of) -> Tensor:
@@ -97,11 +112,15 @@ def unit_of(sigma: Tensor, of: Of) -> Tensor:
         return torch.ones_like(largest)
     if of == "rms":
         return replace_zeros(largest * share.square().mean(dim=-1, keepdim=True).sqrt())
-    return replace_zeros(largest * torch.linalg.vector_norm(share, 8 if of == "nu" else 2, dim=-1, keepdim=True))
+    return replace_zeros(
+        largest * torch.linalg.vector_norm(share, 8 if of == "nu" else 2, dim=-1, keepdim=True)
+    )
 
 
 def usual_workspace_numbers(num_rows: int, num_columns: int, precision: FactorPrecision) -> int:
-    """As that of `minimax`, num_rows <= num_columns: the most of any composition; two polynomials need half of it."""
+    """As that of `minimax`, num_rows <= num_columns: the most of any composition; two polynomials
+    need half of it.
+    """
     m, n = num_rows, num_columns
     if precision != "float32":
         return (13 * m * m + 12 * m * n) // 2

@@ -1,11 +1,12 @@
-"""A function of singular values as a composition of odd polynomials: the record, its value, and a bound of its error.
+"""A function of singular values as a composition of odd polynomials: the record, its value, and a
+bound of its error.
 
     f(x)  ~  u_K + sum of w_k u_k + b(u),     u_0 = u = x / limit,  u_k = p_k(u_(k-1)),  0 < k < K
 
-The polynomials p_k have 3 or 5 terms: the degrees 5 and 9, which a Gram matrix can evaluate by 1 and 2 products. The
-sum of the iterates and the polynomial b, of degree 5 at most, cost no product of two m x m matrices. `compose.compose`
-finds one for a formula, `products` evaluates it on matrices. The bound is proved, by interval arithmetic, instead of
-sampled.
+The polynomials p_k have 3 or 5 terms: the degrees 5 and 9, which a Gram matrix can evaluate by 1
+and 2 products. The sum of the iterates and the polynomial b, of degree 5 at most, cost no product
+of two m x m matrices. `compose.compose` finds one for a formula, `products` evaluates it on
+matrices. The bound is proved, by interval arithmetic, instead of sampled.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +31,12 @@ class Composition(NamedTuple):
 
     steps: tuple[tuple[float, ...], ...]
     centers: tuple[float, ...]  # of the interval of each step, in u^2
-    num_restarts: int  # of wide matrices: the Gram matrix is computed again after each of the first num_restarts steps
+    # of wide matrices: the Gram matrix is computed again after each of the first num_restarts steps
+    num_restarts: int
     error: float  # the value is at most this far from the target, on [resolution, TOP]
     slope: float  # the derivative at 0
-    weights: tuple[float, ...] = ()  # of u_1, ..., u_(K-1) in the result, K - 1 numbers; () for none
+    # of u_1, ..., u_(K-1) in the result, K - 1 numbers; () for none
+    weights: tuple[float, ...] = ()
     base: tuple[float, ...] = ()  # b: the coefficients of u, u^3, u^5 in the result; () for none
 
 
@@ -72,8 +75,8 @@ def _polynomial(coefficients: Sequence[float], square: Interval) -> Interval:
 def composed_jet(composition: Composition, u: Jet) -> Jet:
     """The composition on boxes of u, with its derivative.
 
-    A value is bounded by Horner's rule, and by the mean value theorem about the middle of the box, which is tighter on
-    small boxes.
+    A value is bounded by Horner's rule, and by the mean value theorem about the middle of the box,
+    which is tighter on small boxes.
     """
     middle = (u.value.low + u.value.high) / 2
     at_middle = Interval(middle, middle)
@@ -95,12 +98,16 @@ def composed_jet(composition: Composition, u: Jet) -> Jet:
     return Jet(total_box.within(total_point + total_slope * around), total_slope)
 
 
-def largest_error(composition: Composition, target: Function, low: float, high: float) -> tuple[float, float]:
-    """An upper bound of |composition - target| on [low, high], and the u where the largest error was seen.
+def largest_error(
+    composition: Composition, target: Function, low: float, high: float
+) -> tuple[float, float]:
+    """An upper bound of |composition - target| on [low, high], and the u where the largest error
+    was seen.
 
-    The bound is proved: the interval is covered by boxes, on each of which interval arithmetic bounds the error and its
-    derivative. Boxes that may hold more than the largest error at their middles are halved, until the bound is within
-    2% of it. It is infinite where the target cannot be bounded: a pole.
+    The bound is proved: the interval is covered by boxes, on each of which interval arithmetic
+    bounds the error and its derivative. Boxes that may hold more than the largest error at their
+    middles are halved, until the bound is within 2% of it. It is infinite where the target cannot
+    be bounded: a pole.
     """
     ends = np.linspace(low, high, 1001) if low == 0 else np.geomspace(low, high, 1001)
     ends[0], ends[-1] = low, high
@@ -118,7 +125,9 @@ def largest_error(composition: Composition, target: Function, low: float, high: 
             radius = np.maximum(middle - left, right - middle) * (1 + 4 * intervals.EPS)
             moved = (points.largest() + boxes.slope.largest() * radius) * (1 + 8 * intervals.EPS)
             # NaN: the target is not defined, or its derivative is not.
-            upper = np.where(np.isnan(boxes.value.largest()), np.inf, np.fmin(boxes.value.largest(), moved))
+            upper = np.where(
+                np.isnan(boxes.value.largest()), np.inf, np.fmin(boxes.value.largest(), moved)
+            )
             is_open = upper > max(1.02 * seen, 1e-9)
             is_last = num_boxes + 2 * is_open.sum() > MAX_BOXES or (right - left).min() < 1e-15
             bound = max(bound, float((upper if is_last else upper[~is_open]).max(initial=0.0)))

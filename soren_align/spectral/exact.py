@@ -1,10 +1,12 @@
 """Maps of singular values by their definition: decompose, map the singular values, compose.
 
-They are the references in the tests. A singular value of zero has no direction, so the numerical null space
-(sigma <= eps * max(m, n) * sigma_max) maps to zero: the sigmoid's 1/2 there would amplify rounding noise.
+They are the references in the tests. A singular value of zero has no direction, so the numerical
+null space (sigma <= eps * max(m, n) * sigma_max) maps to zero: the sigmoid's 1/2 there would
+amplify rounding noise.
 
-The singular values of a matrix and a map's distance from the sigmoid come from the smaller Gram matrix in float64,
-accurate to 1e-8 of the largest singular value: far cheaper than a singular value decomposition.
+The singular values of a matrix and a map's distance from the sigmoid come from the smaller Gram
+matrix in float64, accurate to 1e-8 of the largest singular value: far cheaper than a singular value
+decomposition.
 """
 
 from collections.abc import Callable
@@ -19,9 +21,9 @@ from .matrices import all_finite, from_wide, in_full_precision, to_wide
 def exact_sigmoid(x: Tensor) -> Tensor:
     """U s(S) V^T of x = U S V^T: s is the sigmoid, 1 / (1 + exp(-sigma)).
 
-    x: [..., m, n], floating point; not modified.
-    Returns [..., m, n] in the dtype of x. Zero on the numerical null space, so a zero matrix gives zero; a matrix
-    that contains a NaN or an infinity gives all NaN. Source: the paper's definition of Soren.
+    x: [..., m, n], floating point; not modified. Returns [..., m, n] in the dtype of x. Zero on the
+    numerical null space, so a zero matrix gives zero; a matrix that contains a NaN or an infinity
+    gives all NaN. Source: the paper's definition of Soren.
     """
     return map_singular_values(x, torch.sigmoid)
 
@@ -30,27 +32,33 @@ def exact_sigmoid(x: Tensor) -> Tensor:
 def spectral_power(x: Tensor, p: float) -> Tensor:
     """U S^p V^T of x = U S V^T.
 
-    x: [..., m, n], floating point; not modified.
-    Returns [..., m, n] in the dtype of x, with the null space and non-finite matrices as in `exact_sigmoid`.
-    Not scale-free: 100 times the gradient is 100^p times the result. Source: HTMuon, arXiv 2603.10067, p = 0.125.
+    x: [..., m, n], floating point; not modified. Returns [..., m, n] in the dtype of x, with the
+    null space and non-finite matrices as in `exact_sigmoid`. Not scale-free: 100 times the gradient
+    is 100^p times the result. Source: HTMuon, arXiv 2603.10067, p = 0.125.
     """
     return map_singular_values(x, lambda sigma: sigma.pow(p))
 
 
 def identity(x: Tensor) -> Tensor:
-    """A copy of x [..., m, n], floating point: momentum SGD. A matrix that contains a NaN or an infinity: all NaN."""
+    """A copy of x [..., m, n], floating point: momentum SGD.
+    A matrix that contains a NaN or an infinity: all NaN.
+    """
     wide = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.float32)
     return from_wide(wide.masked_fill(~all_finite(wide), torch.nan), x)
 
 
 def null_space_bound(x: Tensor) -> float:
-    """The share of sigma_max up to which the singular values of x [..., m, n] are its numerical null space."""
-    # float32's eps for bfloat16 and float16: with their own, 128 columns would make everything the null space.
+    """The share of sigma_max up to which the singular values of x [..., m, n] are its numerical
+    null space.
+    """
+    # float32's eps for bfloat16 and float16: with their own, 128 columns would make everything the
+    # null space.
     return min(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps) * max(x.shape[-2:])
 
 
 def map_singular_values(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """U f(S) V^T of x = U S V^T [..., m, n] for any f of [..., r] singular values, in no order; 0 on the null space.
+    """U f(S) V^T of x = U S V^T [..., m, n] for any f of [..., r] singular values, in no order; 0
+    on the null space.
 
     function: gets 0 for each mode of the numerical null space.
     """
@@ -63,8 +71,8 @@ def map_singular_values(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tens
         keep = sigma > threshold * sigma.amax(dim=-1, keepdim=True)
         result = (u * function(sigma.where(keep, 0.0)).where(keep, 0.0).unsqueeze(-2)) @ vh
     else:
-        # The Gram matrix squares the condition number, which float64 can afford: sigma is accurate to 1e-8 of
-        # sigma_max, and the threshold lies above 1e-7 of it.
+        # The Gram matrix squares the condition number, which float64 can afford: sigma is accurate
+        # to 1e-8 of sigma_max, and the threshold lies above 1e-7 of it.
         eigenvalues, u = torch.linalg.eigh(wide @ wide.mT)
         sigma = eigenvalues.clamp(min=0.0).sqrt()
         keep = sigma > threshold * sigma.amax(dim=-1, keepdim=True)
@@ -79,17 +87,21 @@ CHUNK = 2**22
 
 @in_full_precision
 def singular_values(x: Tensor) -> Tensor:
-    """The min(m, n) singular values of x [m, n] in descending order, in float64; x is not modified."""
+    """The min(m, n) singular values of x [m, n] in descending order, in float64; x is not
+    modified.
+    """
     return torch.linalg.eigvalsh(_product(x, x)).clamp(min=0).sqrt().flip(0)
 
 
 @in_full_precision
 def distance_from_sigmoid(x: Tensor, output: Tensor) -> Tensor:
-    """|output - S|_F / |S|_F for S = exact_sigmoid(x), as a scalar in float64, accurate to 1e-7; 0 where S is 0.
+    """|output - S|_F / |S|_F for S = exact_sigmoid(x), as a scalar in float64, accurate to 1e-7; 0
+    where S is 0.
 
     x, output: [m, n]; not modified.
     """
-    # S = U diag(s / sigma) U^T x, of which only <output, S> is needed: no m x n matrix is made in float64.
+    # S = U diag(s / sigma) U^T x, of which only <output, S> is needed: no m x n matrix is made in
+    # float64.
     eigenvalues, u = torch.linalg.eigh(_product(x, x))
     sigma = eigenvalues.clamp(min=0).sqrt()
     exact = torch.sigmoid(sigma).where(sigma > null_space_bound(x) * sigma[-1], 0.0)

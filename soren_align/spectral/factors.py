@@ -1,9 +1,10 @@
 """Matrix products with the narrow factors of tensor cores: 8 to 11 bits, summed in float32.
 
-Where the hardware has such products they are used; elsewhere the factors are rounded and multiplied in float32. Both
-are as close to float32 factors, so that a CPU certifies what a GPU computes. They differ from each other, since tensor
-cores truncate their sums. Emulated in blocks of 16 products (384 x 768, four spectra) the update is as far from
-float32's as without, 0.07% to 0.43%, and as far again from the one without.
+Where the hardware has such products they are used; elsewhere the factors are rounded and multiplied
+in float32. Both are as close to float32 factors, so that a CPU certifies what a GPU computes. They
+differ from each other, since tensor cores truncate their sums. Emulated in blocks of 16 products
+(384 x 768, four spectra) the update is as far from float32's as without, 0.07% to 0.43%, and as far
+again from the one without.
 """
 
 import functools
@@ -20,15 +21,19 @@ NARROW: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bf
 
 
 def rounded(a: Tensor, precision: FactorPrecision) -> Tensor:
-    """`a` as a factor in `precision`; float32, or of 16 bits on a GPU. In "float32" `a` itself, of any dtype.
+    """`a` as a factor in `precision`; float32, or of 16 bits on a GPU.
+    In "float32" `a` itself, of any dtype.
 
     A meta tensor stands for one of a GPU.
     """
     if precision in NARROW:
         narrow = a.to(NARROW[precision])
-        has_products = a.is_meta or (a.is_cuda and (torch.version.hip is None or _exists_on_rocm(a.device)))
+        has_products = a.is_meta or (
+            a.is_cuda and (torch.version.hip is None or _exists_on_rocm(a.device))
+        )
         return narrow if has_products else narrow.float()
-    if precision == "tf32":  # on a GPU for `tf32_products`, which would round anyway, and for `rest_of`
+    # on a GPU for `tf32_products`, which would round anyway, and for `rest_of`
+    if precision == "tf32":
         return ((a.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
     return a
 
@@ -52,21 +57,29 @@ def _exists_on_rocm(device: torch.device) -> bool:
 
 
 def rest_of(a: Tensor, narrow: Tensor, precision: FactorPrecision) -> Tensor:
-    """The factor c of a = b + HALF_SCALE c, to twice the bits of one, where b = rounded(a) is `narrow`."""
+    """The factor c of a = b + HALF_SCALE c, to twice the bits of one, where b = rounded(a) is
+    `narrow`.
+    """
     scaled = a / HALF_SCALE  # since float16 ends at 6e-8
-    out = torch.empty_like(narrow) if narrow.dtype.itemsize == 2 else scaled  # 16 bits are written in the same pass
+    # 16 bits are written in the same pass
+    out = torch.empty_like(narrow) if narrow.dtype.itemsize == 2 else scaled
     return rounded(torch.sub(scaled, narrow, alpha=1 / HALF_SCALE, out=out), precision)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a @ b of [m, k] and [k, n], or of batches of them, for factors made by `rounded`; in `out` if there is one.
+    """a @ b of [m, k] and [k, n], or of batches of them, for factors made by `rounded`; in `out` if
+    there is one.
 
     The sums and the result are float32, or float64 for float64 factors.
     """
     function = torch.mm if a.ndim == 2 else torch.bmm
     if a.dtype.itemsize > 2:
         return function(a, b, out=out)
-    return function(a, b, out_dtype=torch.float32) if out is None else function(a, b, torch.float32, out=out)
+    return (
+        function(a, b, out_dtype=torch.float32)
+        if out is None
+        else function(a, b, torch.float32, out=out)
+    )
 
 
 def add_product_(c: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
@@ -82,15 +95,21 @@ class Factors:
 
     narrow: b in `precision`, if it is at hand.
 
-    slope: by which a and all later polynomials magnify a singular value near 0, and with it rounding. Of narrow factors
-    then a, m x m, has its diagonal in float32 from DIAGONAL_FROM on: it is about the polynomial's value at 0, up to 15,
-    and its rounding would mix the singular vectors. From HALVES_FROM on b is a sum of two, since its rounding lies
-    outside of them. For rank m/8 at a slope of 5000 float16 is 0.4% from float32 with both, 52% with neither (256 x
-    256, emulated on a CPU: notes/log.md).
+    slope: by which a and all later polynomials magnify a singular value near 0, and with it
+    rounding. Of narrow factors then a, m x m, has its diagonal in float32 from DIAGONAL_FROM on: it
+    is about the polynomial's value at 0, up to 15, and its rounding would mix the singular vectors.
+    From HALVES_FROM on b is a sum of two, since its rounding lies outside of them. For rank m/8 at
+    a slope of 5000 float16 is 0.4% from float32 with both, 52% with neither (256 x 256, emulated on
+    a CPU: notes/log.md).
     """
 
     def __init__(
-        self, a: Tensor, b: Tensor, precision: FactorPrecision, slope: float = 1.0, narrow: Tensor | None = None
+        self,
+        a: Tensor,
+        b: Tensor,
+        precision: FactorPrecision,
+        slope: float = 1.0,
+        narrow: Tensor | None = None,
     ):
         slope = slope if precision != "float32" else 1.0
         self.left, self.b = rounded(a, precision), b
@@ -105,7 +124,9 @@ class Factors:
         if slope >= HALVES_FROM:
             self.rest = rest_of(b, self.right, precision)
 
-    def multiply(self, out: Tensor | None = None, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+    def multiply(
+        self, out: Tensor | None = None, rows: slice = slice(None), columns: slice = slice(None)
+    ) -> Tensor:
         """These rows and columns of the product, in `out` if there is one."""
         left, right = self.left[..., rows, :], self.right[..., columns]
         if self.diagonal is None:

@@ -1,9 +1,12 @@
-"""A function of one variable by its formula, as text: parsed by a list of what is allowed, never evaluated as code.
+"""A function of one variable by its formula, as text: parsed by a list of what is allowed, never
+evaluated as code.
 
-    numbers, x, parameters by name, + - * / ^ (or **), parentheses, exp log tanh sqrt of one argument, min max of two
+    numbers, x, parameters by name, + - * / ^ (or **), parentheses, exp log tanh sqrt of one
+    argument, min max of two
 
-x is a singular value over its normalization. Python's parser reads the text, and every node of its tree must be one of
-the above. The formula is then evaluated on numpy arrays, on tensors, and on intervals (`intervals`), for certificates.
+x is a singular value over its normalization. Python's parser reads the text, and every node of its
+tree must be one of the above. The formula is then evaluated on numpy arrays, on tensors, and on
+intervals (`intervals`), for certificates.
 """
 
 import ast
@@ -26,7 +29,13 @@ MAX_DEPTH = 50
 FUNCTIONS = {"exp": 1, "log": 1, "tanh": 1, "sqrt": 1, "min": 2, "max": 2}
 """The number of arguments of each function."""
 _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "^"}
-_ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "^": operator.pow}
+_ARITHMETIC = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "^": operator.pow,
+}
 _NAMES = {"min": "minimum", "max": "maximum"}
 """Of functions in numpy, torch and `intervals`, where they differ."""
 
@@ -41,7 +50,9 @@ class Formula:
     root: Node
 
     def __call__(self, x: Any) -> Any:
-        """f(x), of an array, a tensor or a `Jet`; an array has NaN or an infinity where f is not defined."""
+        """f(x), of an array, a tensor or a `Jet`; an array has NaN or an infinity where f is not
+        defined.
+        """
         if isinstance(x, np.ndarray):
             with np.errstate(all="ignore"):
                 numbers = _value(self.root, x, np, lambda number, _: np.float64(number))
@@ -49,7 +60,9 @@ class Formula:
         if isinstance(x, intervals.Jet):
             with np.errstate(all="ignore"):
                 return _value(self.root, x, intervals, intervals.number)
-        return _value(self.root, x, import_module("torch"), lambda number, like: like.new_tensor(number))
+        return _value(
+            self.root, x, import_module("torch"), lambda number, like: like.new_tensor(number)
+        )
 
     def __str__(self) -> str:
         return _text(self.root)
@@ -58,8 +71,8 @@ class Formula:
 def parse(text: str, parameters: Mapping[str, float] | None = None) -> Formula:
     """The formula of a text; parameters: the numbers of names in it.
 
-    Raises UserError, in one sentence, for a text that is no formula, that has another name, function or operator, or
-    that is longer, larger or nested more deeply than the limits.
+    Raises UserError, in one sentence, for a text that is no formula, that has another name,
+    function or operator, or that is longer, larger or nested more deeply than the limits.
     """
     if not isinstance(text, str) or not text.strip():
         raise UserError("formula: is empty; write a function of x, such as tanh(x / 0.1)")
@@ -75,8 +88,14 @@ def parse(text: str, parameters: Mapping[str, float] | None = None) -> Formula:
         # ^ is Python's exclusive or, which binds less than +: hence before parsing.
         tree = ast.parse(" ".join(text.split()).replace("^", "**"), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) and error.msg else "nested too deeply, or no text"
-        raise UserError(f"formula: {text!r} cannot be read ({reason}); write such as x / sqrt(x^2 + 0.01)") from None
+        reason = (
+            error.msg
+            if isinstance(error, SyntaxError) and error.msg
+            else "nested too deeply, or no text"
+        )
+        raise UserError(
+            f"formula: {text!r} cannot be read ({reason}); write such as x / sqrt(x^2 + 0.01)"
+        ) from None
     count = [0]
     root = _checked(tree, dict(parameters or {}), count, 0)
     return Formula(root)
@@ -86,7 +105,9 @@ def _checked(node: ast.AST, parameters: Mapping[str, float], count: list[int], d
     """The tree of a formula. Raises UserError for all that is not on the list."""
     count[0] += 1
     if count[0] > MAX_NODES:
-        raise UserError(f"formula: has more than {MAX_NODES} numbers, names and operations; write a shorter one")
+        raise UserError(
+            f"formula: has more than {MAX_NODES} numbers, names and operations; write a shorter one"
+        )
     if depth > MAX_DEPTH:
         raise UserError(f"formula: nests more than {MAX_DEPTH} operations; write a shorter one")
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -125,13 +146,16 @@ def _checked(node: ast.AST, parameters: Mapping[str, float], count: list[int], d
 
 
 def _value(node: Node, x: Any, module: Any, number: Any) -> Any:
-    """A node's value on x, by the functions of a module (numpy, torch, intervals); number: makes one of a float."""
+    """A node's value on x, by the functions of a module (numpy, torch, intervals); number: makes
+    one of a float.
+    """
     if isinstance(node, float):
         return number(node, x)
     if isinstance(node, str):
         return x
     name, *operands = node
-    if name == "^" and isinstance(operands[1], float):  # an interval's power of a whole number needs no logarithm
+    # an interval's power of a whole number needs no logarithm
+    if name == "^" and isinstance(operands[1], float):
         return _value(operands[0], x, module, number) ** operands[1]
     values = [_value(operand, x, module, number) for operand in operands]
     if name == "neg":

@@ -1,7 +1,9 @@
-"""Maps by a formula, and the named ones, which are formulas with a parameter: the functions of their records in `maps`.
+"""Maps by a formula, and the named ones, which are formulas with a parameter: the functions of
+their records in `maps`.
 
-A record's settings are those of `compose`; `completed` adds the composition, which a recipe, run.json and a checkpoint
-then contain, so that a resumed run has the very same. Torch is imported when a map is called.
+A record's settings are those of `compose`; `completed` adds the composition, which a recipe,
+run.json and a checkpoint then contain, so that a resumed run has the very same. Torch is imported
+when a map is called.
 """
 
 from collections.abc import Mapping
@@ -28,18 +30,23 @@ Settings = Mapping[str, Any]
 
 
 def _compose() -> Any:
-    return import_module(".compose", __package__)  # numpy, and scipy for a formula that is neither shipped nor cached
+    # numpy, and scipy for a formula that is neither shipped nor cached
+    return import_module(".compose", __package__)
 
 
 def target_of(name: str, settings: Settings) -> "Target":
     """What a map matches. Raises UserError for a text that is no formula."""
     text, parameter = TEXTS.get(name, (settings.get("formula"), None))
     parameters = {parameter: settings[parameter]} if parameter else {}
-    return _compose().target_of(text, parameters, settings["of"], settings["resolution"], settings["limit"])
+    return _compose().target_of(
+        text, parameters, settings["of"], settings["resolution"], settings["limit"]
+    )
 
 
 def completed(name: str, settings: Settings) -> dict[str, Any]:
-    """The settings with their composition, unless they have it. Raises UserError if there is none within `error`."""
+    """The settings with their composition, unless they have it.
+    Raises UserError if there is none within `error`.
+    """
     compose, target, record = _compose(), target_of(name, settings), settings["composition"]
     if settings["exact"]:
         compose.refuse_unsuitable(target)
@@ -49,9 +56,14 @@ def completed(name: str, settings: Settings) -> dict[str, Any]:
         try:
             compose.from_dict(record)
         except (KeyError, TypeError, ValueError):
-            raise UserError("composition: is damaged; remove this key, and it is computed again") from None
+            raise UserError(
+                "composition: is damaged; remove this key, and it is computed again"
+            ) from None
         return dict(settings)
-    return {**settings, "composition": {"key": key, **compose.compose(target, settings["error"]).as_dict()}}
+    return {
+        **settings,
+        "composition": {"key": key, **compose.compose(target, settings["error"]).as_dict()},
+    }
 
 
 def composed_of(settings: Settings) -> "Composed":
@@ -59,12 +71,16 @@ def composed_of(settings: Settings) -> "Composed":
     return _compose().from_dict(settings["composition"])
 
 
-def function(name: str, x: "Tensor", precision: FactorPrecision, max_norm: float | None, **settings: Any) -> Any:
+def function(
+    name: str, x: "Tensor", precision: FactorPrecision, max_norm: float | None, **settings: Any
+) -> Any:
     """U f(S / N) V^T of x, and the number of guarded matrices."""
     composed = import_module(".composed", __package__)
     limit = settings["limit"] if settings["of"] in ("rms", "none") else 1.0
     if settings["exact"]:
-        return composed.exact_formula(x, target_of(name, settings).formula, settings["of"], limit), 0
+        return composed.exact_formula(
+            x, target_of(name, settings).formula, settings["of"], limit
+        ), 0
     composition = composed_of(settings).composition
     return composed.guarded_composition(x, composition, settings["of"], limit, precision, max_norm)
 
@@ -77,7 +93,11 @@ def target(name: str, sigma: "Tensor", **settings: Any) -> "Tensor":
 
 def flops(m: int, n: int, precision: FactorPrecision, **settings: Any) -> int | None:
     """Floating-point operations of the products; None for a decomposition."""
-    return None if settings["exact"] else composition_flops(composed_of(settings).composition, m, n, precision)
+    return (
+        None
+        if settings["exact"]
+        else composition_flops(composed_of(settings).composition, m, n, precision)
+    )
 
 
 def level(m: int, n: int, **settings: Any) -> float:

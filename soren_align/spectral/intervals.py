@@ -1,9 +1,11 @@
-"""Intervals that contain the exact values of a function and of its derivative, whatever float64 rounds.
+"""Intervals that contain the exact values of a function and of its derivative, whatever float64
+rounds.
 
-An operation on intervals returns an interval that contains every exact result: its ends are moved outwards by more than
-the rounding error of float64. `Jet` has the derivative beside the value, by the chain rule. Both hold arrays of many
-intervals, so that a function is bounded on thousands of boxes at once. An operation that is not defined on the whole
-interval (a division by 0, a logarithm of a negative number) gives NaN, and so does all that is computed with it.
+An operation on intervals returns an interval that contains every exact result: its ends are moved
+outwards by more than the rounding error of float64. `Jet` has the derivative beside the value, by
+the chain rule. Both hold arrays of many intervals, so that a function is bounded on thousands of
+boxes at once. An operation that is not defined on the whole interval (a division by 0, a logarithm
+of a negative number) gives NaN, and so does all that is computed with it.
 """
 
 from collections.abc import Callable
@@ -13,8 +15,8 @@ import numpy as np
 
 EPS = 2.0**-52
 ARITHMETIC, FUNCTION = 1, 8
-"""Ulps by which ends are moved: of + - * / and sqrt, which IEEE 754 rounds correctly, and of exp, log, tanh and powers,
-whose errors in numpy are below 4 (its own test suite)."""
+"""Ulps by which ends are moved: of + - * / and sqrt, which IEEE 754 rounds correctly, and of exp,
+log, tanh and powers, whose errors in numpy are below 4 (its own test suite)."""
 Array = np.ndarray
 
 
@@ -49,7 +51,9 @@ class Interval:
         return Interval(np.where(defined, self.low, np.nan), np.where(defined, self.high, np.nan))
 
     def within(self, other: "Interval") -> "Interval":
-        """The intersection of two intervals that contain the same exact value; of one, where the other is NaN."""
+        """The intersection of two intervals that contain the same exact value; of one, where the
+        other is NaN.
+        """
         return Interval(np.fmax(self.low, other.low), np.fmin(self.high, other.high))
 
     def largest(self) -> Array:
@@ -77,7 +81,9 @@ def constant(value: float, like: Interval) -> Interval:
     return Interval(np.full_like(like.low, value), np.full_like(like.low, value))
 
 
-def _rising(function: Callable[[Array], Array], least: float = -np.inf) -> Callable[[Interval], Interval]:
+def _rising(
+    function: Callable[[Array], Array], least: float = -np.inf
+) -> Callable[[Interval], Interval]:
     """A rising function on intervals; least: the smallest number that it is defined for."""
 
     def apply(x: Interval) -> Interval:
@@ -86,7 +92,12 @@ def _rising(function: Callable[[Array], Array], least: float = -np.inf) -> Calla
     return apply
 
 
-_exp, _log, _sqrt, _tanh = _rising(np.exp), _rising(np.log, 0.0), _rising(np.sqrt, 0.0), _rising(np.tanh)
+_exp, _log, _sqrt, _tanh = (
+    _rising(np.exp),
+    _rising(np.log, 0.0),
+    _rising(np.sqrt, 0.0),
+    _rising(np.tanh),
+)
 
 
 class Jet:
@@ -126,7 +137,9 @@ class Jet:
         value = _real_power(self.value, exponent)
         return Jet(value, factor * _real_power(self.value, exponent - 1) * self.slope)
 
-    def through(self, function: Callable[[Interval], Interval], derivative: Callable[[Interval], Interval]) -> "Jet":
+    def through(
+        self, function: Callable[[Interval], Interval], derivative: Callable[[Interval], Interval]
+    ) -> "Jet":
         """A function of this, by the chain rule."""
         return Jet(function(self.value), derivative(self.value) * self.slope)
 

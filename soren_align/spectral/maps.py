@@ -1,8 +1,9 @@
 """The registry of the maps of singular values: a record for each, and the records by name in MAPS.
 
-Soren, the recipe's `map` with its schema and documentation, `plan`, `bench`, `spectrum` and the tests read a map's
-record and nothing else, so that a new map is one record here, with its function in a file of its own, and its tests.
-The recipe is validated before torch is imported, hence torch and a map's file are imported when a map is called.
+Soren, the recipe's `map` with its schema and documentation, `plan`, `bench`, `spectrum` and the
+tests read a map's record and nothing else, so that a new map is one record here, with its function
+in a file of its own, and its tests. The recipe is validated before torch is imported, hence torch
+and a map's file are imported when a map is called.
 """
 
 import math
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Output = tuple["Tensor", "Tensor | int"]
-"""U f(S) V^T, and the number of guarded matrices: those with a singular value that f was evaluated elsewhere for."""
+"""U f(S) V^T, and the number of guarded matrices: those with a singular value that f was evaluated
+elsewhere for."""
 NARROW_FROM = 64
-"""Rows (the shorter side) from which "auto" is float16: in fewer, as in factors of LoRA, tensor cores save nothing."""
+"""Rows (the shorter side) from which "auto" is float16: in fewer, as in factors of LoRA, tensor
+cores save nothing."""
 
 
 @dataclass(frozen=True)
@@ -93,39 +96,47 @@ class SpectralMap:
     optimizer: str = "soren"
     """Muon and HTMuon have one map each, Soren chooses one by its setting `map`."""
     title: str = ""
-    """In plans and cards; may contain settings, as "{steps}". Empty where an optimizer has one map only."""
+    """In plans and cards; may contain settings, as "{steps}". Empty where an optimizer has one map
+    only."""
     label: str
     """In the tables of `bench maps`; may contain settings too."""
     doc: str = ""
     """Of the section of Soren's `map`."""
     source: str
     function: Callable[..., Output]
-    """function(x, *, precision, max_norm, and the settings): x of [..., m, n] is not modified; max_norm is an upper
-    bound of |x|_F of every matrix, or None where it is not known."""
+    """function(x, *, precision, max_norm, and the settings): x of [..., m, n] is not modified;
+    max_norm is an upper bound of |x|_F of every matrix, or None where it is not known."""
     is_finite: bool = False
-    """Whether the output is finite for every finite matrix: `testing.check_map` tries it. If not, an optimizer's step
-    maps all matrices twice: first without changing a weight, to refuse an output that is not finite."""
+    """Whether the output is finite for every finite matrix: `testing.check_map` tries it. If not,
+    an optimizer's step maps all matrices twice: first without changing a weight, to refuse an
+    output that is not finite."""
     is_drawn: bool = False
     """Whether `function` draws random numbers: it then takes `seeds`, one for each matrix."""
     target: Callable[..., "Tensor"]
-    """target(sigma, and the settings): f, which `function` is or approximates; `bench maps` shows its name."""
+    """target(sigma, and the settings): f, which `function` is or approximates; `bench maps` shows
+    its name."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
     precisions: tuple[Precision, ...] = ("auto",)
     """Of the factors of its products; the optimizer's setting `precision` is one of them."""
     auto_precision: Callable[[int, bool], FactorPrecision] = lambda num_rows, on_gpu: "float32"
-    """auto_precision(rows of a matrix (its shorter side), whether it is on a GPU): what "auto" means."""
+    """auto_precision(rows of a matrix (its shorter side), whether it is on a GPU): what "auto"
+    means."""
     flops: Callable[..., int | None] | None = None
-    """flops(m, n, precision, and the settings) of its matrix products, for m <= n; None, or a None that it returns: a
-    decomposition."""
-    workspace: Callable[[int, int, FactorPrecision], int] = lambda m, n, precision: 2 * m * m + 7 * m * n
-    """workspace(m, n, precision): numbers that it allocates at once, its result included, for m <= n and a matrix of
-    norm 1 at most, as clipped gradients are. Measured: tests/spectral/test_cost.py. By default that of a decomposition,
-    without the workspace of its library."""
+    """flops(m, n, precision, and the settings) of its matrix products, for m <= n; None, or a None
+    that it returns: a decomposition."""
+    workspace: Callable[[int, int, FactorPrecision], int] = lambda m, n, precision: (
+        2 * m * m + 7 * m * n
+    )
+    """workspace(m, n, precision): numbers that it allocates at once, its result included, for m <=
+    n and a matrix of norm 1 at most, as clipped gradients are. Measured:
+    tests/spectral/test_cost.py. By default that of a decomposition, without the workspace of its
+    library."""
     complete: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    """complete(settings): with those that follow from others. Raises UserError for settings that contradict others."""
+    """complete(settings): with those that follow from others. Raises UserError for settings that
+    contradict others."""
     level: Callable[..., float] | None = None
-    """level(m, n, and the settings): the largest mean that an output's singular values can have, where that is not the
-    optimizer's `map_level`."""
+    """level(m, n, and the settings): the largest mean that an output's singular values can have,
+    where that is not the optimizer's `map_level`."""
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -145,22 +156,37 @@ class SpectralMap:
         if not choices:
             yield self.defaults
 
-    def factor_precision(self, precision: Precision, num_rows: int, on_gpu: bool) -> FactorPrecision:
+    def factor_precision(
+        self, precision: Precision, num_rows: int, on_gpu: bool
+    ) -> FactorPrecision:
         """The precision for a matrix of so many rows (its shorter side), float32 or narrower."""
         return self.auto_precision(num_rows, on_gpu) if precision == "auto" else precision
 
     def num_flops(
-        self, num_rows: int, num_columns: int, precision: FactorPrecision = "float32", **settings: Any
+        self,
+        num_rows: int,
+        num_columns: int,
+        precision: FactorPrecision = "float32",
+        **settings: Any,
     ) -> int | None:
-        """Floating-point operations of the matrix products for one matrix; None for a decomposition, not counted.
+        """Floating-point operations of the matrix products for one matrix; None for a
+        decomposition, not counted.
 
         settings: those that are not the defaults.
         """
         m, n = sorted((num_rows, num_columns))
-        return self.flops(m, n, precision, **self.complete({**self.plain_defaults, **settings})) if self.flops else None
+        return (
+            self.flops(m, n, precision, **self.complete({**self.plain_defaults, **settings}))
+            if self.flops
+            else None
+        )
 
-    def num_workspace_numbers(self, num_rows: int, num_columns: int, precision: FactorPrecision = "float32") -> int:
-        """The numbers that the map of one matrix allocates at once, its result included, see `workspace`."""
+    def num_workspace_numbers(
+        self, num_rows: int, num_columns: int, precision: FactorPrecision = "float32"
+    ) -> int:
+        """The numbers that the map of one matrix allocates at once, its result included, see
+        `workspace`.
+        """
         m, n = sorted((num_rows, num_columns))
         return self.workspace(m, n, precision)
 
@@ -190,7 +216,9 @@ MINIMAX = SpectralMap(
     },
     precisions=("auto", "float32", "tf32", "float16", "bfloat16"),
     # A CPU emulates float16.
-    auto_precision=lambda num_rows, on_gpu: "float16" if on_gpu and num_rows >= NARROW_FROM else "float32",
+    auto_precision=lambda num_rows, on_gpu: (
+        "float16" if on_gpu and num_rows >= NARROW_FROM else "float32"
+    ),
     flops=lambda m, n, precision, resolution: composition_flops(
         _file("products").SIGN[resolution], m, n, precision, has_base=True
     ),
@@ -228,7 +256,9 @@ RELEASED = replace(  # the same steps from other starts
     target=sigmoid,  # its authors' aim; it is another function, and `bench maps` shows its distance
     settings={
         "steps": Setting(
-            default.RELEASED_STEPS, NUM_STEPS, doc="The number of iterations. The released code has 5 iterations."
+            default.RELEASED_STEPS,
+            NUM_STEPS,
+            doc="The number of iterations. The released code has 5 iterations.",
         )
     },
     precisions=("auto", "float32"),
@@ -271,18 +301,27 @@ HIGH_PASS = SpectralMap(
     label="high_pass {promotions}+{suppressions}",
     doc="Pion's map: the leading singular values become 1, the others fall towards 0.",
     source="Pion, arXiv 2605.19282",
-    function=lambda x, *, precision, max_norm, **settings: (_file("quintic").high_pass(x, **settings), 0),
+    function=lambda x, *, precision, max_norm, **settings: (
+        _file("quintic").high_pass(x, **settings),
+        0,
+    ),
     is_finite=True,
     target=pions,
     settings={
         "promotions": Setting(
-            default.PROMOTIONS, NUM_STEPS, doc="The number of steps that raise the leading singular values."
+            default.PROMOTIONS,
+            NUM_STEPS,
+            doc="The number of steps that raise the leading singular values.",
         ),
         "suppressions": Setting(
-            default.SUPPRESSIONS, NUM_SUPPRESSIONS, doc="The number of steps that lower the other singular values."
+            default.SUPPRESSIONS,
+            NUM_SUPPRESSIONS,
+            doc="The number of steps that lower the other singular values.",
         ),
     },
-    flops=lambda m, n, precision, promotions, suppressions: quintic_flops(m, n, promotions + suppressions),
+    flops=lambda m, n, precision, promotions, suppressions: quintic_flops(
+        m, n, promotions + suppressions
+    ),
     workspace=lambda m, n, precision: 2 * m * n + 2 * m * m,
 )
 
@@ -293,7 +332,10 @@ RANDOM = SpectralMap(
     doc="A null map for studies: the singular values are replaced by random numbers between 0 and 1, which are "
     "drawn again at each step. This map is slow.",
     source="Kaon, arXiv 2605.11181",
-    function=lambda x, *, precision, max_norm, seeds=(): (_file("nulls").random_spectrum(x, seeds), 0),
+    function=lambda x, *, precision, max_norm, seeds=(): (
+        _file("nulls").random_spectrum(x, seeds),
+        0,
+    ),
     is_drawn=True,
     is_finite=True,
     target=drawn,
@@ -306,7 +348,10 @@ SHUFFLED = SpectralMap(
     doc="A null map for studies: at each step, the singular values of the momentum are exchanged at random "
     "between its singular vectors. This map is slow.",
     source="ours, after Kaon",
-    function=lambda x, *, precision, max_norm, seeds=(): (_file("nulls").shuffled_spectrum(x, seeds), 0),
+    function=lambda x, *, precision, max_norm, seeds=(): (
+        _file("nulls").shuffled_spectrum(x, seeds),
+        0,
+    ),
     is_drawn=True,
     is_finite=True,
     target=shuffled,
@@ -318,7 +363,10 @@ MUON = SpectralMap(
     optimizer="muon",
     label="Muon bfloat16",
     source="kellerjordan.github.io/posts/muon",
-    function=lambda x, *, ns_steps, precision, max_norm: (_file("quintic").newton_schulz(x, ns_steps), 0),
+    function=lambda x, *, ns_steps, precision, max_norm: (
+        _file("quintic").newton_schulz(x, ns_steps),
+        0,
+    ),
     is_finite=True,
     target=polar,
     settings={"ns_steps": Setting(default.MUON_STEPS, NUM_STEPS)},
@@ -349,7 +397,11 @@ POWERS = replace(
     doc="sigma^p, as HTMuon's. In matrices of at least 1024 rows (the shorter side), p = 1/2, 1/4 and 1/8 need no "
     "decomposition; others are slow.",
     source="Muon^p, arXiv 2606.13867",
-    settings={"p": Setting(default.HTMUON_POWER, POWER, doc="The exponent: 1 is momentum SGD; near 0 it is Muon.")},
+    settings={
+        "p": Setting(
+            default.HTMUON_POWER, POWER, doc="The exponent: 1 is momentum SGD; near 0 it is Muon."
+        )
+    },
     level=lambda m, n, p: _level_of_a_momentum(m, n) ** p,
 )
 
@@ -357,7 +409,9 @@ POWERS = replace(
 def _by_formula(
     name: str, own: Mapping[str, Setting], of: str = "nu", error: float = 0.005, **record: Any
 ) -> SpectralMap:
-    """The record of a formula with the settings `own`, of which `formula_maps` makes polynomials."""
+    """The record of a formula with the settings `own`, of which `formula_maps` makes
+    polynomials.
+    """
     settings = {
         **own,
         "of": Setting(
@@ -388,7 +442,8 @@ def _by_formula(
             "with a larger x is scaled down, and counted in metrics.jsonl (`num_out_of_range`).",
         ),
         "exact": Setting(
-            False, doc="`true`: compute the exact function by a singular value decomposition, which is slow."
+            False,
+            doc="`true`: compute the exact function by a singular value decomposition, which is slow.",
         ),
         "composition": Setting(
             None,
@@ -408,7 +463,9 @@ def _by_formula(
         precisions=MINIMAX.precisions,
         auto_precision=MINIMAX.auto_precision,
         flops=formula_maps.flops,
-        workspace=lambda m, n, precision: _file("composed").usual_workspace_numbers(m, n, precision),
+        workspace=lambda m, n, precision: _file("composed").usual_workspace_numbers(
+            m, n, precision
+        ),
         level=formula_maps.level,
         **record,
     )
@@ -446,7 +503,11 @@ CLIP = _by_formula(
 )
 SOREN_LAMBDA = _by_formula(
     "soren_lambda",
-    {"strength": Setting(0.2, default.POSITIVE, doc="The number lambda. The authors of this map use 0.2 to 1.")},
+    {
+        "strength": Setting(
+            0.2, default.POSITIVE, doc="The number lambda. The authors of this map use 0.2 to 1."
+        )
+    },
     of="norm",
     error=0.03,
     title="soren_lambda, lambda = {strength:g}",
@@ -482,10 +543,18 @@ def _problem(spectral_map: Any, name: str) -> str:
         return f"it is a {type(spectral_map).__name__}; it must be a SpectralMap"
     if spectral_map.name != name:
         return f"the map's own name is {spectral_map.name!r}"
-    return "" if spectral_map.optimizer == "soren" else f"its optimizer is {spectral_map.optimizer!r}, not 'soren'"
+    return (
+        ""
+        if spectral_map.optimizer == "soren"
+        else f"its optimizer is {spectral_map.optimizer!r}, not 'soren'"
+    )
 
 
-_MAPS += tuple(third_party.objects(third_party.MAPS, [spectral_map.name for spectral_map in _MAPS], _problem))
+_MAPS += tuple(
+    third_party.objects(third_party.MAPS, [spectral_map.name for spectral_map in _MAPS], _problem)
+)
 MAPS = {spectral_map.name: spectral_map for spectral_map in _MAPS}
-SOREN_MAPS = {name: spectral_map for name, spectral_map in MAPS.items() if spectral_map.optimizer == "soren"}
+SOREN_MAPS = {
+    name: spectral_map for name, spectral_map in MAPS.items() if spectral_map.optimizer == "soren"
+}
 """The choices of Soren's `map`, the default first."""

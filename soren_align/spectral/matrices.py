@@ -1,6 +1,7 @@
 """Helpers of all maps: check the input, transpose it, and restore its shape and dtype.
 
-A map works on [m, n] or [batch, m, n] with m <= n, so that products and decompositions have the smaller dimension.
+A map works on [m, n] or [batch, m, n] with m <= n, so that products and decompositions have the
+smaller dimension.
 """
 
 import functools
@@ -60,7 +61,8 @@ def replace_zeros(norm: Tensor) -> Tensor:
     return norm.where(norm > 0, 1.0)
 
 
-SAFE_NORMS = (1e-12, 1e6)  # |x|_F in between needs no scaling: neither sigma^4 nor its sums leave float32
+# |x|_F in between needs no scaling: neither sigma^4 nor its sums leave float32
+SAFE_NORMS = (1e-12, 1e6)
 
 
 def mapped_in_range(
@@ -70,11 +72,13 @@ def mapped_in_range(
     max_norm: float | None,
     large_from: float = math.inf,
 ) -> tuple[Tensor, Tensor | int]:
-    """The map of x, and the number of guarded matrices, by a function whose products stay within the range of float32.
+    """The map of x, and the number of guarded matrices, by a function whose products stay within
+    the range of float32.
 
-    function(wide, scale, may_be_large) maps scale * wide, [..., m, n] with m <= n in float32 (float64 for float64, but
-    for narrow factors); may_be_large: whether |x|_F may be above large_from. max_norm: as in `minimax_sigmoid`.
-    Returns all NaN for a matrix that contains a NaN or an infinity.
+    function(wide, scale, may_be_large) maps scale * wide, [..., m, n] with m <= n in float32
+    (float64 for float64, but for narrow factors); may_be_large: whether |x|_F may be above
+    large_from. max_norm: as in `minimax_sigmoid`. Returns all NaN for a matrix that contains a NaN
+    or an infinity.
     """
     narrow = precision != "float32"
     double = x.dtype == torch.float64 and not narrow
@@ -91,32 +95,39 @@ def mapped_in_range(
         result, num_guarded = function(wide, 1.0, may_be_large)
         return from_wide(result, x), num_guarded
 
-    largest = torch.linalg.vector_norm(wide, torch.inf, dim=(-2, -1), keepdim=True)  # NaN if there is a NaN
+    # NaN if there is a NaN
+    largest = torch.linalg.vector_norm(wide, torch.inf, dim=(-2, -1), keepdim=True)
     finite = largest.isfinite()
-    if narrow and precision != "tf32":  # products alone, which carry a NaN to all entries; no pass over x is needed
+    # products alone, which carry a NaN to all entries; no pass over x is needed
+    if narrow and precision != "tf32":
         scale = replace_zeros(largest).where(finite, torch.nan)
         result, num_guarded = function(wide / scale, scale, may_be_large)
         return from_wide(result, x), num_guarded
     scale = replace_zeros(largest).where(finite, 1.0)
-    with tf32_products(x.device.type, precision == "tf32"):  # whose `rounded` makes 0 of a NaN with all bits, a GPU's
+    # whose `rounded` makes 0 of a NaN with all bits, a GPU's
+    with tf32_products(x.device.type, precision == "tf32"):
         result, num_guarded = function((wide / scale).where(finite, 0.0), scale, may_be_large)
     return from_wide(result.masked_fill_(~finite, torch.nan), x), num_guarded
 
 
-# Matrix products in full float32 and without autocast, whatever precision the process has set for its model.
-#
-# The maps magnify the rounding of their factors by up to 5000 (`coefficients`, slope). With the 8 bits of bfloat16 that
-# `torch.set_float32_matmul_precision("medium")` allows oneDNN on a CPU, the error of a matrix of rank m/8 was 22% at
-# resolution 0.01 and 210% at 0.001; with TF32's 11 bits 1 to 3.5% and 8 to 19% (test_full_precision.py).
+# Matrix products in full float32 and without autocast, whatever precision the process has set for
+# its model.  The maps magnify the rounding of their factors by up to 5000 (`coefficients`, slope).
+# With the 8 bits of bfloat16 that `torch.set_float32_matmul_precision("medium")` allows oneDNN on a
+# CPU, the error of a matrix of rank m/8 was 22% at resolution 0.01 and 210% at 0.001; with TF32's
+# 11 bits 1 to 3.5% and 8 to 19% (test_full_precision.py).
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # The libraries of float32 products: cuBLAS, and oneDNN on CPUs and Intel's GPUs.
-BACKENDS: dict[str, Any] = {"cuda": torch.backends.cuda.matmul, "mkldnn": torch.backends.mkldnn.matmul}  # pyright: ignore
+BACKENDS: dict[str, Any] = {
+    "cuda": torch.backends.cuda.matmul,
+    "mkldnn": torch.backends.mkldnn.matmul,
+}  # pyright: ignore
 FULL = ("ieee", "none")  # "none": not set, which is full precision too
 
-# The settings are global to the process, autocast to the thread: the outermost call saves and restores the settings.
+# The settings are global to the process, autocast to the thread: the outermost call saves and
+# restores the settings.
 _lock = threading.Lock()
 _num_inside = 0
 _saved: dict[str, str] = {}
@@ -125,13 +136,17 @@ _sums_in_float16 = False
 
 @contextmanager
 def full_precision(device_types: Iterable[str]) -> Iterator[None]:
-    """A context in which float32 products are computed in full precision, without autocast on these devices.
+    """A context in which float32 products are computed in full precision, without autocast on these
+    devices.
 
-    Products of float16 factors are summed in float32: cuBLAS has no float32 output of sums in float16.
+    Products of float16 factors are summed in float32: cuBLAS has no float32 output of sums in
+    float16.
     """
     with ExitStack() as stack:
         for device_type in device_types:
-            if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
+                device_type
+            ):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.callback(_restore)
         _pin()
@@ -140,7 +155,8 @@ def full_precision(device_types: Iterable[str]) -> Iterator[None]:
 
 @contextmanager
 def tf32_products(device_type: str, wanted: bool = True) -> Iterator[None]:
-    """A context within `full_precision` in which cuBLAS rounds float32 factors to TF32, if `wanted`.
+    """A context within `full_precision` in which cuBLAS rounds float32 factors to TF32, if
+    `wanted`.
 
     The setting is the process's: no other thread may compute in full precision meanwhile.
     """
@@ -154,7 +170,9 @@ def tf32_products(device_type: str, wanted: bool = True) -> Iterator[None]:
         BACKENDS["cuda"].fp32_precision = before
 
 
-def in_full_precision(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
+def in_full_precision(
+    function: Callable[Concatenate[Tensor, P], R],
+) -> Callable[Concatenate[Tensor, P], R]:
     """`function`, called within `full_precision` on its first argument's device."""
 
     @functools.wraps(function)
@@ -173,7 +191,8 @@ def _pin() -> None:
             return
         for name, backend in BACKENDS.items():
             if backend.fp32_precision not in FULL:
-                # This API and not set_float32_matmul_precision, which would overwrite what is inherited.
+                # This API and not set_float32_matmul_precision, which would overwrite what is
+                # inherited.
                 _saved[name], backend.fp32_precision = backend.fp32_precision, "ieee"
         if _sums_in_float16 := BACKENDS["cuda"].allow_fp16_accumulation:
             BACKENDS["cuda"].allow_fp16_accumulation = False
@@ -187,7 +206,8 @@ def _restore() -> None:
             return
         for name, precision in _saved.items():
             BACKENDS[name].fp32_precision = "none"
-            if BACKENDS[name].fp32_precision != precision:  # else it is inherited from torch.backends.fp32_precision
+            # else it is inherited from torch.backends.fp32_precision
+            if BACKENDS[name].fp32_precision != precision:
                 BACKENDS[name].fp32_precision = precision
         _saved.clear()
         if _sums_in_float16:

@@ -1,8 +1,11 @@
-"""Null maps, for the question whether the spectrum of an update matters: the directions of x with other lengths.
+"""Null maps, for the question whether the spectrum of an update matters: the directions of x with
+other lengths.
 
-If training with them is as good as with another map, then what that map does to the singular values is not the reason.
-Source: Kaon, arXiv 2605.11181, scrambles the singular values by a chaotic polynomial, which is not repeatable: rounding
-decides the result. Here a number of the matrix and the step decides it, so that any number of ranks computes the same.
+If training with them is as good as with another map, then what that map does to the singular values
+is not the reason.
+Source: Kaon, arXiv 2605.11181, scrambles the singular values by a chaotic polynomial, which is not
+repeatable: rounding decides the result. Here a number of the matrix and the step decides it, so
+that any number of ranks computes the same.
 """
 
 import hashlib
@@ -16,7 +19,9 @@ from .matrices import in_full_precision
 
 
 def seed_of(name: str, step: int) -> int:
-    """The seed of a matrix's draw at a step: the same on every rank, machine and version of Python."""
+    """The seed of a matrix's draw at a step: the same on every rank, machine and version of
+    Python.
+    """
     return int.from_bytes(hashlib.sha256(f"{name} {step}".encode()).digest()[:7], "big")
 
 
@@ -24,22 +29,31 @@ def seed_of(name: str, step: int) -> int:
 def random_spectrum(x: Tensor, seeds: Sequence[int] = ()) -> Tensor:
     """U R V^T of x = U S V^T: R is drawn uniformly from [0, 1], whatever S is.
 
-    x: [..., m, n], floating point; not modified. seeds: one for each matrix, in order; none: 0 for each.
-    Returns [..., m, n] in the dtype of x, with the null space and non-finite matrices as in `exact_sigmoid`. Modes of
-    nearly equal singular values have no directions of their own, hence rounding of x may exchange their numbers.
+    x: [..., m, n], floating point; not modified. seeds: one for each matrix, in order; none: 0 for
+    each. Returns [..., m, n] in the dtype of x, with the null space and non-finite matrices as in
+    `exact_sigmoid`. Modes of nearly equal singular values have no directions of their own, hence
+    rounding of x may exchange their numbers.
     """
     return map_singular_values(x, lambda sigma: drawn_spectra(sigma, seeds))
 
 
 @in_full_precision
 def shuffled_spectrum(x: Tensor, seeds: Sequence[int] = ()) -> Tensor:
-    """U P(S) V^T of x = U S V^T: P permutes the singular values that are not 0. Arguments as in `random_spectrum`."""
+    """U P(S) V^T of x = U S V^T: P permutes the singular values that are not 0.
+    Arguments as in `random_spectrum`.
+    """
     return map_singular_values(x, lambda sigma: shuffled_spectra(sigma, seeds))
 
 
 def drawn_spectra(sigma: Tensor, seeds: Sequence[int] = ()) -> Tensor:
-    """For each spectrum of sigma [..., r] r uniform numbers; the first is of the largest singular value, and so on."""
-    return _by_rank(sigma, seeds, lambda values, generator: torch.rand(len(values), generator=generator).to(values))
+    """For each spectrum of sigma [..., r] r uniform numbers; the first is of the largest singular
+    value, and so on.
+    """
+    return _by_rank(
+        sigma,
+        seeds,
+        lambda values, generator: torch.rand(len(values), generator=generator).to(values),
+    )
 
 
 def shuffled_spectra(sigma: Tensor, seeds: Sequence[int] = ()) -> Tensor:
@@ -53,8 +67,12 @@ def shuffled_spectra(sigma: Tensor, seeds: Sequence[int] = ()) -> Tensor:
     return _by_rank(sigma, seeds, permuted)
 
 
-def _by_rank(sigma: Tensor, seeds: Sequence[int], new_values: Callable[[Tensor, torch.Generator], Tensor]) -> Tensor:
-    """sigma with new_values(a spectrum in descending order, its generator) in the places of that order."""
+def _by_rank(
+    sigma: Tensor, seeds: Sequence[int], new_values: Callable[[Tensor, torch.Generator], Tensor]
+) -> Tensor:
+    """sigma with new_values(a spectrum in descending order, its generator) in the places of that
+    order.
+    """
     spectra = sigma.reshape(-1, sigma.shape[-1])
     result = torch.empty_like(spectra)
     for row, spectrum, seed in zip(result, spectra, seeds or [0] * len(spectra), strict=True):

@@ -3,13 +3,15 @@
     U S^p V^T = N^p (r(R) x / N)  of  x = U S V^T,     R = x x^T / N^2,     N = (sum of sigma^4)^(1/4) = |x x^T|_F^(1/2)
     r(lambda) = c + sum of w_k / (lambda + t_k)  ~  lambda^((p - 1) / 2)
 
-No composition of a few odd polynomials is a power: at the products of minimax their errors are 4% to 47%. A rational
-function is: five inverses are within 1.5% for sigma / N from RESOLUTION on. All w, t and c are positive, so that
-nothing cancels, the output rises from 0 at sigma = 0, and R + t I is positive definite, whatever the rank of x is.
+No composition of a few odd polynomials is a power: at the products of minimax their errors are 4%
+to 47%. A rational function is: five inverses are within 1.5% for sigma / N from RESOLUTION on. All
+w, t and c are positive, so that nothing cancels, the output rises from 0 at sigma = 0, and R + t I
+is positive definite, whatever the rank of x is.
 
-An inverse is a recursion on halves, which is matrix products but for blocks of LEAF rows. It loses the square of
-the condition, up to 1 / t, so that those of small shifts are in float64, with a Gram matrix that is.
-docs/studies/powers.py computes POWERS; tests/spectral/test_powers.py proves their errors.
+An inverse is a recursion on halves, which is matrix products but for blocks of LEAF rows. It loses
+the square of the condition, up to 1 / t, so that those of small shifts are in float64, with a Gram
+matrix that is. docs/studies/powers.py computes POWERS; tests/spectral/test_powers.py proves their
+errors.
 """
 
 from functools import partial
@@ -29,14 +31,17 @@ RESOLUTION = 0.0004
 FROM_ROWS = 1024
 """Rows (the shorter side) from which `power` has no decomposition."""
 FLOAT32_FROM = 1e-3
-"""The shift from which an inverse is in float32. Then 1/i is 6e-6 from float64, and rank m/8 and rank 1, where x itself
-has noise in its null space, are 2e-4 and 5e-4; with those of 2e-4 in float32 too 8e-4, 3e-4, 1e-3 (1024 x 1024)."""
+"""The shift from which an inverse is in float32. Then 1/i is 6e-6 from float64, and rank m/8 and
+rank 1, where x itself has noise in its null space, are 2e-4 and 5e-4; with those of 2e-4 in float32
+too 8e-4, 3e-4, 1e-3 (1024 x 1024)."""
 LEAF = 256
 """Rows of a block that is inverted by its Cholesky factor."""
 
 
 class Poles(NamedTuple):
-    """lambda^((p - 1) / 2) ~ constant + sum of weights / (lambda + shifts), for lambda from RESOLUTION^2 to TOP^2."""
+    """lambda^((p - 1) / 2) ~ constant + sum of weights / (lambda + shifts), for lambda from
+    RESOLUTION^2 to TOP^2.
+    """
 
     shifts: tuple[float, ...]
     weights: tuple[float, ...]
@@ -71,19 +76,28 @@ POWERS: dict[float, Poles] = {
 def rational_power(x: Tensor, p: float, max_norm: float | None = None) -> Tensor:
     """U S^p V^T of x = U S V^T, by products and inverses of small blocks; p is one of POWERS.
 
-    x: [..., m, n], floating point; not modified. max_norm: as in `minimax_sigmoid`.
-    Returns [..., m, n] in the dtype of x. Within 1.5% for singular values from RESOLUTION N on, where N is between the
-    largest one and m^(1/4) times it; below, the output falls to 0 in proportion to sigma, where `spectral_power` cuts
-    off at eps max(m, n). Zero for zero; a matrix that contains a NaN or an infinity gives all NaN.
+    x: [..., m, n], floating point; not modified. max_norm: as in `minimax_sigmoid`. Returns [...,
+    m, n] in the dtype of x. Within 1.5% for singular values from RESOLUTION N on, where N is
+    between the largest one and m^(1/4) times it; below, the output falls to 0 in proportion to
+    sigma, where `spectral_power` cuts off at eps max(m, n). Zero for zero; a matrix that contains a
+    NaN or an infinity gives all NaN.
     """
     if p not in POWERS:
-        raise ValueError(f"p: found {p!r}; write one of {', '.join(map(str, POWERS))}, or use spectral_power")
+        raise ValueError(
+            f"p: found {p!r}; write one of {', '.join(map(str, POWERS))}, or use spectral_power"
+        )
     return mapped_in_range(x, partial(_by_poles, p=p), "float32", max_norm)[0]
 
 
 def power(x: Tensor, p: float, max_norm: float | None = None) -> Tensor:
-    """`rational_power` where it is faster than the decomposition of `spectral_power` and has this p."""
-    return rational_power(x, p, max_norm) if is_rational(min(x.shape[-2:]), p) else spectral_power(x, p)
+    """`rational_power` where it is faster than the decomposition of `spectral_power` and has this
+    p.
+    """
+    return (
+        rational_power(x, p, max_norm)
+        if is_rational(min(x.shape[-2:]), p)
+        else spectral_power(x, p)
+    )
 
 
 def is_rational(num_rows: int, p: float) -> bool:
@@ -92,7 +106,9 @@ def is_rational(num_rows: int, p: float) -> bool:
 
 
 def _by_poles(x: Tensor, scale: Tensor | float, may_be_large: bool, p: float) -> tuple[Tensor, int]:
-    """The map of scale * x for x of shape [..., m, n] with m <= n; scale is [..., 1, 1] or a number."""
+    """The map of scale * x for x of shape [..., m, n] with m <= n; scale is [..., 1, 1] or a
+    number.
+    """
     poles, double = POWERS[p], x.double()
     gram = Workspace(double, "float32").gram(double)
     del double
@@ -107,7 +123,9 @@ def _by_poles(x: Tensor, scale: Tensor | float, may_be_large: bool, p: float) ->
 
 
 def invert_(a: Tensor) -> Tensor:
-    """The inverse of a [..., m, m], symmetric and positive definite, in its place; only its upper triangle is read."""
+    """The inverse of a [..., m, m], symmetric and positive definite, in its place; only its upper
+    triangle is read.
+    """
     rows = a.shape[-1]
     if rows <= LEAF:
         factor, _ = torch.linalg.cholesky_ex(a, upper=True)  # no host read, unlike `cholesky`
@@ -138,16 +156,25 @@ def _subtract_upper_(c: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def power_flops(num_rows: int, num_columns: int, p: float) -> int | None:
-    """Floating-point operations of `power`, num_rows <= num_columns; None where it is a decomposition."""
+    """Floating-point operations of `power`, num_rows <= num_columns; None where it is a
+    decomposition.
+    """
     if not is_rational(num_rows, p):
         return None
     thin = 2 * num_rows**2 * num_columns
-    return round(thin * (1 + symmetric_share(num_rows))) + len(POWERS[p].shifts) * _inverse_flops(num_rows)
+    return round(thin * (1 + symmetric_share(num_rows))) + len(POWERS[p].shifts) * _inverse_flops(
+        num_rows
+    )
 
 
 def _inverse_flops(rows: int) -> int:
     if rows <= LEAF:
         return rows**3
     first, last = rows // 2, rows - rows // 2
-    products = 2 * first * last * (first * (1 + symmetric_share(first)) + last * (1 + symmetric_share(last)))
+    products = (
+        2
+        * first
+        * last
+        * (first * (1 + symmetric_share(first)) + last * (1 + symmetric_share(last)))
+    )
     return _inverse_flops(first) + _inverse_flops(last) + round(products)

@@ -1,15 +1,17 @@
-"""Compositions of odd polynomials by matrix products: polynomials in the Gram matrix R, whose eigenvalues are u^2.
+"""Compositions of odd polynomials by matrix products: polynomials in the Gram matrix R, whose
+eigenvalues are u^2.
 
-An odd polynomial is given by its coefficients of x, x^3, x^5, ... Those of `minimax_sigmoid` are here:
-docs/studies/minimax_polynomials.py computes them and prints the alternatives;
+An odd polynomial is given by its coefficients of x, x^3, x^5, ... Those of `minimax_sigmoid` are
+here: docs/studies/minimax_polynomials.py computes them and prints the alternatives;
 tests/spectral/test_minimax_coefficients.py computes them again, and evaluates their certificates.
 
-A polynomial in R is evaluated about the center c of its interval, in Z = R - c I: its coefficients are then thirty
-times smaller, and so is the rounding error. With float16 factors it is up to 0.2% in powers of R, 0.02% in powers of Z.
-After a step, which magnifies small singular values, the Gram matrix is computed again (a restart). R has u^2 to
-float32's 6e-8 of the largest, and the steps magnify this error by the square of their slopes: at resolution 0.01, 512
-rows and rank 128 it is 1.2e-4 of the result without a restart, 1.1e-5 with one; at 0.0004 and 576 x 1536 1e-2 with one
-and 1.4e-4 with two.
+A polynomial in R is evaluated about the center c of its interval, in Z = R - c I: its coefficients
+are then thirty times smaller, and so is the rounding error. With float16 factors it is up to 0.2%
+in powers of R, 0.02% in powers of Z. After a step, which magnifies small singular values, the Gram
+matrix is computed again (a restart). R has u^2 to float32's 6e-8 of the largest, and the steps
+magnify this error by the square of their slopes: at resolution 0.01, 512 rows and rank 128 it is
+1.2e-4 of the result without a restart, 1.1e-5 with one; at 0.0004 and 576 x 1536 1e-2 with one and
+1.4e-4 with two.
 """
 
 from collections.abc import Sequence
@@ -25,8 +27,8 @@ from .factors import Factors, add_product_, rounded
 from .flops import block_size, ends_thin, row_padding, steepness
 from .matrices import frobenius_norm, replace_zeros
 
-# By resolution: f, a composition that approximates 1 on u in [resolution, TOP]. Every later interval is 0.5% wider than
-# the range of the step before it, for float16's rounding.
+# By resolution: f, a composition that approximates 1 on u in [resolution, TOP]. Every later
+# interval is 0.5% wider than the range of the step before it, for float16's rounding.
 SIGN = {
     # degrees (9, 9, 5, 9, 9)
     0.0004: Composition(
@@ -70,27 +72,38 @@ SIGN = {
     ),
 }
 
-# tanh(x / 2), increasing on the whole interval. The error, 0.0827% of TANH on [0, 2.5] and 0.0561% of TANH_WIDE on
-# [0, 4.3], is relative to the sigmoid, of which this is one half.
+# tanh(x / 2), increasing on the whole interval. The error, 0.0827% of TANH on [0, 2.5] and 0.0561%
+# of TANH_WIDE on [0, 4.3], is relative to the sigmoid, of which this is one half.
 TANH = (4.96740021e-01, -3.61866082e-02, 1.77539158e-03)
 TANH_WIDE = (4.97856604e-01, -3.83000524e-02, 2.68336953e-03, -1.12038574e-04, 1.94851463e-06)
-WIDE_LIMIT = 4.3  # (sum of sigma^128)^(1/128) is at most 7% above sigma_max, for up to 10 000 singular values
-WIDE_FROM = (2.0, 2.5)  # between these nu, TANH and TANH_WIDE are interpolated; below, five products are saved
+# (sum of sigma^128)^(1/128) is at most 7% above sigma_max, for up to 10 000 singular values
+WIDE_LIMIT = 4.3
+# between these nu, TANH and TANH_WIDE are interpolated; below, five products are saved
+WIDE_FROM = (2.0, 2.5)
 
-# A matrix with a smaller |x|_F is divided by nu of this one, so that its result falls to 0: below 1e-19, sigma^2 leaves
-# float32. MIN_SQUARE is less than the Frobenius norm of R^2 for any R with a trace of 1 and up to 10^6 rows.
+# A matrix with a smaller |x|_F is divided by nu of this one, so that its result falls to 0: below
+# 1e-19, sigma^2 leaves float32. MIN_SQUARE is less than the Frobenius norm of R^2 for any R with a
+# trace of 1 and up to 10^6 rows.
 MIN_NORM, MIN_SQUARE = 1e-15, 1e-9
 MIN_STEP = 1e-9  # of a step's first coefficient, which may be 0
 
 
 def by_products(
-    x: Tensor, scale: Tensor | float, may_be_large: bool, resolution: float, precision: FactorPrecision = "float32"
+    x: Tensor,
+    scale: Tensor | float,
+    may_be_large: bool,
+    resolution: float,
+    precision: FactorPrecision = "float32",
 ) -> tuple[Tensor, Tensor | int]:
-    """The map of scale * x for x of shape [..., m, n] with m <= n; scale is [..., 1, 1] or a number.
+    """The map of scale * x for x of shape [..., m, n] with m <= n; scale is [..., 1, 1] or a
+    number.
 
-    Also returns the number of guarded matrices, those with a singular value beyond the domain of tanh's polynomial.
-    may_be_large: whether |scale * x|_F may be above WIDE_FROM[0]; five more products then find the largest singular
-        value. precision: of the factors of all products; narrower ones need entries of x of about 1 at most.
+    Also returns the number of guarded matrices, those with a singular value beyond the domain of
+    tanh's polynomial.
+    may_be_large: whether |scale * x|_F may be above WIDE_FROM[0]; five more products then find the
+    largest singular
+        value. precision: of the factors of all products; narrower ones need entries of x of about 1
+        at most.
     The host reads nothing, so torch.compile and CUDA graphs can take the whole function.
     """
     work = Workspace(x, precision)
@@ -120,10 +133,11 @@ def evaluate(
     linear: float = 0.0,
     factor: float = 1.0,
 ) -> Tensor:
-    """U f(S / unit) V^T of x = U S V^T, where f is `factor` times the composition; R = x x^T / unit^2, and its square.
+    """U f(S / unit) V^T of x = U S V^T, where f is `factor` times the composition; R = x x^T /
+    unit^2, and its square.
 
-    R and its square are released. base: a matrix polynomial in R, whose product with x is added. linear: the
-    coefficient of u, which is added too.
+    R and its square are released. base: a matrix polynomial in R, whose product with x is added.
+    linear: the coefficient of u, which is added too.
     """
     steps, weights = list(zip(table.steps, table.centers, strict=True)), all_weights(table)
     thin = ends_thin(x.shape[-2], x.shape[-1], work.precision)
@@ -164,8 +178,8 @@ def evaluate(
     if lift is None:
         matrix = sign if base is None else sign.add_(base)
     elif base is not None:
-        # Not a symmetric product, on purpose: copying a half of sign @ lift would magnify the error of large singular
-        # values by the lift of small ones, 2e-4 of the result instead of 2e-5.
+        # Not a symmetric product, on purpose: copying a half of sign @ lift would magnify the error
+        # of large singular values by the lift of small ones, 2e-4 of the result instead of 2e-5.
         matrix = work.add_product_(base, sign, lift)
     else:
         matrix = work.product(sign, lift, work.take())
@@ -181,10 +195,11 @@ def _composed_factor(
     r2: Tensor | None,
     work: "Workspace",
 ) -> Tensor:
-    """f(u) / u as a polynomial in R, where f is the composition of these steps and its weighted iterates.
+    """f(u) / u as a polynomial in R, where f is the composition of these steps and its weighted
+    iterates.
 
-    steps: coefficients and center of each. The R of a later step follows from the one before. R and its square are
-    released.
+    steps: coefficients and center of each. The R of a later step follows from the one before. R and
+    its square are released.
     """
     (step, center), *others = steps
     polynomial = sign = _odd_step(step, center, r, r2, work)
@@ -204,7 +219,8 @@ def _composed_factor(
 
 
 def tanh_coefficients(top: Tensor, share: Tensor | None) -> list[Tensor]:
-    """Coefficients in u of t(sigma), sigma = top * u; `share` is the largest u, needed where top > WIDE_FROM[0].
+    """Coefficients in u of t(sigma), sigma = top * u; `share` is the largest u, needed where top >
+    WIDE_FROM[0].
 
     A matrix whose largest singular value is beyond the polynomial's domain is scaled down to it.
     """
@@ -224,9 +240,16 @@ def num_beyond(top: Tensor, share: Tensor | None) -> Tensor | int:
 
 
 def _odd_step(
-    coefficients: tuple[float, ...], center: float, r: Tensor, r2: Tensor | None, work: "Workspace", slope: float = 1.0
+    coefficients: tuple[float, ...],
+    center: float,
+    r: Tensor,
+    r2: Tensor | None,
+    work: "Workspace",
+    slope: float = 1.0,
 ) -> Tensor:
-    """p(u) / u as a matrix polynomial in R = u^2, for p of degree 3, 5 or 9. R^2, if known, is released."""
+    """p(u) / u as a matrix polynomial in R = u^2, for p of degree 3, 5 or 9.
+    R^2, if known, is released.
+    """
     c0, c1, *c = _about(center, coefficients)
     if r2 is not None:
         r2 = add_to_diagonal_(r2.add_(r, alpha=-2 * center), center**2)
@@ -248,7 +271,9 @@ def _odd_step(
 
 @cache
 def _about(center: float, coefficients: tuple[float, ...]) -> tuple[float, ...]:
-    """The coefficients in x - center of the polynomial with `coefficients` in x, by repeated synthetic division."""
+    """The coefficients in x - center of the polynomial with `coefficients` in x, by repeated
+    synthetic division.
+    """
     remaining, shifted = list(coefficients), []
     while remaining:
         for i in reversed(range(len(remaining) - 1)):
@@ -260,7 +285,9 @@ def _about(center: float, coefficients: tuple[float, ...]) -> tuple[float, ...]:
 def _tanh_part(
     r: Tensor, r2: Tensor, nu: Tensor, top: Tensor, may_be_large: bool, work: "Workspace"
 ) -> tuple[Tensor, Tensor | int]:
-    """t(sigma) / (2 nu u) as a matrix polynomial in R, where sigma = top * u; and the number of guarded matrices."""
+    """t(sigma) / (2 nu u) as a matrix polynomial in R, where sigma = top * u; and the number of
+    guarded matrices.
+    """
     powers, share = [r, r2], None
     if may_be_large:
         powers += [work.symmetric(r, r2), work.symmetric(r2, r2)]
@@ -294,19 +321,22 @@ def add_to_diagonal_(a: Tensor, value: float | Tensor) -> Tensor:
 class Workspace:
     """The matrix products of one call, and its m x m buffers, which are reused.
 
-    With new memory for every product a map takes 5% longer from 1024 rows on (CPU), and needs more memory.
+    With new memory for every product a map takes 5% longer from 1024 rows on (CPU), and needs more
+    memory.
     """
 
     def __init__(self, x: Tensor, precision: FactorPrecision):
         rows = x.shape[-2]
         self.precision: FactorPrecision = precision
-        # With narrow factors the largest entry of x is 1, unless x is 0: 1 / nu would leave float16's range.
+        # With narrow factors the largest entry of x is 1, unless x is 0: 1 / nu would leave
+        # float16's range.
         self.least_trace = MIN_NORM**2 if precision == "float32" else 1.0
         self.block = block_size(rows, x.device.type)
         self._shape, self._padding = (*x.shape[:-1], rows), row_padding(rows, x.device.type)
         self._options = {"dtype": x.dtype, "device": x.device}
         self._free: list[Tensor] = []
-        self._rounded: tuple[Tensor, Tensor] | None = None  # the last factor of `gram`, and as rounded there
+        # the last factor of `gram`, and as rounded there
+        self._rounded: tuple[Tensor, Tensor] | None = None
 
     def take(self) -> Tensor:
         """A buffer of m x m, whose content is arbitrary."""
@@ -330,11 +360,15 @@ class Workspace:
         return self._symmetric(Factors(a, b, self.precision, slope), a.shape[-2])
 
     def _symmetric(self, factors: Factors, rows: int) -> Tensor:
-        """A symmetric product: the blocks above the diagonal are computed, those below are copied."""
+        """A symmetric product: the blocks above the diagonal are computed, those below are
+        copied.
+        """
         result = self.take()
         for start in range(0, rows, self.block):
             stop = min(start + self.block, rows)
-            factors.multiply(result[..., start:stop, start:], slice(start, stop), slice(start, None))
+            factors.multiply(
+                result[..., start:stop, start:], slice(start, stop), slice(start, None)
+            )
             if stop < rows:
                 result[..., stop:, start:stop] = result[..., start:stop, stop:].mT
         return result

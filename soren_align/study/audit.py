@@ -1,7 +1,7 @@
 """Check the runs of a study before its verdict.
 
-The audit is whether its candidates were compared on equal terms, read from the run folders alone. With any problem
-there is no verdict; cautions weaken the conclusion (docs/comparison.md).
+The audit is whether its candidates were compared on equal terms, read from the run folders alone.
+With any problem there is no verdict; cautions weaken the conclusion (docs/comparison.md).
 """
 
 import json
@@ -23,7 +23,14 @@ from ..recipe.schema import is_derived, trains_adapter
 from ..run.folder import RunFolder
 from . import stats
 from .config import METRICS, load_resolved_study, study_problems
-from .declaration import declaration_problems, final_runs, history_cautions, look_number, note, read_history
+from .declaration import (
+    declaration_problems,
+    final_runs,
+    history_cautions,
+    look_number,
+    note,
+    read_history,
+)
 from .draws import draw_spreads, over_draws
 from .report.page import write_report
 from .runs import RunFiles, flat, read_files, run_folders
@@ -49,8 +56,8 @@ FOLLOWS = "not set"
 MATCHED = "remove this folder and rerun the study, so that all candidates are trained alike"
 RESTORE = "restore this file, or remove this folder and rerun the study"
 MANY_SEEDS = 5
-"""Of a verdict, from which on their number is no caution: with 3, a 95% interval over seeds alone is 4.3 standard
-errors wide to each side, with 5 it is 2.8 (Student's t)."""
+"""Of a verdict, from which on their number is no caution: with 3, a 95% interval over seeds alone
+is 4.3 standard errors wide to each side, with 5 it is 2.8 (Student's t)."""
 MANY_EXAMPLES = 100
 """Held out, from which on their number is no caution."""
 
@@ -62,7 +69,9 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
     """
     study = read_verdict(folder, failures)
     if study.differences and look_number(folder, study) > len(read_history(folder, "looked")):
-        answers = [f"{d.candidate} - {d.reference}, {d.measure}: {d.answer}" for d in study.differences]
+        answers = [
+            f"{d.candidate} - {d.reference}, {d.measure}: {d.answer}" for d in study.differences
+        ]
         note(folder, "looked", runs=final_runs(study), answers=answers)
     study = replace(study, cautions=[*study.cautions, *history_cautions(folder, study)])
     write(folder / STUDY_RESULT, json.dumps(asdict(study), indent=1) + "\n")
@@ -71,16 +80,21 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
 
 
 def read_verdict(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
-    """Return the study in a folder with its verdict, but for cautions from its history; nothing is written.
+    """Return the study in a folder with its verdict, but for cautions from its history; nothing is
+    written.
 
     Its runs are audited, then compared; with a problem there is no verdict.
     """
     study = read_study(folder, failures)
     final = [run for candidate in study.candidates for run in candidate.verdict]
-    recipe = next((file for run in final if (file := RunFolder(folder / run.folder).recipe).is_file()), None)
-    options = load_resolved(recipe).eval if recipe else None  # None before the first run of the verdict
+    recipe = next(
+        (file for run in final if (file := RunFolder(folder / run.folder).recipe).is_file()), None
+    )
+    # None before the first run of the verdict
+    options = load_resolved(recipe).eval if recipe else None
     contamination = None
-    if options and (evaluated := next((run for run in final if run.scores), None)):  # all train on the same examples
+    # all train on the same examples
+    if options and (evaluated := next((run for run in final if run.scores), None)):
         results = read_results(RunFolder(folder / evaluated.folder).evaluation(options.name))
         contamination = results.get("contamination") if results else None
     runs, unreadable = read_files(folder)
@@ -121,7 +135,8 @@ def read_verdict(folder: Path, failures: Mapping[str, str] | None = None) -> Stu
 
 
 def audit(study: Study, folder: Path, runs: list[RunFiles]) -> list[str]:
-    """Return the problems of a study that has ended, each a sentence with place, finding and remedy.
+    """Return the problems of a study that has ended, each a sentence with place, finding and
+    remedy.
 
     runs: those in the folder.
     """
@@ -130,13 +145,18 @@ def audit(study: Study, folder: Path, runs: list[RunFiles]) -> list[str]:
         name: {*(file["search"].get("space") or {}), *(section.get("space") or {})}
         for name, section in file["candidates"].items()
     }
-    problems = [*_folder_problems(study, folder, runs), *_recipe_problems(runs, file, searched, folder)]
+    problems = [
+        *_folder_problems(study, folder, runs),
+        *_recipe_problems(runs, file, searched, folder),
+    ]
     trained = [run for run in runs if run.num_steps is not None]
     numbers = [run.num_steps for run in trained]
     steps = most_common(numbers)
     problems += _deviations(trained, numbers, "another number of steps than the other runs")
     has_draws = bool(file["verdict"].get("draws"))
-    draws_weights = any(run.recipe.task == "pretrain" or trains_adapter(run.recipe.model) for run in runs)
+    draws_weights = any(
+        run.recipe.task == "pretrain" or trains_adapter(run.recipe.model) for run in runs
+    )
     for part, finding in EQUAL.items():
         by_seed = part in AT_A_SEED if draws_weights else part == "batches"
         by_draw = part == "starting_weights" and has_draws
@@ -144,8 +164,11 @@ def audit(study: Study, folder: Path, runs: list[RunFiles]) -> list[str]:
         for seed, draw in dict.fromkeys(keys):
             alike = [run for run, key in zip(runs, keys, strict=True) if key == (seed, draw)]
             compared = [run for run in alike if run.record.get("identity")]
-            if part in ("batches", "precision"):  # known at the end; those of another number of steps differ anyway
-                compared = [run for run in compared if run.num_steps is not None and run.num_steps == steps]
+            # known at the end; those of another number of steps differ anyway
+            if part in ("batches", "precision"):
+                compared = [
+                    run for run in compared if run.num_steps is not None and run.num_steps == steps
+                ]
             parts = [run.record["identity"].get(part) for run in compared]
             where = f" with seed {seed}" if by_seed else ""
             where += f" {'and' if where else 'with'} draw {draw}" if by_draw else ""
@@ -167,14 +190,18 @@ def _file_problems(runs: list[RunFiles], folder: Path) -> Iterator[str]:
             continue
         if file_sha256(own.metrics) != written["metrics_sha256"]:
             yield f"{run.place}: metrics.jsonl differs from the file that the training wrote; {RESTORE}"
-        held_out = file_sha256(own.held_out) if run.stage == "verdict" and own.held_out.is_file() else None
+        held_out = (
+            file_sha256(own.held_out) if run.stage == "verdict" and own.held_out.is_file() else None
+        )
         if held_out not in (None, written.get("held_out_sha256")):
             yield f"{run.place}: held_out.json differs from the file that the training wrote; {RESTORE}"
         if recipe_hash(run.recipe, with_optimizer=True) != written["recipe_sha256"]:
             yield f"{run.place}: recipe.yaml differs from the recipe of the training; {RESTORE}"
         weights = written["weights_sha256"]
         other = run if weights is None else by_weights.setdefault(weights, run)
-        if other.record.get("identity", {}).get("batches") != run.record.get("identity", {}).get("batches"):
+        if other.record.get("identity", {}).get("batches") != run.record.get("identity", {}).get(
+            "batches"
+        ):
             finding = f"has the same weights as {other.place}, although the two runs trained on different batches"
             yield f"{run.place}: {finding}; {MATCHED}"
         options = run.recipe.eval if run.stage == "verdict" else None
@@ -186,9 +213,12 @@ def _file_problems(runs: list[RunFiles], folder: Path) -> Iterator[str]:
 
 
 def _sample_problems(output: Path, suite: Suite) -> Iterator[str]:
-    """Points that are not those of the samples, which have the model's answers. output: an evaluation's folder."""
+    """Points that are not those of the samples, which have the model's answers.
+    output: an evaluation's folder.
+    """
     try:
-        rows = list(read_points(output).items())[-2:]  # the starting checkpoint's, and the run's own
+        # the starting checkpoint's, and the run's own
+        rows = list(read_points(output).items())[-2:]
         for name, points in rows:
             for task in (task for task in suite.tasks if task.column in points):
                 file = output / "samples" / name / f"{task.column}.jsonl"
@@ -200,7 +230,9 @@ def _sample_problems(output: Path, suite: Suite) -> Iterator[str]:
 
 
 def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterator[str]:
-    """Runs that the study does not list, unequal numbers of trials, and seeds that it does not declare or that miss."""
+    """Runs that the study does not list, unequal numbers of trials, and seeds that it does not
+    declare or that miss.
+    """
     file = study.file
     on_disk = [path.relative_to(folder).as_posix() for path in run_folders(folder)]
     listed = {run.folder: run.status for run in study.runs}
@@ -220,7 +252,11 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
         if name not in file["candidates"]:
             yield f"search/{name}: the study declares no candidate {name!r}; remove this folder"
         elif number != declared:
-            remedy = "remove the surplus trials" if number > declared else "rerun the study to run the missing trials"
+            remedy = (
+                "remove the surplus trials"
+                if number > declared
+                else "rerun the study to run the missing trials"
+            )
             yield f"search/{name}: has {number} trials, but the study declares {declared} per candidate; {remedy}"
 
     seeds = {stage: file[stage]["seeds"] for stage in ("search", "verdict")}
@@ -234,15 +270,23 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
             yield f"{run.place}: has seed {run.seed}, which is not in {run.stage}.seeds; {MATCHED}"
         if run.stage == "verdict" and draws and run.draw not in draws:
             yield f"{run.place}: has draw {run.draw}, which is not in verdict.draws; {MATCHED}"
-    with_verdict = {candidate.name for candidate in study.candidates if candidate.selected is not None}
+    with_verdict = {
+        candidate.name for candidate in study.candidates if candidate.selected is not None
+    }
     for name in file["candidates"]:
         started = [run for run in runs if (run.stage, run.candidate) == ("verdict", name)]
-        missing = [str(seed) for seed in seeds["verdict"] if seed not in {run.seed for run in started}]
+        missing = [
+            str(seed) for seed in seeds["verdict"] if seed not in {run.seed for run in started}
+        ]
         if missing and (started or name in with_verdict):
             yield f"verdict/{name}: has no run with seed {', '.join(missing)}; rerun the study"
         for draw in draws:
             present = {run.seed for run in started if run.draw == draw}
-            lost = [str(seed) for seed in seeds["verdict"] if seed not in present and str(seed) not in missing]
+            lost = [
+                str(seed)
+                for seed in seeds["verdict"]
+                if seed not in present and str(seed) not in missing
+            ]
             if lost:
                 yield f"verdict/{name}: has no run with draw {draw} and seed {', '.join(lost)}; rerun the study"
 
@@ -250,14 +294,20 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
 def _recipe_problems(
     runs: list[RunFiles], file: dict[str, Any], searched: dict[str, set[str]], folder: Path
 ) -> Iterator[str]:
-    """Recipes that differ in more than the study declares: from its keys, from each other, from their candidate's."""
+    """Recipes that differ in more than the study declares: from its keys, from each other, from
+    their candidate's.
+    """
     for run in runs:
         if not run.record.get("identity"):
             finding = "run.json has no section `identity`, so it is unknown which batches the run trained on"
             yield f"{run.place}: {finding}; {MATCHED}"
         for key, value in declared_settings(file, run.candidate).items():
             trained = run.settings.get(key, value)
-            if value is not None and key not in searched.get(run.candidate, ()) and trained != value:
+            if (
+                value is not None
+                and key not in searched.get(run.candidate, ())
+                and trained != value
+            ):
                 yield f"{run.place}: {key} is {trained!r}, but the study declares {value!r}; {MATCHED}"
         if (part := run.recipe.data.eval_part) != run.stage:
             yield f"{run.place}: data.eval_part is {part}, but a run of this stage has {run.stage}; {MATCHED}"
@@ -265,42 +315,64 @@ def _recipe_problems(
     for name in file["candidates"]:
         of_candidate = [run for run in runs if run.candidate == name]
         unlike |= _unlike(of_candidate, searched[name].__contains__, f"other runs of {name}")
-    free = {key for name in searched for key in (*searched[name], *declared_settings(file, name, shared=False))}
-    others = _unlike(runs, lambda key: key.startswith("optimizer.") or key in free, "other candidates")
+    free = {
+        key
+        for name in searched
+        for key in (*searched[name], *declared_settings(file, name, shared=False))
+    }
+    others = _unlike(
+        runs, lambda key: key.startswith("optimizer.") or key in free, "other candidates"
+    )
     yield from (others | unlike).values()
-    # A key that all runs of a candidate have, and the study does not name: unlike no other run, but the candidate's.
+    # A key that all runs of a candidate have, and the study does not name: unlike no other run, but
+    # the candidate's.
     for name in file["candidates"]:
         place = f"candidates/{name}.yaml"
         if not (folder / place).is_file():
             yield f"{place}: is missing; rerun the study, which writes this file again"
             continue
         declared = RunFiles("candidates", name, place, load_resolved(folder / place), {})
-        for run in (run for run in runs if run.candidate == name and run.place not in others | unlike):
+        for run in (
+            run for run in runs if run.candidate == name and run.place not in others | unlike
+        ):
             for key in sorted({*run.settings, *declared.settings} - searched[name]):
                 theirs, own = declared.settings.get(key), run.settings.get(key)
-                if theirs != own and not (is_derived(declared.recipe, key) and is_derived(run.recipe, key)):
+                if theirs != own and not (
+                    is_derived(declared.recipe, key) and is_derived(run.recipe, key)
+                ):
                     yield f"{run.place}: {key} is {own!r} in this run, but {theirs!r} in {place}; {MATCHED}"
 
 
-def declared_settings(file: dict[str, Any], candidate: str, *, shared: bool = True) -> dict[str, Any]:
-    """The recipe's keys, dotted to the last, that a study sets for a candidate; shared: those for all runs, too."""
+def declared_settings(
+    file: dict[str, Any], candidate: str, *, shared: bool = True
+) -> dict[str, Any]:
+    """The recipe's keys, dotted to the last, that a study sets for a candidate; shared: those for
+    all runs, too.
+    """
     own = file["candidates"].get(candidate, {}).get("set") or {}
     return flat({**(file.get("set") or {}), **own} if shared else own)
 
 
 def _unlike(runs: list[RunFiles], is_free: Callable[[str], bool], others: str) -> dict[str, str]:
-    """By place the problem of a recipe that differs from those of most runs in a key that is not free.
+    """By place the problem of a recipe that differs from those of most runs in a key that is not
+    free.
 
-    A key that most recipes do not set, and that follows another one, such as AdamW's aux_lr its lr, is equal where it
-    follows.
+    A key that most recipes do not set, and that follows another one, such as AdamW's aux_lr its lr,
+    is equal where it follows.
     """
-    settings = [{key: value for key, value in run.settings.items() if not is_free(key)} for run in runs]
+    settings = [
+        {key: value for key, value in run.settings.items() if not is_free(key)} for run in runs
+    ]
     for key in dict.fromkeys(key for each in settings for key in each):
         if any(each.get(key) != settings[0].get(key) for each in settings):
             derived = [is_derived(run.recipe, key) for run in runs]
-            followed = [each.get(key) for each, is_one in zip(settings, derived, strict=True) if is_one]
+            followed = [
+                each.get(key) for each, is_one in zip(settings, derived, strict=True) if is_one
+            ]
             if 2 * len(followed) > len(runs) and any(value != followed[0] for value in followed):
-                settings = [s | {key: FOLLOWS} if d else s for s, d in zip(settings, derived, strict=True)]
+                settings = [
+                    s | {key: FOLLOWS} if d else s for s, d in zip(settings, derived, strict=True)
+                ]
     problems = {}
     for run, each in zip(runs, settings, strict=True):
         if lines := differences(most_common(settings), each):
@@ -310,7 +382,9 @@ def _unlike(runs: list[RunFiles], is_free: Callable[[str], bool], others: str) -
 
 
 def _deviations(runs: list[RunFiles], values: list[Any], finding: str) -> Iterator[str]:
-    """A problem for each candidate with a run whose value is not that of most runs, or is unknown."""
+    """A problem for each candidate with a run whose value is not that of most runs, or is
+    unknown.
+    """
     usual = most_common(values)
     by_candidate: dict[tuple[str, str], list[tuple[str, Any]]] = {}
     for run, value in zip(runs, values, strict=True):
@@ -324,8 +398,12 @@ def _deviations(runs: list[RunFiles], values: list[Any], finding: str) -> Iterat
         yield f"{place}{more}: has {finding} ({text}); {MATCHED}"
 
 
-def _selection_problems(study: Study, runs: list[RunFiles], searched: dict[str, set[str]]) -> Iterator[str]:
-    """Selection by anything but the best held-out metric, and verdicts of other settings than the selected ones."""
+def _selection_problems(
+    study: Study, runs: list[RunFiles], searched: dict[str, set[str]]
+) -> Iterator[str]:
+    """Selection by anything but the best held-out metric, and verdicts of other settings than the
+    selected ones.
+    """
     metric = study.file["search"]["metric"]
     if metric not in METRICS:
         allowed = " or ".join(METRICS)
@@ -337,12 +415,16 @@ def _selection_problems(study: Study, runs: list[RunFiles], searched: dict[str, 
         keys = sorted(searched.get(run.candidate, ()))
         settings[run.place] = json.dumps({key: run.settings.get(key) for key in keys})
     for candidate in study.candidates:
-        trials = [trial for trial in by_number(candidate.trials).values() if trial[0].folder in settings]
+        trials = [
+            trial for trial in by_number(candidate.trials).values() if trial[0].folder in settings
+        ]
         metrics = {settings[trial[0].folder]: mean_metric(trial) for trial in trials}
         best = settings.get(candidate.selected_trial.folder) if candidate.selected_trial else None
         places: dict[str, list[str]] = {}  # of the verdict, by setting
         for run in runs:
-            if (run.stage, run.candidate) == ("verdict", candidate.name) and settings[run.place] != best:
+            if (run.stage, run.candidate) == ("verdict", candidate.name) and settings[
+                run.place
+            ] != best:
                 places.setdefault(settings[run.place], []).append(run.place)
         for setting, (place, *others) in places.items():
             where = f"{place} and {len(others)} more runs" if others else place
@@ -360,11 +442,16 @@ def _selection_problems(study: Study, runs: list[RunFiles], searched: dict[str, 
 def _in_words(setting: str) -> str:
     """Return "optimizer.lr 0.00661, ..." of a setting's JSON text."""
     values = json.loads(setting).items()
-    return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values)
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in values
+    )
 
 
 def most_common(values: list[Any]) -> Any:
-    """The value that occurs most often, the first of several; values may be dicts. None of no value."""
+    """The value that occurs most often, the first of several; values may be dicts.
+    None of no value.
+    """
     if not values:
         return None
     texts = [json.dumps(value, sort_keys=True, default=str) for value in values]
@@ -374,7 +461,9 @@ def most_common(values: list[Any]) -> Any:
 def cautions(
     study: Study, folder: Path, runs: list[RunFiles], contamination: dict[str, Any] | None = None
 ) -> Iterator[str]:
-    """Yield the cautions, each a sentence. runs: those in the folder. contamination: as in Study."""
+    """Yield the cautions, each a sentence.
+    runs: those in the folder. contamination: as in Study.
+    """
     candidates, file = study.candidates, study.file
     search, sections = file["search"], file["candidates"]
     for candidate in candidates:
@@ -421,7 +510,11 @@ def cautions(
         if any(own[other].get(key) != own[name][key] for other in sections for key in keys):
             yield f"{name}: its {', '.join(keys)} differ from the other candidates', so not only the optimizer differs"
 
-    evaluated = [run.place for run in runs if run.stage == "search" and (folder / run.place / "eval").is_dir()]
+    evaluated = [
+        run.place
+        for run in runs
+        if run.stage == "search" and (folder / run.place / "eval").is_dir()
+    ]
     if evaluated:
         more = f" and {len(evaluated) - 1} more runs" if len(evaluated) > 1 else ""
         yield f"{evaluated[0]}{more}: a trial of the search was evaluated on benchmarks, which must not select settings"
@@ -431,7 +524,11 @@ def cautions(
     if number is not None and number < MANY_EXAMPLES:
         finding = f"the held-out metric is a mean over only {number} examples"
         yield f"{finding}; hold out more examples for narrower intervals"
-    chosen = [run for run in runs if run.recipe.run.early_stopping or run.recipe.trainer.get("load_best_model_at_end")]
+    chosen = [
+        run
+        for run in runs
+        if run.recipe.run.early_stopping or run.recipe.trainer.get("load_best_model_at_end")
+    ]
     if chosen:
         yield (
             "early stopping or trainer.load_best_model_at_end chose the step of each model by the same held-out "

@@ -1,7 +1,7 @@
 """Read a study's file, and make the recipes of its runs.
 
-All mistakes are reported together, each with its file, line and key, the finding and the remedy. The recipes of every
-candidate at both ends of its space are checked before anything runs.
+All mistakes are reported together, each with its file, line and key, the finding and the remedy.
+The recipes of every candidate at both ends of its space are checked before anything runs.
 """
 
 import json
@@ -26,7 +26,9 @@ from ..recipe.optimizer import NonNegative, Positive
 from ..tasks import TASKS
 from .study import HELD_OUT, Run
 
-METRICS = {metric: higher for task in TASKS.values() for metric, higher in task.higher_is_better.items()}
+METRICS = {
+    metric: higher for task in TASKS.values() for metric, higher in task.higher_is_better.items()
+}
 """The held-out metrics that trials may be selected by, of all tasks, and their direction."""
 
 STUDY_SCHEMA_FILE = "study.schema.json"
@@ -34,7 +36,8 @@ STUDY_SCHEMA_FILE = "study.schema.json"
 ALL_PAIRS = "all"
 """In the place of a reference: every candidate is compared with every other."""
 MIN_SEEDS = 3
-"""Of a verdict: with two, a 95% interval over seeds is 12.7 standard errors wide to each side (Student's t)."""
+"""Of a verdict: with two, a 95% interval over seeds is 12.7 standard errors wide to each side
+(Student's t)."""
 
 
 class Range(Section):
@@ -60,12 +63,17 @@ def _dimension(value: Any, _: object) -> "Range | Values | str":
             raise PydanticCustomError("interval", "low must be more than 0, or write log: false")
         return interval
     values = value if isinstance(value, list) else []
-    finite = [isinstance(each, str | int) or (isinstance(each, float) and math.isfinite(each)) for each in values]
+    finite = [
+        isinstance(each, str | int) or (isinstance(each, float) and math.isfinite(each))
+        for each in values
+    ]
     if finite and all(finite):
         return value
     if isinstance(value, str) and value.startswith("=") and len(value) > 1:
         return value
-    message = "write {low: 1.0e-3, high: 1.0e-1}, a list of values, or =KEY for the value of another key"
+    message = (
+        "write {low: 1.0e-3, high: 1.0e-1}, a list of values, or =KEY for the value of another key"
+    )
     raise PydanticCustomError("dimension", message)  # pyright: ignore[reportArgumentType]
 
 
@@ -91,28 +99,32 @@ class Search(Section):
     """The search of each candidate's setting."""
 
     space: Space = {}
-    """Keys of the recipe that are searched for every candidate: `optimizer.lr: {low: 1.0e-3, high: 3.0e-2}`, whose
-    logarithm is uniform (`log: false`: the value itself); a list of values; `=optimizer.lr`, equal to that key."""
+    """Keys of the recipe that are searched for every candidate: `optimizer.lr: {low: 1.0e-3, high:
+    3.0e-2}`, whose logarithm is uniform (`log: false`: the value itself); a list of values;
+    `=optimizer.lr`, equal to that key."""
     method: Literal["grid", "random", "tpe"] = "random"
-    """`random`: all trials are drawn when the study is created, at the same quantiles for every candidate. `grid`: all
-    combinations of lists, as many as `trials`. `tpe`: Optuna's TPE (pip install 'soren-align[tpe]'), each trial after
-    those before it."""
+    """`random`: all trials are drawn when the study is created, at the same quantiles for every
+    candidate. `grid`: all combinations of lists, as many as `trials`. `tpe`: Optuna's TPE (pip
+    install 'soren-align[tpe]'), each trial after those before it."""
     trials: Annotated[int, Field(ge=1)]
     """Of each candidate."""
     seeds: Annotated[list[Seed], Field(min_length=1)] = [0]
-    """Values of trainer.seed: the order of the examples, dropout, new adapters. With several, a trial is one run per
-    seed, and its metric their mean."""
+    """Values of trainer.seed: the order of the examples, dropout, new adapters. With several, a
+    trial is one run per seed, and its metric their mean."""
     metric: str = "eval_loss"
-    """The value on held-out examples at the end of a run that selects a trial: eval_loss; for DPO also
-    eval_rewards/margins. No benchmark."""
+    """The value on held-out examples at the end of a run that selects a trial: eval_loss; for DPO
+    also eval_rewards/margins. No benchmark."""
     sampling_seed: Seed = 0
     """The seed of the draws."""
     keep_models: bool = True
-    """false: models and checkpoints of the search's runs are removed when these have ended, and their metrics stay."""
+    """false: models and checkpoints of the search's runs are removed when these have ended, and
+    their metrics stay."""
 
 
 class Retention(Section):
-    """The columns of the suite that are to be retained: an equivalence test against the starting checkpoint."""
+    """The columns of the suite that are to be retained: an equivalence test against the starting
+    checkpoint.
+    """
 
     columns: Annotated[list[str], Field(min_length=1)]
     """Columns of the recipe's suite."""
@@ -121,7 +133,9 @@ class Retention(Section):
 
 
 class Equivalence(Section):
-    """Margins within which two optimizers count as equivalent: a fourth answer beside better, worse and open."""
+    """Margins within which two optimizers count as equivalent: a fourth answer beside better, worse
+    and open.
+    """
 
     held_out: Positive | None = None
     """Of the held-out metric, in its unit. null: not tested."""
@@ -139,19 +153,21 @@ class VerdictSection(Section):
     seeds: Annotated[list[Seed], Field(json_schema_extra={"minItems": MIN_SEEDS})]
     """At least three values of trainer.seed, none of which the search used."""
     draws: list[Seed] = []
-    """Values of run.perturb.seed: each seed is trained once for each, from weights that differ by rounding, and its
-    score is their mean. `[]`: one run per seed, without a perturbation."""
+    """Values of run.perturb.seed: each seed is trained once for each, from weights that differ by
+    rounding, and its score is their mean. `[]`: one run per seed, without a perturbation."""
     reference: str = "adamw"
-    """The candidate that all others are compared with, besides the starting checkpoint. `all`: every pair is compared,
-    with Holm's correction for more comparisons."""
+    """The candidate that all others are compared with, besides the starting checkpoint. `all`:
+    every pair is compared, with Holm's correction for more comparisons."""
     retention: Retention | None = None
     """Benchmarks on which a candidate must not lose more than a margin."""
     equivalence: Equivalence | None = None
-    """Margins of equivalence to the reference. Declare them before the runs; `plan` shows which can be reached."""
+    """Margins of equivalence to the reference. Declare them before the runs; `plan` shows which can
+    be reached."""
     power: Annotated[float, Field(gt=0, lt=1)] = 0.8
     """Of the minimum detectable effects."""
     assume: dict[str, NonNegative] = {}
-    """Assumptions about variances for the minimum detectable effects before any run (docs/comparison.md)."""
+    """Assumptions about variances for the minimum detectable effects before any run
+    (docs/comparison.md)."""
 
 
 class StudyFile(Section):
@@ -168,10 +184,11 @@ class StudyFile(Section):
     search: Search
     verdict: VerdictSection
     budget_hours: Positive | None = None
-    """No candidate starts another trial after so many hours of training in all; those started by one are started by
-    all. null: no limit."""
+    """No candidate starts another trial after so many hours of training in all; those started by
+    one are started by all. null: no limit."""
     jobs: Annotated[int, Field(ge=1)] | None = None
-    """The number of runs at the same time. null: one per GPU, or 1 without any. `--jobs` takes precedence."""
+    """The number of runs at the same time. null: one per GPU, or 1 without any. `--jobs` takes
+    precedence."""
     output_dir: Annotated[str, Field(min_length=1)]
     """The study's folder."""
 
@@ -181,15 +198,28 @@ class StudyFile(Section):
 
     def free(self, candidate: str) -> dict[str, "Range | Values"]:
         """The searched keys that are not equal to another one, with their interval or values."""
-        return {key: each for key, each in self.space(candidate).items() if not isinstance(each, str)}
+        return {
+            key: each for key, each in self.space(candidate).items() if not isinstance(each, str)
+        }
 
     def parameters(self, candidate: str, drawn: dict[str, Any]) -> dict[str, Any]:
         """Values of all searched keys, from those of `free`."""
         space = self.space(candidate)
-        return {key: drawn[each[1:]] if isinstance(each, str) else drawn[key] for key, each in space.items()}
+        return {
+            key: drawn[each[1:]] if isinstance(each, str) else drawn[key]
+            for key, each in space.items()
+        }
 
 
-OWN_KEYS = ("trainer.seed", "data.eval_part", "run.output_dir", "run.overwrite", "run.resume", "extends", "task")
+OWN_KEYS = (
+    "trainer.seed",
+    "data.eval_part",
+    "run.output_dir",
+    "run.overwrite",
+    "run.resume",
+    "extends",
+    "task",
+)
 """Keys of the recipe that a study sets itself, or cannot change."""
 NO_PRUNING = (
     "trials are not pruned: early in a schedule, settings rank differently than at its end, and with median or halving "
@@ -200,8 +230,8 @@ NO_PRUNING = (
 def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFile:
     """The checked study of a file, or of a shipped name such as 'quickstart/compare'.
 
-    overrides: 'key=value' texts, as after --set: search.trials=8, search.space.optimizer.lr.high=0.1. Raises UserError
-    with every mistake.
+    overrides: 'key=value' texts, as after --set: search.trials=8,
+    search.space.optimizer.lr.high=0.1. Raises UserError with every mistake.
     """
     path = find(name_or_path, shipped.studies(), "study")
     source = _parsed(path)
@@ -209,7 +239,9 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
         source.apply(setting, with_dots=("set", "space"))
     raw = source.content
     if "candidates" not in raw and "task" in raw:
-        raise UserError(f"{path}: is a recipe, not a study; to train it, run soren-align {raw['task']} {name_or_path}")
+        raise UserError(
+            f"{path}: is a recipe, not a study; to train it, run soren-align {raw['task']} {name_or_path}"
+        )
     if isinstance(search := raw.get("search"), dict) and search.pop("pruning", None) is not None:
         source.problems.append((("search", "pruning"), NO_PRUNING))
     study = source.validate(StudyFile)
@@ -240,28 +272,50 @@ def load_resolved_study(path: Path) -> StudyFile:
 
 
 def _parsed(path: Path) -> Document:
-    return parse(read_text(path), str(path), f"a study is a mapping ({', '.join(StudyFile.model_fields)})")
+    return parse(
+        read_text(path), str(path), f"a study is a mapping ({', '.join(StudyFile.model_fields)})"
+    )
 
 
 def recipe_of_run(study: StudyFile, run: Run) -> Recipe:
-    """The recipe of one run, whose folder is below study.output_dir. Raises UserError as `recipe.load` does."""
-    texts = _settings(study.set) + _settings(study.candidates[run.candidate].set) + _settings(run.parameters)
-    own: dict[str, Any] = {"trainer.seed": run.seed, "run.output_dir": f"{study.output_dir}/{run.folder}"}
-    own |= {"run.resume": "auto", "run.overwrite": False, "trainer.eval_on_start": True, "data.eval_part": run.stage}
+    """The recipe of one run, whose folder is below study.output_dir.
+    Raises UserError as `recipe.load` does.
+    """
+    texts = (
+        _settings(study.set)
+        + _settings(study.candidates[run.candidate].set)
+        + _settings(run.parameters)
+    )
+    own: dict[str, Any] = {
+        "trainer.seed": run.seed,
+        "run.output_dir": f"{study.output_dir}/{run.folder}",
+    }
+    own |= {
+        "run.resume": "auto",
+        "run.overwrite": False,
+        "trainer.eval_on_start": True,
+        "data.eval_part": run.stage,
+    }
     if draws := study.verdict.draws:  # in the search too, so that all runs have the same keys
         own["run.perturb.seed"] = draws[0] if run.draw is None else run.draw
     if run.stage == "search":
         own["eval"] = None
     recipe = recipes.load(study.recipe, texts + _settings(own), notify=lambda line: None)
-    if trainer_value(recipe, "data_seed") is not None:  # it would fix the order of the examples for all seeds
+    # it would fix the order of the examples for all seeds
+    if trainer_value(recipe, "data_seed") is not None:
         recipe = recipe.model_copy(update={"trainer": {**recipe.trainer, "data_seed": run.seed}})
-    if recipe.task == "pretrain" and recipe.model.init_seed is not None:  # the starting weights are part of the result
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"init_seed": run.seed})})
+    # the starting weights are part of the result
+    if recipe.task == "pretrain" and recipe.model.init_seed is not None:
+        recipe = recipe.model_copy(
+            update={"model": recipe.model.model_copy(update={"init_seed": run.seed})}
+        )
     return recipe
 
 
 def first_run(study: StudyFile, candidate: str, *, high: bool = False) -> Run:
-    """A run of the verdict at the low ends of the candidate's space, or at the high ones: it shows its recipe."""
+    """A run of the verdict at the low ends of the candidate's space, or at the high ones: it shows
+    its recipe.
+    """
     drawn = {}
     for key, values in study.free(candidate).items():
         if isinstance(values, Range):
@@ -274,12 +328,16 @@ def first_run(study: StudyFile, candidate: str, *, high: bool = False) -> Run:
 
 
 def verdict_runs(study: StudyFile, candidate: str, parameters: dict[str, Any]) -> list[Run]:
-    """The runs of a candidate's verdict with these parameters, none of which is started: by seed, then by draw."""
+    """The runs of a candidate's verdict with these parameters, none of which is started: by seed,
+    then by draw.
+    """
     runs = []
     for number, seed in enumerate(study.verdict.seeds):
         for draw in study.verdict.draws or [None]:
             folder = f"verdict/{candidate}/{seed}{'' if draw is None else f'-{draw}'}"
-            runs.append(Run(candidate, "verdict", number, seed, folder, parameters, "waiting", draw=draw))
+            runs.append(
+                Run(candidate, "verdict", number, seed, folder, parameters, "waiting", draw=draw)
+            )
     return runs
 
 
@@ -298,17 +356,29 @@ def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
         if len(set(seeds)) < len(seeds):
             yield (section, key), f"found {seeds}; write each seed once"
     if len(set(verdict.seeds)) < MIN_SEEDS:
-        yield ("verdict", "seeds"), f"found {verdict.seeds}; write at least {MIN_SEEDS} different seeds"
+        yield (
+            ("verdict", "seeds"),
+            f"found {verdict.seeds}; write at least {MIN_SEEDS} different seeds",
+        )
     if common := sorted({*search.seeds} & {*verdict.seeds}):
         message = f"search.seeds also has {', '.join(map(str, common))}; write seeds that the search does not use"
         yield ("verdict", "seeds"), message
     for name in sorted({ALL_PAIRS, "base"} & {*study.candidates}):
         yield ("candidates", name), "is a reserved name; choose another name"
     if verdict.reference not in (*study.candidates, ALL_PAIRS):
-        hint = did_you_mean(verdict.reference, study.candidates, f"candidates are: {', '.join(study.candidates)}")
+        hint = did_you_mean(
+            verdict.reference, study.candidates, f"candidates are: {', '.join(study.candidates)}"
+        )
         yield ("verdict", "reference"), f"there is no candidate {verdict.reference!r}{hint}"
-    for keys, at in ((study.set, ("set",)), *((c.set, ("candidates", n, "set")) for n, c in study.candidates.items())):
-        yield from (((*at, key), "is set by the study itself; remove this key") for key in keys if key in OWN_KEYS)
+    for keys, at in (
+        (study.set, ("set",)),
+        *((c.set, ("candidates", n, "set")) for n, c in study.candidates.items()),
+    ):
+        yield from (
+            ((*at, key), "is set by the study itself; remove this key")
+            for key in keys
+            if key in OWN_KEYS
+        )
         if verdict.draws and "run.perturb.seed" in keys:
             yield (*at, "run.perturb.seed"), "is set by verdict.draws; remove this key"
     for name, candidate in study.candidates.items():
@@ -316,7 +386,10 @@ def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
         space, free = study.space(name), study.free(name)
         for key, each in space.items():
             if isinstance(each, str) and each[1:] not in free:
-                yield (*at, key), f"found {each!r}, but this key is not searched; write = and one of {', '.join(free)}"
+                yield (
+                    (*at, key),
+                    f"found {each!r}, but this key is not searched; write = and one of {', '.join(free)}",
+                )
             if key in OWN_KEYS:
                 yield (*at, key), "is set by the study itself; remove this key"
         if not free and search.trials > 1:
@@ -333,7 +406,9 @@ def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
 
 
 def _recipe_problems(study: StudyFile, lines: dict[Key, str]) -> list[str]:
-    """The problems of the candidates' recipes at both ends of their spaces, at the places of the study's keys."""
+    """The problems of the candidates' recipes at both ends of their spaces, at the places of the
+    study's keys.
+    """
     problems: dict[str, None] = {}
     for name, candidate in study.candidates.items():
         for high in (False, True):
@@ -351,7 +426,9 @@ def _recipe_problems(study: StudyFile, lines: dict[Key, str]) -> list[str]:
                         places[f"--set {text}"] = f"{place((*at, key), lines)} {dotted(at)}"
                 for problem in error.problems:
                     start = next((text for text in places if problem.startswith(text)), None)
-                    problems[f"{places[start]}{problem.removeprefix(start)}" if start else problem] = None
+                    problems[
+                        f"{places[start]}{problem.removeprefix(start)}" if start else problem
+                    ] = None
             else:
                 problems |= dict.fromkeys(sentences(list(_against_recipe(study, recipe)), lines))
     return list(problems)
@@ -363,7 +440,11 @@ def _against_recipe(study: StudyFile, recipe: Recipe) -> Iterator[tuple[Key, str
     columns = [task.column for task in suite_of(recipe.eval).tasks] if recipe.eval else []
     if metric not in metrics:
         is_benchmark = metric.removeprefix("eval_") in columns
-        kind = "a benchmark, which must not select settings" if is_benchmark else "no metric of held-out examples"
+        kind = (
+            "a benchmark, which must not select settings"
+            if is_benchmark
+            else "no metric of held-out examples"
+        )
         remedy = f"write {' or '.join(metrics)}{did_you_mean(metric, metrics)}"
         yield ("search", "metric"), f"{metric!r} is {kind}; {remedy}"
     if recipe.data.eval is None:
@@ -374,12 +455,20 @@ def _against_recipe(study: StudyFile, recipe: Recipe) -> Iterator[tuple[Key, str
     if strategy in ("no", False):
         message = "found trainer.eval_strategy: no, but evaluations on held-out examples select the settings"
         yield ("recipe",), f"{message}; write steps"
-    elif strategy == "steps" and steps > 0 and isinstance(every, int) and every >= 1 and steps % every:
+    elif (
+        strategy == "steps"
+        and steps > 0
+        and isinstance(every, int)
+        and every >= 1
+        and steps % every
+    ):
         message = f"the last step, {steps}, is not evaluated with trainer.eval_steps {every}"
         yield ("set",), f"{message}; write a divisor of {steps}"
     for column in study.verdict.retention.columns if study.verdict.retention else []:
         if column not in columns:
-            hint = did_you_mean(column, columns, f"columns are: {', '.join(columns)}" if columns else "no suite")
+            hint = did_you_mean(
+                column, columns, f"columns are: {', '.join(columns)}" if columns else "no suite"
+            )
             yield ("verdict", "retention", "columns"), f"the suite has no column {column!r}{hint}"
 
 

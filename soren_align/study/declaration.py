@@ -1,13 +1,15 @@
 """The declaration of a study: its settings before its first run, and all later changes.
 
-Seeds that are dropped, candidates that are left out, another metric or another margin after a look at the results are
-worth any number of significant answers. So `compare` writes declaration.json before the first run: the study's file,
-the recipe of each candidate, the files of data and suite by their hashes, and the commit. Its first DIGITS stand in the
-terminal, in the report and in trials.csv. `plan STUDY` prints them before anything was trained, so that they can be
-posted where others see them: whoever then changes both the study and the declaration has other digits.
+Seeds that are dropped, candidates that are left out, another metric or another margin after a look
+at the results are worth any number of significant answers. So `compare` writes declaration.json
+before the first run: the study's file, the recipe of each candidate, the files of data and suite by
+their hashes, and the commit. Its first DIGITS stand in the terminal, in the report and in
+trials.csv. `plan STUDY` prints them before anything was trained, so that they can be posted where
+others see them: whoever then changes both the study and the declaration has other digits.
 
-history.jsonl is only appended to: the declaration, extensions, every run that ended, and every look at the answers. A
-run that ended twice was removed and repeated, and an answer after several looks is worth less than after the first.
+history.jsonl is only appended to: the declaration, extensions, every run that ended, and every look
+at the answers. A run that ended twice was removed and repeated, and an answer after several looks
+is worth less than after the first.
 """
 
 import json
@@ -31,7 +33,9 @@ from .stats import look_error
 from .study import ENDED, Run, Study
 
 HISTORY = "history.jsonl"
-CHANGEABLE: Any = dict.fromkeys(("title", "jobs", "budget_hours", "output_dir"), True) | {"search": {"keep_models"}}
+CHANGEABLE: Any = dict.fromkeys(("title", "jobs", "budget_hours", "output_dir"), True) | {
+    "search": {"keep_models"}
+}
 """Keys of a study's file that may change while it runs: they change no run."""
 MAX_BYTES = 64 << 20
 """Of history.jsonl."""
@@ -42,7 +46,8 @@ def declare(study: StudyFile, recipes: Mapping[str, Recipe]) -> dict[str, Any]:
 
     recipes: of each candidate's first run.
     """
-    files = {name: file for recipe in recipes.values() for name, file in _files(recipe)}  # most have the same ones
+    # most have the same ones
+    files = {name: file for recipe in recipes.values() for name, file in _files(recipe)}
     content = {
         "study": _fixed(study),
         "recipes": {name: _part(recipe) for name, recipe in recipes.items()},
@@ -53,7 +58,9 @@ def declare(study: StudyFile, recipes: Mapping[str, Recipe]) -> dict[str, Any]:
 
 
 def _fixed(study: StudyFile) -> dict[str, Any]:
-    """Return the study's file without its changeable keys and without the recipe's path: its content is declared."""
+    """Return the study's file without its changeable keys and without the recipe's path: its
+    content is declared.
+    """
     return _plain(study.model_dump(exclude={**CHANGEABLE, "recipe": True}))
 
 
@@ -67,7 +74,9 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
-    """Yield the local files of the examples and of the suite, by their names; what a hub has is named by the recipe."""
+    """Yield the local files of the examples and of the suite, by their names; what a hub has is
+    named by the recipe.
+    """
     sources = [*recipe.data.sources, *([recipe.data.eval] if recipe.data.eval else [])]
     for path in dict.fromkeys(source.path for source in sources if getattr(source, "path", None)):
         try:
@@ -82,9 +91,11 @@ def _files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
 
 
 def write_declaration(folder: Path, study: StudyFile, recipes: Mapping[str, Recipe]) -> None:
-    """Write the declaration of a study that has none, and no runs; compare that of a study which has one.
+    """Write the declaration of a study that has none, and no runs; compare that of a study which
+    has one.
 
-    recipes: see `declare`. Raises UserError, with the differences, if the study was declared otherwise.
+    recipes: see `declare`. Raises UserError, with the differences, if the study was declared
+    otherwise.
     """
     content, file = declare(study, recipes), folder / DECLARATION
     if not file.is_file() and not run_folders(folder):
@@ -92,7 +103,10 @@ def write_declaration(folder: Path, study: StudyFile, recipes: Mapping[str, Reci
         note(folder, "declared", sha256=content["sha256"])
         return
     own = ("sha256", "commit")
-    before, after = ({k: v for k, v in each.items() if k not in own} for each in (read_declaration(folder), content))
+    before, after = (
+        {k: v for k, v in each.items() if k not in own}
+        for each in (read_declaration(folder), content)
+    )
     if changed := differences(before, after):
         raise UserError(
             f"{folder}: the study differs from its declaration ({file.name}):",
@@ -102,7 +116,9 @@ def write_declaration(folder: Path, study: StudyFile, recipes: Mapping[str, Reci
 
 
 def declaration_problems(folder: Path, study: StudyFile) -> Iterator[str]:
-    """Yield how the study in a folder differs from its declaration. Data are compared by the hashes of the runs."""
+    """Yield how the study in a folder differs from its declaration.
+    Data are compared by the hashes of the runs.
+    """
     try:
         declared = read_declaration(folder)
     except UserError as error:
@@ -117,7 +133,8 @@ def declaration_problems(folder: Path, study: StudyFile) -> Iterator[str]:
         yield f"study.yaml: differs from the declaration ({line}); restore this file"
     for name, part in declared.get("recipes", {}).items():
         file = folder / "candidates" / f"{name}.yaml"
-        own = _part(load_resolved(file)) if file.is_file() else part  # the audit reports a missing one
+        # the audit reports a missing one
+        own = _part(load_resolved(file)) if file.is_file() else part
         for line in differences(part, own)[:3]:
             yield f"candidates/{file.name}: differs from the declaration ({line}); restore this file"
 
@@ -145,20 +162,26 @@ def note_ended(folder: Path, runs: Iterable[Run]) -> None:
     """Append the runs that have ended since the last call, by the weights that they left."""
     known = {(line.get("run"), line.get("weights")) for line in read_history(folder, "ended")}
     for run in (run for run in runs if run.status in ENDED):
-        weights = ((RunFolder(folder / run.folder).read() or {}).get("written") or {}).get("weights_sha256")
+        weights = ((RunFolder(folder / run.folder).read() or {}).get("written") or {}).get(
+            "weights_sha256"
+        )
         if (run.folder, weights) not in known:
             note(folder, "ended", run=run.folder, status=run.status, weights=weights)
 
 
 def look_number(folder: Path, study: Study) -> int:
-    """Return the number of a study's verdict, from 1: one for each set of final runs whose answers were computed."""
+    """Return the number of a study's verdict, from 1: one for each set of final runs whose answers
+    were computed.
+    """
     looks = read_history(folder, "looked")
     return len(looks) + (not looks or looks[-1].get("runs") != final_runs(study))
 
 
 def final_runs(study: Study) -> str:
     """Return the hash of a study's final runs and their results."""
-    return digest([[run.folder, run.metric, run.scores] for each in study.candidates for run in each.verdict])
+    return digest(
+        [[run.folder, run.metric, run.scores] for each in study.candidates for run in each.verdict]
+    )
 
 
 def history_cautions(folder: Path, study: Study) -> Iterator[str]:

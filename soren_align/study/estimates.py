@@ -1,16 +1,19 @@
-"""The mean difference of two optimizers with its uncertainty, over seeds and questions, and what a study can detect.
+"""The mean difference of two optimizers with its uncertainty, over seeds and questions, and what a
+study can detect.
 
-Seeds and questions are random and crossed: the difference of a candidate on question q after the run with seed s is
+Seeds and questions are random and crossed: the difference of a candidate on question q after the
+run with seed s is
 
     d[s, q] = effect + seed[s] + question[q] + residual[s, q]
 
-The variance of its mean has a part of the seeds, which also holds residual / (S Q), and a part of the questions, which
-holds residual / (S Q) too; the sum of both, less residual / (S Q), is its variance. A held-out example is a question
-whose score is a loss.
+The variance of its mean has a part of the seeds, which also holds residual / (S Q), and a part of
+the questions, which holds residual / (S Q) too; the sum of both, less residual / (S Q), is its
+variance. A held-out example is a question whose score is a loss.
 
-Each comparison has the spread of its own runs. A spread pooled over all optimizers has more degrees of freedom, but a
-single optimizer with another spread then makes wrong answers frequent, and one noisy optimizer hides the differences of
-all others (docs/studies/statistics.md has the simulations).
+Each comparison has the spread of its own runs. A spread pooled over all optimizers has more degrees
+of freedom, but a single optimizer with another spread then makes wrong answers frequent, and one
+noisy optimizer hides the differences of all others (docs/studies/statistics.md has the
+simulations).
 """
 
 from collections.abc import Sequence
@@ -49,7 +52,10 @@ class Spread:
     @property
     def seed_share(self) -> float:
         """The share of the variance that the seeds cause."""
-        others, variance = float(self.questions.variance + self.selection.variance), float(self.variance)
+        others, variance = (
+            float(self.questions.variance + self.selection.variance),
+            float(self.variance),
+        )
         return 1 - others / variance if variance else 0.0
 
     @property
@@ -61,7 +67,8 @@ class Spread:
     def margin(self, alpha: float) -> Real:
         """Return half of the width of the 1 - alpha interval.
 
-        Each part has Student's quantile for its own degrees of freedom (Cochran 1964), which is conservative.
+        Each part has Student's quantile for its own degrees of freedom (Cochran 1964), which is
+        conservative.
         """
         of_seeds = np.maximum(self.seeds.at(alpha) - self.residual.at(alpha), 0.0)
         return np.sqrt(self.questions.at(alpha) + self.selection.at(alpha) + of_seeds)
@@ -91,31 +98,42 @@ class Estimate:
             return float(self.spread.margin(exp(log_alpha))) - distance
 
         lowest = log(SMALLEST_P)
-        p = SMALLEST_P if excess(lowest) <= 0 else exp(float(brentq(excess, lowest, 0.0, xtol=1e-3)))  # pyright: ignore[reportArgumentType]
+        p = (
+            SMALLEST_P
+            if excess(lowest) <= 0
+            else exp(float(brentq(excess, lowest, 0.0, xtol=1e-3)))
+        )  # pyright: ignore[reportArgumentType]
         return p if null else max(p, self.least_p)
 
     def p_above(self, bound: float) -> float:
-        """Return the one-sided p-value of the hypothesis that the true difference is `bound` or less."""
+        """Return the one-sided p-value of the hypothesis that the true difference is `bound` or
+        less.
+        """
         half = self.p(bound) / 2
         return half if self.value > bound else 1 - half
 
     def p_within(self, margin: float) -> float:
-        """Return the p-value of the hypothesis that the true difference is `margin` or more, in either direction.
+        """Return the p-value of the hypothesis that the true difference is `margin` or more, in
+        either direction.
 
-        Two one-sided tests (Schuirmann 1987): both must reject, so that neither needs a correction for the other.
+        Two one-sided tests (Schuirmann 1987): both must reject, so that neither needs a correction
+        for the other.
         """
         mirrored = Estimate(-self.value, self.spread, self.least_p)
         return max(self.p_above(-margin), mirrored.p_above(-margin))
 
     def detectable(self, num_tests: int, power: float) -> float | None:
-        """Return the true difference that such a study finds with this power, at Holm's first threshold.
+        """Return the true difference that such a study finds with this power, at Holm's first
+        threshold.
 
         None: all runs gave the same, which shows no spread.
         """
         if not self.has_spread:
             return None
         margin = float(self.spread.margin(FAMILY_ERROR / num_tests))
-        return detectable(float(np.sqrt(self.spread.variance)), float(self.spread.degrees), margin, power)
+        return detectable(
+            float(np.sqrt(self.spread.variance)), float(self.spread.degrees), margin, power
+        )
 
 
 def estimate(measures: Sequence[Paired]) -> Estimate:
@@ -131,9 +149,13 @@ def estimate(measures: Sequence[Paired]) -> Estimate:
         of_questions = measure.each.mean(axis=0)
         mean = Paired(of_questions, measure.clusters)
         part = part_of(mean, smooth=measure.is_right_or_wrong)
-        residuals = [part_of(Paired(row - of_questions, measure.clusters)).variance for row in measure.each]
+        residuals = [
+            part_of(Paired(row - of_questions, measure.clusters)).variance for row in measure.each
+        ]
         questions.append(part)
-        residual.append(Part(sum(residuals) / ((num_seeds - 1) * num_seeds), part.degrees * (num_seeds - 1)))
+        residual.append(
+            Part(sum(residuals) / ((num_seeds - 1) * num_seeds), part.degrees * (num_seeds - 1))
+        )
         num_changed += mean.num_changed
     seeds = Part(float(by_seed.var(ddof=1)) / num_seeds, num_seeds - 1)
     spread = Spread(seeds, mean_part(questions, count), mean_part(residual, count))
@@ -181,22 +203,32 @@ def detectable_score(
 ) -> float:
     """Return the minimum detectable effect on a column, in percent.
 
-    cluster_sizes: the number of questions of each cluster; empty: they are independent. to_base: of a candidate's
-    difference to the starting checkpoint; else to another candidate. equivalence: the smallest margin within which two
-    equal candidates are shown to be equivalent.
+    cluster_sizes: the number of questions of each cluster; empty: they are independent. to_base: of
+    a candidate's difference to the starting checkpoint; else to another candidate. equivalence: the
+    smallest margin within which two equal candidates are shown to be equivalent.
     """
-    effective = questions**2 / sum(size**2 for size in cluster_sizes) if cluster_sizes else questions
+    effective = (
+        questions**2 / sum(size**2 for size in cluster_sizes) if cluster_sizes else questions
+    )
     inflation = 1 + (questions / effective - 1) * assumed.cluster_correlation
-    by_seed = assumed.changed_by_seed * (0.5 if to_base else 1.0)  # one of the two differs from itself only
+    # one of the two differs from itself only
+    by_seed = assumed.changed_by_seed * (0.5 if to_base else 1.0)
     changed = max(assumed.changed_by_training if to_base else assumed.changed_by_optimizer, by_seed)
     residual = by_seed * inflation / questions / design.seeds
     of_questions = (changed - by_seed) * inflation / questions
     parts = (of_questions, residual, effective - 1)
-    return 100 * _effect(design, assumed.seed_sd / 100, *parts, to_base=to_base, equivalence=equivalence)
+    return 100 * _effect(
+        design, assumed.seed_sd / 100, *parts, to_base=to_base, equivalence=equivalence
+    )
 
 
 def detectable_loss(
-    design: Design, assumed: Assumed, examples: int | None, *, to_base: bool, equivalence: bool = False
+    design: Design,
+    assumed: Assumed,
+    examples: int | None,
+    *,
+    to_base: bool,
+    equivalence: bool = False,
 ) -> float:
     """Return the minimum detectable effect on the held-out metric, in its unit.
 
@@ -204,7 +236,9 @@ def detectable_loss(
     """
     of_examples = assumed.example_sd**2 / examples if examples else 0.0
     degrees = max(1, (examples or 2) - 1)
-    return _effect(design, assumed.loss_sd, of_examples, 0.0, degrees, to_base=to_base, equivalence=equivalence)
+    return _effect(
+        design, assumed.loss_sd, of_examples, 0.0, degrees, to_base=to_base, equivalence=equivalence
+    )
 
 
 def _effect(
@@ -217,9 +251,11 @@ def _effect(
     to_base: bool,
     equivalence: bool,
 ) -> float:
-    """Return the true difference that simulated studies find with the design's power, or the margin of equivalence.
+    """Return the true difference that simulated studies find with the design's power, or the margin
+    of equivalence.
 
-    seed_sd: of a score on the given questions. of_questions, residual: parts of the variance of the mean difference.
+    seed_sd: of a score on the given questions. of_questions, residual: parts of the variance of the
+    mean difference.
     """
     rng = np.random.default_rng(SEED)
     of_seeds = seed_sd**2 * (1 if to_base else 2) / design.seeds

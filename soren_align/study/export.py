@@ -1,4 +1,6 @@
-"""`soren-align export`: the evaluations of a run, or of a study's final runs, in a format that other tools read."""
+"""`soren-align export`: the evaluations of a run, or of a study's final runs, in a format that
+other tools read.
+"""
 
 import re
 from pathlib import Path
@@ -17,9 +19,9 @@ from .search import STUDY_FILE
 def export(path: str, output: str, *, owner: str, samples: bool = False) -> list[Path]:
     """Write records of Every Eval Ever below the folder `output`; return their files.
 
-    path: of a run folder or of a study's folder. owner: the user or organization in the names of its models. samples:
-    with the questions and answers. Raises UserError if it is neither, if an evaluation is missing or damaged, and if
-    the study has no verdict.
+    path: of a run folder or of a study's folder. owner: the user or organization in the names of
+    its models. samples: with the questions and answers. Raises UserError if it is neither, if an
+    evaluation is missing or damaged, and if the study has no verdict.
     """
     folder, target = local_path(path), local_path(output)
     if not re.fullmatch(r"\w[\w.-]*", owner, re.ASCII) or owner.lower() in ("data", "unknown"):
@@ -30,7 +32,8 @@ def export(path: str, output: str, *, owner: str, samples: bool = False) -> list
     if target.exists() and not target.is_dir():
         raise UserError(f"--output: {target} is not a folder; write the path of a folder")
     if (folder / STUDY_FILE).is_file():
-        # The records of a study's final runs. The starting checkpoint has one record if all runs agree on it.
+        # The records of a study's final runs. The starting checkpoint has one record if all runs
+        # agree on it.
         verdict, name = read_verdict_file(folder), folder.resolve().name
         if verdict.problems:
             raise UserError(
@@ -38,11 +41,19 @@ def export(path: str, output: str, *, owner: str, samples: bool = False) -> list
                 f"lists; fix each problem and rerun soren-align compare. The first problem: {verdict.problems[0]}"
             )
         if not verdict.differences or not verdict.digits:
-            raise UserError(f"{folder}: has no verdict yet; rerun soren-align compare until all runs have ended")
+            raise UserError(
+                f"{folder}: has no verdict yet; rerun soren-align compare until all runs have ended"
+            )
         records = []
-        for run in map(RunFolder, (path for path in run_folders(folder) if path.parents[1].name == "verdict")):
+        for run in map(
+            RunFolder, (path for path in run_folders(folder) if path.parents[1].name == "verdict")
+        ):
             candidate = run.path.parent.name
-            details = {"study": verdict.title, "study_declaration": verdict.digits, "candidate": candidate}
+            details = {
+                "study": verdict.title,
+                "study_declaration": verdict.digits,
+                "candidate": candidate,
+            }
             names = Names(owner, f"{name}-{candidate}-{run.name}", name, details)
             records += export_run(run, target, names, samples=samples)
         return list(dict.fromkeys(records))

@@ -1,8 +1,9 @@
 """`soren-align compare --merge A B ...`: the answers of one study that was run several times.
 
-On another machine, or from starting weights that differ by rounding, a study has other runs, and it may select other
-settings. Its answers are then another draw. An answer that every study gives is wrong no more often than that of a
-single study, whatever the dependence between them (an intersection-union test, Berger 1982), so it needs no correction.
+On another machine, or from starting weights that differ by rounding, a study has other runs, and it
+may select other settings. Its answers are then another draw. An answer that every study gives is
+wrong no more often than that of a single study, whatever the dependence between them (an
+intersection-union test, Berger 1982), so it needs no correction.
 """
 
 import json
@@ -59,10 +60,12 @@ class Merged:
 
 
 def merge(names: Sequence[str]) -> Merged:
-    """Return the studies in these folders side by side, each audited and compared anew; nothing is written.
+    """Return the studies in these folders side by side, each audited and compared anew; nothing is
+    written.
 
-    Raises UserError for fewer than two folders, a folder twice, a folder that is no study, a study without a verdict,
-    and for studies with other declarations, of which run.perturb, verdict.draws and the commit may differ.
+    Raises UserError for fewer than two folders, a folder twice, a folder that is no study, a study
+    without a verdict, and for studies with other declarations, of which run.perturb, verdict.draws
+    and the commit may differ.
     """
     folders = [local_path(name) for name in names]
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
@@ -70,7 +73,9 @@ def merge(names: Sequence[str]) -> Merged:
         raise UserError(f"--merge: found {' '.join(names) or 'no folder'}; {remedy}")
     for folder in folders:
         if not (folder / STUDY_FILE).is_file():
-            raise UserError(f"{folder}: is no study's folder; name folders that soren-align compare has written")
+            raise UserError(
+                f"{folder}: is no study's folder; name folders that soren-align compare has written"
+            )
     first = _comparable(read_declaration(folders[0]))
     for folder in folders[1:]:
         if lines := differences(first, _comparable(read_declaration(folder))):
@@ -90,16 +95,24 @@ def merge(names: Sequence[str]) -> Merged:
             )
         studies.append(study)
     by_key = [
-        {(d.candidate, d.reference, d.measure): d for d in text.in_order(s, text.references_of(s))} for s in studies
+        {(d.candidate, d.reference, d.measure): d for d in text.in_order(s, text.references_of(s))}
+        for s in studies
     ]
     shared = [key for key in by_key[0] if all(key in each for each in by_key)]
     labels = [folder.name for folder in folders]
     labels = labels if len(set(labels)) == len(labels) else [*map(str, names)]
-    results = [[(run.metric, run.scores) for c in study.candidates for run in c.verdict] for study in studies]
+    results = [
+        [(run.metric, run.scores) for c in study.candidates for run in c.verdict]
+        for study in studies
+    ]
     pairs = [(i, k) for k in range(len(studies)) for i in range(k) if results[i] == results[k]]
     over_studies = []  # the candidates, each study a draw of its seeds
     for candidates in zip(*(study.candidates for study in studies), strict=True):
-        runs = [replace(run, draw=k) for k, each in enumerate(candidates) for run in mean_candidate(each).verdict]
+        runs = [
+            replace(run, draw=k)
+            for k, each in enumerate(candidates)
+            for run in mean_candidate(each).verdict
+        ]
         over_studies.append(replace(candidates[0], verdict=runs))
     return Merged(
         tuple(labels),
@@ -111,9 +124,13 @@ def merge(names: Sequence[str]) -> Merged:
 
 
 def _comparable(declaration: dict[str, Any]) -> dict[str, Any]:
-    """Return a declaration's parts that merged studies share: the study, the hashes of its files."""
+    """Return a declaration's parts that merged studies share: the study, the hashes of its
+    files.
+    """
     study = json.loads(json.dumps(declaration["study"]))
-    study["set"] = {key: value for key, value in study["set"].items() if not key.startswith("run.perturb")}
+    study["set"] = {
+        key: value for key, value in study["set"].items() if not key.startswith("run.perturb")
+    }
     study["verdict"].pop("draws", None)
     return {"study": study, "files": declaration["files"]}
 
@@ -133,10 +150,20 @@ def show(names: Sequence[str], *, as_json: bool = False) -> None:
         for measure in dict.fromkeys(each.measure for each in own):
             rows.append([text.measure_name(study, measure), *blank])
             for each in (each for each in own if each.measure == measure):
-                cells = [text.signed_size(d.value, d.unit) + text.SIGNS.get(d.answer, "") for d in each.each]
+                cells = [
+                    text.signed_size(d.value, d.unit) + text.SIGNS.get(d.answer, "")
+                    for d in each.each
+                ]
                 rows.append([f"  {each.candidate}", *cells])
-        parts.append(Table(head, rows, title=f"Difference to {text.reference_name(reference)}", signs=SIGNS).rich())
-        parts += [Text(), *(Text(f"- {sentence}") for sentence in answer_sentences(merged, reference))]
+        parts.append(
+            Table(
+                head, rows, title=f"Difference to {text.reference_name(reference)}", signs=SIGNS
+            ).rich()
+        )
+        parts += [
+            Text(),
+            *(Text(f"- {sentence}") for sentence in answer_sentences(merged, reference)),
+        ]
     rows = []
     for each in zip(*(study.candidates for study in merged.studies), strict=True):
         for key in (key for key, values in each[0].space.items() if not isinstance(values, str)):
@@ -144,7 +171,9 @@ def show(names: Sequence[str], *, as_json: bool = False) -> None:
             cells = [text.setting(trial.parameters[key] if trial else None) for trial in trials]
             rows.append([f"{each[0].name} {key.removeprefix('optimizer.')}", *cells])
     parts += [Table(head, rows, title="Selected settings").rich(), Text()]
-    signs = "▲ better, ▼ worse, = equivalent; without a sign: not distinguishable. Positive: better."
+    signs = (
+        "▲ better, ▼ worse, = equivalent; without a sign: not distinguishable. Positive: better."
+    )
     parts.append(Text(f"{signs}\n", style="dim"))
     for spread in merged.spreads:
         measure, points = text.measure_name(study, spread.measure), text.POINTS[spread.unit]
@@ -156,7 +185,9 @@ def show(names: Sequence[str], *, as_json: bool = False) -> None:
         parts.append(Text(sentence, style="dim"))
     for name, each in zip(merged.names, merged.studies, strict=True):
         if each.cautions:
-            sentence = f"{name}: the report of this study has {count(len(each.cautions), 'caution')}."
+            sentence = (
+                f"{name}: the report of this study has {count(len(each.cautions), 'caution')}."
+            )
             parts.append(Text(sentence, style="dim"))
     for a, b in merged.equal:
         sentence = f"{a} and {b} have runs that are equal bit for bit, so they count as one study."
@@ -165,23 +196,35 @@ def show(names: Sequence[str], *, as_json: bool = False) -> None:
 
 
 def answer_sentences(merged: Merged, reference: str) -> list[str]:
-    """Return a sentence per candidate: the answers that every study gives, then the counts of those that differ."""
+    """Return a sentence per candidate: the answers that every study gives, then the counts of those
+    that differ.
+    """
     study, number, sentences = merged.studies[0], len(merged.studies), []
     own = [each for each in merged.differences if each.reference == reference]
     for candidate in dict.fromkeys(each.candidate for each in own):
         answers, counts = [], []
         for answer, than in text.THAN.items():
-            measures = [each.measure for each in own if (each.candidate, each.answer) == (candidate, answer)]
+            measures = [
+                each.measure for each in own if (each.candidate, each.answer) == (candidate, answer)
+            ]
             if measures:
                 names = join_words([text.measure_name(study, measure) for measure in measures])
-                answers.append(f"{than} {'it' if answers else text.reference_name(reference)} on {names}")
+                answers.append(
+                    f"{than} {'it' if answers else text.reference_name(reference)} on {names}"
+                )
         for each in (each for each in own if each.candidate == candidate and each.answer is None):
             numbers = Counter(difference.answer for difference in each.each)
-            words = join_words([f"{answer} in {numbers[answer]}" for answer in text.THAN if numbers[answer]])
+            words = join_words(
+                [f"{answer} in {numbers[answer]}" for answer in text.THAN if numbers[answer]]
+            )
             counts.append(f"on {text.measure_name(study, each.measure)} {words}")
         every = "both studies" if number == 2 else f"all {number} studies"
         always = [f"{candidate} is {join_words(answers)} in {every}"] if answers else []
-        differing = [f"{'' if answers else f'{candidate}: '}the answers differ {', '.join(counts)}"] if counts else []
+        differing = (
+            [f"{'' if answers else f'{candidate}: '}the answers differ {', '.join(counts)}"]
+            if counts
+            else []
+        )
         sentences.append(f"{'; '.join([*always, *differing])}.")
     return sentences
 
@@ -190,7 +233,12 @@ def merged_json(merged: Merged) -> dict[str, Any]:
     """Return the merged studies as plain data, for --json."""
     return {
         "studies": [
-            {"name": name, "declaration": study.declaration, "machine": study.machine, "versions": study.versions}
+            {
+                "name": name,
+                "declaration": study.declaration,
+                "machine": study.machine,
+                "versions": study.versions,
+            }
             for name, study in zip(merged.names, merged.studies, strict=True)
         ],
         "differences": [

@@ -1,7 +1,7 @@
 """`soren-align plan STUDY`: runs, cost and smallest detectable differences of a study.
 
-Computed from the plan of one run of each candidate, which differs by its optimizer; learning rates change neither
-FLOPs nor memory. The text is 80 columns wide.
+Computed from the plan of one run of each candidate, which differs by its optimizer; learning rates
+change neither FLOPs nor memory. The text is 80 columns wide.
 """
 
 import json
@@ -16,7 +16,16 @@ from rich.console import Console
 
 from ..core.errors import UserError, did_you_mean
 from ..core.silence import quiet_libraries
-from ..core.text import Table, Terminal, count, estimated_time, print_labelled, stderr_console, with_prefix, working
+from ..core.text import (
+    Table,
+    Terminal,
+    count,
+    estimated_time,
+    print_labelled,
+    stderr_console,
+    with_prefix,
+    working,
+)
 from ..evaluate.stats.power import FAMILY_ERROR
 from ..evaluate.suite.suites import suite_of
 from ..launch.environment import set_environment
@@ -42,16 +51,21 @@ class ColumnSize:
 
     questions: int
     clusters: Sequence[int] = ()
-    """The number of questions of each cluster; empty: they are independent, or their clusters are not known."""
+    """The number of questions of each cluster; empty: they are independent, or their clusters are
+    not known."""
 
 
 def plan_study(
-    study: StudyFile, plans: Mapping[str, dict[str, Any]], sizes: Mapping[str, ColumnSize], declaration: str
+    study: StudyFile,
+    plans: Mapping[str, dict[str, Any]],
+    sizes: Mapping[str, ColumnSize],
+    declaration: str,
 ) -> dict[str, Any]:
     """Return the plan of a study as plain data.
 
-    plans: of a run of the verdict, by candidate, see planning.plan. sizes: of the suite's columns whose number of
-    questions is known. declaration: its hash. Raises UserError for an unknown key of verdict.assume.
+    plans: of a run of the verdict, by candidate, see planning.plan. sizes: of the suite's columns
+    whose number of questions is known. declaration: its hash. Raises UserError for an unknown key
+    of verdict.assume.
     """
     first = next(iter(plans.values()))
     num_search = study.search.trials * len(study.search.seeds)
@@ -62,7 +76,11 @@ def plan_study(
         training, maps = plan["compute"]["training_flops"], plan["processes"]["map_flops"]
         of_maps = maps["all_ranks"] * plan["steps"]["total"] if maps else 0  # an SVD's are unknown
         per_run = None if training is None else training + of_maps
-        phases = [each for each in plan["processes"]["memory_total"]["device"].values() if each is not None]
+        phases = [
+            each
+            for each in plan["processes"]["memory_total"]["device"].values()
+            if each is not None
+        ]
         candidates[name] = {
             "optimizer": plan["optimizer_description"],
             "runs": num_runs,
@@ -77,16 +95,21 @@ def plan_study(
     memory = {name: each["memory_bytes"] for name, each in candidates.items()}
     largest = max(candidates, key=lambda name: memory[name] or 0)
 
-    # A run that writes a checkpoint has one more than at its end. The models of the search's runs may be removed.
+    # A run that writes a checkpoint has one more than at its end. The models of the search's runs
+    # may be removed.
     disks, jobs = [plan["disk"] for plan in plans.values()], study.jobs or 1
     largest_disk = {key: max(each[key] for each in disks) for key in disks[0]}
-    per_run = [d["model_bytes"] + d["num_checkpoints"] * d["checkpoint_bytes"] + d["start_bytes"] for d in disks]
+    per_run = [
+        d["model_bytes"] + d["num_checkpoints"] * d["checkpoint_bytes"] + d["start_bytes"]
+        for d in disks
+    ]
     of_verdict = num_verdict * sum(per_run) + jobs * largest_disk["checkpoint_bytes"]
     fewer = of_verdict + jobs * max(per_run)
     all_models = of_verdict + num_search * sum(per_run)
 
     evaluation = first["evaluation"]
-    if evaluation is not None:  # of the verdict's runs, and of their starting checkpoint, which is evaluated once
+    # of the verdict's runs, and of their starting checkpoint, which is evaluated once
+    if evaluation is not None:
         num_models, requests = len(plans) * num_verdict + 1, evaluation["num_requests_per_model"]
         evaluation = {
             "suite": evaluation["suite"],
@@ -115,7 +138,9 @@ def plan_study(
         "candidates": candidates,
         "flops": total,
         "flops_are_upper_bound": not first["compute"]["tokens_are_measured"],
-        "hours": {name: sum(of[name] for of in hours) * num_runs for name in hours[0]} if total else None,
+        "hours": {name: sum(of[name] for of in hours) * num_runs for name in hours[0]}
+        if total
+        else None,
         "hours_assume": first["compute"]["hours_assume"],
         "largest_memory": {"candidate": largest, "bytes_per_rank": memory[largest]},
         "disk": {
@@ -124,13 +149,21 @@ def plan_study(
             **largest_disk,
         },
         "evaluation": evaluation,
-        "detectable": _detectable(study, sizes, first["evaluation"], (first["data"].get("eval") or {}).get("num_kept")),
-        "notices": list(dict.fromkeys(each for plan in plans.values() for each in plan["notices"] + plan["problems"])),
+        "detectable": _detectable(
+            study, sizes, first["evaluation"], (first["data"].get("eval") or {}).get("num_kept")
+        ),
+        "notices": list(
+            dict.fromkeys(
+                each for plan in plans.values() for each in plan["notices"] + plan["problems"]
+            )
+        ),
     }
 
 
 def assumed(study: StudyFile) -> Assumed:
-    """Return the assumptions about variances, with those of verdict.assume. Raises UserError for an unknown key."""
+    """Return the assumptions about variances, with those of verdict.assume.
+    Raises UserError for an unknown key.
+    """
     known = [field.name for field in fields(Assumed)]
     for key in study.verdict.assume:
         if key not in known:
@@ -140,20 +173,32 @@ def assumed(study: StudyFile) -> Assumed:
 
 
 def _detectable(
-    study: StudyFile, sizes: Mapping[str, ColumnSize], evaluation: dict[str, Any] | None, examples: int | None
+    study: StudyFile,
+    sizes: Mapping[str, ColumnSize],
+    evaluation: dict[str, Any] | None,
+    examples: int | None,
 ) -> dict[str, Any]:
-    """Return the minimum detectable effects of each column, in percentage points, and of the held-out metric.
+    """Return the minimum detectable effects of each column, in percentage points, and of the
+    held-out metric.
 
-    examples: held-out ones that judge. With declared margins of equivalence, also the smallest that can be shown.
+    examples: held-out ones that judge. With declared margins of equivalence, also the smallest that
+    can be shown.
     """
     verdict = study.verdict
     columns = evaluation["columns"] if evaluation else []
-    measures = [HELD_OUT, *columns, *([AVERAGE] if evaluation and evaluation["has_average"] else [])]
+    measures = [
+        HELD_OUT,
+        *columns,
+        *([AVERAGE] if evaluation and evaluation["has_average"] else []),
+    ]
     num_tests = num_declared_tests(verdict, len(study.candidates), measures)
     num_first = round(num_tests * FAMILY_ERROR / look_error(1))
     design = Design(seeds=len(verdict.seeds), num_tests=num_first, power=verdict.power)
     assumptions = assumed(study)
-    kinds: dict[str, dict[str, bool]] = {"to_base": {"to_base": True}, "to_reference": {"to_base": False}}
+    kinds: dict[str, dict[str, bool]] = {
+        "to_base": {"to_base": True},
+        "to_reference": {"to_base": False},
+    }
     if verdict.equivalence:
         kinds["equivalence"] = {"to_base": False, "equivalence": True}
     return {
@@ -167,7 +212,9 @@ def _detectable(
                 "questions": size.questions,
                 "num_clusters": len(size.clusters) or None,
                 **{
-                    kind: detectable_score(design, assumptions, size.questions, size.clusters, **options)
+                    kind: detectable_score(
+                        design, assumptions, size.questions, size.clusters, **options
+                    )
                     for kind, options in kinds.items()
                 },
             }
@@ -176,13 +223,18 @@ def _detectable(
         "held_out": {
             "metric": study.search.metric,
             "examples": examples,
-            **{kind: detectable_loss(design, assumptions, examples, **options) for kind, options in kinds.items()},
+            **{
+                kind: detectable_loss(design, assumptions, examples, **options)
+                for kind, options in kinds.items()
+            },
         },
     }
 
 
 def plan(study: StudyFile, next_command: str, *, as_json: bool = False, processes: int = 1) -> None:
-    """Print what `compare` would do, its cost, the differences that it could find, and its command. Starts no run."""
+    """Print what `compare` would do, its cost, the differences that it could find, and its command.
+    Starts no run.
+    """
     assumed(study)
     recipes = {name: recipe_of_run(study, first_run(study, name)) for name in study.candidates}
     first = next(iter(recipes.values()))
@@ -193,7 +245,11 @@ def plan(study: StudyFile, next_command: str, *, as_json: bool = False, processe
     with console.status("Loading torch, transformers and TRL"):
         from ..planning.offline import offline_without_hub
         from ..planning.plan import plan_training
-    with quiet_libraries(), working(console, "Planning the candidates") as show, offline_without_hub():
+    with (
+        quiet_libraries(),
+        working(console, "Planning the candidates") as show,
+        offline_without_hub(),
+    ):
         plans: dict[str, dict[str, Any]] = {}
         for name, recipe in recipes.items():
             show(f"Planning {name}")
@@ -219,7 +275,11 @@ def plan(study: StudyFile, next_command: str, *, as_json: bool = False, processe
             for task in suite.tasks:
                 if tasks is not None:
                     parts = subtasks(tasks[task.column])
-                    docs = [(part, doc) for part in parts for doc in list(part.eval_docs)[: options.limit]]
+                    docs = [
+                        (part, doc)
+                        for part in parts
+                        for doc in list(part.eval_docs)[: options.limit]
+                    ]
                     clusters = [*Counter(cluster_labels(task, docs) or ()).values()]
                     sizes[task.column] = ColumnSize(len(docs), clusters)
                 elif task.questions:
@@ -239,14 +299,28 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     for notice in plan["notices"]:
         write("notice", notice)
         console.print()
-    search, verdict, runs, candidates = plan["search"], plan["verdict"], plan["runs"], plan["candidates"]
+    search, verdict, runs, candidates = (
+        plan["search"],
+        plan["verdict"],
+        plan["runs"],
+        plan["candidates"],
+    )
     if plan["title"]:
         write("study", plan["title"])
-    write("declares", f"{plan['declaration'][:DIGITS]}; publish this hash before the runs to prove the plan")
-    write("recipe", f"{plan['recipe']}: {plan['task']} of {plan['model']['name_or_path']}, {plan['steps']:,} steps")
+    write(
+        "declares",
+        f"{plan['declaration'][:DIGITS]}; publish this hash before the runs to prove the plan",
+    )
+    write(
+        "recipe",
+        f"{plan['recipe']}: {plan['task']} of {plan['model']['name_or_path']}, {plan['steps']:,} steps",
+    )
     times = f" x {len(search['seeds'])} seeds" if len(search["seeds"]) > 1 else ""
     write("runs", f"{runs['total']:,}")
-    write("", f"{runs['search']:,} of the search: {len(candidates)} candidates x {search['trials']} trials{times}")
+    write(
+        "",
+        f"{runs['search']:,} of the search: {len(candidates)} candidates x {search['trials']} trials{times}",
+    )
     draws = f" x {len(verdict['draws'])} draws" if verdict["draws"] else ""
     fresh = f"{len(candidates)} candidates x {len(verdict['seeds'])} fresh seeds{draws}"
     write("", f"{runs['verdict']:,} of the verdict: {fresh}")
@@ -259,8 +333,13 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
         names: dict[str, list[str]] = {}  # by values
         for name, space in plan["space"].items():
             names.setdefault(_describe(space.get(key)), []).append(name)
-        rows += [(key, "all" if len(names) == 1 else ", ".join(each), values) for values, each in names.items()]
-    table = Table(["key", "candidate", "values"], rows, title=f"search space, {search['method']}", align="lll")
+        rows += [
+            (key, "all" if len(names) == 1 else ", ".join(each), values)
+            for values, each in names.items()
+        ]
+    table = Table(
+        ["key", "candidate", "values"], rows, title=f"search space, {search['method']}", align="lll"
+    )
     console.print(table.rich(pad_edge=True) if rows else "")
 
     units = {"flops_per_run": "", "flops": "", "memory_bytes": "B"}
@@ -272,18 +351,28 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     head = ["candidate", "runs", "FLOP per run", "FLOP", "peak memory per rank"]
     console.print(Table(head, rows, title="cost").rich(pad_edge=True))
     if hours := plan["hours"]:
-        times = ", ".join(f"{estimated_time(number)} of one {name}" for name, number in hours.items())
+        times = ", ".join(
+            f"{estimated_time(number)} of one {name}" for name, number in hours.items()
+        )
         write("", f"{times}, at {plan['hours_assume']}")
         if "CPU core" in hours:
-            write("", "a model of less than 100 million parameters takes longer: its operations are too small")
+            write(
+                "",
+                "a model of less than 100 million parameters takes longer: its operations are too small",
+            )
     if plan["flops_are_upper_bound"]:
         write("", "an upper bound, with all examples at max_length")
     if unknown := [name for name, each in candidates.items() if not each["maps_are_counted"]]:
-        write("", f"the maps of {', '.join(unknown)} are not included, because their operations are not counted")
+        write(
+            "",
+            f"the maps of {', '.join(unknown)} are not included, because their operations are not counted",
+        )
     write("", "not included: evaluations on benchmarks and on held-out examples")
 
     section, keeps = plan["disk"], search["keep_models"]
-    model, checkpoint = (with_prefix(section[key], "B") for key in ("model_bytes", "checkpoint_bytes"))
+    model, checkpoint = (
+        with_prefix(section[key], "B") for key in ("model_bytes", "checkpoint_bytes")
+    )
     checkpoints = f"{count(section['num_checkpoints'], 'checkpoint')} of {checkpoint}"
     text = f"{runs['total' if keeps else 'verdict']:,} runs with a model of {model} and {checkpoints} each at most"
     console.print()
@@ -294,8 +383,15 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     console.print()
     if section := plan["evaluation"]:
         number = section["num_requests"]
-        requests = f": {section['num_requests_per_model']:,} requests each, {number:,} in all" if number else ""
-        write("eval", f"{section['suite']}, of {section['num_models']} models, the base once{requests}")
+        requests = (
+            f": {section['num_requests_per_model']:,} requests each, {number:,} in all"
+            if number
+            else ""
+        )
+        write(
+            "eval",
+            f"{section['suite']}, of {section['num_models']} models, the base once{requests}",
+        )
         for column, each in (section["contamination"] or {}).items():
             if each["overlapping"]:
                 counts = f"{each['overlapping']:,} of {each['questions']:,} questions"
@@ -305,13 +401,22 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
 
     section = plan["detectable"]
     title = f"minimum detectable effect: {section['power']:.0%} power, Holm over {section['comparisons']} tests"
-    reference = "to each other" if section["reference"] == ALL_PAIRS else f"to {section['reference']}"
+    reference = (
+        "to each other" if section["reference"] == ALL_PAIRS else f"to {section['reference']}"
+    )
     kinds = {"to_base": "to the base", "to_reference": reference}
     kinds |= {"equivalence": "equivalent within"} if section["margins"] else {}
     held_out, rows = section["held_out"], []
     for column, each in section["columns"].items():
         clusters = f"{each['num_clusters']:,}" if each["num_clusters"] else ""
-        rows.append((column, f"{each['questions']:,}", clusters, *(f"{each[kind]:.1f} points" for kind in kinds)))
+        rows.append(
+            (
+                column,
+                f"{each['questions']:,}",
+                clusters,
+                *(f"{each[kind]:.1f} points" for kind in kinds),
+            )
+        )
     examples = f"{held_out['examples']:,}" if held_out["examples"] else ""
     rows.append((held_out["metric"], examples, "", *(f"{held_out[kind]:.3f}" for kind in kinds)))
     table = Table(["measure", "questions", "clusters", *kinds.values()], rows, title=title)
@@ -321,14 +426,18 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
         reached = [each["equivalence"] for each in sizes]
         if margin is not None and reached and max(reached) > margin:
             text = f"verdict.equivalence.{name}: the margin {margin:g} is too small for this study"
-            write("notice", f"{text}; use more seeds, more examples or questions, or a larger margin")
+            write(
+                "notice", f"{text}; use more seeds, more examples or questions, or a larger margin"
+            )
     values = section["assumed"]
     deviation = f"standard deviation over seeds: {values['loss_sd']:g} of {held_out['metric']}"
     deviation += f", over examples: {values['example_sd']:g}" if held_out["examples"] else ""
     assumptions = [deviation]
     if section["columns"]:
         shares = ", ".join(f"{100 * values[key]:g}% {label}" for key, label in ASSUMPTIONS.items())
-        correlation = f"correlation: {values['cluster_correlation']:g} between changes in one cluster"
+        correlation = (
+            f"correlation: {values['cluster_correlation']:g} between changes in one cluster"
+        )
         assumptions = [shares, f"{deviation}, {values['seed_sd']:g} points of a score", correlation]
     write("", f"assumed (verdict.assume): {'; '.join(assumptions)}")
 
@@ -339,5 +448,7 @@ def _describe(dimension: Any) -> str:
     if isinstance(dimension, dict):
         return f"{dimension['low']:g} to {dimension['high']:g}, {'log-' if dimension['log'] else ''}uniform"
     if isinstance(dimension, list):
-        return ", ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in dimension)
+        return ", ".join(
+            f"{each:g}" if isinstance(each, float) else str(each) for each in dimension
+        )
     return f"that of {dimension.removeprefix('=')}"

@@ -1,8 +1,9 @@
 """Start each run of a study in its own process.
 
-Without a GPU, the process is a fork of a server that has loaded the libraries once (launch/preloaded.py): loading them
-takes 20 seconds of a CPU, which is most of a tiny run's time. A fork of a process that has used a GPU cannot use this
-GPU, so with GPUs every run is a new interpreter.
+Without a GPU, the process is a fork of a server that has loaded the libraries once
+(launch/preloaded.py): loading them takes 20 seconds of a CPU, which is most of a tiny run's time. A
+fork of a process that has used a GPU cannot use this GPU, so with GPUs every run is a new
+interpreter.
 """
 
 import contextlib
@@ -27,26 +28,35 @@ from ..run.provenance import software
 from .runs import has_ended
 
 SERVER_LOST = 255
-"""What multiprocessing reports of a run whose fork server was killed: its own code is then unknown."""
+"""What multiprocessing reports of a run whose fork server was killed: its own code is then
+unknown."""
 RESUMABLE = 71
-"""Exit code of a run that the machine stopped: a full disk, missing memory, a lost rank. It resumes later."""
+"""Exit code of a run that the machine stopped: a full disk, missing memory, a lost rank. It resumes
+later."""
 LOCKED = 75
 """Exit code of a run that another command holds, or has ended in the meantime."""
 
 
 def start_server(*, on_gpus: bool) -> BaseContext:
-    """Return where processes of runs are created. Comes after `set_environment`: the server takes the environment."""
+    """Return where processes of runs are created.
+    Comes after `set_environment`: the server takes the environment.
+    """
     if on_gpus:
         return multiprocessing.get_context("spawn")
-    # Of a run that was killed, Python's tracker of semaphores would print a warning on the terminal.
+    # Of a run that was killed, Python's tracker of semaphores would print a warning on the
+    # terminal.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["soren_align.launch.preloaded"])
     return context
 
 
-def start_run(context: BaseContext, recipe: Recipe, log: Path, processes: int, gpus: list[str]) -> BaseProcess:
-    """Train and evaluate a recipe in a new process, whose output is appended to `log`. gpus: those it may use."""
+def start_run(
+    context: BaseContext, recipe: Recipe, log: Path, processes: int, gpus: list[str]
+) -> BaseProcess:
+    """Train and evaluate a recipe in a new process, whose output is appended to `log`.
+    gpus: those it may use.
+    """
     environment = {NO_PICTURES: "1"} | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
     log.parent.mkdir(parents=True, exist_ok=True)
     process = context.Process(target=_run, args=(to_yaml(recipe), str(log), processes, environment))  # pyright: ignore[reportAttributeAccessIssue]
@@ -75,7 +85,8 @@ def _run(recipe_text: str, log: str, processes: int, environment: dict[str, str]
 
     threading.Thread(target=stop_with_parent, daemon=True).start()
     code = train_run(load_text(recipe_text), processes)
-    with contextlib.suppress(OSError):  # what a full disk does not take must not change the exit code
+    # what a full disk does not take must not change the exit code
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
@@ -85,7 +96,8 @@ def _run(recipe_text: str, log: str, processes: int, environment: dict[str, str]
 def train_run(recipe: Recipe, processes: int = 1) -> int:
     """Train and evaluate a run of a study; write into run.json and print why it failed.
 
-    Returns the exit code: 0; 1 if it diverged or has a defect; 2 if it was refused; 130, RESUMABLE or LOCKED.
+    Returns the exit code: 0; 1 if it diverged or has a defect; 2 if it was refused; 130, RESUMABLE
+    or LOCKED.
     """
     from ..launch.commands import train
 

@@ -1,8 +1,9 @@
 """`soren-align compare`: start the runs of a study, several at a time, until all have ended.
 
-Every run is an ordinary run folder, trained in a process of its own. Its lock is the claim: several commands, on one
-machine or on several with a shared file system, share a study without a coordinator. What has ended is read from the
-folders, so that a command that was killed at any moment is continued by the same command.
+Every run is an ordinary run folder, trained in a process of its own. Its lock is the claim: several
+commands, on one machine or on several with a shared file system, share a study without a
+coordinator. What has ended is read from the folders, so that a command that was killed at any
+moment is continued by the same command.
 """
 
 import signal
@@ -45,23 +46,35 @@ LOCK_SECONDS = 60.0
 """For which another command may hold the study's lock: it draws trials within a second."""
 
 
-def compare(study: StudyFile, *, jobs: int | None = None, processes: int = 1, extend: bool = False) -> int:
-    """Run a study, or continue it, and print its verdict. Returns the exit code: 0, or 130 if a signal stopped it.
+def compare(
+    study: StudyFile, *, jobs: int | None = None, processes: int = 1, extend: bool = False
+) -> int:
+    """Run a study, or continue it, and print its verdict.
+    Returns the exit code: 0, or 130 if a signal stopped it.
 
-    jobs: runs at a time; None: the study's, else one per GPU, else 1. processes: of a run. extend: add trials beyond
-    the ends of spaces at which selected values lie.
-    Raises ResumableError if the machine stopped a run: the study is not concluded, and the same command continues it.
+    jobs: runs at a time; None: the study's, else one per GPU, else 1. processes: of a run. extend:
+    add trials beyond the ends of spaces at which selected values lie. Raises ResumableError if the
+    machine stopped a run: the study is not concluded, and the same command continues it.
     """
     folder, console = local_path(study.output_dir), stderr_console()
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     # Another command may create the folder at the same time.
-    if not all(name.startswith((LOCK, STUDY_FILE)) for name in names) and not (folder / STUDY_FILE).is_file():
-        raise UserError(f"{folder}: is neither empty nor a study's folder; choose another output_dir")
+    if (
+        not all(name.startswith((LOCK, STUDY_FILE)) for name in names)
+        and not (folder / STUDY_FILE).is_file()
+    ):
+        raise UserError(
+            f"{folder}: is neither empty nor a study's folder; choose another output_dir"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     with _exclusive(folder):
         create(folder, study)
         progress = Progress(folder)
-        print_labelled(console, "declared", f"{read_declaration(folder)['sha256'][:DIGITS]}, in {folder / DECLARATION}")
+        print_labelled(
+            console,
+            "declared",
+            f"{read_declaration(folder)['sha256'][:DIGITS]}, in {folder / DECLARATION}",
+        )
         if extend:
             ends = progress.extend()
             for name, keys in ends.items():
@@ -77,10 +90,14 @@ def compare(study: StudyFile, *, jobs: int | None = None, processes: int = 1, ex
 
 
 def report(study: StudyFile) -> None:
-    """Conclude a study from the runs that have ended. Raises UserError if it has not been started."""
+    """Conclude a study from the runs that have ended.
+    Raises UserError if it has not been started.
+    """
     folder = local_path(study.output_dir)
     if not (folder / STUDY_FILE).is_file():
-        raise UserError(f"{folder}: is no study's folder; run soren-align compare without --report first")
+        raise UserError(
+            f"{folder}: is no study's folder; run soren-align compare without --report first"
+        )
     _conclude(folder)
 
 
@@ -104,15 +121,19 @@ class _Runner:
     active: dict[BaseProcess, tuple[Run, int]] = field(default_factory=dict)
     """The run and the number of its slot, by process."""
     ended: set[str] = field(default_factory=set)
-    """Folders of runs whose end stands in the study's history, and was printed unless it came before this command."""
+    """Folders of runs whose end stands in the study's history, and was printed unless it came
+    before this command."""
     is_stopping: bool = False
     killed: set[str] = field(default_factory=set)
     """Folders of runs that a signal, not ours, ended once. They are repeated once."""
     obstacle: str | None = None
-    """What the machine stopped a run by: no other is started, since a full disk would stop them all."""
+    """What the machine stopped a run by: no other is started, since a full disk would stop them
+    all."""
 
     def run_all(self) -> int:
-        """Start runs until all have ended. Returns the exit code. Raises ResumableError if the machine stopped one."""
+        """Start runs until all have ended.
+        Returns the exit code. Raises ResumableError if the machine stopped one.
+        """
         runs, ended = self._update()
         if ended:
             text = f"{len(ended)} of {self._total(runs)} runs have ended already"
@@ -133,21 +154,30 @@ class _Runner:
         context = start_server(on_gpus=bool(gpus))
         slots = self.jobs or self.progress.study.jobs or max(1, len(gpus) // self.processes)
         started, first = time.monotonic(), len(ended)
-        with ExitStack() as stack, Live(console=self.console, transient=True, refresh_per_second=2) as live:
+        with (
+            ExitStack() as stack,
+            Live(console=self.console, transient=True, refresh_per_second=2) as live,
+        ):
             for signum in stop_signals():
                 stack.callback(signal.signal, signum, signal.signal(signum, self._stop))
             stack.callback(self._stop)
             while pending or self.active:
                 done = sum(run.status in ENDED for run in runs)
                 for run in pending if not (self.is_stopping or self.obstacle) else []:
-                    if len(self.active) < slots and not _is_locked(RunFolder(self.progress.folder / run.folder)):
+                    if len(self.active) < slots and not _is_locked(
+                        RunFolder(self.progress.folder / run.folder)
+                    ):
                         self._start(run, context, gpus, slots)
                 if self.is_stopping and not self.active:
                     print_labelled(self.console, "stopped", "rerun the same command to continue")
                     return 130
                 if self.obstacle and not self.active:
-                    lacks_memory = "out of memory" in self.obstacle and "--jobs" not in self.obstacle
-                    fewer = ", with fewer runs at a time (--jobs)" if slots > 1 and lacks_memory else ""
+                    lacks_memory = (
+                        "out of memory" in self.obstacle and "--jobs" not in self.obstacle
+                    )
+                    fewer = (
+                        ", with fewer runs at a time (--jobs)" if slots > 1 and lacks_memory else ""
+                    )
                     raise ResumableError(
                         f"{self.progress.folder}: the study stopped, and no result is lost ({done} of "
                         f"{self._total(runs)} runs have ended): {self.obstacle}. To resume the other runs, rerun "
@@ -172,12 +202,16 @@ class _Runner:
         return sum(self.progress.num_runs(runs).values())
 
     def _state(self, runs: list[Run], seconds_per_run: float | None) -> Group:
-        """Return what a terminal shows meanwhile: the ended runs of all, a bar, the time left, and the best so far.
+        """Return what a terminal shows meanwhile: the ended runs of all, a bar, the time left, and
+        the best so far.
 
         seconds_per_run: of this command until now; None before a run has ended.
         """
         study, totals = self.progress.study, self.progress.num_runs(runs)
-        ended = {stage: sum(run.stage == stage and run.status in ENDED for run in runs) for stage in totals}
+        ended = {
+            stage: sum(run.stage == stage and run.status in ENDED for run in runs)
+            for stage in totals
+        }
         done, total = sum(ended.values()), sum(totals.values())
         parts = [f"{name} {ended[stage]}/{totals[stage]}" for stage, name in STAGE_NAMES.items()]
         if seconds_per_run is not None:
@@ -188,25 +222,47 @@ class _Runner:
             best = select(trials, higher_is_better=self.progress.higher_is_better)
             chosen = [run for run in trials if run.number == best]
             values = [chosen[0].parameters[key] for key in study.free(name)] if chosen else []
-            rows.append([name, ", ".join(map(_short, values)) or "-", number(mean_metric(chosen), ".3g")])
-        keys = dict.fromkeys(key.removeprefix("optimizer.") for name in study.candidates for key in study.free(name))
+            rows.append(
+                [name, ", ".join(map(_short, values)) or "-", number(mean_metric(chosen), ".3g")]
+            )
+        keys = dict.fromkeys(
+            key.removeprefix("optimizer.") for name in study.candidates for key in study.free(name)
+        )
         table = Table(["best so far", ", ".join(keys), study.search.metric], rows)
         own = ", ".join(run.folder for run, _ in self.active.values())
-        running = Text(f"running: {own or 'runs of other commands'}", style="dim", overflow="ellipsis", no_wrap=True)
-        return Group(Text(" · ".join(parts)), Padding(ProgressBar(total, done), 0), table.rich(), running)
+        running = Text(
+            f"running: {own or 'runs of other commands'}",
+            style="dim",
+            overflow="ellipsis",
+            no_wrap=True,
+        )
+        return Group(
+            Text(" · ".join(parts)), Padding(ProgressBar(total, done), 0), table.rich(), running
+        )
 
     def _update(self) -> tuple[list[Run], list[Run]]:
         """Return all runs, and those that have ended since the last call."""
         with _exclusive(self.progress.folder):
             runs = self.progress.update()
-            if ended := [run for run in runs if run.status in ENDED and run.folder not in self.ended]:
+            if ended := [
+                run for run in runs if run.status in ENDED and run.folder not in self.ended
+            ]:
                 note_ended(self.progress.folder, ended)
                 self.ended |= {run.folder for run in ended}
             if not self.progress.study.search.keep_models:
-                for run in (run for run in runs if run.stage == "search" and run.status in ("finished", "diverged")):
+                for run in (
+                    run
+                    for run in runs
+                    if run.stage == "search" and run.status in ("finished", "diverged")
+                ):
                     folder = RunFolder(self.progress.folder / run.folder)
-                    paths = [path for path in (folder.model, folder.checkpoints, folder.start) if path.exists()]
-                    for path in paths if paths and not _is_locked(folder) else ():  # a process may still hold it
+                    paths = [
+                        path
+                        for path in (folder.model, folder.checkpoints, folder.start)
+                        if path.exists()
+                    ]
+                    # a process may still hold it
+                    for path in paths if paths and not _is_locked(folder) else ():
                         remove(path)
         return runs, ended
 
@@ -218,11 +274,18 @@ class _Runner:
         path = self.progress.folder / run.folder
         _move_another_setting(run, self.progress, path)
         recipe = recipe_of_run(self.progress.study, run)
-        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"output_dir": str(path)})})
-        self.active[start_run(context, recipe, path.with_name(f"{path.name}.log"), size, own)] = run, slot
+        recipe = recipe.model_copy(
+            update={"run": recipe.run.model_copy(update={"output_dir": str(path)})}
+        )
+        self.active[start_run(context, recipe, path.with_name(f"{path.name}.log"), size, own)] = (
+            run,
+            slot,
+        )
 
     def _reap(self) -> None:
-        """Take the processes that have ended out of `active`, and note why a run ended without a result."""
+        """Take the processes that have ended out of `active`, and note why a run ended without a
+        result.
+        """
         for process in [each for each in self.active if each.exitcode is not None]:
             run, _ = self.active.pop(process)
             code = process.exitcode or 0
@@ -231,7 +294,10 @@ class _Runner:
                 self._stop_starting(run, self._reason(run))
             elif (code < 0 or code in (130, SERVER_LOST)) and not self.is_stopping:
                 # Repeated once; at the second time, no other is started either.
-                causes = {130: "stopped by a signal", SERVER_LOST: "the process that started it was killed"}
+                causes = {
+                    130: "stopped by a signal",
+                    SERVER_LOST: "the process that started it was killed",
+                }
                 cause = causes.get(code) or killed_by(-code)
                 if run.folder in self.killed:
                     remedy = f"read {run.folder}.log, and start fewer runs at a time (--jobs)"
@@ -241,23 +307,35 @@ class _Runner:
                     text = f"{run.folder}: {cause}; the run is repeated from its last checkpoint"
                     print_labelled(self.console, "notice", text)
             elif code not in (0, 130, LOCKED) and code > 0:
-                self.progress.failures[run.folder] = f"ended with exit code {code}; read {run.folder}.log"
+                self.progress.failures[run.folder] = (
+                    f"ended with exit code {code}; read {run.folder}.log"
+                )
 
     def _stop_starting(self, run: Run, reason: str) -> None:
         is_first, self.obstacle = not self.obstacle, self.obstacle or f"{run.folder}: {reason}"
         if self.active:
             number = f"{len(self.active)} active run{'s' * (len(self.active) > 1)}"
-            cause = f"no other run starts. {run.folder}: {reason}" if is_first else f"{run.folder} stopped too"
+            cause = (
+                f"no other run starts. {run.folder}: {reason}"
+                if is_first
+                else f"{run.folder} stopped too"
+            )
             print_labelled(self.console, "waiting", f"for {number}; {cause}")
 
     def _reason(self, run: Run) -> str:
         """Return why the machine stopped a run, as its run.json or the end of its log states."""
         folder = self.progress.folder / run.folder
         with suppress(UserError):
-            if (record := RunFolder(folder).read() or {}).get("resumable") and record.get("last_error"):
+            if (record := RunFolder(folder).read() or {}).get("resumable") and record.get(
+                "last_error"
+            ):
                 return record["last_error"]
         with suppress(OSError):
-            lines = folder.with_name(f"{folder.name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = (
+                folder.with_name(f"{folder.name}.log")
+                .read_text(encoding="utf-8", errors="replace")
+                .splitlines()
+            )
             text = lines[-1] if lines else f"{free_bytes(folder):,} bytes are free on its disk"
             return printable(text, MAX_CHARACTERS)
         return f"the log of this run cannot be written, with {free_bytes(folder):,} bytes free on its disk; free space"
@@ -291,14 +369,17 @@ def _short(value: object) -> str:
 
 
 def _move_another_setting(run: Run, progress: Progress, path: Path) -> None:
-    """Move a verdict's run of a setting that was selected before an extension to earlier/ in the study's folder.
+    """Move a verdict's run of a setting that was selected before an extension to earlier/ in the
+    study's folder.
 
     Beside the verdict's runs it would be one that the study does not list.
     """
     if run.stage == "verdict" and not progress.is_own(run, RunFolder(path)):
         earlier = path.parents[2] / "earlier" / path.parent.name
         earlier.mkdir(parents=True, exist_ok=True)
-        path.rename(next(to for n in range(1, 1000) if not (to := earlier / f"{path.name}-{n}").exists()))
+        path.rename(
+            next(to for n in range(1, 1000) if not (to := earlier / f"{path.name}-{n}").exists())
+        )
 
 
 def _is_locked(folder: RunFolder) -> bool:

@@ -25,7 +25,9 @@ STAGES = ("search", "verdict")
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The recipe and run.json of a run's folder. place: relative to the study's folder, "search/soren/03"."""
+    """The recipe and run.json of a run's folder.
+    place: relative to the study's folder, "search/soren/03".
+    """
 
     stage: str
     candidate: str
@@ -52,14 +54,16 @@ class RunFiles:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The keys of the recipe that determine the weights, as dotted ones, without the seeds."""
-        values = json.loads(json.dumps(flat(training_part(self.recipe)), default=str))  # tuples are lists, as in files
+        # tuples are lists, as in files
+        values = json.loads(json.dumps(flat(training_part(self.recipe)), default=str))
         seeds = ["trainer.seed", "trainer.data_seed", "run.perturb.seed"]
         seeds += ["model.init_seed"] * (self.recipe.task == "pretrain")
         return {key: value for key, value in values.items() if key not in seeds}
 
 
 def read_files(study_folder: Path) -> tuple[list[RunFiles], list[str]]:
-    """The runs in a study's folder, in the order of their places, and a problem for each that cannot be read.
+    """The runs in a study's folder, in the order of their places, and a problem for each that
+    cannot be read.
 
     A folder without run.json has no run yet.
     """
@@ -72,17 +76,23 @@ def read_files(study_folder: Path) -> tuple[list[RunFiles], list[str]]:
                 stage, candidate, _ = place.split("/")
                 runs.append(RunFiles(stage, candidate, place, load_resolved(run.recipe), record))
         except UserError as error:
-            problems.append(f"{place}: cannot be audited: {error}; remove this folder and rerun the study")
+            problems.append(
+                f"{place}: cannot be audited: {error}; remove this folder and rerun the study"
+            )
     return runs, problems
 
 
 def run_folders(study_folder: Path) -> list[Path]:
     """All folders at the places of runs."""
-    return sorted(path for stage in STAGES for path in (study_folder / stage).glob("*/*") if path.is_dir())
+    return sorted(
+        path for stage in STAGES for path in (study_folder / stage).glob("*/*") if path.is_dir()
+    )
 
 
 def read_run(run: Run, folder: RunFolder, metric: str) -> Run:
-    """The run with all that its folder records. status "running": it was started, and has not ended."""
+    """The run with all that its folder records.
+    status "running": it was started, and has not ended.
+    """
     record = folder.read()
     if record is None:
         return run
@@ -92,12 +102,21 @@ def read_run(run: Run, folder: RunFolder, metric: str) -> Run:
     if has_ended(record):
         status, reason = "finished", divergence(lines)
         if record["status"] not in ("finished", "diverged"):
-            status, reason = "diverged" if record.get("diverged") else "failed", record["last_error"]
-        elif sum("eval_loss" in line for line in lines) < 2 or not any("loss" in line for line in lines):
+            status, reason = (
+                "diverged" if record.get("diverged") else "failed",
+                record["last_error"],
+            )
+        elif sum("eval_loss" in line for line in lines) < 2 or not any(
+            "loss" in line for line in lines
+        ):
             status, reason = "failed", "metrics.jsonl has no evaluation of the start and of the end"
         elif reason:
             status = "diverged"
-    ends = (curve[0].metric, curve[-1].metric) if curve and status in ("finished", "diverged") else (None, None)
+    ends = (
+        (curve[0].metric, curve[-1].metric)
+        if curve and status in ("finished", "diverged")
+        else (None, None)
+    )
     if run.stage == "verdict" and status == "finished":
         with suppress(UserError):  # missing or damaged: the verdict, which needs it, reports it
             values = read_held_out(folder.held_out, metric)
@@ -120,8 +139,10 @@ def read_run(run: Run, folder: RunFolder, metric: str) -> Run:
 def has_ended(record: dict[str, Any]) -> bool:
     """Whether the run of a run.json is a result, if only a failure.
 
-    A run ends by its last step, by divergence, and by a UserError: its recipe is refused. A failure of the machine is
-    none: the run resumes. Neither is a defect of another version of the software: the run is tried again.
+    A run ends by its last step, by divergence, and by a UserError: its recipe is refused. A failure
+    of the machine is
+    none: the run resumes. Neither is a defect of another version of the software: the run is tried
+    again.
     """
     if record["status"] in ("finished", "diverged"):
         return True
@@ -133,8 +154,9 @@ def has_ended(record: dict[str, Any]) -> bool:
 def read_curve(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
     """The evaluations in the lines of a metrics.jsonl, one per step, the start first.
 
-    seconds: of training and evaluations, from the logged speeds, so that a resumed run has those of all its parts.
-    transformers averages the first loss that is logged after a resume over the steps since then.
+    seconds: of training and evaluations, from the logged speeds, so that a resumed run has those of
+    all its parts. transformers averages the first loss that is logged after a resume over the steps
+    since then.
     """
 
     def finite(value: Any) -> float | None:
@@ -151,8 +173,13 @@ def read_curve(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
                 seconds, tokens = seconds + max(0.0, total - tokens) / speed, total
         if metric in line or "eval_loss" in line:
             step, measured = line["step"], {}
-            for each in IN_STUDIES:  # a recipe's setting asks for those of an evaluation; others are in every log
-                value = line.get(f"eval_{each.key}", line.get(each.key)) if each.recipe else train.get(each.key)
+            # a recipe's setting asks for those of an evaluation; others are in every log
+            for each in IN_STUDIES:
+                value = (
+                    line.get(f"eval_{each.key}", line.get(each.key))
+                    if each.recipe
+                    else train.get(each.key)
+                )
                 measured[each.key] = finite(value) if step or each.recipe else each.at_start
             points[step] = Point(
                 step,
@@ -167,27 +194,38 @@ def read_curve(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
 
 
 def read_scores(folder: RunFolder) -> tuple[dict[str, float] | None, dict[str, float] | None]:
-    """(scores of the starting checkpoint, scores of the model) in percent, from the run's evaluation."""
+    """(scores of the starting checkpoint, scores of the model) in percent, from the run's
+    evaluation.
+    """
     recipe = load_resolved(folder.recipe)
     results = read_results(folder.evaluation(recipe.eval.name)) if recipe.eval else None
     if results is None or len(results["rows"]) < 2:
         return None, None
-    start, model = ({column: score["value"] for column, score in row["scores"].items()} for row in results["rows"][-2:])
+    start, model = (
+        {column: score["value"] for column, score in row["scores"].items()}
+        for row in results["rows"][-2:]
+    )
     return start, model
 
 
 def select(runs: list[Run], *, higher_is_better: bool) -> int | None:
-    """The number of the trial with the best metric, the first of equals; None if none has finished."""
+    """The number of the trial with the best metric, the first of equals; None if none has
+    finished.
+    """
     metrics = {number: mean_metric(trial) for number, trial in by_number(runs).items()}
     metrics = {number: metric for number, metric in metrics.items() if metric is not None}
     best = max if higher_is_better else min
     return best(metrics, key=lambda number: metrics[number]) if metrics else None
 
 
-def edges(study: StudyFile, candidate: str, runs: list[Run], selected: int) -> dict[str, Literal["low", "high"]]:
-    """The keys whose selected value is the least or the largest that was tried, so that a better one may lie beyond.
+def edges(
+    study: StudyFile, candidate: str, runs: list[Run], selected: int
+) -> dict[str, Literal["low", "high"]]:
+    """The keys whose selected value is the least or the largest that was tried, so that a better
+    one may lie beyond.
 
-    A trial that diverged or failed counts as tried. A list of texts has no ends; 0 as the low end is none.
+    A trial that diverged or failed counts as tried. A list of texts has no ends; 0 as the low end
+    is none.
     """
     at_edge: dict[str, Literal["low", "high"]] = {}
     trials = by_number(runs)
@@ -198,7 +236,9 @@ def edges(study: StudyFile, candidate: str, runs: list[Run], selected: int) -> d
         value = trials[selected][0].parameters[key]
         if value == max(tried):
             at_edge[key] = "high"
-        elif value == min(tried) and not (isinstance(values, Range) and not values.log and values.low == 0):
+        elif value == min(tried) and not (
+            isinstance(values, Range) and not values.log and values.low == 0
+        ):
             at_edge[key] = "low"
     return at_edge
 

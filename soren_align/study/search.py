@@ -1,8 +1,8 @@
 """Choose the trials of a study, and list the runs that can start and the runs that have ended.
 
-A trial's parameters are a line of TRIALS in the folder; its result is that of its runs. Trial i of a candidate depends
-on the study, on i and, for TPE, on the candidate's trials before it: not on the order in which runs end, nor on kills.
-Callers hold the study's lock.
+A trial's parameters are a line of TRIALS in the folder; its result is that of its runs. Trial i of
+a candidate depends on the study, on i and, for TPE, on the candidate's trials before it: not on the
+order in which runs end, nor on kills. Callers hold the study's lock.
 """
 
 import hashlib
@@ -25,12 +25,26 @@ from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
 from ..run.folder import RunFolder
 from ..run.provenance import read_declaration
 from ..tasks import TASKS
-from .config import METRICS, Range, StudyFile, Values, first_run, load_resolved_study, recipe_of_run, verdict_runs
+from .config import (
+    METRICS,
+    Range,
+    StudyFile,
+    Values,
+    first_run,
+    load_resolved_study,
+    recipe_of_run,
+    verdict_runs,
+)
 from .declaration import CHANGEABLE, note, write_declaration
 from .runs import STAGES, edges, read_run, read_scores, select
 from .study import ENDED, Candidate, Run, Study, by_number, mean_metric
 
-STUDY_FILE, STUDY_RESULT, EXTENSIONS, TRIALS = "study.yaml", "study.json", "extensions.json", "trials.jsonl"
+STUDY_FILE, STUDY_RESULT, EXTENSIONS, TRIALS = (
+    "study.yaml",
+    "study.json",
+    "extensions.json",
+    "trials.jsonl",
+)
 WIDER = 0.5
 """How much wider an interval becomes at an end, as a share of its width."""
 MOST_STARTING_TRIALS = 10
@@ -42,7 +56,9 @@ End = Literal["low", "high"]
 
 @dataclass(frozen=True)
 class Extension:
-    """Further trials of every candidate, after those of the study's file and of earlier extensions."""
+    """Further trials of every candidate, after those of the study's file and of earlier
+    extensions.
+    """
 
     trials: int
     spaces: dict[str, dict[str, dict[str, Any]]]
@@ -59,11 +75,16 @@ def create(folder: Path, study: StudyFile) -> None:
     changed = []
     if (folder / STUDY_FILE).is_file():
         before = load_resolved_study(folder / STUDY_FILE)
-        changed = differences(before.model_dump(exclude=CHANGEABLE), study.model_dump(exclude=CHANGEABLE))
+        changed = differences(
+            before.model_dump(exclude=CHANGEABLE), study.model_dump(exclude=CHANGEABLE)
+        )
     for name, recipe in recipes.items():
         if not changed and files[name].is_file():
             started = load_resolved(files[name])
-            changed += [f"{name}: {line}" for line in differences(training_part(started), training_part(recipe))]
+            changed += [
+                f"{name}: {line}"
+                for line in differences(training_part(started), training_part(recipe))
+            ]
     if changed:
         raise UserError(
             f"{folder}: contains another study, in which these values differ:",
@@ -73,12 +94,15 @@ def create(folder: Path, study: StudyFile) -> None:
     write(folder / STUDY_FILE, dump(study.model_dump()))  # first: with it the folder is a study's
     write_declaration(folder, study, recipes)
     (folder / "candidates").mkdir(exist_ok=True)
-    for name in (name for name in recipes if not files[name].is_file()):  # of a command that was killed here
+    # of a command that was killed here
+    for name in (name for name in recipes if not files[name].is_file()):
         write(files[name], to_yaml(recipes[name]))
 
 
 class Progress:
-    """The runs of the study in a folder. `failures`: reasons of runs that this command has seen fail, by folder."""
+    """The runs of the study in a folder.
+    `failures`: reasons of runs that this command has seen fail, by folder.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -104,34 +128,53 @@ class Progress:
         worst = -inf if self.higher_is_better else inf
         while True:
             runs = self.search()
-            chained, is_spent, has_new = self.study.search.method == "tpe", self._is_spent(runs), False
-            spaces: list[dict[str, Any]] = [{}] * self.study.search.trials  # by trial, those of its extension
+            chained, is_spent, has_new = (
+                self.study.search.method == "tpe",
+                self._is_spent(runs),
+                False,
+            )
+            # by trial, those of its extension
+            spaces: list[dict[str, Any]] = [{}] * self.study.search.trials
             for extension in self._extensions():
                 spaces += [extension.spaces] * extension.trials
             for name in self.study.candidates:
-                # Of the trials before the first one that has not ended: None of one that failed, the worst of one that
-                # diverged. TPE draws the next trial by them.
+                # Of the trials before the first one that has not ended: None of one that failed,
+                # the worst of one that diverged. TPE draws the next trial by them.
                 results: list[float | None] = []
                 trials = by_number(run for run in runs if run.candidate == name).values()
-                for trial in takewhile(lambda trial: all(run.status in ENDED for run in trial), trials):
-                    metric, is_failure = mean_metric(trial), any(run.status == "failed" for run in trial)
+                for trial in takewhile(
+                    lambda trial: all(run.status in ENDED for run in trial), trials
+                ):
+                    metric, is_failure = (
+                        mean_metric(trial),
+                        any(run.status == "failed" for run in trial),
+                    )
                     results.append(None if is_failure else worst if metric is None else metric)
                 free: list[Free] = []
                 for space in spaces:
                     intervals = space.get(name, {}).items()
-                    free.append(self.study.free(name) | {key: Range(**values) for key, values in intervals})
+                    free.append(
+                        self.study.free(name) | {key: Range(**values) for key, values in intervals}
+                    )
                 for number in range(len(self.trials.parameters[name]), len(spaces)):
                     if is_spent or (chained and len(results) < number):
                         break  # of TPE one, once all before it have a result
                     self.trials.draw(name, free[: number + 1], results)
                     has_new = True
             if not has_new:
-                final = [run for name in self.study.candidates for run in self.candidate(name, runs).verdict]
-                # A seed of all candidates before the next: a load that changes meanwhile slows all of them alike.
+                final = [
+                    run
+                    for name in self.study.candidates
+                    for run in self.candidate(name, runs).verdict
+                ]
+                # A seed of all candidates before the next: a load that changes meanwhile slows all
+                # of them alike.
                 return runs + sorted(final, key=lambda run: (run.number, run.draw or 0))
 
     def search(self) -> list[Run]:
-        """The search's runs of the drawn trials: trial 0 of every candidate, then trial 1, ...; within the budget."""
+        """The search's runs of the drawn trials: trial 0 of every candidate, then trial 1, ...;
+        within the budget.
+        """
         drawn = self.trials.parameters
         seeds, runs = self.study.search.seeds, []
         for number in range(max(map(len, drawn.values()), default=0)):
@@ -139,14 +182,17 @@ class Progress:
                 parameters = self.study.parameters(name, drawn[name][number])
                 for seed in seeds:
                     folder = f"search/{name}/{number:02}{f'-{seed}' if len(seeds) > 1 else ''}"
-                    runs.append(self._read(Run(name, "search", number, seed, folder, parameters, "waiting")))
+                    runs.append(
+                        self._read(Run(name, "search", number, seed, folder, parameters, "waiting"))
+                    )
         if self._is_spent(runs):
             started = max(run.number for run in runs if run.status != "waiting")
             runs = [run for run in runs if run.number <= started]
         return runs
 
     def candidate(self, name: str, runs: list[Run]) -> Candidate:
-        """A candidate with the runs of its selected setting, one per fresh seed and draw; none before its search ended.
+        """A candidate with the runs of its selected setting, one per fresh seed and draw; none
+        before its search ended.
 
         runs: the whole search's.
         """
@@ -157,17 +203,26 @@ class Progress:
         trials, verdict = by_number(own), []
         complete = len(trials) == self._num_trials() or self._is_spent(runs)
         if selected is not None and complete and all(run.status in ENDED for run in own):
-            verdict = [self._read(run) for run in verdict_runs(self.study, name, trials[selected][0].parameters)]
+            verdict = [
+                self._read(run)
+                for run in verdict_runs(self.study, name, trials[selected][0].parameters)
+            ]
         return Candidate(name, section.set, space, own, selected, at_edge, verdict)
 
     def num_runs(self, runs: list[Run]) -> dict[str, int]:
-        """The number of runs of each stage that there will be, of which `update` has returned some."""
+        """The number of runs of each stage that there will be, of which `update` has returned
+        some.
+        """
         num = {stage: sum(run.stage == stage for run in runs) for stage in STAGES}
         search = [run for run in runs if run.stage == "search"]
         if not self._is_spent(search):
-            num["search"] = len(self.study.candidates) * self._num_trials() * len(self.study.search.seeds)
+            num["search"] = (
+                len(self.study.candidates) * self._num_trials() * len(self.study.search.seeds)
+            )
         if len(search) < num["search"] or any(run.status not in ENDED for run in search):
-            num["verdict"] = sum(len(verdict_runs(self.study, name, {})) for name in self.study.candidates)
+            num["verdict"] = sum(
+                len(verdict_runs(self.study, name, {})) for name in self.study.candidates
+            )
         return num
 
     def _num_trials(self) -> int:
@@ -175,16 +230,23 @@ class Progress:
         return self.study.search.trials + sum(extension.trials for extension in self._extensions())
 
     def extend(self) -> dict[str, dict[str, str]]:
-        """Add an extension where a selected value lies at an end of its space; returns the ends by candidate.
+        """Add an extension where a selected value lies at an end of its space; returns the ends by
+        candidate.
 
-        Half of the study's trials for every candidate, those of a widened one beyond its end. Raises UserError if the
-        search has not ended, or if a recipe refuses the values beyond.
+        Half of the study's trials for every candidate, those of a widened one beyond its end.
+        Raises UserError if the search has not ended, or if a recipe refuses the values beyond.
         """
         runs = self.update()
         search = [run for run in runs if run.stage == "search"]
         if any(run.status not in ENDED for run in search) or self.study.search.method == "grid":
-            reason = "is a grid; write longer lists in another study" if self.study.search.method == "grid" else None
-            raise UserError(f"{self.folder}: the search {reason or 'has not ended; rerun without --extend first'}")
+            reason = (
+                "is a grid; write longer lists in another study"
+                if self.study.search.method == "grid"
+                else None
+            )
+            raise UserError(
+                f"{self.folder}: the search {reason or 'has not ended; rerun without --extend first'}"
+            )
         ends, spaces = {}, {}
         for name in self.study.candidates:
             candidate = self.candidate(name, search)
@@ -194,18 +256,29 @@ class Progress:
                     continue
                 for earlier in (each.spaces.get(name, {}).get(key) for each in self._extensions()):
                     if earlier:
-                        low, high = min(values.low, earlier["low"]), max(values.high, earlier["high"])
+                        low, high = (
+                            min(values.low, earlier["low"]),
+                            max(values.high, earlier["high"]),
+                        )
                         values = values.model_copy(update={"low": low, "high": high})
                 wider = beyond(values, [run.parameters[key] for run in own], end)
                 # Raises UserError if the candidate's recipe refuses the outermost value.
                 drawn = {each: own[0].parameters[each] for each in self.study.free(name)}
                 drawn[key] = wider.low if end == "low" else wider.high
-                recipe_of_run(self.study, replace(own[0], parameters=self.study.parameters(name, drawn)))
+                recipe_of_run(
+                    self.study, replace(own[0], parameters=self.study.parameters(name, drawn))
+                )
                 ends.setdefault(name, {})[key] = end
                 spaces.setdefault(name, {})[key] = wider.model_dump()
         if ends:
-            extensions = [*self._extensions(), Extension(max(2, self.study.search.trials // 2), spaces)]
-            write(self.folder / EXTENSIONS, json.dumps([asdict(each) for each in extensions], indent=2) + "\n")
+            extensions = [
+                *self._extensions(),
+                Extension(max(2, self.study.search.trials // 2), spaces),
+            ]
+            write(
+                self.folder / EXTENSIONS,
+                json.dumps([asdict(each) for each in extensions], indent=2) + "\n",
+            )
             note(self.folder, "extended", ends=ends)
         return ends
 
@@ -267,8 +340,18 @@ def read_study(folder: Path, failures: Mapping[str, str] | None = None) -> Study
     progress.failures |= failures or {}
     study, search = progress.study, progress.search()
     candidates = [progress.candidate(name, search) for name in study.candidates]
-    scored = next((run for candidate in candidates for run in candidate.verdict if run.scores), None)
-    record = next((RunFolder(folder / r.folder).read() or {} for c in candidates for r in c.trials if r.curve), {})
+    scored = next(
+        (run for candidate in candidates for run in candidate.verdict if run.scores), None
+    )
+    record = next(
+        (
+            RunFolder(folder / r.folder).read() or {}
+            for c in candidates
+            for r in c.trials
+            if r.curve
+        ),
+        {},
+    )
     declaration = ""
     with suppress(UserError):  # the audit reports it
         declaration = read_declaration(folder)["sha256"]
@@ -286,20 +369,24 @@ def read_study(folder: Path, failures: Mapping[str, str] | None = None) -> Study
 
 
 class Trials:
-    """The parameters of all trials, in the order in which they were drawn: a line of TRIALS each."""
+    """The parameters of all trials, in the order in which they were drawn: a line of TRIALS
+    each.
+    """
 
     def __init__(self, folder: Path, study: StudyFile):
         """Read the trials that were drawn. Raises UserError as `read` does."""
         self.study, self.file = study, folder / TRIALS
         self.parameters: dict[str, list[dict[str, Any]]] = {}
-        """By candidate and trial: the searched values, of the keys that are not equal to another one."""
+        """By candidate and trial: the searched values, of the keys that are not equal to another
+        one."""
         self.read()
 
     def read(self) -> None:
         """Read the file again. Raises UserError, with the line, if it is damaged."""
         self.parameters = {name: [] for name in self.study.candidates}
         lines = self.file.read_bytes().split(b"\n") if self.file.is_file() else [b""]
-        for number, line in enumerate(lines[:-1], 1):  # the last one is empty, or a killed command has left it
+        # the last one is empty, or a killed command has left it
+        for number, line in enumerate(lines[:-1], 1):
             try:
                 trial = json.loads(line.decode())
                 name, parameters = trial["candidate"], trial["parameters"]
@@ -308,9 +395,12 @@ class Trials:
                 free = self.study.free(name)
                 if parameters.keys() != free.keys():
                     raise ValueError(parameters)
-                for key, value in parameters.items():  # an extension's interval is another: any number is valid
+                # an extension's interval is another: any number is valid
+                for key, value in parameters.items():
                     is_number = isinstance(value, float) and isfinite(value)
-                    if not (value in values if isinstance(values := free[key], list) else is_number):
+                    if not (
+                        value in values if isinstance(values := free[key], list) else is_number
+                    ):
                         raise ValueError(parameters)
                 self.parameters[name].append(parameters)
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -322,7 +412,8 @@ class Trials:
     def draw(self, candidate: str, free: Sequence[Free], results: Sequence[float | None]) -> None:
         """Draw one more trial, and append it to the file.
 
-        free: of each trial, this one last; of an extension, with its intervals. results: of all trials before, for TPE;
+        free: of each trial, this one last; of an extension, with its intervals. results: of all
+        trials before, for TPE;
         None: failed.
         """
         search, number = self.study.search, len(self.parameters[candidate])
@@ -363,19 +454,27 @@ def _tpe_point(
         }
         for each in free
     ]
-    sampler = optuna.samplers.TPESampler(seed=int.from_bytes(digest[:4], "little"), n_startup_trials=0)
-    memory = optuna.create_study(sampler=sampler, direction="maximize" if higher_is_better else "minimize")
+    sampler = optuna.samplers.TPESampler(
+        seed=int.from_bytes(digest[:4], "little"), n_startup_trials=0
+    )
+    memory = optuna.create_study(
+        sampler=sampler, direction="maximize" if higher_is_better else "minimize"
+    )
     for params, space, result in zip(parameters, spaces[:-1], results, strict=True):
         state = TrialState.FAIL if result is None else TrialState.COMPLETE
-        memory.add_trial(create_trial(state=state, value=result, params=dict(params), distributions=space))
+        memory.add_trial(
+            create_trial(state=state, value=result, params=dict(params), distributions=space)
+        )
     return memory.ask(spaces[-1]).params
 
 
 def _sobol_point(free: Free, number: int, seed: int) -> dict[str, Any]:
-    """The parameters at a point of a scrambled Sobol sequence, the same point of the unit cube for every candidate.
+    """The parameters at a point of a scrambled Sobol sequence, the same point of the unit cube for
+    every candidate.
 
-    A point is uniformly distributed, and the first few fill the space evenly: of six independent draws, none may lie in
-    the middle half (1.6%), and the best setting of every candidate would be missed.
+    A point is uniformly distributed, and the first few fill the space evenly: of six independent
+    draws, none may lie in the middle half (1.6%), and the best setting of every candidate would be
+    missed.
     """
     if not free:
         return {}
@@ -393,9 +492,11 @@ def _sobol_point(free: Free, number: int, seed: int) -> dict[str, Any]:
 
 
 def beyond(values: Range, tried: Iterable[float], end: End) -> Range:
-    """The interval from the outermost value that was tried to an end that is WIDER of the interval's width further out.
+    """The interval from the outermost value that was tried to an end that is WIDER of the
+    interval's width further out.
 
-    On a logarithmic axis where the interval is logarithmic. An interval from 0 does not extend below 0.
+    On a logarithmic axis where the interval is logarithmic. An interval from 0 does not extend
+    below 0.
     """
     if values.log:
         factor = (values.high / values.low) ** WIDER

@@ -1,7 +1,8 @@
 """The verdict: compare each candidate with the starting checkpoint and with the reference.
 
-Better, worse, equivalent within a margin that was declared, or not distinguishable, and then the difference that this
-study could have found. All statements of a study are one family: at most 5% of studies state anything wrong.
+Better, worse, equivalent within a margin that was declared, or not distinguishable, and then the
+difference that this study could have found. All statements of a study are one family: at most 5% of
+studies state anything wrong.
 """
 
 import warnings
@@ -27,18 +28,23 @@ FIRST_LOOK = 0.8
 
 @dataclass(frozen=True)
 class Answers:
-    """What the final runs of the candidates answered: points by column, and the metric by held-out example."""
+    """What the final runs of the candidates answered: points by column, and the metric by held-out
+    example.
+    """
 
     runs: Mapping[str, Sequence[Points]]
-    """By candidate, in the order of its final runs; all candidates have the same seeds. HELD_OUT is a column whose
-    points are positive where better, and no shares."""
+    """By candidate, in the order of its final runs; all candidates have the same seeds. HELD_OUT is
+    a column whose points are positive where better, and no shares."""
     starts: Mapping[str, Sequence[Points]]
-    """The same of the starting checkpoint of each run; columns that it did not answer are left out."""
+    """The same of the starting checkpoint of each run; columns that it did not answer are left
+    out."""
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    """A comparison before the correction; values in units of the held-out metric, or of points in [0, 1]."""
+    """A comparison before the correction; values in units of the held-out metric, or of points in
+    [0, 1].
+    """
 
     candidate: str
     reference: str
@@ -64,9 +70,10 @@ def verdict(
 ) -> list[Difference]:
     """Return the differences of the candidates whose final runs are all finished.
 
-    Columns with unlike prompts are not compared. average: compare the plain mean of the suite's columns too. look: the
-    number of this verdict, from 1, among those that were computed of the study; see `look_error`. selection: by
-    candidate, the part of the search in the variance of its held-out metric, where it is known.
+    Columns with unlike prompts are not compared. average: compare the plain mean of the suite's
+    columns too. look: the number of this verdict, from 1, among those that were computed of the
+    study; see `look_error`. selection: by candidate, the part of the search in the variance of its
+    held-out metric, where it is known.
     """
     complete = [candidate.name for candidate in candidates if is_complete(candidate)]
     names = [name for name in complete if name in answers.runs]
@@ -80,14 +87,19 @@ def verdict(
     comparisons = list(_comparisons(rules, names, answers, measures, selection))
     comparisons.sort(key=lambda each: each.reference != BASE)
 
-    # Holm's correction is for all tests that were declared, also of candidates that have no answers.
+    # Holm's correction is for all tests that were declared, also of candidates that have no
+    # answers.
     tests: list[tuple[int, str, float]] = []
     margins: dict[int, float] = {}
     for i, each in enumerate(comparisons):
         tests.append((i, "difference", each.estimate.p()))
         if rules.retention and each.reference == BASE and each.measure in rules.retention.columns:
             tests.append((i, "retention", each.estimate.p_above(-rules.retention.margin / 100)))
-        margin = rules.equivalence.margin(each.measure) if rules.equivalence and each.reference != BASE else None
+        margin = (
+            rules.equivalence.margin(each.measure)
+            if rules.equivalence and each.reference != BASE
+            else None
+        )
         if margin is not None:
             margins[i] = margin
             tests.append((i, "equivalence", each.estimate.p_within(margin / each.factor)))
@@ -119,8 +131,12 @@ def verdict(
                 p_holm=p_holm[i, "difference"],
                 answer=answer,
                 detectable=None if detectable is None else each.factor * detectable,
-                margin=rules.retention.margin if rules.retention and (i, "retention") in p_holm else None,
-                retained=p_holm[i, "retention"] < FAMILY_ERROR if (i, "retention") in p_holm else None,
+                margin=rules.retention.margin
+                if rules.retention and (i, "retention") in p_holm
+                else None,
+                retained=p_holm[i, "retention"] < FAMILY_ERROR
+                if (i, "retention") in p_holm
+                else None,
                 equivalence=margins.get(i),
                 is_equivalent=is_equivalent,
                 noisiest=each.seed_range[0],
@@ -131,28 +147,44 @@ def verdict(
     return differences
 
 
-def num_declared_tests(rules: VerdictSection, num_candidates: int, measures: Collection[str]) -> int:
+def num_declared_tests(
+    rules: VerdictSection, num_candidates: int, measures: Collection[str]
+) -> int:
     """Return the number of tests that a study declares, for which Holm's method corrects.
 
     measures: HELD_OUT, the columns of the suite, and AVERAGE if the suite has one.
     """
     num_retained = len(rules.retention.columns) if rules.retention else 0
-    num_margins = sum(rules.equivalence.margin(each) is not None for each in measures) if rules.equivalence else 0
-    num_pairs = num_candidates * (num_candidates - 1) // 2 if rules.reference == ALL_PAIRS else num_candidates - 1
-    return num_candidates * (len(measures) + num_retained) + num_pairs * (len(measures) + num_margins)
+    num_margins = (
+        sum(rules.equivalence.margin(each) is not None for each in measures)
+        if rules.equivalence
+        else 0
+    )
+    num_pairs = (
+        num_candidates * (num_candidates - 1) // 2
+        if rules.reference == ALL_PAIRS
+        else num_candidates - 1
+    )
+    return num_candidates * (len(measures) + num_retained) + num_pairs * (
+        len(measures) + num_margins
+    )
 
 
 def look_error(look: int) -> float:
-    """Return the probability of a wrong answer that a study's verdict number `look`, from 1, may have.
+    """Return the probability of a wrong answer that a study's verdict number `look`, from 1, may
+    have.
 
-    0.04, 0.005, 0.0025, ...: all together FAMILY_ERROR, however often a study is extended after a look at its answers
-    (an alpha-spending function, Lan and DeMets 1983). Holm's p-values are multiplied by FAMILY_ERROR over this.
+    0.04, 0.005, 0.0025, ...: all together FAMILY_ERROR, however often a study is extended after a
+    look at its answers (an alpha-spending function, Lan and DeMets 1983). Holm's p-values are
+    multiplied by FAMILY_ERROR over this.
     """
     return FAMILY_ERROR * (FIRST_LOOK if look == 1 else (1 - FIRST_LOOK) / 2 ** (look - 1))
 
 
 def is_complete(candidate: Candidate) -> bool:
-    """Whether all its runs with fresh seeds are finished: the mean of those that survived would be too good."""
+    """Whether all its runs with fresh seeds are finished: the mean of those that survived would be
+    too good.
+    """
     return bool(candidate.verdict) and all(run.status == "finished" for run in candidate.verdict)
 
 
@@ -168,22 +200,33 @@ def _comparisons(
     # (candidate, reference, the reference's name); None: the starting checkpoint.
     compared: list[tuple[int, int | None, str]] = [(k, None, BASE) for k in range(len(names))]
     if rules.reference == ALL_PAIRS:
-        compared += [(k, other, names[other]) for other in range(len(names)) for k in range(other + 1, len(names))]
+        compared += [
+            (k, other, names[other])
+            for other in range(len(names))
+            for k in range(other + 1, len(names))
+        ]
     elif rules.reference in names:
         other = names.index(rules.reference)
         compared += [(k, other, rules.reference) for k in range(len(names)) if k != other]
     for measure, columns in measures.items():
         if not all(are_alike(runs[0], other, columns) for other in runs):
             continue
-        stacked = {c: np.array([[points[c].each for points in answers.runs[name]] for name in names]) for c in columns}
-        scores = np.mean([stacked[column].mean(axis=2) for column in columns], axis=0)  # [candidates, seeds]
+        stacked = {
+            c: np.array([[points[c].each for points in answers.runs[name]] for name in names])
+            for c in columns
+        }
+        # [candidates, seeds]
+        scores = np.mean([stacked[column].mean(axis=2) for column in columns], axis=0)
         ranges = {name: float(np.ptp(scores[k])) for k, name in enumerate(names)}
         for k, reference, name in compared:
             pairs = []
             for column in columns:
                 if reference is not None:
                     others = stacked[column][reference]
-                elif all(are_alike(runs[0], start, [column]) for start in answers.starts.get(names[k], [{}])):
+                elif all(
+                    are_alike(runs[0], start, [column])
+                    for start in answers.starts.get(names[k], [{}])
+                ):
                     others = np.array([start[column].each for start in answers.starts[names[k]]])
                 else:
                     break
@@ -192,24 +235,38 @@ def _comparisons(
                 result = estimate(pairs)
                 searched = [selection[each] for each in (names[k], name) if each in selection]
                 if measure == HELD_OUT and searched:
-                    part = Part(sum(each.variance for each in searched), min(each.degrees for each in searched))
+                    part = Part(
+                        sum(each.variance for each in searched),
+                        min(each.degrees for each in searched),
+                    )
                     result = replace(result, spread=replace(result.spread, selection=part))
-                noisiest = max((each for each in (names[k], name) if each in ranges), key=ranges.__getitem__)
+                noisiest = max(
+                    (each for each in (names[k], name) if each in ranges), key=ranges.__getitem__
+                )
                 yield _Comparison(names[k], name, measure, result, (noisiest, ranges[noisiest]))
 
 
 def are_alike(a: Points, b: Points, columns: Sequence[str]) -> bool:
     """Whether two models answered the same prompts in these columns."""
-    return all(column in a and column in b and a[column].prompts == b[column].prompts for column in columns)
+    return all(
+        column in a and column in b and a[column].prompts == b[column].prompts for column in columns
+    )
 
 
 def read_answers(
-    study: Path, candidates: Sequence[Candidate], metric: str, suite: str | None, *, higher_is_better: bool
+    study: Path,
+    candidates: Sequence[Candidate],
+    metric: str,
+    suite: str | None,
+    *,
+    higher_is_better: bool,
 ) -> tuple[Answers, list[str]]:
-    """Return the answers of the candidates whose final runs are all finished, and cautions about them.
+    """Return the answers of the candidates whose final runs are all finished, and cautions about
+    them.
 
-    metric: of the held-out examples. suite: its name; None: the runs have no benchmarks. The starting checkpoint is the
-    row of a table before the run's own. Raises UserError if the answers of a run are missing or damaged.
+    metric: of the held-out examples. suite: its name; None: the runs have no benchmarks. The
+    starting checkpoint is the row of a table before the run's own. Raises UserError if the answers
+    of a run are missing or damaged.
     """
     runs: dict[str, list[Points]] = {}
     starts: dict[str, list[Points]] = {}
@@ -231,7 +288,9 @@ def read_answers(
     every, sentences = [points for of_name in runs.values() for points in of_name], []
     first = next(iter(starts.values()), [{}])[0]
     for column in every[0] if every else ():
-        others = [start[column] for of_name in starts.values() for start in of_name if column in start]
+        others = [
+            start[column] for of_name in starts.values() for start in of_name if column in start
+        ]
         different = sum(not np.array_equal(other.each, first[column].each) for other in others)
         if column != HELD_OUT and different:
             sentences.append(
@@ -243,12 +302,16 @@ def read_answers(
         if not all(are_alike(every[0], other, [column]) for other in every):
             sentences.append(f"{name}: not compared, because the prompts of the runs differ")
         elif column in first and not are_alike(every[0], first, [column]):
-            sentences.append(f"{name}: not compared with {BASE}, because {BASE} was evaluated with other prompts")
+            sentences.append(
+                f"{name}: not compared with {BASE}, because {BASE} was evaluated with other prompts"
+            )
     return Answers(runs, starts), sentences
 
 
 def num_questions(answers: Answers) -> dict[str, int]:
-    """Return the numbers of questions by column, of held-out examples, and of the average all questions."""
+    """Return the numbers of questions by column, of held-out examples, and of the average all
+    questions.
+    """
     runs = next(iter(answers.runs.values()), None)
     numbers = {column: len(points.each) for column, points in runs[0].items()} if runs else {}
     of_suite = sum(number for column, number in numbers.items() if column != HELD_OUT)
@@ -258,13 +321,17 @@ def num_questions(answers: Answers) -> dict[str, int]:
 def cautions(candidates: Sequence[Candidate], answers: Answers) -> Iterator[str]:
     """Yield facts about the runs that weaken a verdict.
 
-    Among them measures whose spread over seeds differs between candidates (Bartlett's test at 5% for all measures): a
-    mean of runs of which few are bad depends on how many of these few were drawn.
+    Among them measures whose spread over seeds differs between candidates (Bartlett's test at 5%
+    for all measures): a mean of runs of which few are bad depends on how many of these few were
+    drawn.
     """
     for candidate in candidates:
         bad = [run.status for run in candidate.verdict if run.status != "finished"]
         if bad:
-            number, reasons = f"{len(bad)} of {len(candidate.verdict)}", " or ".join(sorted(set(bad)))
+            number, reasons = (
+                f"{len(bad)} of {len(candidate.verdict)}",
+                " or ".join(sorted(set(bad))),
+            )
             yield f"{candidate.name}: {number} runs with fresh seeds {reasons}, so this candidate has no verdict"
     columns = next(iter(answers.runs.values()))[0] if answers.runs else ()
     for column in columns:
@@ -280,7 +347,10 @@ def cautions(candidates: Sequence[Candidate], answers: Answers) -> Iterator[str]
             warnings.simplefilter("ignore")  # a spread of 0 makes the statistic infinite
             p = bartlett(*by_name.values()).pvalue
         if p < 0.05 / len(columns):
-            most, least = max(deviations, key=deviations.__getitem__), min(deviations, key=deviations.__getitem__)
+            most, least = (
+                max(deviations, key=deviations.__getitem__),
+                min(deviations, key=deviations.__getitem__),
+            )
             yield (
                 f"{measure}: the runs of {most} differ much more between seeds than those of {least} (standard "
                 f"deviation {deviations[most]:.3g} and {deviations[least]:.3g}), so other seeds could give {most} "

@@ -11,14 +11,17 @@ from ..run.metrics import IN_STUDIES
 Answer = Literal["better", "worse", "equivalent", "not distinguishable"]
 Status = Literal["waiting", "running", "finished", "diverged", "failed"]
 ENDED = ("finished", "diverged", "failed")
-"""diverged: the loss was not a number, or above the start's. failed: any other error. All of them are results."""
+"""diverged: the loss was not a number, or above the start's. failed: any other error. All of them
+are results."""
 BASE, AVERAGE, HELD_OUT = "base", "average", "held-out"
 """The starting checkpoint, as a reference; measures that are no columns of the suite."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The held-out examples evaluated during a run, or at its start, step 0. None: not measured there."""
+    """The held-out examples evaluated during a run, or at its start, step 0.
+    None: not measured there.
+    """
 
     step: int
     tokens: int | None = None
@@ -52,7 +55,8 @@ class Run:
     reason: str | None = None
     """Of a run that is not finished, one sentence."""
     metric: float | None = None
-    """The selection metric at the end of the run; of a final run, the mean by weight over the examples that judge."""
+    """The selection metric at the end of the run; of a final run, the mean by weight over the
+    examples that judge."""
     start: float | None = None
     """The same at the start of the run."""
     curve: list[Point] = field(default_factory=list)
@@ -65,7 +69,8 @@ class Run:
     draw: int | None = None
     """Of a verdict's run, the seed of its perturbation; None: the study has no draws."""
     identity: dict[str, Any] = field(default_factory=dict)
-    """Hashes of what must be equal for all candidates with this seed (docs/comparison.md); see audit.py."""
+    """Hashes of what must be equal for all candidates with this seed (docs/comparison.md); see
+    audit.py."""
 
     @property
     def results(self) -> dict[str, float | None]:
@@ -105,17 +110,25 @@ class Candidate:
 
 def finished(runs: Iterable[Run]) -> list[Run]:
     """Return the runs that have a result: they are finished, and their metric is a number."""
-    return [run for run in runs if run.status == "finished" and run.metric is not None and isfinite(run.metric)]
+    return [
+        run
+        for run in runs
+        if run.status == "finished" and run.metric is not None and isfinite(run.metric)
+    ]
 
 
 def mean_metric(runs: Sequence[Run]) -> float | None:
-    """Return the mean metric of a trial's runs, or of a seed's draws; None unless all have a result."""
+    """Return the mean metric of a trial's runs, or of a seed's draws; None unless all have a
+    result.
+    """
     metrics = [run.metric for run in finished(runs) if run.metric is not None]
     return fmean(metrics) if runs and len(metrics) == len(runs) else None
 
 
 def by_number(runs: Iterable[Run]) -> dict[int, list[Run]]:
-    """Return one candidate's runs of the search by trial, or its runs of the verdict by the position of their seed."""
+    """Return one candidate's runs of the search by trial, or its runs of the verdict by the
+    position of their seed.
+    """
     numbers: dict[int, list[Run]] = {}
     for run in runs:
         numbers.setdefault(run.number, []).append(run)
@@ -140,8 +153,8 @@ class Difference:
     p_holm: float
     answer: Answer
     detectable: float | None
-    """The difference that this study would have found with the declared power, from its own variances; None: all runs
-    gave the same, which shows no spread."""
+    """The difference that this study would have found with the declared power, from its own
+    variances; None: all runs gave the same, which shows no spread."""
     margin: float | None = None
     """Of the equivalence test, for columns that are to be retained; None: not tested."""
     retained: bool | None = None
@@ -149,17 +162,21 @@ class Difference:
     equivalence: float | None = None
     """The declared margin of equivalence; None: not tested."""
     is_equivalent: bool | None = None
-    """Whether the true difference is shown to be smaller than this margin, also of a candidate that is better."""
+    """Whether the true difference is shown to be smaller than this margin, also of a candidate that
+    is better."""
     noisiest: str = ""
     """The one of both whose results differ most between seeds, and `seed_range`, by how much."""
     seed_range: float = 0.0
     seed_share: float = 0.0
-    """The share of the variance that the seeds cause; questions or examples cause the other part."""
+    """The share of the variance that the seeds cause; questions or examples cause the other
+    part."""
 
 
 @dataclass(frozen=True)
 class DrawSpread:
-    """The standard deviations of one measure over the seeds of a candidate, and over the draws of a seed."""
+    """The standard deviations of one measure over the seeds of a candidate, and over the draws of a
+    seed.
+    """
 
     measure: str
     """HELD_OUT, or a column of the suite, or AVERAGE."""
@@ -173,14 +190,18 @@ class DrawSpread:
 
     @property
     def share(self) -> float | None:
-        """The draws' part of the variance over seeds of single runs; None if all runs gave the same."""
+        """The draws' part of the variance over seeds of single runs; None if all runs gave the
+        same.
+        """
         total = self.seeds**2 + self.draws**2
         return self.draws**2 / total if total else None
 
 
 @dataclass(frozen=True)
 class Study:
-    """A study with its runs, its verdict and its faults. `dataclasses.asdict` of it is study.json."""
+    """A study with its runs, its verdict and its faults.
+    `dataclasses.asdict` of it is study.json.
+    """
 
     name: str
     file: dict[str, Any]
@@ -199,7 +220,8 @@ class Study:
     contamination: dict[str, Any] | None = None
     """By column: {"questions", "overlapping", "examples_read"}."""
     num_questions: dict[str, int] = field(default_factory=dict)
-    """By measure, of the held-out examples too; empty of a study with problems, whose answers are not read."""
+    """By measure, of the held-out examples too; empty of a study with problems, whose answers are
+    not read."""
     declaration: str = ""
     """The hash of declaration.json; empty if it is missing or was changed."""
     command: str = ""

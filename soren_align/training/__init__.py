@@ -3,7 +3,8 @@
 import logging
 
 _KERNELS = "Failed to load CPU gemm_4bit_forward"
-"""Begins bitsandbytes' warning about a package of optional kernels, which the import of PEFT prints."""
+"""Begins bitsandbytes' warning about a package of optional kernels, which the import of PEFT
+prints."""
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: not record.getMessage().startswith(_KERNELS)
 )

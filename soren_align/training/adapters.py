@@ -1,7 +1,8 @@
 """LoRA adapters, frozen parameters, and the export of weights to a model folder.
 
-PEFT stores adapters and TRL trains them; which of their tensors are mapped is decided in optim/routing.py. Exported are
-the weights that the optimizer updates, unsharded, in the dtype of the model folder.
+PEFT stores adapters and TRL trains them; which of their tensors are mapped is decided in
+optim/routing.py. Exported are the weights that the optimizer updates, unsharded, in the dtype of
+the model folder.
 """
 
 import collections
@@ -22,23 +23,35 @@ from ..core.files import remove, rename_durably, write
 from ..optim import chunks, copied_to_cpu, master_weights
 from ..recipe import Recipe, adapter_config, is_local, load_resolved, recorded_quantization
 from ..run.folder import MERGED_FROM, RunFolder
-from ..run.weights import NO_PATTERN, load_adapter, load_config, load_model, load_tokenizer, make_savable_
+from ..run.weights import (
+    NO_PATTERN,
+    load_adapter,
+    load_config,
+    load_model,
+    load_tokenizer,
+    make_savable_,
+)
 from .checkpoints import write_errors
 from .trained_optimizer import AttachedOptimizer
 
 MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
-"""Whose out_proj, conv1d and dt_proj cannot be adapted: their weights are read without calling the layers."""
+"""Whose out_proj, conv1d and dt_proj cannot be adapted: their weights are read without calling the
+layers."""
 Weight = tuple[str, Tensor, Tensor | None]
 """Name as in `state_dict`, tensor, compensation."""
 
 
 def base_model(start: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Return (folder or hub name, revision) of the whole model to load: an adapter's base, or `start` itself.
+    """Return (folder or hub name, revision) of the whole model to load: an adapter's base, or
+    `start` itself.
 
-    A folder is returned as an absolute path: adapters store it, and are loaded from other working directories.
+    A folder is returned as an absolute path: adapters store it, and are loaded from other working
+    directories.
     """
     config = adapter_config(start)
-    name, revision = (config["base_model_name_or_path"], config.get("revision")) if config else (start, revision)
+    name, revision = (
+        (config["base_model_name_or_path"], config.get("revision")) if config else (start, revision)
+    )
     return (str(Path(name).resolve()) if is_local(name) else name), revision
 
 
@@ -53,7 +66,9 @@ def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
         if name.endswith(".weight") and _matches(name, recipe.model.freeze)
     ]
     if lora.target_modules == "all-linear":  # of these PEFT cannot adapt routers, and some of Mamba
-        excluded += [name for name, module in model.named_modules() if "Router" in type(module).__name__]
+        excluded += [
+            name for name, module in model.named_modules() if "Router" in type(module).__name__
+        ]
         if model.config.model_type in MAMBA_TYPES:
             ends = (".out_proj", ".conv1d", ".dt_proj")
             excluded += [name for name, _ in model.named_modules() if name.endswith(ends)]
@@ -65,7 +80,8 @@ def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
         target_modules=lora.target_modules,
         exclude_modules=excluded or None,
         modules_to_save=lora.modules_to_save or None,
-        # Otherwise an embedding that is tied to the head would be trained as embedding and not as head.
+        # Otherwise an embedding that is tied to the head would be trained as embedding and not as
+        # head.
         ensure_weight_tying=bool(lora.modules_to_save) and bool(model.config.tie_word_embeddings),
         revision=getattr(model.config, "_commit_hash", None) or recipe.model.revision,
     )
@@ -76,7 +92,9 @@ def add_empty_adapter(model: PreTrainedModel, recipe: Recipe, start: str) -> Any
 
     For models on the meta device or of fake tensors, within their context.
     """
-    config = LoraConfig.from_pretrained(start) if adapter_config(start) else lora_config(recipe, model)
+    config = (
+        LoraConfig.from_pretrained(start) if adapter_config(start) else lora_config(recipe, model)
+    )
     if config is None:
         return model
     config.inference_mode = False  # as saved adapters are
@@ -85,15 +103,19 @@ def add_empty_adapter(model: PreTrainedModel, recipe: Recipe, start: str) -> Any
 
 
 def merge(run: RunFolder) -> Path:
-    """Write `run`/merged: the run's adapter merged with its base into one model, and its tokenizer. Return that folder.
+    """Write `run`/merged: the run's adapter merged with its base into one model, and its tokenizer.
+    Return that folder.
 
-    Merged in float32; saved in run.save_dtype, or else in the dtype of the base's config. If the base was quantized in
-    training, it is quantized again and dequantized, to the weights that the adapter was trained on. An earlier merge of
-    the same adapter is replaced. Raises UserError if anything else is in its place, or a file cannot be loaded.
+    Merged in float32; saved in run.save_dtype, or else in the dtype of the base's config. If the
+    base was quantized in training, it is quantized again and dequantized, to the weights that the
+    adapter was trained on. An earlier merge of the same adapter is replaced. Raises UserError if
+    anything else is in its place, or a file cannot be loaded.
     """
     target = run.merged
     if target.exists() and not run.is_merged():
-        raise UserError(f"{target}: is not a merge of this run's adapter; remove or rename this folder")
+        raise UserError(
+            f"{target}: is not a merge of this run's adapter; remove or rename this folder"
+        )
     name, revision = base_model(str(run.model))
     with as_user_error(f"{run}: cannot be merged"):
         config = load_config(name, revision)
@@ -108,7 +130,11 @@ def merge(run: RunFolder) -> Path:
     partial = target.with_name("merged.part")
     remove(partial)
     save_dtype = load_resolved(run.recipe).run.save_dtype
-    dtype = getattr(torch, save_dtype) if save_dtype else getattr(config, "dtype", None) or torch.float32
+    dtype = (
+        getattr(torch, save_dtype)
+        if save_dtype
+        else getattr(config, "dtype", None) or torch.float32
+    )
     with write_errors(partial, "Free space on this disk, then rerun the command"):
         merged.to(dtype).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
@@ -138,8 +164,8 @@ def refuse_unmatched(model: nn.Module, globs: Sequence[str]) -> None:
 class GradientCheck(TrainerCallback):
     """Raises UserError after the first step if a matrix had no gradient. Collective.
 
-    Not before it: a gradient with a NaN is the better reason. Only where gradients are attributes of the parameters,
-    which they are not under ZeRO.
+    Not before it: a gradient with a NaN is the better reason. Only where gradients are attributes
+    of the parameters, which they are not under ZeRO.
     """
 
     def __init__(self, attached: AttachedOptimizer):
@@ -152,8 +178,12 @@ class GradientCheck(TrainerCallback):
         self._pending = False
         trained = [(name, p) for name, p in kwargs["model"].named_parameters() if p.requires_grad]
         missing = [name for name, parameter in trained if parameter.grad is None]
-        groups = (group for group in self.attached.expected.param_groups if group["rule"] == "spectral")
-        matrices = set(missing).intersection(name for group in groups for name in group["param_names"])
+        groups = (
+            group for group in self.attached.expected.param_groups if group["rule"] == "spectral"
+        )
+        matrices = set(missing).intersection(
+            name for group in groups for name in group["param_names"]
+        )
         if self.attached.ranks.any(bool(matrices)):
             reached = [name for name, parameter in trained if parameter.grad is not None]
             raise UserError(
@@ -173,13 +203,17 @@ def common_globs(missing: Iterable[str], reached: Iterable[str]) -> list[str]:
     for name in map(_without_adapter, missing):
         if not _matches(name, globs):
             prefixes = (name[: end + 1] for end, letter in enumerate(name) if letter == ".")
-            prefix = next((p for p in prefixes if not any(other.startswith(p) for other in others)), None)
+            prefix = next(
+                (p for p in prefixes if not any(other.startswith(p) for other in others)), None
+            )
             globs.append(f"{prefix}*" if prefix else name)
     return globs
 
 
 def _without_adapter(name: str) -> str:
-    """Return the name in the model without adapter: of a LoRA factor that of the weight which it belongs to."""
+    """Return the name in the model without adapter: of a LoRA factor that of the weight which it
+    belongs to.
+    """
     return re.sub(r"\.lora_[AB]\.\w+", "", name.removeprefix("base_model.model."))
 
 
@@ -188,13 +222,15 @@ def _matches(name: str, globs: Iterable[str]) -> bool:
 
 
 def export_weights(weights: Iterable[Weight], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return a state dict, compensations added, in `dtype` (None: unchanged) on the CPU; rounded in chunks on their own
-    device. Raises UserError if a weight does not fit in `dtype`.
+    """Return a state dict, compensations added, in `dtype` (None: unchanged) on the CPU; rounded in
+    chunks on their own device. Raises UserError if a weight does not fit in `dtype`.
 
-    `weights` is always read to its end, also after an error: it may be collective, and the other ranks would wait.
+    `weights` is always read to its end, also after an error: it may be collective, and the other
+    ranks would wait.
     """
     exported: dict[str, Tensor] = {}
-    try:  # one tensor at a time, so that each wider copy is freed before the next tensor is gathered
+    # one tensor at a time, so that each wider copy is freed before the next tensor is gathered
+    try:
         for name, tensor, compensation in weights:
             if dtype is None or not tensor.is_floating_point():
                 exported[name] = tensor

@@ -27,11 +27,15 @@ from .setup import TrainingSetup, trl_arguments
 
 
 def build_trainer(
-    setup: TrainingSetup, folder: RunFolder, ranks: Ranks = Ranks(), lost_updates: LostUpdatesPolicy | None = None
+    setup: TrainingSetup,
+    folder: RunFolder,
+    ranks: Ranks = Ranks(),
+    lost_updates: LostUpdatesPolicy | None = None,
 ):
     """Load the model and return the trainer, an instance of SorenTrainerMixin.
 
-    `trainer.origin` identifies the run in its checkpoints: recipe, processes, data, starting weights, template.
+    `trainer.origin` identifies the run in its checkpoints: recipe, processes, data, starting
+    weights, template.
     """
     recipe, held_out, task = setup.recipe, setup.tokens["eval"], TASKS[setup.recipe.task]
     columns = [*task.token_columns, *task.passed_on]
@@ -42,22 +46,33 @@ def build_trainer(
         token: Any = setup.tokenizer.eos_token_id
         model.config.get_text_config().eos_token_id = token
         generation: Any = model.generation_config
-        others = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
-        generation.eos_token_id = [token, *(other for other in others if other not in (None, token))]
+        others = (
+            generation.eos_token_id
+            if isinstance(generation.eos_token_id, list)
+            else [generation.eos_token_id]
+        )
+        generation.eos_token_id = [
+            token,
+            *(other for other in others if other not in (None, token)),
+        ]
     new_adapter = adapters.lora_config(recipe, model)
-    if new_adapter is None:  # otherwise the parameters to train exist only after TRL has added the adapter
+    # otherwise the parameters to train exist only after TRL has added the adapter
+    if new_adapter is None:
         with as_user_error("optimizer", ValueError):
             build_optimizer(model, **optimizer_settings(recipe))
         if task.has_reference and recipe.model.revision and not isinstance(model, PeftModel):
             # TRL loads the reference by this name, without a revision.
-            config_file: Any = cached_file(setup.start, "config.json", revision=recipe.model.revision)
+            config_file: Any = cached_file(
+                setup.start, "config.json", revision=recipe.model.revision
+            )
             model.config._name_or_path = str(Path(config_file).parent)
     kind = parallel(recipe.run.parallel).kind if ranks.launched else None
     reference: dict[str, Any] = {}
     is_whole = new_adapter is None and not isinstance(model, PeftModel)
     is_policy = not task.has_reference or (args.precompute_ref_log_probs and kind != "fsdp2")
     if recipe.run.perturb and is_whole and not is_policy:
-        reference["ref_model"] = load_model(recipe, setup.start)  # TRL would load it without the perturbation
+        # TRL would load it without the perturbation
+        reference["ref_model"] = load_model(recipe, setup.start)
     origin = {
         "training": training_part(recipe),
         "processes": ranks.num_ranks,
@@ -65,17 +80,24 @@ def build_trainer(
         "start": _sha256_or_revision(setup.start, recipe.model.revision),
     }
     if adapter_config(setup.start):
-        origin["base"] = _sha256_or_revision(*adapters.base_model(setup.start, recipe.model.revision))
+        origin["base"] = _sha256_or_revision(
+            *adapters.base_model(setup.start, recipe.model.revision)
+        )
     # The recipe names a file, whose contents may have changed.
     template = json.dumps(setup.tokenizer.chat_template)
     origin["chat_template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
     files = (folder.metrics, folder.spectra) if ranks.is_first else (None, None)
     # TRL prints while it truncates and packs; data/stats.py has already counted and shown the same.
-    with as_user_error("trainer", ValueError, RuntimeError), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        as_user_error("trainer", ValueError, RuntimeError),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         return getattr(trainer, task.trainer)(
             model=model,
             args=args,
-            train_dataset=setup.stream.dataset() if setup.stream else setup.tokens["train"].select_columns(columns),
+            train_dataset=setup.stream.dataset()
+            if setup.stream
+            else setup.tokens["train"].select_columns(columns),
             eval_dataset=held_out.select_columns(columns) if held_out else None,
             processing_class=setup.tokenizer,
             peft_config=new_adapter,
@@ -91,19 +113,24 @@ def build_trainer(
 
 
 def _sha256_or_revision(name: str, revision: str | None) -> str | None:
-    """Return the sha256 of a folder's weights; of a model on the hub the commit, which its config no longer has
-    (transformers 5.23).
+    """Return the sha256 of a folder's weights; of a model on the hub the commit, which its config
+    no longer has (transformers 5.23).
     """
-    return fingerprint(name) or extract_commit_hash(cached_file(name, "config.json", revision=revision), None)
+    return fingerprint(name) or extract_commit_hash(
+        cached_file(name, "config.json", revision=revision), None
+    )
 
 
 def optimizer_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's optimizer section as keywords of `build_optimizer`, without those that are null."""
+    """Return the recipe's optimizer section as keywords of `build_optimizer`, without those that
+    are null.
+    """
     return recipe.optimizer.model_dump(exclude_none=True)
 
 
 def trl_forward(model: Any, checkpointing: bool) -> Any:
-    """Return a function of token ids [examples, length] that computes the loss as TRL's trainers do.
+    """Return a function of token ids [examples, length] that computes the loss as TRL's trainers
+    do.
 
     The model is modified: training mode, no cache, TRL's fused head.
     """

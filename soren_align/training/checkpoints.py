@@ -1,11 +1,13 @@
-"""Complete checkpoints: sealed when all their files are on the disk, verified by content before anything reads them.
+"""Complete checkpoints: sealed when all their files are on the disk, verified by content before
+anything reads them.
 
-transformers writes a checkpoint file by file, resumes from an incomplete one, and starts with an empty optimizer state
-if that file is missing, all without a warning. Here a checkpoint is complete once it contains the seal
-`soren_align.json`, written last: the size and the hash of every file, the step, and the origin of the checkpoint
-(recipe, data, starting weights, template).
+transformers writes a checkpoint file by file, resumes from an incomplete one, and starts with an
+empty optimizer state if that file is missing, all without a warning. Here a checkpoint is complete
+once it contains the seal `soren_align.json`, written last: the size and the hash of every file, the
+step, and the origin of the checkpoint (recipe, data, starting weights, template).
 
-Disk space is checked before each checkpoint and before the model is saved; an error of writing is one sentence.
+Disk space is checked before each checkpoint and before the model is saved; an error of writing is
+one sentence.
 """
 
 import contextlib
@@ -53,19 +55,24 @@ REQUIRED_FILES = ("scheduler.pt", "trainer_state.json")
 STREAM_FILE = "stream.json"
 _MAX_NAMED = 3
 """Files that a message names; the others are counted."""
-TORCH_WRITE_ERRORS = re.compile(r"inline_container|PytorchStreamWriter|iostream error|unexpected pos")
+TORCH_WRITE_ERRORS = re.compile(
+    r"inline_container|PytorchStreamWriter|iostream error|unexpected pos"
+)
 """In the RuntimeErrors of torch.save on a full disk, which have no errno (torch 2.13)."""
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
 STREAM = form(
     {
-        # of STREAM_FILE: the place in a stream; see packing.TokenStream, and data.stream about blocks
+        # of STREAM_FILE: the place in a stream; see packing.TokenStream, and data.stream about
+        # blocks
         "block": {
             "number": Count,
             "num_read": Count,
             "dropped": dict[str, Count],
-            "splits": [{"passes": Count, "num_read": Count, "position": _Pair | dict[str, Any] | None}],
+            "splits": [
+                {"passes": Count, "num_read": Count, "position": _Pair | dict[str, Any] | None}
+            ],
         },
         **dict.fromkeys(("num_rows", "num_kept", "num_trained"), Count),
         "dropped": dict[str, Count],
@@ -86,7 +93,9 @@ _TRAINER_STATE = form(
         "best_metric?": float | None,
         "best_global_step?": Count | None,
         "best_model_checkpoint?": str | None,
-        **dict.fromkeys(("is_local_process_zero?", "is_world_process_zero?", "is_hyper_param_search?"), bool),
+        **dict.fromkeys(
+            ("is_local_process_zero?", "is_world_process_zero?", "is_hyper_param_search?"), bool
+        ),
         "trial_name?": str | None,
         "trial_params?": dict[str, Any] | None,
         "stateful_callbacks?": {
@@ -103,26 +112,31 @@ _TRAINER_STATE = form(
 def seal(checkpoint: Path, origin: dict[str, Any], ranks: Ranks = Ranks()) -> None:
     """Write a checkpoint's files to the disk, and then its seal. Collective.
 
-    Each rank syncs and hashes the files that it has written: on a network file system another rank may not see them
-    yet. origin: identifies the run, plain data; see build.build_trainer.
+    Each rank syncs and hashes the files that it has written: on a network file system another rank
+    may not see them yet. origin: identifies the run, plain data; see build.build_trainer.
     """
     sealed = {}
     with ranks.shared_errors():
-        written = [name for name in _names(checkpoint) if rank_of_file(name, ranks.num_ranks) == ranks.rank]
+        written = [
+            name for name in _names(checkpoint) if rank_of_file(name, ranks.num_ranks) == ranks.rank
+        ]
         files = contents((checkpoint / name for name in written), settle=True)
         sealed = dict(zip(written, files, strict=True))
     files = {name: content for part in ranks.gather(sealed) for name, content in part.items()}
     with ranks.shared_errors():
         if ranks.is_first:
             sync_folders(checkpoint)
-            record = Seal(step=step_of(checkpoint), origin=origin, files=dict(sorted(files.items())))
+            record = Seal(
+                step=step_of(checkpoint), origin=origin, files=dict(sorted(files.items()))
+            )
             write(checkpoint / COMPLETE_MARKER, json.dumps(record, indent=2) + "\n")
             sync_folder(checkpoint)
             sync_folder(checkpoint.parent)
 
 
 def check(checkpoint: Path, origin: dict[str, Any]) -> None:
-    """Raise UserError unless a checkpoint has all its files, plausible counts, and the origin `origin`.
+    """Raise UserError unless a checkpoint has all its files, plausible counts, and the origin
+    `origin`.
 
     The content of the files is not read here; see `verify`.
     """
@@ -147,31 +161,51 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
 
 
 def verify(checkpoint: Path, ranks: Ranks = Ranks()) -> None:
-    """Raise UserError on all ranks unless the files have the content that the seal lists. Collective.
+    """Raise UserError on all ranks unless the files have the content that the seal lists.
+    Collective.
 
-    The ranks share the chunks of all files, so that a large file takes none of them longer than the others.
+    The ranks share the chunks of all files, so that a large file takes none of them longer than the
+    others.
     """
     files, digests = {}, []
     with ranks.shared_errors():
         files = read_seal(checkpoint)["files"]
-        chunks = [c for name, content in files.items() for c in chunks_of(checkpoint / name, content["num_bytes"])]
-        first, end = (len(chunks) * rank // ranks.num_ranks for rank in (ranks.rank, ranks.rank + 1))
+        chunks = [
+            c
+            for name, content in files.items()
+            for c in chunks_of(checkpoint / name, content["num_bytes"])
+        ]
+        first, end = (
+            len(chunks) * rank // ranks.num_ranks for rank in (ranks.rank, ranks.rank + 1)
+        )
         digests = [*chunk_digests(chunks[first:end])]
     everything = (digest for part in ranks.gather(digests) for digest in part)
-    hashes = {name: tree_sha256(everything, content["num_bytes"]) for name, content in files.items()}
+    hashes = {
+        name: tree_sha256(everything, content["num_bytes"]) for name, content in files.items()
+    }
     changed = [name for name, content in files.items() if hashes[name] != content["tree_sha256"]]
     if changed:
         raise UserError(f"{checkpoint}: {_listed(changed)}: {CHANGED}; {PREVIOUS}")
 
 
 def _check_files(checkpoint: Path) -> Seal:
-    """Return the seal. Raises UserError if a file is missing, of another size or not listed, or the folder renamed."""
+    """Return the seal.
+    Raises UserError if a file is missing, of another size or not listed, or the folder renamed.
+    """
     seal = read_seal(checkpoint)
     if (step := seal["step"]) != step_of(checkpoint):
-        raise UserError(f"{checkpoint}: is the checkpoint of step {step}; rename this folder to checkpoint-{step}")
+        raise UserError(
+            f"{checkpoint}: is the checkpoint of step {step}; rename this folder to checkpoint-{step}"
+        )
     expected = {name: content["num_bytes"] for name, content in seal["files"].items()}
-    sizes = {name: (checkpoint / name).stat().st_size for name in expected if (checkpoint / name).is_file()}
-    damaged = [name for name in {*expected, *REQUIRED_FILES} if sizes.get(name) != expected.get(name, -1)]
+    sizes = {
+        name: (checkpoint / name).stat().st_size
+        for name in expected
+        if (checkpoint / name).is_file()
+    }
+    damaged = [
+        name for name in {*expected, *REQUIRED_FILES} if sizes.get(name) != expected.get(name, -1)
+    ]
     # optimizer.pt; under ZeRO each rank's *_optim_states.pt, under FSDP2 a folder optimizer_0
     if not damaged and not any("optim" in name for name in sizes):
         damaged = ["the optimizer's state"]
@@ -180,27 +214,38 @@ def _check_files(checkpoint: Path) -> Seal:
             f"{checkpoint}: {_listed(damaged)} missing or truncated, so the state of training is incomplete; restore "
             f"the missing data, or {PREVIOUS}"
         )
-    # Libraries choose among files by their names: beside a pytorch_model.bin, model.safetensors would not be read. None
-    # reads the hidden files of a file system or a desktop (.nfs000, .DS_Store).
+    # Libraries choose among files by their names: beside a pytorch_model.bin, model.safetensors
+    # would not be read. None reads the hidden files of a file system or a desktop (.nfs000,
+    # .DS_Store).
     unknown = [name for name in _names(checkpoint) if name not in expected]
-    if unknown := [n for n in unknown if not (last := Path(n).name).startswith(".") or last == ".metadata"]:
+    if unknown := [
+        n for n in unknown if not (last := Path(n).name).startswith(".") or last == ".metadata"
+    ]:
         added = _listed(unknown)
-        raise UserError(f"{checkpoint}: contains {added}, which training did not save; remove {added}")
+        raise UserError(
+            f"{checkpoint}: contains {added}, which training did not save; remove {added}"
+        )
     return seal
 
 
 def read_form(file: Path, kind: Any) -> dict[str, Any]:
-    """Return the content of a JSON file. Raises UserError, with the key, if it is missing or not of this kind."""
+    """Return the content of a JSON file.
+    Raises UserError, with the key, if it is missing or not of this kind.
+    """
     try:
         return TypeAdapter(kind).validate_python(read_json(file), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}; {PREVIOUS}") from None
+        raise UserError(
+            f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}; {PREVIOUS}"
+        ) from None
 
 
 def _names(checkpoint: Path) -> list[str]:
     """Return the paths of all files below a checkpoint's folder but the seal, relative to it."""
-    names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    names = (
+        path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()
+    )
     return [name for name in names if name != COMPLETE_MARKER]
 
 
@@ -214,8 +259,10 @@ def make_universal(checkpoint: Path) -> None:
 
     The checkpoints that they write are bound to their number again.
     """
-    origin, latest_tag = read_seal(checkpoint)["origin"], checkpoint / "latest"  # DeepSpeed's; those of DDP have none
-    if origin.get("processes") is not None and latest_tag.is_file():  # parts of a conversion that was interrupted
+    # DeepSpeed's; those of DDP have none
+    origin, latest_tag = read_seal(checkpoint)["origin"], checkpoint / "latest"
+    # parts of a conversion that was interrupted
+    if origin.get("processes") is not None and latest_tag.is_file():
         check_parts(checkpoint)
         remove(checkpoint / "latest_universal")
         remove(checkpoint / f"{latest_tag.read_text().strip()}_universal")
@@ -232,16 +279,19 @@ def make_universal(checkpoint: Path) -> None:
 
 
 def model_bytes(model: Any, dtype: torch.dtype | None = None) -> int:
-    """Return the bytes of the saved weights, in `dtype` or their own; with an adapter, of the trained ones."""
+    """Return the bytes of the saved weights, in `dtype` or their own; with an adapter, of the
+    trained ones.
+    """
     saved = [p for p in model.parameters() if p.requires_grad or not isinstance(model, PeftModel)]
     return sum(getattr(p, "ds_numel", p.numel()) * (dtype or p.dtype).itemsize for p in saved)
 
 
 def checkpoint_bytes(model: Any, attached: AttachedOptimizer) -> int:
-    """Return the bytes of a checkpoint: the weights, and the optimizer's states of all ranks. Collective.
+    """Return the bytes of a checkpoint: the weights, and the optimizer's states of all ranks.
+    Collective.
 
-    Under DDP the first rank saves all. Under ZeRO each rank saves its float32 masters too, and DeepSpeed a second copy
-    of the weights, unless they are sharded (stage 3).
+    Under DDP the first rank saves all. Under ZeRO each rank saves its float32 masters too, and
+    DeepSpeed a second copy of the weights, unless they are sharded (stage 3).
     """
     weights = model_bytes(model)
     states = sum(_nbytes(state) for state in attached.optimizer.state.values())
@@ -259,28 +309,39 @@ def _nbytes(values: Any) -> int:
 
 
 def refuse_full_disk(folder: Path, needed: int, purpose: str, attached: AttachedOptimizer) -> None:
-    """Raise ResumableError on all ranks if the disk of `folder` has less than `needed` bytes free. Collective.
+    """Raise ResumableError on all ranks if the disk of `folder` has less than `needed` bytes free.
+    Collective.
 
     purpose: such as "a checkpoint", for the message, which also names the last complete checkpoint.
     """
     with attached.ranks.shared_errors():
         if attached.ranks.is_first and (free := free_bytes(folder)) < needed:
-            space = f"{with_prefix(free, 'B')} are free, but {purpose} needs {with_prefix(needed, 'B')}"
-            raise ResumableError(f"{folder}: {space} ({free:,} and {needed:,} bytes). {_remedy(folder)}")
+            space = (
+                f"{with_prefix(free, 'B')} are free, but {purpose} needs {with_prefix(needed, 'B')}"
+            )
+            raise ResumableError(
+                f"{folder}: {space} ({free:,} and {needed:,} bytes). {_remedy(folder)}"
+            )
 
 
 @contextlib.contextmanager
 def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
-    """Within the block, raise ResumableError for an error of writing `folder`, which is then incomplete and removed.
+    """Within the block, raise ResumableError for an error of writing `folder`, which is then
+    incomplete and removed.
 
-    It names the folder, the free space of its disk, and `remedy`: by default the last complete checkpoint beside it.
+    It names the folder, the free space of its disk, and `remedy`: by default the last complete
+    checkpoint beside it.
     """
     try:
         yield
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
         finding, number, free = None, 0, f"{free_bytes(folder):,} bytes free"
         # torch.distributed.checkpoint has the errors of all ranks in one.
-        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        causes = (
+            [cause for cause, _ in error.failures.values()]
+            if isinstance(error, CheckpointException)
+            else [error]
+        )
         for cause in causes:
             if isinstance(cause, OSError):
                 number = cause.errno or 0
@@ -305,10 +366,14 @@ def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
 
 
 def _remedy(folder: Path, number: int = errno.ENOSPC) -> str:
-    """Return the last complete checkpoint below or beside `folder`, and the way on. number: the errno."""
+    """Return the last complete checkpoint below or beside `folder`, and the way on.
+    number: the errno.
+    """
     complete = [seal.parent for seal in folder.glob(f"**/checkpoint-*/{COMPLETE_MARKER}")]
     last = max(complete, key=step_of).name if complete else None
     state = f"The last complete checkpoint is {last}" if last else "No checkpoint is complete"
     action = REMEDIES.get(number, REMEDIES[errno.ENOSPC])
     way = "resume" if complete else "start again"
-    return f"{state}; {action}, then rerun the same command to {way}; or choose another run.output_dir"
+    return (
+        f"{state}; {action}, then rerun the same command to {way}; or choose another run.output_dir"
+    )

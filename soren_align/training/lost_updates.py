@@ -1,8 +1,9 @@
 """Measure the share of updates that rounding removes.
 
-An update far below one ulp of a weight does not change the weight, and no loss curve shows why. So the first step's
-updates are applied to a copy, at the peak learning rate (the warm-up may start at 0), and the changed entries are
-counted. After training, the same is measured in the dtype of the saved model.
+An update far below one ulp of a weight does not change the weight, and no loss curve shows why. So
+the first step's updates are applied to a copy, at the peak learning rate (the warm-up may start at
+0), and the changed entries are counted. After training, the same is measured in the dtype of the
+saved model.
 """
 
 import math
@@ -31,29 +32,36 @@ REMEDIES = (
 class LostUpdatesPolicy:
     """If most updates are lost at the first step: stop, or warn.
 
-    report(groups, warnings) is called once, on every rank, before a run is stopped; see `FirstStepCheck.groups`.
+    report(groups, warnings) is called once, on every rank, before a run is stopped; see
+    `FirstStepCheck.groups`.
     """
 
     action: Literal["stop", "warn"]
     report: Callable[[dict[str, Any], list[str]], object]
 
 
-WARN = LostUpdatesPolicy("warn", lambda groups, problems: [warnings.warn(text, stacklevel=2) for text in problems])
+WARN = LostUpdatesPolicy(
+    "warn", lambda groups, problems: [warnings.warn(text, stacklevel=2) for text in problems]
+)
 
 
 class FirstStepCheck(TrainerCallback):
-    """Measures the first step of a new run. Collective; raises UserError on every rank if most updates are lost.
+    """Measures the first step of a new run.
+    Collective; raises UserError on every rank if most updates are lost.
 
-    groups: {"matrices": {"fraction_changed", "dtype", "update_rms", "ulp", "lr"}, "other_parameters": ...}.
-    fraction_changed: of the entries with a nonzero update, those that change at lr, the peak. update_rms: of these
-    entries, without decay. ulp: at the root mean square of their weights, in dtype.
+    groups: {"matrices": {"fraction_changed", "dtype", "update_rms", "ulp", "lr"},
+    "other_parameters": ...}.
+    fraction_changed: of the entries with a nonzero update, those that change at lr, the peak.
+    update_rms: of these entries, without decay. ulp: at the root mean square of their weights, in
+    dtype.
     """
 
     def __init__(self, attached: AttachedOptimizer, policy: LostUpdatesPolicy):
         self.attached, self.policy = attached, policy
         self.groups: dict[str, dict[str, Any]] = {}
         self._pending = False
-        # of each group: entries with an update, changed, in bfloat16; sums of squares of updates and of weights
+        # of each group: entries with an update, changed, in bfloat16; sums of squares of updates
+        # and of weights
         self._sums = Sums(5 * len(GROUPS))
         self._peaks = [0.0] * len(GROUPS)
         self._matrices: dict[str, Any] = {}  # the parameter group
@@ -66,8 +74,11 @@ class FirstStepCheck(TrainerCallback):
         """Observe the coming step. If the loss scale skips it, the next one is observed."""
         if self._pending:
             optimizer = self.attached.optimizer
-            self._peaks = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-            self._matrices = optimizer.param_groups[0]  # ZeRO 1 and 2 step with a list of one group at a time
+            self._peaks = [
+                float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups
+            ]
+            # ZeRO 1 and 2 step with a list of one group at a time
+            self._matrices = optimizer.param_groups[0]
             optimizer.update_observers |= {self._add}
 
     def on_optimizer_step(self, args, state, control, **kwargs):
@@ -80,7 +91,9 @@ class FirstStepCheck(TrainerCallback):
             return
         self._pending = False
         for index, name in enumerate(GROUPS):
-            num_updated, num_changed, num_bfloat16, squares, weight_squares = sums[5 * index : 5 * index + 5]
+            num_updated, num_changed, num_bfloat16, squares, weight_squares = sums[
+                5 * index : 5 * index + 5
+            ]
             if num_updated:
                 dtype = torch.bfloat16 if num_bfloat16 else torch.float32
                 self.groups[name] = {
@@ -109,17 +122,26 @@ class FirstStepCheck(TrainerCallback):
             updated, changed = direction != 0, before != after
             del after
             count = updated.sum()
-            counts = count, changed.logical_and_(updated).sum(), count * (before.dtype == torch.bfloat16)
+            counts = (
+                count,
+                changed.logical_and_(updated).sum(),
+                count * (before.dtype == torch.bfloat16),
+            )
             squares = (lr * pending.scale * direction).square_().sum()
-            self._sums.add(5 * index, *counts, squares, torch.where(updated, before, 0).float().square_().sum())
+            self._sums.add(
+                5 * index, *counts, squares, torch.where(updated, before, 0).float().square_().sum()
+            )
 
 
-def change_after_saving(start: StartingWeights, attached: AttachedOptimizer, dtype: torch.dtype) -> dict[str, Any]:
-    """Return how much of the change since the start remains if both ends are rounded to `dtype`. Collective.
+def change_after_saving(
+    start: StartingWeights, attached: AttachedOptimizer, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return how much of the change since the start remains if both ends are rounded to `dtype`.
+    Collective.
 
-    {"dtype", "matrices": {"fraction_changed", "projection"}, "other_parameters": ...}. fraction_changed: of the entries
-    that changed, those that still differ after rounding. projection: <rounded change, change> / |change|^2, 1 if
-    rounding loses nothing.
+    {"dtype", "matrices": {"fraction_changed", "projection"}, "other_parameters": ...}.
+    fraction_changed: of the entries that changed, those that still differ after rounding.
+    projection: <rounded change, change> / |change|^2, 1 if rounding loses nothing.
     """
     sums = Sums(4 * len(GROUPS))
     for index, weights, before in start.pairs(attached.optimizer):
@@ -134,5 +156,8 @@ def change_after_saving(start: StartingWeights, attached: AttachedOptimizer, dty
         num_changed, num_remaining, product, square = totals[4 * index : 4 * index + 4]
         if num_changed:
             projection = product / square if square else 1.0
-            result[name] = {"fraction_changed": num_remaining / num_changed, "projection": projection}
+            result[name] = {
+                "fraction_changed": num_remaining / num_changed,
+                "projection": projection,
+            }
     return result

@@ -1,4 +1,6 @@
-"""Load the starting checkpoint: folder, tokenizer, model and dtype; perturb its weights (run.perturb)."""
+"""Load the starting checkpoint: folder, tokenizer, model and dtype; perturb its weights
+(run.perturb).
+"""
 
 import contextlib
 import hashlib
@@ -8,8 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 from trl.chat_template_utils import get_training_chat_template
 
 from ..core.errors import UserError, as_user_error, in_one_line
@@ -39,9 +49,11 @@ def starting_checkpoint(
 ) -> tuple[str, str]:
     """Return the folder or hub name that training starts from, and that of its tokenizer.
 
-    With model.init_seed, random weights are drawn and saved to `folder.start` first, unless they are there already.
-    examples: the dataset that model.tokenizer is trained on, if it is. verify: hash the files that are there; one rank
-    does. Raises UserError if the model cannot have the tokenizer, or these files have changed.
+    With model.init_seed, random weights are drawn and saved to `folder.start` first, unless they
+    are there already.
+    examples: the dataset that model.tokenizer is trained on, if it is. verify: hash the files that
+    are there; one rank does. Raises UserError if the model cannot have the tokenizer, or these
+    files have changed.
     """
     model = recipe.model
     if model.init_seed is not None and folder.start.is_dir():
@@ -49,14 +61,18 @@ def starting_checkpoint(
             marker = folder.start / COMPLETE_MARKER
             saved, actual = read_json(marker) if marker.is_file() else {}, _contents(folder.start)
             saved = saved if isinstance(saved, dict) else {}
-            if changed := sorted(name for name in {*saved, *actual} if saved.get(name) != actual.get(name)):
+            if changed := sorted(
+                name for name in {*saved, *actual} if saved.get(name) != actual.get(name)
+            ):
                 raise UserError(
                     f"{folder.start}: {', '.join(changed)}: {CHANGED}; remove this folder and rerun the same "
                     "command, which makes the folder again"
                 )
         return str(folder.start), str(folder.start)
     if isinstance(model.tokenizer, TrainedTokenizer):
-        tokenizer_source = str(trained_tokenizer(examples, model.tokenizer.vocab_size, default_cache_folder()))
+        tokenizer_source = str(
+            trained_tokenizer(examples, model.tokenizer.vocab_size, default_cache_folder())
+        )
     else:
         tokenizer_source = _resolved(model.tokenizer or model.name_or_path)
     if model.init_seed is None and model.tokenizer is None:
@@ -80,7 +96,9 @@ def starting_checkpoint(
 
 
 def _contents(start: Path) -> dict[str, Content]:
-    files = sorted(path for path in start.iterdir() if path.is_file() and path.name != COMPLETE_MARKER)
+    files = sorted(
+        path for path in start.iterdir() if path.is_file() and path.name != COMPLETE_MARKER
+    )
     return dict(zip((path.name for path in files), contents(files), strict=True))
 
 
@@ -89,8 +107,14 @@ def _resolved(name: str) -> str:
 
 
 def _named(recipe: Recipe, source: str) -> str:
-    """Return what to call a folder or hub name in messages: the recipe's name for it, or the folder that a run made."""
-    names = [name for name in (recipe.model.name_or_path, recipe.model.tokenizer) if isinstance(name, str)]
+    """Return what to call a folder or hub name in messages: the recipe's name for it, or the folder
+    that a run made.
+    """
+    names = [
+        name
+        for name in (recipe.model.name_or_path, recipe.model.tokenizer)
+        if isinstance(name, str)
+    ]
     own = f"{source} (made by soren-align; if you remove this folder, soren-align makes the folder again)"
     return next((name for name in names if _resolved(name) == source), own)
 
@@ -116,16 +140,18 @@ def load_config(recipe: Recipe) -> Any:
 
 
 def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
-    """Load the model with parameters of model.dtype, and the adapter that `start` holds, if it holds one; run.perturb
-    is applied.
+    """Load the model with parameters of model.dtype, and the adapter that `start` holds, if it
+    holds one; run.perturb is applied.
 
-    The adapter is trainable. Where a DeepSpeed config for ZeRO 3 is alive, the model is sharded while it loads.
+    The adapter is trainable. Where a DeepSpeed config for ZeRO 3 is alive, the model is sharded
+    while it loads.
     """
     name, revision = adapters.base_model(start, recipe.model.revision)
     options: dict[str, Any] = {"revision": revision, "dtype": getattr(torch, recipe.model.dtype)}
     options["attn_implementation"] = recipe.model.attn_implementation
     if recipe.model.quantize and recipe.trainer.get("use_cpu"):
-        options["device_map"] = {"": "cpu"}  # otherwise transformers quantizes on a GPU where there is one
+        # otherwise transformers quantizes on a GPU where there is one
+        options["device_map"] = {"": "cpu"}
     place = _named(recipe, start)
     with as_user_error(f"model {place}", ValueError, OSError, ImportError):
         model = weights.load_model(name, quantization(recipe), place=place, **options)
@@ -143,7 +169,8 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
 
 
 def generation_notices(recipe: Recipe, start: str) -> list[str]:
-    """Return a notice if the starting checkpoint's generation_config.json will be saved with a change.
+    """Return a notice if the starting checkpoint's generation_config.json will be saved with a
+    change.
 
     Raises UserError if transformers would not save it with the trained model.
     """
@@ -155,22 +182,27 @@ def generation_notices(recipe: Recipe, start: str) -> list[str]:
         return []
     except Exception as error:
         reason = in_one_line(error, 300)
-        raise UserError(f"{place}: generation_config.json cannot be read: {reason}; correct this file") from error
+        raise UserError(
+            f"{place}: generation_config.json cannot be read: {reason}; correct this file"
+        ) from error
     notice = weights.make_savable_(config, place)
     return [notice] if notice else []
 
 
 TWO_ANSWERS: list[dict[str, Any]] = [
-    {"role": role, "content": content} for content in ("first", "second") for role in ("user", "assistant")
+    {"role": role, "content": content}
+    for content in ("first", "second")
+    for role in ("user", "assistant")
 ]
-"""Templates that leave out parts of earlier turns render them differently as the second answer follows."""
+"""Templates that leave out parts of earlier turns render them differently as the second answer
+follows."""
 
 
 def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer, with the chat template and the end token that training will use.
 
-    source: its folder or hub name, as `starting_checkpoint` returns it.
-    TRL's variant of the template, with {% generation %}, replaces one whose answers cannot be derived (Qwen3's).
+    source: its folder or hub name, as `starting_checkpoint` returns it. TRL's variant of the
+    template, with {% generation %}, replaces one whose answers cannot be derived (Qwen3's).
     """
     revision = recipe.model.revision if recipe.model.tokenizer is None else None
     tokenizer = weights.load_tokenizer(source, revision, place=_named(recipe, source))
@@ -179,14 +211,18 @@ def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
         try:
             list(encode({"messages": [TWO_ANSWERS]}, "sft", tokenizer, assistant_only_loss=True))
         except ValueError:
-            # TRL does not support the template, or it fails on a conversation of TRL's: check_template reports it.
+            # TRL does not support the template, or it fails on a conversation of TRL's:
+            # check_template reports it.
             with contextlib.suppress(Exception):
-                tokenizer.chat_template = get_training_chat_template(tokenizer) or tokenizer.chat_template
+                tokenizer.chat_template = (
+                    get_training_chat_template(tokenizer) or tokenizer.chat_template
+                )
     return tokenizer
 
 
 def save_dtype(recipe: Recipe, start: str) -> torch.dtype:
-    """Return the dtype of the saved model: run.save_dtype, or that of the starting checkpoint's config.
+    """Return the dtype of the saved model: run.save_dtype, or that of the starting checkpoint's
+    config.
 
     Adapters are always saved in float32; run.save_dtype is then the dtype of the merged model.
     """
@@ -198,9 +234,9 @@ def save_dtype(recipe: Recipe, start: str) -> torch.dtype:
     return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
-# Perturb the starting weights by as much as rounding does: another draw of a chaotic training. The random numbers are a
-# hash of seed, parameter name and position, in integers: they are the same on every device, in every version of torch,
-# and for a shard as for the whole parameter.
+# Perturb the starting weights by as much as rounding does: another draw of a chaotic training. The
+# random numbers are a hash of seed, parameter name and position, in integers: they are the same on
+# every device, in every version of torch, and for a shard as for the whole parameter.
 
 # SplitMix64 (Steele et al. 2014), as signed 64-bit numbers.
 _STEP, _MIXES = 0x9E3779B97F4A7C15 - 2**64, (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
@@ -212,7 +248,8 @@ CHUNK = 2**22
 def perturb_(model: nn.Module, size: float, seed: int) -> None:
     """Multiply every parameter w by 1 + size u, with u uniform in [-1, 1], rounded to float32.
 
-    model: its parameters are float32; under ZeRO 3 each rank changes its shards. A tied parameter has its first name.
+    model: its parameters are float32; under ZeRO 3 each rank changes its shards. A tied parameter
+    has its first name.
     """
     rank = current_ranks().rank
     for name, parameter in model.named_parameters():
@@ -226,12 +263,19 @@ def perturb_(model: nn.Module, size: float, seed: int) -> None:
             part = flat[start : start + CHUNK]
             u = uniform(seed, name, first + start, part.numel(), part.device)
             part.copy_(part.double() * (1 + size * u))
-        shard.copy_(flat.view_as(shard))  # flat is a copy if the strides are not those of a flat tensor
+        # flat is a copy if the strides are not those of a flat tensor
+        shard.copy_(flat.view_as(shard))
 
 
-def uniform(seed: int, name: str, first: int, number: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the random numbers of a parameter's positions first, first + 1, ...: [number], float64, in [-1, 1)."""
-    key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little", signed=True)
+def uniform(
+    seed: int, name: str, first: int, number: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return the random numbers of a parameter's positions first, first + 1, ...: [number],
+    float64, in [-1, 1).
+    """
+    key = int.from_bytes(
+        hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little", signed=True
+    )
     state = torch.arange(first + 1, first + number + 1, device=device).mul_(_STEP).add_(key)
     for shift, mix in zip((30, 27), _MIXES, strict=True):
         state = _shifted(state, shift).bitwise_xor_(state).mul_(mix)

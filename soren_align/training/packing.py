@@ -1,9 +1,9 @@
 """The token sequences of a training: pack the examples, and check that they are separate.
 
-TRL 1.16 packs a thousand examples at a time, by `trainer.packing_strategy`: `bfd` cuts examples to max_length,
-`bfd_split` divides longer ones, `wrapped` divides their concatenation. Here the same function packs the examples' loss
-masks to count, and the examples of a stream, which TRL does not see as a whole. tests/training/test_packing.py compares
-with the sequences of a run.
+TRL 1.16 packs a thousand examples at a time, by `trainer.packing_strategy`: `bfd` cuts examples to
+max_length, `bfd_split` divides longer ones, `wrapped` divides their concatenation. Here the same
+function packs the examples' loss masks to count, and the examples of a stream, which TRL does not
+see as a whole. tests/training/test_packing.py compares with the sequences of a run.
 """
 
 from collections import Counter
@@ -29,14 +29,18 @@ NUM_PACKED_TOGETHER = 1_000
 """Examples that are packed together, as TRL packs a dataset's."""
 Row = dict[str, list[int]]
 NUM_EXAMPLES, NUM_TOKENS = 3, 16
-"""A probe's examples and the tokens of each: short, as logits have an entry for each token of the vocabulary."""
-PROBE = [[*range(first, first + NUM_TOKENS)] for first in range(3, 3 + NUM_EXAMPLES * NUM_TOKENS, NUM_TOKENS)]
+"""A probe's examples and the tokens of each: short, as logits have an entry for each token of the
+vocabulary."""
+PROBE = [
+    [*range(first, first + NUM_TOKENS)]
+    for first in range(3, 3 + NUM_EXAMPLES * NUM_TOKENS, NUM_TOKENS)
+]
 COLLATOR = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
 """Examples of the tokens 3 to 50, and TRL's packing, for a model without data."""
 TOLERANCE = 1e-4
-"""Largest change of the other examples' logits, relative to the change of the example's own. 20 small random models
-(tests/training/test_isolation.py has some) are at exactly 0, in float32 and bfloat16 (those with experts at 2e-8 with
-some kernels), or above 8e-4."""
+"""Largest change of the other examples' logits, relative to the change of the example's own. 20
+small random models (tests/training/test_isolation.py has some) are at exactly 0, in float32 and
+bfloat16 (those with experts at 2e-8 with some kernels), or above 8e-4."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ class Packing:
     """Tokens that are in no sequence."""
     num_lost_trained_tokens: int
     num_continuations: int
-    """Parts of examples that do not begin with the example's first token: they are trained without the tokens before
-    them."""
+    """Parts of examples that do not begin with the example's first token: they are trained without
+    the tokens before them."""
 
     def describe(self) -> list[str]:
         """Return lines about the sequences and about divided examples."""
@@ -63,7 +67,9 @@ class Packing:
         sequences = f"{self.num_sequences:,} sequences of up to {self.max_length:,} tokens, {filled:.0%} full"
         lines = [f"packing {self.strategy}: {sequences}"]
         if self.num_continuations:
-            lines.append(f"{self.num_continuations:,} parts of divided examples continue in another sequence")
+            lines.append(
+                f"{self.num_continuations:,} parts of divided examples continue in another sequence"
+            )
         return lines
 
     def notices(self) -> list[str]:
@@ -77,7 +83,9 @@ class Packing:
                 "max_length"
             ]
         if self.strategy == "wrapped":
-            return ["packing_strategy wrapped: examples in one sequence attend to the examples before them"]
+            return [
+                "packing_strategy wrapped: examples in one sequence attend to the examples before them"
+            ]
         return []
 
 
@@ -92,9 +100,12 @@ def pack(masks: data.LossMasks, args: Any) -> Packing:
     tables: list[Any] = [shard.with_format("arrow")[:] for shard in packed]
     tokens = np.concatenate([_flat(table["tokens"]) for table in tables])
     num_trained = int((tokens & data.TRAINED).sum())
-    # The first tokens of the examples in sequences, or, as a wrapped sequence is one part, of sequences.
+    # The first tokens of the examples in sequences, or, as a wrapped sequence is one part, of
+    # sequences.
     lengths = [
-        _flat(table["seq_lengths"]) if "seq_lengths" in table.column_names else [*map(len, table["tokens"])]
+        _flat(table["seq_lengths"])
+        if "seq_lengths" in table.column_names
+        else [*map(len, table["tokens"])]
         for table in tables
     ]
     first_tokens = tokens[np.concatenate(([0], np.concatenate(lengths).cumsum()[:-1]))]
@@ -116,50 +127,77 @@ def _flat(column: pa.ChunkedArray) -> np.ndarray:
 
 
 class TokenStream:
-    """The sequences of all examples of a stream, without end, as TRL would make them of the same examples.
+    """The sequences of all examples of a stream, without end, as TRL would make them of the same
+    examples.
 
-    The examples are tokenized as those of a whole dataset are; those without a token to train on within max_length are
-    dropped, the others truncated, or packed.
+    The examples are tokenized as those of a whole dataset are; those without a token to train on
+    within max_length are dropped, the others truncated, or packed.
 
-    transformers resumes by passing over the batches before the checkpoint. In the place of their sequences the stream
-    then yields a placeholder, and reads from the start of the block that the checkpoint is in: resuming costs one
-    block, however long the run. Every rank reads the whole stream, of which accelerate leaves it its micro-batches.
+    transformers resumes by passing over the batches before the checkpoint. In the place of their
+    sequences the stream then yields a placeholder, and reads from the start of the block that the
+    checkpoint is in: resuming costs one block, however long the run. Every rank reads the whole
+    stream, of which accelerate leaves it its micro-batches.
     """
 
-    def __init__(self, stream: data.Stream, task: TaskName, tokenizer: Any, args: Any, loss: tuple[bool, bool]):
-        """args: TRL's config. loss: assistant_only_loss and completion_only_loss, see `data.encode`."""
+    def __init__(
+        self,
+        stream: data.Stream,
+        task: TaskName,
+        tokenizer: Any,
+        args: Any,
+        loss: tuple[bool, bool],
+    ):
+        """args: TRL's config.
+        loss: assistant_only_loss and completion_only_loss, see `data.encode`.
+        """
         self.stream, self.tokenizer, self.args, self.loss = stream, tokenizer, args, loss
         self.task: TaskName = task
         self._packs = bool(getattr(args, "packing", False))
         self.num_passed_over = 0
-        start = {"block": stream.start, "num_rows": 0, "num_kept": 0, "dropped": {}, "num_trained": 0, "counts": None}
+        start = {
+            "block": stream.start,
+            "num_rows": 0,
+            "num_kept": 0,
+            "dropped": {},
+            "num_trained": 0,
+            "counts": None,
+        }
         self._begin(start)
 
     def _begin(self, start: data.State) -> None:
         """Set what an iteration counts to the state `start`."""
         self.start, self.block_end = start, start["block"]
         self.block_starts: list[data.State] = []
-        self.num_rows, self.num_kept, self.dropped = start["num_rows"], start["num_kept"], Counter(start["dropped"])
+        self.num_rows, self.num_kept, self.dropped = (
+            start["num_rows"],
+            start["num_kept"],
+            Counter(start["dropped"]),
+        )
 
     def dataset(self) -> Any:
         """Return the sequences as TRL's trainers take them."""
         return data.iterable_dataset(self.rows)
 
     def resume(self, state: data.State, num_passed_over: int) -> None:
-        """Start the next iteration at `state`. num_passed_over: sequences in the batches that are passed over."""
+        """Start the next iteration at `state`.
+        num_passed_over: sequences in the batches that are passed over.
+        """
         self.num_passed_over = num_passed_over
         self._begin(state)
 
     def state(self, num_trained: int) -> data.State:
-        """Return plain data to resume from after `num_trained` sequences, which the latest iteration has passed."""
+        """Return plain data to resume from after `num_trained` sequences, which the latest
+        iteration has passed.
+        """
         while len(self.block_starts) > 1 and self.block_starts[1]["num_rows"] <= num_trained:
             del self.block_starts[0]
         return {**self.block_starts[0], "num_trained": num_trained, "counts": self.counts()}
 
     def counts(self) -> dict[str, Any]:
-        """Return the numbers for run.json: of records read, with all of the present block; of examples kept, with those
-        that are read ahead; of those dropped, by reason; and of complete passes over each split. A run resumed at its
-        last step reads none: the counts are then those of the checkpoint."""
+        """Return the numbers for run.json: of records read, with all of the present block; of
+        examples kept, with those that are read ahead; of those dropped, by reason; and of complete
+        passes over each split. A run resumed at its last step reads none: the counts are then those
+        of the checkpoint."""
         if self.start["counts"] and not self.block_starts:
             return self.start["counts"]
         return {
@@ -170,31 +208,51 @@ class TokenStream:
         }
 
     def rows(self) -> Iterator[Row]:
-        """Return an iterator over the sequences, and the placeholders before the first one after a resume."""
-        yield from repeat({name: [0] for name in TASKS[self.task].token_columns}, self.num_passed_over)
+        """Return an iterator over the sequences, and the placeholders before the first one after a
+        resume.
+        """
+        yield from repeat(
+            {name: [0] for name in TASKS[self.task].token_columns}, self.num_passed_over
+        )
         self._begin(self.start)
         for block in self.stream.blocks(self.start["block"]):
-            counts = {"num_rows": self.num_rows, "num_kept": self.num_kept, "dropped": dict(self.dropped)}
+            counts = {
+                "num_rows": self.num_rows,
+                "num_kept": self.num_kept,
+                "dropped": dict(self.dropped),
+            }
             self.block_starts.append({"block": block.start, **counts})
             self.block_end = block.end
-            for batch in _batches(self._examples(block.examples), NUM_PACKED_TOGETHER if self._packs else 1):
+            for batch in _batches(
+                self._examples(block.examples), NUM_PACKED_TOGETHER if self._packs else 1
+            ):
                 sequences: Any = batch
                 if self._packs:
                     with quiet_libraries():
                         dataset = data.dataset_of(batch)
-                        sequences = pack_dataset(dataset, self.args.max_length, self.args.packing_strategy)
+                        sequences = pack_dataset(
+                            dataset, self.args.max_length, self.args.packing_strategy
+                        )
                 for row in sequences:
                     self.num_rows += 1
                     if self.num_rows > self.start["num_trained"]:
                         yield row
 
     def _examples(self, examples: list[dict[str, Any]]) -> Iterator[Row]:
-        """Yield the tokens of examples that are not dropped, those of SFT truncated: pairs are, by TRL's collator."""
+        """Yield the tokens of examples that are not dropped, those of SFT truncated: pairs are, by
+        TRL's collator.
+        """
         max_length = None if self._packs else self.args.max_length
         for batch in _batches(examples, data.BATCH_SIZE):
-            columns = {name: [example.get(name) for example in batch] for name in self.stream.columns}
+            columns = {
+                name: [example.get(name) for example in batch] for name in self.stream.columns
+            }
             for example in data.encode(columns, self.task, self.tokenizer, *self.loss):
-                reason = data.EMPTY_REASON if data.EMPTY_ANSWER in example.left_out else example.drop_reason(max_length)
+                reason = (
+                    data.EMPTY_REASON
+                    if data.EMPTY_ANSWER in example.left_out
+                    else example.drop_reason(max_length)
+                )
                 if reason:
                     self.dropped[reason] += 1
                     continue
@@ -214,17 +272,21 @@ def _batches(values: Iterable[Any], size: int) -> Iterator[list[Any]]:
 class IsolationCheck(TrainerCallback):
     """Raises UserError before the first step if packed examples are not separate. Collective.
 
-    Separate: a change of one moves no logit of another. Some architectures keep them apart by position ids or sequence
-    lengths, others ignore both. The model runs on a short sequence of real examples, and again with other tokens in the
-    first one: it is probed as it will train, with its attention, kernels and wrappers, and no list of architectures is
-    needed.
+    Separate: a change of one moves no logit of another. Some architectures keep them apart by
+    position ids or sequence lengths, others ignore both. The model runs on a short sequence of real
+    examples, and again with other tokens in the first one: it is probed as it will train, with its
+    attention, kernels and wrappers, and no list of architectures is needed.
     """
 
     def __init__(self, dataset: Any, collator: Any, place: str):
-        """dataset, collator: the trainer's own, with packed examples. place: the recipe's key that packs them."""
+        """dataset, collator: the trainer's own, with packed examples.
+        place: the recipe's key that packs them.
+        """
         self.dataset, self.collator, self.place = dataset, collator, place
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         """Run the probe on the wrapped, possibly sharded model, which has loaded its checkpoint."""
         examples = probe_examples(self.dataset)
         if len(examples) > 1:
@@ -232,13 +294,21 @@ class IsolationCheck(TrainerCallback):
 
 
 def refuse_mixing(
-    model: Any, place: str, examples: list[list[int]] = PROBE, collator: Any = COLLATOR, device: Any = "cpu"
+    model: Any,
+    place: str,
+    examples: list[list[int]] = PROBE,
+    collator: Any = COLLATOR,
+    device: Any = "cpu",
 ) -> None:
-    """Raise UserError if the model mixes packed examples. place: the recipe's key that packs them. Collective."""
+    """Raise UserError if the model mixes packed examples.
+    place: the recipe's key that packs them. Collective.
+    """
     try:
         change, noise = cross_talk(model, collator, examples, device)
     except ValueError as error:  # such as an architecture that needs a kernel for it
-        raise UserError(f"{place}: packed examples cannot be kept separate: {error}; write packing: false") from error
+        raise UserError(
+            f"{place}: packed examples cannot be kept separate: {error}; write packing: false"
+        ) from error
     if change <= max(TOLERANCE, 10 * noise):
         return
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -266,12 +336,16 @@ def probe_examples(dataset: Any) -> list[list[int]]:
     return examples
 
 
-def cross_talk(model: Any, collator: Any, examples: list[list[int]], device: Any) -> tuple[float, float]:
-    """Return (change of the other examples' logits, noise), relative to the change of the first example's own.
+def cross_talk(
+    model: Any, collator: Any, examples: list[list[int]], device: Any
+) -> tuple[float, float]:
+    """Return (change of the other examples' logits, noise), relative to the change of the first
+    example's own.
 
-    The first example's tokens are changed, then the last one's: examples before it cannot see it in a causal model, so
-    that their change is numerical noise (such as of experts that get other numbers of tokens). The model runs as in
-    training, with equal dropout; neither its mode nor the random numbers of training are changed. Collective.
+    The first example's tokens are changed, then the last one's: examples before it cannot see it in
+    a causal model, so that their change is numerical noise (such as of experts that get other
+    numbers of tokens). The model runs as in training, with equal dropout; neither its mode nor the
+    random numbers of training are changed. Collective.
     """
     vocabulary = sorted({token for example in examples for token in example})
     following = dict(zip(vocabulary, [*vocabulary[1:], vocabulary[0]], strict=True))
@@ -280,8 +354,14 @@ def cross_talk(model: Any, collator: Any, examples: list[list[int]], device: Any
     def logits(changed: int | None = None) -> Tensor:
         tokens = [[following[t] for t in e] if i == changed else e for i, e in enumerate(examples)]
         joined = [token for example in tokens for token in example]
-        feature = {"input_ids": joined, "labels": joined, "seq_lengths": [len(example) for example in tokens]}
-        batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in collator([feature]).items()}
+        feature = {
+            "input_ids": joined,
+            "labels": joined,
+            "seq_lengths": [len(example) for example in tokens],
+        }
+        batch = {
+            k: v.to(device) if isinstance(v, Tensor) else v for k, v in collator([feature]).items()
+        }
         del batch["labels"]
         with torch.no_grad(), torch.random.fork_rng(gpus):
             torch.manual_seed(0)
@@ -290,7 +370,8 @@ def cross_talk(model: Any, collator: Any, examples: list[list[int]], device: Any
     was_training = model.training
     model.train()
     original = logits()
-    first, last = ((logits(i) - original).square().mean(-1).sqrt() for i in (0, len(examples) - 1))  # by token
+    # by token
+    first, last = ((logits(i) - original).square().mean(-1).sqrt() for i in (0, len(examples) - 1))
     model.train(was_training)
     num_first, num_last = len(examples[0]), len(examples[-1])
     own = max(first[:num_first].mean().item(), torch.finfo(torch.float64).tiny)

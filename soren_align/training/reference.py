@@ -1,11 +1,12 @@
 """The identity of a run, and the reference model of DPO.
 
-`identity` in run.json has, as hashes and plain data, all that must be equal for such runs: starting weights, the
-batches in their order, precision, data, recipe, processes and versions; `soren-align compare` checks it
-(docs/comparison.md). The cached log-probabilities of a DPO's reference have a key of the same kind, and step 1 checks
-that they are of the starting model. Before the first update the policy is its own reference: all rewards, beta times
-the change of an answer's log-probability, are 0, and the sigmoid loss is ln 2. Log-probabilities of another model, from
-a cache or from a reference that was loaded from elsewhere, would silently train towards another goal.
+`identity` in run.json has, as hashes and plain data, all that must be equal for such runs: starting
+weights, the batches in their order, precision, data, recipe, processes and versions; `soren-align
+compare` checks it (docs/comparison.md). The cached log-probabilities of a DPO's reference have a
+key of the same kind, and step 1 checks that they are of the starting model. Before the first update
+the policy is its own reference: all rewards, beta times the change of an answer's log-probability,
+are 0, and the sigmoid loss is ln 2. Log-probabilities of another model, from a cache or from a
+reference that was loaded from elsewhere, would silently train towards another goal.
 """
 
 import hashlib
@@ -32,17 +33,26 @@ from ..spectral.matrices import BACKENDS, FULL
 from .setup import TrainingSetup
 
 ROUNDING = {torch.float32: 2.0**-15, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
-"""Root mean square of the rounding error of a token's log-probability. A Llama of 8 layers of 256 columns with random
-weights and logits of RMS 2.6 is 0.057 from float32 in bfloat16, 0.0070 in float16, and in float32 5.9e-6 from float64;
-with logits of RMS 0.3 an eighth of each. Two kernels differ by less. Float32 has a margin for the sums of wide layers.
+"""Root mean square of the rounding error of a token's log-probability. A Llama of 8 layers of 256
+columns with random weights and logits of RMS 2.6 is 0.057 from float32 in bfloat16, 0.0070 in
+float16, and in float32 5.9e-6 from float64; with logits of RMS 0.3 an eighth of each. Two kernels
+differ by less. Float32 has a margin for the sums of wide layers.
 """
 ROUTED = 2.0**-3
 """The same with experts: rounding changes a router's choice between two that are nearly equal."""
 SIGMAS = 6.0
-_PRECOMPUTED_BY = ("max_length", "truncation_mode", "ld_alpha", "bf16", "fp16", "per_device_train_batch_size")
+_PRECOMPUTED_BY = (
+    "max_length",
+    "truncation_mode",
+    "ld_alpha",
+    "bf16",
+    "fp16",
+    "per_device_train_batch_size",
+)
 _PRECOMPUTED_BY += ("per_device_eval_batch_size", "precompute_ref_batch_size", "world_size")
 MAX_HASHED = 2**24
-"""Elements of the starting weights that are hashed, of larger models evenly spaced rows: 64 MB, 0.05 s on one core."""
+"""Elements of the starting weights that are hashed, of larger models evenly spaced rows: 64 MB,
+0.05 s on one core."""
 LIBRARIES = {package.__name__: package.__version__ for package in (torch, transformers, trl)}
 # Odd, from SplitMix64 (Steele et al. 2014), as signed 64-bit numbers.
 _STEP, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
@@ -71,7 +81,9 @@ def device_name(device: torch.device) -> str:
 
 
 def precision(trainer: Any) -> dict[str, Any]:
-    """Return the dtypes of weights and arithmetic. `updated` is known only once the optimizer is made."""
+    """Return the dtypes of weights and arithmetic.
+    `updated` is known only once the optimizer is made.
+    """
     model = trainer.model
     parameters = list(model.parameters())
     record = {
@@ -80,7 +92,9 @@ def precision(trainer: Any) -> dict[str, Any]:
         "autocast": trainer.accelerator.mixed_precision,
         "float32_products": {name: backend.fp32_precision for name, backend in BACKENDS.items()},
         "attention": model.config._attn_implementation,
-        "adapter": _dtypes(p for p in parameters if p.requires_grad) if isinstance(model, PeftModel) else None,
+        "adapter": _dtypes(p for p in parameters if p.requires_grad)
+        if isinstance(model, PeftModel)
+        else None,
         "quantization": (quantization_of(model) or {}).get("quantize"),
     }
     if trainer.attached is not None:
@@ -93,8 +107,9 @@ def precision(trainer: Any) -> dict[str, Any]:
 class BatchHash(TrainerCallback):
     """An order-sensitive hash of all batches that a training has seen: token ids, labels and masks.
 
-    The hash is a number of 64 bits per rank, computed on the device of the batches and read at checkpoints and at the
-    end only. Checkpoints contain it: a resumed run has the hash of an uninterrupted one.
+    The hash is a number of 64 bits per rank, computed on the device of the batches and read at
+    checkpoints and at the end only. Checkpoints contain it: a resumed run has the hash of an
+    uninterrupted one.
     """
 
     def __init__(self, ranks: Ranks):
@@ -105,20 +120,33 @@ class BatchHash(TrainerCallback):
         self._is_complete = True
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Restore the hash of the checkpoint. One of another number of processes has no order to continue."""
+        """Restore the hash of the checkpoint.
+        One of another number of processes has no order to continue.
+        """
         saved = (state.stateful_callbacks or {}).get(type(self).__name__, {})  # pyright: ignore (a dict)
-        values, self.num_batches = saved.get("values", [0] * self.ranks.num_ranks), saved.get("batches", 0)
+        values, self.num_batches = (
+            saved.get("values", [0] * self.ranks.num_ranks),
+            saved.get("batches", 0),
+        )
         self._is_complete = values is not None and len(values) == self.ranks.num_ranks
         self._value = values[self.ranks.rank] if values is not None and self._is_complete else 0
 
     def add(self, inputs: dict[str, Any]) -> None:
-        """Continue the hash with a micro-batch of this rank, without its tensors of floats (log-probabilities)."""
-        tensors = sorted((k, v) for k, v in inputs.items() if torch.is_tensor(v) and not v.is_floating_point())
+        """Continue the hash with a micro-batch of this rank, without its tensors of floats
+        (log-probabilities).
+        """
+        tensors = sorted(
+            (k, v) for k, v in inputs.items() if torch.is_tensor(v) and not v.is_floating_point()
+        )
         layout = zlib.crc32(str([(name, *tensor.shape) for name, tensor in tensors]).encode())
         values = torch.cat([tensor.reshape(-1).long() for _, tensor in tensors])
         if self._keys.numel() < values.numel() or self._keys.device != values.device:
             self._keys = position_keys(2 * values.numel(), values.device)
-        before = self._value if torch.is_tensor(self._value) else torch.tensor(self._value, device=values.device)
+        before = (
+            self._value
+            if torch.is_tensor(self._value)
+            else torch.tensor(self._value, device=values.device)
+        )
         self._value = before * _STEP + (mixed_sum(values, self._keys[: values.numel()]) + layout)
         self.num_batches += 1
 
@@ -128,12 +156,16 @@ class BatchHash(TrainerCallback):
         return {"values": values if self._is_complete else None, "batches": self.num_batches}
 
     def record(self) -> dict[str, Any]:
-        """Return the hash over all ranks in their order, None after a resume with another number. Collective.
+        """Return the hash over all ranks in their order, None after a resume with another number.
+        Collective.
 
         {"batches": the hash, "num_batches": micro-batches of one rank}
         """
         values = self.state()["values"]
-        return {"batches": None if values is None else digest(values)[:16], "num_batches": self.num_batches}
+        return {
+            "batches": None if values is None else digest(values)[:16],
+            "num_batches": self.num_batches,
+        }
 
 
 def position_keys(number: int, device: torch.device | str = "cpu") -> Tensor:
@@ -142,7 +174,8 @@ def position_keys(number: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def mixed_sum(values: Tensor, keys: Tensor) -> Tensor:
-    """Return the sum of mixed pairs (value, key) modulo 2^64: int64 vectors, and a scalar on their device.
+    """Return the sum of mixed pairs (value, key) modulo 2^64: int64 vectors, and a scalar on their
+    device.
 
     Integers, which wrap around: the sum does not depend on the order in which a device adds.
     """
@@ -151,10 +184,11 @@ def mixed_sum(values: Tensor, keys: Tensor) -> Tensor:
 
 
 def weights_digest(model: torch.nn.Module, ranks: Ranks) -> str:
-    """Return the hash of a model's parameters: names, shapes, dtypes and evenly spaced rows. Collective.
+    """Return the hash of a model's parameters: names, shapes, dtypes and evenly spaced rows.
+    Collective.
 
-    Of the first rank's whole model, which DDP and FSDP2 distribute; under ZeRO 3 of the shards of all ranks in their
-    order, so that runs with different numbers of processes differ.
+    Of the first rank's whole model, which DDP and FSDP2 distribute; under ZeRO 3 of the shards of
+    all ranks in their order, so that runs with different numbers of processes differ.
     """
     is_sharded = any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())
     if not (is_sharded or ranks.is_first):
@@ -180,10 +214,11 @@ def weights_digest(model: torch.nn.Module, ranks: Ranks) -> str:
 
 
 def reference_key(trainer: Any, ranks: Ranks) -> str:
-    """Return the key of the reference's cached log-probabilities: of all that they depend on but the examples.
+    """Return the key of the reference's cached log-probabilities: of all that they depend on but
+    the examples.
 
-    Collective. TRL's own key has the weights alone, and is the same for all models under ZeRO 3, whose state_dict is
-    empty.
+    Collective. TRL's own key has the weights alone, and is the same for all models under ZeRO 3,
+    whose state_dict is empty.
     """
     model, device = trainer.ref_model or trainer.model, trainer.args.device
     parts = [
@@ -192,16 +227,21 @@ def reference_key(trainer: Any, ranks: Ranks) -> str:
         {**trainer.model.config.to_dict(), "_name_or_path": None},
         trainer.origin,  # the start and the whole recipe: other settings may change the last bits
         [getattr(trainer.args, name) for name in _PRECOMPUTED_BY],
-        [LIBRARIES, str(device.type), torch.cuda.get_device_name(device) if device.type == "cuda" else None],
+        [
+            LIBRARIES,
+            str(device.type),
+            torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        ],
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 class ReferenceCheck(TrainerCallback):
-    """Raises UserError, on every rank, at step 1 of a new run whose policy and reference are different models.
+    """Raises UserError, on every rank, at step 1 of a new run whose policy and reference are
+    different models.
 
-    Collective. For a DPO whose reference is its start. Training passes that draw random numbers, such as of dropout,
-    are not checked.
+    Collective. For a DPO whose reference is its start. Training passes that draw random numbers,
+    such as of dropout, are not checked.
     """
 
     def __init__(self, trainer: Any, ranks: Ranks):
@@ -211,12 +251,17 @@ class ReferenceCheck(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Check new runs only: a resumed run was checked at its own first step."""
-        rates = [float(self.trainer.args.neftune_noise_alpha or 0)]  # of random numbers: noise, dropout in any layer
+        # of random numbers: noise, dropout in any layer
+        rates = [float(self.trainer.args.neftune_noise_alpha or 0)]
         for module in self.trainer.model.modules():
             if isinstance(module, _DropoutNd):
                 rates.append(float(module.p))
-            rates += [value for name, value in vars(module).items() if "drop" in name or "jitter" in name]
-        self.is_pending = state.global_step == 0 and not any(isinstance(rate, float) and rate > 0 for rate in rates)
+            rates += [
+                value for name, value in vars(module).items() if "drop" in name or "jitter" in name
+            ]
+        self.is_pending = state.global_step == 0 and not any(
+            isinstance(rate, float) and rate > 0 for rate in rates
+        )
 
     def add(self, loss: Tensor, completion_mask: Tensor) -> None:
         """Note a micro-batch of this rank: its loss, tokens and answers."""
@@ -224,14 +269,20 @@ class ReferenceCheck(TrainerCallback):
         self._batches.append(torch.stack([value.detach().double() for value in (loss, *counts)]))
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        """Compare the rewards and the loss of the first step, on the only one that the host reads."""
+        """Compare the rewards and the loss of the first step, on the only one that the host
+        reads.
+        """
         if not self.is_pending:
             return
         self.is_pending = False
         trainer, logged = self.trainer, self.trainer._metrics["train"]
-        rewards = [sum(logged[key]) / len(logged[key]) for key in ("rewards/chosen", "rewards/rejected")]
+        rewards = [
+            sum(logged[key]) / len(logged[key]) for key in ("rewards/chosen", "rewards/rejected")
+        ]
         losses, tokens, answers = torch.stack(self._batches).sum(0).tolist()
-        *means, tokens, answers = self.ranks.sums([losses / len(self._batches), *rewards, tokens, answers])
+        *means, tokens, answers = self.ranks.sums(
+            [losses / len(self._batches), *rewards, tokens, answers]
+        )
         loss, *rewards = (value / self.ranks.num_ranks for value in means)
         most_reward, most_loss = _limits(trainer, tokens / answers, answers / 2)
         problem = None
@@ -239,12 +290,19 @@ class ReferenceCheck(TrainerCallback):
         if any(most_reward < abs(reward) < math.inf for reward in rewards):
             chosen, rejected = rewards
             problem = f"the rewards are {chosen:.2g} (chosen) and {rejected:.2g} (rejected), not 0 +- {most_reward:.1g}"
-        elif trainer.loss_types == ["sigmoid"] and not trainer.use_weighting and not trainer.aux_loss_enabled:
+        elif (
+            trainer.loss_types == ["sigmoid"]
+            and not trainer.use_weighting
+            and not trainer.aux_loss_enabled
+        ):
             weight = trainer.loss_weights[0]
             if abs(weight) * most_loss < abs(loss - weight * math.log(2)) < math.inf:
                 problem = f"the loss is {loss:.5g}, not {weight * math.log(2):.5g} +- {abs(weight) * most_loss:.1g}"
         if problem:
-            cause, remedy = "", "true, so that the starting model computes the log-probabilities once"
+            cause, remedy = (
+                "",
+                "true, so that the starting model computes the log-probabilities once",
+            )
             if trainer.precompute_ref_logps:
                 cause = "cached log-probabilities of another model; "
                 remedy = "false, so that they are computed at every step"
@@ -256,16 +314,21 @@ class ReferenceCheck(TrainerCallback):
 
 
 def _limits(trainer: Any, tokens: float, num_pairs: float) -> tuple[float, float]:
-    """Return the most by which rounding alone moves the absolute mean reward, and the loss from ln 2.
+    """Return the most by which rounding alone moves the absolute mean reward, and the loss from ln
+    2.
 
     tokens: of an answer, on average; each of `num_pairs` pairs has two.
 
-    The errors of a policy and its reference: independent ones of each token, and a bias of half the square, since the
-    mean of a distorted model's log-probabilities is lower (Jensen).
+    The errors of a policy and its reference: independent ones of each token, and a bias of half the
+    square, since the mean of a distorted model's log-probabilities is lower (Jensen).
     """
     # of the model's arithmetic: bfloat16 for quantized weights and for reduced float32 products
-    dtypes = {p.dtype if p.is_floating_point() else torch.bfloat16 for p in trainer.model.parameters()}
-    if trainer.args.bf16 or any(backend.fp32_precision not in FULL for backend in BACKENDS.values()):
+    dtypes = {
+        p.dtype if p.is_floating_point() else torch.bfloat16 for p in trainer.model.parameters()
+    }
+    if trainer.args.bf16 or any(
+        backend.fp32_precision not in FULL for backend in BACKENDS.values()
+    ):
         dtypes.add(torch.bfloat16)
     if trainer.args.fp16:
         dtypes.add(torch.float16)
@@ -282,7 +345,9 @@ def _without_paths(source: Any) -> Any:
     """Return plain data without the keys `path`: contents are hashed, not places."""
     if isinstance(source, dict):
         return {key: _without_paths(value) for key, value in source.items() if key != "path"}
-    return [_without_paths(value) for value in source] if isinstance(source, list | tuple) else source
+    return (
+        [_without_paths(value) for value in source] if isinstance(source, list | tuple) else source
+    )
 
 
 def _dtypes(tensors: Any) -> list[str]:

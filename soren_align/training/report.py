@@ -29,7 +29,8 @@ from .reference import device_name
 from .setup import TrainingSetup
 
 SMALL_CHANGE = 0.01
-"""Of the matrices, relative to their norm: a training that changes less is worth a line in the terminal."""
+"""Of the matrices, relative to their norm: a training that changes less is worth a line in the
+terminal."""
 
 
 def report_setup(
@@ -41,30 +42,39 @@ def report_setup(
     identity: dict[str, Any],
     retention: dict[str, Any] | None,
 ) -> None:
-    """Write data, starting checkpoint, batch, parameters, routing and identity into run.json; print them and the
-    notices. retention: the source of the examples of `data.retention`.
+    """Write data, starting checkpoint, batch, parameters, routing and identity into run.json; print
+    them and the notices. retention: the source of the examples of `data.retention`.
     """
     recipe, stream, train, counts = setup.recipe, setup.stream, setup.splits["train"], setup.account
     optimizer, quantization = recipe.optimizer, quantization_of(trainer.model)
     size, factors = global_batch(recipe, ranks.num_ranks)
     parameters = list(trainer.model.parameters())
     routing = routing_table(route(trainer.model, **optimizer.routing))
-    earlier, start = [], Path(setup.start)  # task and steps of the runs that trained the start, the first one first
+    # task and steps of the runs that trained the start, the first one first
+    earlier, start = [], Path(setup.start)
     with suppress(UserError):  # damaged or of an older version: nothing is known of it
         before = RunFolder(start.parent).read() if start.name in ("model", "merged") else None
         if before and "training" in before:
             earlier = before.get("start", {}).get("after", [])
             earlier = [*earlier, {"task": before["task"], "steps": before["training"]["steps"]}]
-    examples: dict[str, Any] = {"num_kept": counts.num_kept, "dropped": train.dropped | counts.dropped}
+    examples: dict[str, Any] = {
+        "num_kept": counts.num_kept,
+        "dropped": train.dropped | counts.dropped,
+    }
     if counts.num_kept_by_source:
         examples["num_kept_by_source"] = list(counts.num_kept_by_source)
-    examples |= {"num_truncated": counts.num_truncated, "num_truncated_tokens": counts.num_truncated_tokens}
+    examples |= {
+        "num_truncated": counts.num_truncated,
+        "num_truncated_tokens": counts.num_truncated_tokens,
+    }
     examples["num_unknown_tokens"] = counts.num_unknown_tokens
     examples |= {"packing": asdict(setup.packing)} if setup.packing else {}
     examples |= {"pairs": asdict(counts.pairs)} if counts.pairs else {}
     references = [f"ref_{answer}_logps" for answer in TASKS[recipe.task].answers]
     if references and {*references} <= {*(trainer.train_dataset.column_names or ())}:
-        examples["pairs"]["start_margins"] = start_margins(*(trainer.train_dataset[name] for name in references))
+        examples["pairs"]["start_margins"] = start_margins(
+            *(trainer.train_dataset[name] for name in references)
+        )
     if stream:
         examples = {"preview": {"num_examples": train.num_examples, **examples}, **stream.counts()}
     folder.update(
@@ -98,10 +108,14 @@ def report_setup(
 
     for notice in (*setup.notices, *share_notices(optimizer.name, routing)):
         print_labelled(console, "notice", notice)
-    dropped = f", {text}" if (text := record.describe_dropped(train.dropped | counts.dropped)) else ""
+    dropped = (
+        f", {text}" if (text := record.describe_dropped(train.dropped | counts.dropped)) else ""
+    )
     if stream:
         lines = [f"{train.layout}, streamed from {train.source['path']}"]
-        lines.append(f"the first {train.num_examples:,} examples: {counts.num_kept:,} kept{dropped}")
+        lines.append(
+            f"the first {train.num_examples:,} examples: {counts.num_kept:,} kept{dropped}"
+        )
     else:
         lines = [f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}"]
         sources = zip(train.source.get("sources", ()), counts.num_kept_by_source, strict=True)
@@ -110,13 +124,21 @@ def report_setup(
     lines += record.describe_held_out(setup.held_out) if setup.held_out else []
     lines += setup.packing.describe() if setup.packing else []
     if margins := examples.get("pairs", {}).get("start_margins"):
-        share = f"{margins['share_positive']:.0%} of the pairs, mean difference {margins['mean']:.3g}"
-        lines.append(f"the starting model gives the chosen answer the higher log-probability in {share}")
+        share = (
+            f"{margins['share_positive']:.0%} of the pairs, mean difference {margins['mean']:.3g}"
+        )
+        lines.append(
+            f"the starting model gives the chosen answer the higher log-probability in {share}"
+        )
     print_labelled(console, "data", *lines)
-    checkpoint = ", ".join(filter(None, ("starting checkpoint", record.describe_earlier_runs({"after": earlier}))))
+    checkpoint = ", ".join(
+        filter(None, ("starting checkpoint", record.describe_earlier_runs({"after": earlier})))
+    )
     lines = [f"{setup.start} ({checkpoint})"]
     if perturb := recipe.run.perturb:
-        lines.append(f"each starting weight changed by at most {perturb.size:g} of itself, seed {perturb.seed}")
+        lines.append(
+            f"each starting weight changed by at most {perturb.size:g} of itself, seed {perturb.seed}"
+        )
     if quantization:
         weights = f"{quantization['num_weights']:,} weights in {quantization['quantize']} ({quantization['type']})"
         lines.append(f"{weights}, computed in {quantization['compute_dtype']}")
@@ -129,14 +151,18 @@ def report_setup(
     others = sum(row["tensors"] for row in routing if row["rule"] == "adamw")
     lines = [matrices + f", {share:.1%} of the trained parameters" * bool(others)]
     if others:
-        lines.append(f"adamw, lr {optimizer.aux_lr:g}: {others:,} other parameters, {1 - share:.1%}")
+        lines.append(
+            f"adamw, lr {optimizer.aux_lr:g}: {others:,} other parameters, {1 - share:.1%}"
+        )
     print_labelled(console, "optimizer", *lines)
 
 
 def report_first_step(
     folder: RunFolder, console: Console, ranks: Ranks, groups: dict[str, Any], warnings: list[str]
 ) -> None:
-    """Write the measurements of the first step into run.json and print the warnings, on the first rank."""
+    """Write the measurements of the first step into run.json and print the warnings, on the first
+    rank.
+    """
     if ranks.is_first:
         folder.update(first_step=groups)
         for warning in warnings:
@@ -144,37 +170,69 @@ def report_first_step(
 
 
 def report_result(
-    folder: RunFolder, console: Console, recipe: Recipe, trainer: Any, result: dict[str, Any], resumed_from: int
+    folder: RunFolder,
+    console: Console,
+    recipe: Recipe,
+    trainer: Any,
+    result: dict[str, Any],
+    resumed_from: int,
 ) -> None:
-    """Write status "trained", losses, the peak of the memory and `result` into run.json, and print them.
+    """Write status "trained", losses, the peak of the memory and `result` into run.json, and print
+    them.
 
-    result: seconds, relative changes, `change_after_saving`, `stopped_early`, `best_model` and `validation`.
+    result: seconds, relative changes, `change_after_saving`, `stopped_early`, `best_model` and
+    `validation`.
     resumed_from: the step of the checkpoint; 0 for a new run.
     """
-    steps, args, history, stream = trainer.state.global_step, trainer.args, trainer.state.log_history, trainer.stream
-    # The losses of training, and of the held-out examples: at the start, and of the saved model; see run/record.py.
+    steps, args, history, stream = (
+        trainer.state.global_step,
+        trainer.args,
+        trainer.state.log_history,
+        trainer.stream,
+    )
+    # The losses of training, and of the held-out examples: at the start, and of the saved model;
+    # see run/record.py.
     logs = [log for log in history if "loss" in log]
     losses: dict[str, Any] = {"first_loss": logs[0]["loss"] if logs else None}
     losses["last_loss"] = logs[-1]["loss"] if logs else None
     if logs:
-        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        batch = (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        )
         before_last = logs[-2]["step"] if len(logs) > 1 else 0
-        losses["examples_per_log"] = [batch * logs[0]["step"], batch * (logs[-1]["step"] - before_last)]
-    source, prefix, num_examples = logs[-1] if logs else {}, "", losses.get("examples_per_log", [0])[-1]
+        losses["examples_per_log"] = [
+            batch * logs[0]["step"],
+            batch * (logs[-1]["step"] - before_last),
+        ]
+    source, prefix, num_examples = (
+        logs[-1] if logs else {},
+        "",
+        losses.get("examples_per_log", [0])[-1],
+    )
     if evaluations := [log for log in history if "eval_loss" in log]:
         saved_step = result.get("best_model", {}).get("step", steps)
         source = next((log for log in evaluations if log["step"] == saved_step), evaluations[-1])
-        ends = {log["step"]: {"step": log["step"], "loss": log["eval_loss"]} for log in (evaluations[0], source)}
+        ends = {
+            log["step"]: {"step": log["step"], "loss": log["eval_loss"]}
+            for log in (evaluations[0], source)
+        }
         prefix, num_examples = "eval_", len(trainer.eval_dataset)
         losses["held_out"] = {"num_examples": num_examples, "evaluations": [*ends.values()]}
     if f"{prefix}rewards/accuracies" in source:
         share, margin = (source[f"{prefix}rewards/{key}"] for key in ("accuracies", "margins"))
         counted = {"num_pairs": num_examples, "held_out": bool(evaluations)}
-        losses["preferences"] = {"share": share, "margin": margin, **counted, "loss_type": list(trainer.loss_types)}
-        if args.beta and not args.sync_ref_model:  # which would move the reference away from the start
+        losses["preferences"] = {
+            "share": share,
+            "margin": margin,
+            **counted,
+            "loss_type": list(trainer.loss_types),
+        }
+        # which would move the reference away from the start
+        if args.beta and not args.sync_ref_model:
             # A reward is beta times the change, in nats.
             losses["preferences"]["log_probability_changes"] = {
-                answer: source[f"{prefix}rewards/{answer}"] / args.beta for answer in ("chosen", "rejected")
+                answer: source[f"{prefix}rewards/{answer}"] / args.beta
+                for answer in ("chosen", "rejected")
             }
         if folder.samples.is_file() and (changes := sample_changes(read_metrics(folder.samples))):
             losses["samples"] = changes
@@ -194,11 +252,14 @@ def report_result(
     used: dict[str, Any] = {"peak_memory_bytes": peak_memory()}
     if not torch.accelerator.is_available() and hasattr(os, "getloadavg"):
         used["cpu_load"] = round(os.getloadavg()[0], 2)
-    folder.update(status="trained", training={"steps": steps, **losses, **used, **result}, written=written)
+    folder.update(
+        status="trained", training={"steps": steps, **losses, **used, **result}, written=written
+    )
 
     means = (log["train_loss"] for log in reversed(history) if "train_loss" in log)
     loss, mean = "", next(means, None)
-    if losses["first_loss"] is None and mean is not None:  # ended early, or trainer.logging_strategy is no
+    # ended early, or trainer.logging_strategy is no
+    if losses["first_loss"] is None and mean is not None:
         loss = f", loss {mean:.3f} on average"
     seconds = result["seconds_since_start_or_resume"]
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
@@ -212,18 +273,25 @@ def report_result(
         passes = f"; complete passes over the data: {passes}" if any(counts["passes"]) else ""
         lines.append(f"{counts['num_read']:,} examples read{dropped}{passes}")
     if early := result.get("stopped_early"):
-        lines.append(f"stopped early, before step {early['max_steps']}: {record.describe_early_stop(early)}")
+        lines.append(
+            f"stopped early, before step {early['max_steps']}: {record.describe_early_stop(early)}"
+        )
     if best := result.get("best_model"):
         evaluation = f"{best['metric']} {best['value']:.4g}"
-        lines.append(f"the saved model is that of step {best['step']}, with the best evaluation: {evaluation}")
+        lines.append(
+            f"the saved model is that of step {best['step']}, with the best evaluation: {evaluation}"
+        )
     if validation := result.get("validation"):
         text = f"validation perplexity {validation['perplexity']:.2f}, on {validation['num_tokens']:,} tokens"
         lines.append(f"{text} (loss {validation['loss']:.4f})")
         if published := recipe.run.published:
-            with suppress(UserError, KeyError):  # a file that has changed since the recipe was checked
+            # a file that has changed since the recipe was checked
+            with suppress(UserError, KeyError):
                 lines += describe_published(load_perplexities(published.table), published.model)
     if result["relative_change"] < SMALL_CHANGE:
-        lines.append(f"the weight matrices changed by {100 * result['relative_change']:.3g}% of their norm")
+        lines.append(
+            f"the weight matrices changed by {100 * result['relative_change']:.3g}% of their norm"
+        )
     print_labelled(console, "trained", *lines)
     for notice in describe_preferences(losses):
         print_labelled(console, "notice", notice)
@@ -240,7 +308,9 @@ def report_result(
 
 
 def describe_source(source: dict[str, Any], num_examples: int) -> str:
-    """Return a line of a mixture: "zoo.jsonl: 30 of 120 examples (weight 0.25), 29 used, chat messages"."""
+    """Return a line of a mixture: "zoo.jsonl: 30 of 120 examples (weight 0.25), 29 used, chat
+    messages".
+    """
     dropped = f", {record.describe_dropped(source['dropped'])}" if source["dropped"] else ""
     sampled = f"{source['num_sampled']} of {source['num_examples']} examples (weight {source['weight']:g})"
     return f"{source['path']}: {sampled}, {num_examples} used, {source['layout']}{dropped}"

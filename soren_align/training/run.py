@@ -1,7 +1,7 @@
 """Train one recipe to its model folder; a run can be resumed from any moment.
 
-Training ends early on a signal (Ctrl-C, SIGTERM, SIGHUP), with a checkpoint to resume from, or when evaluations improve
-no longer, by transformers' early stopping.
+Training ends early on a signal (Ctrl-C, SIGTERM, SIGHUP), with a checkpoint to resume from, or when
+evaluations improve no longer, by transformers' early stopping.
 """
 
 import os
@@ -55,16 +55,23 @@ READERS = {
 
 
 def train(
-    setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Ranks = Ranks(), benchmark: Any = None
+    setup: TrainingSetup,
+    folder: RunFolder,
+    console: Console,
+    ranks: Ranks = Ranks(),
+    benchmark: Any = None,
 ) -> bool:
     """Train to `folder.model`, from the last checkpoint if there is one. Collective.
 
-    benchmark: of `run.benchmark`, an `evaluate.run.benchmark.Benchmark`. Returns False if a signal came, after saving a
-    checkpoint, or the model if it was the last step. Only the first rank writes and prints.
+    benchmark: of `run.benchmark`, an `evaluate.run.benchmark.Benchmark`. Returns False if a signal
+    came, after saving a checkpoint, or the model if it was the last step. Only the first rank
+    writes and prints.
     """
     recipe, run = setup.recipe, setup.recipe.run
     with working(console, "Loading the model, tokenizing the examples"):
-        policy = LostUpdatesPolicy(run.lost_updates, partial(report_first_step, folder, console, ranks))
+        policy = LostUpdatesPolicy(
+            run.lost_updates, partial(report_first_step, folder, console, ranks)
+        )
         trainer: Any = build.build_trainer(setup, folder, ranks, policy)
         checkpoint = None
         with ranks.shared_errors():
@@ -75,7 +82,9 @@ def train(
             checkpoints.verify(checkpoint, ranks)
     resumed_from = step_of(checkpoint) if checkpoint else 0
     if checkpoint and is_universal(checkpoint):
-        trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
+        trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {
+            "load_universal": True
+        }
 
     with ranks.main_process_first():  # the others read the retention examples that it caches
         probes = read_probes(recipe, setup.tokens["eval"], setup.tokenizer)
@@ -84,13 +93,25 @@ def train(
     trainer.evaluated_with = [measurement for measurement in (retention, scored) if measurement]
     stop, stopping = StopOnSignal(ranks), run.early_stopping
     early = EarlyStopping(stopping.patience, stopping.threshold) if stopping else None
-    progress = TrainingProgress(console, recipe.task, partial(few_steps, recipe, num_ranks=ranks.num_ranks))
-    samples = SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console, ranks) if run.samples else None
+    progress = TrainingProgress(
+        console, recipe.task, partial(few_steps, recipe, num_ranks=ranks.num_ranks)
+    )
+    samples = (
+        SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console, ranks)
+        if run.samples
+        else None
+    )
     metrics, judges = tuple(TASKS[recipe.task].higher_is_better), recipe.data.eval_part == "verdict"
-    held_out = HeldOutRecorder(trainer, metrics, folder, ranks) if judges and trainer.eval_dataset else None
+    held_out = (
+        HeldOutRecorder(trainer, metrics, folder, ranks)
+        if judges and trainer.eval_dataset
+        else None
+    )
     trainer.remove_callback(PrinterCallback)
     shown, measured = progress if ranks.is_first else None, (samples, retention, scored, held_out)
-    for callback in filter(None, (stop, early, LogsOfShortRuns(), shown, *measured, LockCheck(folder, ranks))):
+    for callback in filter(
+        None, (stop, early, LogsOfShortRuns(), shown, *measured, LockCheck(folder, ranks))
+    ):
         trainer.add_callback(callback)
 
     identity = run_identity(setup, trainer, ranks)
@@ -107,14 +128,19 @@ def train(
             folder.update(resumed_from_steps=[*earlier, resumed_from])
 
     with closing(progress), closing(stop):
-        result: dict[str, Any] = {"seconds_since_start_or_resume": round(_run_loop(trainer, checkpoint), 1)}
+        result: dict[str, Any] = {
+            "seconds_since_start_or_resume": round(_run_loop(trainer, checkpoint), 1)
+        }
     args, state = trainer.args, trainer.state
     finished = not stop.stopped or state.global_step >= state.max_steps
     refuse_lost_lock(folder, ranks)
     result |= relative_changes(trainer.starting_weights, trainer.attached)
     if finished:
         if early and early.has_stopped:
-            settings = {"patience": early.early_stopping_patience, "threshold": early.early_stopping_threshold}
+            settings = {
+                "patience": early.early_stopping_patience,
+                "threshold": early.early_stopping_threshold,
+            }
             best = best_evaluation(args, state)
             result["stopped_early"] = {"max_steps": state.max_steps, **settings, "best": best}
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
@@ -139,7 +165,8 @@ def train(
         if "best_model" not in result and (reason := divergence(read_metrics(folder.metrics))):
             result["diverged"] = reason
         report_result(folder, console, recipe, trainer, result, resumed_from)
-        remove(folder.start_logits)  # later than the status: until then a rerun resumes, and needs them
+        # later than the status: until then a rerun resumes, and needs them
+        remove(folder.start_logits)
     if ranks.is_first and stop.stopped:
         where = f"at step {state.global_step}, {'model' if finished else 'checkpoint'} saved"
         print_labelled(console, "stopped", f"{where}; rerun the same command to resume")
@@ -147,35 +174,48 @@ def train(
 
 
 def _run_loop(trainer: Any, checkpoint: Path | None) -> float:
-    """Run transformers' training loop, which calls `optimizer.step()`; return the seconds that it took.
+    """Run transformers' training loop, which calls `optimizer.step()`; return the seconds that it
+    took.
 
-    Raises UserError for errors of reading the checkpoint: its seal is no proof, and may come from whoever made the
-    files.
+    Raises UserError for errors of reading the checkpoint: its seal is no proof, and may come from
+    whoever made the files.
     """
     started = time.monotonic()
-    trainer.args.eval_on_start &= checkpoint is None  # a resumed run has evaluated the start already
+    # a resumed run has evaluated the start already
+    trainer.args.eval_on_start &= checkpoint is None
     try:
         with trl_config_names(trainer.model):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except (Exception, CheckpointException) as error:
         functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-        is_reading = checkpoint is not None and functions & READERS and "_load_best_model" not in functions
+        is_reading = (
+            checkpoint is not None and functions & READERS and "_load_best_model" not in functions
+        )
         is_own = isinstance(error, UserError | MemoryError)
         if not is_reading or is_own or should_reduce_batch_size(error):  # pyright: ignore[reportArgumentType]
             if isinstance(error, FloatingPointError):
                 raise DivergedError(f"step {trainer.state.global_step + 1}: {error}") from error
             raise
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        cause = (
+            next(iter(error.failures.values()))[0]
+            if isinstance(error, CheckpointException)
+            else error
+        )
         if isinstance(cause, pickle.UnpicklingError):
             raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
-        raise UserError(f"{checkpoint}: the checkpoint cannot be loaded ({in_one_line(cause)}); {PREVIOUS}") from error
+        raise UserError(
+            f"{checkpoint}: the checkpoint cannot be loaded ({in_one_line(cause)}); {PREVIOUS}"
+        ) from error
     return time.monotonic() - started
 
 
-def _find_checkpoint(recipe: Recipe, folder: RunFolder, origin: dict[str, Any], console: Console) -> Path | None:
+def _find_checkpoint(
+    recipe: Recipe, folder: RunFolder, origin: dict[str, Any], console: Console
+) -> Path | None:
     """Return the checkpoint to resume from, or None; incomplete ones are removed.
 
-    Raises UserError if the newest complete one cannot be used: an older one, or none, is never chosen silently.
+    Raises UserError if the newest complete one cannot be used: an older one, or none, is never
+    chosen silently.
     """
     checkpoint = None
     if recipe.run.resume not in ("auto", "never"):
@@ -197,29 +237,35 @@ def _save_model(trainer: Any, tokenizer: Any, folder: RunFolder, ranks: Ranks) -
     partial_folder = folder.model.with_name("model.part")
     if ranks.is_first:
         remove(partial_folder)
-    refuse_full_disk(folder.path, model_bytes(trainer.model, trainer.save_dtype), "the model", trainer.attached)
+    refuse_full_disk(
+        folder.path, model_bytes(trainer.model, trainer.save_dtype), "the model", trainer.attached
+    )
     with write_errors(partial_folder):
         trainer.save_model(str(partial_folder))
         if not ranks.is_first:
             return
         tokenizer.save_pretrained(partial_folder)
-        (partial_folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; recipe.yaml has the same settings
+        # a pickle; recipe.yaml has the same settings
+        (partial_folder / "training_args.bin").unlink(missing_ok=True)
         remove(folder.model)  # of a process that was killed before it updated run.json
         rename_durably(partial_folder, folder.model)
 
 
 class EarlyStopping(EarlyStoppingCallback):
-    """Ends training after `patience` evaluations in a row that improve `metric_for_best_model` by `threshold` or less.
+    """Ends training after `patience` evaluations in a row that improve `metric_for_best_model` by
+    `threshold` or less.
 
-    transformers writes the count into checkpoints and reads it only with restore_callback_states_from_checkpoint, which
-    would restore a flag to stop, too.
+    transformers writes the count into checkpoints and reads it only with
+    restore_callback_states_from_checkpoint, which would restore a flag to stop, too.
     """
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Restore the count of the checkpoint; stop at once if it was reached before."""
         saved = state.stateful_callbacks.get(type(self).__name__)
         if isinstance(saved, dict):
-            self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
+            self.early_stopping_patience_counter = saved["attributes"][
+                "early_stopping_patience_counter"
+            ]
         control.should_training_stop = self.has_stopped
 
     @property
@@ -236,10 +282,12 @@ def best_evaluation(args: Any, state: Any) -> dict[str, Any]:
 
 
 class StopOnSignal(TrainerCallback):
-    """On the first signal, save and stop after this step; on a second Ctrl-C, raise KeyboardInterrupt at once.
+    """On the first signal, save and stop after this step; on a second Ctrl-C, raise
+    KeyboardInterrupt at once.
 
-    A second SIGTERM or SIGHUP has no effect: Slurm sends two when it pre-empts a job, and so does a closed terminal. A
-    signal to one of several ranks stops all of them at the same step: they exchange a flag after every step.
+    A second SIGTERM or SIGHUP has no effect: Slurm sends two when it pre-empts a job, and so does a
+    closed terminal. A signal to one of several ranks stops all of them at the same step: they
+    exchange a flag after every step.
     """
 
     def __init__(self, ranks: Ranks):
@@ -251,7 +299,9 @@ class StopOnSignal(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """Install the handlers."""
         self.received |= signals.received.keys()
-        self._before = {number: signal.signal(number, self._handle) for number in signals.stop_signals()}
+        self._before = {
+            number: signal.signal(number, self._handle) for number in signals.stop_signals()
+        }
 
     def _handle(self, number, frame):
         if number == signal.SIGINT and number in self.received:
@@ -259,8 +309,12 @@ class StopOnSignal(TrainerCallback):
             raise KeyboardInterrupt
         self.received.add(number)
         if number == signal.SIGINT and self.ranks.is_first:
-            with suppress(OSError):  # a closed terminal. os.write, since Python's files are not reentrant
-                os.write(2, b"\nstopping  after this step; Ctrl-C again stops at once, without a checkpoint\n")
+            # a closed terminal. os.write, since Python's files are not reentrant
+            with suppress(OSError):
+                os.write(
+                    2,
+                    b"\nstopping  after this step; Ctrl-C again stops at once, without a checkpoint\n",
+                )
 
     def on_step_end(self, args, state, control, **kwargs):
         """Save and stop between two steps if any rank received a signal. Collective."""
@@ -277,7 +331,9 @@ class StopOnSignal(TrainerCallback):
 
 
 class LockCheck(TrainerCallback):
-    """Ends the training before a checkpoint is written into a folder that another command may hold now."""
+    """Ends the training before a checkpoint is written into a folder that another command may hold
+    now.
+    """
 
     def __init__(self, folder: RunFolder, ranks: Ranks):
         self.folder, self.ranks = folder, ranks
@@ -293,7 +349,9 @@ class LockCheck(TrainerCallback):
 
 
 def refuse_lost_lock(folder: RunFolder, ranks: Ranks) -> None:
-    """Raise LockedError on all ranks if the first one does not hold the run folder any more. Collective."""
+    """Raise LockedError on all ranks if the first one does not hold the run folder any more.
+    Collective.
+    """
     with ranks.shared_errors():
         if ranks.is_first:
             folder.refuse_lost_lock()

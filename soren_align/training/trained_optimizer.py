@@ -25,8 +25,9 @@ class OptimizerMismatch(UserError):
 class AttachedOptimizer:
     """The optimizer that steps, and where its tensors are.
 
-    wrappers: those around `optimizer`, the outermost first. expected: the optimizer that the recipe describes, built
-    over the whole parameters and never stepped. parallel: "ddp" (also for one process), "zero" or "fsdp2".
+    wrappers: those around `optimizer`, the outermost first. expected: the optimizer that the recipe
+    describes, built over the whole parameters and never stepped. parallel: "ddp" (also for one
+    process), "zero" or "fsdp2".
     tensors: those that this rank updates, by parameter group.
     """
 
@@ -50,8 +51,12 @@ class AttachedOptimizer:
 
     @cached_property
     def names_of_matrices(self) -> list[str]:
-        """The names of the matrices, each mapped once per optimizer step, in the order of the model."""
-        return [matrix for weight in self.weights for matrix in matrix_names(weight.name, weight.layout)]
+        """The names of the matrices, each mapped once per optimizer step, in the order of the
+        model.
+        """
+        return [
+            matrix for weight in self.weights for matrix in matrix_names(weight.name, weight.layout)
+        ]
 
     @property
     def has_other_parameters(self) -> bool:
@@ -59,10 +64,12 @@ class AttachedOptimizer:
         return len(self.expected.param_groups) > 1
 
     def refuse_unaveraged_gradients(self, step: int) -> None:
-        """Raise UserError if the ranks of DDP have different momentum, which shows that gradients were not averaged.
+        """Raise UserError if the ranks of DDP have different momentum, which shows that gradients
+        were not averaged.
 
-        Collective. DDP averages gradients only if the loss is computed through its wrapper; every rank keeps all
-        momentum. The norms may differ by 1e-6: GPUs of two kinds may sum in another order.
+        Collective. DDP averages gradients only if the loss is computed through its wrapper; every
+        rank keeps all momentum. The norms may differ by 1e-6: GPUs of two kinds may sum in another
+        order.
         """
         if self.ranks.num_ranks == 1:
             return
@@ -84,10 +91,11 @@ class AttachedOptimizer:
 
 
 class OptimizerCheck(TrainerCallback):
-    """Raises OptimizerMismatch unless every matrix goes through the map exactly once per optimizer step. Collective.
+    """Raises OptimizerMismatch unless every matrix goes through the map exactly once per optimizer
+    step. Collective.
 
-    counts: of these checks, and of steps skipped because of the loss scale. Checkpoints contain them: a run resumed at
-    its last step takes none that could be counted.
+    counts: of these checks, and of steps skipped because of the loss scale. Checkpoints contain
+    them: a run resumed at its last step takes none that could be counted.
     """
 
     def __init__(self, attached: AttachedOptimizer):
@@ -101,7 +109,9 @@ class OptimizerCheck(TrainerCallback):
         attached, hidden = self.attached, ("params", "param_names", "weight_layouts", "lr")
         return {
             "class": type(attached.optimizer).__name__,
-            "chain": [type(optimizer).__name__ for optimizer in (*attached.wrappers, attached.optimizer)],
+            "chain": [
+                type(optimizer).__name__ for optimizer in (*attached.wrappers, attached.optimizer)
+            ],
             "parallel": attached.parallel,
             "num_matrices": len(attached.names_of_matrices),
             "groups": [
@@ -113,7 +123,9 @@ class OptimizerCheck(TrainerCallback):
         }
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Restore the counts of the checkpoint, and the group settings that loading one of ZeRO may have resharding."""
+        """Restore the counts of the checkpoint, and the group settings that loading one of ZeRO may
+        have resharding.
+        """
         self.counts |= (state.stateful_callbacks or {}).get(type(self).__name__, {})  # pyright: ignore (a dict)
         if self.attached.parallel == "zero":
             rates = kwargs["lr_scheduler"].get_last_lr()
@@ -127,7 +139,9 @@ class OptimizerCheck(TrainerCallback):
         """Compare the number of maps of this step, over all ranks, with the number of matrices."""
         wrappers, optimizer = self.attached.wrappers, self.attached.optimizer
         scaler = next((s for w in wrappers if (s := getattr(w, "scaler", None)) is not None), None)
-        skipped = any(getattr(w, "overflow", False) or getattr(w, "step_was_skipped", False) for w in wrappers)
+        skipped = any(
+            getattr(w, "overflow", False) or getattr(w, "step_was_skipped", False) for w in wrappers
+        )
         counts = self.attached.ranks.sums([optimizer.num_maps - self._num_maps_before, skipped])
         num_maps, num_skipping_ranks = map(int, counts)
         if num_maps == 0 and num_skipping_ranks:
@@ -135,7 +149,8 @@ class OptimizerCheck(TrainerCallback):
                 raise FloatingPointError(
                     "the gradient has a NaN or an infinity. DeepSpeed skipped this step, which changed nothing"
                 )
-            # torch's GradScaler would halve its scale without end; DeepSpeed stops at a scale of 1 by itself.
+            # torch's GradScaler would halve its scale without end; DeepSpeed stops at a scale of 1
+            # by itself.
             if scaler is not None and scaler.get_scale() < 1:
                 raise FloatingPointError(
                     f"the gradient has a NaN or an infinity even at the loss scale {scaler.get_scale():g}; write "
@@ -145,38 +160,55 @@ class OptimizerCheck(TrainerCallback):
             return
         num_matrices = len(self.attached.names_of_matrices)
         if num_maps != num_matrices:
-            raise OptimizerMismatch(f"{num_maps} spectral maps in one optimizer step for {num_matrices} matrices")
+            raise OptimizerMismatch(
+                f"{num_maps} spectral maps in one optimizer step for {num_matrices} matrices"
+            )
         self.counts["maps_per_step"] = num_maps
 
 
 class StartingWeights:
-    """Copies of the weights on the CPU, at the time of construction, from which the present weights are measured.
+    """Copies of the weights on the CPU, at the time of construction, from which the present weights
+    are measured.
 
-    tensors: (index of the parameter group, tensor updated here). Every rank copies only the tensors, or parts of
-    tensors, that it alone measures; the ranks add their sums.
+    tensors: (index of the parameter group, tensor updated here). Every rank copies only the
+    tensors, or parts of tensors, that it alone measures; the ranks add their sums.
     """
 
     def __init__(self, tensors: Sequence[tuple[int, Tensor]]):
         copies = compact_copies([local(tensor.detach()) for _, tensor in tensors])
         self._tensors = [(*pair, copy) for pair, copy in zip(tensors, copies, strict=True)]
 
-    def pairs(self, optimizer: Any, most: int | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (index of the group, present weights, starting weights), float32, in chunks that cover all tensors.
+    def pairs(
+        self, optimizer: Any, most: int | None = None
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield (index of the group, present weights, starting weights), float32, in chunks that
+        cover all tensors.
 
-        With a compensation, the present weights are its sum with the parameter. Do not modify or keep them.
-        most: number of elements from which on evenly spaced rows of every tensor are yielded instead of all.
+        With a compensation, the present weights are its sum with the parameter. Do not modify or
+        keep them.
+        most: number of elements from which on evenly spaced rows of every tensor are yielded
+        instead of all.
         """
-        stride = max(1, round(sum(copy.numel() for *_, copy in self._tensors) / most)) if most else 1
+        stride = (
+            max(1, round(sum(copy.numel() for *_, copy in self._tensors) / most)) if most else 1
+        )
         for index, tensor, copy in self._tensors:
             rest = optimizer.state.get(tensor, {}).get("compensation")
             here = (local(tensor.detach()), None if rest is None else local(rest), copy)
             rows = (part if part is None or not part.ndim else part[::stride] for part in here)
             for weights, compensation, start in chunks(*rows):
-                yield index, master_weights(weights, compensation).float(), start.to(weights.device).float()
+                yield (
+                    index,
+                    master_weights(weights, compensation).float(),
+                    start.to(weights.device).float(),
+                )
 
 
-def relative_changes(start: StartingWeights, attached: AttachedOptimizer, most: int | None = None) -> dict[str, float]:
-    """Return |W - W_0| / |W_0| (Frobenius) over all matrices, and over all other parameters. Collective.
+def relative_changes(
+    start: StartingWeights, attached: AttachedOptimizer, most: int | None = None
+) -> dict[str, float]:
+    """Return |W - W_0| / |W_0| (Frobenius) over all matrices, and over all other parameters.
+    Collective.
 
     most: elements on this rank that are compared; of more, evenly spaced rows of every tensor.
     """
@@ -191,11 +223,18 @@ def relative_changes(start: StartingWeights, attached: AttachedOptimizer, most: 
 
 
 def compact_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies on the CPU, in bfloat16 where that is exact, as it is for a checkpoint published in bfloat16."""
+    """Return copies on the CPU, in bfloat16 where that is exact, as it is for a checkpoint
+    published in bfloat16.
+    """
     inexact = Sums(len(tensors))
     for index, tensor in enumerate(tensors):
         for (part,) in chunks(tensor):
             inexact.add(index, (part.to(torch.bfloat16).to(part.dtype) != part).any())
     totals = inexact.totals()
-    dtypes = [tensor.dtype if count else torch.bfloat16 for tensor, count in zip(tensors, totals, strict=True)]
-    return [copied_to_cpu(tensor, None, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    dtypes = [
+        tensor.dtype if count else torch.bfloat16
+        for tensor, count in zip(tensors, totals, strict=True)
+    ]
+    return [
+        copied_to_cpu(tensor, None, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)
+    ]

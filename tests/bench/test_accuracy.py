@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from soren_align.bench.maps import DECOMPOSITION_ROWS, error_shape, errors, known_matrices
 from soren_align.spectral import exact_sigmoid
 from soren_align.spectral.maps import sigmoid

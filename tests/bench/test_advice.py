@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-
 from soren_align.optim.optimizers import complete_map
 from soren_align.spectral import minimax_sigmoid
 from soren_align.spectral.contrast import LOWEST_COSINE_OF_THE_SIGMOID, contrast

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-
 from tests.support.command import imported, run
 
 

@@ -5,7 +5,6 @@ import math
 import re
 
 import pytest
-
 from soren_align.bench import formulas
 from soren_align.core.errors import UserError
 from soren_align.core.figures import LIGHT

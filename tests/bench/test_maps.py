@@ -7,15 +7,14 @@ import math
 import pytest
 import torch
 from rich.console import Console
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
-
 from soren_align.bench import maps, shapes, show, timing
 from soren_align.bench.maps import MUON, MUON_FLOAT32, BenchmarkedMap, benchmarked_maps, newton_schulz_float32
 from soren_align.core.errors import UserError
 from soren_align.core.optimizer_settings import RESOLUTIONS
 from soren_align.spectral import MAPS, minimax_sigmoid, newton_schulz, released_sigmoid, soft_newton_schulz
 from soren_align.spectral.maps import polar
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 CPU = torch.device("cpu")
 

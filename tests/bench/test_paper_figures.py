@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-
 from soren_align import recipe
 from soren_align.bench import paper_figures
 from soren_align.bench.paper_figures import GRADIENT, PRESETS, RELEASED, SNS, log_centered, reshaped

@@ -5,7 +5,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-
 from soren_align.bench import maps as peers
 
 GRAM = "gram-newton-schulz"

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-
 from soren_align.bench.shapes import MODELS, check_device, parse
 from soren_align.core.errors import UserError
 from tests.support.command import imported

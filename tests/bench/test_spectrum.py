@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from PIL import Image
-
 from soren_align.core.files import contents
 from soren_align.core.optimizer_settings import NUM_STEPS
 from soren_align.optim import Soren

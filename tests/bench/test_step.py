@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-
 from soren_align.bench import shapes, steps, timing
 from soren_align.core.errors import UserError
 

@@ -5,7 +5,6 @@ import statistics
 
 import pytest
 import torch
-
 from soren_align.bench import timing
 
 CPU = torch.device("cpu")

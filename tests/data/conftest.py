@@ -5,10 +5,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it
 
 import datasets
 import pytest
+from tests.support.conversations import CHATML, animal_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-
-from tests.support.conversations import CHATML, animal_text
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,12 @@
 
 import pytest
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
 from soren_align.core.errors import UserError
 from soren_align.data import encode, load_split, trained_tokenizer
 from soren_align.data.tokenizer import train_tokenizer
 from tests.support.conversations import animal_text, chat_row, split
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 TEXTS = [animal_text(i) for i in range(40)]
 

@@ -6,7 +6,6 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.data import load_split
 from tests.support.conversations import chat, refused, split

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.data import hold_out, load_split

@@ -7,7 +7,6 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
 from soren_align.core.errors import OutOfReach, UserError
 from soren_align.data import hub, load_split
 from tests.support.conversations import chat, chat_row, pair_row, refused, split

@@ -10,7 +10,6 @@ import shutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.data import files as records

@@ -8,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
-
 from soren_align.core.errors import UserError
 from soren_align.data import dataset_stats, load_split, mix
 from soren_align.data.encode import encode

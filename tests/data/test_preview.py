@@ -3,15 +3,14 @@
 import pytest
 from datasets import Dataset
 from rich.console import Console
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-
 from soren_align.core.errors import UserError
 from soren_align.data import dataset_stats, load_split, show_example, tokenize
 from soren_align.data.encode import encode
 from soren_align.tasks import TASKS
 from soren_align.training.trainer import SorenDPOTrainer
 from tests.support.conversations import CHATML, chat, chat_row, pair_row, split
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 NUM_ROWS = 24
 

@@ -9,13 +9,12 @@ import pytest
 import trl
 from datasets import Dataset
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers.utils import chat_template_utils
-
 from soren_align.core.errors import UserError
 from soren_align.data import check_template, dataset_stats
 from soren_align.data.rendering import BUDGET, BoundedEnvironment
 from tests.support.conversations import CHATML, chat
 from tests.support.cpu_time import cpu_seconds
+from transformers.utils import chat_template_utils
 
 SFT = Dataset.from_list([{"messages": chat(1)}])
 PICKY = Dataset.from_list(

@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 import trl
 from datasets import Dataset
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from trl import SFTConfig, SFTTrainer
-
 from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.data import check_template, set_template
 from tests.support import published_tokenizers as tokenizers_like
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl import SFTConfig, SFTTrainer
 
 ORIGINALS = Path(__file__).parent / "originals"
 MAKE = {"qwen2.5": tokenizers_like.qwen, "zephyr": tokenizers_like.mistral}

@@ -4,7 +4,6 @@ import hashlib
 import sysconfig
 
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.data import load_split, open_stream
 from soren_align.data.files import StandardLibrary, is_validation, topics

@@ -9,7 +9,6 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
 from soren_align.core import files
 from soren_align.core.errors import UserError
 from soren_align.data import files as local_files

@@ -2,7 +2,6 @@
 
 import pytest
 from datasets import Dataset
-
 from soren_align.core.errors import UserError
 from soren_align.data import check_template
 from tests.support.conversations import CHATML, chat, pair_row

@@ -7,7 +7,6 @@ import time
 import pyarrow as pa
 import pytest
 from datasets import Dataset
-
 from soren_align.core.errors import UserError
 from soren_align.data import cache, dataset_stats, load_split, tokenize
 from soren_align.data.encode import encode

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import trl
 from datasets import Dataset
-
 from soren_align.core.errors import UserError
 from soren_align.data import check_template, dataset_stats, load_split, mix, tokenize, without_empty_answers
 from soren_align.data.encode import encode

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import trl
 from datasets import Dataset
-
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.data import check_template, dataset_stats

@@ -1,11 +1,10 @@
 """A tokenizer without the added tokens that a model has no embeddings for."""
 
 import pytest
-from transformers import AutoTokenizer
-
 from soren_align.core.errors import UserError
 from soren_align.data.tokenizer import within_vocabulary
 from tests.support.published_tokenizers import qwen, t5
+from transformers import AutoTokenizer
 
 TEXT = "The otter eats fish. <extra_id_0> What does it eat?"
 

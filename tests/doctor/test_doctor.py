@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-
 from soren_align.doctor import interruptions, maps, ranks, run, system, times, trainings
 from soren_align.doctor.checks import CHECKS
 from soren_align.doctor.findings import Finding, Machine

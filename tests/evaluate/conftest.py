@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 import torch
-
 from soren_align.core import shipped
 from tests.support.benchmark_data import write_datasets
 from tests.support.edited_files import replace

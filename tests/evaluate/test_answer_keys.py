@@ -5,7 +5,6 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.evaluate.suite.suites import load_suite

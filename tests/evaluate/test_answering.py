@@ -23,8 +23,6 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from soren_align.core.errors import UserError
 from soren_align.evaluate.run import workers
 from soren_align.evaluate.run.harness import Options, evaluate_model
@@ -35,6 +33,7 @@ from soren_align.evaluate.stats.significance import compare, unpaired
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.recipe import Eval
 from tests.support.edited_files import edit
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.model
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import statsmodels.api as sm
 from scipy.stats import binomtest
-
 from soren_align.core.errors import UserError
 from soren_align.evaluate.run.harness import ModelResults
 from soren_align.evaluate.stats.intervals import score_points

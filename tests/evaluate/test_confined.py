@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import yaml
-
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.evaluate.run import stage

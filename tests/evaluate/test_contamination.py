@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-
 from soren_align.data import load_split, texts_of
 from soren_align.evaluate.report.results import read_results
 from soren_align.evaluate.report.tables import notes

@@ -5,11 +5,10 @@ import json
 
 import datasets
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from tests.support.benchmark_data import NUM_TRAIN, subjects, texts, write_datasets
 from tests.support.lm_eval_reference import DATASETS, plain
 from tests.support.tiny_models import make_reader, nudge
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def rows(root, task, config, split):

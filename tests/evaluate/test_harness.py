@@ -8,8 +8,6 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.core.silence import silence
@@ -20,6 +18,7 @@ from soren_align.evaluate.stats.scores import points_of
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.evaluate.suite.tasks import load_tasks
 from tests.support.edited_files import edit
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.model
 

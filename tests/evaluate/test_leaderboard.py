@@ -1,7 +1,6 @@
 """The two suites of real benchmarks, on invented questions in the real schemas: what lm-eval itself would say."""
 
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.evaluate.run.harness import Options, evaluate_model
 from soren_align.evaluate.suite.suites import load_suite

@@ -11,9 +11,6 @@ import pytest
 import yaml
 from lm_eval.tasks import TaskManager
 from rich.console import Console
-from sympy.parsing.latex import parse_latex
-from transformers import AutoTokenizer
-
 from soren_align.evaluate.run import harness
 from soren_align.evaluate.run.harness import Options, evaluate_model
 from soren_align.evaluate.run.stage import evaluate
@@ -23,10 +20,12 @@ from soren_align.evaluate.suite.suites import load_suite
 from soren_align.evaluate.suite.tasks import load_tasks, subtasks
 from soren_align.recipe import Eval
 from soren_align.study.audit import _sample_problems
+from sympy.parsing.latex import parse_latex
 from tests.support.leaderboard_v2_data import EQUAL, followed, write_nltk_data, write_v2_datasets
 from tests.support.lm_eval_reference import TASKS
 from tests.support.scripted_model import Script, ScriptedLM, workers
 from tests.support.tiny_models import make_reader
+from transformers import AutoTokenizer
 
 pytestmark = [pytest.mark.model, pytest.mark.rest]  # 20 seconds of loading 76 data sets
 

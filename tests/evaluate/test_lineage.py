@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.evaluate.run.lineage import lineage, lineages, parents
 from soren_align.run.folder import RunFolder

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.core.figures import LIGHT
 from soren_align.evaluate.report import tables

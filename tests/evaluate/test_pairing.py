@@ -5,14 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy import stats
-from statsmodels.stats.contingency_tables import mcnemar
-from statsmodels.stats.multitest import multipletests
-
 from soren_align.core.errors import UserError
 from soren_align.evaluate.run.harness import ModelResults
 from soren_align.evaluate.stats import significance
 from soren_align.evaluate.stats.intervals import score_points
 from soren_align.evaluate.stats.significance import compare, unpaired
+from statsmodels.stats.contingency_tables import mcnemar
+from statsmodels.stats.multitest import multipletests
 
 SIZES = {"arc_challenge": 1172, "hellaswag": 10042, "mmlu": 14042, "mc2": 817, "winogrande": 1267, "gsm8k": 1319}
 

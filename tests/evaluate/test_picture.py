@@ -3,7 +3,6 @@
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
-
 from soren_align.core.figures import LIGHT
 from soren_align.evaluate.report import tables
 from tests.support.result_tables import make_results

@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-
 from tests.support.edited_files import edit
 from tests.support.lm_eval_reference import plain
 from tests.support.tiny_models import teach

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.evaluate.stats.paired import points_json, read_points
 from tests.support.edited_files import edited

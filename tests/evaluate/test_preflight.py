@@ -9,8 +9,6 @@ import huggingface_hub
 import pytest
 import yaml
 from rich.console import Console
-from transformers import AutoTokenizer
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.evaluate.report import tables
@@ -30,6 +28,7 @@ from tests.support import command
 from tests.support.edited_files import edit
 from tests.support.run_folders import record_run
 from tests.support.tiny_models import CHATML, start_of
+from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.model
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from soren_align.evaluate.suite.tasks import missing_field
 
 TASK = {"test_split": "test", "doc_to_text": "{{question}}", "doc_to_target": "{{ answer }}"}

@@ -4,7 +4,6 @@ import shutil
 from math import sqrt
 
 import pytest
-
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.evaluate.report import tables

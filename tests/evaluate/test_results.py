@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rich.console import Console
-
 from soren_align.core.errors import UserError
 from soren_align.core.figures import NO_PICTURES
 from soren_align.core.text import stderr_console

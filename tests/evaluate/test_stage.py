@@ -11,7 +11,6 @@ import pytest
 from lm_eval.models.huggingface import HFLM
 from rich.console import Console
 from scipy import stats
-
 from soren_align.core.errors import UserError
 from soren_align.evaluate.report.results import write_summary
 from soren_align.evaluate.run import workers

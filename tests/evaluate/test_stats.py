@@ -10,10 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from statsmodels.stats.contingency_tables import mcnemar
-from statsmodels.stats.multitest import multipletests
-from statsmodels.stats.proportion import proportion_confint
-
 from soren_align.core.errors import UserError
 from soren_align.evaluate.answers import files
 from soren_align.evaluate.answers.comparison import align, make_results, read_models
@@ -22,6 +18,9 @@ from soren_align.evaluate.stats.intervals import average, score_points
 from soren_align.evaluate.stats.paired import ModelAnswers, Paired, points_json
 from soren_align.evaluate.stats.power import Part, detectable_by, part_of, questions_for
 from soren_align.evaluate.stats.significance import compare
+from statsmodels.stats.contingency_tables import mcnemar
+from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.proportion import proportion_confint
 from tests.support import command
 
 N = 60

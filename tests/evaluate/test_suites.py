@@ -4,7 +4,6 @@ import re
 import shutil
 
 import pytest
-
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.evaluate.suite.suites import Suite, SuiteTask, load_suite

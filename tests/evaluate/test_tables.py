@@ -5,7 +5,6 @@ import re
 
 import pytest
 from rich.console import Console
-
 from soren_align.evaluate.report import tables
 from tests.support.result_tables import COLUMNS, make_results
 

@@ -302,9 +302,8 @@ def adapter(rng: random.Random, as_json: Mutator) -> tuple[Files, dict[str, Any]
 def tiny_model() -> Path:
     """A folder with a random Llama of one layer and the quickstart's tokenizer; lives as long as the process."""
     import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
     from soren_align.core import shipped
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     folder = Path(_shared().name) / "tiny"
     tokenizer = AutoTokenizer.from_pretrained(shipped.ROOT / "recipes/quickstart/base")

@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
-
 from soren_align import recipe
 from soren_align.core import shipped
 from tests.fuzz import folders, mutate

@@ -86,7 +86,6 @@ def an_import(box: Box, arguments: dict[str, Any]) -> None:
 def a_data_file(box: Box, arguments: dict[str, Any]) -> None:
     """Load the split or the mixture; render and count what is left."""
     import datasets
-
     from soren_align import data
 
     spec = arguments["spec"] | {"path": arguments["file"]}
@@ -113,9 +112,8 @@ def _tokenizer() -> Any:
 
 @cache
 def _loaded_tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
     from soren_align.core import shipped
+    from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(shipped.ROOT / "recipes/quickstart/base")
 
@@ -151,7 +149,6 @@ def _command(words: list[str]) -> int:
 def _without_models(cache: Path | None = None):
     """Models answer at once, a training is over at once, and the hub takes everything. cache: of datasets."""
     import datasets
-
     from soren_align.evaluate.report import tables
     from soren_align.evaluate.run import harness, stage
     from soren_align.publish import push
@@ -285,7 +282,6 @@ def a_model(box: Box, arguments: dict[str, Any]) -> None:
     """Read what a plan reads of the model, talk to it, let it answer a question, or train it for a step."""
     import datasets
     import torch
-
     from soren_align.evaluate.run import backends, preflight, workers
     from soren_align.launch.chat import ChatModel, Conversation
     from soren_align.planning import inputs

@@ -14,7 +14,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-
 from tests.fuzz import trial
 from tests.fuzz.box import watched
 from tests.fuzz.kinds import Input, make

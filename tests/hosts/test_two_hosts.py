@@ -10,7 +10,6 @@ import sys
 import time
 
 import pytest
-
 from soren_align.core.shipped import ROOT
 from soren_align.run.folder import RunFolder
 from tests.hosts.two_hosts import ADDRESSES, TwoHosts, why_not

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import TrainerState, TrainingArguments
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.importers import import_file, keys
@@ -24,6 +22,7 @@ from soren_align.recipe import schema, trl
 from soren_align.recipe.loader import load_text, parse
 from soren_align.recipe.optimizer import AdamWSettings
 from tests.support import command
+from transformers import TrainerState, TrainingArguments
 
 FOLDER = Path(__file__).parent / "foreign"
 FILES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if "orpo" not in file.stem}

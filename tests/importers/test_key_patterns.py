@@ -7,7 +7,6 @@ names of datasets, columns, roles and templates; values of our own.
 import json
 
 import pytest
-
 from soren_align.data import load_split
 from soren_align.importers import import_file
 from soren_align.recipe.loader import load_text

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.data import load_split
 from soren_align.importers import import_file

@@ -1,7 +1,6 @@
 """torchtune's configs become recipes: sections with `_component_`, as its own configs at bd2a0fc, with our values."""
 
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.importers import import_file, torchtune
 from soren_align.importers.engine import convert

@@ -1,7 +1,6 @@
 """Attention, packing and streaming in the files of TRL, Axolotl and LLaMA-Factory."""
 
 import pytest
-
 from soren_align.importers.engine import convert
 from soren_align.recipe.checks import streaming_problems
 

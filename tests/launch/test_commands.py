@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.core.errors import ResumableError, UserError
@@ -17,6 +15,7 @@ from soren_align.run.folder import STOPPED, RunFolder
 from soren_align.training import run as training
 from soren_align.training import setup
 from tests.support.run_folders import lock_of_another_process
+from transformers import AutoConfig, AutoModelForCausalLM
 
 LOCKED = "another process is training or evaluating this run"
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from soren_align.cli import app
 from soren_align.core import signals
 from soren_align.core.errors import LostRankError, OutOfReach, ResumableError, UserError, known_failure

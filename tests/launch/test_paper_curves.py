@@ -2,7 +2,6 @@
 
 import pytest
 from PIL import Image
-
 from soren_align import recipe
 from soren_align.cli.app import main
 from soren_align.core.figures import LIGHT

@@ -6,7 +6,6 @@ import os
 
 import pytest
 from PIL import Image
-
 from soren_align.cli.app import main
 from soren_align.core.errors import UserError
 from soren_align.launch import show

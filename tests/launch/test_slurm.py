@@ -10,7 +10,6 @@ import sys
 import time
 
 import pytest
-
 from soren_align.core import shipped
 from soren_align.run.folder import RunFolder
 from tests.support import command

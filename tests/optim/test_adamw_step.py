@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from soren_align.optim import CHUNK, AdamW, chunks
 from soren_align.optim import adamw as adamw_step
 from soren_align.planning.flops import Meter

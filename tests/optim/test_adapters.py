@@ -3,10 +3,9 @@
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
-from torch import nn
-
 from soren_align.optim import build_optimizer, param_groups, route
 from tests.support.tiny_models import tiny_llama
+from torch import nn
 
 pytestmark = pytest.mark.model
 

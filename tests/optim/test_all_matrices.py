@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.optim import build_optimizer, param_groups, route
 from tests.support.tiny_models import tiny_llama
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 RATES = {"lr": 0.03, "aux_lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-10}
 INSIDE = 7  # matrices of a block

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
-
 from soren_align.core.errors import UserError
 from soren_align.optim import param_groups, route, routing_table
 from soren_align.optim.blocks import CONTIGUOUS, split_layout
@@ -13,6 +10,8 @@ from soren_align.planning.inspection import inspect_model
 from soren_align.planning.plan import plan_training
 from soren_align.recipe import load, load_for_model
 from tests.support.architectures import config_of
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.model
 

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-
 from soren_align.optim import AdamW, HTMuon, Muon, Soren, decay_and_add_
 from soren_align.optim.rounding import master_weights, store_master_weights_
 

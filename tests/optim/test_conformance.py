@@ -5,8 +5,6 @@ import pickle
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
 from soren_align.optim import AdamW, Muon, Soren
 from tests.support.optimizers import (
     BFLOAT16_MAPS,
@@ -18,6 +16,7 @@ from tests.support.optimizers import (
     small_model,
     trained,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
 def state_of(optimizer):

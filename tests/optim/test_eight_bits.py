@@ -5,11 +5,10 @@ import math
 
 import pytest
 import torch
-from torch import nn
-
 from soren_align.optim import AdamW, HTMuon, Muon, Soren, build_optimizer, momentum_of
 from soren_align.optim.eight_bits import BLOCK, CODES, SQUARINGS, blocks_of, decoded_range, encode_, new_blocks, norm
 from soren_align.optim.state import new_state, state_form
+from torch import nn
 
 NUMEL = 70 * 131  # 35 whole blocks and a part of one
 

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from soren_align.optim import OPTIMIZERS
 from soren_align.optim.gradients import LOOSE_NORM
 from soren_align.spectral.matrices import SAFE_NORMS
 from soren_align.spectral.products import WIDE_FROM
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NORMS = [0.5, 0.9, 40.0, 3.0, 0.1, 1.0, 1.0]  # of the gradients of each step, a spike among them
 

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
-
 from soren_align.optim import Muon, Soren, SpectralOptimizer
 from soren_align.spectral import MAPS
 from soren_align.spectral.maps import SpectralMap
 from soren_align.spectral.matrices import all_finite, from_wide, to_wide
 from soren_align.testing import check_map, randn
+from torch import nn
 
 SETTINGS = [
     {}, {"adjust_lr_fn": "match_rms_measured"}, {"nesterov": False, "states": "8bit"}, {"second_moment": "rows"},

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from soren_align.core.optimizer_settings import RESOLUTIONS
 from soren_align.optim import HTMuon, Muon, Soren
 from soren_align.optim.step import with_unit_rms

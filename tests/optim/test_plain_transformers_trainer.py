@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers
-
 from soren_align.optim import OptimizerFactory, route
 from tests.support.tiny_models import tiny_llama
 

@@ -6,13 +6,12 @@ import math
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-
 from soren_align.optim import HTMuon, Muon, Soren, build_optimizer, param_groups, route
 from soren_align.optim.layout import Batch
 from soren_align.optim.product import WEIGHTS, num_flops, product_directions
 from tests.support.tiny_models import tiny_llama
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 M, N, R = 24, 36, 4
 NAMES = {"A": "lora_A.weight", "B": "lora_B.weight"}

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from soren_align.optim import Soren, build_optimizer
 from soren_align.recipe.optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
 

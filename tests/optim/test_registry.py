@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
-
 from soren_align.core import optimizer_settings
 from soren_align.core.optimizer_settings import NON_NEGATIVE
 from soren_align.optim import OPTIMIZERS, Soren, SpectralOptimizer, build_optimizer
 from soren_align.optim.group_settings import number
 from soren_align.spectral import SOREN_MAPS, products
+from torch import nn
 
 
 @pytest.fixture

@@ -4,9 +4,8 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
-
 from soren_align.optim import AdamW, HTMuon, Muon, Soren, build_optimizer, param_groups, route, routing_table
+from torch import nn
 
 
 class Block(nn.Module):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from soren_align.optim import AdamW, HTMuon, Muon, Soren, SpectralOptimizer
 
 SHAPES = [(6, 9), (9, 6), (5, 5), (1, 4)]

@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from torch.optim import lr_scheduler as schedulers
-
 from tests.support.optimizers import EVERY_OPTIMIZER, assert_same_weights, gradients, groups, small_model
+from torch.optim import lr_scheduler as schedulers
 
 SCHEDULERS = {
     "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step),

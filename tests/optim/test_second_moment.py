@@ -5,10 +5,9 @@ import math
 
 import pytest
 import torch
-from torch import nn
-
 from soren_align.optim import HTMuon, Muon, Soren, build_optimizer
 from soren_align.spectral import newton_schulz
+from torch import nn
 
 SHAPES = {"wide": (6, 20), "tall": (33, 8), "square": (16, 16)}
 NORMUON = {"second_moment": "rows", "adjust_lr_fn": "match_rms_measured"}

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from soren_align.optim import AdamW, HTMuon, Muon, Soren
 from soren_align.spectral import (
     SOREN_MAPS,

@@ -7,8 +7,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-
 from soren_align.optim import AdamW, Muon, Soren
 from soren_align.spectral import SOREN_MAPS
 from tests.support.optimizers import (
@@ -20,6 +18,7 @@ from tests.support.optimizers import (
     small_model,
     trained,
 )
+from torch import nn
 
 
 def resumable(make):

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DbrxConfig, DbrxForCausalLM
-
 from soren_align.optim import matrices_of, names_of_matrices, route, routing_table, share_notices, spectral_share
 from soren_align.optim.layout import join, matrix_shape, split
 from tests.support.architectures import config_of
+from transformers import AutoModelForCausalLM, DbrxConfig, DbrxForCausalLM
 
 HALVES = ("gate_up", "transposed gate_up", "transposed interleaved gate_up")
 

@@ -20,7 +20,6 @@ def lines_of_a_terminal(monkeypatch):
 def planned():
     """planned(recipe, *overrides, num_ranks=1) returns (plan, its text at 80 columns); neither may be modified."""
     from rich.console import Console
-
     from soren_align import recipe
     from soren_align.planning import plan as planning
     from soren_align.planning import show

@@ -5,14 +5,13 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.planning import offline
 from soren_align.planning import plan as planning
 from soren_align.planning.flops import PEAKS, UTILIZATION, Compute
 from soren_align.study.config import load_study
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.model
 SIZES = {  # parameters, steps; rates of soren, muon, htmuon, adamw

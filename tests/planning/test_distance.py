@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.planning import distance

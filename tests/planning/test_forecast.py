@@ -4,7 +4,6 @@ import time
 
 import pytest
 import torch
-
 from soren_align.planning.memory import ModelSizes, Rank
 from soren_align.planning.step import step_cost
 from soren_align.recipe import OPTIMIZER_SECTIONS, Parallel, parallel

@@ -5,8 +5,6 @@ import json
 import os
 
 import pytest
-from transformers import AutoTokenizer
-
 from soren_align.core.errors import UserError
 from soren_align.core.text import Terminal
 from soren_align.launch import commands
@@ -17,6 +15,7 @@ from tests.support import command
 from tests.support.architectures import ARCHITECTURES, config_of
 from tests.support.cpu_time import cpu_seconds
 from tests.support.tiny_models import BASE
+from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.model
 MIXING = {"opt", "falcon", "bloom", "gpt_oss", "mamba", "lfm2", "qwen3_next"}  # tests/training/test_isolation.py

@@ -7,7 +7,6 @@ import datasets.config
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
-
 from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.planning import offline

@@ -4,11 +4,10 @@ import gc
 
 import pytest
 import torch
-from transformers import MistralConfig, Qwen2Config
-
 from soren_align.planning.flops import Meter, Passes, build_model, kinds_of_blocks
 from soren_align.training.build import trl_forward
 from tests.support.architectures import config_of
+from transformers import MistralConfig, Qwen2Config
 
 pytestmark = pytest.mark.model
 

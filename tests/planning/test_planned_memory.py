@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
-
 from soren_align import recipe
 from soren_align.launch.preparation import prepare
 from soren_align.planning import plan as planning
@@ -11,6 +9,7 @@ from soren_align.planning.flops import Meter
 from soren_align.run.folder import RunFolder
 from tests.support.published_data import ultrachat_200k, ultrafeedback_binarized
 from tests.support.published_tokenizers import mistral, qwen
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 pytestmark = pytest.mark.model
 
@@ -103,11 +102,10 @@ def test_each_component_is_what_a_run_allocates(name, bf16, more, tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with 80 GB, for a step of Qwen2.5-3B's size")
 def test_the_peak_of_a_full_size_step_is_within_15_percent():
-    from transformers import AutoConfig
-
     from soren_align.core import shipped
     from soren_align.optim import build_optimizer
     from soren_align.training.build import optimizer_settings, trl_forward
+    from transformers import AutoConfig
 
     loaded = recipe.load("qwen2.5-3b/soren")
     plan, _ = planning.plan_training(loaded)

@@ -6,12 +6,11 @@ import json
 import pytest
 import torch
 from rich.console import Console
-from transformers import MixtralModel
-
 from soren_align import recipe
 from soren_align.core import errors, shipped
 from soren_align.core.text import with_prefix
 from soren_align.planning.show import print_plan
+from transformers import MixtralModel
 
 pytestmark = pytest.mark.model
 
@@ -101,9 +100,8 @@ def test_steps_and_batch_are_those_of_the_processes(planned):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_the_batches_of_an_epoch_are_counted_as_accelerate_deals_them(num_examples, num_ranks):
     from accelerate.data_loader import BatchSamplerShard
-    from torch.utils.data import BatchSampler, SequentialSampler
-
     from soren_align.planning.plan import steps_per_epoch
+    from torch.utils.data import BatchSampler, SequentialSampler
 
     batches = BatchSampler(SequentialSampler(range(num_examples)), 8, drop_last=False)
     assigned = [len([*BatchSamplerShard(batches, num_ranks, rank)]) for rank in range(num_ranks)]

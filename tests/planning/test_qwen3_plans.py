@@ -1,7 +1,6 @@
 """The recipes of qwen3-0.6b: both readings of the paper's zero-shot table, and their plans without the hub."""
 
 import pytest
-
 from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.planning import plan as planning

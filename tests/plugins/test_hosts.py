@@ -10,14 +10,13 @@ import pytest
 import torch
 import trl
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
-
 from soren_align import OptimizerFactory, SorenDPOTrainer, SorenSFTTrainer, build_optimizer
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.sharding import set_strategy
 from soren_align.training.trainer import SorenTrainerMixin
 from tests.support.tiny_models import make_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 pytestmark = pytest.mark.model
 DATA = shipped.ROOT / "recipes" / "quickstart" / "data"

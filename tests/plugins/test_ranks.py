@@ -1,7 +1,6 @@
 """Two ranks of a host take the steps of one, and what a host shards in a way that is not supported is refused."""
 
 import pytest
-
 from tests.support import host_jobs
 from tests.support.parity_configurations import TOLERANCE, farthest, reference
 from tests.support.toy import NUM_STEPS, Run

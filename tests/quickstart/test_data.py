@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
 from soren_align.core import shipped
 from tests.support.pages import script
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 QUICKSTART = shipped.ROOT / "recipes" / "quickstart"
 BASE = QUICKSTART / "base"

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from soren_align.run.folder import RunFolder
 
 pytestmark = pytest.mark.process

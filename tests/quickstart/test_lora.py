@@ -9,7 +9,6 @@ import os
 import pytest
 import torch
 from rich.console import Console
-
 from soren_align import recipe
 from soren_align.evaluate.run.lineage import lineage
 from soren_align.evaluate.run.stage import evaluate

@@ -3,9 +3,9 @@
 import sysconfig
 
 import pytest
-from studies import ngrams
-
 from tests.support.tiny_run import TinyRun
+
+from studies import ngrams
 
 
 @pytest.fixture

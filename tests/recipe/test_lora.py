@@ -5,7 +5,6 @@ import json
 import shutil
 
 import pytest
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.launch import commands

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.core.errors import LostRankError, UserError, machine_failure

@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-
 from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.core.errors import UserError

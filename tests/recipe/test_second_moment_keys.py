@@ -3,7 +3,6 @@
 import math
 
 import pytest
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.recipe import OPTIMIZER_SECTIONS

@@ -6,8 +6,6 @@ import json
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Qwen2Config
-
 from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.launch.preparation import prepare
@@ -15,6 +13,7 @@ from soren_align.run.folder import RunFolder
 from tests.support.benchmark_data import write_datasets
 from tests.support.published_data import ultrachat_200k, ultrafeedback_binarized
 from tests.support.published_tokenizers import mistral, qwen
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Qwen2Config
 
 pytestmark = pytest.mark.model
 

@@ -1,7 +1,6 @@
 """`data.streaming`: its forms, the keys that it excludes, and the part of it that a resume compares."""
 
 import pytest
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 

@@ -1,7 +1,6 @@
 """A tracker that is misspelt or not installed is a mistake in the recipe, found before torch is there."""
 
 import pytest
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.launch.environment import library_environment

@@ -4,7 +4,6 @@ import dataclasses
 import enum
 
 import pytest
-
 from soren_align.recipe import trl
 
 

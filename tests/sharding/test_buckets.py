@@ -5,7 +5,6 @@ from itertools import chain, combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from soren_align.sharding import flat_partitions, make_exchange_plan, parameter_slices, replicas, row_blocks
 from soren_align.sharding.plan import map_flops, schedule_flops
 from soren_align.spectral.maps import MINIMAX

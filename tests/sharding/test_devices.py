@@ -1,7 +1,6 @@
 """Steps of optimizers whose parameters are on a GPU: no kernel and no collective gets a tensor of the CPU."""
 
 import pytest
-
 from tests.support import fake_gpu_jobs as gpu_jobs
 from tests.support.rank_pool import RankPool
 

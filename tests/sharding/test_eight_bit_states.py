@@ -1,7 +1,6 @@
 """8-bit states on several ranks: blocks are local to a shard, so that ranks round as one process or to a code."""
 
 import pytest
-
 from soren_align.optim.eight_bits import BLOCK, SMALL, new_blocks
 from soren_align.sharding.layout import flat_partitions
 from tests.support import toy_jobs as jobs

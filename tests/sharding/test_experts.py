@@ -1,7 +1,6 @@
 """Experts that transformers stores together take the steps of experts that are matrices of their own."""
 
 import pytest
-
 from tests.support.experts import (
     MIXTURES,
     OTHERS,

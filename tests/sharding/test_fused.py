@@ -5,9 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
-
 from soren_align.optim import build_optimizer
 from tests.support.architectures import config_of
 from tests.support.experts import (
@@ -22,6 +19,8 @@ from tests.support.experts import (
 )
 from tests.support.parity_configurations import farthest
 from tests.support.toy import MINIMAX, RATES, one_process
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 SPLIT = {"*qkv_proj": ["q", "k", "v"], "*gate_up_proj": ["gate", "up"]}
 

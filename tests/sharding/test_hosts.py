@@ -6,13 +6,12 @@ import socket
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
 from soren_align.core.errors import LostRankError, UserError
 from soren_align.launch import torchrun
 from soren_align.sharding import hosts
 from soren_align.sharding.hosts import Host, Watch, mentioned, watched
 from soren_align.sharding.ranks import Ranks
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 A = Host("a", (0, 1), frozenset({"10.0.0.1", "172.17.0.1"}))
 B = Host("b", (2,), frozenset({"10.0.0.2", "172.17.0.1"}))

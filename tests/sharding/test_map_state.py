@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-
 from soren_align.optim import OPTIMIZERS
 from soren_align.planning.memory import ModelSizes, Rank
 from soren_align.planning.step import step_cost
 from soren_align.recipe import OPTIMIZER_SECTIONS, Parallel
 from tests.support import normuon
+from torch import nn
 
 
 @pytest.mark.parametrize("states", ["float32", "8bit"])

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from tests.support.parity_configurations import (
     COMMON,
     CONFIGURATIONS,

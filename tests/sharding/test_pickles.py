@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-
 from soren_align.core.errors import UserError
 from soren_align.sharding import check_parts
 from soren_align.sharding.checkpoints import folders_confined_to, refuse_pickles

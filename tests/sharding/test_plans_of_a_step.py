@@ -1,7 +1,6 @@
 """A step is planned before it begins: all of it happens or nothing, on every rank."""
 
 import pytest
-
 from tests.support import step_plan_jobs as planned
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-
 from soren_align.core.errors import LostRankError, UserError, as_user_error, machine_failure
 from soren_align.sharding import ranks
 from tests.support.forks import free_port

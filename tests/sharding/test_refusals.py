@@ -4,7 +4,6 @@ import os
 
 import pytest
 import torch
-
 from soren_align.core.errors import UserError
 from soren_align.sharding.ranks import choose_gpu
 from tests.support import toy_jobs as jobs

@@ -4,8 +4,6 @@ import functools
 
 import pytest
 import torch
-from torch import nn
-
 from soren_align.optim import Muon
 from soren_align.optim.layout import WeightLayout
 from soren_align.planning.memory import ModelSizes, Rank
@@ -13,6 +11,7 @@ from soren_align.planning.step import step_cost
 from soren_align.recipe import OPTIMIZER_SECTIONS, Parallel
 from tests.support import toy_jobs as jobs
 from tests.support.parity_configurations import TOLERANCE, farthest
+from torch import nn
 
 STEPS, STATES, MEASURED = 6, "float32", {"adjust_lr_fn": "match_rms_measured"}
 KINDS = {"rows": {"second_moment": "rows"}, "elements": {"second_moment": "elements"},

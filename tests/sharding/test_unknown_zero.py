@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from soren_align.optim import Soren
 from soren_align.sharding import set_zero_strategy
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from studies import deepspeed_muon
-
 from tests.support import toy_jobs as jobs
 from tests.support.parity_configurations import reference
 from tests.support.toy import Run
+
+from studies import deepspeed_muon
 
 
 @pytest.mark.parametrize(("stage", "config", "fault", "message"), [

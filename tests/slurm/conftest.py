@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from soren_align.core.shipped import ROOT
 from tests.slurm.cluster import cluster, missing_programs
 

@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-
 from soren_align.core.shipped import ROOT
 from tests.slurm.cluster import NODES
 from tests.soak import runs

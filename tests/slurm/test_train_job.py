@@ -6,7 +6,6 @@ import subprocess
 import time
 
 import pytest
-
 from soren_align.core.shipped import ROOT
 from soren_align.run.folder import RunFolder
 from tests.slurm.conftest import write_program

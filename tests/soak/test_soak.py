@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from tests.soak import __main__ as soak
 from tests.soak import commands, faults, runs
 from tests.soak.commands import Ended

@@ -9,7 +9,6 @@ from functools import partial
 import mpmath
 import numpy as np
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.spectral import compose as composing
 from soren_align.spectral.compose import compose, from_dict, over_muon, refuse_unsuitable, target_of

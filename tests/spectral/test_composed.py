@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-
 from soren_align.spectral.compose import compose, target_of
 from soren_align.spectral.composed import exact_formula, guarded_composition
 from soren_align.testing import randn

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from studies import recorded_spectra
-
 from soren_align.spectral.contrast import LOWEST_COSINE_OF_THE_SIGMOID, Contrast, contrast, lowest_cosine
 from tests.support.spectra import singular_vectors
+
+from studies import recorded_spectra
 
 PAGE = Path(__file__).parents[2] / "docs/studies/theorems.md"
 SPECTRUM = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from soren_align.planning.flops import Meter
 from soren_align.spectral import MAPS, factors, guarded_minimax_sigmoid, num_workspace_numbers, products
 

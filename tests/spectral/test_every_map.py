@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch.optim._muon import _zeropower_via_newtonschulz
-
 from soren_align.spectral import (
     SOREN_MAPS,
     exact_sigmoid,
@@ -20,6 +18,7 @@ from soren_align.spectral import (
 )
 from soren_align.spectral.matrices import frobenius_norm
 from soren_align.testing import CHECKS, randn
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 MAPS = {
     "exact_sigmoid": exact_sigmoid, "sns": soft_newton_schulz,

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from soren_align.spectral import (
     distance_from_sigmoid,
     exact_sigmoid,

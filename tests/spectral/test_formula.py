@@ -5,7 +5,6 @@ import time
 import numpy as np
 import pytest
 import torch
-
 from soren_align.core.errors import UserError
 from soren_align.spectral import intervals
 from soren_align.spectral.formula import MAX_CHARACTERS, parse

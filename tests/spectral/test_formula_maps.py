@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from studies import recorded_spectra
-
 from soren_align.optim import Soren
 from soren_align.recipe.optimizer import SorenSettings
 from soren_align.spectral import SOREN_MAPS
@@ -17,6 +15,8 @@ from soren_align.spectral.composed import unit_of
 from soren_align.spectral.formula_maps import TEXTS, target_of
 from tests.support.command import imported
 from tests.support.spectra import matrix_of
+
+from studies import recorded_spectra
 
 NAMES = (*TEXTS, "formula")
 EVERY_NAME = pytest.mark.parametrize("name", NAMES)

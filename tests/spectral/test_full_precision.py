@@ -5,8 +5,6 @@ import threading
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from soren_align.spectral import (
     exact_sigmoid,
     full_precision,
@@ -19,6 +17,7 @@ from soren_align.spectral import (
     spectral_power,
 )
 from soren_align.spectral.products import by_products
+from torch.utils._python_dispatch import TorchDispatchMode
 
 MAPS = {
     "minimax": minimax_sigmoid, "minimax 0.001": lambda x: minimax_sigmoid(x, resolution=0.001),

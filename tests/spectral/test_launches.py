@@ -5,10 +5,9 @@ A matrix of 2048 x 11008 once had 562 launches and 9.3 GB, 2.1 times as many byt
 
 import pytest
 import torch
+from soren_align.spectral import factors, guarded_minimax_sigmoid, newton_schulz, products
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from soren_align.spectral import factors, guarded_minimax_sigmoid, newton_schulz, products
 
 VIEWS = {"alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "t", "transpose",
          "unsqueeze", "squeeze", "view", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty",

@@ -1,7 +1,6 @@
 """A map's record holds for its function."""
 
 import pytest
-
 from soren_align.spectral import MAPS, SOREN_MAPS
 from soren_align.testing import check_map
 from tests.support.command import imported

@@ -4,8 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
-
 from soren_align.core.optimizer_settings import RESOLUTION
 from soren_align.spectral import (
     MAPS,
@@ -19,6 +17,7 @@ from soren_align.spectral.minimax import guarded_minimax_sigmoid
 from soren_align.spectral.products import SIGN, TANH, TANH_WIDE
 from soren_align.testing import randn
 from tests.support.spectra import matrix_of, singular_vectors
+from torch.utils.flop_counter import FlopCounterMode
 
 modest = settings(derandomize=True, deadline=None, max_examples=60)
 QWEN_3B = [(2048, 2048), (256, 2048), (11008, 2048)]

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from studies import minimax_polynomials as polynomials
-
 from soren_align.core.optimizer_settings import RESOLUTION
 from soren_align.spectral.products import SIGN, TANH, TANH_WIDE, TOP, WIDE_FROM, WIDE_LIMIT
+
+from studies import minimax_polynomials as polynomials
 
 
 def odd(coefficients, x):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from soren_align.optim import Soren
 from soren_align.spectral import SOREN_MAPS, high_pass, random_spectrum, shuffled_spectrum
 from soren_align.spectral.nulls import seed_of

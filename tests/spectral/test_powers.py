@@ -3,10 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from studies import powers as study
-from studies import recorded_spectra
-from torch.utils.flop_counter import FlopCounterMode
-
 from soren_align.optim import HTMuon, Soren
 from soren_align.planning.flops import Meter
 from soren_align.spectral import MAPS, powers, rational_power, spectral_power
@@ -14,6 +10,10 @@ from soren_align.spectral.composition import TOP
 from soren_align.spectral.powers import POWERS, RESOLUTION
 from soren_align.testing import randn
 from tests.support.spectra import matrix_of
+from torch.utils.flop_counter import FlopCounterMode
+
+from studies import powers as study
+from studies import recorded_spectra
 
 EVERY_POWER = pytest.mark.parametrize("p", POWERS)
 ROUNDING = 1e-3  # of float32, mostly of the null space of a matrix in it: 5e-4 was the most of all spectra here

@@ -6,15 +6,15 @@ float32, which is as close. "auto" on CUDA is float16.
 
 import pytest
 import torch
-from studies import recorded_spectra
-from torch.utils.flop_counter import FlopCounterMode
-
 from soren_align.spectral import MAPS, factors, minimax_sigmoid, soft_newton_schulz
 from soren_align.spectral.factors import HALF_SCALE, multiply, rest_of, rounded
 from soren_align.spectral.flops import composition_flops
 from soren_align.spectral.matrices import mapped_in_range
 from soren_align.spectral.products import SIGN
 from tests.support.spectra import matrix_of
+from torch.utils.flop_counter import FlopCounterMode
+
+from studies import recorded_spectra
 
 LIMIT = 0.01
 MODELS = {"Qwen2.5-3B": [(2048, 2048), (256, 2048), (11008, 2048)],

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from studies import minimax_polynomials as polynomials
-from studies import recorded_spectra
-
 from soren_align.core.optimizer_settings import RESOLUTION
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
 from soren_align.spectral.products import SIGN
 from tests.support.spectra import matrix_of
+
+from studies import minimax_polynomials as polynomials
+from studies import recorded_spectra
 
 PAGE = Path(__file__).parents[2] / "docs/studies/spectra.md"
 RECORDED = recorded_spectra.load()

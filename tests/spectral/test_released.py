@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from soren_align.spectral import released_level, released_sigmoid, soft_newton_schulz
 from soren_align.testing import randn
 

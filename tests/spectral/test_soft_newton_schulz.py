@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from soren_align.spectral import guarded_soft_newton_schulz, soft_newton_schulz
 from tests.support.spectra import matrix_of
 

@@ -5,9 +5,9 @@ import sys
 
 import numpy as np
 import pytest
-from studies import cifar10, cnn
-
 from soren_align.core.errors import UserError
+
+from studies import cifar10, cnn
 
 NAMES = [*cifar10.TRAINING, *cifar10.TEST]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from studies import cnn
-
 from soren_align.spectral import released_sigmoid, soft_newton_schulz
+
+from studies import cnn
 
 PAGE = (Path(__file__).parents[2] / "docs/studies/cnn.md").read_text(encoding="utf-8")
 

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+
 from studies import maps
 
 FOLDER = Path(maps.__file__).parent

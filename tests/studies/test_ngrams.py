@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+
 from studies import ngrams
 
 VOCAB_SIZE = 7

@@ -3,6 +3,7 @@
 from math import sqrt
 
 import pytest
+
 from studies import pretrained_by
 
 

@@ -3,6 +3,7 @@
 from math import exp, sqrt
 
 import pytest
+
 from studies import pretraining
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from studies import mapped_spectra, record_spectra, recorded_spectra
-
 from soren_align.core.optimizer_settings import RELEASED_STEPS
+
+from studies import mapped_spectra, record_spectra, recorded_spectra
 
 PAGE = Path(mapped_spectra.__file__).with_name("spectra.md").read_text(encoding="utf-8")
 

@@ -4,9 +4,9 @@ import ast
 import json
 from pathlib import Path
 
-from studies import spectrum
-
 from tests.support.pages import script
+
+from studies import spectrum
 
 FOLDER = Path(spectrum.__file__).parent
 RUNS = [json.loads(line) for line in (FOLDER / "smollm2-spectrum.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from studies import theorems
-
 from soren_align.spectral import exact_sigmoid, soft_newton_schulz
+
+from studies import theorems
 
 PROBLEMS = {problem.name: problem for problem in theorems.problems()}
 EVERY_PROBLEM = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)

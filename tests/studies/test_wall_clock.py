@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from studies import wall_clock
-from transformers import LlamaConfig
-
 from soren_align.optim.routing import route
 from soren_align.spectral import MAPS
+from transformers import LlamaConfig
+
+from studies import wall_clock
 
 pytestmark = pytest.mark.model
 PAGE = (Path(__file__).parents[2] / "docs/studies/wall-clock.md").read_text(encoding="utf-8")

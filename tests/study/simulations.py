@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 
 import numpy as np
-
 from soren_align.study.study import HELD_OUT
 from tests.study.test_verdict import (
     EQUAL,

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.evaluate.stats.paired import ColumnPoints
 from soren_align.run.held_out import add_values, read_held_out

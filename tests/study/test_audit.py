@@ -7,7 +7,6 @@ import re
 import shutil
 
 import pytest
-
 from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.core.version import __version__

@@ -6,7 +6,6 @@ import shutil
 from unittest import mock
 
 import pytest
-
 from soren_align.study import audit
 from soren_align.study.report.verdict import VERDICT
 from tests.support import command

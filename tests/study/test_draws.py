@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.evaluate.stats.paired import ColumnPoints
 from soren_align.recipe import load_resolved

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-
 from soren_align.core.text import Table
 from soren_align.study.report.blocks import Items, Paragraph
 from soren_align.study.report.curves import first_reach

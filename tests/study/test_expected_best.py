@@ -4,7 +4,6 @@ from itertools import combinations
 from statistics import fmean
 
 import pytest
-
 from soren_align.study.report.curves import expected_best
 
 

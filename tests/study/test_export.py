@@ -7,7 +7,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.run.folder import RunFolder
 from soren_align.study import audit

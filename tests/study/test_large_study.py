@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from tests.support import command
 from tests.support.large_study import plant
 

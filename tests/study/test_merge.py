@@ -5,7 +5,6 @@ import shutil
 
 import numpy as np
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.study.draws import variance_components
 from soren_align.study.merge import answer_sentences, merge, merged_json

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from soren_align.study import runner
 from tests.support import command
 from tests.support.c4_replica import replica

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
-
 from soren_align.core.errors import DivergedError, ResumableError, UserError
 from soren_align.core.text import Terminal
 from soren_align.launch import commands

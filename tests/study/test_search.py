@@ -13,7 +13,6 @@ import optuna
 import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
-
 from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.core.errors import UserError

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import yaml
-
 from soren_align.core import shipped
 from soren_align.core.document import dump
 from soren_align.core.errors import UserError

@@ -8,7 +8,6 @@ import subprocess
 import pytest
 import typer
 from rich.console import Console
-
 from soren_align.cli.app import app
 from soren_align.core import shipped
 from soren_align.core.errors import UserError

@@ -12,7 +12,6 @@ import pytest
 from matplotlib.figure import Figure as Drawing
 from PIL import Image
 from rich.console import Console
-
 from soren_align import recipe
 from soren_align.core.text import Table
 from soren_align.recipe import to_yaml

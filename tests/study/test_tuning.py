@@ -7,17 +7,9 @@ from statistics import fmean, pstdev
 
 import numpy as np
 import pytest
-
 from soren_align.study.runs import select
 from soren_align.study.study import Candidate, Run
-from soren_align.study.tuning import (
-    RESAMPLES,
-    metric_at,
-    parabola,
-    profile,
-    resampled_selection,
-    tuning,
-)
+from soren_align.study.tuning import RESAMPLES, metric_at, parabola, profile, resampled_selection, tuning
 
 LOST = None
 

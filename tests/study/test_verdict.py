@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy import stats
-
 from soren_align.evaluate.stats.paired import Paired
 from soren_align.study import stats as module
 from soren_align.study.config import Equivalence, Retention, VerdictSection

@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.study.report import verdict
 from soren_align.study.report.verdict import VERDICT, VerdictFile, read_verdict_file, verdict_file, verdict_schema

@@ -3,12 +3,12 @@
 import json
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
-
 from soren_align.core.errors import UserError
 from soren_align.optim import spectral_share
 from soren_align.planning.plan import plan_training
 from soren_align.run.weights import load_adapter, load_model
+from transformers import AutoConfig, AutoTokenizer
+
 from tests.support.tiny_models import BASE
 from tests.support.tiny_run import TinyRun
 

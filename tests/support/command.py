@@ -10,6 +10,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from soren_align.cli import app
+
 from tests.support.forks import Fork
 
 

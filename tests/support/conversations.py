@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.data import load_split
 from soren_align.recipe import DataSplit

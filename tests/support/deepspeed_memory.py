@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from soren_align.sharding import set_zero_strategy
 from torch.utils._pytree import tree_leaves
 
-from soren_align.sharding import set_zero_strategy
 from tests.support.toy_jobs import deepspeed_engine, part_of
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")

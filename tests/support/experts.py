@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
+from soren_align.core.optimizer_settings import AUX_WEIGHT_DECAY
+from soren_align.optim import Soren, build_optimizer
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from soren_align.core.optimizer_settings import AUX_WEIGHT_DECAY
-from soren_align.optim import Soren, build_optimizer
 from tests.support import toy_jobs as jobs
 from tests.support.architectures import config_of
 from tests.support.parity_configurations import TOLERANCE, farthest

@@ -4,14 +4,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from soren_align import optim
 from soren_align.optim import ShardingStrategy
 from soren_align.optim import adamw as adamw_step
 from soren_align.sharding import DDPStrategy, ZeroStrategy, flat_partitions
 from soren_align.sharding.gather import RankStrategy
 from soren_align.sharding.layout import parameter_slices
+from torch import nn
+
 from tests.support.fake_gpu import GPU, OnGPU, WrongDevice, host_reads
 
 SHAPES = {"a": (6, 9), "b": (9, 6), "c": (6, 9), "norm": (9,), "scale": ()}
@@ -161,11 +161,7 @@ def measured(group):
     from soren_align.training.adapters import export_weights
     from soren_align.training.lost_updates import FirstStepCheck, LostUpdatesPolicy, change_after_saving
     from soren_align.training.measure.measurements import Measurements
-    from soren_align.training.trained_optimizer import (
-        AttachedOptimizer,
-        OptimizerCheck,
-        StartingWeights,
-    )
+    from soren_align.training.trained_optimizer import AttachedOptimizer, OptimizerCheck, StartingWeights
 
     def run(put):
         dtype = torch.bfloat16 if group.rank() else torch.float32

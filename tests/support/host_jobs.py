@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 
 from accelerate import Accelerator
+from soren_align.plugins.sharding_callback import ShardingCallback
 from torch import nn
 
-from soren_align.plugins.sharding_callback import ShardingCallback
 from tests.support.toy import NUM_STEPS
 from tests.support.toy_jobs import part_of, result
 
@@ -32,10 +32,9 @@ def accelerate(group, run, sets_strategy):
 
 def refusal_of_fsdp1(group):
     """The error of an optimizer that is built for a model in FSDP1, and of a step of one that was built before."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     from soren_align import build_optimizer
     from soren_align.sharding import set_strategy
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     errors, settings = [], {"name": "soren", "lr": 1e-3, "adjust_lr_fn": "original"}
     for is_built_before in (False, True):

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-
 from soren_align.core.files import file_sha256, write
 from soren_align.core.text import print_labelled, stderr_console
 from soren_align.evaluate.suite.suites import suite_of
@@ -24,6 +23,7 @@ from soren_align.run.held_out import add_values
 from soren_align.study.config import load_study
 from soren_align.study.report.verdict import VERDICT, verdict_file
 from soren_align.study.study import ENDED
+
 from tests.support.study_runs import end, progress_of, written
 
 LARGE = """\

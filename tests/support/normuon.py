@@ -1,12 +1,11 @@
 """NorMuon in small, to show a rule whose map has a state: the second moment of the rows of its output."""
 
 import torch
-from torch import nn
-
 from soren_align.core.optimizer_settings import COEFFICIENT
 from soren_align.optim import SpectralOptimizer
 from soren_align.optim.group_settings import number
 from soren_align.sharding import DDPStrategy, ZeroStrategy, flat_partitions
+from torch import nn
 
 SHAPES = {"a": (6, 9), "b": (9, 6), "c": (5, 7), "d": (64, 80)}
 

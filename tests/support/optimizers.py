@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from soren_align.optim import AdamW, HTMuon, Muon, Soren
 from soren_align.spectral import SOREN_MAPS
 

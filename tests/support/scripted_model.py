@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lm_eval.api.model import LM
-
 from soren_align.evaluate.run.workers import InProcess
 
 

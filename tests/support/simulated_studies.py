@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy.special import ndtr, ndtri
-
 from soren_align.evaluate.stats.paired import ColumnPoints
 from soren_align.study.estimates import Assumed
 from soren_align.study.stats import Answers

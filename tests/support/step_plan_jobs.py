@@ -3,12 +3,12 @@
 import copy
 
 import torch
+from soren_align.optim import Soren
+from soren_align.sharding import DDPStrategy, FSDP2Strategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from soren_align.optim import Soren
-from soren_align.sharding import DDPStrategy, FSDP2Strategy
 from tests.support.toy_jobs import error_of
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from soren_align.core import shipped
+from soren_align.recipe.schema import Lora, Model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
@@ -18,8 +20,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from soren_align.core import shipped
-from soren_align.recipe.schema import Lora, Model
 from tests.support import benchmark_questions as questions
 
 BASE = shipped.ROOT / "recipes" / "quickstart" / "base"

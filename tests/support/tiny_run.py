@@ -13,7 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-
 from soren_align import recipe
 from soren_align.core.shipped import ROOT
 from soren_align.evaluate.run.benchmark import read_benchmark

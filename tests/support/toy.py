@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-
 from soren_align.optim import Soren, build_optimizer
+from torch import nn
 
 HIDDEN, BATCH = 48, 12
 NUM_STEPS = 10

@@ -9,6 +9,11 @@ from unittest.mock import patch
 
 import psutil
 import torch
+from soren_align.optim import Soren, build_optimizer
+from soren_align.optim.step import spectral_step_
+from soren_align.planning.flops import Meter
+from soren_align.recipe import parallel
+from soren_align.sharding import DDPStrategy, FSDP2Strategy, set_zero_strategy, start_deepspeed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,11 +21,6 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from soren_align.optim import Soren, build_optimizer
-from soren_align.optim.step import spectral_step_
-from soren_align.planning.flops import Meter
-from soren_align.recipe import parallel
-from soren_align.sharding import DDPStrategy, FSDP2Strategy, set_zero_strategy, start_deepspeed
 from tests.support.toy import NUM_STEPS, Run
 
 

@@ -16,9 +16,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
-from trl import DPOTrainer, SFTTrainer
-
 from soren_align.core import files
 from soren_align.core.errors import UserError
 from soren_align.recipe import checks
@@ -30,6 +27,9 @@ from soren_align.training import checkpoints
 from soren_align.training import trainer as trl_trainers
 from soren_align.training.lost_updates import FirstStepCheck
 from soren_align.training.trainer import SorenTrainerMixin
+from torch.distributed.tensor import DTensor
+from trl import DPOTrainer, SFTTrainer
+
 from tests.support import c4_replica
 from tests.support.tiny_run import Kill, TinyRun, after_step, die, flip_bit, reseal
 

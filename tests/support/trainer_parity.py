@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
-
 from soren_align.run.folder import RunFolder, read_metrics
 from soren_align.spectral import quintic
+
 from tests.support import trainer_jobs
 from tests.support.tiny_run import TinyRun, spectra
 from tests.support.trainer_jobs import GLOBAL, PARITY, without_bfloat16

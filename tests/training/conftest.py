@@ -1,5 +1,4 @@
 import pytest
-
 from tests.support.tiny_run import TinyRun, same, stop_after
 from tests.support.trainer_parity import ranks_do
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from tests.support.architectures import ARCHITECTURES, NAMES, trial
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text().splitlines()

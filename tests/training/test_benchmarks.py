@@ -10,8 +10,6 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.evaluate.report.results import read_results
@@ -29,6 +27,7 @@ from soren_align.run.folder import RunFolder, read_metrics
 from soren_align.sharding.ranks import Ranks
 from tests.support.tiny_run import TinyRun, assert_trained_alike
 from tests.support.trainer_parity import furthest, ranks_do, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.model
 

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-
 from tests.support.c4_replica import NUM_HELD_OUT, RECIPE, c4
 from tests.support.tiny_run import TinyRun, same, stop_after
 from tests.support.trainer_jobs import tokens_of

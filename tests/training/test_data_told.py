@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 from rich.console import Console
-
 from soren_align.core.errors import UserError
 from soren_align.planning.plan import plan_training
 from soren_align.planning.show import print_plan

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import pytest
 from safetensors.torch import load_file
-
 from soren_align.core.errors import UserError
 from soren_align.run.folder import RunFolder
 from soren_align.sharding.ranks import Ranks

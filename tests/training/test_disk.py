@@ -9,8 +9,6 @@ from unittest import mock
 import pytest
 import safetensors
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-
 from soren_align.core import errors, files
 from soren_align.core.errors import ResumableError, UserError, from_os_error
 from soren_align.launch import commands
@@ -18,6 +16,7 @@ from soren_align.run.folder import RunFolder
 from soren_align.training import checkpoints, trainer
 from tests.support import command
 from tests.support.tiny_run import same
+from torch.distributed.checkpoint.api import CheckpointException
 
 SAVED = ("trainer.save_steps=2", "trainer.save_total_limit=1")
 

@@ -3,14 +3,13 @@
 from unittest import mock
 
 import pytest
-from transformers import TrainerCallback
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.publish.card import card
 from soren_align.tasks import TASKS
 from soren_align.training import checkpoints
 from tests.support.tiny_run import Kill, TinyRun, die, same
+from transformers import TrainerCallback
 
 pytestmark = pytest.mark.model
 

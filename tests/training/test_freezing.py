@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from soren_align import recipe
 from soren_align.core import errors
 from soren_align.planning import plan as planning
@@ -14,6 +12,7 @@ from soren_align.training.adapters import common_globs
 from tests.support.architectures import FROZEN, SETTINGS, config_of
 from tests.support.tiny_models import BASE
 from tests.support.tiny_run import TinyRun
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.model
 BLOCKS = '["model.layers.0.*", "model.embed_tokens.*"]'

@@ -7,8 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.recipe import checks, parallel
@@ -26,6 +24,7 @@ from tests.support.trainer_parity import (
     one_process_logs,
     weights,
 )
+from transformers import AutoModelForCausalLM
 
 JOB = "fsdp2"
 SOREN, DPO = RUNS[0][:2], RUNS[3][:2]

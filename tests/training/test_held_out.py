@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.core.files import file_sha256
 from soren_align.run.held_out import read_held_out

@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-
 from soren_align import recipe
 from soren_align.recipe import recipe_hash
 from soren_align.sharding.ranks import Ranks

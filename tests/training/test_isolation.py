@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
 from soren_align.core.errors import UserError
 from soren_align.training.packing import IsolationCheck, cross_talk, probe_examples
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 pytestmark = pytest.mark.model
 COLLATOR = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)

@@ -7,8 +7,6 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from soren_align.core.errors import UserError
 from soren_align.evaluate.run.lineage import lineage
 from soren_align.optim import route, routing_table
@@ -18,6 +16,7 @@ from soren_align.training import adapters
 from soren_align.training import run as training
 from soren_align.training.model import starting_checkpoint
 from tests.support.tiny_run import same
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.model
 

@@ -1,7 +1,6 @@
 """Adapters on two ranks of DDP and of ZeRO 2 take the steps of one process; DPO resumes from what they saved."""
 
 import pytest
-
 from tests.support.tiny_run import TinyRun
 from tests.support.trainer_jobs import ADAPTERS
 from tests.support.trainer_parity import furthest, ranks_do, weights

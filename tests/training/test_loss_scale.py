@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from soren_align.core.errors import UserError
 from soren_align.training.trained_optimizer import OptimizerCheck, OptimizerMismatch
 

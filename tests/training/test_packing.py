@@ -6,9 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, OPTConfig
-from trl import pack_dataset
-
 from soren_align.core.errors import UserError
 from soren_align.data import LossMasks
 from soren_align.planning import plan as planning
@@ -17,6 +14,8 @@ from soren_align.training.packing import pack
 from soren_align.training.setup import check_attention
 from tests.support.published_data import ANIMALS
 from tests.support.tiny_models import BASE
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, OPTConfig
+from trl import pack_dataset
 
 pytestmark = pytest.mark.model
 NUM_TOKENS = 48

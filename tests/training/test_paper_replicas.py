@@ -5,7 +5,6 @@ import os
 import signal
 
 import pytest
-
 from soren_align.core import shipped
 from tests.support.c4_replica import replica
 from tests.support.rank_pool import PRELOADED

@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.recipe import recipe_hash

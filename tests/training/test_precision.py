@@ -6,13 +6,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
-
 from soren_align.core.errors import UserError
 from soren_align.core.files import resolve_path
 from soren_align.run.folder import RunFolder
 from tests.support.tiny_run import same
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 JOB = "precision"
 # The paper's settings for SFT, and what a tiny model needs.

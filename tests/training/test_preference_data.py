@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-
 from soren_align.core.errors import UserError
 from soren_align.core.shipped import ROOT
 from soren_align.data import start_margins

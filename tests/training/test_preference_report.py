@@ -1,7 +1,6 @@
 """Sentences about a DPO run: true ones, and only where they matter."""
 
 import pytest
-
 from soren_align.launch.show import show
 from soren_align.publish.card import _change
 from soren_align.run.preferences import describe_preferences, repeated_share, sample_changes

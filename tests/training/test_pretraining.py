@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from soren_align.core.errors import UserError
 from soren_align.publish.card import card
 from tests.support.tiny_run import TinyRun
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.model
 HELD_OUT = ("data.train.limit=300", "data.eval={fraction: 0.04}", "trainer.per_device_eval_batch_size=4")

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-
 from soren_align.core import text as terminal
 from soren_align.training.measure import progress
 

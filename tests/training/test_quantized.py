@@ -6,8 +6,6 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from soren_align.evaluate.run.backends import BackendSettings, load_lm
 from soren_align.launch.chat import ChatModel
 from soren_align.planning.inputs import count_frozen
@@ -17,6 +15,7 @@ from soren_align.training import adapters
 from tests.support import command
 from tests.support.tiny_run import TinyRun, same
 from tests.training.test_lora import LORA, WORDS
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.model

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-
 from tests.support.c4_replica import replica
 from tests.support.tiny_run import TinyRun
 

@@ -7,15 +7,14 @@ from unittest import mock
 import pytest
 import torch
 from datasets import Dataset
-from torch.nn.functional import dropout
-from transformers import AutoModelForCausalLM
-from trl import DPOConfig
-
 from soren_align import SorenDPOTrainer
 from soren_align.core.errors import UserError
 from soren_align.training import reference
 from soren_align.training import trainer as trl_trainers
 from tests.support.tiny_models import make_model
+from torch.nn.functional import dropout
+from transformers import AutoModelForCausalLM
+from trl import DPOConfig
 
 pytestmark = pytest.mark.model
 PRECOMPUTED = "trainer.precompute_ref_log_probs=true"

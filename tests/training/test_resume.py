@@ -15,7 +15,6 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
 from soren_align.core import files
 from soren_align.core.errors import UserError
 from soren_align.core.files import resolve_path

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.recipe import training_part
 from soren_align.training.measure.retention import Probe, _groups, evenly, sum_of_kl
 from tests.support.tiny_run import assert_trained_alike, stop_after
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=2", "trainer.max_steps=4", "data.eval.limit=9")

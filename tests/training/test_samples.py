@@ -7,14 +7,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.training.measure.samples import Prompt, SampleWriter, evaluating, read_prompts
 from tests.support.tiny_run import TinyRun, assert_trained_alike, stop_after
 from tests.support.trainer_parity import logged
 from tests.training.test_resume import stop_around
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.model
 

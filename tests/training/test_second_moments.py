@@ -1,7 +1,6 @@
 """Runs with second moments resume bit for bit under every mode, and on another number of ranks under ZeRO."""
 
 import pytest
-
 from soren_align.run.folder import RunFolder
 from tests.support import command
 from tests.support.tiny_run import TinyRun

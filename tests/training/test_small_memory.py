@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-
 from soren_align.run.folder import read_metrics
 from tests.support.tiny_run import TinyRun, same
 from tests.support.trainer_jobs import EIGHT_BITS, QUANTIZED

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
 from soren_align import recipe
 from soren_align.bench.spectra import spectra_of_run
 from soren_align.core.errors import UserError
@@ -23,6 +21,7 @@ from soren_align.training.measure.measurements import MeasurementLog, Measuremen
 from soren_align.training.setup import set_up_training
 from soren_align.training.trained_optimizer import AttachedOptimizer, StartingWeights
 from tests.support.tiny_run import TinyRun, spectra, stop_after
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 pytestmark = pytest.mark.model
 

@@ -5,8 +5,6 @@ import json
 
 import pytest
 from accelerate.data_loader import prepare_data_loader
-from torch.utils.data import DataLoader
-
 from soren_align.core.errors import UserError
 from soren_align.data import stream as streams_module
 from soren_align.planning import plan as planning
@@ -16,6 +14,7 @@ from soren_align.training import checkpoints
 from soren_align.training.packing import TokenStream
 from tests.support.tiny_run import same
 from tests.support.trainer_parity import logged
+from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.model
 STREAMED = "data.streaming={shuffle_buffer: 10}"

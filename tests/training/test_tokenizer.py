@@ -5,15 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
-
 from soren_align.core.errors import UserError
 from soren_align.core.files import default_cache_folder
 from soren_align.planning.inputs import load_inputs, on_this_machine
 from soren_align.run.weights import load_model
 from soren_align.training import model as starting_model
 from soren_align.training.setup import set_up_training
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 NO_TEMPLATE = ("trainer.assistant_only_loss=false", "data.eval=null")
 
@@ -77,8 +76,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_weights_are_drawn(t
 
 
 @pytest.mark.parametrize(
-    ("token", "message"),
-    [("<|assistant|>", "examples have token 121"), ("<|pad|>", "the padding is token 121")],
+    ("token", "message"), [("<|assistant|>", "examples have token 121"), ("<|pad|>", "the padding is token 121")]
 )
 def test_a_token_without_an_embedding_is_refused_before_training(tiny_run, token, message):
     start = Path(tiny_run().prepare().start)

@@ -9,8 +9,6 @@ import torch
 import trl
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
-
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.optim import gradients
@@ -21,6 +19,7 @@ from soren_align.training.setup import trl_arguments
 from soren_align.training.trained_optimizer import OptimizerMismatch
 from soren_align.training.trainer import SorenTrainerMixin
 from tests.support.tiny_run import same
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 pytestmark = pytest.mark.model
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from soren_align.run.folder import RunFolder
 from tests.support.trainer_parity import furthest, weights
 

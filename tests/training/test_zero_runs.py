@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-
 from soren_align.run.folder import RunFolder
 from tests.support import command
 from tests.support.tiny_run import TinyRun
@@ -27,6 +25,7 @@ from tests.support.trainer_parity import (
     ranks_do,
     weights,
 )
+from transformers import AutoModelForCausalLM
 
 JOB = "zero"
 STAGES = ("zero1", "zero2", "zero3")

@@ -1,4 +1,6 @@
-"""`soren-align stats`: compare models by anybody's evaluation results, with the tests of our own table."""
+"""`soren-align stats`: compare models by anybody's evaluation results, with the tests of our own
+table.
+"""
 
 import json
 import sys
@@ -24,8 +26,8 @@ from .scores import Scores, hash_bits, match, numbers
 
 AVERAGE = "average"
 SHARES = (0.05, 0.1, 0.2)
-"""Of answers that differ between two models, where a plan has no two models to measure it: two runs of one training
-differ in 6 to 10% (study/estimates.py, `Assumed`), different models in more."""
+"""Of answers that differ between two models, where a plan has no two models to measure it: two runs
+of one training differ in 6 to 10% (study/estimates.py, `Assumed`), different models in more."""
 QUESTIONS = 1000
 """Of a plan without a file."""
 
@@ -61,18 +63,29 @@ def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
             rows = _own_rows(path)
         else:
             place = path.absolute()
-            is_named = place.is_dir() or not any(pattern.fullmatch(place.name) for pattern in FILE_NAMES)
-            own = name or (place.name if place.is_dir() else place.stem if is_named else place.parent.name)
-            rows = {own if name or own not in models else f"{place.parent.name}/{own}": read_scores(path, columns)}
+            is_named = place.is_dir() or not any(
+                pattern.fullmatch(place.name) for pattern in FILE_NAMES
+            )
+            own = name or (
+                place.name if place.is_dir() else place.stem if is_named else place.parent.name
+            )
+            rows = {
+                own if name or own not in models else f"{place.parent.name}/{own}": read_scores(
+                    path, columns
+                )
+            }
         *_, last = rows
         for row, model in rows.items():
-            key = name if name and row == last else row  # the last row of a table is the run's own model
+            # the last row of a table is the run's own model
+            key = name if name and row == last else row
             if key in models and _values(model) == _values(models[key]):
                 continue  # such as the base of two runs
             if key in models and name and row != last:
                 key = f"{name}/{row}"
             if key in models:
-                raise UserError(f"{argument}: two models have the name {key}; write NAME={path_text}")
+                raise UserError(
+                    f"{argument}: two models have the name {key}; write NAME={path_text}"
+                )
             models[key] = model
     return models
 
@@ -84,7 +97,9 @@ def _evaluation(run: Path) -> Path:
         raise UserError(f"{run}: this run has no evaluation; run soren-align eval {run} first")
     if len(folders) > 1:
         names = join_words([folder.name for folder in folders])
-        raise UserError(f"{run}: this run was evaluated with {len(folders)} suites ({names}); name one: {folders[0]}")
+        raise UserError(
+            f"{run}: this run was evaluated with {len(folders)} suites ({names}); name one: {folders[0]}"
+        )
     return folders[0]
 
 
@@ -93,7 +108,9 @@ def _values(model: Model) -> Any:
 
 
 def _own_rows(folder: Path) -> dict[str, Model]:
-    """Return the rows of an evaluation of our own; points.json has no ids, but a hash of all questions and prompts."""
+    """Return the rows of an evaluation of our own; points.json has no ids, but a hash of all
+    questions and prompts.
+    """
     results, rows = read_results(folder), {}
     assert results is not None
     metrics = results["settings"].get("metrics", {})
@@ -112,9 +129,11 @@ def _own_rows(folder: Path) -> dict[str, Model]:
 
 
 def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswers], list[str]]:
-    """Return the points of all models on the same questions, in the order of the first model's, and notes.
+    """Return the points of all models on the same questions, in the order of the first model's, and
+    notes.
 
-    common: leave out the questions that not all have. Raises UserError if questions differ otherwise.
+    common: leave out the questions that not all have. Raises UserError if questions differ
+    otherwise.
     """
     first_name, first = next(iter(models.items()))
     names = [*dict.fromkeys(task for model in models.values() for task in model if task)]
@@ -129,7 +148,9 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
         if absent := [name for name in models if name not in chosen]:
             if not common:
                 owner = next(iter(chosen))
-                raise UserError(f"{owner} has the task {task or 'without a name'}, but {absent[0]} has not; {REMEDY}")
+                raise UserError(
+                    f"{owner} has the task {task or 'without a name'}, but {absent[0]} has not; {REMEDY}"
+                )
             notes.append(f"{task}: left out, because {absent[0]} has no such task")
             continue
         reference = first[task]
@@ -145,7 +166,14 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
                     " of soren-align; name the folder of one model in its samples folder instead"
                 )
         orders = _orders(task, chosen, common)
-        clusters = next((numbers(scores.clusters)[orders[n]] for n, scores in chosen.items() if scores.clusters), None)
+        clusters = next(
+            (
+                numbers(scores.clusters)[orders[n]]
+                for n, scores in chosen.items()
+                if scores.clusters
+            ),
+            None,
+        )
         prompts = numbers(reference.prompts)
         for name, scores in chosen.items():
             model = answers[name]
@@ -163,8 +191,12 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
                     )
         size = len(answers[first_name].points[task])
         if any(len(scores.ids) > size for scores in chosen.values()):
-            listed = ", ".join(f"{len(scores.ids) - size:,} of {name}" for name, scores in chosen.items())
-            notes.append(f"{task}: compared on the {size:,} questions that all have; left out: {listed}")
+            listed = ", ".join(
+                f"{len(scores.ids) - size:,} of {name}" for name, scores in chosen.items()
+            )
+            notes.append(
+                f"{task}: compared on the {size:,} questions that all have; left out: {listed}"
+            )
         del clusters, prompts
         for scores in chosen.values():  # only the points are needed from here on
             scores.ids, scores.clusters = array("Q"), array("Q")
@@ -175,7 +207,8 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
 
 
 def _orders(task: str, chosen: dict[str, Scores], common: bool) -> dict[str, np.ndarray | slice]:
-    """Return for each model the numbers of the questions that all models have, in the order of the first model's.
+    """Return for each model the numbers of the questions that all models have, in the order of the
+    first model's.
 
     Raises UserError if some differ, unless `common`, or if there are none.
     """
@@ -210,7 +243,9 @@ def _orders(task: str, chosen: dict[str, Scores], common: bool) -> dict[str, np.
             f" {REMEDY}"
         )
     if not in_all.any():
-        raise UserError(f"{task}: no question is in the results of all models; check the ids (--id COLUMN)")
+        raise UserError(
+            f"{task}: no question is in the results of all models; check the ids (--id COLUMN)"
+        )
     shared = slice(None) if in_all.all() else np.flatnonzero(in_all)
     return {name: places[name][shared] if name in places else shared for name in chosen}
 
@@ -220,22 +255,32 @@ def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a != b) & (a != 0) & (b != 0)
 
 
-def make_results(models: dict[str, Model], answers: dict[str, ModelAnswers], notes: list[str], mean: bool) -> Results:
+def make_results(
+    models: dict[str, Model], answers: dict[str, ModelAnswers], notes: list[str], mean: bool
+) -> Results:
     """Return the table's content, as results.json has it; the first model is the reference.
 
     mean: add the plain mean of the tasks.
     """
     rows: list[Any] = []
     first = next(iter(answers.values()))
-    for (name, model), differences in zip(answers.items(), compare([*answers.items()], mean), strict=True):
+    for (name, model), differences in zip(
+        answers.items(), compare([*answers.items()], mean), strict=True
+    ):
         # A score of our own knows the subjects of its questions, if it has any.
         own = {task: scores.score for task, scores in models[name].items() if scores.score}
         scores = {
-            task: own.get(task) or score_points([p], model.clusters.get(task)) for task, p in model.points.items()
+            task: own.get(task) or score_points([p], model.clusters.get(task))
+            for task, p in model.points.items()
         }
         if mean:
             scores[AVERAGE] = average(list(scores.values()))
-        row: dict[str, Any] = {"name": name, "model": None, "scores": scores, "differences": differences}
+        row: dict[str, Any] = {
+            "name": name,
+            "model": None,
+            "scores": scores,
+            "differences": differences,
+        }
         if reasons := unpaired(first, model):
             row["unpaired"] = reasons | ({AVERAGE: "not all tasks are compared"} if mean else {})
         rows.append(row)
@@ -272,10 +317,16 @@ def stats(
     differences = {row["name"]: row.get("differences") or {} for row in results["rows"]}
     num_tests = sum(map(len, differences.values()))
     for name, columns_of_row in differences.items():
-        parts = {task: variance_of(answers[first], answers[name], task) for task in columns_of_row if task != AVERAGE}
+        parts = {
+            task: variance_of(answers[first], answers[name], task)
+            for task in columns_of_row
+            if task != AVERAGE
+        }
         if AVERAGE in columns_of_row:
             parts[AVERAGE] = mean_part([*parts.values()], len(parts))
-        smallest[name] = {task: 100 * (detectable_by(part, num_tests) or 0.0) for task, part in parts.items()}
+        smallest[name] = {
+            task: 100 * (detectable_by(part, num_tests) or 0.0) for task, part in parts.items()
+        }
     if as_json:
         content = _json(results, metrics, smallest)
         sys.stdout.write(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
@@ -298,13 +349,19 @@ def stats(
         known = {task: effect for task, effect in zip(tasks, largest, strict=True) if effect <= 100}
         listed = [f"{effect:.2g} points ({task})" for task, effect in known.items()]
         power = f"{POWER:.0%} for a true difference of {join_words(listed)}; smaller ones are often missed"
-        print_labelled(console, "power", power if known else "too few questions to detect any difference")
+        print_labelled(
+            console, "power", power if known else "too few questions to detect any difference"
+        )
     else:
         print_labelled(console, "next", "name a second model to compare, or add --plan POINTS")
 
 
 def load(
-    arguments: Sequence[str], columns: Columns, reference: str | None, groups: Sequence[str], common: bool
+    arguments: Sequence[str],
+    columns: Columns,
+    reference: str | None,
+    groups: Sequence[str],
+    common: bool,
 ) -> tuple[dict[str, Model], dict[str, ModelAnswers], list[str]]:
     """Return the models, the reference first, their points on the same questions, and notes."""
     models = read_models(arguments, columns)
@@ -314,14 +371,20 @@ def load(
             raise UserError(f"--reference: no model has the name {reference}{hint}")
         models = {reference: models[reference]} | models
     answers, notes = align(models, common)
-    for prefix in groups:  # the tasks whose names begin with it become one, with the tasks as clusters
+    # the tasks whose names begin with it become one, with the tasks as clusters
+    for prefix in groups:
         tasks = list(answers[next(iter(models))].points)
         names = [task for task in tasks if task.startswith(prefix)]
         if not names:
-            raise UserError(f"--group {prefix}: no task begins with it{did_you_mean(prefix, tasks, 'correct --group')}")
+            raise UserError(
+                f"--group {prefix}: no task begins with it{did_you_mean(prefix, tasks, 'correct --group')}"
+            )
         for model in answers.values():
             sizes = {name: len(model.points[name]) for name in names}
-            labels = [model.clusters.pop(n, np.full(size, hash_bits(n, 8), np.uint64)) for n, size in sizes.items()]
+            labels = [
+                model.clusters.pop(n, np.full(size, hash_bits(n, 8), np.uint64))
+                for n, size in sizes.items()
+            ]
             each = np.concatenate([model.points.pop(name) for name in names])
             model.points[prefix], model.clusters[prefix] = each, np.concatenate(labels)  # pyright: ignore[reportArgumentType]
             hashes = [pair for name in names for pair in model.prompt_hashes.pop(name, [])]
@@ -334,9 +397,19 @@ def _finding(first: str, row: Any) -> str:
     columns: dict[str, list[str]] = {}
     for column, d in (row.get("differences") or {}).items():
         is_open, word = d["p_holm"] >= 0.05, "better" if d["value"] > 0 else "worse"
-        key = "too few questions" if has_too_few(row, column) else "no significant difference" if is_open else word
+        key = (
+            "too few questions"
+            if has_too_few(row, column)
+            else "no significant difference"
+            if is_open
+            else word
+        )
         columns.setdefault(key, []).append(column)
-    parts = [f"{word} than {first} in {join_words(columns[word])}" for word in ("better", "worse") if word in columns]
+    parts = [
+        f"{word} than {first} in {join_words(columns[word])}"
+        for word in ("better", "worse")
+        if word in columns
+    ]
     for words in ("no significant difference", "too few questions"):
         to = f" to {first}" if not parts and words == "no significant difference" else ""
         parts += [f"{words}{to} in {join_words(columns[words])}"] if words in columns else []
@@ -344,24 +417,38 @@ def _finding(first: str, row: Any) -> str:
     return f"{row['name']}: {'; '.join(parts)}"
 
 
-def _json(results: Any, metrics: dict[str, str], smallest: dict[str, dict[str, float]]) -> dict[str, Any]:
+def _json(
+    results: Any, metrics: dict[str, str], smallest: dict[str, dict[str, float]]
+) -> dict[str, Any]:
     first, *later = results["rows"]
     comparisons = []
     for row in later:
         for task, d in (row.get("differences") or {}).items():
             a, b = first["scores"][task], row["scores"][task]
-            entry: dict[str, Any] = {"model": row["name"], "task": task, "metric": metrics.get(task), "n": a.get("n")}
+            entry: dict[str, Any] = {
+                "model": row["name"],
+                "task": task,
+                "metric": metrics.get(task),
+                "n": a.get("n"),
+            }
             entry |= {"reference_score": a["value"], "score": b["value"], "difference": d["value"]}
             entry |= {key: number for key, number in d.items() if key not in ("value", "also")}
             comparisons.append(entry | {"detectable": smallest[row["name"]][task]})
     keys = ("value", "stderr", "low", "high", "n")
     scores = {
-        row["name"]: {task: {key: score[key] for key in keys if key in score} for task, score in row["scores"].items()}
+        row["name"]: {
+            task: {key: score[key] for key in keys if key in score}
+            for task, score in row["scores"].items()
+        }
         for row in results["rows"]
     }
     content = {"reference": first["name"], "unit": "percent", "power": POWER, "scores": scores}
     skipped = {row["name"]: row["unpaired"] for row in later if row.get("unpaired")}
-    return content | {"comparisons": comparisons, "not_compared": skipped, "notes": results["notes"]}
+    return content | {
+        "comparisons": comparisons,
+        "not_compared": skipped,
+        "notes": results["notes"],
+    }
 
 
 def plan(
@@ -378,21 +465,25 @@ def plan(
 ) -> None:
     """Print the number of questions that a difference of so many points needs.
 
-    From two models, by the variance of their differences. From one, or from an expected score in percent, for several
-    shares of answers that differ. questions: also print what so many questions detect; default: those of the file.
+    From two models, by the variance of their differences. From one, or from an expected score in
+    percent, for several shares of answers that differ. questions: also print what so many questions
+    detect; default: those of the file.
     """
     if not isfinite(points) or not 0 < points < 100:
         raise UserError(f"--plan: found {points:g}; write a number of points between 0 and 100")
     if expected is not None and not 0 <= expected <= 100:
         raise UserError(f"--expected: found {expected:g}; write a score in percent, from 0 to 100")
     cases: list[tuple[str, float, Part, int]] = []
-    """The name, the share of answers that differ, the variance of a mean difference over so many questions."""
+    """The name, the share of answers that differ, the variance of a mean difference over so many
+    questions."""
     num_tests, answers = 1, {}
     if arguments:
         _, answers, _ = load(arguments, columns, reference, groups, common)
     if len(answers) > 1:
         if expected is not None:
-            raise UserError("--expected: has no effect on several models, whose scores are known; remove this option")
+            raise UserError(
+                "--expected: has no effect on several models, whose scores are known; remove this option"
+            )
         (_, first), *later = answers.items()
         num_tests = len(later) * len(first.points)
         for name, model in later:
@@ -402,12 +493,18 @@ def plan(
                 cases.append((f"{name}, {task}", share, part, len(column.each)))
     else:
         model = next(iter(answers.values()), None)
-        scores = {task: float(np.mean(each)) for task, each in model.points.items()} if model else {"": 0.5}
+        scores = (
+            {task: float(np.mean(each)) for task, each in model.points.items()}
+            if model
+            else {"": 0.5}
+        )
         for task, score in scores.items():
             score = score if expected is None else expected / 100
             num = len(model.points[task]) if model else QUESTIONS
             for share in sorted({*SHARES, 2 * score * (1 - score)} - {0.0}):
-                variance = max(share - (points / 100) ** 2, 0.0) if share > points / 100 else float("inf")
+                variance = (
+                    max(share - (points / 100) ** 2, 0.0) if share > points / 100 else float("inf")
+                )
                 label = f"{task} " * bool(task) + f"at {100 * score:.1f}%"
                 cases.append((label, share, Part(variance / num, num - 1.0), num))
     entries = []
@@ -427,7 +524,10 @@ def plan(
     rows = [[entry["case"], f"{entry['share_that_differs']:.1%}", number(entry["questions_needed"]),
              f"{number(entry['detectable'], '.1f')} with {entry['questions']:,}"] for entry in entries]  # fmt: skip
     needs = f"questions for\n{points:g} point{'s' * (points != 1)}"
-    console.print(Table(["", "answers that\ndiffer", needs, "points with\nquestions"], rows).rich(), highlight=False)
+    console.print(
+        Table(["", "answers that\ndiffer", needs, "points with\nquestions"], rows).rich(),
+        highlight=False,
+    )
     console.print()
     notice = (
         "for one comparison. The largest share is that of two unrelated models; a model and the checkpoint that it was "

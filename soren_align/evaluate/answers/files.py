@@ -1,8 +1,10 @@
-"""Read anybody's evaluation results: the question, score and cluster of each answer. Neither torch nor lm-eval.
+"""Read anybody's evaluation results: the question, score and cluster of each answer.
+Neither torch nor lm-eval.
 
-A file is recognized by its content, not by its name: samples of lm-eval, predictions of olmo-eval, logs of inspect-ai,
-details of lighteval, and tables (.csv, .jsonl, .parquet) with a column of ids and one of scores. Records are read one
-at a time, and memory holds a few bytes of each (`Scores`). Files are data: nothing is unpickled, imported or executed.
+A file is recognized by its content, not by its name: samples of lm-eval, predictions of olmo-eval,
+logs of inspect-ai, details of lighteval, and tables (.csv, .jsonl, .parquet) with a column of ids
+and one of scores. Records are read one at a time, and memory holds a few bytes of each (`Scores`).
+Files are data: nothing is unpickled, imported or executed.
 """
 
 import codecs
@@ -33,9 +35,31 @@ MAX_DEPTH = 200
 MAX_QUESTIONS = 50_000_000
 """Of a model on a task: 9 to 25 bytes of memory each."""
 MAX_ENTRIES = 100_000
-PREFERRED = ("acc_norm", "acc", "exact_match", "score", "correct", "is_correct", "accuracy", "em", "passed", "resolved")
+PREFERRED = (
+    "acc_norm",
+    "acc",
+    "exact_match",
+    "score",
+    "correct",
+    "is_correct",
+    "accuracy",
+    "em",
+    "passed",
+    "resolved",
+)
 """Metrics, the best first: the choice of our suites, then usual names of columns."""
-IDS = ("id", "doc_id", "question_id", "sample_id", "instance_id", "example_id", "task_id", "qid", "idx", "index")
+IDS = (
+    "id",
+    "doc_id",
+    "question_id",
+    "sample_id",
+    "instance_id",
+    "example_id",
+    "task_id",
+    "qid",
+    "idx",
+    "index",
+)
 TASKS = ("task", "task_name", "benchmark")
 WORDS = {"true": 1.0, "yes": 1.0, "correct": 1.0, "false": 0.0, "no": 0.0, "incorrect": 0.0}
 GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
@@ -47,13 +71,24 @@ FILE_NAMES = (
 )
 """Of lm-eval, olmo-eval and lighteval; the group is the task."""
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".eval", ".json")
-LM_EVAL_KEYS = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics"}
+LM_EVAL_KEYS = {
+    "doc_id",
+    "doc",
+    "target",
+    "arguments",
+    "resps",
+    "filtered_resps",
+    "filter",
+    "metrics",
+}
 KNOWN = "lm-eval samples, olmo-eval predictions, inspect-ai logs, lighteval details, CSV or JSONL"
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The options that name metrics and columns; None: as recognized. A name with dots is a key within a record."""
+    """The options that name metrics and columns; None: as recognized.
+    A name with dots is a key within a record.
+    """
 
     metrics: tuple[str, ...] = ()
     id: str | None = None
@@ -80,7 +115,8 @@ class Answer(NamedTuple):
 
 
 def read_scores(path: Path, columns: Columns) -> dict[str, Scores]:
-    """Return the scores of the model whose results are this file or folder, by task; "" for a task without a name.
+    """Return the scores of the model whose results are this file or folder, by task; "" for a task
+    without a name.
 
     Raises UserError with the place of the first record that cannot be used.
     """
@@ -88,19 +124,26 @@ def read_scores(path: Path, columns: Columns) -> dict[str, Scores]:
     tasks: dict[str, Scores] = {}
     for file in files:
         match = next(filter(None, (pattern.fullmatch(file.name) for pattern in FILE_NAMES)), None)
-        default = match[1] if match else "" if file == path else file.stem  # the task of records that name none
+        # the task of records that name none
+        default = match[1] if match else "" if file == path else file.stem
         own: dict[str, Scores] = {}
         for place, task, metric, answer in _answers(file, default, columns):
             if (scores := own.get(task)) is None:
-                scores = own[task] = Scores(metric, str(file), partial(_find_answer, file, default, columns, task))
+                scores = own[task] = Scores(
+                    metric, str(file), partial(_find_answer, file, default, columns, task)
+                )
             point = _point(answer.scores.get(metric), metric, columns.max_score, place)
             scores.add(str(answer.id), point, answer.content, answer.prompt)
             if answer.cluster is not None:
                 scores.clusters.append(hash_bits(str(answer.cluster), 8))
             if len(scores.clusters) not in (0, len(scores.ids)):
-                raise UserError(f"{place}: has no cluster, but other questions have one; write one into each record")
+                raise UserError(
+                    f"{place}: has no cluster, but other questions have one; write one into each record"
+                )
             if len(scores.ids) > MAX_QUESTIONS:
-                raise UserError(f"{place}: has more than {MAX_QUESTIONS:,} questions; split the file by task")
+                raise UserError(
+                    f"{place}: has more than {MAX_QUESTIONS:,} questions; split the file by task"
+                )
         for task, scores in own.items():
             if (repeat := first_repeat(numbers(scores.ids))) is not None:
                 place, key = _find_answer(file, default, columns, task, repeat)
@@ -120,19 +163,27 @@ def _files(folder: Path) -> list[Path]:
     if len(entries) > MAX_ENTRIES:
         raise UserError(f"{folder}: holds more than {MAX_ENTRIES:,} files; name a smaller folder")
     regular = sorted(entry for entry in entries if entry.is_file())
-    files = [file for file in regular if any(pattern.fullmatch(file.name) for pattern in FILE_NAMES)]
+    files = [
+        file for file in regular if any(pattern.fullmatch(file.name) for pattern in FILE_NAMES)
+    ]
     files = files or [file for file in regular if file.suffix in SUFFIXES]
     parents = list(dict.fromkeys(file.parent for file in files))
     if len(parents) > 1:
         names = join_words([str(parent) for parent in parents[:3]])
-        raise UserError(f"{folder}: has results in {len(parents)} folders, such as {names}; name one folder per model")
+        raise UserError(
+            f"{folder}: has results in {len(parents)} folders, such as {names}; name one folder per model"
+        )
     if not files:
         raise UserError(f"{folder}: has no file of results; name a folder with {KNOWN}")
     return files
 
 
-def _find_answer(file: Path, default: str, columns: Columns, task: str, number: int) -> tuple[str, str]:
-    """Return the place and the id of a question of a task, by its number from 0: the file is read again."""
+def _find_answer(
+    file: Path, default: str, columns: Columns, task: str, number: int
+) -> tuple[str, str]:
+    """Return the place and the id of a question of a task, by its number from 0: the file is read
+    again.
+    """
     answers = (answer for answer in _answers(file, default, columns) if answer[1] == task)
     place, _, _, answer = next(islice(answers, number, None))
     return place, str(answer.id)
@@ -141,13 +192,15 @@ def _find_answer(file: Path, default: str, columns: Columns, task: str, number: 
 def _answers(file: Path, default: str, columns: Columns) -> Iterator[tuple[str, str, str, Answer]]:
     """Yield the place, the task, its metric, and the answer of each question of a file.
 
-    Raises UserError with the place of a record that has no id or no score, or if no record has a score.
+    Raises UserError with the place of a record that has no id or no score, or if no record has a
+    score.
     """
     metrics: dict[str, tuple[str, str]] = {}
     """The metric and the filter by task."""
     filter_names: set[str] = set()
     convert: Callable[[dict[str, Any]], Answer] | None = None
-    named = {name: path for name in ("id", "task", "cluster") if (path := getattr(columns, name))}  # by options
+    # by options
+    named = {name: path for name in ("id", "task", "cluster") if (path := getattr(columns, name))}
     for place, record in _records(file):
         if not isinstance(record, dict):
             raise UserError(f"{place}: is not an object with keys; name a file of {KNOWN}")
@@ -155,13 +208,19 @@ def _answers(file: Path, default: str, columns: Columns) -> Iterator[tuple[str, 
             convert = next((reader for keys, reader in FORMATS if keys <= record.keys()), _table)
         answer = convert(record)
         if named:
-            values = {name: _lookup(record, path, f"--{name}", place) for name, path in named.items()}
+            values = {
+                name: _lookup(record, path, f"--{name}", place) for name, path in named.items()
+            }
             answer = answer._replace(**values)
         if columns.score:
-            answer = answer._replace(scores={columns.score: _lookup(record, columns.score, "--score", place)})
+            answer = answer._replace(
+                scores={columns.score: _lookup(record, columns.score, "--score", place)}
+            )
         if answer.id in (None, ""):
             names = ", ".join(map(str, record))[:200]
-            raise UserError(f"{place}: has no id of the question, only {names}; name its column: --id COLUMN")
+            raise UserError(
+                f"{place}: has no id of the question, only {names}; name its column: --id COLUMN"
+            )
         task = str(answer.task) if answer.task not in (None, "") else default
         if task not in metrics:
             filter_names.add(answer.filter)
@@ -174,7 +233,9 @@ def _answers(file: Path, default: str, columns: Columns) -> Iterator[tuple[str, 
             yield place, task, metric, answer
     if not metrics and any(filter_names):
         listed = ", ".join(sorted(filter_names))
-        raise UserError(f"{file}: has no scores of {', '.join(columns.metrics)}; write one of the filters {listed}")
+        raise UserError(
+            f"{file}: has no scores of {', '.join(columns.metrics)}; write one of the filters {listed}"
+        )
     if not metrics:
         raise UserError(f"{file}: has no scores; name a file of {KNOWN}")
 
@@ -186,7 +247,9 @@ def _lookup(record: dict[str, Any], path: str, option: str, place: str) -> Any:
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:
             names = list(map(str, value)) if isinstance(value, dict) else []
-            raise UserError(f"{place}: has no field {path}{did_you_mean(key, names, f'correct {option}')}")
+            raise UserError(
+                f"{place}: has no field {path}{did_you_mean(key, names, f'correct {option}')}"
+            )
         value = value[key]
     return value
 
@@ -195,7 +258,11 @@ def _choose(answer: Answer, columns: Columns, place: str) -> str | None:
     """Return the metric of a task by its first answer; None if --metric names another filter."""
     if columns.score:
         return columns.score
-    names = [name for name, value in answer.scores.items() if name in PREFERRED or _number(value) is not None]
+    names = [
+        name
+        for name, value in answer.scores.items()
+        if name in PREFERRED or _number(value) is not None
+    ]
     for metric in columns.metrics:
         name, _, wanted = metric.partition(",")
         if name in names and wanted not in ("", answer.filter):
@@ -204,11 +271,15 @@ def _choose(answer: Answer, columns: Columns, place: str) -> str | None:
             return name
     if columns.metrics:
         listed = ", ".join(map(str, answer.scores)) or "no metric"
-        raise UserError(f"{place}: has no metric {' or '.join(columns.metrics)}, but {listed[:200]}; correct --metric")
+        raise UserError(
+            f"{place}: has no metric {' or '.join(columns.metrics)}, but {listed[:200]}; correct --metric"
+        )
     best = next((name for name in PREFERRED if name in names), None)
     if not names or (answer.is_table and best is None):
         listed = ", ".join(map(str, answer.scores))[:200]
-        raise UserError(f"{place}: has no column of scores{', only ' * bool(listed)}{listed}; name it: --score COLUMN")
+        raise UserError(
+            f"{place}: has no column of scores{', only ' * bool(listed)}{listed}; name it: --score COLUMN"
+        )
     return best or names[0]
 
 
@@ -232,8 +303,14 @@ def _point(value: Any, metric: str, max_score: float, place: str) -> float:
             " it from all files"
         )
     if not 0 <= number <= max_score:
-        remedy = "choose another --metric" if number < 0 else "name the largest possible score, such as --max-score 10"
-        raise UserError(f"{place}: {metric} is {number:g}, but scores are from 0 to {max_score:g}; {remedy}")
+        remedy = (
+            "choose another --metric"
+            if number < 0
+            else "name the largest possible score, such as --max-score 10"
+        )
+        raise UserError(
+            f"{place}: {metric} is {number:g}, but scores are from 0 to {max_score:g}; {remedy}"
+        )
     return number / max_score
 
 
@@ -241,16 +318,22 @@ def _point(value: Any, metric: str, max_score: float, place: str) -> float:
 
 
 def _lm_eval(record: dict[str, Any]) -> Answer:
-    names = record.get("metrics") or [key for key in record if key not in LM_EVAL_KEYS and not key.endswith("_hash")]
+    names = record.get("metrics") or [
+        key for key in record if key not in LM_EVAL_KEYS and not key.endswith("_hash")
+    ]
     scores = {str(name): record[name] for name in names if name in record}
     # Our samples of a group name the subtask, whose doc_ids begin at 0.
     key = f"{record['task']}/{record['doc_id']}" if "task" in record else record["doc_id"]
     content = record.get("doc_hash") or record.get("doc")
-    return Answer(key, scores, None, content, record.get("prompt_hash"), str(record.get("filter") or "none"))
+    return Answer(
+        key, scores, None, content, record.get("prompt_hash"), str(record.get("filter") or "none")
+    )
 
 
 def _olmo_eval(record: dict[str, Any]) -> Answer:
-    """Convert {metric: {scorer: value}}; the metric has the scorer's name unless there are several."""
+    """Convert {metric: {scorer: value}}; the metric has the scorer's name unless there are
+    several.
+    """
     scores: dict[str, Any] = {}
     for metric, values in (record["instance_metrics"] or {}).items():
         for scorer, value in values.items() if isinstance(values, dict) else [(metric, values)]:
@@ -264,16 +347,22 @@ def _inspect(record: dict[str, Any]) -> Answer:
     for scorer, score in (record["scores"] or {}).items():
         value = score.get("value") if isinstance(score, dict) else score
         for key, part in value.items() if isinstance(value, dict) else [("", value)]:
-            scores[f"{scorer}.{key}" if key else scorer] = GRADES.get(part, part) if isinstance(part, str) else part
+            scores[f"{scorer}.{key}" if key else scorer] = (
+                GRADES.get(part, part) if isinstance(part, str) else part
+            )
     epochs = record.get("epochs") or 1
     key = f"{record['id']} epoch {record['epoch']}" if epochs > 1 else record["id"]
     content = [record.get("input"), record.get("target")]
-    return Answer(key, scores, record.get("task"), content, cluster=record["id"] if epochs > 1 else None)
+    return Answer(
+        key, scores, record.get("task"), content, cluster=record["id"] if epochs > 1 else None
+    )
 
 
 def _lighteval(record: dict[str, Any]) -> Answer:
     doc = record["doc"] or {}
-    return Answer(doc.get("id"), record["metric"] or {}, content=[doc.get("query"), doc.get("choices")])
+    return Answer(
+        doc.get("id"), record["metric"] or {}, content=[doc.get("query"), doc.get("choices")]
+    )
 
 
 def _table(record: dict[str, Any]) -> Answer:
@@ -284,7 +373,9 @@ def _table(record: dict[str, Any]) -> Answer:
     for name in TASKS:
         if (task := record.get(name)) not in (None, ""):
             break
-    return Answer(key, record, task, record.get("question"), cluster=record.get("cluster"), is_table=True)
+    return Answer(
+        key, record, task, record.get("question"), cluster=record.get("cluster"), is_table=True
+    )
 
 
 FORMATS: list[tuple[set[str], Callable[[dict[str, Any]], Answer]]] = [
@@ -319,7 +410,9 @@ def _lines(file: Path, stream: BinaryIO | io.TextIOBase) -> Iterator[tuple[int, 
     while line := stream.readline(MAX_LINE + 1):
         number += 1
         if len(line) > MAX_LINE:
-            raise UserError(f"{file}:{number}: is longer than {MAX_LINE:,} bytes; write one record per line")
+            raise UserError(
+                f"{file}:{number}: is longer than {MAX_LINE:,} bytes; write one record per line"
+            )
         yield number, line
 
 
@@ -348,7 +441,9 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
             return
     document = read_json(file, max_bytes=MAX_DOCUMENT, max_depth=MAX_DEPTH)
     if isinstance(document, list):
-        yield from ((f"{file} record {number}", record) for number, record in enumerate(document, 1))
+        yield from (
+            (f"{file} record {number}", record) for number, record in enumerate(document, 1)
+        )
     elif isinstance(document, dict) and "eval" in document:
         yield from _inspect_samples(file, document, document.get("samples"))
     else:
@@ -357,7 +452,11 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _inspect_samples(file: Path, log: dict[str, Any], samples: Any) -> Iterator[tuple[str, Any]]:
     spec = log["eval"] if isinstance(log["eval"], dict) else {}
-    samples = [sample for sample in samples or () if isinstance(sample, dict) and {"id", "epoch"} <= sample.keys()]
+    samples = [
+        sample
+        for sample in samples or ()
+        if isinstance(sample, dict) and {"id", "epoch"} <= sample.keys()
+    ]
     if not samples:
         raise UserError(f"{file}: has no samples; name a log that was written with its samples")
     epochs = max(sample["epoch"] if isinstance(sample["epoch"], int) else 1 for sample in samples)
@@ -365,8 +464,12 @@ def _inspect_samples(file: Path, log: dict[str, Any], samples: Any) -> Iterator[
         place = f"{file} sample {sample['id']}"
         if not isinstance(sample.get("scores"), dict) or not sample["scores"]:
             status = log.get("status", "unknown")
-            raise UserError(f"{place}: has no score (status of the log: {status}); run `inspect eval-retry {file}`")
-        fields = {key: sample.get(key) for key in ("id", "epoch", "input", "target", "scores", "metadata")}
+            raise UserError(
+                f"{place}: has no score (status of the log: {status}); run `inspect eval-retry {file}`"
+            )
+        fields = {
+            key: sample.get(key) for key in ("id", "epoch", "input", "target", "scores", "metadata")
+        }
         yield place, fields | {"task": spec.get("task"), "epochs": epochs}
 
 
@@ -377,7 +480,9 @@ def _eval_log(file: Path) -> Iterator[tuple[str, Any]]:
         with log.open(name) as stream:
             content = stream.read(MAX_DOCUMENT + 1)
         if len(content) > MAX_DOCUMENT:
-            raise UserError(f"{file}: {name} is larger than {MAX_DOCUMENT:,} bytes; evaluate fewer samples per log")
+            raise UserError(
+                f"{file}: {name} is larger than {MAX_DOCUMENT:,} bytes; evaluate fewer samples per log"
+            )
         return parse_json(content.decode("utf-8", "replace"), f"{file}: {name}", MAX_DEPTH)
 
     try:
@@ -391,7 +496,9 @@ def _eval_log(file: Path) -> Iterator[tuple[str, Any]]:
             f"{file}: is compressed with zstd; convert it: `inspect log convert {file} --to json --output-dir DIR`"
         ) from None
     except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, zipfile.zlib.error) as error:  # pyright: ignore[reportAttributeAccessIssue]
-        raise UserError(f"{file}: is no valid log of inspect-ai: {error}; copy the file again") from None
+        raise UserError(
+            f"{file}: is no valid log of inspect-ai: {error}; copy the file again"
+        ) from None
     if not isinstance(header, dict) or "eval" not in header or not isinstance(samples, list):
         raise UserError(f"{file}: is no log of inspect-ai; name a file of {KNOWN}")
     yield from _inspect_samples(file, header, samples)
@@ -427,10 +534,16 @@ def _csv(file: Path) -> Iterator[tuple[str, Any]]:
                 place = f"{file}:{rows.line_num + 1}"
                 if row and len(row) != len(names):
                     remedy = "put texts in quotes, or write or download the file again"
-                    raise UserError(f"{place}: has {len(row)} fields, but the header has {len(names)}; {remedy}")
+                    raise UserError(
+                        f"{place}: has {len(row)} fields, but the header has {len(names)}; {remedy}"
+                    )
                 if row:
                     yield place, dict(zip(names, row, strict=True))
     except csv.Error as error:
-        raise UserError(f"{file}: is no valid CSV: {error}; write or download the file again") from None
+        raise UserError(
+            f"{file}: is no valid CSV: {error}; write or download the file again"
+        ) from None
     except UnicodeDecodeError:
-        raise UserError(f"{file}: is neither text in UTF-8 nor another known format; name a file of {KNOWN}") from None
+        raise UserError(
+            f"{file}: is neither text in UTF-8 nor another known format; name a file of {KNOWN}"
+        ) from None

@@ -1,8 +1,9 @@
-"""The scores of one model on one task: a few bytes for each question, so that files of 5 GB are compared within 1 GB.
+"""The scores of one model on one task: a few bytes for each question, so that files of 5 GB are
+compared within 1 GB.
 
-Of an id, 8 bytes of its hash are in memory, of a question and of its prompt 4 bytes each, of a right or wrong answer 1
-byte. Questions of two models are matched by sorting the hashes. The text of an id, which only errors print, is read
-from the file again.
+Of an id, 8 bytes of its hash are in memory, of a question and of its prompt 4 bytes each, of a
+right or wrong answer 1 byte. Questions of two models are matched by sorting the hashes. The text of
+an id, which only errors print, is read from the file again.
 """
 
 import json
@@ -15,7 +16,8 @@ from typing import Any
 import numpy as np
 
 NUM_PARTS = 64
-"""Of the hashes' range, which are sorted one by one: sorting 33 million hashes at once would need 0.5 GB."""
+"""Of the hashes' range, which are sorted one by one: sorting 33 million hashes at once would need
+0.5 GB."""
 BLOCK = 1 << 20
 
 
@@ -39,14 +41,17 @@ class Scores:
     clusters: array = field(default_factory=lambda: array("Q"))
     """Hashes of the clusters' names. Empty: the questions are independent."""
     digest: str = ""
-    """Of an evaluation of our own: the hash of all questions and prompts, in place of `contents`."""
+    """Of an evaluation of our own: the hash of all questions and prompts, in place of
+    `contents`."""
     score: dict[str, Any] | None = None
     """Of an evaluation of our own: the score in its results.json."""
     has_average: bool = False
     """Of an evaluation of our own: whether its suite compares averages too."""
 
     def add(self, key: str, point: float, content: Any = None, prompt: Any = None) -> None:
-        """Add the next question. content, prompt: anything that JSON has, or a hash; None: unknown."""
+        """Add the next question.
+        content, prompt: anything that JSON has, or a hash; None: unknown.
+        """
         if self.points.typecode == "b" and point not in (0.0, 1.0):
             self.points = array("d", self.points)
         self.points.append(point if self.points.typecode == "d" else int(point))
@@ -65,11 +70,13 @@ class Scores:
 def hash_bits(content: Any, num_bytes: int) -> int:
     """Return so many bytes of the hash of a text, or of a JSON value.
 
-    With 8 bytes, two of 4 million ids have the same hash with a probability of 4e-7. With 4 bytes, a question that
-    differs between two files has the same hash with a probability of 2e-10.
+    With 8 bytes, two of 4 million ids have the same hash with a probability of 4e-7. With 4 bytes,
+    a question that differs between two files has the same hash with a probability of 2e-10.
     """
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, default=str)
-    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=num_bytes).digest())
+    return int.from_bytes(
+        blake2b(text.encode("utf-8", "surrogatepass"), digest_size=num_bytes).digest()
+    )
 
 
 def numbers(values: array) -> np.ndarray:
@@ -84,7 +91,9 @@ def _parts(hashes: np.ndarray) -> Iterator[np.ndarray]:
         low, high = np.uint64(part * size), np.uint64((part + 1) * size - 1)
         starts = range(0, max(len(hashes), 1), BLOCK)
         blocks = ((start, hashes[start : start + BLOCK]) for start in starts)
-        yield np.concatenate([start + np.flatnonzero((block >= low) & (block <= high)) for start, block in blocks])
+        yield np.concatenate(
+            [start + np.flatnonzero((block >= low) & (block <= high)) for start, block in blocks]
+        )
 
 
 def first_repeat(ids: np.ndarray) -> int | None:

@@ -1,7 +1,7 @@
 """The form of results.json and of the summary, and the checks before an evaluation replaces them.
 
-A run folder may come from anyone, and `--output` may be any folder: only files of this form are read or replaced. No
-torch here, because model cards read results too.
+A run folder may come from anyone, and `--output` may be any folder: only files of this form are
+read or replaced. No torch here, because model cards read results too.
 """
 
 import json
@@ -121,7 +121,9 @@ class Contamination(TypedDict):
 
 
 class Selection(TypedDict):
-    """Questions of a benchmark that chose the weights of models; see `significance.selection_section`."""
+    """Questions of a benchmark that chose the weights of models; see
+    `significance.selection_section`.
+    """
 
     rows: list[str]
     questions: int
@@ -200,22 +202,32 @@ def _contradiction(rows: list[Row]) -> str:
         if row["scores"].keys() != first["scores"].keys():
             return f"the rows {row['name']} and {first['name']} have different columns"
         differences = row.get("differences")
-        if differences is not None and differences.keys() | row.get("unpaired", {}).keys() != row["scores"].keys():
+        if (
+            differences is not None
+            and differences.keys() | row.get("unpaired", {}).keys() != row["scores"].keys()
+        ):
             return f"the scores and the differences of {row['name']} have different columns"
-        if any(s.get("also", {}).keys() != first["scores"][c].get("also", {}).keys() for c, s in row["scores"].items()):
+        if any(
+            s.get("also", {}).keys() != first["scores"][c].get("also", {}).keys()
+            for c, s in row["scores"].items()
+        ):
             return f"the rows {row['name']} and {first['name']} have different additional scores"
     return "two rows have the same name" if len(set(names)) < len(names) else ""
 
 
 def refuse_foreign(output: Path, names: list[str]) -> None:
-    """Raises UserError if writing rows of these names would replace files that no evaluation wrote."""
+    """Raises UserError if writing rows of these names would replace files that no evaluation
+    wrote.
+    """
     remedy = f"choose another --output, or move {output} away"
     refuse_unwritable(output if output.is_dir() else output.absolute().parent, "--output")
     if os.path.lexists(output) and not output.is_dir():
         raise UserError(f"{output}: is not a folder; {remedy}")
     for name in names:
         if not is_component(name):
-            raise UserError(f"the row {name!r} cannot be the name of a folder of samples; rename the model's folder")
+            raise UserError(
+                f"the row {name!r} cannot be the name of a folder of samples; rename the model's folder"
+            )
     samples = output / "samples"
     if samples.is_symlink():
         raise UserError(f"{samples}: was not written by an evaluation; {remedy}")
@@ -224,9 +236,13 @@ def refuse_foreign(output: Path, names: list[str]) -> None:
     except UserError as error:
         raise UserError(f"{str(error).partition('; ')[0]}; {remedy}") from None
     own = set() if results is None else {row["name"] for row in results["rows"]}
-    foreign = [output / name for name in WRITTEN if results is None and os.path.lexists(output / name)]
+    foreign = [
+        output / name for name in WRITTEN if results is None and os.path.lexists(output / name)
+    ]
     foreign += [samples] if results is None and samples.exists() and any(samples.iterdir()) else []
-    foreign += [samples / name for name in names if name not in own and os.path.lexists(samples / name)]
+    foreign += [
+        samples / name for name in names if name not in own and os.path.lexists(samples / name)
+    ]
     if foreign:
         raise UserError(f"{foreign[0]}: was not written by an evaluation; {remedy}")
 
@@ -237,7 +253,10 @@ def write_summary(results: Results, file: Path) -> None:
     Call `refuse_foreign_summary` before the evaluation.
     """
     rows = [
-        {"name": row["name"], **{column: score["value"] / 100 for column, score in row["scores"].items()}}
+        {
+            "name": row["name"],
+            **{column: score["value"] / 100 for column, score in row["scores"].items()},
+        }
         for row in results["rows"]
     ]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -246,7 +265,10 @@ def write_summary(results: Results, file: Path) -> None:
 
 def refuse_foreign_summary(file: Path) -> None:
     """Raises UserError if `file` is there and not an earlier summary."""
-    problem, remedy = "is not a summary of an evaluation", "choose another --summary, or move this file away"
+    problem, remedy = (
+        "is not a summary of an evaluation",
+        "choose another --summary, or move this file away",
+    )
     if file.is_symlink() or file.is_dir():
         raise UserError(f"{file}: is a symbolic link or a folder; {remedy}")
     try:
@@ -265,7 +287,9 @@ def refuse_foreign_summary(file: Path) -> None:
 
 
 def _read(file: Path, problem: str) -> Any:
-    """Return the content of a JSON file; None if there is no file. Raises UserError with the problem if it is none."""
+    """Return the content of a JSON file; None if there is no file.
+    Raises UserError with the problem if it is none.
+    """
     if not os.path.lexists(file):
         return None
     if file.is_symlink() or not file.is_file():

@@ -1,7 +1,7 @@
 """The results for a reader: the table in the terminal and in table.md, and the figure.
 
-A row per model, the starting checkpoint first, published scores last; in the figure a panel per column, a dot per row
-with its 95% interval.
+A row per model, the starting checkpoint first, published scores last; in the figure a panel per
+column, a dot per row with its 95% interval.
 """
 
 import re
@@ -23,28 +23,54 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NUM_COLUMNS = 3
-"""Columns beside each other: with their intervals, three fit into 80 characters; the others follow in a table below."""
+"""Columns beside each other: with their intervals, three fit into 80 characters; the others follow
+in a table below."""
 SHA = re.compile(r"^([0-9a-f]{12})[0-9a-f]{28}")
 """A commit, which is shown by its first 12 digits."""
-DATA = ("versions", "task_versions", "num_fewshot", "metrics", "num_choices", "clusters", "seeds", "data")
-MODEL = ("generation_config", "chat_template", "bos", "dtype", "device", "backend", "batch_size", "num_processes")
-"""The settings under the table, in this order: data and prompts first, then the model's settings; last the commit."""
+DATA = (
+    "versions",
+    "task_versions",
+    "num_fewshot",
+    "metrics",
+    "num_choices",
+    "clusters",
+    "seeds",
+    "data",
+)
+MODEL = (
+    "generation_config",
+    "chat_template",
+    "bos",
+    "dtype",
+    "device",
+    "backend",
+    "batch_size",
+    "num_processes",
+)
+"""The settings under the table, in this order: data and prompts first, then the model's settings;
+last the commit."""
 LABELS = {"num_fewshot": "few-shot examples", "bos": "BOS token", "num_processes": "processes"}
-LABELS |= {"commit": "commit of soren-align", "num_choices": "choices (a normalized score is 0 for random answers)"}
+LABELS |= {
+    "commit": "commit of soren-align",
+    "num_choices": "choices (a normalized score is 0 for random answers)",
+}
 """Of settings whose label is not their key."""
 MIN_QUESTIONS = 20
-"""Below it an interval covers nearly all that is possible, [-45.6, +85.6] of five questions: it is not shown."""
+"""Below it an interval covers nearly all that is possible, [-45.6, +85.6] of five questions: it is
+not shown."""
 TOO_FEW = "too few questions"
 MAX_NUMBERS = 10
 """Of questions in a note."""
 MAX_BELOW = 4
 """Panels of the figure below each other; more stand in two columns."""
 INCHES, DPI = 5.2, 200
-"""The figure's width and density: 520 units on a wide page, with letters of 13; on a phone of 390 letters of 10."""
+"""The figure's width and density: 520 units on a wide page, with letters of 13; on a phone of 390
+letters of 10."""
 
 
 def terminal(results: Results, *, brief: bool = False) -> Group:
-    """Return the table with differences, intervals and p-values, and under it the notes that are needed to read it.
+    """Return the table with differences, intervals and p-values, and under it the notes that are
+    needed to read it.
 
     brief: with those notes alone that put the scores in question.
     """
@@ -59,18 +85,35 @@ def terminal(results: Results, *, brief: bool = False) -> Group:
 
 
 def markdown(results: Results, *, fold: bool = False) -> str:
-    """Return the same as a Markdown page, with all columns in one table. fold: hide the notes until they are opened."""
+    """Return the same as a Markdown page, with all columns in one table.
+    fold: hide the notes until they are opened.
+    """
     table = _table(results, list(results["rows"][0]["scores"]))
-    lines = [f"# {without_html(results['title'])}", "", f"{_unit(results).capitalize()}.", "", table.markdown(), ""]
-    begin, end = (["<details><summary>Notes on these scores</summary>", ""], ["", "</details>"]) if fold else ([], [])
-    return "\n".join([*lines, *begin, *(f"- {without_html(note)}" for note in notes(results)), *end]) + "\n"
+    lines = [
+        f"# {without_html(results['title'])}",
+        "",
+        f"{_unit(results).capitalize()}.",
+        "",
+        table.markdown(),
+        "",
+    ]
+    begin, end = (
+        (["<details><summary>Notes on these scores</summary>", ""], ["", "</details>"])
+        if fold
+        else ([], [])
+    )
+    return (
+        "\n".join([*lines, *begin, *(f"- {without_html(note)}" for note in notes(results)), *end])
+        + "\n"
+    )
 
 
 def gains(results: Results, own: Row) -> tuple[Row, list[str]]:
-    """Return the row that a row of the results started from, and for each column the score and whether it is better.
+    """Return the row that a row of the results started from, and for each column the score and
+    whether it is better.
 
-    "zoo_mc: 100.0, from 20.0: +80.0 [+71.1, +86.3], better (120 questions)". Where the table has no row of the start,
-    the first one takes its place.
+    "zoo_mc: 100.0, from 20.0: +80.0 [+71.1, +86.3], better (120 questions)". Where the table has no
+    row of the start, the first one takes its place.
     """
     rows, start = {row["name"]: row for row in results["rows"]}, own.get("start")
     first, differences = results["rows"][0], own.get("differences") or {}
@@ -86,7 +129,13 @@ def gains(results: Results, own: Row) -> tuple[Row, list[str]]:
         if is_too_few := has_too_few(own, column):
             finding = TOO_FEW
         else:
-            finding = "not distinguishable" if d["p_holm"] >= 0.05 else "better" if d["value"] > 0 else "worse"
+            finding = (
+                "not distinguishable"
+                if d["p_holm"] >= 0.05
+                else "better"
+                if d["value"] > 0
+                else "worse"
+            )
         lines.append(
             f"{text}, from {first['scores'][column]['value']:.1f}: {_interval(d, is_too_few)}, {finding}{count}"
         )
@@ -94,7 +143,8 @@ def gains(results: Results, own: Row) -> tuple[Row, list[str]]:
 
 
 def notes(results: Results, brief: bool = False) -> list[str]:
-    """Return the notes under the table: a legend, additional scores, models, and the settings that reproduce it.
+    """Return the notes under the table: a legend, additional scores, models, and the settings that
+    reproduce it.
 
     brief: without the statistical methods and the settings.
     """
@@ -106,24 +156,40 @@ def notes(results: Results, brief: bool = False) -> list[str]:
                 difference = (row.get("differences") or {}).get(column)
                 d = difference and difference.get("also", {}).get(label)
                 change = f" ({', '.join(_difference(d, has_too_few(row, column)))})" if d else ""
-                texts.append(f"{row['name']} {_score(row['scores'][column].get('also', {})[label], results)}{change}")
+                texts.append(
+                    f"{row['name']} {_score(row['scores'][column].get('also', {})[label], results)}{change}"
+                )
             lines.append(f"{column}, {label}: {', '.join(texts)}")
     for row in rows:
         source = row.get("chat_template_of", row["name"])
         if source != row["name"]:
-            template = f"with the chat template of {source}" if source else "without a chat template"
+            template = (
+                f"with the chat template of {source}" if source else "without a chat template"
+            )
             lines.append(f"{row['name']} was evaluated {template}")
-    models = [f"{row['name']} {row['model']}" for row in rows if row["model"]]  # model cards omit local folders
+    # model cards omit local folders
+    models = [f"{row['name']} {row['model']}" for row in rows if row["model"]]
     lines += [f"models: {', '.join(models)}"] if models else []
-    eos = {row["name"]: row.get("eos_token_id") for row in rows if row.get("eos_token_id") is not None}
+    eos = {
+        row["name"]: row.get("eos_token_id") for row in rows if row.get("eos_token_id") is not None
+    }
     if len(set(map(str, eos.values()))) > 1:
-        lines.append(f"generated text ends with token: {', '.join(f'{name} {token}' for name, token in eos.items())}")
-    lines += [*_truncation(results), *_contamination(results), *_selection(results), *results["notes"]]
+        lines.append(
+            f"generated text ends with token: {', '.join(f'{name} {token}' for name, token in eos.items())}"
+        )
+    lines += [
+        *_truncation(results),
+        *_contamination(results),
+        *_selection(results),
+        *results["notes"],
+    ]
     return lines if brief else [*lines, *_settings(results)]
 
 
 def warnings(results: Results) -> list[str]:
-    """Return the notes that put the scores in question: questions in the training data, truncated prompts, others."""
+    """Return the notes that put the scores in question: questions in the training data, truncated
+    prompts, others.
+    """
     is_found = any(each["overlapping"] for each in (results.get("contamination") or {}).values())
     overlaps = _contamination(results) if is_found else []
     return [*overlaps, *_selection(results), *_truncation(results), *results["notes"]]
@@ -131,7 +197,9 @@ def warnings(results: Results) -> list[str]:
 
 def _rows(results: Results) -> list[tuple[Row | PublishedRow, str, bool]]:
     """Return each row with its name in the table, and whether it was evaluated here."""
-    rows: list[tuple[Row | PublishedRow, str, bool]] = [(row, row["name"], True) for row in results["rows"]]
+    rows: list[tuple[Row | PublishedRow, str, bool]] = [
+        (row, row["name"], True) for row in results["rows"]
+    ]
     return rows + [(row, f"{row['name']} (published)", False) for row in results["published"]]
 
 
@@ -143,7 +211,11 @@ def _table(results: Results, columns: Sequence[str]) -> Table:
         if column in row.get("unpaired", {}):
             return f"{_score(score, results)}\nnot compared"
         differences = row.get("differences")
-        shown = _difference(differences[column], has_too_few(row, column)) if differences is not None else []
+        shown = (
+            _difference(differences[column], has_too_few(row, column))
+            if differences is not None
+            else []
+        )
         return "\n".join([_score(score, results), *shown])
 
     rows = _rows(results)
@@ -153,9 +225,15 @@ def _table(results: Results, columns: Sequence[str]) -> Table:
 
 
 def has_too_few(row: Row, column: str) -> bool:
-    """Whether a score is of fewer than MIN_QUESTIONS questions; an average is of those of all columns."""
+    """Whether a score is of fewer than MIN_QUESTIONS questions; an average is of those of all
+    columns.
+    """
     scores = row["scores"]
-    return 0 < scores[column].get("n", sum(score.get("n", 0) for score in scores.values())) < MIN_QUESTIONS
+    return (
+        0
+        < scores[column].get("n", sum(score.get("n", 0) for score in scores.values()))
+        < MIN_QUESTIONS
+    )
 
 
 def _difference(d: Any, is_too_few: bool) -> list[str]:
@@ -175,27 +253,56 @@ def _unit(results: Results) -> str:
 def _score(score: Any, results: Results) -> str:
     if results.get("intervals") and "low" in score:
         return f"{score['value']:.1f} [{score['low']:.1f}, {score['high']:.1f}]"
-    return f"{score['value']:.1f} ± {score['stderr']:.1f}" if "stderr" in score else f"{score['value']:.1f}"
+    return (
+        f"{score['value']:.1f} ± {score['stderr']:.1f}"
+        if "stderr" in score
+        else f"{score['value']:.1f}"
+    )
 
 
 def _legend(results: Results, brief: bool) -> list[str]:
     first, *later = results["rows"]
     lines = []
     differences = [each for row in later for each in (row.get("differences") or {}).values()]
-    shown = [d for row in later for c, d in (row.get("differences") or {}).items() if not has_too_few(row, c)]
+    shown = [
+        d
+        for row in later
+        for c, d in (row.get("differences") or {}).items()
+        if not has_too_few(row, c)
+    ]
     if shown:
         num_also = sum(len(each.get("also", ())) for each in differences)
-        also = f", and separately for the {num_also} comparisons of other scores below" if num_also else ""
-        intervals = "" if brief else " (Bonett and Price's; for averages and fractional scores by bootstrap)"
-        tests = "" if brief else " (McNemar's exact test for right or wrong answers, bootstrap for other scores)"
+        also = (
+            f", and separately for the {num_also} comparisons of other scores below"
+            if num_also
+            else ""
+        )
+        intervals = (
+            ""
+            if brief
+            else " (Bonett and Price's; for averages and fractional scores by bootstrap)"
+        )
+        tests = (
+            ""
+            if brief
+            else " (McNemar's exact test for right or wrong answers, bootstrap for other scores)"
+        )
         lines += [
             f"+x [low, high]: difference to {first['name']} on the same questions, with its 95% interval{intervals}",
             f"p: two-sided p-value of the difference{tests}, Holm-corrected for the {len(differences)}"
             f" comparison{'s' * (len(differences) > 1)} in this table{also}; *: p < 0.05",
         ]
-        if not brief or any(each["low"] * each["high"] > 0 and each["p_holm"] >= 0.05 for each in shown):
-            lines.append("intervals are not corrected: an interval may exclude 0 although p is above 0.05")
-    few = {c: score["n"] for c, score in first["scores"].items() if "n" in score and has_too_few(first, c)}
+        if not brief or any(
+            each["low"] * each["high"] > 0 and each["p_holm"] >= 0.05 for each in shown
+        ):
+            lines.append(
+                "intervals are not corrected: an interval may exclude 0 although p is above 0.05"
+            )
+    few = {
+        c: score["n"]
+        for c, score in first["scores"].items()
+        if "n" in score and has_too_few(first, c)
+    }
     if differences and few:
         lines.append(
             f"{TOO_FEW}: with fewer than {MIN_QUESTIONS} questions, a difference has no interval and no p; "
@@ -228,7 +335,9 @@ def _legend(results: Results, brief: bool) -> list[str]:
         f"{row['name']} {column} [{score.get('low', 0):.1f}, {score.get('high', 0):.1f}]"
         for row in results["rows"]
         for column, score in row["scores"].items()
-        if score.get("stderr") == 0 and score.get("low", 0) < score.get("high", 0) and not results.get("intervals")
+        if score.get("stderr") == 0
+        and score.get("low", 0) < score.get("high", 0)
+        and not results.get("intervals")
     ]
     if intervals:
         lines.append(
@@ -236,18 +345,26 @@ def _legend(results: Results, brief: bool) -> list[str]:
             f" {', '.join(intervals)}"
         )
     sources = dict.fromkeys(row["source"] for row in results["published"])
-    return [*lines, *(f"published scores, not evaluated here and not compared: {source}" for source in sources)]
+    return [
+        *lines,
+        *(f"published scores, not evaluated here and not compared: {source}" for source in sources),
+    ]
 
 
 def _truncation(results: Results) -> list[str]:
     """Return a line with the numbers of prompts that were truncated, if any were."""
-    truncated = {row["name"]: {c: n for c, n in row.get("truncated", {}).items() if n} for row in results["rows"]}
+    truncated = {
+        row["name"]: {c: n for c, n in row.get("truncated", {}).items() if n}
+        for row in results["rows"]
+    }
     counts = [f"{name}: {_text(columns)}" for name, columns in truncated.items() if columns]
     return [f"prompts truncated to the model's context: {'; '.join(counts)}"] if counts else []
 
 
 def _contamination(results: Results) -> list[str]:
-    """Return lines with the questions that the training examples contain, and the scores without them."""
+    """Return lines with the questions that the training examples contain, and the scores without
+    them.
+    """
     from ..stats.contamination import NGRAM  # `show` and `runs` rarely need it
 
     columns = results.get("contamination") or {}
@@ -258,7 +375,9 @@ def _contamination(results: Results) -> list[str]:
         counts = f"{each['overlapping']:,} of {each['questions']:,} questions are in the training examples"
         whole = f"{each['exact']:,} as whole texts" if each["exact"] else ""
         parts = each["overlapping"] - each["exact"]
-        how = ", ".join(filter(None, (whole, f"{parts:,} with {NGRAM} words in a row" if parts else "")))
+        how = ", ".join(
+            filter(None, (whole, f"{parts:,} with {NGRAM} words in a row" if parts else ""))
+        )
         others = _others(each, each["overlapping"])
         lines.append(f"contamination, {column}: {counts} ({how}); {others}")
     if clean:
@@ -271,7 +390,9 @@ def _contamination(results: Results) -> list[str]:
 
 
 def _selection(results: Results) -> list[str]:
-    """Return lines with the questions that chose the weights of a row, and the scores without them."""
+    """Return lines with the questions that chose the weights of a row, and the scores without
+    them.
+    """
     lines = []
     for column, each in (results.get("selection") or {}).items():
         numbers = ", ".join(map(str, each["indices"][:MAX_NUMBERS]))
@@ -289,26 +410,41 @@ def _others(each: Any, num_left_out: int) -> str:
     scores, is_too_few = [], each["questions"] - num_left_out < MIN_QUESTIONS
     for row, score in each.get("scores", {}).items():
         d = score.get("difference")
-        scores.append(f"{row} {score['value']:.1f}{f', difference {_interval(d, is_too_few)}' if d else ''}")
-    return f"scores without these questions: {', '.join(scores)}" if scores else "no questions remain"
+        scores.append(
+            f"{row} {score['value']:.1f}{f', difference {_interval(d, is_too_few)}' if d else ''}"
+        )
+    return (
+        f"scores without these questions: {', '.join(scores)}" if scores else "no questions remain"
+    )
 
 
 def _settings(results: Results) -> list[str]:
-    settings: dict[str, Any] = {key: value for key, value in results["settings"].items() if value not in (None, {})}
+    settings: dict[str, Any] = {
+        key: value for key, value in results["settings"].items() if value not in (None, {})
+    }
     if "metrics" in settings:
-        settings["metrics"] = {c: m.removesuffix(",none").replace(",", "/") for c, m in settings["metrics"].items()}
+        settings["metrics"] = {
+            c: m.removesuffix(",none").replace(",", "/") for c, m in settings["metrics"].items()
+        }
     if isinstance(commit := settings.get("commit"), str):
         settings["commit"] = SHA.sub(r"\1", commit)
     questions = {c: score["n"] for c, score in results["rows"][0]["scores"].items() if "n" in score}
     labels = {key: LABELS.get(key, key.replace("_", " ")) for key in (*DATA, *MODEL, "commit")}
     labels |= {key: key for key in settings if key not in labels}
-    values = {"questions": questions} | {labels[key]: settings[key] for key in labels if key in settings}
+    values = {"questions": questions} | {
+        labels[key]: settings[key] for key in labels if key in settings
+    }
     lines = [f"{label}: {_text(value)}" for label, value in values.items()]
-    return [*(line for line in lines if ", " in line), "; ".join(line for line in lines if ", " not in line)]
+    return [
+        *(line for line in lines if ", " in line),
+        "; ".join(line for line in lines if ", " not in line),
+    ]
 
 
 def _text(value: Any) -> str:
-    """Return a value as text; of a dict with equal values this one value, else each with its key."""
+    """Return a value as text; of a dict with equal values this one value, else each with its
+    key.
+    """
     if isinstance(value, bool):
         return "on" if value else "off"
     if not isinstance(value, dict):
@@ -320,11 +456,12 @@ def _text(value: Any) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write the figure of `results` as a PNG, and NAME-dark.png for a dark page; the same results give the same bytes.
+    """Write the figure of `results` as a PNG, and NAME-dark.png for a dark page; the same results
+    give the same bytes.
 
-    A panel for each column, all from 0 to 100 (from a lower number, if a normalized score is below 0), with a dot for
-    each row in the table's order, and its score as a number.
-    A line through each panel marks the first row's score, a dotted one the accuracy of answers at random. Published
+    A panel for each column, all from 0 to 100 (from a lower number, if a normalized score is below
+    0), with a dot for each row in the table's order, and its score as a number. A line through each
+    panel marks the first row's score, a dotted one the accuracy of answers at random. Published
     scores are hollow and grey, without an interval if none was published.
     """
     write_pictures(path, lambda colors: _figure(results, colors))
@@ -337,7 +474,10 @@ def _figure(results: Results, colors: Colors) -> "Figure":
     first = results["rows"][0]
     across = 1 if len(columns) <= MAX_BELOW else 2
     down = ceil(len(columns) / across)
-    title, chances = fill(short(results["title"], 160), 60), [first["scores"][c].get("chance") for c in columns]
+    title, chances = (
+        fill(short(results["title"], 160), 60),
+        [first["scores"][c].get("chance") for c in columns],
+    )
     caption = f"percent, with the 95% interval of each score; line: {short(first['name'], 30)}"
     caption = fill(f"{caption}{'; dotted: answers at random' if {*chances} != {None} else ''}", 62)
     lines = title.count("\n") + caption.count("\n")
@@ -348,7 +488,9 @@ def _figure(results: Results, colors: Colors) -> "Figure":
     panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
     for panel, column, chance in zip(panels, columns, chances, strict=False):
         style_axes(panel, column, "", colors, pad=3)
-        panel.axvline(first["scores"][column]["value"], color=colors.lines[1], linewidth=0.8, zorder=1)
+        panel.axvline(
+            first["scores"][column]["value"], color=colors.lines[1], linewidth=0.8, zorder=1
+        )
         if chance is not None:
             panel.axvline(chance, color=colors.muted, linewidth=1.2, linestyle=":", zorder=1)
         for y, (row, _, is_own) in enumerate(rows):
@@ -357,14 +499,33 @@ def _figure(results: Results, colors: Colors) -> "Figure":
                 continue
             color = colors.lines[1] if is_own else colors.muted
             half = 1.96 * score.get("stderr", 0)  # published scores have no low and high
-            ends = [score.get("low", max(score["value"] - half, 0)), score.get("high", min(score["value"] + half, 100))]
+            ends = [
+                score.get("low", max(score["value"] - half, 0)),
+                score.get("high", min(score["value"] + half, 100)),
+            ]
             panel.plot(ends, [y, y], color=color, linewidth=1.6, zorder=2)
             face = color if is_own else colors.paper
             panel.plot(
-                score["value"], y, "o", markersize=5.5, color=color, markerfacecolor=face, zorder=3, clip_on=False
+                score["value"],
+                y,
+                "o",
+                markersize=5.5,
+                color=color,
+                markerfacecolor=face,
+                zorder=3,
+                clip_on=False,
             )
-            side: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
-            side |= {"xytext": (38, 0), "va": "center_baseline", "fontsize": FONT - 0.5, "color": color}
+            side: dict[str, Any] = {
+                "xycoords": ("axes fraction", "data"),
+                "textcoords": "offset points",
+                "ha": "right",
+            }
+            side |= {
+                "xytext": (38, 0),
+                "va": "center_baseline",
+                "fontsize": FONT - 0.5,
+                "color": color,
+            }
             panel.annotate(f"{score['value']:.1f}", (1, y), **side)
         panel.tick_params(axis="y", length=0)
         panel.grid(visible=False, axis="y")
@@ -373,10 +534,16 @@ def _figure(results: Results, colors: Colors) -> "Figure":
         panel.set_visible(False)
     for panel in panels[len(columns) - across : len(columns)]:  # the lowest ones
         panel.tick_params(axis="x", labelbottom=True)
-    left = 25 * floor(min([0, *(row["scores"][c].get("low", 0) for row in results["rows"] for c in columns)]) / 25)
+    left = 25 * floor(
+        min([0, *(row["scores"][c].get("low", 0) for row in results["rows"] for c in columns)]) / 25
+    )
     panels[0].set_xlim(left, 100)  # a normalized score may be below 0
-    panels[0].set_xticks([tick for tick in range(-100, 101, 25 if left >= -25 else 50) if tick >= left])
-    panels[0].set_yticks(range(len(rows)), [short(name, 24) for _, name, _ in rows], parse_math=False)
+    panels[0].set_xticks(
+        [tick for tick in range(-100, 101, 25 if left >= -25 else 50) if tick >= left]
+    )
+    panels[0].set_yticks(
+        range(len(rows)), [short(name, 24) for _, name, _ in rows], parse_math=False
+    )
     panels[0].set_ylim(len(rows) - 0.5, -0.5)
     figure.supxlabel(caption, fontsize=FONT - 1, **font | {"color": colors.muted})
     return figure

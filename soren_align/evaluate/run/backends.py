@@ -1,7 +1,7 @@
 """The backends: a model is loaded and run by Hugging Face transformers or by vLLM.
 
-Either is lm-eval's own class, so that prompts are tokenized and scored exactly as by `lm_eval`. Added here: missing
-weights are refused, and truncated prompts are counted.
+Either is lm-eval's own class, so that prompts are tokenized and scored exactly as by `lm_eval`.
+Added here: missing weights are refused, and truncated prompts are counted.
 """
 
 import importlib.util
@@ -26,8 +26,8 @@ from ...run import weights
 from ...run.weights import load_adapter, load_model
 
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""The files that determine a model's responses: weights (the first pattern; no pickled ones), configs, tokenizer, chat
-template."""
+"""The files that determine a model's responses: weights (the first pattern; no pickled ones),
+configs, tokenizer, chat template."""
 
 MAX_GEN_TOKS = 256
 """New tokens where the task names no number, as in HFLM."""
@@ -36,8 +36,8 @@ _WITHOUT_EFFECT = re.compile(
     "_.*|output_.*|return_.*|(bos|pad|decoder_start)_token_id|eos_token_id|do_sample|temperature|top_p|top_k|max_length"
     "|use_cache|transformers_version"
 )
-"""Keys of a generation config that do not change greedy responses, whose length the task sets. eos_token_id does, and
-is reported by itself."""
+"""Keys of a generation config that do not change greedy responses, whose length the task sets.
+eos_token_id does, and is reported by itself."""
 
 
 class ContextTooShort(UserError):
@@ -46,7 +46,9 @@ class ContextTooShort(UserError):
 
 @dataclass(frozen=True)
 class BackendSettings:
-    """How a model is loaded and run: all that may change the last digits of its responses, beside its files."""
+    """How a model is loaded and run: all that may change the last digits of its responses, beside
+    its files.
+    """
 
     backend: Literal["hf", "vllm"]
     dtype: str
@@ -67,13 +69,21 @@ def load_lm(folder: Path, tokenizer: Any, settings: BackendSettings) -> Any:
     try:
         if settings.backend == "hf":
             model = _load_hf(folder, settings)
-        elif "quantization_config" not in (read_json(folder / "config.json") or {}):  # vLLM has quantizers of its own
-            load_model(str(folder), device_map={"": "meta"})  # names and shapes only: vLLM loads the weights itself
+        # vLLM has quantizers of its own
+        elif "quantization_config" not in (read_json(folder / "config.json") or {}):
+            # names and shapes only: vLLM loads the weights itself
+            load_model(str(folder), device_map={"": "meta"})
     except UserError:
         raise
     except (ImportError, OSError, ValueError) as error:
-        remedy = "install this package" if isinstance(error, ImportError) else "check the files in this folder"
-        raise UserError(f"{folder}: the model cannot be loaded: {in_one_line(error)}; {remedy}") from error
+        remedy = (
+            "install this package"
+            if isinstance(error, ImportError)
+            else "check the files in this folder"
+        )
+        raise UserError(
+            f"{folder}: the model cannot be loaded: {in_one_line(error)}; {remedy}"
+        ) from error
     if model is not None:
         return hf_lm(model.to(settings.device), tokenizer, settings.batch_size)
     from lm_eval.models.vllm_causallms import VLLM
@@ -90,8 +100,8 @@ def hf_lm(model: Any, tokenizer: Any, batch_size: int) -> Any:
 
 
 def run_requests(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any], int]:
-    """Return the responses to requests of one kind (loglikelihood, generate_until), and the number of truncated
-    prompts."""
+    """Return the responses to requests of one kind (loglikelihood, generate_until), and the number
+    of truncated prompts."""
     lm.num_truncated = 0
     requests = [Instance(cast(Any, kind), {}, each, 0) for each in arguments]
     return getattr(lm, kind)(requests, disable_tqdm=True), lm.num_truncated
@@ -100,11 +110,15 @@ def run_requests(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any],
 def require_backend(backend: str) -> None:
     """Raises UserError if the backend is not installed."""
     if backend == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise UserError("eval.backend: vLLM is not installed; run `pip install 'soren-align[vllm]'`, or write hf")
+        raise UserError(
+            "eval.backend: vLLM is not installed; run `pip install 'soren-align[vllm]'`, or write hf"
+        )
 
 
 def model_folder(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the folder of a model's files; a model on the hub is downloaded first, or all but its weights."""
+    """Return the folder of a model's files; a model on the hub is downloaded first, or all but its
+    weights.
+    """
     if is_local(str(model)):
         folder = local_path(model)
         if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
@@ -116,14 +130,23 @@ def model_folder(model: str | Path, revision: str | None = None, *, weights: boo
         return folder
     try:
         patterns: list[str] = [*FILES] if weights else [*FILES[1:]]
-        return Path(huggingface_hub.snapshot_download(str(model), revision=revision, allow_patterns=patterns))
-    except Exception as error:  # not found, gated, offline, no space: the hub's own message names the reason
+        return Path(
+            huggingface_hub.snapshot_download(
+                str(model), revision=revision, allow_patterns=patterns
+            )
+        )
+    # not found, gated, offline, no space: the hub's own message names the reason
+    except Exception as error:
         reason = "is no folder, and cannot be downloaded from the hub"
-        raise UserError(f"{model}: {reason}: {in_one_line(error)}; correct the name, or check the network") from error
+        raise UserError(
+            f"{model}: {reason}: {in_one_line(error)}; correct the name, or check the network"
+        ) from error
 
 
 def base_folder(folder: Path, *, weights: bool = True) -> Path | None:
-    """Return the folder of the model under a LoRA adapter; None if `folder` holds a whole model. See `model_folder`."""
+    """Return the folder of the model under a LoRA adapter; None if `folder` holds a whole model.
+    See `model_folder`.
+    """
     config = adapter_config(folder)
     if config is None:
         return None
@@ -144,13 +167,19 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def generation_settings(folder: Path) -> tuple[dict[str, Any], Any]:
-    """Return (the settings of a model's generation config that change greedy responses, its eos_token_id).
+    """Return (the settings of a model's generation config that change greedy responses, its
+    eos_token_id).
 
-    lm-eval leaves these settings in force: a repetition penalty, for example, or a limit of the length.
+    lm-eval leaves these settings in force: a repetition penalty, for example, or a limit of the
+    length.
     """
     folder = base_folder(folder, weights=False) or folder
     try:
-        config = GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
+        config = (
+            GenerationConfig.from_pretrained(folder)
+            if (folder / GENERATION_CONFIG_NAME).is_file()
+            else None
+        )
     except Exception as error:  # of values that transformers does not check
         raise UserError(
             f"{folder / GENERATION_CONFIG_NAME}: cannot be read: {in_one_line(error)}; correct this file"
@@ -161,7 +190,8 @@ def generation_settings(folder: Path) -> tuple[dict[str, Any], Any]:
 
 
 def num_new_tokens(settings: Any, default: int, context: int) -> int:
-    """Return how many tokens a request may generate. Raises ContextTooShort if they leave no room for a prompt.
+    """Return how many tokens a request may generate.
+    Raises ContextTooShort if they leave no room for a prompt.
 
     settings: of the request. default: where these name no number. context: the model's, in tokens.
     """
@@ -184,7 +214,8 @@ def refuse_long_choice(num_tokens: int, context: int) -> None:
 def _count_truncated(lm_class: type, spare: int) -> Any:
     """Return a subclass of lm-eval's class that counts the prompts it truncates from the left.
 
-    spare: the number of tokens by which a prompt with its continuation may exceed the model's context.
+    spare: the number of tokens by which a prompt with its continuation may exceed the model's
+    context.
     """
 
     class CountingLM(lm_class):
@@ -197,7 +228,11 @@ def _count_truncated(lm_class: type, spare: int) -> Any:
             if not all(continuation for _, _, continuation in requests):
                 raise ContextTooShort("an answer choice has no tokens")
             self.num_truncated += len(
-                {text[0] for text, prompt, continuation in requests if len(prompt) + len(continuation) > max_tokens}
+                {
+                    text[0]
+                    for text, prompt, continuation in requests
+                    if len(prompt) + len(continuation) > max_tokens
+                }
             )
             return super()._loglikelihood_tokens(requests, **options)
 
@@ -221,10 +256,12 @@ def _load_hf(folder: Path, settings: BackendSettings) -> Any:
             if parameter.is_floating_point():  # else it is quantized
                 parameter.data = parameter.data.to(dtype)
         return load_adapter(model, str(folder))
-    # Not cast after loading: that would round the rotary frequencies too, and change the positions of long prompts.
+    # Not cast after loading: that would round the rotary frequencies too, and change the positions
+    # of long prompts.
     model = load_model(str(base or folder), dtype=torch.float32 if base else dtype)
     if base:
-        # Merged as `merge_and_unload` would for a model on disk: both give the same responses to the last bit.
+        # Merged as `merge_and_unload` would for a model on disk: both give the same responses to
+        # the last bit.
         model = cast(Any, load_adapter(model, str(folder))).merge_and_unload()
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)

@@ -1,7 +1,8 @@
 """Score the model that is being trained on a few questions of a suite, always the same ones.
 
-The model is run where it is, in its own precision: no second copy is made. lm-eval makes the prompts and scores the
-responses, as after training, so that a score is that of an evaluation of the checkpoint on these questions.
+The model is run where it is, in its own precision: no second copy is made. lm-eval makes the
+prompts and scores the responses, as after training, so that a score is that of an evaluation of the
+checkpoint on these questions.
 """
 
 import json
@@ -40,8 +41,9 @@ class Questions:
     indices: list[tuple[Any, list[int]]]
     """lm-eval's tasks, each with the indices of its questions."""
     record: dict[str, Any]
-    """{"task": lm-eval's name, "questions": their number, "of": that of all questions, "last_doc_hash": the largest
-    `doc_hash`}: they are the questions of this task whose hash is not larger."""
+    """{"task": lm-eval's name, "questions": their number, "of": that of all questions,
+    "last_doc_hash": the largest `doc_hash`}: they are the questions of this task whose hash is not
+    larger."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class Benchmark:
     tokenizer: Any
     ranks: Ranks
     is_sharded: bool
-    """Whether each rank holds a part of the weights: then all ranks answer all questions together; otherwise each
-    answers a share."""
+    """Whether each rank holds a part of the weights: then all ranks answer all questions together;
+    otherwise each answers a share."""
     notices: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
@@ -65,17 +67,20 @@ class Benchmark:
         }
 
     def scores(self, model: Any, config: Any, device: Any) -> dict[str, float]:
-        """Return {"eval_benchmark/COLUMN": score, at most 1}, and of several columns "eval_benchmark/average".
+        """Return {"eval_benchmark/COLUMN": score, at most 1}, and of several columns
+        "eval_benchmark/average".
 
-        A score is NaN if a log-likelihood is not a number. model: in evaluation mode. config: its PretrainedConfig.
-        The generators of random, numpy and torch are seeded. Collective.
+        A score is NaN if a log-likelihood is not a number. model: in evaluation mode. config: its
+        PretrainedConfig. The generators of random, numpy and torch are seeded. Collective.
         """
         settings = BackendSettings("hf", self.suite.dtype, str(device), self.suite.batch_size)
         tokenizer = deepcopy(self.tokenizer)  # HFLM adds a padding token
         with silence():
-            workers = _TrainedModel(hf_lm(_Callable(model, config, device), tokenizer, settings.batch_size), self)
-        # A batch is a chunk, as many of them as possible: each rank gets its share, and the batches, with their
-        # padding, do not depend on the number of ranks.
+            workers = _TrainedModel(
+                hf_lm(_Callable(model, config, device), tokenizer, settings.batch_size), self
+            )
+        # A batch is a chunk, as many of them as possible: each rank gets its share, and the
+        # batches, with their padding, do not depend on the number of ranks.
         responses = ResponseCache(None, {})  # of these weights alone
         lm = RequestDispatcher(workers, self.tokenizer, settings, responses, batches_per_chunk=1)
         scores = {}
@@ -83,7 +88,9 @@ class Benchmark:
             lm.label = f"run.benchmark: {task.column}"
             chosen = self.questions[task.column].indices
             samples = {subtask.task_name: indices for subtask, indices in chosen}
-            output = run_lm_eval(lm, self.suite, [subtask for subtask, _ in chosen], samples=samples)
+            output = run_lm_eval(
+                lm, self.suite, [subtask for subtask, _ in chosen], samples=samples
+            )
             key = score_keys(task)[0]
             try:
                 points = {name: points_of(output, name, key, lm.label) for name in samples}
@@ -97,18 +104,25 @@ class Benchmark:
 
 
 def read_benchmark(recipe: Recipe, start: str, tokenizer: Any, ranks: Ranks) -> Benchmark:
-    """Return the questions of `run.benchmark`, which the recipe has, and check that they can be scored. No collective.
+    """Return the questions of `run.benchmark`, which the recipe has, and check that they can be
+    scored. No collective.
 
-    start: the starting checkpoint. tokenizer: of the training, with its chat template.
-    Raises UserError if the suite cannot be loaded, a prompt cannot be made, or an answer does not fit the context.
+    start: the starting checkpoint. tokenizer: of the training, with its chat template. Raises
+    UserError if the suite cannot be loaded, a prompt cannot be made, or an answer does not fit the
+    context.
     """
-    section, suite, shared = recipe.run.benchmark, benchmark_suite(recipe), parallel(recipe.run.parallel)
+    section, suite, shared = (
+        recipe.run.benchmark,
+        benchmark_suite(recipe),
+        parallel(recipe.run.parallel),
+    )
     assert section is not None
     assert suite is not None
     is_sharded = shared.kind == "fsdp2" or shared.stage == 3
     tasks = load_tasks(suite, None, trusted=section.trust_suite)
     questions = {
-        task.column: choose_questions(task.task, tasks[task.column], section.questions) for task in suite.tasks
+        task.column: choose_questions(task.task, tasks[task.column], section.questions)
+        for task in suite.tasks
     }
     if is_sharded:
         for column, chosen in questions.items():
@@ -126,7 +140,10 @@ def read_benchmark(recipe: Recipe, start: str, tokenizer: Any, ranks: Ranks) -> 
     probe = Probe(row, suite, omit=OMIT)
     for task in suite.tasks:
         chosen = questions[task.column].indices
-        probe.add(task, [(subtask, [subtask.eval_docs[i] for i in indices]) for subtask, indices in chosen])
+        probe.add(
+            task,
+            [(subtask, [subtask.eval_docs[i] for i in indices]) for subtask, indices in chosen],
+        )
     if probe.problems:
         raise UserError(*dict.fromkeys(probe.problems))
     truncates = f"run.benchmark: the context of {row.context} tokens truncates prompts of {', '.join(probe.truncated)}"
@@ -135,7 +152,9 @@ def read_benchmark(recipe: Recipe, start: str, tokenizer: Any, ranks: Ranks) -> 
 
 
 def choose_questions(name: str, task: Any, number: int) -> Questions:
-    """Return the questions of lm-eval's task or group with the smallest `doc_hash`, or all if there are no more."""
+    """Return the questions of lm-eval's task or group with the smallest `doc_hash`, or all if there
+    are no more.
+    """
     hashes = sorted(
         (doc_hash(doc), position, index)
         for position, subtask in enumerate(subtasks(task))
@@ -152,11 +171,15 @@ def choose_questions(name: str, task: Any, number: int) -> Questions:
 
 def doc_hash(question: Any) -> str:
     """Return lm-eval's hash of a question, the `doc_hash` of its samples (lm_eval/evaluator.py)."""
-    return hash_string(json.dumps(question, indent=2, default=handle_non_serializable, ensure_ascii=False))
+    return hash_string(
+        json.dumps(question, indent=2, default=handle_non_serializable, ensure_ascii=False)
+    )
 
 
 class _Callable:
-    """The model with the attributes that HFLM uses. No torch.nn.Module, whose embeddings HFLM would tie again."""
+    """The model with the attributes that HFLM uses.
+    No torch.nn.Module, whose embeddings HFLM would tie again.
+    """
 
     def __init__(self, model: Any, config: Any, device: Any):
         self.model, self.config, self.device = model, config, device
@@ -175,7 +198,9 @@ class _TrainedModel:
         self.lm, self.benchmark = lm, benchmark
 
     def run(self, chunks: list[Chunk]) -> Iterator[tuple[str, list[Any], int]]:
-        """Yield (key, responses, number of truncated prompts) of each chunk, in order. Collective."""
+        """Yield (key, responses, number of truncated prompts) of each chunk, in order.
+        Collective.
+        """
         ranks = self.benchmark.ranks
         if self.benchmark.is_sharded or ranks.num_ranks == 1:
             yield from map(self._responses, chunks)

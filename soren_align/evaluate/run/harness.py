@@ -1,7 +1,7 @@
 """Evaluate one model on one suite with lm-eval, and show the progress.
 
-All that makes scores comparable is fixed here: the suite's dtype, batch size, seeds and chat template. The hash of
-every prompt is recorded.
+All that makes scores comparable is fixed here: the suite's dtype, batch size, seeds and chat
+template. The hash of every prompt is recorded.
 """
 
 import statistics
@@ -19,7 +19,14 @@ from jinja2 import TemplateError
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from ...core.errors import UserError
 from ...core.patches import patched
@@ -31,7 +38,13 @@ from ..stats.scores import cluster_labels, score_column
 from ..suite.sandbox import rendering, scoring
 from ..suite.suites import Suite, SuiteTask
 from ..suite.tasks import Tasks, load_tasks, score_keys, subtasks
-from .backends import BackendSettings, generation_settings, load_tokenizer, model_folder, require_backend
+from .backends import (
+    BackendSettings,
+    generation_settings,
+    load_tokenizer,
+    model_folder,
+    require_backend,
+)
 from .requests import RequestDispatcher, ResponseCache, cache_key
 from .workers import InProcess, WorkerPool
 
@@ -88,7 +101,8 @@ class Options:
     """A truncated prompt is an error."""
     num_processes: int = 1
     chat_template: str | None = None
-    """Renders the prompts, if the suite applies a chat template; "": they are plain text. None: the tokenizer's."""
+    """Renders the prompts, if the suite applies a chat template; "": they are plain text. None: the
+    tokenizer's."""
     cache: Path | None = None
     """The cache folder; None caches nothing."""
 
@@ -107,12 +121,24 @@ class ModelResults(ModelAnswers):
     """{"computed": by the model, "cached": responses from the cache}"""
 
     def add(self, task: SuiteTask, loaded: Any, output: dict[str, Any], model: str) -> None:
-        """Add one column. loaded: lm-eval's task or group. output: of lm-eval's simple_evaluate. model: its name."""
-        answers = [(subtask, sample) for subtask in subtasks(loaded) for sample in output["samples"][subtask.task_name]]
-        labels = cluster_labels(task, [(s, sample["doc"]) for s, sample in answers if sample["filter"] == task.filter])
+        """Add one column.
+        loaded: lm-eval's task or group. output: of lm-eval's simple_evaluate. model: its name.
+        """
+        answers = [
+            (subtask, sample)
+            for subtask in subtasks(loaded)
+            for sample in output["samples"][subtask.task_name]
+        ]
+        labels = cluster_labels(
+            task, [(s, sample["doc"]) for s, sample in answers if sample["filter"] == task.filter]
+        )
         score, points, also_points, samples = score_column(task, loaded, output, model, labels)
         questions = [sample for sample in samples if sample["filter"] == task.filter]
-        self.scores[task.column], self.points[task.column], self.samples[task.column] = score, points, samples
+        self.scores[task.column], self.points[task.column], self.samples[task.column] = (
+            score,
+            points,
+            samples,
+        )
         self.also_points[task.column] = also_points
         if isinstance(task.num_choices, dict):
             self.subtasks[task.column] = [question["task"] for question in questions]
@@ -120,7 +146,8 @@ class ModelResults(ModelAnswers):
         if labels:
             self.clusters[task.column] = labels
             self.settings["clusters"][task.column] = task.cluster or EQUAL_QUESTIONS
-        if (version := output["versions"][task.task]) != "Yaml":  # lm-eval's word for a file without metadata.version
+        # lm-eval's word for a file without metadata.version
+        if (version := output["versions"][task.task]) != "Yaml":
             self.settings["task_versions"][task.column] = version
         self.settings["num_fewshot"][task.column] = output["n-shot"][subtasks(loaded)[0].task_name]
 
@@ -135,9 +162,9 @@ def evaluate_model(
 ) -> ModelResults:
     """Return the results of a model on all questions of a suite.
 
-    model: a folder (an adapter's too), or a name on the hub. tasks: from `load_tasks`; None loads them.
-    Raises UserError if the model cannot be loaded, a prompt does not fit (if strict), or a score is not a number;
-    OutOfMemory if a batch does not fit the device's memory.
+    model: a folder (an adapter's too), or a name on the hub. tasks: from `load_tasks`; None loads
+    them. Raises UserError if the model cannot be loaded, a prompt does not fit (if strict), or a
+    score is not a number; OutOfMemory if a batch does not fit the device's memory.
     """
     options = options or Options()
     require_backend(options.backend)
@@ -163,9 +190,15 @@ def evaluate_model(
     settings = BackendSettings(options.backend, suite.dtype, device, suite.batch_size)
     device_name = torch.cuda.get_device_name() if device.startswith("cuda") else device
     tasks = tasks or load_tasks(suite, options.cache)
-    cache = ResponseCache(options.cache, cache_key(folder, settings, device_name) if options.cache else {})
+    cache = ResponseCache(
+        options.cache, cache_key(folder, settings, device_name) if options.cache else {}
+    )
     source = folder, tokenizer, settings
-    workers = InProcess(*source) if options.num_processes == 1 else WorkerPool(options.num_processes, *source)
+    workers = (
+        InProcess(*source)
+        if options.num_processes == 1
+        else WorkerPool(options.num_processes, *source)
+    )
     lm = RequestDispatcher(workers, tokenizer, settings, cache, strict=options.strict)
     generation, eos_token_id = generation_settings(folder)
     reported = {
@@ -184,7 +217,9 @@ def evaluate_model(
         "generation_config": generation,
     }
     if normalized := {task.column: task.num_choices for task in suite.tasks if task.num_choices}:
-        reported["num_choices"] = {c: n if isinstance(n, int) else "by subtask" for c, n in normalized.items()}
+        reported["num_choices"] = {
+            c: n if isinstance(n, int) else "by subtask" for c, n in normalized.items()
+        }
     results = ModelResults(reported, eos_token_id=eos_token_id)
     try:
         for task in suite.tasks:
@@ -206,7 +241,9 @@ def evaluate_model(
         columns = list(results.scores.values())
         results.scores["average"] = average(columns)
         if normalized:
-            clipped = statistics.fmean(score.get("also", {}).get(CLIPPED, score)["value"] for score in columns)
+            clipped = statistics.fmean(
+                score.get("also", {}).get(CLIPPED, score)["value"] for score in columns
+            )
             results.scores["average"]["also"] = {CLIPPED: {"value": clipped}}
     results.num_requests = {"computed": lm.num_computed, "cached": lm.num_cached}
     return results
@@ -222,21 +259,33 @@ def run_lm_eval(
 ) -> dict[str, Any]:
     """Return lm-eval's output for the tasks of one column.
 
-    limit: only the first questions of each task. samples: only these, by the task's name. lm-eval seeds the generators
-    of random, numpy and torch.
+    limit: only the first questions of each task. samples: only these, by the task's name. lm-eval
+    seeds the generators of random, numpy and torch.
     """
-    seeds = {f"{name}_random_seed": seed for name, seed in suite.seeds.model_dump().items() if name != "random"}
+    seeds = {
+        f"{name}_random_seed": seed
+        for name, seed in suite.seeds.model_dump().items()
+        if name != "random"
+    }
     without_git = patched("lm_eval.evaluator.get_git_commit_hash", lambda: None)
     without_machine = patched("lm_eval.evaluator.add_env_info", lambda results: None)
     # It returns nothing where LOCAL_RANK is not 0.
     without_rank = patched("lm_eval.evaluator.os", SimpleNamespace(environ={}))
     try:
-        with silence(), without_git, without_machine, without_rank, scoring(suite.seeds), rendering():
+        with (
+            silence(),
+            without_git,
+            without_machine,
+            without_rank,
+            scoring(suite.seeds),
+            rendering(),
+        ):
             output = cast(Callable[..., Any], simple_evaluate)(  # its decorator hides the signature
                 model=lm,
                 tasks=tasks,
                 task_manager=TaskManager(include_defaults=False),
-                apply_chat_template=suite.apply_chat_template,  # few-shot examples are then turns of the conversation
+                # few-shot examples are then turns of the conversation
+                apply_chat_template=suite.apply_chat_template,
                 bootstrap_iters=0,
                 limit=limit,
                 samples=samples,

@@ -24,14 +24,15 @@ Row = tuple[str, Path]
 _NamedBy = tuple[str, Path, str | Path]
 """(name, model folder, path by which the user named it or a model trained from it)."""
 OnOmitted = Callable[[str, str], object]
-"""Called for a starting checkpoint without a row: (a sentence with the reason, the checkpoint's recorded path)."""
+"""Called for a starting checkpoint without a row: (a sentence with the reason, the checkpoint's
+recorded path)."""
 
 
 def lineages(paths: Sequence[str | Path], on_omitted: OnOmitted | None = None) -> list[Row]:
     """Return the rows of several models in one table, in which a common ancestor appears once.
 
-    A model in `paths` has its own row even if all its files equal another's. Where rows would have one name, all of
-    them get the name of their run folder or on the hub in parentheses.
+    A model in `paths` has its own row even if all its files equal another's. Where rows would have
+    one name, all of them get the name of their run folder or on the hub in parentheses.
     """
     rows: list[_NamedBy] = []
     seen: set[str] = set()
@@ -50,16 +51,17 @@ def lineages(paths: Sequence[str | Path], on_omitted: OnOmitted | None = None) -
 def lineage(path: str | Path, on_omitted: OnOmitted | None = None) -> list[Row]:
     """Return the rows of a model: the starting checkpoint, every run between, and the model.
 
-    path: a run folder; a model folder, which is one row unless a run trained it; an adapter, after its base; or a name
-    on the hub.
-    The rows begin after a checkpoint that is missing, not available or was overwritten: a training that is done can be
-    evaluated without it.
+    path: a run folder; a model folder, which is one row unless a run trained it; an adapter, after
+    its base; or a name on the hub. The rows begin after a checkpoint that is missing, not available
+    or was overwritten: a training that is done can be evaluated without it.
     """
     return _with_unique_names([(name, model, model) for name, model in _lineage(path, on_omitted)])
 
 
 def parents(models: Sequence[str | Path]) -> dict[int, int]:
-    """Return, for the index of each model that a run trained, that of the model it started from, if that is there."""
+    """Return, for the index of each model that a run trained, that of the model it started from, if
+    that is there.
+    """
     folders = [local_path(model).resolve() for model in models]
     indices = {}
     for i, folder in enumerate(folders):
@@ -71,7 +73,9 @@ def parents(models: Sequence[str | Path]) -> dict[int, int]:
 
 
 def selections(rows: Sequence[tuple[str, str | Path]]) -> dict[str, dict[str, Any]]:
-    """Return, by name, `run.benchmark` of run.json for each row whose saved weights it chose. rows: name and model."""
+    """Return, by name, `run.benchmark` of run.json for each row whose saved weights it chose.
+    rows: name and model.
+    """
     runs = {name: run for name, model in rows if (run := run_of(local_path(model))) is not None}
     records = {name: RunFolder(run).record().get("benchmark", {}) for name, run in runs.items()}
     return {name: record for name, record in records.items() if "selected_by" in record}
@@ -125,21 +129,30 @@ def _lineage(path: str | Path, on_omitted: OnOmitted | None) -> list[Row]:
 def _with_unique_names(rows: list[_NamedBy]) -> list[Row]:
     """Return the rows; those of one name with the hub name, or the run folder's, in parentheses.
 
-    A run folder's name is that of as many folders as differ: `SFT (sft)`, or `SFT (mine--runs--sft)`.
+    A run folder's name is that of as many folders as differ: `SFT (sft)`, or `SFT
+    (mine--runs--sft)`.
     """
     names, unique = [name for name, _, _ in rows], []
     for num_folders in range(1, MAX_FOLDERS + 1):
         unique = []
         for name, model, path in rows:
-            folders = model.parent.resolve().parts[-num_folders:] if is_local(str(path)) else str(path).split("/")
-            unique.append((f"{name} ({'--'.join(folders)})" if names.count(name) > 1 else name, model))
+            folders = (
+                model.parent.resolve().parts[-num_folders:]
+                if is_local(str(path))
+                else str(path).split("/")
+            )
+            unique.append(
+                (f"{name} ({'--'.join(folders)})" if names.count(name) > 1 else name, model)
+            )
         if len({name for name, _ in unique}) == len(rows):
             break
     return unique
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the run folder that `path` is, or of which it is the model or the merged model; else None."""
+    """Return the run folder that `path` is, or of which it is the model or the merged model; else
+    None.
+    """
     for run in (path, path.parent if path.resolve().name in ("model", "merged") else path):
         if (run / "run.json").is_file() and not (run / "config.json").is_file():
             return run
@@ -147,7 +160,8 @@ def run_of(path: Path) -> Path | None:
 
 
 def _start(run: Path, start: dict[str, Any]) -> tuple[Path, str]:
-    """Return (the folder of the starting checkpoint, the reason why it cannot have a row; "" if it can).
+    """Return (the folder of the starting checkpoint, the reason why it cannot have a row; "" if it
+    can).
 
     For the hub, the folder has the files of the recorded revision.
     """
@@ -158,10 +172,18 @@ def _start(run: Path, start: dict[str, Any]) -> tuple[Path, str]:
     try:
         path = path.expanduser()
         if path.is_dir():  # a revision on the hub does not change
-            is_changed = recorded is not None and is_local(start["path"]) and fingerprint(str(path)) != recorded
+            is_changed = (
+                recorded is not None
+                and is_local(start["path"])
+                and fingerprint(str(path)) != recorded
+            )
             return path, OVERWRITTEN if is_changed else ""
         if is_local(start["path"]):
             return path, "is missing"
-        return Path(huggingface_hub.snapshot_download(start["path"], revision=recorded, local_files_only=True)), ""
+        return Path(
+            huggingface_hub.snapshot_download(
+                start["path"], revision=recorded, local_files_only=True
+            )
+        ), ""
     except (OSError, RuntimeError, ValueError):
         return path, "is not on this machine"

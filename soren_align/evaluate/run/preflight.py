@@ -1,7 +1,7 @@
 """Check every model of a table before the first model is loaded, and before training.
 
-Tokenizer and config are read, no weights. A problem would make the evaluation fail; a notice is about a row that will
-not be compared, or about prompts that lose their beginning.
+Tokenizer and config are read, no weights. A problem would make the evaluation fail; a notice is
+about a row that will not be compared, or about prompts that lose their beginning.
 """
 
 import heapq
@@ -50,7 +50,8 @@ class PlannedRow:
     name: str
     model: Path | str
     tokenizer: Any
-    """Its chat_template, which may be another model's, renders the prompts; None: there is no template."""
+    """Its chat_template, which may be another model's, renders the prompts; None: there is no
+    template."""
     context: int
     """In tokens."""
     generation: dict[str, Any]
@@ -60,7 +61,9 @@ class PlannedRow:
     """The row whose chat template is used; None: none."""
 
 
-def read_row(name: str, model: Path | str, tokenizer: Any = None, revision: str | None = None) -> PlannedRow:
+def read_row(
+    name: str, model: Path | str, tokenizer: Any = None, revision: str | None = None
+) -> PlannedRow:
     """Return the row of a model in a folder or on the hub, of which tokenizer and config are read.
 
     tokenizer: that of the model that training will make of this one; None: its own.
@@ -74,27 +77,42 @@ def read_row(name: str, model: Path | str, tokenizer: Any = None, revision: str 
         generation, _ = generation_settings(folder)
     template_of = name if tokenizer.chat_template else None
     return PlannedRow(
-        name, model, tokenizer, resolve_max_length(config, tokenizer), generation, base is not None, template_of
+        name,
+        model,
+        tokenizer,
+        resolve_max_length(config, tokenizer),
+        generation,
+        base is not None,
+        template_of,
     )
 
 
 def saved_row(name: str, model: Path | str) -> PlannedRow:
-    """Return the row of a model whose weights are on this machine, unlike a name on the hub. See `read_row`."""
+    """Return the row of a model whose weights are on this machine, unlike a name on the hub.
+    See `read_row`.
+    """
     row = read_row(name, model)
     folder = local_path(model)
     if is_local(str(model)) and not any(folder.glob("*.safetensors")):
-        raise UserError(f"{name}: {folder} has no weights in .safetensors files; save the weights as safetensors")
+        raise UserError(
+            f"{name}: {folder} has no weights in .safetensors files; save the weights as safetensors"
+        )
     return row
 
 
-def planned_rows(model: Model, start: str, tokenizer: Any, on_omitted: OnOmitted | None = None) -> list[PlannedRow]:
-    """Return the rows of the table after a training from `start`: the checkpoints before it, and the trained model.
+def planned_rows(
+    model: Model, start: str, tokenizer: Any, on_omitted: OnOmitted | None = None
+) -> list[PlannedRow]:
+    """Return the rows of the table after a training from `start`: the checkpoints before it, and
+    the trained model.
 
     model: of the recipe. tokenizer: of the training, with its chat template.
     """
     is_trained = is_local(start) and run_of(local_path(start)) is not None
     earlier = lineage(start, on_omitted) if is_trained else []
-    rows = [saved_row(*row) for row in earlier] or [read_row("base", start, revision=model.revision)]
+    rows = [saved_row(*row) for row in earlier] or [
+        read_row("base", start, revision=model.revision)
+    ]
     trained = read_row("this run", start, tokenizer, model.revision)
     return [*rows, replace(trained, is_adapter=trains_adapter(model))]
 
@@ -105,7 +123,11 @@ def with_base_template(rows: Sequence[PlannedRow], which: str) -> list[PlannedRo
     The run's template is that of the last row that has one.
     """
     first, *others = rows
-    run = None if which == "none" else next((row for row in reversed(others) if row.template_of), None)
+    run = (
+        None
+        if which == "none"
+        else next((row for row in reversed(others) if row.template_of), None)
+    )
     if which == "none" or (run and (which == "run" or not first.template_of)):
         tokenizer = deepcopy(first.tokenizer)
         tokenizer.chat_template = run.tokenizer.chat_template if run else None
@@ -146,22 +168,33 @@ def check(
     if not problems:
         shortest = min(row.context for row in rows)
         for task in suite.tasks:
-            loaded = [s for s in subtasks(tasks[task.column]) if s.OUTPUT_TYPE != "loglikelihood_rolling"]
-            questions = [(subtask, _longest(subtask, shortest, options.limit)) for subtask in loaded]
+            loaded = [
+                s for s in subtasks(tasks[task.column]) if s.OUTPUT_TYPE != "loglikelihood_rolling"
+            ]
+            questions = [
+                (subtask, _longest(subtask, shortest, options.limit)) for subtask in loaded
+            ]
             for probe in probes.values():
                 probe.add(task, questions)
         problems = [problem for probe in probes.values() for problem in probe.problems]
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    return tasks, [*_row_notices(rows, suite, probes), *_question_notices(rows[-1], suite, tasks, options)]
+    return tasks, [
+        *_row_notices(rows, suite, probes),
+        *_question_notices(rows[-1], suite, tasks, options),
+    ]
 
 
 def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "Probe"]) -> list[str]:
-    """Return notices about rows that will not be compared, and prompts that lose their beginning."""
+    """Return notices about rows that will not be compared, and prompts that lose their
+    beginning.
+    """
     first, *others = rows
     notices = []
     if suite.apply_chat_template and first.template_of not in (first.name, None):
-        notices.append(f"{first.name} is evaluated with the chat template of {first.template_of} (eval.base_template)")
+        notices.append(
+            f"{first.name} is evaluated with the chat template of {first.template_of} (eval.base_template)"
+        )
     for row in others:
         reasons = []
         if row.generation != first.generation:
@@ -174,7 +207,9 @@ def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "Pr
             remedy = " (for equal templates, write eval.base_template: run)" if can_be_equal else ""
             reasons.append(f"their chat templates differ, and therefore their prompts{remedy}")
         if reasons:
-            notices.append(f"{row.name} will not be compared with {first.name}: {'; '.join(reasons)}")
+            notices.append(
+                f"{row.name} will not be compared with {first.name}: {'; '.join(reasons)}"
+            )
     alike: dict[tuple[int, str], list[str]] = {}
     for row in rows:
         if columns := probes[row.name].truncated:
@@ -187,7 +222,9 @@ def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "Pr
 
 
 def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval) -> Iterator[str]:
-    """Yield notices about choices that are equal to the row's model, answers that it cannot finish, and clusters."""
+    """Yield notices about choices that are equal to the row's model, answers that it cannot finish,
+    and clusters.
+    """
     for task in suite.tasks:
         loaded = subtasks(tasks[task.column])
         for subtask in loaded:
@@ -196,7 +233,9 @@ def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval
             yield from (f"{task.column}: {finding}" for finding in (equal, long) if finding)
     for task in suite.tasks:
         loaded = subtasks(tasks[task.column])
-        docs = [(subtask, doc) for subtask in loaded for doc in list(subtask.eval_docs)[: options.limit]]
+        docs = [
+            (subtask, doc) for subtask in loaded for doc in list(subtask.eval_docs)[: options.limit]
+        ]
         if task.cluster:
             continue
         if len(loaded) > 1:
@@ -212,7 +251,9 @@ def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval
         if labels is None:
             continue
         first = {label: number for number, label in reversed([*enumerate(labels, 1)])}
-        repeated, label = next((number, label) for number, label in enumerate(labels, 1) if first[label] < number)
+        repeated, label = next(
+            (number, label) for number, label in enumerate(labels, 1) if first[label] < number
+        )
         yield (
             f"{task.column}: {len(labels) - len(first):,} of {len(labels):,} questions have the prompt and the choices "
             f"of an earlier question (question {repeated} equals question {first[label]}). In "
@@ -222,7 +263,9 @@ def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval
 
 
 def _longest(subtask: Any, context: int, limit: int | None) -> list[dict[str, Any]]:
-    """Return the longest questions of a task, and those with the longest answers if these might exceed a context."""
+    """Return the longest questions of a task, and those with the longest answers if these might
+    exceed a context.
+    """
     docs = list(subtask.eval_docs)[:limit]
     sizes = [len(str(doc).encode()) for doc in docs]
     indices = heapq.nlargest(NUM_LONGEST, range(len(docs)), key=sizes.__getitem__)
@@ -233,7 +276,11 @@ def _longest(subtask: Any, context: int, limit: int | None) -> list[dict[str, An
                 requests = _as_list(subtask.construct_requests(docs[i], [""]))
                 choices = [r.args[1] for r in requests if r.request_type == "loglikelihood"]
                 answers[i] = max((len(choice.encode()) for choice in choices), default=0)
-    long = [i for i in heapq.nlargest(NUM_LONG_ANSWERS, answers, key=answers.__getitem__) if answers[i] > context]
+    long = [
+        i
+        for i in heapq.nlargest(NUM_LONG_ANSWERS, answers, key=answers.__getitem__)
+        if answers[i] > context
+    ]
     return [docs[i] for i in dict.fromkeys([*indices, *long])]
 
 
@@ -245,11 +292,16 @@ class Probe:
     """The requests of one row for the longest questions, and the problems of these."""
 
     def __init__(self, row: PlannedRow, suite: Suite, *, strict: bool = False, omit: str = ""):
-        """omit: the remedy for a column that cannot be evaluated; "": to omit it from the evaluation."""
+        """omit: the remedy for a column that cannot be evaluated; "": to omit it from the
+        evaluation.
+        """
         self.row, self.suite, self.strict, self.omit = row, suite, strict, omit
         settings = BackendSettings("hf", suite.dtype, "cpu", suite.batch_size)
         self.lm = RequestDispatcher(
-            InProcess(Path(row.model), row.tokenizer, settings), row.tokenizer, settings, ResponseCache(None, {})
+            InProcess(Path(row.model), row.tokenizer, settings),
+            row.tokenizer,
+            settings,
+            ResponseCache(None, {}),
         )
         self.problems: list[str] = []
         self.prompts: dict[str, list[str]] = {}
@@ -270,7 +322,11 @@ class Probe:
                     for doc in docs:
                         prefix = subtask.doc_to_prefix(doc)
                         prompt = subtask.fewshot_context(
-                            doc, num_fewshot, fewshot_as_multiturn=has_template, gen_prefix=prefix, **how
+                            doc,
+                            num_fewshot,
+                            fewshot_as_multiturn=has_template,
+                            gen_prefix=prefix,
+                            **how,
                         )
                         requests += _as_list(subtask.construct_requests(doc, prompt, **how))
         except Exception as error:  # a template may raise anything

@@ -1,12 +1,14 @@
 """Answer the requests to one model from the cache, or by the worker processes in chunks.
 
-lm-eval sees a single model on a single rank, so that its few-shot examples do not depend on the number of processes
-(with lm-eval's own data parallelism on two ranks, most prompts change). Workers get finished prompts.
+lm-eval sees a single model on a single rank, so that its few-shot examples do not depend on the
+number of processes (with lm-eval's own data parallelism on two ranks, most prompts change). Workers
+get finished prompts.
 
-No request is computed twice, and no model gets another model's responses: a cache file belongs to one model. Its name
-is a hash of all that determines the responses: weights, configs, tokenizer, template, dtype, batch size, device,
-versions. It has one line per chunk of requests, under a hash of the requests. The chunks do not depend on the number of
-processes, so that a cached response equals, to the last bit, the one that would be computed again.
+No request is computed twice, and no model gets another model's responses: a cache file belongs to
+one model. Its name is a hash of all that determines the responses: weights, configs, tokenizer,
+template, dtype, batch size, device, versions. It has one line per chunk of requests, under a hash
+of the requests. The chunks do not depend on the number of processes, so that a cached response
+equals, to the last bit, the one that would be computed again.
 """
 
 import hashlib
@@ -29,7 +31,8 @@ from .backends import FILES, BackendSettings, ContextTooShort, base_folder
 from .workers import Workers
 
 FORMAT = 2
-"""Of a cache file. Increased when this package loads or runs models differently, so that responses change."""
+"""Of a cache file. Increased when this package loads or runs models differently, so that responses
+change."""
 PACKAGES = ("torch", "transformers", "lm-eval", "tokenizers", "peft")
 
 
@@ -37,7 +40,9 @@ class ResponseCache:
     """The cached responses of one model."""
 
     def __init__(self, root: Path | None, key: dict[str, Any]):
-        """root: the cache folder; None keeps the responses in memory. key: what determines them, see `cache_key`."""
+        """root: the cache folder; None keeps the responses in memory.
+        key: what determines them, see `cache_key`.
+        """
         self.responses: dict[str, tuple[list[Any], int]] = {}
         """By chunk: the responses, and the number of truncated prompts."""
         self.file = None
@@ -50,7 +55,10 @@ class ResponseCache:
         for line in text.split(b"\n"):
             try:
                 record = json.loads(line)
-                self.responses[record["chunk"]] = ([_restore(r) for r in record["responses"]], record["truncated"])
+                self.responses[record["chunk"]] = (
+                    [_restore(r) for r in record["responses"]],
+                    record["truncated"],
+                )
             except (ValueError, KeyError, TypeError):
                 continue  # the first line, which is the key, or a line that a kill left incomplete
         if not text:
@@ -62,7 +70,10 @@ class ResponseCache:
         """Add the responses to a chunk of requests."""
         self.responses[chunk] = ([_restore(response) for response in responses], num_truncated)
         if self.file:
-            self._append(json.dumps({"chunk": chunk, "truncated": num_truncated, "responses": responses}) + "\n")
+            self._append(
+                json.dumps({"chunk": chunk, "truncated": num_truncated, "responses": responses})
+                + "\n"
+            )
 
     def _append(self, text: str) -> None:
         # One write in append mode: two evaluations of one model may add responses at the same time.
@@ -72,7 +83,9 @@ class ResponseCache:
 
 
 def cache_key(folder: Path, settings: BackendSettings, device: str) -> dict[str, Any]:
-    """Return what determines the responses of the model in `folder` to given requests. device: its full name."""
+    """Return what determines the responses of the model in `folder` to given requests.
+    device: its full name.
+    """
     packages = [*PACKAGES, *(["vllm"] if settings.backend == "vllm" else [])]
     return {
         "format": FORMAT,
@@ -87,7 +100,14 @@ def cache_key(folder: Path, settings: BackendSettings, device: str) -> dict[str,
 
 def model_digest(folder: Path) -> str:
     """Return a sha256 over the files of a model; for an adapter, over its base's files too."""
-    files = sorted({f for pattern in FILES for f in folder.glob(pattern) if f.suffix != ".safetensors" and f.is_file()})
+    files = sorted(
+        {
+            f
+            for pattern in FILES
+            for f in folder.glob(pattern)
+            if f.suffix != ".safetensors" and f.is_file()
+        }
+    )
     hashes: list[Any] = [[f.name, _file_sha256(f, f.stat().st_mtime_ns)] for f in files]
     base = base_folder(folder)
     return digest([fingerprint(str(folder)), hashes, model_digest(base) if base else None])
@@ -108,7 +128,9 @@ BATCHES_PER_CHUNK = 16
 
 
 class RequestDispatcher(LM):
-    """lm-eval's model: takes responses from the cache and sends the remaining requests to the workers."""
+    """lm-eval's model: takes responses from the cache and sends the remaining requests to the
+    workers.
+    """
 
     def __init__(
         self,
@@ -120,9 +142,16 @@ class RequestDispatcher(LM):
         strict: bool = False,
         batches_per_chunk: int = BATCHES_PER_CHUNK,
     ):
-        """strict: a truncated prompt is an error. batches_per_chunk: of requests for log-likelihoods."""
+        """strict: a truncated prompt is an error.
+        batches_per_chunk: of requests for log-likelihoods.
+        """
         super().__init__()
-        self.workers, self.tokenizer, self.settings, self.cache = workers, tokenizer, settings, cache
+        self.workers, self.tokenizer, self.settings, self.cache = (
+            workers,
+            tokenizer,
+            settings,
+            cache,
+        )
         self.strict, self.batches_per_chunk = strict, batches_per_chunk
         self.chat_template_args: dict[str, Any] = {}  # read by HFLM.apply_chat_template
         self.num_computed = self.num_cached = self.num_truncated = 0
@@ -131,8 +160,12 @@ class RequestDispatcher(LM):
         self.on_progress: Callable[[int, int], object] = lambda done, total: None
         """Called with the numbers of requests: those that have responses, and all."""
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (log-likelihood of the continuation after its context, whether it is greedy) of each request."""
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Return (log-likelihood of the continuation after its context, whether it is greedy) of
+        each request.
+        """
         return self._responses("loglikelihood", [request.args for request in requests])
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -144,11 +177,20 @@ class RequestDispatcher(LM):
         return self._responses("loglikelihood_rolling", [request.args for request in requests])
 
     def _responses(self, kind: str, requests: list[tuple]) -> list[Any]:
-        """Return the responses in the order of the requests; those not cached are computed and cached."""
-        single = kind == "generate_until" and self.settings.backend == "hf"  # vLLM schedules batches itself
-        chunks = make_chunks(requests, self.settings.batch_size * (1 if single else self.batches_per_chunk))
+        """Return the responses in the order of the requests; those not cached are computed and
+        cached.
+        """
+        # vLLM schedules batches itself
+        single = kind == "generate_until" and self.settings.backend == "hf"
+        chunks = make_chunks(
+            requests, self.settings.batch_size * (1 if single else self.batches_per_chunk)
+        )
         keys = [digest([kind, [requests[i] for i in chunk]]) for chunk in chunks]
-        missing = {key: chunk for key, chunk in zip(keys, chunks, strict=True) if key not in self.cache.responses}
+        missing = {
+            key: chunk
+            for key, chunk in zip(keys, chunks, strict=True)
+            if key not in self.cache.responses
+        }
         work = [(key, kind, [requests[i] for i in chunk]) for key, chunk in missing.items()]
         done = len(requests) - sum(len(chunk) for chunk in missing.values())
         self.num_cached += done
@@ -186,10 +228,11 @@ class RequestDispatcher(LM):
 
 
 def make_chunks(requests: list[tuple], size: int) -> list[list[int]]:
-    """Return the indices of the requests in chunks, longest contexts first: a batch too large fails at once.
+    """Return the indices of the requests in chunks, longest contexts first: a batch too large fails
+    at once.
 
-    Requests of one context stay in one chunk, which may exceed `size`. The chunks depend on the requests and `size`
-    only.
+    Requests of one context stay in one chunk, which may exceed `size`. The chunks depend on the
+    requests and `size` only.
     """
     order = sorted(range(len(requests)), key=lambda i: (-len(requests[i][0]), requests[i][0], i))
     chunks: list[list[int]] = []

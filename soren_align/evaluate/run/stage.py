@@ -47,8 +47,8 @@ Rows = Sequence[tuple[str, Path | str]]
 Samples = dict[str, dict[str, list[dict[str, Any]]]]
 """lm-eval's samples by row and column."""
 UNSAFE = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that JSON allows in a string and that control a terminal, end a line, or cannot be written in UTF-8. They
-alone are escaped in samples, which can so be read in a terminal."""
+"""Characters that JSON allows in a string and that control a terminal, end a line, or cannot be
+written in UTF-8. They alone are escaped in samples, which can so be read in a terminal."""
 
 
 def evaluate(
@@ -64,15 +64,19 @@ def evaluate(
 ) -> Results:
     """Evaluate the models in order; write the results and return them.
 
-    cache: the cache folder; None is the user's. console: for progress. notes: printed under the table.
-    find_overlaps: returns the questions that training examples contain, or the reason why these are not known.
-    Writes into `output`: results.json (as returned), points.json, table.md, scores.png,
-    scores-dark.png, and samples/<row>/<column>.jsonl. Nothing is changed there before all models are evaluated.
+    cache: the cache folder; None is the user's. console: for progress. notes: printed under the
+    table.
+    find_overlaps: returns the questions that training examples contain, or the reason why these are
+    not known. Writes into `output`: results.json (as returned), points.json, table.md, scores.png,
+    scores-dark.png, and samples/<row>/<column>.jsonl. Nothing is changed there before all models
+    are evaluated.
     """
     console, cache, output = console or Console(), cache or default_cache_folder(), Path(output)
     names = [name for name, _ in rows]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"two models would have the name {duplicates[0]!r} in the table; rename one of the folders")
+        raise UserError(
+            f"two models would have the name {duplicates[0]!r} in the table; rename one of the folders"
+        )
     require_backend(options.backend)
     suite = suite_of(options)
     refuse_foreign(output, names)
@@ -82,7 +86,9 @@ def evaluate(
             row["scores"].pop("average", None)
     planned = with_base_template([saved_row(*row) for row in rows], options.base_template)
     with loading(console, "Loading tasks") as status:
-        tasks, notices = check(planned, suite, options, cache, lambda name: status.update(f"Loading tasks: {name}"))
+        tasks, notices = check(
+            planned, suite, options, cache, lambda name: status.update(f"Loading tasks: {name}")
+        )
     for notice in notices:
         print_labelled(console, "notice", notice)
     overlaps = find_overlaps(tasks) if find_overlaps else None
@@ -95,8 +101,15 @@ def evaluate(
         cache=cache,
     )
     evaluated = _evaluate_models(planned, suite, tasks, model_options, console)
-    requests = [(name, results.num_requests["cached"], results.num_requests["computed"]) for name, results in evaluated]
-    if cached := [f"{name} {cached:,} of {cached + computed:,}" for name, cached, computed in requests if cached]:
+    requests = [
+        (name, results.num_requests["cached"], results.num_requests["computed"])
+        for name, results in evaluated
+    ]
+    if cached := [
+        f"{name} {cached:,} of {cached + computed:,}"
+        for name, cached, computed in requests
+        if cached
+    ]:
         unit = "requests; a multiple-choice question has one request per choice"
         print_labelled(console, "cached", f"{', '.join(cached)} {unit}")
     shortfall = _shortfall(suite, tasks, options)
@@ -112,9 +125,15 @@ def evaluate(
         "suite": suite.name,
         "rows": _result_rows(planned, evaluated, suite),
         "published": published,
-        "contamination": contamination_section(overlaps, evaluated) if isinstance(overlaps, Overlaps) else None,
+        "contamination": contamination_section(overlaps, evaluated)
+        if isinstance(overlaps, Overlaps)
+        else None,
         "settings": cast(Any, evaluated[0][1].settings | settings),
-        "notes": [*suite.notes, *notes, *([f"contamination: {overlaps}"] if isinstance(overlaps, str) else [])],
+        "notes": [
+            *suite.notes,
+            *notes,
+            *([f"contamination: {overlaps}"] if isinstance(overlaps, str) else []),
+        ],
     }
     tasks_of = {task.column: task.task for task in suite.tasks}
     if selection := selection_section(selections(rows), tasks_of, evaluated):
@@ -126,7 +145,8 @@ def evaluate(
 
 
 def write_results(results: Results, samples: Samples, output: Path, points: str = "") -> None:
-    """Write results.json, points.json, samples/<row>/<column>.jsonl, table.md and figures in place of earlier ones.
+    """Write results.json, points.json, samples/<row>/<column>.jsonl, table.md and figures in place
+    of earlier ones.
 
     points: content of points.json.
     Raises UserError if this would replace files that no evaluation wrote.
@@ -134,18 +154,26 @@ def write_results(results: Results, samples: Samples, output: Path, points: str 
     folder = output / "samples"
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(output):
-        refuse_foreign(output, list(samples))  # again: another evaluation may have written there since the first time
+        # again: another evaluation may have written there since the first time
+        refuse_foreign(output, list(samples))
         earlier = read_results(output)
-        for row in earlier["rows"] if earlier else []:  # no other evaluation's samples stay beside new ones
+        # no other evaluation's samples stay beside new ones
+        for row in earlier["rows"] if earlier else []:
             remove(folder / row["name"])
-        # First: it marks the folder as an evaluation's, so that after a kill the same command replaces the other files.
+        # First: it marks the folder as an evaluation's, so that after a kill the same command
+        # replaces the other files.
         write(output / NAME, json.dumps(results, indent=2) + "\n")
         write(output / POINTS, points)
         for row, columns in samples.items():
             (folder / row).mkdir()
             for column, each in columns.items():
-                lines = (json.dumps(_compact(sample), default=str, ensure_ascii=False) for sample in each)
-                escaped = (UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line) + "\n" for line in lines)
+                lines = (
+                    json.dumps(_compact(sample), default=str, ensure_ascii=False) for sample in each
+                )
+                escaped = (
+                    UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line) + "\n"
+                    for line in lines
+                )
                 write(folder / row / f"{column}.jsonl", "".join(escaped))
         write(output / "table.md", tables.markdown(results))
         if NO_PICTURES in os.environ:
@@ -157,10 +185,13 @@ def write_results(results: Results, samples: Samples, output: Path, points: str 
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Lock a folder, waiting for another evaluation that is writing there, so that its files are all of one."""
+    """Lock a folder, waiting for another evaluation that is writing there, so that its files are
+    all of one.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # a file system without locks: the results of hours are written nevertheless
+        # a file system without locks: the results of hours are written nevertheless
+        with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -174,14 +205,21 @@ def _compact(sample: dict[str, Any]) -> dict[str, Any]:
     """
     prompts, choices = zip(*sample["arguments"], strict=True)
     arguments = {"prompt": prompts[0] if len(set(prompts)) == 1 else prompts, "choices": choices}
-    omitted = {"arguments"} | ({"resps"} if [r[0] for r in sample["resps"]] == sample["filtered_resps"] else set())
+    omitted = {"arguments"} | (
+        {"resps"} if [r[0] for r in sample["resps"]] == sample["filtered_resps"] else set()
+    )
     first = ("doc_id", "prompt", "choices", "filtered_resps", "target", *sample.get("metrics", ()))
     content = {key: value for key, value in sample.items() if key not in omitted} | arguments
     return {key: content[key] for key in first if key in content} | content
 
 
 def print_results(
-    results: Results, output: Path, console: Console, table: Console | None = None, *, brief: bool = False
+    results: Results,
+    output: Path,
+    console: Console,
+    table: Console | None = None,
+    *,
+    brief: bool = False,
 ) -> None:
     """Print the table on `table` (None: on `console`), then the folder of the results on `console`.
 
@@ -190,30 +228,43 @@ def print_results(
     table = table or console
     table.print()
     table.print(tables.terminal(results, brief=brief), highlight=False)
-    files = ["table.md (all notes)", *["scores.png"] * (output / "scores.png").is_file(), "samples/"]
+    files = [
+        "table.md (all notes)",
+        *["scores.png"] * (output / "scores.png").is_file(),
+        "samples/",
+    ]
     print_labelled(console, "written", f"{output}: {', '.join(files)}", wrap=False)
 
 
 def preflight(
-    options: Eval, model: Model, start: str, tokenizer: Any, on_column: Callable[[str], object] | None = None
+    options: Eval,
+    model: Model,
+    start: str,
+    tokenizer: Any,
+    on_column: Callable[[str], object] | None = None,
 ) -> tuple[Tasks, list[str]]:
     """Check all that the evaluation after a training needs except the models' weights.
 
-    model: of the recipe. start: the starting checkpoint. tokenizer: of the training, with its chat template.
+    model: of the recipe. start: the starting checkpoint. tokenizer: of the training, with its chat
+    template.
     on_column: called before a column is loaded.
     Returns the tasks with their data, and notices. Raises UserError with all problems found.
     """
     require_backend(options.backend)
     suite = check_suite(options)
     omitted: list[str] = []
-    rows = planned_rows(model, start, tokenizer, lambda sentence, path: omitted.append(f"{sentence} ({path})"))
+    rows = planned_rows(
+        model, start, tokenizer, lambda sentence, path: omitted.append(f"{sentence} ({path})")
+    )
     rows = with_base_template(rows, options.base_template)
     tasks, notices = check(rows, suite, options, on_column=on_column)
     return tasks, [*omitted, *notices]
 
 
 def output_of(run: RunFolder, options: Eval) -> Path:
-    """Return the folder of an evaluation's results in a run folder. Raises UserError if it would lie outside."""
+    """Return the folder of an evaluation's results in a run folder.
+    Raises UserError if it would lie outside.
+    """
     if not is_component(options.name):
         raise UserError(
             f"--suite: the results are written into a folder with the suite's name, but {options.suite!r} cannot "
@@ -232,7 +283,9 @@ def output_of(run: RunFolder, options: Eval) -> Path:
 def _evaluate_models(
     rows: Sequence[PlannedRow], suite: Suite, tasks: Tasks, options: Options, console: Console
 ) -> list[tuple[str, ModelResults]]:
-    """Return each model's results, all with one batch size: the suite's, halved until all models fit the memory."""
+    """Return each model's results, all with one batch size: the suite's, halved until all models
+    fit the memory.
+    """
     evaluated: list[tuple[str, ModelResults]] = []
     while len(evaluated) < len(rows):
         row = rows[len(evaluated)]
@@ -244,10 +297,13 @@ def _evaluate_models(
         except OutOfMemory as error:
             problem = f"{row.name}: out of memory with batch size {suite.batch_size}"
             if suite.batch_size == 1:
-                raise ResumableError(f"{problem}: {error}; free memory, then rerun the same command") from None
+                raise ResumableError(
+                    f"{problem}: {error}; free memory, then rerun the same command"
+                ) from None
         else:
             if evaluated:
-                refuse_unlike(evaluated[0], (row.name, results))  # before the next model is evaluated for nothing
+                # before the next model is evaluated for nothing
+                refuse_unlike(evaluated[0], (row.name, results))
             evaluated.append((row.name, results))
             continue
         # After `except`, whose error holds the model that failed, with its batch.
@@ -264,10 +320,14 @@ def _evaluate_models(
     return evaluated
 
 
-def _result_rows(rows: Sequence[PlannedRow], evaluated: list[tuple[str, ModelResults]], suite: Suite) -> list[Row]:
+def _result_rows(
+    rows: Sequence[PlannedRow], evaluated: list[tuple[str, ModelResults]], suite: Suite
+) -> list[Row]:
     """Return the rows of results.json."""
     entries: list[Any] = []
-    for row, (_, results), differences in zip(rows, evaluated, compare(evaluated, suite.average), strict=True):
+    for row, (_, results), differences in zip(
+        rows, evaluated, compare(evaluated, suite.average), strict=True
+    ):
         entry = {
             "name": row.name,
             "model": str(row.model),
@@ -286,9 +346,15 @@ def _result_rows(rows: Sequence[PlannedRow], evaluated: list[tuple[str, ModelRes
                 entry["unpaired"] = reasons | average
         entries.append(entry)
     # Of a chain base, SFT, DPO: DPO with SFT. Each row is compared with the first one already.
-    trained = {child: parent for child, parent in parents([row.model for row in rows]).items() if parent > 0}
+    trained = {
+        child: parent
+        for child, parent in parents([row.model for row in rows]).items()
+        if parent > 0
+    }
     pairs = [(evaluated[parent][1], evaluated[child][1]) for child, parent in trained.items()]
-    for (child, parent), differences in zip(trained.items(), compare_pairs(pairs, suite.average), strict=True):
+    for (child, parent), differences in zip(
+        trained.items(), compare_pairs(pairs, suite.average), strict=True
+    ):
         entries[child]["start"] = {"name": rows[parent].name, "differences": differences}
     return entries
 
@@ -302,7 +368,9 @@ def _shortfall(suite: Suite, tasks: Tasks, options: Eval) -> str:
             reasons.append(f"the first {options.limit} questions of each task")
             break
         if task.questions and sum(sizes) != task.questions:
-            reasons.append(f"on other data ({sum(sizes):,} of {task.questions:,} questions of {task.column})")
+            reasons.append(
+                f"on other data ({sum(sizes):,} of {task.questions:,} questions of {task.column})"
+            )
             break
     if reasons:
         return f"{', '.join(reasons)}, not the suite's result"

@@ -66,18 +66,20 @@ class InProcess:
             # Not every version of vLLM has the first one; the second is of its engine "V1".
             (getattr(llm, "shutdown", None) or llm.llm_engine.engine_core.shutdown)()
         self.lm = None
-        # A vLLM engine, whose memory is 90% of the GPU, is part of cycles: the next one would not find room.
+        # A vLLM engine, whose memory is 90% of the GPU, is part of cycles: the next one would not
+        # find room.
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
 
 class WorkerPool:
-    """Runs requests in several processes. Each loads the model at its first request; chunks go to the first free
-    one."""
+    """Runs requests in several processes.
+    Each loads the model at its first request; chunks go to the first free one."""
 
     def __init__(self, num_processes: int, folder: Path, tokenizer: Any, settings: BackendSettings):
-        # Not fork: a forked CUDA does not work. Not spawn: each process would import torch and lm-eval again, for 6 s.
+        # Not fork: a forked CUDA does not work. Not spawn: each process would import torch and
+        # lm-eval again, for 6 s.
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload([__name__])
         indices = server.SimpleQueue()
@@ -108,8 +110,11 @@ class WorkerPool:
 
 
 def guarded(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function with silenced libraries. Raises OutOfMemory if the device's memory does not suffice."""
-    with as_user_error("the model cannot be evaluated", Exception):  # values in its files that are read only now
+    """Call a function with silenced libraries.
+    Raises OutOfMemory if the device's memory does not suffice.
+    """
+    # values in its files that are read only now
+    with as_user_error("the model cannot be evaluated", Exception):
         try:
             with silence():
                 return function(*arguments)
@@ -126,7 +131,9 @@ def guarded(function: Callable[..., Any], *arguments: Any) -> Any:
 _worker: InProcess
 
 
-def _init_worker(indices: Any, num_threads: int, folder: Path, tokenizer: Any, settings: BackendSettings) -> None:
+def _init_worker(
+    indices: Any, num_threads: int, folder: Path, tokenizer: Any, settings: BackendSettings
+) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     # Exit with the parent: after SIGKILL it cannot end its workers, which would occupy their GPUs.

@@ -1,12 +1,14 @@
 """Find the questions of a suite that occur in the training examples.
 
-As in GPT-3's check (Brown et al. 2020, appendix C) and lm-eval's `decontamination/janitor.py`, a word is lower-case,
-between whitespace, and without punctuation. (lm-eval 0.4.13 still has that file, but nothing calls it; it reads n-grams
-of the Pile that were written beforehand.) A question of fewer words counts only if it equals a text of an example.
+As in GPT-3's check (Brown et al. 2020, appendix C) and lm-eval's `decontamination/janitor.py`, a
+word is lower-case, between whitespace, and without punctuation. (lm-eval 0.4.13 still has that
+file, but nothing calls it; it reads n-grams of the Pile that were written beforehand.) A question
+of fewer words counts only if it equals a text of an example.
 
-The examples are read once. Memory is bounded by the questions: about 300 bytes for each of their n-grams, which are
-found by Python's hash of their words. A hash only finds a candidate, whose words are then compared, so that no
-collision counts as an overlap. (notes/log.md has the comparison with rolling hashes in numpy.)
+The examples are read once. Memory is bounded by the questions: about 300 bytes for each of their
+n-grams, which are found by Python's hash of their words. A hash only finds a candidate, whose words
+are then compared, so that no collision counts as an overlap. (notes/log.md has the comparison with
+rolling hashes in numpy.)
 
 No torch, datasets or lm-eval are imported until a suite's or a run's own texts are read.
 """
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 NGRAM = 13
 """Words of an n-gram: GPT-3's largest, and lm-eval's."""
 MIN_FIXED = 10
-"""An n-gram in more questions than this, and in more than half of a benchmark's, is the task's own wording."""
+"""An n-gram in more questions than this, and in more than half of a benchmark's, is the task's own
+wording."""
 FORMAT = 1
 """Of the cache. Increased when the rules for texts, words or overlaps change."""
 REPORTED_EXAMPLES = 1000
@@ -51,7 +54,9 @@ class Overlaps:
     examples_read: int
 
     def by_column(self) -> dict[str, dict[str, Any]]:
-        """Return by column {"questions", "overlapping", "exact", "examples_read", "indices": of the overlapping}."""
+        """Return by column {"questions", "overlapping", "exact", "examples_read", "indices": of the
+        overlapping}.
+        """
         return {
             column: {
                 "questions": number,
@@ -69,7 +74,9 @@ class Overlaps:
             {column: sorted({*mine[column], *theirs[column]}) for column in mine}
             for mine, theirs in ((self.overlapping, other.overlapping), (self.exact, other.exact))
         )
-        return Overlaps(self.questions, overlapping, exact, self.examples_read + other.examples_read)
+        return Overlaps(
+            self.questions, overlapping, exact, self.examples_read + other.examples_read
+        )
 
 
 def overlaps(
@@ -79,15 +86,17 @@ def overlaps(
 ) -> Overlaps:
     """Return the questions that the examples contain.
 
-    columns: the texts of the questions. examples: the texts of each. on_examples: called with the number of examples
-    just read.
+    columns: the texts of the questions. examples: the texts of each. on_examples: called with the
+    number of examples just read.
     """
     texts: list[str] = []
     by_hash: dict[int, set[int]] = {}
     by_words: dict[tuple[str, ...], list[int]] = {}
     for questions in columns.values():
         words_of_questions = [words_of(question) for question in questions]
-        counts = Counter(key for words in words_of_questions for key in {hash(ngram) for ngram in _ngrams(words)})
+        counts = Counter(
+            key for words in words_of_questions for key in {hash(ngram) for ngram in _ngrams(words)}
+        )
         most = max(MIN_FIXED, len(questions) / 2)
         for words in words_of_questions:
             for key in (hash(ngram) for ngram in _ngrams(words)):
@@ -126,9 +135,11 @@ def _ngrams(words: list[str]) -> Iterator[tuple[str, ...]]:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text: lower-case, without any character that is neither letter, digit nor whitespace.
+    """Return the words of a text: lower-case, without any character that is neither letter, digit
+    nor whitespace.
 
-    A label before and after is left out, as in ARC's "Question: ... Answer:", which training data need not have.
+    A label before and after is left out, as in ARC's "Question: ... Answer:", which training data
+    need not have.
     """
     text = text.lower()
     # translate is several times faster on ASCII, and several times slower on any other text.
@@ -139,10 +150,11 @@ def words_of(text: str) -> list[str]:
 
 
 def question_texts(tasks: Mapping[str, Any], limit: int | None = None) -> dict[str, list[str]]:
-    """Return the texts of the questions by column, without few-shot examples, in the order of the scores' points.
+    """Return the texts of the questions by column, without few-shot examples, in the order of the
+    scores' points.
 
-    A question's text is lm-eval's decontamination query if the task has one, else its prompt. limit: only the first
-    questions of each task.
+    A question's text is lm-eval's decontamination query if the task has one, else its prompt.
+    limit: only the first questions of each task.
     """
     from lm_eval import utils
 
@@ -152,18 +164,28 @@ def question_texts(tasks: Mapping[str, Any], limit: int | None = None) -> dict[s
     texts: dict[str, list[str]] = {}
     with silence(), rendering():
         for column, task in tasks.items():
-            docs = [(subtask, doc) for subtask in subtasks(task) for doc in list(subtask.eval_docs)[:limit]]
+            docs = [
+                (subtask, doc)
+                for subtask in subtasks(task)
+                for doc in list(subtask.eval_docs)[:limit]
+            ]
             texts[column] = []
             for subtask, doc in docs:
-                # Not lm-eval's own method, which evaluates a template's result as Python, and so fails on ARC's.
-                query = subtask.config.doc_to_decontamination_query if subtask.config.should_decontaminate else None
+                # Not lm-eval's own method, which evaluates a template's result as Python, and so
+                # fails on ARC's.
+                query = (
+                    subtask.config.doc_to_decontamination_query
+                    if subtask.config.should_decontaminate
+                    else None
+                )
                 if query is None:
                     text = subtask.doc_to_text(doc)
                 elif callable(query):
                     text = query(doc)
                 else:
                     text = doc[query] if query in doc else utils.apply_template(query, doc)
-                texts[column].append(text if isinstance(text, str) else "")  # several prompts per question: no text
+                # several prompts per question: no text
+                texts[column].append(text if isinstance(text, str) else "")
     return texts
 
 
@@ -175,11 +197,16 @@ def overlaps_with(
 ) -> Overlaps:
     """Return the questions that the examples of a dataset from `load_split` contain.
 
-    cache: the cache folder, in which the result is a file named after a hash of examples and questions.
+    cache: the cache folder, in which the result is a file named after a hash of examples and
+    questions.
     """
     from ...data import texts_of
 
-    file = cache / "contamination" / f"{digest([FORMAT, dataset._fingerprint, len(dataset), questions])}.json"
+    file = (
+        cache
+        / "contamination"
+        / f"{digest([FORMAT, dataset._fingerprint, len(dataset), questions])}.json"
+    )
     if file.is_file():
         try:
             return Overlaps(**read_json(file))

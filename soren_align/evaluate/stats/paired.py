@@ -1,16 +1,17 @@
-"""Two models on the same questions: the scores of each question, and paired differences. Neither torch nor lm-eval.
+"""Two models on the same questions: the scores of each question, and paired differences.
+Neither torch nor lm-eval.
 
-Questions differ in difficulty more than models do, so models are compared question by question: with standard errors,
-clustered or not, and p-values of many tests. The scores of each question lie beside the results of an evaluation, so
-that runs can be compared later:
+Questions differ in difficulty more than models do, so models are compared question by question:
+with standard errors, clustered or not, and p-values of many tests. The scores of each question lie
+beside the results of an evaluation, so that runs can be compared later:
 
     points.json    {"format": 1, "rows": {row: {column: {"points": [1.0, 0.0, ...], "clusters": [0, 0, 1, ...],
                    "prompts": hash of the questions and prompts}}}}
 
 Points lie in [0, 1], unless the score is normalized (`points.py`).
 
-A run folder may come from anyone: only a file of this form is read, and its points must give the scores in
-results.json.
+A run folder may come from anyone: only a file of this form is read, and its points must give the
+scores in results.json.
 """
 
 import hashlib
@@ -43,7 +44,8 @@ MODELS_OWN = {
     "chat_template": "only one of the two models was prompted with a chat template",
     "bos": "only one of the two models got prompts with a BOS token",
 }
-"""Settings that come with a model, with the reason if they differ. All others are equal for all rows of a table."""
+"""Settings that come with a model, with the reason if they differ. All others are equal for all
+rows of a table."""
 
 
 @dataclass
@@ -57,7 +59,8 @@ class ModelAnswers:
     subtasks: dict[str, Sequence[str]] = field(default_factory=dict)
     """Of columns that are a mean over subtasks, the subtask of each question."""
     also_points: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
-    """By column and label, the points of the column's other scores, each 100 times the mean of the lists' means."""
+    """By column and label, the points of the column's other scores, each 100 times the mean of the
+    lists' means."""
     clusters: dict[str, Sequence[Any]] = field(default_factory=dict)
     """Of columns with clusters, that of each question."""
     prompt_hashes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
@@ -67,7 +70,9 @@ class ModelAnswers:
 
 
 class Paired(NamedTuple):
-    """The differences of a column's points, later - first, and the cluster of each question; None: independent."""
+    """The differences of a column's points, later - first, and the cluster of each question; None:
+    independent.
+    """
 
     each: np.ndarray
     clusters: np.ndarray | None = None
@@ -79,7 +84,9 @@ class Paired(NamedTuple):
 
     @property
     def is_discrete(self) -> bool:
-        """Whether observations have too few values for their spread to be an error: right and wrong, or all alike."""
+        """Whether observations have too few values for their spread to be an error: right and
+        wrong, or all alike.
+        """
         return self.is_right_or_wrong or bool(np.ptp(self.each) <= EQUAL)
 
     @property
@@ -90,12 +97,13 @@ class Paired(NamedTuple):
         return int(np.count_nonzero(self.each))
 
     def clustered_error(self) -> tuple[float, float] | None:
-        """Return the standard error of a mean over clustered questions, its degrees of freedom; None without clusters.
+        """Return the standard error of a mean over clustered questions, its degrees of freedom;
+        None without clusters.
 
-        The sum of a cluster's deviations counts as one observation (Miller 2024, "Adding error bars to evals"), with
-        the factor that corrects the bias of few clusters (Bell and McCaffrey 2002, CR2). The degrees of freedom are
-        Kish's effective number of clusters less one: with one less than their number, an interval on MMLU's sizes
-        covers 94.2%.
+        The sum of a cluster's deviations counts as one observation (Miller 2024, "Adding error bars
+        to evals"), with the factor that corrects the bias of few clusters (Bell and McCaffrey 2002,
+        CR2). The degrees of freedom are Kish's effective number of clusters less one: with one less
+        than their number, an interval on MMLU's sizes covers 94.2%.
         """
         if self.clusters is None:
             return None
@@ -107,9 +115,11 @@ class Paired(NamedTuple):
         return error, n**2 / (sizes**2).sum() - 1
 
     def without_equal_clusters(self) -> "Paired":
-        """Return a column whose clusters all changed alike as one observation per cluster; any other column unchanged.
+        """Return a column whose clusters all changed alike as one observation per cluster; any
+        other column unchanged.
 
-        The spread between such clusters, 0, is no estimate of an error; counted as questions they would be too certain.
+        The spread between such clusters, 0, is no estimate of an error; counted as questions they
+        would be too certain.
         """
         result, mean = self.clustered_error(), float(self.each.mean())
         if result is None or result[0] > EQUAL * abs(mean) or mean == 0:
@@ -119,8 +129,11 @@ class Paired(NamedTuple):
 
 
 def cluster_numbers(labels: Sequence[Any]) -> np.ndarray:
-    """Return the number of each question's cluster, from 0 in the order of their first questions."""
-    if isinstance(labels, np.ndarray):  # a dictionary of millions of labels would need 100 bytes each
+    """Return the number of each question's cluster, from 0 in the order of their first
+    questions.
+    """
+    # a dictionary of millions of labels would need 100 bytes each
+    if isinstance(labels, np.ndarray):
         _, firsts, numbers = np.unique(labels, return_index=True, return_inverse=True)
         return np.argsort(np.argsort(firsts))[numbers]
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
@@ -128,7 +141,9 @@ def cluster_numbers(labels: Sequence[Any]) -> np.ndarray:
 
 
 def t95(degrees: float) -> float:
-    """Return Student's quantile for a two-sided 95% interval: 12.7 for 1 degree of freedom, 1.963 for 816 (Z95)."""
+    """Return Student's quantile for a two-sided 95% interval: 12.7 for 1 degree of freedom, 1.963
+    for 816 (Z95).
+    """
     return float(stdtrit(degrees, 0.975)) if degrees > 0 else Z95
 
 
@@ -142,7 +157,9 @@ def holm(p: list[float]) -> list[float]:
 
 
 def least_p(num_changed: int) -> float:
-    """The least p of a sign-flip test on so many observations that changed. Other tests' are too small for very few."""
+    """The least p of a sign-flip test on so many observations that changed.
+    Other tests' are too small for very few.
+    """
     return min(1.0, 2.0 ** (1 - num_changed))
 
 
@@ -163,7 +180,8 @@ class ColumnPoints:
     clusters: np.ndarray | None
     """Numbers from 0; None: the questions are independent."""
     prompts: str
-    """Hash of all questions, prompts and settings of the model's own: models are compared only if it is equal."""
+    """Hash of all questions, prompts and settings of the model's own: models are compared only if
+    it is equal."""
 
 
 Points = Mapping[str, ColumnPoints]
@@ -172,7 +190,9 @@ Points = Mapping[str, ColumnPoints]
 
 @with_config(ConfigDict(extra="forbid"))
 class _Column(TypedDict):
-    points: Annotated[list[Annotated[float, Field(ge=-MAX_POINTS, le=MAX_POINTS)]], Field(min_length=1)]
+    points: Annotated[
+        list[Annotated[float, Field(ge=-MAX_POINTS, le=MAX_POINTS)]], Field(min_length=1)
+    ]
     clusters: NotRequired[list[Annotated[int, Field(ge=0)]] | None]
     prompts: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -198,7 +218,9 @@ def points_json(rows: Mapping[str, Any]) -> str:
             content[row][column] = {
                 "points": points,
                 "clusters": None if labels is None else cluster_numbers(labels).tolist(),
-                "prompts": hashlib.sha256(json.dumps(prompts, sort_keys=True, default=str).encode()).hexdigest(),
+                "prompts": hashlib.sha256(
+                    json.dumps(prompts, sort_keys=True, default=str).encode()
+                ).hexdigest(),
             }
     return json.dumps({"format": 1, "rows": content}) + "\n"
 
@@ -206,7 +228,8 @@ def points_json(rows: Mapping[str, Any]) -> str:
 def read_points(folder: Path) -> dict[str, Points]:
     """Return the points by row, in the order of the table. folder: of an evaluation's results.
 
-    Raises UserError if there are none, if the file has another form, or if they do not give the scores in results.json.
+    Raises UserError if there are none, if the file has another form, or if they do not give the
+    scores in results.json.
     """
     file, remedy = folder / POINTS, "evaluate the run again"
     results = read_results(folder)
@@ -229,7 +252,9 @@ def read_points(folder: Path) -> dict[str, Points]:
                 raise UserError(
                     f"{file} rows.{name}.{column}: the clusters are not numbered from 0 without gaps; {remedy}"
                 )
-            columns[column] = ColumnPoints(points, None if clusters is None else np.array(clusters), entry["prompts"])
+            columns[column] = ColumnPoints(
+                points, None if clusters is None else np.array(clusters), entry["prompts"]
+            )
         for column, score in row["scores"].items():
             mean = 100 * float(columns[column].each.mean()) if column in columns else None
             if column != "average" and (mean is None or abs(mean - score["value"]) > 1e-6):
@@ -241,7 +266,8 @@ def read_points(folder: Path) -> dict[str, Points]:
 
 
 MAX_SAMPLES = 64 << 20
-"""Bytes of a column's samples. Those of few-shot prompts are larger, and would take minutes to read."""
+"""Bytes of a column's samples. Those of few-shot prompts are larger, and would take minutes to
+read."""
 
 
 def read_sample_points(
@@ -267,4 +293,6 @@ def read_sample_points(
         points = {name: metric_points(samples, metric) for name, samples in by_subtask.items()}
         return [*chain(*normalize(points, num_choices).values())]
     except (ValueError, TypeError, KeyError, RecursionError, ZeroDivisionError) as error:
-        raise UserError(f"{file}: is damaged ({type(error).__name__}); evaluate the run again") from None
+        raise UserError(
+            f"{file}: is damaged ({type(error).__name__}); evaluate the run again"
+        ) from None

@@ -1,12 +1,15 @@
-"""The points of each question, from lm-eval's samples, such that a score is their mean. Neither torch nor lm-eval.
+"""The points of each question, from lm-eval's samples, such that a score is their mean.
+Neither torch nor lm-eval.
 
-A metric is one of lm-eval's, or the mean of several ("a+b"). A suite may ask for a normalized score, as the Open LLM
-Leaderboard v2 reports it: with n choices, 0 is the accuracy of answers at random, 1/n, and 1 is that of right answers,
+A metric is one of lm-eval's, or the mean of several ("a+b"). A suite may ask for a normalized
+score, as the Open LLM Leaderboard v2 reports it: with n choices, 0 is the accuracy of answers at
+random, 1/n, and 1 is that of right answers,
 
     (accuracy - 1/n) / (1 - 1/n).
 
-n is the same for a whole column, or each subtask has its own; then the column is the plain mean of its subtasks. Both
-are linear in the accuracy, so that a difference of two models is the mean of the differences of single questions.
+n is the same for a whole column, or each subtask has its own; then the column is the plain mean of
+its subtasks. Both are linear in the accuracy, so that a difference of two models is the mean of the
+differences of single questions.
 """
 
 import statistics
@@ -19,13 +22,15 @@ import numpy as np
 NumChoices = int | dict[str, int]
 """The number of choices of a column, or by subtask."""
 CLIPPED = "below random as 0"
-"""The label of a score in which a subtask (or a column without subtasks) below random answers counts as 0."""
+"""The label of a score in which a subtask (or a column without subtasks) below random answers
+counts as 0."""
 
 
 def metric_points(samples: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
     """Return the points of a task's samples.
 
-    If a sample has a list of outcomes, such as one for each of IFEval's instructions, the metric is the mean of all
+    If a sample has a list of outcomes, such as one for each of IFEval's instructions, the metric is
+    the mean of all
     outcomes: the points are their sum over the mean length of the lists, and may exceed 1.
     """
     parts = []
@@ -35,10 +40,16 @@ def metric_points(samples: Sequence[Mapping[str, Any]], metric: str) -> list[flo
             mean_length = sum(map(len, values)) / len(values)
             values = [sum(value) / mean_length for value in values]
         parts.append([float(value) for value in values])
-    return parts[0] if len(parts) == 1 else [statistics.fmean(each) for each in zip(*parts, strict=True)]
+    return (
+        parts[0]
+        if len(parts) == 1
+        else [statistics.fmean(each) for each in zip(*parts, strict=True)]
+    )
 
 
-def normalize(points: Mapping[str, Sequence[float]], num_choices: NumChoices | None) -> dict[str, list[float]]:
+def normalize(
+    points: Mapping[str, Sequence[float]], num_choices: NumChoices | None
+) -> dict[str, list[float]]:
     """Return points by subtask whose mean over all questions is the column's score.
 
     points: of the metric, by subtask. num_choices: None: the score is not normalized.
@@ -48,8 +59,12 @@ def normalize(points: Mapping[str, Sequence[float]], num_choices: NumChoices | N
     weights = dict.fromkeys(points, 1.0)
     if isinstance(num_choices, dict):
         weights = subtask_weights(Counter({name: len(each) for name, each in points.items()}))
-    num = {name: num_choices[name] if isinstance(num_choices, dict) else num_choices for name in points}
-    return {name: [weights[name] * above_random(p, num[name]) for p in points[name]] for name in points}
+    num = {
+        name: num_choices[name] if isinstance(num_choices, dict) else num_choices for name in points
+    }
+    return {
+        name: [weights[name] * above_random(p, num[name]) for p in points[name]] for name in points
+    }
 
 
 def above_random(accuracy: float, num_choices: NumChoices) -> float:
@@ -59,7 +74,8 @@ def above_random(accuracy: float, num_choices: NumChoices) -> float:
 
 
 def subtask_weights(sizes: Mapping[str, int]) -> dict[str, float]:
-    """Return the weight of a question of each subtask with which the mean over questions is that over subtasks.
+    """Return the weight of a question of each subtask with which the mean over questions is that
+    over subtasks.
 
     sizes: the number of questions of each subtask.
     """
@@ -70,13 +86,18 @@ def subtask_weights(sizes: Mapping[str, int]) -> dict[str, float]:
 def points_without(
     points: Sequence[float] | np.ndarray, subtasks: Sequence[str] | None, indices: Sequence[int]
 ) -> np.ndarray:
-    """Return the points of the questions that are not in `indices`, such that their mean is the score of these.
+    """Return the points of the questions that are not in `indices`, such that their mean is the
+    score of these.
 
-    points: from `normalize`, or differences of such. subtasks: of each question, if the score is a mean over subtasks.
+    points: from `normalize`, or differences of such. subtasks: of each question, if the score is a
+    mean over subtasks.
     """
     others = np.delete(np.arange(len(points)), indices).tolist()
     remaining = np.asarray(points, float)[others]
     if subtasks is None:
         return remaining
-    before, after = subtask_weights(Counter(subtasks)), subtask_weights(Counter(subtasks[i] for i in others))
+    before, after = (
+        subtask_weights(Counter(subtasks)),
+        subtask_weights(Counter(subtasks[i] for i in others)),
+    )
     return remaining * [after[subtasks[i]] / before[subtasks[i]] for i in others]

@@ -41,7 +41,8 @@ def detectable(error: float, degrees: float, margin: float, power: float = POWER
 
 
 def detectable_by(part: Part, num_tests: int = 1) -> float | None:
-    """Return the minimum detectable effect of a mean difference with this variance, at Holm's first threshold.
+    """Return the minimum detectable effect of a mean difference with this variance, at Holm's first
+    threshold.
 
     None: all differences are equal, which shows no spread.
     """
@@ -51,7 +52,9 @@ def detectable_by(part: Part, num_tests: int = 1) -> float | None:
     return detectable(sqrt(part.variance), float(part.degrees), margin)
 
 
-def questions_for(difference: float, part: Part, num_questions: float, num_tests: int = 1) -> int | None:
+def questions_for(
+    difference: float, part: Part, num_questions: float, num_tests: int = 1
+) -> int | None:
     """Return the number of questions that detect a true difference, if all are like these.
 
     part: the variance of the mean difference over `num_questions` questions. None: more than 10^12.
@@ -59,7 +62,9 @@ def questions_for(difference: float, part: Part, num_questions: float, num_tests
 
     def is_enough(n: int) -> bool:
         scale = n / num_questions
-        effect = detectable_by(Part(part.variance / scale, max(part.degrees * scale, 1.0)), num_tests)
+        effect = detectable_by(
+            Part(part.variance / scale, max(part.degrees * scale, 1.0)), num_tests
+        )
         return effect is None or effect <= difference
 
     low, high = 1, 2
@@ -74,7 +79,9 @@ def questions_for(difference: float, part: Part, num_questions: float, num_tests
 
 
 def part_of(column: Paired, smooth: bool = False) -> Part:
-    """Return the variance of a mean over questions. smooth: as if each model had won one more (Bonett, Price 2012)."""
+    """Return the variance of a mean over questions.
+    smooth: as if each model had won one more (Bonett, Price 2012).
+    """
     column = column.without_equal_clusters()
     each = column.each
     if clustered := column.clustered_error():
@@ -88,7 +95,9 @@ def part_of(column: Paired, smooth: bool = False) -> Part:
 
 
 def mean_part(parts: Sequence[Part], count: int) -> Part:
-    """Return the part of a mean over independent columns, with Satterthwaite's degrees of freedom."""
+    """Return the part of a mean over independent columns, with Satterthwaite's degrees of
+    freedom.
+    """
     variance = sum(part.variance for part in parts) / count**2
     if variance == 0:
         return parts[0]

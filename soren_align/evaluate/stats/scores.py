@@ -23,16 +23,22 @@ class NotNumbers(UserError):
 
 
 def score_column(
-    task: SuiteTask, loaded: Any, output: dict[str, Any], model: str, labels: Sequence[str] | None = None
+    task: SuiteTask,
+    loaded: Any,
+    output: dict[str, Any],
+    model: str,
+    labels: Sequence[str] | None = None,
 ) -> tuple[dict[str, Any], list[float], dict[str, list[list[float]]], list[dict[str, Any]]]:
     """Return (score, points, points of the other scores, samples) of a column.
 
-    score: {"value", "stderr", "low", "high": of the 95% interval, all in percent, "n": number of questions}; "chance":
-    the score of answers at random; "also": other scores, {"value", "stderr"} each; "subjects": those of a group.
-    points: of each question, see `normalize`; of the other scores by label, in one list, or in one per subject if all
-    subjects have equal weight.
-    output: of lm-eval's simple_evaluate. labels: the cluster of each question; None: they are independent.
-    Raises UserError if log-likelihoods or points are not numbers, or if the metric is not a mean over questions.
+    score: {"value", "stderr", "low", "high": of the 95% interval, all in percent, "n": number of
+    questions}; "chance": the score of answers at random; "also": other scores, {"value", "stderr"}
+    each; "subjects": those of a group.
+    points: of each question, see `normalize`; of the other scores by label, in one list, or in one
+    per subject if all subjects have equal weight.
+    output: of lm-eval's simple_evaluate. labels: the cluster of each question; None: they are
+    independent. Raises UserError if log-likelihoods or points are not numbers, or if the metric is
+    not a mean over questions.
     """
     names = [subtask.task_name for subtask in subtasks(loaded)]
     main, *others = score_keys(task)
@@ -41,11 +47,16 @@ def score_column(
     score = score_points([*points.values()], labels)
     shares = _chances(task, loaded, output)
     if shares:
-        score["chance"] = 100 * statistics.fmean(chain(*normalize(shares, task.num_choices).values()))
+        score["chance"] = 100 * statistics.fmean(
+            chain(*normalize(shares, task.num_choices).values())
+        )
     if task.num_choices and (isinstance(task.num_choices, int) or score["stderr"] == 0):
         # Wilson's interval of the accuracy: points that are not 0 or 1 have none.
         accuracy = score_points([*raw.values()], labels)
-        score |= {key: 100 * above_random(accuracy[key] / 100, task.num_choices) for key in ("low", "high")}
+        score |= {
+            key: 100 * above_random(accuracy[key] / 100, task.num_choices)
+            for key in ("low", "high")
+        }
     also: dict[str, Any] = {}
     also_points: dict[str, list[list[float]]] = {}
     if isinstance(loaded, Group):
@@ -58,24 +69,32 @@ def score_column(
         parts = score["subjects"].values() if isinstance(task.num_choices, dict) else [score]
         also[CLIPPED] = {"value": statistics.fmean(max(part["value"], 0.0) for part in parts)}
     for other in others:
-        label, each = other.removesuffix(",none"), [points_of(output, name, other, model) for name in names]
+        label, each = (
+            other.removesuffix(",none"),
+            [points_of(output, name, other, model) for name in names],
+        )
         also[label], also_points[label] = score_points(each, labels), [[*chain(*each)]]
     if also:
         score["also"] = {
-            label: {key: each[key] for key in ("value", "stderr") if key in each} for label, each in also.items()
+            label: {key: each[key] for key in ("value", "stderr") if key in each}
+            for label, each in also.items()
         }
     samples = [{"task": name} | sample for name in names for sample in output["samples"][name]]
     return score, [*chain(*points.values())], also_points, samples
 
 
 def _chances(task: SuiteTask, loaded: Any, output: dict[str, Any]) -> dict[str, list[float]]:
-    """Return by subtask the share of right answers among each question's; {} where the metric is no such accuracy.
+    """Return by subtask the share of right answers among each question's; {} where the metric is no
+    such accuracy.
 
     A task's own code may score choices otherwise, as that of mc2 does.
     """
     shares: dict[str, list[float]] = {}
     for subtask in subtasks(loaded):
-        is_accuracy = subtask.OUTPUT_TYPE == "multiple_choice" and task.metric in ("acc", "acc_norm")
+        is_accuracy = subtask.OUTPUT_TYPE == "multiple_choice" and task.metric in (
+            "acc",
+            "acc_norm",
+        )
         if not is_accuracy or subtask.config.process_results is not None:
             return {}
         own = shares[subtask.task_name] = []
@@ -87,13 +106,15 @@ def _chances(task: SuiteTask, loaded: Any, output: dict[str, Any]) -> dict[str, 
     return shares
 
 
-def cluster_labels(task: SuiteTask, questions: list[tuple[Any, dict[str, Any]]]) -> list[str] | None:
+def cluster_labels(
+    task: SuiteTask, questions: list[tuple[Any, dict[str, Any]]]
+) -> list[str] | None:
     """Return the cluster of each question, (lm-eval's task, document); None if all are independent.
 
-    The suite's cluster is a field of the questions, or "task". Where it names none, questions of one prompt with the
-    same choices are one: a model answers all of them alike, so that repeating a question would make any difference
-    significant.
-    Raises UserError if a question has no such field.
+    The suite's cluster is a field of the questions, or "task". Where it names none, questions of
+    one prompt with the same choices are one: a model answers all of them alike, so that repeating a
+    question would make any difference significant. Raises UserError if a question has no such
+    field.
     """
     labels = []
     if task.cluster:
@@ -107,7 +128,8 @@ def cluster_labels(task: SuiteTask, questions: list[tuple[Any, dict[str, Any]]])
             labels.append(str(question[task.cluster]))
         return labels
     with silence(), rendering():
-        for each, doc in questions:  # without few-shot examples, which may differ between equal questions
+        # without few-shot examples, which may differ between equal questions
+        for each, doc in questions:
             if each.OUTPUT_TYPE == "loglikelihood_rolling":
                 content = [each.doc_to_target(doc)]
             elif each.OUTPUT_TYPE == "multiple_choice":
@@ -124,22 +146,29 @@ def cluster_labels(task: SuiteTask, questions: list[tuple[Any, dict[str, Any]]])
 def points_of(output: dict[str, Any], name: str, key: str, model: str) -> list[float]:
     """Return the points of each question of a task.
 
-    name: the task's. key: lm-eval's, of the metric. Raises UserError if the metric is not a mean over questions,
-    NotNumbers if log-likelihoods or points are no numbers.
+    name: the task's. key: lm-eval's, of the metric. Raises UserError if the metric is not a mean
+    over questions, NotNumbers if log-likelihoods or points are no numbers.
     """
     metric, filter_name = key.split(",")
     samples = [sample for sample in output["samples"][name] if sample["filter"] == filter_name]
-    responses = [resp[0] for sample in samples for resp in sample["filtered_resps"] if isinstance(resp, tuple | list)]
+    responses = [
+        resp[0]
+        for sample in samples
+        for resp in sample["filtered_resps"]
+        if isinstance(resp, tuple | list)
+    ]
     points = metric_points(samples, metric)
-    # The argmax of NaNs is the first choice: a broken model could score 100%. A score may be no number by itself, such
-    # as mc2's 0/0, if all log-likelihoods are below -745.
+    # The argmax of NaNs is the first choice: a broken model could score 100%. A score may be no
+    # number by itself, such as mc2's 0/0, if all log-likelihoods are below -745.
     for kind, numbers in (("log-likelihoods", responses), (f"scores ({metric})", points)):
         if broken := sum(not isfinite(number) for number in numbers):
             raise NotNumbers(
                 f"{model}: {broken} of {len(numbers)} {kind} of {name} are not numbers;"
                 " check the model's weights, which a diverged training may have broken"
             )
-    own = statistics.fmean(output["results"][name][f"{part},{filter_name}"] for part in metric.split("+"))
+    own = statistics.fmean(
+        output["results"][name][f"{part},{filter_name}"] for part in metric.split("+")
+    )
     if abs(statistics.fmean(points) - own) > 1e-9:
         raise UserError(
             f"{name}: {metric} is not a mean over questions, and models can be compared only by such means; choose "

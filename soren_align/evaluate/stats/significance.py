@@ -1,8 +1,8 @@
 """The differences between models on the same questions, with confidence intervals and p-values.
 
-Questions differ in difficulty more than models do, so all comparisons are paired by question. Questions of one cluster,
-such as a subject or a source text, tend to change together, so that they count for less than as many independent ones.
-Scores from different prompts are never compared.
+Questions differ in difficulty more than models do, so all comparisons are paired by question.
+Questions of one cluster, such as a subject or a source text, tend to change together, so that they
+count for less than as many independent ones. Scores from different prompts are never compared.
 """
 
 import statistics
@@ -20,21 +20,25 @@ from .points import points_without
 
 RESAMPLES = 10_000
 LARGE = 100_000
-"""From so many questions on, a mean of resampled scores has Student's t: drawing 10^9 questions takes a minute."""
+"""From so many questions on, a mean of resampled scores has Student's t: drawing 10^9 questions
+takes a minute."""
 SEED = 1234
 """Equal for all rows, so that an additional row changes no interval."""
 
 
-def compare(rows: Sequence[tuple[str, ModelAnswers]], average: bool) -> list[dict[str, dict[str, Any]] | None]:
-    """Return for each row its differences to the first row, by column, without `unpaired` ones; None for the first.
+def compare(
+    rows: Sequence[tuple[str, ModelAnswers]], average: bool
+) -> list[dict[str, dict[str, Any]] | None]:
+    """Return for each row its differences to the first row, by column, without `unpaired` ones;
+    None for the first.
 
-    average: add "average", the difference of the plain means of the columns.
-    A difference is {"value", "low", "high"} in percent with a 95% interval, "p" of no difference, two-sided, and
-    "p_holm", the same after Holm's correction (1979) for all comparisons: if no row differs from the first, the
-    smallest p_holm of the table is below 0.05 with a probability of 5% only. "num_clusters": of a column with clusters.
-    "also": the same of the column's other scores, which are corrected among themselves, so that they change no p_holm
-    of a column.
-    Raises UserError if two rows were evaluated with another dtype, batch size or software.
+    average: add "average", the difference of the plain means of the columns. A difference is
+    {"value", "low", "high"} in percent with a 95% interval, "p" of no difference, two-sided, and
+    "p_holm", the same after Holm's correction (1979) for all comparisons: if no row differs from
+    the first, the smallest p_holm of the table is below 0.05 with a probability of 5% only.
+    "num_clusters": of a column with clusters. "also": the same of the column's other scores, which
+    are corrected among themselves, so that they change no p_holm of a column. Raises UserError if
+    two rows were evaluated with another dtype, batch size or software.
     """
     first_name, first = rows[0]
     for name, later in rows[1:]:
@@ -42,17 +46,26 @@ def compare(rows: Sequence[tuple[str, ModelAnswers]], average: bool) -> list[dic
     return [None, *compare_pairs([(first, later) for _, later in rows[1:]], average)]
 
 
-def compare_pairs(pairs: Sequence[tuple[ModelAnswers, ModelAnswers]], average: bool) -> list[dict[str, dict[str, Any]]]:
-    """Return for each pair the differences of the second to the first; "p_holm" is for all pairs. See `compare`."""
+def compare_pairs(
+    pairs: Sequence[tuple[ModelAnswers, ModelAnswers]], average: bool
+) -> list[dict[str, dict[str, Any]]]:
+    """Return for each pair the differences of the second to the first; "p_holm" is for all pairs.
+    See `compare`.
+    """
     differences = [_differences(first, later, average) for first, later in pairs]
     columns = [difference for row in differences for difference in row.values()]
-    for family in (columns, [other for difference in columns for other in difference.get("also", {}).values()]):
+    for family in (
+        columns,
+        [other for difference in columns for other in difference.get("also", {}).values()],
+    ):
         for difference, corrected in zip(family, holm([d["p"] for d in family]), strict=True):
             difference["p_holm"] = corrected
     return differences
 
 
-def _differences(first: ModelAnswers, later: ModelAnswers, average: bool) -> dict[str, dict[str, Any]]:
+def _differences(
+    first: ModelAnswers, later: ModelAnswers, average: bool
+) -> dict[str, dict[str, Any]]:
     """Return the differences of a row, before any correction."""
     reasons = unpaired(first, later)
     row, columns = {}, []
@@ -62,7 +75,10 @@ def _differences(first: ModelAnswers, later: ModelAnswers, average: bool) -> dic
         columns.append(pair_column(first, later, column))
         row[column], clusters, also = _difference(columns[-1:]), columns[-1].clusters, {}
         for label, points in first.also_points.get(column, {}).items():
-            each = [np.subtract(b, a) for a, b in zip(points, later.also_points[column][label], strict=True)]
+            each = [
+                np.subtract(b, a)
+                for a, b in zip(points, later.also_points[column][label], strict=True)
+            ]
             if clusters is None or len(each) == 1:
                 also[label] = _difference([Paired(one, clusters) for one in each])
             else:  # a mean over subjects, each a cluster: its mean is one observation
@@ -82,7 +98,9 @@ def pair_column(first: ModelAnswers, later: ModelAnswers, column: str) -> Paired
 
 
 def unpaired(first: ModelAnswers, later: ModelAnswers) -> dict[str, str]:
-    """Return the columns whose scores cannot be compared, with the reason: what differs in `later`."""
+    """Return the columns whose scores cannot be compared, with the reason: what differs in
+    `later`.
+    """
     for key, reason in MODELS_OWN.items():
         a, b = first.settings.get(key), later.settings.get(key)
         if a != b:
@@ -108,7 +126,9 @@ def unpaired(first: ModelAnswers, later: ModelAnswers) -> dict[str, str]:
 
 
 def refuse_unlike(first: tuple[str, ModelAnswers], later: tuple[str, ModelAnswers]) -> None:
-    """Raises UserError if two models were evaluated with settings that must be equal for all rows of a table."""
+    """Raises UserError if two models were evaluated with settings that must be equal for all rows
+    of a table.
+    """
     (first_name, a), (later_name, b) = first, later
     for key in a.settings | b.settings:
         if key not in MODELS_OWN and a.settings.get(key) != b.settings.get(key):
@@ -128,14 +148,18 @@ def _difference(columns: list[Paired]) -> dict[str, Any]:
         assert column.clusters is not None
         error, degrees = error_and_degrees
         p, margin = 2 * float(stdtr(degrees, -abs(value) / error)), t95(degrees) * error
-        result = _percent(value, value - margin, value + margin, max(p, least_p(column.num_changed)))
+        result = _percent(
+            value, value - margin, value + margin, max(p, least_p(column.num_changed))
+        )
         return result | {"num_clusters": int(column.clusters.max()) + 1}
     if not column.is_discrete:
         return _resampled(columns)
-    # A sign test, which for right and wrong answers is McNemar's exact one: a binomial test on the questions that only
-    # one model got right. The interval is Bonett and Price's (2012): the normal one with one more pair for each model,
-    # so that its width stays positive if all questions changed in the same way.
-    from scipy.stats import binomtest  # 64 MB, which reading large files of results shall not have beside them
+    # A sign test, which for right and wrong answers is McNemar's exact one: a binomial test on the
+    # questions that only one model got right. The interval is Bonett and Price's (2012): the normal
+    # one with one more pair for each model, so that its width stays positive if all questions
+    # changed in the same way. 64 MB, which reading large files of results shall not have beside
+    # them
+    from scipy.stats import binomtest
 
     won, lost = int((each > 0).sum()), int((each < 0).sum())
     p = float(binomtest(won, won + lost).pvalue) if won + lost else 1.0
@@ -148,18 +172,22 @@ def _difference(columns: list[Paired]) -> dict[str, Any]:
 
 
 def _clustered_error(column: Paired) -> tuple[float, float] | None:
-    """Return `clustered_error` of a column from `without_equal_clusters`; None if no cluster changed."""
+    """Return `clustered_error` of a column from `without_equal_clusters`; None if no cluster
+    changed.
+    """
     result = column.clustered_error()
     return result if result and result[0] > 0 else None
 
 
 def _resampled(columns: list[Paired]) -> dict[str, Any]:
-    """Return the mean of the columns' mean differences, with interval and p by a bootstrap within each column.
+    """Return the mean of the columns' mean differences, with interval and p by a bootstrap within
+    each column.
 
-    The interval is the percentile one. BCa corrects for skewness, of which a mean over hundreds of questions has almost
-    none: on 817 questions its ends differ by 0.006 standard errors, less than the Monte Carlo error of 0.03.
-    p counts the resamples that deviate from their mean by as much as the observed mean from 0; (1 + count) /
-    (1 + RESAMPLES) keeps it above 0 (Davison and Hinkley 1997, section 4.4).
+    The interval is the percentile one. BCa corrects for skewness, of which a mean over hundreds of
+    questions has almost
+    none: on 817 questions its ends differ by 0.006 standard errors, less than the Monte Carlo error
+    of 0.03. p counts the resamples that deviate from their mean by as much as the observed mean
+    from 0; (1 + count) / (1 + RESAMPLES) keeps it above 0 (Davison and Hinkley 1997, section 4.4).
     """
     rng = np.random.default_rng(SEED)
     value = statistics.fmean(column.each.mean() for column in columns)
@@ -167,45 +195,59 @@ def _resampled(columns: list[Paired]) -> dict[str, Any]:
     drawn = np.mean([_deviations(column, rng) for column in columns], axis=0)
     low, high = np.quantile(drawn, (0.025, 0.975))
     p = (1 + int((np.abs(drawn) >= abs(value) - 1e-12).sum())) / (1 + RESAMPLES)
-    # With three questions that changed by nearly the same amount, a bootstrap's p would be far too small.
-    return _percent(value, value + low, value + high, max(p, least_p(sum(column.num_changed for column in columns))))
+    # With three questions that changed by nearly the same amount, a bootstrap's p would be far too
+    # small.
+    return _percent(
+        value,
+        value + low,
+        value + high,
+        max(p, least_p(sum(column.num_changed for column in columns))),
+    )
 
 
 def _deviations(column: Paired, rng: np.random.Generator) -> np.ndarray:
-    """Return the deviations of resampled means from the sample's mean: [RESAMPLES]. Of clusters, by Student's t."""
+    """Return the deviations of resampled means from the sample's mean: [RESAMPLES].
+    Of clusters, by Student's t.
+    """
     if error := _clustered_error(column):
         return error[0] * rng.standard_t(error[1], RESAMPLES)
     each = column.each
     n = len(each)
     if column.is_discrete:
-        # Only three values occur: drawing their counts is equivalent, and 600 times faster on MMLU. With the two
-        # additional pairs of a sign test's interval, for the same reason.
+        # Only three values occur: drawing their counts is equivalent, and 600 times faster on MMLU.
+        # With the two additional pairs of a sign test's interval, for the same reason.
         values, counts = np.unique(np.concatenate(([-1.0], each, [1.0])), return_counts=True)
-        return (rng.multinomial(n + 2, counts / (n + 2), size=RESAMPLES) @ values - each.sum()) / (n + 2)
+        return (rng.multinomial(n + 2, counts / (n + 2), size=RESAMPLES) @ values - each.sum()) / (
+            n + 2
+        )
     if n > LARGE:
         return each.std(ddof=1) / sqrt(n) * rng.standard_t(n - 1, RESAMPLES)
     means = [each[rng.integers(n, size=(100, n))].mean(axis=1) for _ in range(RESAMPLES // 100)]
-    # The variance of resampled means is the sample's over n, that of the mean over n - 1. The variance is an estimate,
-    # hence Student's t: without it the interval covers 59% at n = 2, 88% at 5, 91% at 10. With mc2's 817 questions
-    # it makes the interval 0.15% wider.
+    # The variance of resampled means is the sample's over n, that of the mean over n - 1. The
+    # variance is an estimate, hence Student's t: without it the interval covers 59% at n = 2, 88%
+    # at 5, 91% at 10. With mc2's 817 questions it makes the interval 0.15% wider.
     return (np.concatenate(means) - each.mean()) * sqrt(n / (n - 1)) * t95(n - 1) / Z95
 
 
 def _percent(value: float, low: float, high: float, p: float) -> dict[str, float]:
     return {
         "value": 100 * float(value),
-        "low": 100 * max(float(low), min(-1.0, float(value))),  # normalized scores may differ by more than 100%
+        # normalized scores may differ by more than 100%
+        "low": 100 * max(float(low), min(-1.0, float(value))),
         "high": 100 * min(float(high), max(1.0, float(value))),
         "p": p,
     }
 
 
-def contamination_section(overlaps: Overlaps, rows: Sequence[tuple[str, ModelAnswers]]) -> dict[str, Any]:
-    """Return results.json's "contamination": `Overlaps.by_column`, with the scores without the overlapping questions.
+def contamination_section(
+    overlaps: Overlaps, rows: Sequence[tuple[str, ModelAnswers]]
+) -> dict[str, Any]:
+    """Return results.json's "contamination": `Overlaps.by_column`, with the scores without the
+    overlapping questions.
 
-    "scores": by row, if some questions overlap and others do not, {"value":
-    the score of the others in percent, "change": from the score of all; "difference": to the first row, as in the
-    row's "differences" but without Holm's correction; if it is compared}.
+    "scores": by row, if some questions overlap and others do not, {"value": the score of the others
+    in percent, "change": from the score of all; "difference": to the first row, as in the row's
+    "differences" but without Holm's correction; if it is compared}.
     """
     section = overlaps.by_column()
     for column, entry in section.items():
@@ -215,24 +257,32 @@ def contamination_section(overlaps: Overlaps, rows: Sequence[tuple[str, ModelAns
 
 
 def selection_section(
-    selections: Mapping[str, Mapping[str, Any]], tasks: Mapping[str, str], rows: Sequence[tuple[str, ModelAnswers]]
+    selections: Mapping[str, Mapping[str, Any]],
+    tasks: Mapping[str, str],
+    rows: Sequence[tuple[str, ModelAnswers]],
 ) -> dict[str, Any]:
     """Return results.json's "selection": by column, the questions that chose the weights of models.
 
     selections: by row, `run.benchmark` of its run.json. tasks: lm-eval's task of each column.
-    {"rows": the rows that were chosen by them, "questions": their number, "selected", "indices", "scores": those of the
-    other questions, as in `contamination_section`}.
+    {"rows": the rows that were chosen by them, "questions": their number, "selected", "indices",
+    "scores": those of the other questions, as in `contamination_section`}.
     """
     section: dict[str, Any] = {}
     for row, record in selections.items():
         for name, chosen in record["columns"].items():
-            column = next((column for column, task in tasks.items() if task == chosen["task"]), None)
+            column = next(
+                (column for column, task in tasks.items() if task == chosen["task"]), None
+            )
             if column is None or record["selected_by"] not in (name, "average"):
                 continue
             hashes = [question for question, _ in rows[0][1].prompt_hashes[column]]
-            entry = section.setdefault(column, {"rows": [], "questions": len(hashes), "indices": []})
+            entry = section.setdefault(
+                column, {"rows": [], "questions": len(hashes), "indices": []}
+            )
             entry["rows"].append(row)
-            entry["indices"] += [i for i, question in enumerate(hashes) if question <= chosen["last_doc_hash"]]
+            entry["indices"] += [
+                i for i, question in enumerate(hashes) if question <= chosen["last_doc_hash"]
+            ]
     for column, entry in section.items():
         entry["indices"] = sorted({*entry["indices"]})
         entry["selected"] = len(entry["indices"])
@@ -241,17 +291,24 @@ def selection_section(
     return {column: entry for column, entry in section.items() if entry["selected"]}
 
 
-def _scores_without(indices: Sequence[int], column: str, rows: Sequence[tuple[str, ModelAnswers]]) -> dict[str, Any]:
+def _scores_without(
+    indices: Sequence[int], column: str, rows: Sequence[tuple[str, ModelAnswers]]
+) -> dict[str, Any]:
     """Return the scores of the other questions of a column, by row; see `contamination_section`."""
     first, scores = rows[0][1], {}
     for name, results in rows:
         subtasks = results.subtasks.get(column)
         value = 100 * float(points_without(results.points[column], subtasks, indices).mean())
-        score: dict[str, Any] = {"value": value, "change": value - 100 * statistics.fmean(results.points[column])}
+        score: dict[str, Any] = {
+            "value": value,
+            "change": value - 100 * statistics.fmean(results.points[column]),
+        }
         if results is not first and column not in unpaired(first, results):
             each, clusters = pair_column(first, results, column)
             if clusters is not None:
                 clusters = cluster_numbers(np.delete(clusters, indices).tolist())
-            score["difference"] = _difference([Paired(points_without(each, subtasks, indices), clusters)])
+            score["difference"] = _difference(
+                [Paired(points_without(each, subtasks, indices), clusters)]
+            )
         scores[name] = score
     return scores

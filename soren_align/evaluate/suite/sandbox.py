@@ -1,9 +1,10 @@
 """A suite is data: its files run no code, unless the user trusts them.
 
-lm-eval's task files may name Python functions (`!function`), metrics that the `evaluate` package loads as scripts, any
-loader of `datasets`, and Jinja templates, which lm-eval renders outside of a sandbox. lm-eval handles each of these in
-one function, which is replaced by a checked one while tasks are loaded and evaluated. Includes and groups use it too.
-What lm-eval's own functions take from generators and clocks is made to depend on the suite's seeds alone.
+lm-eval's task files may name Python functions (`!function`), metrics that the `evaluate` package
+loads as scripts, any loader of `datasets`, and Jinja templates, which lm-eval renders outside of a
+sandbox. lm-eval handles each of these in one function, which is replaced by a checked one while
+tasks are loaded and evaluated. Includes and groups use it too. What lm-eval's own functions take
+from generators and clocks is made to depend on the suite's seeds alone.
 """
 
 import contextlib
@@ -31,15 +32,20 @@ from .suites import LM_EVAL_TASKS, Seeds
 OWN = (LM_EVAL_TASKS.resolve(), (shipped.ROOT / "eval").resolve())
 """The folders whose task files may name functions: lm-eval's own and the shipped suites."""
 PLAIN = ("arrow", "csv", "json", "parquet", "text")
-"""Loaders of `datasets` that only read files; `pandas`, for example, reads pickles in some versions."""
+"""Loaders of `datasets` that only read files; `pandas`, for example, reads pickles in some
+versions."""
 KEYWORDS = {"data_files", "data_dir", "revision", "streaming", "split", "trust_remote_code"}
-"""Allowed in `dataset_kwargs`; `datasets` 5 runs no scripts, whatever the value of trust_remote_code."""
-REMEDY = "read the suite's files, and add --trust-suite (eval.trust_suite: true) to let them run code"
+"""Allowed in `dataset_kwargs`; `datasets` 5 runs no scripts, whatever the value of
+trust_remote_code."""
+REMEDY = (
+    "read the suite's files, and add --trust-suite (eval.trust_suite: true) to let them run code"
+)
 
 
 @contextlib.contextmanager
 def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
-    """A context in which task files load only lm-eval's own code. cache_folder: the only one datasets may write to.
+    """A context in which task files load only lm-eval's own code.
+    cache_folder: the only one datasets may write to.
 
     trusted: this suite may run code.
     """
@@ -56,15 +62,21 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
 
     def guarded_metric(name: Any, hf_evaluate_metric: bool = False) -> Any:
         if hf_evaluate_metric or name not in registry.metric_registry:
-            raise UserError(f"metric {name!r} is no metric of lm-eval and would be run as a script; {REMEDY}")
+            raise UserError(
+                f"metric {name!r} is no metric of lm-eval and would be run as a script; {REMEDY}"
+            )
         return load_metric(name)
 
     def guarded_dataset(path: Any = None, name: Any = None, *rest: Any, **options: Any) -> Any:
         unsafe = sorted(options.keys() - KEYWORDS - {"cache_dir"})
-        if "cache_dir" in options and not Path(options["cache_dir"]).resolve().is_relative_to(cache_folder.resolve()):
+        if "cache_dir" in options and not Path(options["cache_dir"]).resolve().is_relative_to(
+            cache_folder.resolve()
+        ):
             unsafe.append("cache_dir")
         if unsafe:
-            raise UserError(f"dataset_kwargs: {', '.join(unsafe)} may do more than read data; {REMEDY}")
+            raise UserError(
+                f"dataset_kwargs: {', '.join(unsafe)} may do more than read data; {REMEDY}"
+            )
         if path in _PACKAGED_DATASETS_MODULES and path not in PLAIN:
             raise UserError(
                 f"dataset_path: the loader {path} does more than read a file; write {', '.join(PLAIN)}, or {REMEDY}"
@@ -73,17 +85,25 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(rendering())
-        load_function = stack.enter_context(patched("lm_eval.tasks._yaml_loader._import_func_in_yml", guarded_function))
+        load_function = stack.enter_context(
+            patched("lm_eval.tasks._yaml_loader._import_func_in_yml", guarded_function)
+        )
         if not trusted:
-            load_metric = stack.enter_context(patched("lm_eval.api.task.get_metric", guarded_metric))
+            load_metric = stack.enter_context(
+                patched("lm_eval.api.task.get_metric", guarded_metric)
+            )
             load_dataset = stack.enter_context(patched("datasets.load_dataset", guarded_dataset))
         yield
 
 
 def rendering() -> Any:
-    """Return a context in which templates have access to a question's columns only, not to Python, within limits."""
+    """Return a context in which templates have access to a question's columns only, not to Python,
+    within limits.
+    """
     sandbox = BoundedEnvironment(
-        loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=utils.env.keep_trailing_newline
+        loader=utils.env.loader,
+        undefined=utils.env.undefined,
+        keep_trailing_newline=utils.env.keep_trailing_newline,
     )
     sandbox.filters.update(utils.env.filters)
     return patched("lm_eval.utils.env", sandbox)
@@ -91,16 +111,21 @@ def rendering() -> Any:
 
 @functools.cache
 def _runs_generated_code(folder: Path) -> bool:
-    """Whether lm-eval's tasks in `folder` are marked as unsafe. A file that includes them could remove the mark."""
-    return any("unsafe_code: true" in f.read_text("utf-8") for f in folder.iterdir() if "yaml" in f.name)
+    """Whether lm-eval's tasks in `folder` are marked as unsafe.
+    A file that includes them could remove the mark.
+    """
+    return any(
+        "unsafe_code: true" in f.read_text("utf-8") for f in folder.iterdir() if "yaml" in f.name
+    )
 
 
 @contextlib.contextmanager
 def documents(seeds: Seeds) -> Iterator[Callable[[], None]]:
-    """A context in which the questions of a task depend on the seeds alone; yields a function that sets them.
+    """A context in which the questions of a task depend on the seeds alone; yields a function that
+    sets them.
 
-    GPQA's code shuffles the choices with Python's generator. `datasets` would read the order of the first loading, by
-    whichever program, from its cache. The generators' states are restored.
+    GPQA's code shuffles the choices with Python's generator. `datasets` would read the order of the
+    first loading, by whichever program, from its cache. The generators' states are restored.
     """
     states, was_enabled = (random.getstate(), np.random.get_state()), datasets.is_caching_enabled()
     datasets.disable_caching()
@@ -121,7 +146,8 @@ def documents(seeds: Seeds) -> Iterator[Callable[[], None]]:
 def processing_once(function: Any) -> Any:
     """Return a task's function; if it is its `process_docs`, it processes a dataset once.
 
-    lm-eval calls it at each access to the questions, and would get another order of GPQA's choices each time.
+    lm-eval calls it at each access to the questions, and would get another order of GPQA's choices
+    each time.
     """
     processed: dict[str, Any] = {}
 
@@ -139,15 +165,19 @@ def processing_once(function: Any) -> Any:
 
 @contextlib.contextmanager
 def scoring(seeds: Seeds) -> Iterator[None]:
-    """A context in which the points of a response do not depend on chance, and hardly on the machine's speed.
+    """A context in which the points of a response do not depend on chance, and hardly on the
+    machine's speed.
 
-    For packages that a task's code has imported: IFEval's detects languages by a generator without a seed, and MATH's
-    gives up after 1 or 5 seconds, within which the first call reads the grammar of LaTeX.
+    For packages that a task's code has imported: IFEval's detects languages by a generator without
+    a seed, and MATH's gives up after 1 or 5 seconds, within which the first call reads the grammar
+    of LaTeX.
     """
     with contextlib.ExitStack() as stack:
         if languages := sys.modules.get("langdetect"):
             name = "langdetect.DetectorFactory.seed"
-            stack.enter_context(patched(name, seeds.random, getattr(languages, "DetectorFactory", None)))
+            stack.enter_context(
+                patched(name, seeds.random, getattr(languages, "DetectorFactory", None))
+            )
         if verifier := sys.modules.get("math_verify"):
             verifier.parse("$1$")
             import_module("sympy.parsing.latex").parse_latex("1")

@@ -1,10 +1,10 @@
 """A suite: tasks of lm-eval, the column of each score, and the settings for all models.
 
-The tasks are YAML files of lm-eval, or of the same form beside the suite. The suite adds few-shot examples, chat
-template, batch size, seeds, and the folder of the data. The keys are listed in docs/evaluation.md. A suite is read
-without torch. Scores that other authors published are read here too: they stand under the table's own rows and are
-never compared, because they come from other prompts and other software, and the scores of single questions are not
-known.
+The tasks are YAML files of lm-eval, or of the same form beside the suite. The suite adds few-shot
+examples, chat template, batch size, seeds, and the folder of the data. The keys are listed in
+docs/evaluation.md. A suite is read without torch. Scores that other authors published are read here
+too: they stand under the table's own rows and are never compared, because they come from other
+prompts and other software, and the scores of single questions are not known.
 """
 
 import importlib.util
@@ -67,30 +67,35 @@ class SuiteTask(Section):
     task: Name
     """lm-eval's name of the task or group. In a group all questions have equal weight."""
     metric: Annotated[str, Field(pattern=r"^[\w-]+(\+[\w-]+)*$")]
-    """The metric, e.g. acc; it must be a mean over questions, or over the outcomes of all questions. a+b: the mean of
-    two."""
+    """The metric, e.g. acc; it must be a mean over questions, or over the outcomes of all
+    questions. a+b: the mean of two."""
     column: Name = Field(default_factory=lambda values: values.get("task", ""))
     """The name of its score in results and tables, and of its file of samples."""
     file: Place = Field(default_factory=lambda values: f"{values.get('task', '')}.yaml")
-    """Its YAML file, relative to the suite's folder; `lm-eval:` stands for the folder of lm-eval's tasks."""
+    """Its YAML file, relative to the suite's folder; `lm-eval:` stands for the folder of lm-eval's
+    tasks."""
     filter: str = "none"
     """The task's filter for responses before they are scored."""
     cluster: str | None = None
-    """The field of a question that names its cluster, such as its source text; `task`: a group's subjects. Questions of
-    one cluster are not independent, which makes the intervals of differences wider."""
+    """The field of a question that names its cluster, such as its source text; `task`: a group's
+    subjects. Questions of one cluster are not independent, which makes the intervals of differences
+    wider."""
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
-    """Few-shot examples in each prompt. null: the number in the task's file, which is 0 if it has none."""
+    """Few-shot examples in each prompt. null: the number in the task's file, which is 0 if it has
+    none."""
     questions: int | None = None
-    """The benchmark's number of questions. With another number the table's title reports other data."""
+    """The benchmark's number of questions. With another number the table's title reports other
+    data."""
     requests: int | None = None
     """The number of lm-eval's requests: one per answer choice. `plan` computes the cost from it."""
     also: list[Annotated[str, Field(pattern=r"^[\w-]+(,[\w-]+)?$")]] = Field(default_factory=list)
     """Other scores to report: `metric`, or `metric,filter`; they are not normalized."""
     num_choices: _Choices | dict[str, _Choices] | None = None
-    """Choices of a question: the score is (metric - 1/n) / (1 - 1/n), 0 for answers at random. By subtask: the plain
-    mean of the subtasks' scores."""
+    """Choices of a question: the score is (metric - 1/n) / (1 - 1/n), 0 for answers at random. By
+    subtask: the plain mean of the subtasks' scores."""
     imports: list[Annotated[str, Field(pattern=r"^[a-zA-Z_]\w*$")]] = Field(default_factory=list)
-    """Python packages that lm-eval's code of this task imports, and that soren-align does not require."""
+    """Python packages that lm-eval's code of this task imports, and that soren-align does not
+    require."""
     nltk_data: list[Annotated[str, Field(pattern=r"^\w+/\w+$")]] = Field(default_factory=list)
     """Files of nltk that this code reads, e.g. tokenizers/punkt_tab."""
 
@@ -101,13 +106,15 @@ class Suite(Section):
     _path: Path = PrivateAttr(default=Path())
     title: str
     data_root: Place | None = None
-    """The folder that the tasks' `dataset_path` is relative to; null: it is a name on the Hugging Face hub."""
+    """The folder that the tasks' `dataset_path` is relative to; null: it is a name on the Hugging
+    Face hub."""
     apply_chat_template: bool = False
     """Whether prompts are rendered by each model's chat template."""
     batch_size: Annotated[int, Field(ge=1)] = 8
     """Prompts in a forward pass. Fixed, because padding changes the last digits of scores."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights during evaluation. In bfloat16 a small update of the weights may be rounded away."""
+    """Of the weights during evaluation. In bfloat16 a small update of the weights may be rounded
+    away."""
     seeds: Seeds = Seeds()
     average: bool = False
     """Whether to add a column with the plain mean of the others."""
@@ -137,11 +144,14 @@ class Suite(Section):
         """Return the folder `data_root`; None for the hub."""
         if self.data_root is None:
             return None
-        return (self.path.parent / resolve_path(self.data_root)).resolve()  # an absolute data_root stays unchanged
+        # an absolute data_root stays unchanged
+        return (self.path.parent / resolve_path(self.data_root)).resolve()
 
 
 def load_suite(name_or_path: str | Path) -> Suite:
-    """Return the suite of a shipped name, a suite.yaml or a folder with one. Raises UserError with all errors in it."""
+    """Return the suite of a shipped name, a suite.yaml or a folder with one.
+    Raises UserError with all errors in it.
+    """
     known = shipped.suites()
     path = known.get(str(name_or_path)) or resolve_path(str(name_or_path))
     path = path / "suite.yaml" if path.is_dir() else path
@@ -150,19 +160,25 @@ def load_suite(name_or_path: str | Path) -> Suite:
         raise UserError(f"{name_or_path}: is neither a suite.yaml nor a shipped suite{hint}")
     path = path.resolve()
     document = parse(
-        read_text(path), str(path), f"is no mapping; write the keys {', '.join(Suite.model_fields)}. {_PAGE}"
+        read_text(path),
+        str(path),
+        f"is no mapping; write the keys {', '.join(Suite.model_fields)}. {_PAGE}",
     )
     suite = document.validated(Suite, _PAGE)
     suite._path = path
     for i, file in enumerate(map(suite.file_of, suite.tasks)):
         if not file.is_file():
-            document.problems.append((("tasks", i, "file"), f"there is no task file {file}; correct the path"))
+            document.problems.append(
+                (("tasks", i, "file"), f"there is no task file {file}; correct the path")
+            )
     document.refuse_problems()
     return suite
 
 
 def check_suites(recipe: Recipe) -> None:
-    """Raise UserError if the suite of a recipe's evaluation or of its `run.benchmark` is invalid."""
+    """Raise UserError if the suite of a recipe's evaluation or of its `run.benchmark` is
+    invalid.
+    """
     benchmark_suite(recipe)
     if recipe.eval:
         check_suite(recipe.eval)
@@ -189,7 +205,9 @@ def suite_of(options: Eval) -> Suite:
     if options.omit:
         changes["tasks"] = [task for task in suite.tasks if task.column not in options.omit]
         if not changes["tasks"]:
-            raise UserError(f"eval.omit: all columns of suite {suite.name} are omitted; keep at least one column")
+            raise UserError(
+                f"eval.omit: all columns of suite {suite.name} are omitted; keep at least one column"
+            )
     return suite.model_copy(update=changes)
 
 
@@ -203,29 +221,38 @@ def _refuse_unknown(chosen: Sequence[str], suite: Suite, place: str) -> None:
 
 
 def benchmark_suite(recipe: Recipe) -> Suite | None:
-    """Return the suite of `run.benchmark` with its columns alone; None if the recipe has no such section.
+    """Return the suite of `run.benchmark` with its columns alone; None if the recipe has no such
+    section.
 
-    Raises UserError if the suite does not have one of the columns, or none of them has the name that
-    `trainer.metric_for_best_model` gives.
+    Raises UserError if the suite does not have one of the columns, or none of them has the name
+    that `trainer.metric_for_best_model` gives.
     """
     section = recipe.run.benchmark
     if section is None:
         return None
-    suite = suite_of(Eval(suite=section.suite, batch_size=section.batch_size, data_root=section.data_root))
+    suite = suite_of(
+        Eval(suite=section.suite, batch_size=section.batch_size, data_root=section.data_root)
+    )
     _refuse_unknown(section.columns, suite, "run.benchmark.columns")
     if section.columns:
-        suite = suite.model_copy(update={"tasks": [task for task in suite.tasks if task.column in section.columns]})
+        suite = suite.model_copy(
+            update={"tasks": [task for task in suite.tasks if task.column in section.columns]}
+        )
     metric = str(recipe.trainer.get("metric_for_best_model", "")).removeprefix("eval_")
     columns = [task.column for task in suite.tasks]
     names = [BENCHMARK + name for name in [*columns, *(["average"] if len(columns) > 1 else [])]]
     if metric.startswith(BENCHMARK) and metric not in names:
         hint = did_you_mean(metric, names, f"write one of {', '.join(names)}")
-        raise UserError(f"trainer.metric_for_best_model: run.benchmark measures no {metric!r}{hint}")
+        raise UserError(
+            f"trainer.metric_for_best_model: run.benchmark measures no {metric!r}{hint}"
+        )
     return suite
 
 
 def refuse_missing_packages(suite: Suite) -> None:
-    """Raise UserError if packages or files that the code of tasks needs are not installed. Runs nothing of them."""
+    """Raise UserError if packages or files that the code of tasks needs are not installed.
+    Runs nothing of them.
+    """
     problems = []
     for task in suite.tasks:
         missing = [package for package in task.imports if importlib.util.find_spec(package) is None]
@@ -291,7 +318,9 @@ def load_published(name_or_path: str, suite_name: str) -> list[Any]:
     path = known.get(name_or_path) or resolve_path(name_or_path)
     if not path.is_file():
         hint = did_you_mean(name_or_path, known, f"write one of {', '.join(known)}")
-        raise UserError(f"{name_or_path}: is neither a file nor a shipped table of published scores{hint}")
+        raise UserError(
+            f"{name_or_path}: is neither a file nor a shipped table of published scores{hint}"
+        )
     form = f"is no mapping; write the keys {', '.join(PublishedTable.model_fields)}"
     table = parse(read_text(path), str(path), form).validated(PublishedTable)
     if table.suite != suite_name:
@@ -299,4 +328,7 @@ def load_published(name_or_path: str, suite_name: str) -> list[Any]:
             f"{name_or_path}: has published scores for suite {table.suite}, not for {suite_name}; choose another table"
         )
     source = f"{table.source} ({table.model})"
-    return [{"name": row.name, "source": source} | row.model_dump(exclude_none=True) for row in table.rows]
+    return [
+        {"name": row.name, "source": source} | row.model_dump(exclude_none=True)
+        for row in table.rows
+    ]

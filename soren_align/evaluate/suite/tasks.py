@@ -1,7 +1,8 @@
 """Load the tasks of a suite with lm-eval, and check each question.
 
-Of what lm-eval scores silently: a field that some questions do not have is the text "None" in its templates, a question
-whose key is none of its choices counts as answered wrong, and of equally likely choices the first counts as answered.
+Of what lm-eval scores silently: a field that some questions do not have is the text "None" in its
+templates, a question whose key is none of its choices counts as answered wrong, and of equally
+likely choices the first counts as answered.
 """
 
 import re
@@ -33,7 +34,8 @@ SPLITS = ("test_split", "validation_split")
 LETTERS = "ABCDEFGHIJ"
 """Keys of the right choice in many datasets."""
 MIN_PASSAGE = 100
-"""Characters of a text that several questions share, from which they are taken to be about this text."""
+"""Characters of a text that several questions share, from which they are taken to be about this
+text."""
 _FIELD = re.compile(r"\{\{-?\s*([A-Za-z_]\w*)\s*-?\}\}")
 
 
@@ -44,17 +46,23 @@ def load_tasks(
     *,
     trusted: bool = False,
 ) -> Tasks:
-    """Load the suite's tasks with their data. Called before training too, so that missing data are found early.
+    """Load the suite's tasks with their data.
+    Called before training too, so that missing data are found early.
 
-    cache: the cache folder, for converted local data; None is the user's. on_column: called with each column before it
-    is loaded (MMLU's 57 datasets take seconds). trusted: the suite's files may run code.
-    Raises UserError, with the task, if a task, metric or dataset is missing, if an untrusted file would run code, or if
-    a task cannot be scored: without questions or right answers, or with code that a model writes.
+    cache: the cache folder, for converted local data; None is the user's. on_column: called with
+    each column before it is loaded (MMLU's 57 datasets take seconds). trusted: the suite's files
+    may run code. Raises UserError, with the task, if a task, metric or dataset is missing, if an
+    untrusted file would run code, or if a task cannot be scored: without questions or right
+    answers, or with code that a model writes.
     """
     refuse_missing_packages(suite)
     tasks: Tasks = {}
     cache = cache or default_cache_folder()
-    with tempfile.TemporaryDirectory() as folder, loading(trusted, cache), documents(suite.seeds) as seed:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        loading(trusted, cache),
+        documents(suite.seeds) as seed,
+    ):
         manager = _manager(suite, Path(folder), cache)
         for task in suite.tasks:
             if on_column:
@@ -72,17 +80,22 @@ def load_tasks(
                     raise UserError(_reason(suite, task, error)) from error
             members = subtasks(tasks[task.column])
             if empty := [name for name, size in sizes.items() if not size]:
-                raise UserError(f"{file}: task {empty[0]} has no questions; add questions, or remove the task")
+                raise UserError(
+                    f"{file}: task {empty[0]} has no questions; add questions, or remove the task"
+                )
             if any(getattr(subtask, "UNSAFE_CODE", False) for subtask in members):
                 raise UserError(
                     f"{file}: this task runs code that a model writes, which is not supported; choose another task"
                 )
             if missing := missing_field(*_own_data(suite, task)):
                 raise UserError(missing)
-            lines = [f"{place}:{number}" for place, number, _ in _questions(*_own_data(suite, task))]
+            lines = [
+                f"{place}:{number}" for place, number, _ in _questions(*_own_data(suite, task))
+            ]
             for subtask in members:
                 refuse_wrong_keys(subtask, file, lines)
-            metrics = set(members[0].aggregation())  # without a metric_list: lm-eval's defaults for the output_type
+            # without a metric_list: lm-eval's defaults for the output_type
+            metrics = set(members[0].aggregation())
             filters = {entry["name"] for entry in members[0].config.filter_list or []} or {"none"}
             if isinstance(task.num_choices, dict) and task.num_choices.keys() != sizes.keys():
                 differing = sorted(task.num_choices.keys() ^ sizes.keys())
@@ -91,7 +104,9 @@ def load_tasks(
                     f"{', '.join(differing)}; write the number of choices of {', '.join(sizes)}"
                 )
             scores = [key.split(",") for key in score_keys(task)]
-            wanted = [("metric", name, metrics) for metric, _ in scores for name in metric.split("+")]
+            wanted = [
+                ("metric", name, metrics) for metric, _ in scores for name in metric.split("+")
+            ]
             wanted += [("filter", name, filters) for _, name in scores]
             for word, name, allowed in wanted:
                 if name not in allowed:
@@ -113,16 +128,22 @@ def num_questions(task: Task | Group) -> dict[str, int]:
 
 
 def score_keys(task: SuiteTask) -> list[str]:
-    """Return lm-eval's keys (`metric,filter`) of the reported scores; the column's own is the first."""
-    return [f"{task.metric},{task.filter}", *(a if "," in a else f"{a},{task.filter}" for a in task.also)]
+    """Return lm-eval's keys (`metric,filter`) of the reported scores; the column's own is the
+    first.
+    """
+    return [
+        f"{task.metric},{task.filter}",
+        *(a if "," in a else f"{a},{task.filter}" for a in task.also),
+    ]
 
 
 def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
-    """Return lm-eval's manager with the tasks of this suite only (its own index of all tasks takes half a minute).
+    """Return lm-eval's manager with the tasks of this suite only (its own index of all tasks takes
+    half a minute).
 
-    Each task is a generated YAML file that includes the suite's: a dict instead of a file would inherit nothing,
-    silently. A group is a member as `group: mmlu`; with `task: mmlu`, as in lm-eval's own `openllm`, its 57 subjects
-    would all get this one name and replace one another.
+    Each task is a generated YAML file that includes the suite's: a dict instead of a file would
+    inherit nothing, silently. A group is a member as `group: mmlu`; with `task: mmlu`, as in
+    lm-eval's own `openllm`, its 57 subjects would all get this one name and replace one another.
     """
     members = []
     for task in suite.tasks:
@@ -133,15 +154,21 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
         settings: dict[str, Any] = {}
         if task.num_fewshot is not None:
             settings["num_fewshot"] = task.num_fewshot
-        if not task.num_fewshot and (task.num_fewshot == 0 or not any(c.get("num_fewshot") for c in contents)):
-            # Only the split with the questions is read. Otherwise lm-eval reads the split that few-shot examples would
-            # come from, such as PIQA's train split, and fails without it.
+        if not task.num_fewshot and (
+            task.num_fewshot == 0 or not any(c.get("num_fewshot") for c in contents)
+        ):
+            # Only the split with the questions is read. Otherwise lm-eval reads the split that
+            # few-shot examples would come from, such as PIQA's train split, and fails without it.
             unused = ["training_split", "fewshot_split"]
             if all(content.get("test_split") for content in contents if "task" in content):
                 unused.append("validation_split")
-            settings |= {key: None for key in unused if any(content.get(key) for content in contents)}
+            settings |= {
+                key: None for key in unused if any(content.get(key) for content in contents)
+            }
         if (root := suite.data_folder()) is not None:
-            names = {str(content["dataset_path"]) for content in contents if content.get("dataset_path")}
+            names = {
+                str(content["dataset_path"]) for content in contents if content.get("dataset_path")
+            }
             if len(names) != 1:
                 raise UserError(
                     f"{file}: has {len(names)} dataset_path entries; write exactly one, relative to the data_root of "
@@ -149,11 +176,16 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
                 )
             data = root / names.pop()
             if not data.is_dir():
-                raise UserError(f"{file}: there is no dataset folder {data}; correct dataset_path or data_root")
-            # `datasets` identifies a folder by its last name and its README only: with one cache, another folder of the
-            # same layout would get the questions of the first (test_fixtures.py).
+                raise UserError(
+                    f"{file}: there is no dataset folder {data}; correct dataset_path or data_root"
+                )
+            # `datasets` identifies a folder by its last name and its README only: with one cache,
+            # another folder of the same layout would get the questions of the first
+            # (test_fixtures.py).
             sizes = [(str(f), f.stat()) for f in sorted(data.rglob("*")) if f.is_file()]
-            version = digest([str(data), [[name, stat.st_size, stat.st_mtime_ns] for name, stat in sizes]])[:16]
+            version = digest(
+                [str(data), [[name, stat.st_size, stat.st_mtime_ns] for name, stat in sizes]]
+            )[:16]
             kwargs = {"cache_dir": str(cache / "datasets" / version)}
             settings |= {"dataset_path": str(data), "dataset_kwargs": kwargs}
         if is_group:
@@ -173,18 +205,31 @@ def _read(file: Path) -> dict[str, Any]:
     """Return the content of a task's file and its includes; functions are not resolved."""
     try:
         return load_yaml(file, resolve_func=False)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{file}: is no valid task file: {in_one_line(error)}; correct the file") from None
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        yaml.YAMLError,
+    ) as error:
+        raise UserError(
+            f"{file}: is no valid task file: {in_one_line(error)}; correct the file"
+        ) from None
 
 
 def _own_data(suite: Suite, task: SuiteTask) -> tuple[dict[str, Any], Path | None]:
-    """Return the content of a task's file, and the folder of its data; None if they are on the hub."""
+    """Return the content of a task's file, and the folder of its data; None if they are on the
+    hub.
+    """
     settings, root = _read(suite.file_of(task)), suite.data_folder()
     return settings, root and root / str(settings.get("dataset_path"))
 
 
 def _reason(suite: Suite, task: SuiteTask, error: Exception) -> str:
-    """Return why a task cannot be loaded: the place in its data if a question is the cause, else lm-eval's words."""
+    """Return why a task cannot be loaded: the place in its data if a question is the cause, else
+    lm-eval's words.
+    """
     settings, folder = _own_data(suite, task)
     if missing := missing_field(settings, folder):
         return missing
@@ -193,20 +238,28 @@ def _reason(suite: Suite, task: SuiteTask, error: Exception) -> str:
     if isinstance(error, KeyError):
         reason = f"the task's data have no split or column {first}, which {task.task} needs"
     records = (
-        ((file, *each) for file in sorted(folder.rglob("*.jsonl")) for each in read_records(file)) if folder else ()
+        ((file, *each) for file in sorted(folder.rglob("*.jsonl")) for each in read_records(file))
+        if folder
+        else ()
     )
-    invalid = next(((file, number, r) for file, number, r in records if isinstance(r, InvalidRecord)), None)
+    invalid = next(
+        ((file, number, r) for file, number, r in records if isinstance(r, InvalidRecord)), None
+    )
     if invalid:
         reason = f"{invalid[0]}:{invalid[1]}: {invalid[2].reason}"
     if suite.data_root is None:
-        reason += ". Without a network, pass downloaded datasets by --data-root DIR (eval.data_root)"
+        reason += (
+            ". Without a network, pass downloaded datasets by --data-root DIR (eval.data_root)"
+        )
     return f"{suite.file_of(task)}: task {task.task} cannot be loaded: {reason}"
 
 
 def missing_field(settings: dict[str, Any], folder: Path | None) -> str:
-    """Return the place of the first question without a field that its task needs, and the remedy; "" if there is none.
+    """Return the place of the first question without a field that its task needs, and the remedy;
+    "" if there is none.
 
-    settings: the task file's, with its includes. folder: of its data; None: they are on the hub, and not read.
+    settings: the task file's, with its includes. folder: of its data; None: they are on the hub,
+    and not read.
     """
     fields = {}
     for setting in SETTINGS:
@@ -221,7 +274,11 @@ def missing_field(settings: dict[str, Any], folder: Path | None) -> str:
         for field, setting in fields.items():
             if record.get(field) is None:
                 similar = closest(field, [key for key in record if key not in fields])
-                remedy = f"rename {similar!r} to {field!r}" if similar else f"add {field!r}, or remove this question"
+                remedy = (
+                    f"rename {similar!r} to {field!r}"
+                    if similar
+                    else f"add {field!r}, or remove this question"
+                )
                 return (
                     f"{file}:{number}: the question has no {field!r}, which {setting} of the task reads, but only"
                     f" {', '.join(map(str, record))[:200]}; {remedy}"
@@ -230,7 +287,8 @@ def missing_field(settings: dict[str, Any], folder: Path | None) -> str:
 
 
 def _questions(settings: dict[str, Any], folder: Path | None) -> Iterator[tuple[Path, int, Any]]:
-    """File, line and record of each question of a task whose data are in `folder`, as they are there.
+    """File, line and record of each question of a task whose data are in `folder`, as they are
+    there.
 
     None for data on the hub, and where `process_docs` may add fields or leave questions out.
     """
@@ -245,7 +303,8 @@ def _questions(settings: dict[str, Any], folder: Path | None) -> Iterator[tuple[
 def refuse_wrong_keys(task: Any, file: Any, lines: Sequence[str] = ()) -> None:
     """Raises UserError if the key of a question is none of its choices. task: lm-eval's.
 
-    file: the task's; lines: the places of its questions, as many as there are, where these are known.
+    file: the task's; lines: the places of its questions, as many as there are, where these are
+    known.
     """
     if task.OUTPUT_TYPE != "multiple_choice" or callable(task.config.process_results):
         return  # a task's own function may read another field
@@ -253,9 +312,13 @@ def refuse_wrong_keys(task: Any, file: Any, lines: Sequence[str] = ()) -> None:
     with silence(), rendering():
         for number, question in enumerate(task.eval_docs, 1):
             choices = task.doc_to_choice(question)
-            key = task.doc_to_text(question) if task.multiple_input else task.doc_to_target(question)
+            key = (
+                task.doc_to_text(question) if task.multiple_input else task.doc_to_target(question)
+            )
             keys = key if isinstance(key, list) else [key]
-            if not all(0 <= one < len(choices) if isinstance(one, int) else one in choices for one in keys):
+            if not all(
+                0 <= one < len(choices) if isinstance(one, int) else one in choices for one in keys
+            ):
                 wrong.append((number, key, choices))
     if wrong:
         number, key, choices = wrong[0]
@@ -274,13 +337,21 @@ def refuse_wrong_keys(task: Any, file: Any, lines: Sequence[str] = ()) -> None:
 def equal_choices(task: Any, tokenizer: Any, limit: int | None = None) -> str:
     """Return a sentence about questions with two choices of the same tokens; "" if there are none.
 
-    They are equally likely for any model with this tokenizer, as when both are unknown words. task: lm-eval's.
+    They are equally likely for any model with this tokenizer, as when both are unknown words. task:
+    lm-eval's.
     """
     if task.OUTPUT_TYPE != "multiple_choice" or task.multiple_input:
         return ""
     with silence(), rendering():
-        questions = [list(map(str, task.doc_to_choice(question))) for question in list(task.eval_docs)[:limit]]
-    tokens = iter(tokenizer([text for choices in questions for text in choices], add_special_tokens=False)["input_ids"])
+        questions = [
+            list(map(str, task.doc_to_choice(question)))
+            for question in list(task.eval_docs)[:limit]
+        ]
+    tokens = iter(
+        tokenizer([text for choices in questions for text in choices], add_special_tokens=False)[
+            "input_ids"
+        ]
+    )
     equal = []
     for number, choices in enumerate(questions, 1):
         if len({tuple(next(tokens)) for _ in choices}) < len(choices):
@@ -294,19 +365,32 @@ def equal_choices(task: Any, tokenizer: Any, limit: int | None = None) -> str:
 
 
 def long_answers(task: Any, tokenizer: Any, max_tokens: int, limit: int | None = None) -> str:
-    """Return a sentence about right answers that have more than max_tokens tokens; "" if there are none.
+    """Return a sentence about right answers that have more than max_tokens tokens; "" if there are
+    none.
 
-    A model that gives one is cut off before its end, and counts as wrong. Tasks that read only a part of an answer, by
-    a filter or a function, are left out. task: lm-eval's; its own max_gen_toks takes precedence.
+    A model that gives one is cut off before its end, and counts as wrong. Tasks that read only a
+    part of an answer, by a filter or a function, are left out. task: lm-eval's; its own
+    max_gen_toks takes precedence.
     """
     settings = task.config
-    if task.OUTPUT_TYPE != "generate_until" or settings.filter_list or callable(settings.process_results):
+    if (
+        task.OUTPUT_TYPE != "generate_until"
+        or settings.filter_list
+        or callable(settings.process_results)
+    ):
         return ""
     max_tokens = (settings.generation_kwargs or {}).get("max_gen_toks", max_tokens)
     with silence(), rendering():
         answers = [task.doc_to_target(question) for question in list(task.eval_docs)[:limit]]
-    texts = [min(map(str, answer), key=len) if isinstance(answer, list) else str(answer) for answer in answers]
-    sizes = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
+    texts = [
+        min(map(str, answer), key=len) if isinstance(answer, list) else str(answer)
+        for answer in answers
+    ]
+    sizes = (
+        [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        if texts
+        else []
+    )
     long = [number for number, size in enumerate(sizes, 1) if size > max_tokens]
     if not long:
         return ""
@@ -318,14 +402,17 @@ def long_answers(task: Any, tokenizer: Any, max_tokens: int, limit: int | None =
 
 
 def shared_texts(questions: Sequence[Mapping[str, Any]]) -> str:
-    """Return a sentence about different questions that share a long text, such as a passage; "" if there are none.
+    """Return a sentence about different questions that share a long text, such as a passage; "" if
+    there are none.
 
-    Their answers change together, so that they count for less than as many independent ones. A text that all questions
-    have, such as an instruction, is no passage.
+    Their answers change together, so that they count for less than as many independent ones. A text
+    that all questions have, such as an instruction, is no passage.
     """
     for field in questions[0] if questions else ():
         texts = [question.get(field) for question in questions]
-        counts = Counter(text for text in texts if isinstance(text, str) and len(text) >= MIN_PASSAGE)
+        counts = Counter(
+            text for text in texts if isinstance(text, str) and len(text) >= MIN_PASSAGE
+        )
         sharing = [count for count in counts.values() if 1 < count < len(questions)]
         if sharing:
             return (

@@ -1,7 +1,8 @@
 """A report as plain data, and its two forms: one page of HTML, and the same as Markdown.
 
-All strings are plain text of unknown origin; neither form takes them as code. The page is one file without scripts,
-network or fonts, light and dark, on paper and on a phone. The templates page.html and page.md escape every text.
+All strings are plain text of unknown origin; neither form takes them as code. The page is one file
+without scripts, network or fonts, light and dark, on paper and on a phone. The templates page.html
+and page.md escape every text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,8 @@ class Item:
     lead: str
     text: str = ""
     kind: str = ""
-    """better, worse, open (not distinguishable), caution or problem: the colour and the sign before it."""
+    """better, worse, open (not distinguishable), caution or problem: the colour and the sign before
+    it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ class TextTable(Table):
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture for a light and for a dark page, as `data:` addresses, and its content in one sentence."""
+    """A picture for a light and for a dark page, as `data:` addresses, and its content in one
+    sentence.
+    """
 
     light: str
     dark: str
@@ -71,7 +75,9 @@ class Picture:
 
 @dataclass(frozen=True)
 class Figure:
-    """Small pictures beside each other, on a phone below each other, and the picture of each name in a legend."""
+    """Small pictures beside each other, on a phone below each other, and the picture of each name
+    in a legend.
+    """
 
     panels: list[Picture]
     caption: str
@@ -101,6 +107,10 @@ def render(form: Literal["html", "md"], title: str, subtitle: str, sections: Sec
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else printable(value),
     )
-    environment.filters |= {"form": lambda block: type(block).__name__, "line": markdown_line, "fenced": fenced}
+    environment.filters |= {
+        "form": lambda block: type(block).__name__,
+        "line": markdown_line,
+        "fenced": fenced,
+    }
     page, style = environment.get_template(f"page.{form}"), STYLE.read_text(encoding="utf-8")
     return page.render(title=title, subtitle=subtitle, sections=sections, style=style)

@@ -1,7 +1,7 @@
 """Draw the figures of a report: small panels, for a light and for a dark page.
 
-Each candidate has one colour, dash and marker in all figures, so that they can be read in black and white. A figure
-without data is None, and the page leaves it out. The same data give the same bytes.
+Each candidate has one colour, dash and marker in all figures, so that they can be read in black and
+white. A figure without data is None, and the page leaves it out. The same data give the same bytes.
 """
 
 import json
@@ -21,15 +21,37 @@ from ...core.text import count, join_words
 from ...run.metrics import METRICS
 from ..study import Difference, Run, Study, finished
 from .blocks import Figure, Picture
-from .curves import Curve, curve, expected_best, focus, mean_curve, shown_runs, start, thin, trial_metrics
-from .text import in_order, measure_name, measures_of, metric_name, metric_text, reference_name, rules_of, setting, size
+from .curves import (
+    Curve,
+    curve,
+    expected_best,
+    focus,
+    mean_curve,
+    shown_runs,
+    start,
+    thin,
+    trial_metrics,
+)
+from .text import (
+    in_order,
+    measure_name,
+    measures_of,
+    metric_name,
+    metric_text,
+    reference_name,
+    rules_of,
+    setting,
+    size,
+)
 
 INCHES = (4.5, 3.0)
-"""Of a panel: 324 units wide, so that its letters of 10 units have 11 pixels on a phone 390 pixels wide."""
+"""Of a panel: 324 units wide, so that its letters of 10 units have 11 pixels on a phone 390 pixels
+wide."""
 DPI = 144
 """Twice the units: a panel 324 units wide has 648 pixels."""
 MAX_WITH_RUNS = 6
-"""Candidates whose runs are drawn beside their mean; of more, the thin lines would hide the others."""
+"""Candidates whose runs are drawn beside their mean; of more, the thin lines would hide the
+others."""
 MAX_KEYS = 6
 """Searched keys that have a panel."""
 MAX_BYTES = 1 << 26
@@ -40,11 +62,18 @@ RETENTION = "rise of the retention loss"
 
 def curves_figure(study: Study) -> Figure | None:
     """Return the metric along the runs against steps, tokens, seconds and displacement."""
-    axes = {"step": "steps", "tokens": "tokens", "seconds": "seconds of training", "relative_change": DISPLACEMENT}
+    axes = {
+        "step": "steps",
+        "tokens": "tokens",
+        "seconds": "seconds of training",
+        "relative_change": DISPLACEMENT,
+    }
     about = metric_name(study)
     panels = {label: _along(study, about, "metric", key, label) for key, label in axes.items()}
     cut = "below" if study.higher_is_better else "above"
-    thin_lines = ", with the single runs as thin lines" if len(study.candidates) <= MAX_WITH_RUNS else ""
+    thin_lines = (
+        ", with the single runs as thin lines" if len(study.candidates) <= MAX_WITH_RUNS else ""
+    )
     caption = (
         f"The {about} during the final runs: the mean over the seeds{thin_lines}. The axis is cut off {cut}, so that "
         f"the ends of the curves are easy to distinguish. The curves average over batches. The {about} of the verdict "
@@ -55,26 +84,40 @@ def curves_figure(study: Study) -> Figure | None:
 
 
 def front_figure(study: Study) -> Figure | None:
-    """Return gain against forgetting: along the runs, at the ends, and against displacement and KL."""
+    """Return gain against forgetting: along the runs, at the ends, and against displacement and
+    KL.
+    """
     about, begin = metric_name(study), start(study, "metric")
     wanted = ((study.file.get("verdict") or {}).get("retention") or {}).get("columns") or []
     base = study.base_scores or {}
     columns = [column for column in wanted if column in base]
-    dots: dict[int, Curve] = {}  # the change of the retained columns' mean against the gain at the end of every run
+    # the change of the retained columns' mean against the gain at the end of every run
+    dots: dict[int, Curve] = {}
     for i, candidate in enumerate(study.candidates):
         for run in finished(candidate.verdict):
-            changes = [run.scores[column] - base[column] for column in columns if column in (run.scores or {})]  # pyright: ignore[reportOptionalSubscript]
+            changes = [
+                run.scores[column] - base[column]
+                for column in columns
+                if column in (run.scores or {})
+            ]  # pyright: ignore[reportOptionalSubscript]
             if changes and run.metric is not None and begin is not None:
                 gain = run.metric - begin if study.higher_is_better else begin - run.metric
                 dots.setdefault(i, []).append((gain, fmean(changes)))
 
     def draw(axes: Axes, colors: Colors) -> None:
         for i, points in dots.items():
-            axes.plot(*zip(*points, strict=True), **{**line_style(i, colors), "linestyle": ""}, markersize=7)
+            axes.plot(
+                *zip(*points, strict=True),
+                **{**line_style(i, colors), "linestyle": ""},
+                markersize=7,
+            )
         axes.axhline(0, color=colors.muted, linewidth=1)
         axes.locator_params(axis="x", nbins=5)
 
-    words = [f"{study.candidates[i].name} {fmean(y for _, y in points):+.1f}" for i, points in dots.items()]
+    words = [
+        f"{study.candidates[i].name} {fmean(y for _, y in points):+.1f}"
+        for i, points in dots.items()
+    ]
     names = ", ".join(columns)
     alt = f"Mean change of {names} in points at the ends of the runs: {', '.join(words)}."
     retained = _panel(f"change of {names}, points", f"gain in {about}", alt, draw) if dots else None
@@ -82,7 +125,9 @@ def front_figure(study: Study) -> Figure | None:
     panels = {
         "retention loss against gain": _along(study, RETENTION, loss, "metric", f"gain in {about}"),
         "retained scores against gain": retained,
-        "retention loss against displacement": _along(study, RETENTION, loss, "relative_change", DISPLACEMENT),
+        "retention loss against displacement": _along(
+            study, RETENTION, loss, "relative_change", DISPLACEMENT
+        ),
         f"{about} against KL": _along(study, about, "metric", "kl_to_start", KL),
         "retention loss against KL": _along(study, RETENTION, loss, "kl_to_start", KL),
     }
@@ -95,7 +140,8 @@ def front_figure(study: Study) -> Figure | None:
 
 
 def differences_figure(study: Study, reference: str) -> Figure:
-    """Return a panel per measure: the differences to one reference, over those too small to be seen.
+    """Return a panel per measure: the differences to one reference, over those too small to be
+    seen.
 
     Percent points beyond 100 are not drawn: no difference is so large.
     """
@@ -108,20 +154,38 @@ def differences_figure(study: Study, reference: str) -> Figure:
         most = 100.0 if unit == "percent" else float("inf")
 
         def draw(
-            axes: Axes, colors: Colors, differences: Sequence[Difference] = differences, most: float = most
+            axes: Axes,
+            colors: Colors,
+            differences: Sequence[Difference] = differences,
+            most: float = most,
         ) -> None:
             for y, d in enumerate(differences):
-                grey = {"color": colors.grid, "linewidth": 12, "solid_capstyle": "butt", "zorder": 1}
-                seen, low, high = min(d.detectable or 0.0, most), max(d.low, -most), min(d.high, most)
+                grey = {
+                    "color": colors.grid,
+                    "linewidth": 12,
+                    "solid_capstyle": "butt",
+                    "zorder": 1,
+                }
+                seen, low, high = (
+                    min(d.detectable or 0.0, most),
+                    max(d.low, -most),
+                    min(d.high, most),
+                )
                 axes.plot([-seen, seen], [y, y], **grey)
-                style: dict[str, Any] = line_style(numbers[d.candidate], colors) | {"linestyle": "-"}
+                style: dict[str, Any] = line_style(numbers[d.candidate], colors) | {
+                    "linestyle": "-"
+                }
                 axes.plot([low, high], [y, y], color=style["color"], linewidth=1.6, zorder=3)
                 face = colors.paper if d.answer == "not distinguishable" else style["color"]
                 axes.plot(d.value, y, **style, markersize=7, markerfacecolor=face, zorder=4)
             low, high = axes.get_xlim()
             axes.set_xlim(max(low, -1.04 * most), min(high, 1.04 * most))
             axes.axvline(0, color=colors.muted, linewidth=1, zorder=2)
-            axes.set_yticks(range(len(differences)), [short(d.candidate, 18) for d in differences], parse_math=False)
+            axes.set_yticks(
+                range(len(differences)),
+                [short(d.candidate, 18) for d in differences],
+                parse_math=False,
+            )
             axes.set_ylim(len(differences) - 0.5, -0.5)
             axes.grid(visible=False, axis="y")
             axes.spines["left"].set_visible(False)
@@ -129,12 +193,20 @@ def differences_figure(study: Study, reference: str) -> Figure:
             axes.locator_params(axis="x", nbins=5)
 
         intervals = [f"[{size(d.low, unit)}, {size(d.high, unit)}]" for d in differences]
-        words = [f"{d.candidate} {size(d.value, unit)} {ends}" for d, ends in zip(differences, intervals, strict=True)]
+        words = [
+            f"{d.candidate} {size(d.value, unit)} {ends}"
+            for d, ends in zip(differences, intervals, strict=True)
+        ]
         alt = f"{about}, differences to {reference_name(reference)} (positive: better): {'; '.join(words)}."
         label = "percent points better" if unit == "percent" else "better by"
-        panels.append(_panel(about, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences))))
+        panels.append(
+            _panel(about, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences)))
+        )
     rules = rules_of(study)
-    power, answers = rules.power, "better, worse or equivalent" if rules.equivalence else "better or worse"
+    power, answers = (
+        rules.power,
+        "better, worse or equivalent" if rules.equivalence else "better or worse",
+    )
     caption = (
         f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. A grey"
         " bar marks differences that are too small to find reliably: fewer than"
@@ -145,17 +217,31 @@ def differences_figure(study: Study, reference: str) -> Figure:
 
 
 def search_figure(study: Study) -> Figure | None:
-    """Return the metric of every trial against each searched key, and the expected best of n trials."""
+    """Return the metric of every trial against each searched key, and the expected best of n
+    trials.
+    """
     trials = [run for candidate in study.candidates for run in candidate.trials]
     keys = _free_keys(trials)
-    limits = focus([run.metric for run in finished(trials) if run.metric is not None], study.higher_is_better)
+    limits = focus(
+        [run.metric for run in finished(trials) if run.metric is not None], study.higher_is_better
+    )
     if limits is None:
         return None
-    panels: dict[str, Picture | None] = {key: _sensitivity_panel(study, key, limits) for key in keys[:MAX_KEYS]}
-    best = [expected_best(trial_metrics(study, each), study.higher_is_better) for each in study.candidates]
-    lines = {i: [[], [(float(k), value) for k, value in enumerate(values, 1)]] for i, values in enumerate(best)}
+    panels: dict[str, Picture | None] = {
+        key: _sensitivity_panel(study, key, limits) for key in keys[:MAX_KEYS]
+    }
+    best = [
+        expected_best(trial_metrics(study, each), study.higher_is_better)
+        for each in study.candidates
+    ]
+    lines = {
+        i: [[], [(float(k), value) for k, value in enumerate(values, 1)]]
+        for i, values in enumerate(best)
+    }
     tuning = "the expected best of n trials"
-    panels[tuning] = _lines_panel(study, f"expected best {metric_name(study)}", "trials", lines, cut=True)
+    panels[tuning] = _lines_panel(
+        study, f"expected best {metric_name(study)}", "trials", lines, cut=True
+    )
     caption = (
         "Every run of the search against its setting. A trial is one setting; with several seeds, its metric is "
         "the mean over its runs. A ring marks the selected trial. At the edge of the axis, triangles mark runs "
@@ -170,7 +256,9 @@ def search_figure(study: Study) -> Figure | None:
 
 
 def _free_keys(trials: Sequence[Run]) -> list[str]:
-    """Return the searched keys, without those that always have another key's value, or one value for each candidate."""
+    """Return the searched keys, without those that always have another key's value, or one value
+    for each candidate.
+    """
     columns: dict[str, tuple[Any, ...]] = {}
     for key in dict.fromkeys(key for run in trials for key in run.parameters):
         column = tuple(run.parameters.get(key) for run in trials)
@@ -181,8 +269,12 @@ def _free_keys(trials: Sequence[Run]) -> list[str]:
 
 
 def _sensitivity_panel(study: Study, key: str, limits: tuple[float, float]) -> Picture | None:
-    """Return the metric of all candidates' trials against one searched key, in one panel, where they are compared."""
-    trials = [[run for run in candidate.trials if key in run.parameters] for candidate in study.candidates]
+    """Return the metric of all candidates' trials against one searched key, in one panel, where
+    they are compared.
+    """
+    trials = [
+        [run for run in candidate.trials if key in run.parameters] for candidate in study.candidates
+    ]
     everywhere = [run for own in trials for run in own]
     if not everywhere:
         return None
@@ -200,16 +292,39 @@ def _sensitivity_panel(study: Study, key: str, limits: tuple[float, float]) -> P
             line: dict[str, Any] = style if len(_free_keys(own)) == 1 else style | {"linestyle": ""}
             if inside:
                 axes.plot(*zip(*inside, strict=True), **line, linewidth=1.2, markersize=5)
-            lone: dict[str, Any] = {"linestyle": "", "color": style["color"], "markersize": 7, "clip_on": False}
+            lone: dict[str, Any] = {
+                "linestyle": "",
+                "color": style["color"],
+                "markersize": 7,
+                "clip_on": False,
+            }
             axes.plot(beyond, [worst] * len(beyond), marker=triangle, **lone)
             chosen = [run for run in finished(own) if candidate.is_selected(run)]
             if chosen:
-                at = place(chosen[0].parameters[key]), fmean(run.metric for run in chosen if run.metric is not None)
-                axes.plot(*at, **{**lone, "markersize": 12}, marker="o", markerfacecolor="none", markeredgewidth=1.4)
+                at = (
+                    place(chosen[0].parameters[key]),
+                    fmean(run.metric for run in chosen if run.metric is not None),
+                )
+                axes.plot(
+                    *at,
+                    **{**lone, "markersize": 12},
+                    marker="o",
+                    markerfacecolor="none",
+                    markeredgewidth=1.4,
+                )
             for status, marker in (("diverged", "x"), ("failed", "+")):
                 xs = [place(run.parameters[key]) for run in own if run.status == status]
-                above: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "markeredgewidth": 1.6}
-                axes.plot(xs, [1.05 + 0.05 * i / len(study.candidates)] * len(xs), marker=marker, **lone, **above)
+                above: dict[str, Any] = {
+                    "transform": axes.get_xaxis_transform(),
+                    "markeredgewidth": 1.6,
+                }
+                axes.plot(
+                    xs,
+                    [1.05 + 0.05 * i / len(study.candidates)] * len(xs),
+                    marker=marker,
+                    **lone,
+                    **above,
+                )
         room = 0.06 * (limits[1] - limits[0])
         axes.set_ylim(limits[0] - room, limits[1] + room)
 
@@ -224,18 +339,27 @@ def _sensitivity_panel(study: Study, key: str, limits: tuple[float, float]) -> P
             num = sum(run.status == status for run in own)
             parts += [f"{num} {status}"] if num else []
         words.append(f"{candidate.name} {', '.join(parts)}")
-    return _panel(metric_name(study), key, f"{metric_name(study)} against {key}: {'; '.join(words)}.", draw, pad=18)
+    return _panel(
+        metric_name(study),
+        key,
+        f"{metric_name(study)} against {key}: {'; '.join(words)}.",
+        draw,
+        pad=18,
+    )
 
 
 def spectra_figure(study: Study, folder: Path) -> Figure | None:
-    """Return the stable rank of the momenta over training, and the spectrum of one matrix at the last step.
+    """Return the stable rank of the momenta over training, and the spectrum of one matrix at the
+    last step.
 
     From the run folders of a study that recorded them (run.log_spectra).
     """
     ranks: dict[int, list[Curve]] = {}
     last: dict[int, list[Curve]] = {}
     for i, candidate in enumerate(study.candidates):
-        spectra = next((each for run in shown_runs(candidate) if (each := _read_spectra(folder, run))), {})
+        spectra = next(
+            (each for run in shown_runs(candidate) if (each := _read_spectra(folder, run))), {}
+        )
         by_step: dict[int, list[float]] = {}
         for (step, _), values in spectra.items():
             by_step.setdefault(step, []).append(sum((value / values[0]) ** 2 for value in values))
@@ -243,7 +367,14 @@ def spectra_figure(study: Study, folder: Path) -> Figure | None:
         if spectra:
             step, name = max(spectra, key=lambda key: (key[0], len(spectra[key]), key[1]))
             values = spectra[step, name]
-            last[i] = [thin([(mode / len(values), value / values[0]) for mode, value in enumerate(values, 1)])]
+            last[i] = [
+                thin(
+                    [
+                        (mode / len(values), value / values[0])
+                        for mode, value in enumerate(values, 1)
+                    ]
+                )
+            ]
     if not last:
         return None
     panels = {
@@ -259,12 +390,22 @@ def spectra_figure(study: Study, folder: Path) -> Figure | None:
 
 
 def _read_spectra(folder: Path, run: Run) -> dict[tuple[int, str], list[float]]:
-    """Return the singular values of a run by step and matrix; nothing if there are none, or the file is damaged."""
+    """Return the singular values of a run by step and matrix; nothing if there are none, or the
+    file is damaged.
+    """
     file = folder / run.folder / "spectra.jsonl"  # the folder of a damaged study may be no path
     try:
-        if not file.resolve().is_relative_to(folder.resolve()) or not file.is_file() or file.stat().st_size > MAX_BYTES:
+        if (
+            not file.resolve().is_relative_to(folder.resolve())
+            or not file.is_file()
+            or file.stat().st_size > MAX_BYTES
+        ):
             return {}
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [
+            json.loads(line)
+            for line in file.read_text(encoding="utf-8").splitlines()
+            if line.strip()
+        ]
         spectra = {
             (int(line["step"]), str(line["name"])): [float(s) for s in line["singular_values"]]
             for line in lines
@@ -272,7 +413,11 @@ def _read_spectra(folder: Path, run: Run) -> dict[tuple[int, str], list[float]]:
         }
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
-    return {key: values for key, values in spectra.items() if values and all(map(isfinite, values)) and values[0] > 0}
+    return {
+        key: values
+        for key, values in spectra.items()
+        if values and all(map(isfinite, values)) and values[0] > 0
+    }
 
 
 def _along(study: Study, title: str, y: str, x: str, label: str) -> Picture | None:
@@ -296,7 +441,9 @@ def _along(study: Study, title: str, y: str, x: str, label: str) -> Picture | No
 def _lines_panel(
     study: Study, title: str, label: str, lines: dict[int, list[Curve]], *, cut: bool = False
 ) -> Picture | None:
-    """Return a panel with thin lines for runs and a line with markers for their mean, each candidate's last curve."""
+    """Return a panel with thin lines for runs and a line with markers for their mean, each
+    candidate's last curve.
+    """
     lines = {i: curves for i, curves in lines.items() if curves and len(curves[-1]) > 1}
     if not lines:
         return None
@@ -305,11 +452,23 @@ def _lines_panel(
         for i, (*runs, mean) in lines.items():
             style = line_style(i, colors)
             for points in runs if len(lines) <= MAX_WITH_RUNS else ():
-                axes.plot(*zip(*points, strict=True), color=style["color"], linewidth=0.6, alpha=0.55)
+                axes.plot(
+                    *zip(*points, strict=True), color=style["color"], linewidth=0.6, alpha=0.55
+                )
             every = max(1, len(mean) // 6)
-            axes.plot(*zip(*mean, strict=True), **style, markevery=(i % every, every), markersize=4.5, linewidth=1.6)
+            axes.plot(
+                *zip(*mean, strict=True),
+                **style,
+                markevery=(i % every, every),
+                markersize=4.5,
+                linewidth=1.6,
+            )
             axes.plot(*mean[-1], **style, markersize=7)
-        if cut and (limits := focus([y for curves in lines.values() for _, y in curves[-1]], study.higher_is_better)):
+        if cut and (
+            limits := focus(
+                [y for curves in lines.values() for _, y in curves[-1]], study.higher_is_better
+            )
+        ):
             axes.set_ylim(*limits)
         axes.xaxis.set_major_formatter(compact)
         axes.locator_params(axis="x", nbins=5)
@@ -320,7 +479,9 @@ def _lines_panel(
 
 
 def _figure(study: Study, panels: dict[str, Picture | None], caption: str) -> Figure | None:
-    """Return the panels that there are, with a legend and the names of the others; None without any."""
+    """Return the panels that there are, with a legend and the names of the others; None without
+    any.
+    """
     drawn = [panel for panel in panels.values() if panel is not None]
     if not drawn:
         return None
@@ -334,7 +495,14 @@ def _figure(study: Study, panels: dict[str, Picture | None], caption: str) -> Fi
             axes = drawing.add_axes((0, 0, 1, 1))
             axes.set_axis_off()
             axes.set(xlim=(0, 1), ylim=(-1, 1))
-            axes.plot([0, 0.5, 1], [0, 0, 0], **line_style(i, colors), markevery=[1], markersize=6, linewidth=1.6)
+            axes.plot(
+                [0, 0.5, 1],
+                [0, 0, 0],
+                **line_style(i, colors),
+                markevery=[1],
+                markersize=6,
+                linewidth=1.6,
+            )
             pictures.append(_address(drawing, colors.paper))
         legend.append(Picture(pictures[0], pictures[1], candidate.name))
     return Figure(drawn, caption, legend)
@@ -371,7 +539,8 @@ def _panel(
 def _address(drawing: Drawing, background: str) -> str:
     """Return a drawing as a PNG picture in a `data:` address.
 
-    A line drawing of few colours has a quarter of the bytes of an SVG picture, however many points its lines have.
+    A line drawing of few colours has a quarter of the bytes of an SVG picture, however many points
+    its lines have.
     """
     drawing.set(dpi=DPI, facecolor=background)
     return f"data:image/png;base64,{b64encode(png(drawing)).decode()}"
@@ -380,8 +549,8 @@ def _address(drawing: Drawing, background: str) -> str:
 def set_scale(axes: Axes, values: Sequence[Any]) -> Callable[[Any], float]:
     """Prepare the x axis for the values of a searched key; returns their places on it.
 
-    Numbers that span a factor of 3 have a logarithmic scale, labelled as a recipe writes them. Words have equal
-    distances.
+    Numbers that span a factor of 3 have a logarithmic scale, labelled as a recipe writes them.
+    Words have equal distances.
     """
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         words = sorted({str(value) for value in values})

@@ -1,7 +1,7 @@
 """Compute the numbers for the figures and tables of a report.
 
-Curves are means over seeds. The expected best metric of so many trials shows how much of a result is the search that
-found it.
+Curves are means over seeds. The expected best metric of so many trials shows how much of a result
+is the search that found it.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,12 @@ from ..study import ENDED, Candidate, Point, Run, Study, by_number, finished, me
 
 MAX_POINTS = 200
 """Of a drawn curve: more cannot be seen in a small panel."""
-AT_START = {"step", "tokens", "seconds", *(metric.key for metric in IN_STUDIES if metric.at_start == 0)}
+AT_START = {
+    "step",
+    "tokens",
+    "seconds",
+    *(metric.key for metric in IN_STUDIES if metric.at_start == 0),
+}
 """Quantities that are 0 at the start, measured or not."""
 Curve = list[tuple[float, float]]
 
@@ -28,20 +33,31 @@ def value_of(point: Point, key: str) -> float | None:
 
 def start(study: Study, key: str) -> float | None:
     """Return a quantity of the starting checkpoint, by any run that measured it at step 0."""
-    runs = [run for candidate in study.candidates for run in (*candidate.verdict, *candidate.trials)]
+    runs = [
+        run for candidate in study.candidates for run in (*candidate.verdict, *candidate.trials)
+    ]
     values = (value_of(point, key) for run in runs for point in run.curve if point.step == 0)
     return next((value for value in values if value is not None), None)
 
 
 def shown_runs(candidate: Candidate) -> list[Run]:
-    """Return the runs whose curves are shown: the verdict's, and before there are any the selected trial."""
+    """Return the runs whose curves are shown: the verdict's, and before there are any the selected
+    trial.
+    """
     trial = candidate.selected_trial
     return finished(candidate.verdict) or finished([trial] if trial else [])
 
 
 def cpu_loads(study: Study) -> list[float]:
-    """Return the loads of the machine's CPUs that the shown runs were trained under; none of runs on GPUs."""
-    return [run.load for candidate in study.candidates for run in shown_runs(candidate) if run.load is not None]
+    """Return the loads of the machine's CPUs that the shown runs were trained under; none of runs
+    on GPUs.
+    """
+    return [
+        run.load
+        for candidate in study.candidates
+        for run in shown_runs(candidate)
+        if run.load is not None
+    ]
 
 
 def are_times_comparable(loads: Sequence[float]) -> bool:
@@ -77,15 +93,20 @@ def thin(points: Curve) -> Curve:
 
 
 def interpolate(run: Run, along: str, level: float, key: str) -> float | None:
-    """Return a quantity of a run where it first reaches a level of another (a displacement), linear between points."""
+    """Return a quantity of a run where it first reaches a level of another (a displacement), linear
+    between points.
+    """
     for (x0, y0), (x1, y1) in pairwise(curve(run, along, key)):
         if x0 <= level <= x1:
             return y1 if x1 == x0 else y0 + (y1 - y0) * (level - x0) / (x1 - x0)
     return None
 
 
-def first_reach(run: Run, target: float, higher_is_better: bool) -> tuple[float, float | None] | None:
-    """Return the step and the seconds at which a run's metric first is as good as `target`; None if it never is.
+def first_reach(
+    run: Run, target: float, higher_is_better: bool
+) -> tuple[float, float | None] | None:
+    """Return the step and the seconds at which a run's metric first is as good as `target`; None if
+    it never is.
 
     Linear between the first such evaluation and the one before it.
     """
@@ -110,7 +131,9 @@ def first_reach(run: Run, target: float, higher_is_better: bool) -> tuple[float,
 
 
 def common_level(study: Study, along: str) -> float | None:
-    """Return the largest displacement (or KL) that every shown run reaches; None without two candidates."""
+    """Return the largest displacement (or KL) that every shown run reaches; None without two
+    candidates.
+    """
     tops = [
         max((x for x, _ in curve(run, along, "metric")), default=0.0)
         for candidate in study.candidates
@@ -121,9 +144,11 @@ def common_level(study: Study, along: str) -> float | None:
 
 
 def focus(values: Sequence[float], higher_is_better: bool) -> tuple[float, float] | None:
-    """Return the part of an axis where values differ: from the best to four times the median's distance from it.
+    """Return the part of an axis where values differ: from the best to four times the median's
+    distance from it.
 
-    None without two values. Worse values are cut off: the first losses of a run would hide all differences at its end.
+    None without two values. Worse values are cut off: the first losses of a run would hide all
+    differences at its end.
     """
     values = [value for value in values if isfinite(value)]
     if len(values) < 2:
@@ -138,17 +163,25 @@ def focus(values: Sequence[float], higher_is_better: bool) -> tuple[float, float
 
 
 def trial_metrics(study: Study, candidate: Candidate) -> list[float | None]:
-    """Return the metric of every ended trial, the mean of its runs; of a lost one that of the start, if it is known."""
+    """Return the metric of every ended trial, the mean of its runs; of a lost one that of the
+    start, if it is known.
+    """
     trials = by_number(run for run in candidate.trials if run.status in ENDED)
     means = [mean_metric(runs) for runs in trials.values()]
     begin = start(study, "metric")
-    return [begin if mean is None else mean for mean in means] if any(mean is not None for mean in means) else []
+    return (
+        [begin if mean is None else mean for mean in means]
+        if any(mean is not None for mean in means)
+        else []
+    )
 
 
 def expected_best(metrics: Sequence[float | None], higher_is_better: bool) -> list[float]:
-    """Return the expected best metric of 1, 2, ... trials drawn from these without replacement (Dodge et al. 2019).
+    """Return the expected best metric of 1, 2, ...
+    trials drawn from these without replacement (Dodge et al. 2019).
 
-    None is a trial that diverged or failed: it counts as the worst of the others. Empty if no trial has a metric.
+    None is a trial that diverged or failed: it counts as the worst of the others. Empty if no trial
+    has a metric.
     """
     known = sorted((metric for metric in metrics if metric is not None), reverse=higher_is_better)
     if not known:
@@ -156,4 +189,7 @@ def expected_best(metrics: Sequence[float | None], higher_is_better: bool) -> li
     ranked = known + [known[-1]] * (len(metrics) - len(known))
     n = len(ranked)
     # The best of k has rank i if the others are among the n - 1 - i worse ones.
-    return [sum(x * comb(n - 1 - i, k - 1) for i, x in enumerate(ranked)) / comb(n, k) for k in range(1, n + 1)]
+    return [
+        sum(x * comb(n - 1 - i, k - 1) for i, x in enumerate(ranked)) / comb(n, k)
+        for k in range(1, n + 1)
+    ]

@@ -1,4 +1,6 @@
-"""The effort behind a result: how sharp a search is, and how soon runs reach the final metric of the reference."""
+"""The effort behind a result: how sharp a search is, and how soon runs reach the final metric of
+the reference.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ MOST_RATES = 3
 
 @dataclass(frozen=True, order=True)
 class Time:
-    """Steps or seconds until a metric is reached, or those of a run that has not reached it, the longest of all."""
+    """Steps or seconds until a metric is reached, or those of a run that has not reached it, the
+    longest of all.
+    """
 
     is_longer: bool
     """Not reached: the true time is longer than `value`."""
@@ -25,7 +29,9 @@ class Time:
 
 @dataclass(frozen=True)
 class TargetTimes:
-    """The times of a candidate's runs to the reference's final metric, one per seed; shares: of the reference's own."""
+    """The times of a candidate's runs to the reference's final metric, one per seed; shares: of the
+    reference's own.
+    """
 
     steps: list[Time]
     step_shares: list[Time]
@@ -35,7 +41,9 @@ class TargetTimes:
 
 def tuning_blocks(study: Study) -> list[Block]:
     """Return a row per candidate about its search, without the columns that no candidate fills."""
-    tunings = [tuning(candidate, higher_is_better=study.higher_is_better) for candidate in study.candidates]
+    tunings = [
+        tuning(candidate, higher_is_better=study.higher_is_better) for candidate in study.candidates
+    ]
     tunings = [each for each in tunings if each is not None]
     metric = text.metric_name(study)
     readings = [each for tuned in tunings for each in (tuned.half, tuned.twice) if each]
@@ -44,11 +52,17 @@ def tuning_blocks(study: Study) -> list[Block]:
         "no result": "a neighbouring trial diverged or failed",
     }
     present = [reason for reason in meanings if any(each.reason == reason for each in readings)]
-    reasons = "".join(f' "{reason.capitalize()}" means that {meanings[reason]}.' for reason in present)
+    reasons = "".join(
+        f' "{reason.capitalize()}" means that {meanings[reason]}.' for reason in present
+    )
     columns: list[tuple[str, Callable[[Tuning], str], str]] = [
         ("", lambda each: each.candidate.name, ""),
         (f"selected {RATE}", lambda each: text.setting(each.rate), ""),
-        ("at an edge", lambda each: each.candidate.at_edge.get(RATE, "no") if each.rate else "-", ""),
+        (
+            "at an edge",
+            lambda each: each.candidate.at_edge.get(RATE, "no") if each.rate else "-",
+            "",
+        ),
         (metric, lambda each: text.metric_text(each.metric), ""),
         ("at half", lambda each: _reading(each.half), ""),
         (
@@ -59,7 +73,9 @@ def tuning_blocks(study: Study) -> list[Block]:
         ),
         (
             "interpolated optimum",
-            lambda each: f"{each.optimum.rate:.3g}, gain {each.optimum.gain:.3f}" if each.optimum else "-",
+            lambda each: (
+                f"{each.optimum.rate:.3g}, gain {each.optimum.gain:.3f}" if each.optimum else "-"
+            ),
             "The interpolated optimum is the vertex of a parabola through the selected trial and its neighbours. The "
             f"gain is the estimated improvement of the {metric} from the selected trial to this optimum. No run has "
             "measured it, and it is overestimated if one neighbour is much worse than the other.",
@@ -100,7 +116,9 @@ def _reading(reading: Reading | None) -> str:
 
 
 def _selected_again(each: Tuning) -> str:
-    """Return the most frequent selections: their rates, or of equal rates the share of the selected trial."""
+    """Return the most frequent selections: their rates, or of equal rates the share of the selected
+    trial.
+    """
     if each.selection is None:
         return "-"
     rates = {run.number: run.parameters.get(RATE) for run in each.candidate.trials}
@@ -111,7 +129,9 @@ def _selected_again(each: Tuning) -> str:
 
 
 def target_blocks(study: Study) -> list[Block]:
-    """Return how soon the runs of each candidate reach the reference's final metric at their seed."""
+    """Return how soon the runs of each candidate reach the reference's final metric at their
+    seed.
+    """
     names = {candidate.name: candidate for candidate in study.candidates}
     declared = (study.file.get("verdict") or {}).get("reference", ALL_PAIRS)
     reference = names.get(declared) or next(iter(names.values()), None)
@@ -126,15 +146,33 @@ def target_blocks(study: Study) -> list[Block]:
         return []
     metric = text.metric_name(study)
     target = f"{reference.name}'s final {metric}"
-    own, length = times[reference.name], max(run.curve[-1].step for run in finished(reference.verdict) if run.curve)
+    own, length = (
+        times[reference.name],
+        max(run.curve[-1].step for run in finished(reference.verdict) if run.curve),
+    )
     is_comparable = curves.are_times_comparable(curves.cpu_loads(study))
-    has_seconds = is_comparable and all(len(each.seconds) == len(each.steps) for each in times.values())
-    items, rows = [], []  # when each candidate first reaches the target, beside the reference's own time
+    has_seconds = is_comparable and all(
+        len(each.seconds) == len(each.steps) for each in times.values()
+    )
+    # when each candidate first reaches the target, beside the reference's own time
+    items, rows = [], []
     usual = _time(_summary(own.steps)[0], ".0f")
     for name, each in times.items():
         num, seeds = sum(not time.is_longer for time in each.steps), count(len(each.steps), "seed")
-        row = [name, f"{num} of {seeds}", _spread(each.steps, ".0f"), _spread(each.step_shares, ".0%")]
-        rows.append(row + ([_spread(each.seconds, ".1f"), _spread(each.second_shares, ".0%")] if has_seconds else []))
+        row = [
+            name,
+            f"{num} of {seeds}",
+            _spread(each.steps, ".0f"),
+            _spread(each.step_shares, ".0%"),
+        ]
+        rows.append(
+            row
+            + (
+                [_spread(each.seconds, ".1f"), _spread(each.second_shares, ".0%")]
+                if has_seconds
+                else []
+            )
+        )
         if name == reference.name:
             continue
         if 2 * num <= len(each.steps):
@@ -145,7 +183,9 @@ def target_blocks(study: Study) -> list[Block]:
         lead = f"{name} first reached {target} at step {_time(_summary(each.steps)[0], '.0f')} of {length}"
         usually = f"{reference.name}'s own runs first reached their final value at step {usual}"
         shares = f"With equal seeds, {name} needed {middle} of the steps that {reference.name} needed for this value"
-        items.append(Item(lead, f"; {usually} (medians over {seeds}). {shares} (median{interval})."))
+        items.append(
+            Item(lead, f"; {usually} (medians over {seeds}). {shares} (median{interval}).")
+        )
     head = ["", "reached", "steps", f"share of {reference.name}'s steps"]
     head += ["seconds", f"share of {reference.name}'s seconds"] if has_seconds else []
     note = (
@@ -164,20 +204,25 @@ def target_blocks(study: Study) -> list[Block]:
     return [Items(items), Paragraph(caveat), Table(head, rows), Paragraph(note, kind="muted")]
 
 
-def target_times(candidate: Candidate, reference: Candidate, *, higher_is_better: bool) -> TargetTimes:
+def target_times(
+    candidate: Candidate, reference: Candidate, *, higher_is_better: bool
+) -> TargetTimes:
     """Return the times to the reference's final metric, for the seeds at which both have ended.
 
-    Of a seed's draws, the first one counts. A reference that had its final metric earlier counts with that time. It has
-    none if it started with it.
+    Of a seed's draws, the first one counts. A reference that had its final metric earlier counts
+    with that time. It has none if it started with it.
     """
-    first, own = ([runs[0] for runs in by_number(each.verdict).values()] for each in (candidate, reference))
+    first, own = (
+        [runs[0] for runs in by_number(each.verdict).values()] for each in (candidate, reference)
+    )
     own = {run.seed: run for run in finished(own) if run.curve}
     times = TargetTimes([], [], [], [])
     for run in first:
         if run.seed not in own or run.status not in ("finished", "diverged") or not run.curve:
             continue
         end = own[run.seed]
-        target = end.curve[-1].metric  # not the run's metric, whose mean over examples has other weights
+        # not the run's metric, whose mean over examples has other weights
+        target = end.curve[-1].metric
         usual = None if target is None else curves.first_reach(end, target, higher_is_better)
         if target is None or usual is None or usual[0] == 0:
             continue

@@ -1,6 +1,7 @@
 """Write the report of a study: a page, the same in Markdown, and a table of all runs.
 
-The sections of the page are in the order of a reader's questions: the verdict first, then all that it is made of.
+The sections of the page are in the order of a reader's questions: the verdict first, then all that
+it is made of.
 """
 
 import csv
@@ -45,10 +46,11 @@ CONTAMINATION = {"exact": "as a whole", "scores": "scores without these (change)
 
 
 def write_report(study: Study, folder: Path) -> None:
-    """Write report.html, report.md, trials.csv and verdict.json into the study's folder; the same study gives the same
-    bytes.
+    """Write report.html, report.md, trials.csv and verdict.json into the study's folder; the same
+    study gives the same bytes.
 
-    Spectra are read from its run folders in `folder`, all else from the study, its declaration and its history.
+    Spectra are read from its run folders in `folder`, all else from the study, its declaration and
+    its history.
     """
     cautions: list[Block] = [Items([Item("", caution, "caution") for caution in study.cautions])]
     if not study.cautions:
@@ -63,7 +65,9 @@ def write_report(study: Study, folder: Path) -> None:
         "training, a larger model or other search spaces, the order of the optimizers may be different."
     )
     if study.base_scores and not study.contamination:
-        general = f"The overlap of the training examples with the questions was not counted. {general}"
+        general = (
+            f"The overlap of the training examples with the questions was not counted. {general}"
+        )
     repeat: list[Block] = [Code(study.command)] if study.command else []
     if study.versions:
         versions = ", ".join(f"{name} {version}" for name, version in study.versions.items())
@@ -83,10 +87,19 @@ def write_report(study: Study, folder: Path) -> None:
         "Time and memory": _costs(study),
         "Contamination": [_contamination(study)],
         "Every difference": difference_blocks(study),
-        "Every run": [_runs(study), Paragraph("trials.csv has these runs with more columns.", kind="muted")],
-        "To repeat it": [*repeat, *identities(study), Code(resolved, folded="The study's file, resolved")],
+        "Every run": [
+            _runs(study),
+            Paragraph("trials.csv has these runs with more columns.", kind="muted"),
+        ],
+        "To repeat it": [
+            *repeat,
+            *identities(study),
+            Code(resolved, folded="The study's file, resolved"),
+        ],
     }
-    sections = {name: [block for block in blocks if block is not None] for name, blocks in parts.items()}
+    sections = {
+        name: [block for block in blocks if block is not None] for name, blocks in parts.items()
+    }
     sections = {name: blocks for name, blocks in sections.items() if blocks}
     subtitle = text.subtitle(study)
     write(folder / REPORT, render("html", study.name, subtitle, sections))
@@ -100,7 +113,9 @@ def verdict_blocks(study: Study, folder: Path) -> list[Block]:
     if study.problems:
         return [
             Alert("No verdict: the runs cannot be compared", study.problems),
-            Paragraph("The figures and tables below show the runs as they are; they do not support a conclusion."),
+            Paragraph(
+                "The figures and tables below show the runs as they are; they do not support a conclusion."
+            ),
             *score_blocks(study, folder),
         ]
     if not study.differences:
@@ -117,26 +132,38 @@ def verdict_blocks(study: Study, folder: Path) -> list[Block]:
     )
     blocks.append(Paragraph(note, kind="muted"))
     for name in text.references_of(study):
-        blocks.append(Items(text.comparisons(study, name, most=1), f"Against {text.reference_name(name)}"))
+        blocks.append(
+            Items(text.comparisons(study, name, most=1), f"Against {text.reference_name(name)}")
+        )
         blocks.append(charts.differences_figure(study, name))
     return blocks
 
 
 def score_blocks(study: Study, folder: Path) -> list[Block]:
-    """Return the scores, the starting checkpoint's in the first row, marked by the answers against the reference."""
+    """Return the scores, the starting checkpoint's in the first row, marked by the answers against
+    the reference.
+    """
     columns = text.columns_of_suite(study)
     rows = [["starting checkpoint", *_scores(study, columns)[0], "-", ""]]
     for candidate, scores in zip(study.candidates, _scores(study, columns)[1:], strict=True):
         trial = candidate.selected_trial
         searched = trial.parameters.items() if trial else ()
-        derived = {key for key, values in candidate.space.items() if isinstance(values, str)}  # =optimizer.lr
-        settings = [f"{key} {text.setting(value)}" for key, value in searched if key not in derived] or ["none"]
-        rows.append([candidate.name, *scores, str(len(finished(candidate.verdict))), "\n".join(settings)])
+        # =optimizer.lr
+        derived = {key for key, values in candidate.space.items() if isinstance(values, str)}
+        settings = [
+            f"{key} {text.setting(value)}" for key, value in searched if key not in derived
+        ] or ["none"]
+        rows.append(
+            [candidate.name, *scores, str(len(finished(candidate.verdict))), "\n".join(settings)]
+        )
     head = ["", text.metric_name(study), *columns, "runs", "selected setting"]
     note = f"Mean ± standard deviation over the seeds of the final runs; scores in percent. {_suite(study, folder)}"
     note = f"{note.strip()} {text.legend(study)}".strip()
     align = "l" + "r" * (len(head) - 2) + "l"
-    blocks: list[Block] = [Table(head, rows, align=align, signs=SIGNS), Paragraph(note, kind="muted")]
+    blocks: list[Block] = [
+        Table(head, rows, align=align, signs=SIGNS),
+        Paragraph(note, kind="muted"),
+    ]
     if study.draws:
         first = study.draws[0]
         title = f"Seeds and draws ({first.num_candidates} candidates, {first.num_seeds} seeds, {first.num_draws} draws)"
@@ -154,16 +181,30 @@ def difference_blocks(study: Study) -> list[Block]:
         rows.append([text.measure_name(study, measure), *[""] * 7])
         for d in text.in_order(study, text.references_of(study)):
             if d.measure == measure:
-                value, low, high = (text.signed_size(value, d.unit) for value in (d.value, d.low, d.high))
+                value, low, high = (
+                    text.signed_size(value, d.unit) for value in (d.value, d.low, d.high)
+                )
                 retained = "-"
                 if d.retained is not None and d.margin is not None:
                     retained = f"{'yes' if d.retained else 'not shown'}, margin {text.size(d.margin, d.unit)}"
-                row = [f"{d.candidate} - {'start' if d.reference == BASE else d.reference}", d.answer]
+                row = [
+                    f"{d.candidate} - {'start' if d.reference == BASE else d.reference}",
+                    d.answer,
+                ]
                 row += [value, f"[{low}, {high}]", p_value(d.p_holm).removeprefix("p ")]
                 row += [text.seen_size(d).removesuffix(" points"), f"{d.seed_share:.0%}", retained]
                 rows.append(row)
     power = text.rules_of(study).power
-    head = ["", "answer", "difference", "95% interval", "Holm's p", "detectable", "by seeds", "retained"]
+    head = [
+        "",
+        "answer",
+        "difference",
+        "95% interval",
+        "Holm's p",
+        "detectable",
+        "by seeds",
+        "retained",
+    ]
     note = (
         f"Detectable: a study like this one finds a true difference of this size in {power:.0%} of repetitions. By "
         "seeds: the share of the difference's variance that the seeds cause. More seeds lower this part, and more "
@@ -173,23 +214,34 @@ def difference_blocks(study: Study) -> list[Block]:
 
 
 def _scores(study: Study, columns: list[str]) -> list[list[str]]:
-    """Return the selection metric and scores of the suite: of the starting checkpoint, then of each candidate."""
+    """Return the selection metric and scores of the suite: of the starting checkpoint, then of each
+    candidate.
+    """
     base = study.base_scores or {}
-    starts = [run.start for candidate in study.candidates for run in candidate.verdict if run.start is not None]
+    starts = [
+        run.start
+        for candidate in study.candidates
+        for run in candidate.verdict
+        if run.start is not None
+    ]
     metric = text.metric_text(starts[0] if starts else curves.start(study, "metric"))
     rows = [[metric, *(f"{base[c]:.1f}" if c in base else "-" for c in columns)]]
     for candidate in map(mean_candidate, study.candidates):
         cells = []
         for measure in (HELD_OUT, *columns):
             results = [run.results.get(measure) for run in finished(candidate.verdict)]
-            mean = mean_std([each for each in results if each is not None], 3 if measure == HELD_OUT else 1)
+            mean = mean_std(
+                [each for each in results if each is not None], 3 if measure == HELD_OUT else 1
+            )
             cells.append(mean + text.sign(study, candidate.name, measure))
         rows.append(cells)
     return rows
 
 
 def answer_blocks(study: Study, folder: Path) -> list[Block]:
-    """Return answers to questions whose answers are generated: the start's, then each candidate's."""
+    """Return answers to questions whose answers are generated: the start's, then each
+    candidate's.
+    """
     names: list[str] = []
     rows: dict[str, list[str]] = {}
     source = ""
@@ -214,7 +266,9 @@ def answer_blocks(study: Study, folder: Path) -> list[Block]:
 
 
 def _suite(study: Study, folder: Path) -> str:
-    """Return a sentence about the suite's scores, as the first final run's results name them; "" without results."""
+    """Return a sentence about the suite's scores, as the first final run's results name them; ""
+    without results.
+    """
     runs = [run for candidate in study.candidates for run in finished(candidate.verdict)]
     results = _evaluation(folder / runs[0].folder)[1] if runs else None
     columns = [column for column in text.columns_of_suite(study) if column != text.AVERAGE]
@@ -232,7 +286,9 @@ def _suite(study: Study, folder: Path) -> str:
 
 
 def _evaluation(folder: Path) -> tuple[Path | None, Results | None]:
-    """Return the folder and the results of a run's evaluation; None of damaged files, which the audit reports."""
+    """Return the folder and the results of a run's evaluation; None of damaged files, which the
+    audit reports.
+    """
     with suppress(UserError):
         run = RunFolder(folder)
         if options := load_resolved(run.recipe).eval:
@@ -242,7 +298,9 @@ def _evaluation(folder: Path) -> tuple[Path | None, Results | None]:
 
 
 def matched(study: Study) -> list[Block]:
-    """Return the candidates at equal displacement and at equal KL: interpolated along their runs."""
+    """Return the candidates at equal displacement and at equal KL: interpolated along their
+    runs.
+    """
     begin, name = curves.start(study, "retention_loss"), text.metric_name(study)
     head, rows, names = [""], [[candidate.name] for candidate in study.candidates], []
     for along, label in (("relative_change", "displacement"), ("kl_to_start", "KL")):
@@ -257,11 +315,16 @@ def matched(study: Study) -> list[Block]:
             ends = [points[-1][0] for points in paths if points]
             row.append(text.metric_text(sum(ends) / len(ends)) if ends else "-")
             # Passed before the first evaluation: a line from the start is far from the curve.
-            coarse = " †" if any(len(points) > 1 and level < points[1][0] for points in paths) else ""
+            coarse = (
+                " †" if any(len(points) > 1 and level < points[1][0] for points in paths) else ""
+            )
             for key, zero in (("metric", 0.0), ("retention_loss", begin)):
                 if zero is not None:
                     values = [curves.interpolate(run, along, level, key) for run in runs]
-                    row.append(mean_std([value - zero for value in values if value is not None], 3) + coarse)
+                    row.append(
+                        mean_std([value - zero for value in values if value is not None], 3)
+                        + coarse
+                    )
     if len(head) == 1:
         return []
     note = (
@@ -280,20 +343,31 @@ def matched(study: Study) -> list[Block]:
 
 
 def _costs(study: Study) -> list[Block]:
-    """Return times and memory. Times of a CPU are compared only between runs that found it about equally loaded."""
+    """Return times and memory.
+    Times of a CPU are compared only between runs that found it about equally loaded.
+    """
     loads = curves.cpu_loads(study)
     is_comparable = curves.are_times_comparable(loads)
     rows = []
     for candidate in study.candidates:
         runs = curves.shown_runs(candidate)
         seconds = [run.seconds for run in runs if run.seconds is not None]
-        steps = [(run.seconds, run.curve[-1].step) for run in runs if run.seconds and run.curve and run.curve[-1].step]
-        peak = max((run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None), default=None)
+        steps = [
+            (run.seconds, run.curve[-1].step)
+            for run in runs
+            if run.seconds and run.curve and run.curve[-1].step
+        ]
+        peak = max(
+            (run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None),
+            default=None,
+        )
         mean = duration(sum(seconds) / len(seconds) if seconds else None)
         per_step = mean_std([time / num * 1e3 for time, num in steps], 1) if is_comparable else "-"
         total = duration(sum(run.seconds or 0.0 for run in candidate.runs))
         rows.append([candidate.name, mean, per_step, gibibytes(peak), total])
-    blocks: list[Block] = [Table(["", "time of a run", "ms per step", "peak memory", "all runs together"], rows)]
+    blocks: list[Block] = [
+        Table(["", "time of a run", "ms per step", "peak memory", "all runs together"], rows)
+    ]
     if not is_comparable:
         note = f"Times are not compared: the CPU's load was {min(loads):.1f} in one of these runs and {max(loads):.1f}"
         blocks.append(Paragraph(f"{note} in another.", kind="muted"))
@@ -301,12 +375,20 @@ def _costs(study: Study) -> list[Block]:
 
 
 def _contamination(study: Study) -> Block | None:
-    """Return a row per benchmark: the questions that the training examples contain, and the scores without them."""
+    """Return a row per benchmark: the questions that the training examples contain, and the scores
+    without them.
+    """
     if not study.contamination:
         return None
-    keys = [str(key) for key in dict.fromkeys(key for each in study.contamination.values() for key in each)]
+    keys = [
+        str(key)
+        for key in dict.fromkeys(key for each in study.contamination.values() for key in each)
+    ]
     keys = [key for key in keys if key != "indices"]
-    rows = [[name, *(_entry(each.get(key)) for key in keys)] for name, each in study.contamination.items()]
+    rows = [
+        [name, *(_entry(each.get(key)) for key in keys)]
+        for name, each in study.contamination.items()
+    ]
     return Table(["", *(CONTAMINATION.get(key, key.replace("_", " ")) for key in keys)], rows)
 
 
@@ -334,15 +416,33 @@ def _runs(study: Study) -> Table:
             seed = str(run.seed) if run.draw is None else f"{run.seed}, draw {run.draw}"
             row = [run.candidate, f"{run.stage} {run.number}", status, seed, *settings]
             rows.append([*row, text.metric_text(run.metric), *costs, run.reason or ""])
-    head = ["", "run", "status", "seed", *keys, text.metric_name(study), "time", "peak memory", "reason"]
-    return LongTable(head, rows, align="lll" + "r" * (len(head) - 4) + "l", groups=frozenset(groups))
+    head = [
+        "",
+        "run",
+        "status",
+        "seed",
+        *keys,
+        text.metric_name(study),
+        "time",
+        "peak memory",
+        "reason",
+    ]
+    return LongTable(
+        head, rows, align="lll" + "r" * (len(head) - 4) + "l", groups=frozenset(groups)
+    )
 
 
 def identities(study: Study) -> list[Block]:
-    """Return the hashes and settings that all runs share, and by seed those that differ between seeds."""
+    """Return the hashes and settings that all runs share, and by seed those that differ between
+    seeds.
+    """
     runs = [run for run in study.runs if run.identity]
     keys = [*dict.fromkeys(key for run in runs for key in run.identity if key not in OWN)]
-    shared = [key for key in keys if all(run.identity.get(key) == runs[0].identity.get(key) for run in runs)]
+    shared = [
+        key
+        for key in keys
+        if all(run.identity.get(key) == runs[0].identity.get(key) for run in runs)
+    ]
     own = [key for key in keys if key not in shared]
     blocks: list[Block] = []
     if shared:
@@ -365,7 +465,9 @@ def identities(study: Study) -> list[Block]:
             "The cells have hashes. A single hash means that all candidates are equal with this seed; otherwise the "
             "cell lists one hash for each candidate. study.json has the complete hashes."
         )
-        table = Table(["seed", *(key.replace("_", " ") for key in own)], rows, align="l" * (1 + len(own)))
+        table = Table(
+            ["seed", *(key.replace("_", " ") for key in own)], rows, align="l" * (1 + len(own))
+        )
         blocks += [table, Paragraph(note, kind="muted")]
     return blocks
 
@@ -373,7 +475,9 @@ def identities(study: Study) -> list[Block]:
 def _identity(value: Any) -> str:
     """Return a hash by its first 16 digits; other values as they are."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_identity(each)}" for key, each in value.items() if each is not None)
+        return ", ".join(
+            f"{key} {_identity(each)}" for key, each in value.items() if each is not None
+        )
     if isinstance(value, list):
         return " ".join(map(str, value))
     digits = "not recorded" if value is None else str(value).removeprefix("sha256:")
@@ -381,7 +485,9 @@ def _identity(value: Any) -> str:
 
 
 def terminal_verdict(study: Study) -> Group:
-    """Return the verdict for a terminal of 80 columns: the scores, each comparison, and faults or cautions."""
+    """Return the verdict for a terminal of 80 columns: the scores, each comparison, and faults or
+    cautions.
+    """
     name = Text(study.name, style="bold")
     if study.declaration:
         name.append(f"  declaration {study.declaration[:DIGITS]}", style="dim")
@@ -402,7 +508,9 @@ def terminal_verdict(study: Study) -> Group:
     if legend := text.legend(study):
         parts.append(Text(f"{legend}\n", style="dim"))
     parts += [Text(f"{sentence}\n", style="dim") for sentence in text.draw_sentences(study)[:1]]
-    for item in (item for name in text.references_of(study) for item in text.comparisons(study, name, most=1)):
+    for item in (
+        item for name in text.references_of(study) for item in text.comparisons(study, name, most=1)
+    ):
         parts.append(_point(Text.assemble((item.lead, STYLES[item.kind]), item.text)))
     if study.cautions:
         title = Text("\nHow this conclusion could be wrong", style="bold")
@@ -418,28 +526,55 @@ def _point(sentence: Text) -> RichTable:
 
 
 def trials_csv(study: Study) -> str:
-    """Return a line per run, failed ones too; settings have the column of their recipe key, scores `score:` and the
-    suite's column."""
+    """Return a line per run, failed ones too; settings have the column of their recipe key, scores
+    `score:` and the suite's column."""
     keys = [*dict.fromkeys(key for run in study.runs for key in run.parameters)]
     columns = [*dict.fromkeys(column for run in study.runs for column in run.scores or {})]
-    head = ["candidate", "stage", "number", "seed", "draw", "folder", "status", "selected", *keys, "metric", "seconds"]
-    head += ["peak_memory_bytes", *LAST, *(f"score:{column}" for column in columns), "reason", "declaration"]
+    head = [
+        "candidate",
+        "stage",
+        "number",
+        "seed",
+        "draw",
+        "folder",
+        "status",
+        "selected",
+        *keys,
+        "metric",
+        "seconds",
+    ]
+    head += [
+        "peak_memory_bytes",
+        *LAST,
+        *(f"score:{column}" for column in columns),
+        "reason",
+        "declaration",
+    ]
     stream = StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(map(_safe, head))
     for candidate in study.candidates:
         for run in candidate.runs:
             row = [run.candidate, run.stage, run.number, run.seed, run.draw, run.folder, run.status]
-            row += ["yes" if candidate.is_selected(run) else "no", *(run.parameters.get(key) for key in keys)]
+            row += [
+                "yes" if candidate.is_selected(run) else "no",
+                *(run.parameters.get(key) for key in keys),
+            ]
             row += [run.metric, run.seconds, run.peak_memory_bytes]
             row += [getattr(run.curve[-1], key) if run.curve else None for key in LAST]
-            row += [*((run.scores or {}).get(column) for column in columns), run.reason, study.declaration[:DIGITS]]
+            row += [
+                *((run.scores or {}).get(column) for column in columns),
+                run.reason,
+                study.declaration[:DIGITS],
+            ]
             writer.writerow(map(_safe, row))
     return stream.getvalue()
 
 
 def _safe(value: object) -> object:
-    """Return a value that no spreadsheet reads as a formula: a text that starts like one gets an apostrophe."""
+    """Return a value that no spreadsheet reads as a formula: a text that starts like one gets an
+    apostrophe.
+    """
     if not isinstance(value, str):
         return value
     printed = printable(value)

@@ -49,7 +49,9 @@ def reference_name(reference: str) -> str:
 
 
 def measures_of(study: Study) -> list[str]:
-    """Return the compared measures: held-out first, then the average, then the columns in the suite's order."""
+    """Return the compared measures: held-out first, then the average, then the columns in the
+    suite's order.
+    """
     names = dict.fromkeys(d.measure for d in study.differences)
     return sorted(names, key=lambda name: (name != HELD_OUT, name != AVERAGE))
 
@@ -63,9 +65,15 @@ def columns_of_suite(study: Study) -> list[str]:
 
 
 def references_of(study: Study) -> list[str]:
-    """Return the references of all differences: the candidates in the study's order, then the starting checkpoint."""
+    """Return the references of all differences: the candidates in the study's order, then the
+    starting checkpoint.
+    """
     names = {d.reference for d in study.differences}
-    return [name for name in (*(candidate.name for candidate in study.candidates), BASE) if name in names]
+    return [
+        name
+        for name in (*(candidate.name for candidate in study.candidates), BASE)
+        if name in names
+    ]
 
 
 def in_order(study: Study, references: Iterable[str]) -> list[Difference]:
@@ -73,13 +81,18 @@ def in_order(study: Study, references: Iterable[str]) -> list[Difference]:
     measures, names = measures_of(study), [candidate.name for candidate in study.candidates]
     order = {reference: place for place, reference in enumerate(references)}
     chosen = [d for d in study.differences if d.reference in order]
-    return sorted(chosen, key=lambda d: (order[d.reference], measures.index(d.measure), names.index(d.candidate)))
+    return sorted(
+        chosen,
+        key=lambda d: (order[d.reference], measures.index(d.measure), names.index(d.candidate)),
+    )
 
 
 def comparisons(study: Study, reference: str, *, most: int | None = None) -> list[Item]:
-    """Return a sentence for each candidate compared with a reference: the answers by measure, then the numbers.
+    """Return a sentence for each candidate compared with a reference: the answers by measure, then
+    the numbers.
 
-    most: so many measures have numbers. Of a difference that is open, they end with the one that could be detected.
+    most: so many measures have numbers. Of a difference that is open, they end with the one that
+    could be detected.
     """
     differences, items = in_order(study, [reference]), []
     for candidate in dict.fromkeys(d.candidate for d in differences):
@@ -88,7 +101,9 @@ def comparisons(study: Study, reference: str, *, most: int | None = None) -> lis
         for answer, than in THAN.items():
             measures = [measure_name(study, d.measure) for d in own if d.answer == answer]
             if measures:
-                all_of_them = f"all {len(measures)} measures" if len(measures) == len(own) > 2 else None
+                all_of_them = (
+                    f"all {len(measures)} measures" if len(measures) == len(own) > 2 else None
+                )
                 other = "it" if answers else reference_name(reference)
                 answers.append(f"{than} {other} on {all_of_them or join_words(measures)}")
         for i, d in enumerate(own):
@@ -98,8 +113,12 @@ def comparisons(study: Study, reference: str, *, most: int | None = None) -> lis
                 seen = f"; equivalent within {size(d.equivalence, d.unit)}{points}"
             # In the words of `change`: "0.420 to 0.671", or "0.1 higher to 0.2 lower".
             ends = sorted((d.low, d.high), reverse=d.value < 0)
-            words = ["" if d.low * d.high > 0 else f" {_direction(study, d.unit, end)}" for end in ends]
-            bounds = " to ".join(f"{size(abs(end), d.unit)}{word}" for end, word in zip(ends, words, strict=True))
+            words = [
+                "" if d.low * d.high > 0 else f" {_direction(study, d.unit, end)}" for end in ends
+            ]
+            bounds = " to ".join(
+                f"{size(abs(end), d.unit)}{word}" for end, word in zip(ends, words, strict=True)
+            )
             interval = f"{'' if i else '95% interval '}{bounds}"
             facts = f"{interval}, corrected {p_value(d.p_holm)}{seen}"
             numbers.append(f"{'its ' * (not i)}{name} is {change(study, d)} ({facts})")
@@ -107,7 +126,13 @@ def comparisons(study: Study, reference: str, *, most: int | None = None) -> lis
                 shown = "is shown" if d.retained else "is not shown"
                 retained += f" It {shown} to lose less than the margin of {size(d.margin, d.unit)}{points} on {name}."
         kind = "open" if own[0].answer == "not distinguishable" else own[0].answer
-        items.append(Item(f"{candidate} is {join_words(answers)}", f": {'; '.join(numbers[:most])}.{retained}", kind))
+        items.append(
+            Item(
+                f"{candidate} is {join_words(answers)}",
+                f": {'; '.join(numbers[:most])}.{retained}",
+                kind,
+            )
+        )
     return items
 
 
@@ -123,7 +148,9 @@ def _direction(study: Study, unit: str, value: float) -> str:
 
 
 def headline(study: Study) -> list[str]:
-    """Return the verdict in a sentence per reference: the first measure against it, and against the start."""
+    """Return the verdict in a sentence per reference: the first measure against it, and against the
+    start.
+    """
     sentences = []
     for reference in references_of(study):
         differences = in_order(study, [reference])
@@ -132,19 +159,33 @@ def headline(study: Study) -> list[str]:
         for answer, than in THAN.items():
             names = [d.candidate for d in differences if d.answer == answer]
             if names:
-                all_of_them = f"all {len(names)} candidates" if len(names) == len(differences) > 4 else None
+                all_of_them = (
+                    f"all {len(names)} candidates" if len(names) == len(differences) > 4 else None
+                )
                 verb = "is" if len(names) == 1 else "are"
-                answers.append(f"{all_of_them or join_words(names)} {verb} {than} {reference_name(reference)}")
+                answers.append(
+                    f"{all_of_them or join_words(names)} {verb} {than} {reference_name(reference)}"
+                )
         open_ones = [d for d in differences if d.answer == "not distinguishable"]
-        seen = f" ({join_words([*dict.fromkeys(resolution(study, d) for d in open_ones)])})" if open_ones else ""
-        sentences.append(f"On {measure_name(study, differences[0].measure)}, {'; '.join(answers)}{seen}.")
+        seen = (
+            f" ({join_words([*dict.fromkeys(resolution(study, d) for d in open_ones)])})"
+            if open_ones
+            else ""
+        )
+        sentences.append(
+            f"On {measure_name(study, differences[0].measure)}, {'; '.join(answers)}{seen}."
+        )
     return sentences
 
 
 def sign(study: Study, candidate: str, measure: str) -> str:
-    """Return the sign of a candidate's answer against the reference on one measure; none against several references."""
+    """Return the sign of a candidate's answer against the reference on one measure; none against
+    several references.
+    """
     compared = (candidate, _only_reference(study), measure)
-    answers = (d.answer for d in study.differences if (d.candidate, d.reference, d.measure) == compared)
+    answers = (
+        d.answer for d in study.differences if (d.candidate, d.reference, d.measure) == compared
+    )
     return SIGNS.get(next(answers, ""), "")
 
 
@@ -156,17 +197,25 @@ def legend(study: Study) -> str:
     equivalent = ", = equivalent" if rules_of(study).equivalence else ""
     signs = f"▲ better than {reference}, ▼ worse{equivalent}; values without a sign: not distinguishable."
     others = [*dict.fromkeys(d.candidate for d in study.differences if d.reference == reference)]
-    return f"{signs} Not compared with one another: {join_words(others)}." if len(others) > 1 else signs
+    return (
+        f"{signs} Not compared with one another: {join_words(others)}."
+        if len(others) > 1
+        else signs
+    )
 
 
 def _only_reference(study: Study) -> str | None:
-    """Return the candidate that all others are compared with; None without a verdict, or with several references."""
+    """Return the candidate that all others are compared with; None without a verdict, or with
+    several references.
+    """
     references = {d.reference for d in study.differences} - {BASE}
     return references.pop() if len(references) == 1 and not study.problems else None
 
 
 def draw_sentences(study: Study) -> list[str]:
-    """Return for each measure the share of the draws in the spread over seeds; nothing without draws."""
+    """Return for each measure the share of the draws in the spread over seeds; nothing without
+    draws.
+    """
     sentences = []
     for spread in study.draws:
         if spread.share is None:
@@ -201,12 +250,18 @@ def subtitle(study: Study) -> str:
     trials = [run for candidate in study.candidates for run in candidate.trials]
     ended = [run for run in trials if run.status not in ("waiting", "running")]
     lost = sum(run.status != "finished" for run in ended)
-    numbers = sorted({len({run.number for run in candidate.trials}) for candidate in study.candidates})
+    numbers = sorted(
+        {len({run.number for run in candidate.trials}) for candidate in study.candidates}
+    )
     each = " or ".join(map(str, numbers)) or "no"
     searched = {run.seed for run in trials}
     with_seeds = f" with {len(searched)} seeds" if len(searched) > 1 else ""
     seeds = sorted({run.seed for candidate in study.candidates for run in candidate.verdict})
-    fresh = f"{count(len(seeds), 'fresh seed')} ({', '.join(map(str, seeds))})" if seeds else "no fresh seeds yet"
+    fresh = (
+        f"{count(len(seeds), 'fresh seed')} ({', '.join(map(str, seeds))})"
+        if seeds
+        else "no fresh seeds yet"
+    )
     if draws := (study.file.get("verdict") or {}).get("draws"):
         fresh += f" with {count(len(draws), 'draw')} each"
     without = f", {lost} of them without a result" if lost else ""
@@ -225,7 +280,9 @@ def subtitle(study: Study) -> str:
 
 
 def size(value: float, unit: str) -> str:
-    """Return a difference without a plus sign: one decimal of percent points; of a loss three, below 0.01 four."""
+    """Return a difference without a plus sign: one decimal of percent points; of a loss three,
+    below 0.01 four.
+    """
     return signed_size(value, unit).removeprefix("+")
 
 
@@ -243,10 +300,11 @@ def seen_size(d: Difference) -> str:
 
 
 def resolution(study: Study, d: Difference) -> str:
-    """Return why a difference is open: what the study can detect, or that the seeds differ too much.
+    """Return why a difference is open: what the study can detect, or that the seeds differ too
+    much.
 
-    The seeds differ too much where they cause most of the variance, and the study cannot detect a difference as large
-    as what the training changed.
+    The seeds differ too much where they cause most of the variance, and the study cannot detect a
+    difference as large as what the training changed.
     """
     if d.detectable is None:
         return "the seeds gave identical results, which shows no spread"
@@ -266,4 +324,8 @@ def setting(value: Any, digits: int = 3) -> str:
     """Return the value of a searched key: a number, or a word such as a map's name."""
     if value is None:
         return "-"
-    return f"{value:.{digits}g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+    return (
+        f"{value:.{digits}g}"
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        else str(value)
+    )

@@ -1,7 +1,8 @@
-"""Write verdict.json: a study's verdict for other programs, in a small form with a version and a JSON schema.
+"""Write verdict.json: a study's verdict for other programs, in a small form with a version and a
+JSON schema.
 
-study.json has all runs, and its form follows the code. This form is stable: a key may be added, but no key is removed
-or changes its meaning without another `format`. It has no paths of the machine.
+study.json has all runs, and its form follows the code. This form is stable: a key may be added, but
+no key is removed or changes its meaning without another `format`. It has no paths of the machine.
 """
 
 from contextlib import suppress
@@ -42,7 +43,9 @@ class VerdictCandidate(Section):
 
 
 class Scores(Section):
-    """The scores of one model on one measure, over the seeds; of a seed with several draws, their mean counts."""
+    """The scores of one model on one measure, over the seeds; of a seed with several draws, their
+    mean counts.
+    """
 
     mean: float | None
     standard_deviation: float | None
@@ -51,7 +54,9 @@ class Scores(Section):
 
 
 class VerdictMeasure(Section):
-    """A measure: the held-out metric, a benchmark (a column of the suite), or the average of the benchmarks."""
+    """A measure: the held-out metric, a benchmark (a column of the suite), or the average of the
+    benchmarks.
+    """
 
     name: str
     """held-out, average, or a benchmark's column."""
@@ -59,7 +64,8 @@ class VerdictMeasure(Section):
     """loss: the held-out metric's own unit, also of an accuracy. percent: of 100 points."""
     higher_is_better: bool
     num_questions: int | None
-    """Questions, or held-out examples; null: the study has problems or no final runs, so that they were not read."""
+    """Questions, or held-out examples; null: the study has problems or no final runs, so that they
+    were not read."""
     start: Scores
     """Of the starting checkpoint. A benchmark's is that of the first final run."""
     candidates: dict[str, Scores]
@@ -84,7 +90,8 @@ class VerdictDifference(Section):
     answer: Answer
     """better, worse: p_holm < 0.05. equivalent: within `equivalence_margin`."""
     detectable: float | None
-    """The true difference that this study finds with its declared power; null: all runs gave the same."""
+    """The true difference that this study finds with its declared power; null: all runs gave the
+    same."""
     equivalence_margin: float | None
     """In the measure's unit; null: not declared."""
     retention_margin: float | None
@@ -100,7 +107,8 @@ class VerdictFile(Section):
     """The version of this form."""
     title: str
     declaration: str | None
-    """SHA-256 of the declaration, the study as it was fixed before its first run; null: it is missing or was edited."""
+    """SHA-256 of the declaration, the study as it was fixed before its first run; null: it is
+    missing or was edited."""
     digits: str | None
     """The first digits of this hash, as the terminal and the report show them."""
     date: str | None
@@ -120,7 +128,8 @@ class VerdictFile(Section):
     differences: list[VerdictDifference]
     """Empty if there are problems, or if final runs are missing."""
     looks: int
-    """Verdicts that were computed of this study, each of other runs; later ones have stricter thresholds."""
+    """Verdicts that were computed of this study, each of other runs; later ones have stricter
+    thresholds."""
     cautions: list[str]
     """Facts that weaken the verdict."""
     problems: list[str]
@@ -143,7 +152,10 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
     differences = [] if study.problems else study.differences
     search, rules = (study.file.get(key) or {} for key in ("search", "verdict"))
     # The scores on every measure: held-out first, as in the report.
-    candidates = {candidate.name: finished(mean_candidate(candidate).verdict) for candidate in study.candidates}
+    candidates = {
+        candidate.name: finished(mean_candidate(candidate).verdict)
+        for candidate in study.candidates
+    }
     measures = []
     for name in (HELD_OUT, *text.columns_of_suite(study)):
         start = [(study.base_scores or {}).get(name)]
@@ -157,7 +169,8 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
                 num_questions=study.num_questions.get(name),
                 start=_scores(start),
                 candidates={
-                    each: _scores([run.results.get(name) for run in runs]) for each, runs in candidates.items()
+                    each: _scores([run.results.get(name) for run in runs])
+                    for each, runs in candidates.items()
                 },
             )
         )
@@ -177,7 +190,9 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
             VerdictCandidate(
                 name=candidate.name,
                 settings=shown(candidate.settings),
-                selected=shown(candidate.selected_trial.parameters) if candidate.selected_trial else None,
+                selected=shown(candidate.selected_trial.parameters)
+                if candidate.selected_trial
+                else None,
                 num_trials=len(candidate.trials),
                 num_runs=len(finished(candidate.verdict)),
             )
@@ -186,7 +201,11 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
         measures=measures,
         differences=[
             VerdictDifference(
-                **{key: getattr(each, key) for key in VerdictDifference.model_fields if hasattr(each, key)},
+                **{
+                    key: getattr(each, key)
+                    for key in VerdictDifference.model_fields
+                    if hasattr(each, key)
+                },
                 equivalence_margin=each.equivalence,
                 retention_margin=each.margin,
             )
@@ -201,11 +220,17 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
 def _scores(values: list[float | None]) -> Scores:
     numbers = [value for value in values if value is not None and isfinite(value)]
     deviation = stdev(numbers) if len(numbers) > 1 else None
-    return Scores(mean=fmean(numbers) if numbers else None, standard_deviation=deviation, num_seeds=len(numbers))
+    return Scores(
+        mean=fmean(numbers) if numbers else None,
+        standard_deviation=deviation,
+        num_seeds=len(numbers),
+    )
 
 
 def read_verdict_file(folder: Path) -> VerdictFile:
-    """Return verdict.json of a study's folder. Raises UserError if it is missing, damaged or of another version."""
+    """Return verdict.json of a study's folder.
+    Raises UserError if it is missing, damaged or of another version.
+    """
     remedy = "run soren-align compare STUDY --report to write it again"
     return read_form(folder / VERDICT, TypeAdapter(VerdictFile), remedy, MAX_BYTES)
 

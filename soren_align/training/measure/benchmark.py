@@ -1,6 +1,7 @@
 """Measure benchmarks during training: scores on a few questions, always the same ones.
 
-No weight changes, no random number is drawn from the training's generators, and no second model is loaded.
+No weight changes, no random number is drawn from the training's generators, and no second model is
+loaded.
 """
 
 from typing import Any
@@ -15,9 +16,11 @@ from .samples import evaluating
 
 
 class BenchmarkRecorder(TrainerCallback):
-    """Logs the scores of the model: at the start, and at every `every` steps and the last one, or at each evaluation.
+    """Logs the scores of the model: at the start, and at every `every` steps and the last one, or
+    at each evaluation.
 
-    Collective. trainer: an instance of SorenTrainerMixin. benchmark: an `evaluate.run.benchmark.Benchmark`. every:
+    Collective. trainer: an instance of SorenTrainerMixin. benchmark: an
+    `evaluate.run.benchmark.Benchmark`. every:
     None: `values` belong to the logs of evaluations.
     """
 
@@ -25,17 +28,22 @@ class BenchmarkRecorder(TrainerCallback):
         self.trainer, self.benchmark, self.every = trainer, benchmark, every
 
     def report(self, folder: RunFolder, console: Console, *, stops_early: bool) -> None:
-        """Write the questions into run.json, and which score chooses the saved weights, if one does; print their
-        numbers."""
+        """Write the questions into run.json, and which score chooses the saved weights, if one
+        does; print their numbers."""
         record, args = self.benchmark.record(), self.trainer.args
         metric = str(args.metric_for_best_model).removeprefix("eval_")
         is_used = args.load_best_model_at_end or stops_early or args.save_strategy == "best"
         if is_used and metric.startswith(BENCHMARK):
             record["selected_by"] = metric.removeprefix(BENCHMARK)
         folder.update(benchmark=record)
-        numbers = [f"{own['questions']:,} of {own['of']:,} of {name}" for name, own in record["columns"].items()]
+        numbers = [
+            f"{own['questions']:,} of {own['of']:,} of {name}"
+            for name, own in record["columns"].items()
+        ]
         when = f"every {self.every:,} steps" if self.every else "at evaluations"
-        print_labelled(console, "benchmark", f"{record['suite']}, {when}: questions {', '.join(numbers)}")
+        print_labelled(
+            console, "benchmark", f"{record['suite']}, {when}: questions {', '.join(numbers)}"
+        )
         for notice in self.benchmark.notices:
             print_labelled(console, "notice", notice)
 
@@ -45,12 +53,18 @@ class BenchmarkRecorder(TrainerCallback):
             self._log(control)
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Score at the steps of `every`. A checkpoint of this step is written later, and contains the log."""
-        if self.every and (state.global_step % self.every == 0 or state.global_step >= state.max_steps):
+        """Score at the steps of `every`.
+        A checkpoint of this step is written later, and contains the log.
+        """
+        if self.every and (
+            state.global_step % self.every == 0 or state.global_step >= state.max_steps
+        ):
             self._log(control)
 
     def values(self) -> dict[str, float]:
-        """Return the scores for the log of an evaluation; none if they have steps of their own. Collective."""
+        """Return the scores for the log of an evaluation; none if they have steps of their own.
+        Collective.
+        """
         return {} if self.every else self._scores()
 
     def _log(self, control: Any) -> None:

@@ -1,8 +1,10 @@
-"""Measure each held-out example alone, at the start and at the end of a run of a study; see run/held_out.py.
+"""Measure each held-out example alone, at the start and at the end of a run of a study; see
+run/held_out.py.
 
-transformers averages batches, whose means hide how much examples differ. So each example is a batch of one here, and
-its metrics are those that TRL's trainer computes for it: any loss of any task. Every rank measures every example,
-because TRL averages its metrics over ranks: one forward pass per example, twice a run.
+transformers averages batches, whose means hide how much examples differ. So each example is a batch
+of one here, and its metrics are those that TRL's trainer computes for it: any loss of any task.
+Every rank measures every example, because TRL averages its metrics over ranks: one forward pass per
+example, twice a run.
 """
 
 from collections.abc import Sequence
@@ -19,10 +21,11 @@ from .samples import evaluating
 
 
 class HeldOutRecorder(TrainerCallback):
-    """Measures the held-out examples at the start of training; `record("end")` at its end. Collective.
+    """Measures the held-out examples at the start of training; `record("end")` at its end.
+    Collective.
 
-    trainer: an instance of SorenTrainerMixin with held-out examples. metrics: "eval_loss", and others that TRL logs,
-    such as "eval_rewards/margins".
+    trainer: an instance of SorenTrainerMixin with held-out examples. metrics: "eval_loss", and
+    others that TRL logs, such as "eval_rewards/margins".
     """
 
     def __init__(self, trainer: Any, metrics: Sequence[str], folder: RunFolder, ranks: Ranks):
@@ -36,21 +39,46 @@ class HeldOutRecorder(TrainerCallback):
     def record(self, at: End) -> None:
         """Measure all examples and write their metrics."""
         trainer, values, weights, hashes = self.trainer, [], [], []
-        logged = trainer._metrics["eval"]  # TRL's: values of each metric, which its next log averages
+        # TRL's: values of each metric, which its next log averages
+        logged = trainer._metrics["eval"]
         with evaluating(trainer.forward_model):
             for example in trainer.eval_dataset:
                 batch = trainer.data_collator([example])
-                ids = {k: v.tolist() for k, v in batch.items() if torch.is_tensor(v) and not v.is_floating_point()}
+                ids = {
+                    k: v.tolist()
+                    for k, v in batch.items()
+                    if torch.is_tensor(v) and not v.is_floating_point()
+                }
                 labels = batch.get("labels")
-                loss, _, _ = trainer.prediction_step(trainer.forward_model, batch, prediction_loss_only=True)
-                own = {"eval_loss": [float(loss)], **{f"eval_{key}": of_key for key, of_key in logged.items()}}
+                loss, _, _ = trainer.prediction_step(
+                    trainer.forward_model, batch, prediction_loss_only=True
+                )
+                own = {
+                    "eval_loss": [float(loss)],
+                    **{f"eval_{key}": of_key for key, of_key in logged.items()},
+                }
                 values.append([own[metric][-1] for metric in self.metrics])
                 weights.append(1.0 if labels is None else float((labels[:, 1:] != -100).sum()))
                 hashes.append(digest(ids))
                 logged.clear()
         if self.ranks.is_first:
-            trained = [i for i, weight in enumerate(weights) if weight]  # the others have no token in the loss
-            numbers = {text: number for number, text in enumerate(dict.fromkeys(hashes[i] for i in trained))}
-            clusters = [numbers[hashes[i]] for i in trained] if len(numbers) < len(trained) else None
-            by_metric = {metric: [values[i][k] for i in trained] for k, metric in enumerate(self.metrics)}
-            add_values(self.folder.held_out, at, digest(hashes), [weights[i] for i in trained], clusters, by_metric)
+            # the others have no token in the loss
+            trained = [i for i, weight in enumerate(weights) if weight]
+            numbers = {
+                text: number
+                for number, text in enumerate(dict.fromkeys(hashes[i] for i in trained))
+            }
+            clusters = (
+                [numbers[hashes[i]] for i in trained] if len(numbers) < len(trained) else None
+            )
+            by_metric = {
+                metric: [values[i][k] for i in trained] for k, metric in enumerate(self.metrics)
+            }
+            add_values(
+                self.folder.held_out,
+                at,
+                digest(hashes),
+                [weights[i] for i in trained],
+                clusters,
+                by_metric,
+            )

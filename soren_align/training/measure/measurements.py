@@ -1,8 +1,9 @@
 """Measurements of the optimizer's updates, for metrics.jsonl (docs/metrics.md).
 
-The loss shows whether a run learns; these numbers show whether the optimizer works as intended: the change that reached
-the weights after decay and rounding, the distance from the starting weights, the singular values of the map's output.
-They are measured on logging steps only: those of the recipe, and of a run too short for two logs its first and last.
+The loss shows whether a run learns; these numbers show whether the optimizer works as intended: the
+change that reached the weights after decay and rounding, the distance from the starting weights,
+the singular values of the map's output. They are measured on logging steps only: those of the
+recipe, and of a run too short for two logs its first and last.
 """
 
 import json
@@ -31,12 +32,12 @@ from .progress import logs_for_short_run
 MAX_DECOMPOSED = 8
 """Map outputs that are decomposed on a logging step: one of each shape, and at most so many."""
 MAX_COMPARED = 2**21
-"""Weights per rank that are compared with the starting ones on a logging step, of larger models a sample: all those of
-Qwen2.5-3B are 6 GB to copy to the GPU, these 4 MB. All of 7M weights took 13 ms on a CPU. After training all are
-compared."""
+"""Weights per rank that are compared with the starting ones on a logging step, of larger models a
+sample: all those of Qwen2.5-3B are 6 GB to copy to the GPU, these 4 MB. All of 7M weights took 13
+ms on a CPU. After training all are compared."""
 MAX_ROWS = 1024
-"""Of the smaller dimension of a matrix whose map is compared with the exact sigmoid, or has its contrast measured
-(docs/metrics.md has the cost)."""
+"""Of the smaller dimension of a matrix whose map is compared with the exact sigmoid, or has its
+contrast measured (docs/metrics.md has the cost)."""
 CONTRAST = ("map_contrast", "map_cosine_to_muon", "map_cosine_to_momentum")
 
 
@@ -44,7 +45,8 @@ CONTRAST = ("map_contrast", "map_cosine_to_muon", "map_cosine_to_momentum")
 class MeasurementLog:
     """Where measurements are written, on the first rank alone, and which.
 
-    metrics: a .jsonl file that gets a line per log. spectra: one that gets a line per matrix at each step of `section`.
+    metrics: a .jsonl file that gets a line per log. spectra: one that gets a line per matrix at
+    each step of `section`.
     """
 
     metrics: Path | None = None
@@ -53,40 +55,59 @@ class MeasurementLog:
 
 
 class Measurements(TrainerCallback):
-    """Measures one training run. `values` are merged into each log; every log becomes a line of `log.metrics`.
+    """Measures one training run.
+    `values` are merged into each log; every log becomes a line of `log.metrics`.
 
-    Every rank measures the tensors that it updates, and the ranks add their sums: `values` is collective.
+    Every rank measures the tensors that it updates, and the ranks add their sums: `values` is
+    collective.
     """
 
-    def __init__(self, attached: AttachedOptimizer, start: StartingWeights, log: MeasurementLog = MeasurementLog()):
+    def __init__(
+        self,
+        attached: AttachedOptimizer,
+        start: StartingWeights,
+        log: MeasurementLog = MeasurementLog(),
+    ):
         self.attached, self.start, self.log = attached, start, log
-        self.num_tokens: Any = 0  # a tensor on the device of the batches: read on logging steps only
+        # a tensor on the device of the batches: read on logging steps only
+        self.num_tokens: Any = 0
         self._matrices: dict[str, Any] = {}  # the parameter group
         self._aux_learning_rate = 0.0
-        firsts: dict[Any, str] = {}  # the name of the first matrix of each shape: the same on all ranks
+        # the name of the first matrix of each shape: the same on all ranks
+        firsts: dict[Any, str] = {}
         for weight in attached.weights:
-            firsts.setdefault((weight.shape, weight.layout), matrix_names(weight.name, weight.layout)[0])
+            firsts.setdefault(
+                (weight.shape, weight.layout), matrix_names(weight.name, weight.layout)[0]
+            )
         self._decomposed = [*firsts.values()][:MAX_DECOMPOSED]
-        self._compared = (0, "")  # position and name of the matrix whose map is compared with the exact sigmoid
+        # position and name of the matrix whose map is compared with the exact sigmoid
+        self._compared = (0, "")
         self._since = (time.perf_counter(), 0)  # time and number of tokens at the last log
         self._reset()
 
     def _reset(self) -> None:
-        # Of the squared updates of the matrices and of the other parameters; of the largest and the smallest singular
-        # values of map outputs; the error of one map, on the owner rank of the matrix `_compared`; and of the three
-        # numbers of a map's contrast, with the number of matrices that have one.
+        # Of the squared updates of the matrices and of the other parameters; of the largest and the
+        # smallest singular values of map outputs; the error of one map, on the owner rank of the
+        # matrix `_compared`; and of the three numbers of a map's contrast, with the number of
+        # matrices that have one.
         self._sums = Sums(9)
         self._numel, self._num_decomposed, self._num_compared = [0, 0], 0, 0
 
     def values(self, num_tokens: int) -> dict[str, float]:
-        """Return the measurements of the last logging step; docs/metrics.md describes the keys. Collective.
+        """Return the measurements of the last logging step; docs/metrics.md describes the keys.
+        Collective.
 
         num_tokens: trained on since the start of this process, on all ranks.
         """
         values: dict[str, float] = {}
         if self.attached.has_other_parameters:
             values["aux_learning_rate"] = self._aux_learning_rate
-        counts = [*self._numel, self._num_decomposed, self._num_compared, self.attached.optimizer.num_guarded]
+        counts = [
+            *self._numel,
+            self._num_decomposed,
+            self._num_compared,
+            self.attached.optimizer.num_guarded,
+        ]
         sums = self.attached.ranks.sums([*self._sums.totals(), *counts])
         squares, aux_squares, largest, smallest, map_error, *contrasts, num_contrasts = sums[:9]
         numel, aux_numel, num_decomposed, num_compared, num_guarded = sums[9:]
@@ -99,12 +120,16 @@ class Measurements(TrainerCallback):
             values["map_max_singular_value"] = largest / num_decomposed
             values["map_min_singular_value"] = smallest / num_decomposed
         if num_contrasts:
-            values |= {key: total / num_contrasts for key, total in zip(CONTRAST, contrasts, strict=True)}
+            values |= {
+                key: total / num_contrasts for key, total in zip(CONTRAST, contrasts, strict=True)
+            }
         if num_compared:
             values |= {"map_error": map_error, "map_error_matrix": self._compared[0]}
         values["num_out_of_range"] = int(num_guarded)
         now, (then, num_tokens_then) = time.perf_counter(), self._since
-        values["tokens_per_second"] = round((num_tokens - num_tokens_then) / max(now - then, 1e-9), 1)
+        values["tokens_per_second"] = round(
+            (num_tokens - num_tokens_then) / max(now - then, 1e-9), 1
+        )
         self._since = (now, num_tokens)
         return values
 
@@ -113,7 +138,9 @@ class Measurements(TrainerCallback):
         self._since = (time.perf_counter(), int(self.num_tokens))
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Observe the coming step if it will be logged. DeepSpeed steps within the last backward pass."""
+        """Observe the coming step if it will be logged.
+        DeepSpeed steps within the last backward pass.
+        """
         step = state.global_step + 1
         if (
             step % max(state.logging_steps, 1) == 0
@@ -122,10 +149,13 @@ class Measurements(TrainerCallback):
         ):
             self._reset()
             optimizer = self.attached.optimizer
-            self._matrices = optimizer.param_groups[0]  # ZeRO 1 and 2 step with a list of one group at a time
-            self._aux_learning_rate = float(optimizer.param_groups[-1]["lr"])  # at the log the schedule has advanced
+            # ZeRO 1 and 2 step with a list of one group at a time
+            self._matrices = optimizer.param_groups[0]
+            # at the log the schedule has advanced
+            self._aux_learning_rate = float(optimizer.param_groups[-1]["lr"])
             names = self.attached.names_of_matrices or [""]
-            position = step // max(state.logging_steps, 1) % len(names)  # by the step alone: equal on all ranks
+            # by the step alone: equal on all ranks
+            position = step // max(state.logging_steps, 1) % len(names)
             self._compared = position, names[position]
             optimizer.update_observers |= {self._add_update}
             optimizer.map_observers |= {self._add_map}
@@ -156,31 +186,43 @@ class Measurements(TrainerCallback):
                 sigma, output = singular_values(applied.input), applied.output.flatten()
                 sigma = sigma.where(sigma > null_space_bound(applied.input) * sigma[0], 0.0)
                 numbers = contrast_numbers(sigma, values)
-                # Of the matrices themselves: a map that is not increasing exchanges the order of the singular values.
+                # Of the matrices themselves: a map that is not increasing exchanges the order of
+                # the singular values.
                 x = applied.input.flatten()
                 numbers[2] = x.dot(output) / (x.norm() * output.norm())
                 has_contrast = numbers.isfinite().all()  # a zero momentum has none
                 self._sums.add(5, *numbers.where(has_contrast, 0.0), has_contrast)
         approximates = applied.group.get("map", {"name": "exact"})["name"] != "exact"
-        if self.log.section.map_error and approximates and applied.name == self._compared[1] and min(shape) <= MAX_ROWS:
+        if (
+            self.log.section.map_error
+            and approximates
+            and applied.name == self._compared[1]
+            and min(shape) <= MAX_ROWS
+        ):
             self._sums.add(4, distance_from_sigmoid(applied.input, applied.output))
             self._num_compared += 1
 
 
 def matching(names: Sequence[str], globs: Sequence[str]) -> list[str]:
-    """Return the names that one of run.log_spectra's globs matches. Raises UserError if a glob matches none."""
+    """Return the names that one of run.log_spectra's globs matches.
+    Raises UserError if a glob matches none.
+    """
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
-            raise UserError(f"run.log_spectra.matrices: {glob!r} matches no matrix; run `soren-align plan` for a list")
+            raise UserError(
+                f"run.log_spectra.matrices: {glob!r} matches no matrix; run `soren-align plan` for a list"
+            )
     return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
 
 
 class SpectraRecorder(TrainerCallback):
-    """Appends the singular values of the map's inputs, or of the gradients, to `log.spectra` at `section.steps`.
+    """Appends the singular values of the map's inputs, or of the gradients, to `log.spectra` at
+    `section.steps`.
 
-    One line per matrix and step, in the order of the model: {"step", "name", "shape", "singular_values"}, the latter in
-    descending order, to seven digits; a gradient's has "of": "gradient". `bench/spectra.py` reads the file. Collective
-    at these steps; a momentum is decomposed on the matrix's owner rank, gradients on the first rank.
+    One line per matrix and step, in the order of the model: {"step", "name", "shape",
+    "singular_values"}, the latter in descending order, to seven digits; a gradient's has "of":
+    "gradient". `bench/spectra.py` reads the file. Collective at these steps; a momentum is
+    decomposed on the matrix's owner rank, gradients on the first rank.
 
     Raises UserError if one of `section.matrices` matches no matrix.
     """
@@ -216,8 +258,13 @@ class SpectraRecorder(TrainerCallback):
         records = [record for part in self.attached.ranks.gather(self._records) for record in part]
         self._records = []
         if self.log.spectra:
-            records = sorted(records, key=lambda record: ("of" in record, self._positions[record["name"]]))
-            append(self.log.spectra, "".join(json.dumps({"step": step, **record}) + "\n" for record in records))
+            records = sorted(
+                records, key=lambda record: ("of" in record, self._positions[record["name"]])
+            )
+            append(
+                self.log.spectra,
+                "".join(json.dumps({"step": step, **record}) + "\n" for record in records),
+            )
 
     def _add(self, applied: AppliedMap) -> None:
         self._record(applied.name, applied.input)
@@ -225,4 +272,6 @@ class SpectraRecorder(TrainerCallback):
     def _record(self, name: str, matrix: Tensor, **about: str) -> None:
         if name in self._positions:
             values = [float(f"{value:.7g}") for value in singular_values(matrix).tolist()]
-            self._records.append({"name": name, **about, "shape": list(matrix.shape), "singular_values": values})
+            self._records.append(
+                {"name": name, **about, "shape": list(matrix.shape), "singular_values": values}
+            )

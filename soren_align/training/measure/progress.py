@@ -30,7 +30,8 @@ class Display(Progress):
 
 
 class LogsOfShortRuns(TrainerCallback):
-    """Logs the first and the last step of a run that is too short for two logs, so that its losses are known.
+    """Logs the first and the last step of a run that is too short for two logs, so that its losses
+    are known.
 
     On all ranks: transformers averages a logged loss over them.
     """
@@ -43,17 +44,26 @@ class LogsOfShortRuns(TrainerCallback):
 
 def logs_for_short_run(args: Any, state: Any, step: int) -> bool:
     """Whether a step is the first or the last one of a run with fewer than two logs otherwise."""
-    num_logs = {"steps": state.max_steps // max(state.logging_steps, 1), "epoch": state.num_train_epochs}
+    num_logs = {
+        "steps": state.max_steps // max(state.logging_steps, 1),
+        "epoch": state.num_train_epochs,
+    }
     return step in (1, state.max_steps) and num_logs.get(str(args.logging_strategy.value), 2) < 2
 
 
 class TrainingProgress(TrainerCallback):
     """Shows steps, time and measurements, in place of transformers' bars and printed dictionaries.
 
-    Every evaluation is a line of its own, on a terminal too. notice_of: the notice about a number of steps, if any.
+    Every evaluation is a line of its own, on a terminal too. notice_of: the notice about a number
+    of steps, if any.
     """
 
-    def __init__(self, console: Console, task: str, notice_of: Callable[[int], str | None] = lambda num_steps: None):
+    def __init__(
+        self,
+        console: Console,
+        task: str,
+        notice_of: Callable[[int], str | None] = lambda num_steps: None,
+    ):
         self.console, self.task, self.notice_of = console, task, notice_of
         self.display: Display | None = None
         self._logs: dict[str, float] = {}
@@ -61,25 +71,39 @@ class TrainingProgress(TrainerCallback):
         self._first_step = self._num_batches = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Print the notice about the number of steps. Start the bar at step 0, or at the step of the checkpoint."""
+        """Print the notice about the number of steps.
+        Start the bar at step 0, or at the step of the checkpoint.
+        """
         if notice := self.notice_of(state.max_steps):
             print_labelled(self.console, "notice", notice)
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+            )
             columns += (TimeRemainingColumn(), TextColumn("left, {task.fields[costs]}"))
             self.display = Display(*columns, console=self.console, transient=True, expand=True)
-            start = {"total": state.max_steps, "completed": state.global_step, "costs": self._costs()}
+            start = {
+                "total": state.max_steps,
+                "completed": state.global_step,
+                "costs": self._costs(),
+            }
             self._bar = self.display.add_task(self.task, **start)
             self.display.start()
         self._first_step, self._start = state.global_step, time.monotonic()
         self._last_line = self._start
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Print a line about the steps until now, if LINE_SECONDS have passed since the last line."""
+        """Print a line about the steps until now, if LINE_SECONDS have passed since the last
+        line.
+        """
         if not self.display and state.global_step > self._first_step and self._is_time_for_a_line():
             steps = f"step {state.global_step}/{state.max_steps}"
             num_steps = state.global_step - self._first_step
-            seconds = (time.monotonic() - self._start) / num_steps * (state.max_steps - state.global_step)
+            seconds = (
+                (time.monotonic() - self._start) / num_steps * (state.max_steps - state.global_step)
+            )
             time_left = f"{timedelta(seconds=round(seconds))} left"
             facts = (steps, *self._values(self._logs, ""), self._costs(), time_left)
             print_labelled(self.console, self.task, ", ".join(facts))
@@ -96,9 +120,13 @@ class TrainingProgress(TrainerCallback):
             step = f"step {state.global_step}: "
             print_labelled(self.console, "eval", step + ", ".join(self._values(logs, "eval_")))
         prefix = f"eval_{BENCHMARK}"
-        if scores := {key.removeprefix(prefix): value for key, value in logs.items() if key.startswith(prefix)}:
+        if scores := {
+            key.removeprefix(prefix): value for key, value in logs.items() if key.startswith(prefix)
+        }:
             texts = [f"{name} {value:.1%}" for name, value in scores.items()]
-            print_labelled(self.console, "benchmark", f"step {state.global_step}: {', '.join(texts)}")
+            print_labelled(
+                self.console, "benchmark", f"step {state.global_step}: {', '.join(texts)}"
+            )
         if "loss" in logs or "eval_loss" in logs:
             self._logs |= logs
             self._show(self._measurements())
@@ -106,7 +134,11 @@ class TrainingProgress(TrainerCallback):
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         """Show the batch of the evaluation."""
         self._num_batches += 1
-        total = f" of {len(eval_dataloader)}" if eval_dataloader is not None and has_length(eval_dataloader) else ""
+        total = (
+            f" of {len(eval_dataloader)}"
+            if eval_dataloader is not None and has_length(eval_dataloader)
+            else ""
+        )
         text = f"step {state.global_step}, batch {self._num_batches}{total}"
         self._show(f"evaluating {text}")
         if not self.display and self._is_time_for_a_line():
@@ -126,14 +158,22 @@ class TrainingProgress(TrainerCallback):
     def _measurements(self) -> str:
         """Return the last measurements of training, and the loss of the last evaluation."""
         evaluated = self._logs.get("eval_loss")
-        return ", ".join(self._values(self._logs, "") + ([f"eval loss {evaluated:.4f}"] if evaluated else []))
+        return ", ".join(
+            self._values(self._logs, "") + ([f"eval loss {evaluated:.4f}"] if evaluated else [])
+        )
 
     def _values(self, logs: dict[str, float], prefix: str) -> list[str]:
-        return [text.format(logs[prefix + key]) for key, text in TASKS[self.task].shown.items() if prefix + key in logs]
+        return [
+            text.format(logs[prefix + key])
+            for key, text in TASKS[self.task].shown.items()
+            if prefix + key in logs
+        ]
 
     def _costs(self) -> str:
         speed = self._logs.get("tokens_per_second")
-        return (f"{speed:,.0f} tokens/s, " if speed else "") + f"peak {with_prefix(peak_memory(), 'B')}"
+        return (
+            f"{speed:,.0f} tokens/s, " if speed else ""
+        ) + f"peak {with_prefix(peak_memory(), 'B')}"
 
     def _is_time_for_a_line(self) -> bool:
         now = time.monotonic()
@@ -148,7 +188,9 @@ class TrainingProgress(TrainerCallback):
 
 
 def peak_memory() -> int:
-    """Return the most bytes that this process has used: on its GPU, or without one the resident set."""
+    """Return the most bytes that this process has used: on its GPU, or without one the resident
+    set.
+    """
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,8 +1,8 @@
 """Measure retention: the KL divergence from the start, and the loss on retained examples.
 
-Optimizers are compared at equal displacement, since one that hardly moves retains everything. At the start and at every
-evaluation a few fixed tokens are scored; no random number is drawn and no weight changes. The start's logits stay in
-the run folder until training ends, for resumed runs.
+Optimizers are compared at equal displacement, since one that hardly moves retains everything. At
+the start and at every evaluation a few fixed tokens are scored; no random number is drawn and no
+weight changes. The start's logits stay in the run folder until training ends, for resumed runs.
 """
 
 import inspect
@@ -32,8 +32,8 @@ MAX_EXAMPLES = 64
 MAX_TOKENS = 256
 """Answer tokens of a retention example that are scored; of more, evenly spaced ones."""
 MAX_INPUTS, MAX_LOGITS = 4096, 512
-"""Tokens, and positions with logits, of one forward pass over several examples: 0.3 GB of float32 logits with a
-vocabulary of 150,000."""
+"""Tokens, and positions with logits, of one forward pass over several examples: 0.3 GB of float32
+logits with a vocabulary of 150,000."""
 CHUNK = 32
 """Positions whose distributions are compared at a time: 20 MB each."""
 
@@ -60,16 +60,20 @@ class Probes:
 
 
 def read_probes(recipe: Recipe, held_out: Any, tokenizer: Any) -> Probes | None:
-    """Return the tokens that `run.kl_to_start` and `data.retention` ask for; None if the recipe has neither.
+    """Return the tokens that `run.kl_to_start` and `data.retention` ask for; None if the recipe has
+    neither.
 
-    held_out: dataset of tokens, or None. Raises UserError for retention examples that cannot be read.
+    held_out: dataset of tokens, or None. Raises UserError for retention examples that cannot be
+    read.
     """
     if not recipe.run.kl_to_start and recipe.data.retention is None:
         return None
     max_length = trainer_value(recipe, "max_length")
     probes, retention, source = (), (), None
     if recipe.run.kl_to_start and held_out is not None:
-        probes = _spread(_answers(_some(held_out), recipe.data_task, max_length), recipe.run.kl_to_start)
+        probes = _spread(
+            _answers(_some(held_out), recipe.data_task, max_length), recipe.run.kl_to_start
+        )
     if recipe.data.retention is not None:
         split = load_split(recipe.data.retention, "sft")
         tokens = tokenize(_some(split.dataset), "sft", tokenizer, None, has_turns(split.dataset))
@@ -89,24 +93,39 @@ def _some(dataset: Any) -> Any:
 
 
 def evenly(number: int, most: int) -> list[int]:
-    """Return the indices 0 to number - 1; if these are more than `most`, so many evenly spaced ones."""
-    return list(range(number)) if number <= most else [(2 * i + 1) * number // (2 * most) for i in range(most)]
+    """Return the indices 0 to number - 1; if these are more than `most`, so many evenly spaced
+    ones.
+    """
+    return (
+        list(range(number))
+        if number <= most
+        else [(2 * i + 1) * number // (2 * most) for i in range(most)]
+    )
 
 
 def _answers(dataset: Any, task: Any, max_length: int | None) -> list[Probe]:
-    """Return the examples with all positions of their answers; of a pair, those of the chosen one."""
+    """Return the examples with all positions of their answers; of a pair, those of the chosen
+    one.
+    """
     sides: list[Tokens] = [example.sides[0] for example in from_token_columns(dataset[:], task)]
     truncated = [side.truncated(max_length) for side in sides]
-    return [Probe(ids, [i for i, mark in enumerate(trained) if mark and i]) for ids, trained in truncated]
+    return [
+        Probe(ids, [i for i, mark in enumerate(trained) if mark and i])
+        for ids, trained in truncated
+    ]
 
 
 def _spread(probes: Sequence[Probe], most: int) -> tuple[Probe, ...]:
-    """Return the probes with at most so many positions in all, evenly spaced; those without any are left out."""
+    """Return the probes with at most so many positions in all, evenly spaced; those without any are
+    left out.
+    """
     places = [(i, position) for i, probe in enumerate(probes) for position in probe.positions]
     by_probe: dict[int, list[int]] = {}
     for i, position in (places[j] for j in evenly(len(places), most)):
         by_probe.setdefault(i, []).append(position)
-    return _sorted(Probe(probes[i].ids[: positions[-1] + 1], positions) for i, positions in by_probe.items())
+    return _sorted(
+        Probe(probes[i].ids[: positions[-1] + 1], positions) for i, positions in by_probe.items()
+    )
 
 
 def _sorted(probes: Iterable[Probe]) -> tuple[Probe, ...]:
@@ -115,10 +134,13 @@ def _sorted(probes: Iterable[Probe]) -> tuple[Probe, ...]:
 
 
 class Retention(TrainerCallback):
-    """Scores `probes`: `values` are merged into each evaluation's log. Collective: all ranks score the same tokens.
+    """Scores `probes`: `values` are merged into each evaluation's log.
+    Collective: all ranks score the same tokens.
 
-    The start's logits stand in `folder.start_logits` and on the first rank's CPU, in float32 or, where that is exact,
-    bfloat16: 154 or 77 MB for 256 tokens of a vocabulary of 150,000. trainer: an instance of SorenTrainerMixin.
+    The start's logits stand in `folder.start_logits` and on the first rank's CPU, in float32 or,
+    where that is exact,
+    bfloat16: 154 or 77 MB for 256 tokens of a vocabulary of 150,000. trainer: an instance of
+    SorenTrainerMixin.
     """
 
     def __init__(self, trainer: Any, probes: Probes, folder: RunFolder, ranks: Ranks):
@@ -139,7 +161,11 @@ class Retention(TrainerCallback):
                         f"{file}: the logits of the starting checkpoint cannot be read ({error}); {remedy}"
                     ) from None
                 num_tokens = sum(len(probe.positions) for probe in self.probes.held_out)
-                if metadata.get("probes") != self.probes.digest() or logits.ndim != 2 or len(logits) != num_tokens:
+                if (
+                    metadata.get("probes") != self.probes.digest()
+                    or logits.ndim != 2
+                    or len(logits) != num_tokens
+                ):
                     raise UserError(f"{file}: has the logits of other held-out tokens; {remedy}")
                 self._start = logits
             return
@@ -152,12 +178,15 @@ class Retention(TrainerCallback):
                 use_umask(file)
         if not args.eval_on_start:
             line = {"step": 0, **self.values()}
-            state.log_history.append(line)  # from which a resumed run restores damaged lines of the file
+            # from which a resumed run restores damaged lines of the file
+            state.log_history.append(line)
             if self.ranks.is_first:
                 append(self.folder.metrics, json.dumps(line) + "\n")
 
     def values(self) -> dict[str, float]:
-        """Return {"kl_to_start", "retention_loss"} in nats per token, those that the recipe asks for. Collective."""
+        """Return {"kl_to_start", "retention_loss"} in nats per token, those that the recipe asks
+        for. Collective.
+        """
         divergence, loss = [], []
         with evaluating(self.trainer.forward_model):
             first = 0
@@ -165,10 +194,17 @@ class Retention(TrainerCallback):
                 if self._start is not None:
                     divergence.append(sum_of_kl(self._start[first : first + len(logits)], logits))
                     first += len(logits)
-            for probe, logits in zip(self.probes.retention, self._scores(self.probes.retention), strict=True):
-                targets = torch.tensor([probe.ids[position] for position in probe.positions], device=logits.device)
+            for probe, logits in zip(
+                self.probes.retention, self._scores(self.probes.retention), strict=True
+            ):
+                targets = torch.tensor(
+                    [probe.ids[position] for position in probe.positions], device=logits.device
+                )
                 loss.append(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
-        sums = {"kl_to_start": (divergence, self.probes.held_out), "retention_loss": (loss, self.probes.retention)}
+        sums = {
+            "kl_to_start": (divergence, self.probes.held_out),
+            "retention_loss": (loss, self.probes.retention),
+        }
         return {
             name: float(torch.stack(parts).sum()) / sum(len(probe.positions) for probe in probes)
             for name, (parts, probes) in sums.items()
@@ -176,23 +212,32 @@ class Retention(TrainerCallback):
         }
 
     def _scores(self, probes: Sequence[Probe]) -> Iterator[Tensor]:
-        """Yield each probe's logits at the positions before `probe.positions`: [positions, vocabulary], float32."""
+        """Yield each probe's logits at the positions before `probe.positions`: [positions,
+        vocabulary], float32.
+        """
         model, device = self.trainer.forward_model, self.trainer.args.device
         inner = getattr(model, "module", model)  # within DeepSpeed's wrapper
         base: Any = inner.get_base_model() if isinstance(inner, PeftModel) else inner
         keeps = "logits_to_keep" in inspect.signature(type(base).forward).parameters
         for group in _groups(probes):
             columns = sorted({position - 1 for probe in group for position in probe.positions})
-            ids = torch.zeros(len(group), max(len(probe.ids) for probe in group) - 1, dtype=torch.int64)
+            ids = torch.zeros(
+                len(group), max(len(probe.ids) for probe in group) - 1, dtype=torch.int64
+            )
             mask = torch.zeros_like(ids)
-            for row, probe in enumerate(group):  # padded on the right, which causal models do not see
+            # padded on the right, which causal models do not see
+            for row, probe in enumerate(group):
                 length = len(probe.ids) - 1
                 ids[row, :length], mask[row, :length] = torch.tensor(probe.ids[:-1]), 1
             options = {"logits_to_keep": torch.tensor(columns, device=device)} if keeps else {}
-            output = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False, **options)
+            output = model(
+                input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False, **options
+            )
             logits = output.logits if keeps else output.logits[:, columns]
             for row, probe in enumerate(group):
-                yield logits[row, [columns.index(position - 1) for position in probe.positions]].float()
+                yield logits[
+                    row, [columns.index(position - 1) for position in probe.positions]
+                ].float()
 
 
 def _groups(probes: Sequence[Probe]) -> Iterator[list[Probe]]:
@@ -211,7 +256,9 @@ def _groups(probes: Sequence[Probe]) -> Iterator[list[Probe]]:
 
 
 def sum_of_kl(start: Tensor, now: Tensor) -> Tensor:
-    """Return the sum over rows of KL(softmax(start) || softmax(now)), logits [n, vocabulary]; on `now`'s device."""
+    """Return the sum over rows of KL(softmax(start) || softmax(now)), logits [n, vocabulary]; on
+    `now`'s device.
+    """
     total = torch.zeros((), device=now.device)
     for before, after in zip(start.split(CHUNK), now.split(CHUNK), strict=True):
         p, q = before.to(now.device).float().log_softmax(-1), after.log_softmax(-1)

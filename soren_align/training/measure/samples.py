@@ -1,7 +1,8 @@
 """Samples during training: the answers of the model to a few prompts.
 
 They do not change the training: no random number is drawn, and the modules' modes are restored.
-tests/training/test_samples.py compares the weights bit for bit with those of a training without samples.
+tests/training/test_samples.py compares the weights bit for bit with those of a training without
+samples.
 """
 
 import json
@@ -44,18 +45,25 @@ class Prompt:
     @property
     def text(self) -> str:
         """The text, or that of the last turn."""
-        return self.content if isinstance(self.content, str) else str(self.content[-1].get("content"))
+        return (
+            self.content if isinstance(self.content, str) else str(self.content[-1].get("content"))
+        )
 
 
-def read_prompts(samples: Samples, tokenizer: Any, has_turns: bool, num_positions: int | None) -> tuple[Prompt, ...]:
+def read_prompts(
+    samples: Samples, tokenizer: Any, has_turns: bool, num_positions: int | None
+) -> tuple[Prompt, ...]:
     """Return the prompts of `run.samples` with their tokens.
 
-    has_turns: of the data: a text is then a user's message, rendered by the chat template; otherwise it is tokenized as
-    it is. num_positions: of the model, which an answer does not exceed. Raises UserError for a file that cannot be
-    read, and for a prompt that leaves no position.
+    has_turns: of the data: a text is then a user's message, rendered by the chat template;
+    otherwise it is tokenized as it is. num_positions: of the model, which an answer does not
+    exceed. Raises UserError for a file that cannot be read, and for a prompt that leaves no
+    position.
     """
     place = "run.samples.prompts"
-    contents = list(_contents(samples.prompts)) if isinstance(samples.prompts, str) else samples.prompts
+    contents = (
+        list(_contents(samples.prompts)) if isinstance(samples.prompts, str) else samples.prompts
+    )
     if not 0 < len(contents) <= MAX_PROMPTS:
         raise UserError(f"{place}: found {len(contents)} prompts; write 1 to {MAX_PROMPTS} prompts")
     prompts = []
@@ -78,11 +86,17 @@ def read_prompts(samples: Samples, tokenizer: Any, has_turns: bool, num_position
 
 
 def prompt_ids(prompt: str | list[dict[str, Any]], tokenizer: Any, subject: str) -> list[int]:
-    """Return the tokens of a text, or of turns with the beginning of an answer. subject: see `template_errors`."""
+    """Return the tokens of a text, or of turns with the beginning of an answer.
+    subject: see `template_errors`.
+    """
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     with template_errors(subject):
-        return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+        return list(
+            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
+        )
 
 
 def _contents(path: str) -> Iterator[str | list[dict[str, Any]]]:
@@ -96,21 +110,31 @@ def _contents(path: str) -> Iterator[str | list[dict[str, Any]]]:
             continue
         record = parse_json(line, f"{path}:{number}")
         prompt: Any = record.get("prompt") if isinstance(record, dict) else None
-        is_list = isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt)
+        is_list = (
+            isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt)
+        )
         if not (is_list or (isinstance(prompt, str) and prompt)):
-            raise UserError(f'{path}:{number} has no prompt; write {{"prompt": ...}} with a text or a list of messages')
+            raise UserError(
+                f'{path}:{number} has no prompt; write {{"prompt": ...}} with a text or a list of messages'
+            )
         yield prompt
 
 
 class SampleWriter(TrainerCallback):
-    """Appends an answer to every prompt to `file`, and prints the first ones: at the start and at each evaluation.
+    """Appends an answer to every prompt to `file`, and prints the first ones: at the start and at
+    each evaluation.
 
-    The first rank, which must hold all weights, writes; on the others this waits for it, since a collective has a
-    timeout.
+    The first rank, which must hold all weights, writes; on the others this waits for it, since a
+    collective has a timeout.
     """
 
     def __init__(
-        self, prompts: tuple[Prompt, ...], tokenizer: Any, file: Path, console: Console, ranks: Ranks = Ranks()
+        self,
+        prompts: tuple[Prompt, ...],
+        tokenizer: Any,
+        file: Path,
+        console: Console,
+        ranks: Ranks = Ranks(),
     ):
         self.prompts, self.tokenizer, self.file, self.console = prompts, tokenizer, file, console
         self.ranks = ranks
@@ -120,7 +144,9 @@ class SampleWriter(TrainerCallback):
         """By the number of the prompt: an answer that has not changed is not printed again."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Sample from the starting checkpoint; a resumed run has done so, and at the evaluation of its checkpoint."""
+        """Sample from the starting checkpoint; a resumed run has done so, and at the evaluation of
+        its checkpoint.
+        """
         if state.global_step == 0:
             self.sample(model, 0)
         elif self.file.is_file():
@@ -159,13 +185,16 @@ class SampleWriter(TrainerCallback):
         ends = {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
         config = GenerationConfig(
             do_sample=False,
-            use_cache=True,  # an argument of this call: TRL has switched it off in the model's config, which stays
+            # an argument of this call: TRL has switched it off in the model's config, which stays
+            use_cache=True,
             max_new_tokens=prompt.max_new_tokens,
             eos_token_id=sorted(ends) or None,
             pad_token_id=self.tokenizer.pad_token_id or 0,
         )
         tokens = torch.tensor([prompt.ids], device=next(model.parameters()).device)
-        output = model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
+        output = model.generate(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=config
+        )
         new = output[0, len(prompt.ids) :].tolist()
         is_stopped = bool(new) and new[-1] in ends
         text = self.tokenizer.decode(new[:-1] if is_stopped else new, skip_special_tokens=True)
@@ -174,11 +203,14 @@ class SampleWriter(TrainerCallback):
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Within the block the model is in evaluation mode; every module's own mode and the random states are restored."""
+    """Within the block the model is in evaluation mode; every module's own mode and the random
+    states are restored.
+    """
     modes = [(module, module.training) for module in model.modules()]
     states = random.getstate(), np.random.get_state()
     model.eval()
-    # Without this argument the states of all visible GPUs would be saved, on each of them, with a warning.
+    # Without this argument the states of all visible GPUs would be saved, on each of them, with a
+    # warning.
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(gpus), torch.no_grad():
