@@ -97,13 +97,11 @@ network for models and data in files and folders, and for the models and dataset
 soren-align.
 
     soren-align plan mistral-7b/soren --processes 8 --set run.parallel=zero3
-""",
-    "inspect": """\
-[models.md](models.md#inspect-a-model) explains the output of `inspect`. If a problem would stop every training of this
-model, the exit code is 2.
+    soren-align plan Qwen/Qwen2.5-3B --set optimizer.name=muon
 
-    soren-align inspect Qwen/Qwen2.5-3B
-    soren-align inspect my-model --processes 4 --set optimizer.name=muon
+With a model in the place of a recipe, `plan` shows how the model would be trained
+([models.md](models.md#a-model-before-its-data)). If a problem would stop every training of this model, the exit code
+is 2.
 """,
     "reshard": "[distributed.md](distributed.md) describes this command in its section about checkpoints.\n",
     "map": """\

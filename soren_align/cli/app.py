@@ -190,85 +190,76 @@ def _print_notice(line: str) -> None:
 @app.command(cls=KeyCommand)
 def plan(
     context: typer.Context,
-    recipe: RecipeOrStudy,
+    what: Annotated[
+        str,
+        files.named(
+            "RECIPE_STUDY_OR_MODEL",
+            "A recipe or study: a file, or a name that `soren-align recipes` lists. Or a model: a "
+            "folder with a config.json, or a hub name.",
+            shipped.recipes,
+            shipped.studies,
+        ),
+    ],
     set_: Overrides = None,
     as_json: AsJson = False,
     processes: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--processes",
             min=1,
             metavar="N",
-            help="The number of processes of the planned run. No process is started.",
-        ),
-    ] = 1,
-    full: Annotated[bool, typer.Option("--full", help="Show all details (recipes only).")] = False,
-    as_far_as: Annotated[
-        str | None,
-        typer.Option(
-            "--as-far-as",
-            metavar="RUN",
-            help="Also print the learning rate at which this recipe would change the matrices about as much as "
-            "the finished run RUN did, such as a run with AdamW (recipes only).",
+            help="The number of processes of the planned run. Default: 1; of a model's optimizer "
+            "states: 8. No process is started.",
         ),
     ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Show all details (recipes only).")] = False,
 ) -> None:
-    """Show what a recipe or a study would do and cost, without training."""
+    """Show what a recipe or a study would do and cost, or how a model would be trained.
+
+    Nothing is trained. Of a model, the config is enough: which optimizer updates which parameters,
+    what would stop training, optimizer states per GPU, chat template and special tokens.
+    """
+    from ..launch import commands
+
     if as_json:
         refuse_options(context, ["full"], WITH_JSON)
-    words = [*(set_ or ()), *(["--processes", str(processes)] if processes > 1 else [])]
-    path = local_path(recipe)
-    is_file = path.is_file() and path.suffix in (".yaml", ".yml")
-    if shipped.is_study(path) if is_file else not path.is_file() and recipe in shipped.studies():
-        refuse_options(context, ["full", "as_far_as"], "on a study")
+    words = [*(set_ or ()), *(["--processes", str(processes)] if processes else [])]
+    path = local_path(what)
+    is_file = path.is_file()
+    if shipped.is_study(path) if is_file else what in shipped.studies():
+        refuse_options(context, ["full"], "on a study")
         from ..study import plan as study_planning
         from ..study.config import load_study
 
-        next_command = shlex.join(["soren-align", "compare", recipe, *words])
-        study_planning.plan(
-            load_study(recipe, set_), next_command, as_json=as_json, processes=processes
-        )
-        return
-    from ..launch import commands
-    from ..recipe import load
+        next_command = shlex.join(["soren-align", "compare", what, *words])
+        study = load_study(what, set_)
+        study_planning.plan(study, next_command, as_json=as_json, processes=processes or 1)
+    elif not is_file and _is_model(what):
+        refuse_options(context, ["full"], "on a model")
+        from ..recipe import load_for_model
 
-    resolved = load(recipe, set_, notify=_print_notice)
-    next_command = shlex.join(["soren-align", resolved.task, recipe, *words])
-    options = {"full": full, "as_json": as_json, "processes": processes, "as_far_as": as_far_as}
-    raise typer.Exit(commands.plan(resolved, next_command, **options))
+        recipe = load_for_model(what, set_, _print_notice)
+        next_command = shlex.join(["soren-align", "sft", "--model", what, *(set_ or [])])
+        next_command += " --data DATA --output RUN"
+        options = {"processes": processes or 8, "as_json": as_json}
+        raise typer.Exit(commands.plan_model(recipe, next_command, **options))
+    else:
+        from ..recipe import load
+
+        recipe = load(what, set_, notify=_print_notice)
+        next_command = shlex.join(["soren-align", recipe.task, what, *words])
+        options = {"full": full, "as_json": as_json, "processes": processes or 1}
+        raise typer.Exit(commands.plan(recipe, next_command, **options))
 
 
-@app.command(cls=KeyCommand)
-def inspect(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder with a config.json, or a hub name.")
-    ],
-    set_: Overrides = None,
-    processes: Annotated[
-        int,
-        typer.Option(
-            "--processes",
-            min=1,
-            metavar="N",
-            help="Number of GPUs that share the optimizer states.",
-        ),
-    ] = 8,
-    as_json: AsJson = False,
-) -> None:
-    """Show from a model's config how it would be trained, and what would stop it.
-
-    No weights are needed: which optimizer updates which parameters, optimizer states per GPU,
-    fused, expert and tied weights, chat template, special tokens, packing.
+def _is_model(name: str) -> bool:
+    """Return whether a name that is no file means a model: a folder, or OWNER/NAME of the hub, but
+    not what may be a mistyped recipe.
     """
-    from ..launch import commands
-    from ..recipe import load_for_model
-
-    recipe = load_for_model(model, set_, _print_notice)
-    next_command = (
-        shlex.join(["soren-align", "sft", "--model", model, *(set_ or [])])
-        + " --data DATA --output RUN"
-    )
-    raise typer.Exit(commands.inspect(recipe, next_command, processes=processes, as_json=as_json))
+    owner, slash, rest = name.partition("/")
+    folders = {recipe.partition("/")[0] for recipe in shipped.recipes() | shipped.studies()}
+    is_hub_name = bool(slash) and "/" not in rest and not rest.endswith((".yaml", ".yml"))
+    return local_path(name).is_dir() or (is_hub_name and owner not in folders)
 
 
 @app.command(cls=KeyCommand)

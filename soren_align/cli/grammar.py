@@ -22,11 +22,11 @@ Fine-tune language models with AdamW, Muon or Soren, and find out whether it
 helped.
 
 Start     new        write a folder to start with: data, recipe, questions
-          inspect, recipes, suites, docs, import
+          recipes, suites, docs, import
 Train     sft        train on conversations, then evaluate
           dpo        train on preference pairs, then evaluate
           pretrain   train on plain texts, from random weights
-          plan       show what a recipe would do and cost
+          plan       show what a recipe or model would do and cost
 Judge     eval       evaluate models beside the checkpoints they started from
           compare    compare optimizers: search their rates, then fresh seeds
           stats      compare anybody's evaluation results

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -112,66 +112,79 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
     Steps that are done already, by run.json's status, are skipped. The first rank alone writes and
     prints. refusal: its error before the ranks were joined, which all raise.
     """
+    # Imports take seconds; a signal during them waits, since torch cannot be imported twice.
     console = stderr_console(quiet=int(os.environ.get("RANK", "0")) > 0)
     with deferred(), loading(console, "Loading torch, transformers and TRL"):
         from ..sharding.hosts import watched
         from ..sharding.ranks import current_ranks, init_process_group
         from ..training import run as training
-        from ..training import setup as training_setup
-    number = os.environ.get("WORLD_SIZE", "1")
-    with quiet_libraries():
-        with (
-            loading(console, f"Waiting for all {number} processes")
-            if number != "1"
-            else nullcontext()
-        ):
+
+    with quiet_libraries(), ExitStack() as stack:
+        # Join the ranks. What the first rank has refused, all raise: a rank that ended alone would
+        # leave the others waiting until the timeout.
+        number = os.environ.get("WORLD_SIZE", "1")
+        waiting = loading(console, f"Waiting for all {number} processes")
+        with waiting if number != "1" else nullcontext():
             init_process_group(timeout_seconds)
         ranks = current_ranks()
         with ranks.main_process_first():
             if refusal:
                 raise refusal
-        # after joining: the first rank may just have written it
-        recipe = load_resolved(folder.recipe)
-        recording = _recording_errors(folder) if ranks.is_first else nullcontext()
-        with recording, watched(ranks, partial(_end_without, folder, ranks.is_first)):
-            if ranks.is_first:
-                folder.forget_failure()
-            if ranks.broadcast(folder.record()["status"] if ranks.is_first else None) != "trained":
-                benchmark = None
-                with (
-                    working(console, "Checking data and evaluation") as show,
-                    ranks.main_process_first(),
-                ):
-                    setup = training_setup.set_up_training(
-                        recipe, folder, counting(show, "Counting tokens"), ranks
-                    )
-                    # before training: whether the evaluation after it could run
-                    if recipe.eval and ranks.is_first:
-                        from ..evaluate.report.results import refuse_foreign
-                        from ..evaluate.run import stage
 
-                        refuse_foreign(stage.output_of(folder, recipe.eval), [])
-                        show("Checking evaluation")
-                        inputs = recipe.eval, setup.recipe.model, setup.start, setup.tokenizer
-                        _, notices = stage.preflight(
-                            *inputs, lambda name: show(f"Checking evaluation: {name}")
-                        )
-                        for notice in notices:
-                            print_labelled(console, "notice", notice)
-                    if recipe.run.benchmark:  # on every rank: each answers a share of the questions
-                        from ..evaluate.run.benchmark import read_benchmark
+        # From here on an error is in run.json too, and a lost host ends this rank.
+        recipe = load_resolved(
+            folder.recipe
+        )  # after joining: the first rank may just have written it
+        if ranks.is_first:
+            stack.enter_context(_recording_errors(folder))
+        stack.enter_context(watched(ranks, partial(_end_without, folder, ranks.is_first)))
+        if ranks.is_first:
+            folder.forget_failure()
 
-                        show("Checking benchmarks")
-                        benchmark = read_benchmark(recipe, setup.start, setup.tokenizer, ranks)
-                if not training.train(setup, folder, console, ranks, benchmark):
-                    if ranks.is_first:
-                        record_stop(folder, requeue=True)
-                    ranks.destroy()  # srun ends the other ranks when one has ended
-                    return 130
-            ranks.destroy()
-            if ranks.is_first:
-                return _finish(folder, recipe, console, evaluate_here=not ranks.launched)
+        # Train, unless only the evaluation is missing: an interrupted run resumes where it was.
+        status = ranks.broadcast(folder.record()["status"] if ranks.is_first else None)
+        if status != "trained":
+            setup, benchmark = _check_inputs(recipe, folder, console, ranks)
+            if not training.train(setup, folder, console, ranks, benchmark):
+                if ranks.is_first:
+                    record_stop(folder, requeue=True)
+                ranks.destroy()  # srun ends the other ranks when one has ended
+                return 130
+
+        # The first rank alone evaluates; the others have ended by then and have freed their memory.
+        ranks.destroy()
+        if ranks.is_first:
+            return _finish(folder, recipe, console, evaluate_here=not ranks.launched)
     return 0
+
+
+def _check_inputs(recipe: Recipe, folder: RunFolder, console: Terminal, ranks: Any) -> Any:
+    """Return what training starts from, and the questions of `run.benchmark` or None.
+
+    Data, model, and whether the evaluation after training could run: what is wrong with them is
+    raised now, and not after hours of training. The first rank reads first and fills the caches.
+    """
+    from ..training.setup import set_up_training
+
+    benchmark = None
+    with working(console, "Checking data and evaluation") as show, ranks.main_process_first():
+        setup = set_up_training(recipe, folder, counting(show, "Counting tokens"), ranks)
+        if recipe.eval and ranks.is_first:
+            from ..evaluate.report.results import refuse_foreign
+            from ..evaluate.run import stage
+
+            refuse_foreign(stage.output_of(folder, recipe.eval), [])
+            show("Checking evaluation")
+            inputs = recipe.eval, setup.recipe.model, setup.start, setup.tokenizer
+            _, notices = stage.preflight(*inputs, lambda name: show(f"Checking evaluation: {name}"))
+            for notice in notices:
+                print_labelled(console, "notice", notice)
+        if recipe.run.benchmark:  # on every rank: each answers a share of the questions
+            from ..evaluate.run.benchmark import read_benchmark
+
+            show("Checking benchmarks")
+            benchmark = read_benchmark(recipe, setup.start, setup.tokenizer, ranks)
+    return setup, benchmark
 
 
 def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_here: bool) -> int:
@@ -298,26 +311,14 @@ def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> i
     return failure.code
 
 
-def plan(
-    recipe: Recipe,
-    next_command: str,
-    *,
-    full: bool,
-    as_json: bool,
-    processes: int,
-    as_far_as: str | None,
-) -> int:
+def plan(recipe: Recipe, next_command: str, *, full: bool, as_json: bool, processes: int) -> int:
     """Print what `train` would do with this number of processes: a summary, or all of it.
     Returns the exit code.
 
     next_command: the one that trains the recipe; printed last, unless training would not start.
-    as_far_as: a finished run, whose distance the plan compares; see `planning.distance`.
     """
     accumulation(recipe, processes)  # raises before torch is imported
     check_suites(recipe)
-    from ..planning.distance import distance_of
-
-    other = None if as_far_as is None else distance_of(RunFolder(as_far_as))
     from ..planning.offline import model_config, num_examples, offline_without_hub
 
     if model_config(recipe.model.name_or_path) is None or num_examples(recipe.data) is None:
@@ -330,7 +331,7 @@ def plan(
     with quiet_libraries(), working(console, "Checking data") as show, offline_without_hub():
         on_compared = counting(show, "Comparing training examples with questions")
         result, account = planning.plan_training(
-            recipe, counting(show, "Counting tokens"), processes, on_compared, other
+            recipe, counting(show, "Counting tokens"), processes, on_compared
         )
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
@@ -341,7 +342,7 @@ def plan(
     return 2 if result["problems"] else 0
 
 
-def inspect(recipe: Recipe, next_command: str, *, processes: int, as_json: bool) -> int:
+def plan_model(recipe: Recipe, next_command: str, *, processes: int, as_json: bool) -> int:
     """Print what is known of the recipe's model without its weights.
     Returns the exit code: 2 if it cannot be trained.
 
@@ -355,8 +356,7 @@ def inspect(recipe: Recipe, next_command: str, *, processes: int, as_json: bool)
     set_environment(recipe)
     console = stderr_console()
     with deferred(), console.status("Loading torch and transformers"):
-        from ..planning.inspection import ALWAYS, inspect_model
-        from ..planning.show_inspection import print_inspection
+        from ..planning.inspection import ALWAYS, inspect_model, print_inspection
     with quiet_libraries(), console.status("Inspecting the model"), offline_without_hub():
         inspection = inspect_model(recipe, processes)
     is_refused = any(problem["when"] == ALWAYS for problem in inspection["problems"])

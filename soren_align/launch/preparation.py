@@ -1,25 +1,12 @@
 """Prepare a run folder for training: create it, resume it, or refuse."""
 
 import os
-import shlex
-from itertools import count
-from pathlib import Path
-from typing import Any
 
 from ..core.errors import UserError
 from ..core.files import write
-from ..recipe import (
-    Recipe,
-    differences,
-    load_resolved,
-    parallel,
-    to_yaml,
-    trainer_value,
-    training_part,
-)
+from ..recipe import Recipe, differences, load_resolved, parallel, to_yaml, training_part
 from ..run.folder import RunFolder, now
 from ..run.provenance import provenance
-from ..tasks import TASKS
 
 
 def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
@@ -65,10 +52,10 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     if status == "finished" and (
         recipe.eval is None or folder.evaluation(recipe.eval.name).is_dir()
     ):
-        _refuse_more_steps(folder, recipe, run, started)
         raise UserError(
-            f"{folder}: contains a finished run. Choose another run.output_dir, evaluate the run with "
-            f"`soren-align eval {folder}`, or replace the run with --overwrite"
+            f"{folder}: contains a finished run, whose schedule has ended. Evaluate the run with "
+            f"`soren-align eval {folder}`, train further in another run.output_dir with "
+            f"model.name_or_path={folder.model}, or replace the run with --overwrite"
         )
     if status != "finished" and recipe.run.resume == "never":
         raise UserError(
@@ -82,7 +69,6 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
             {"run.parallel": run.get("parallel_config", config)}, {"run.parallel": config}
         )
     if changed:
-        _refuse_more_steps(folder, recipe, run, started)
         raise UserError(
             f"{folder}: contains a run of another recipe, in which these keys differ:",
             *(f"  {line}" for line in changed),
@@ -101,56 +87,3 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
             )
         folder.update(processes=num_ranks)
     write(folder.recipe, to_yaml(recipe))
-
-
-def _refuse_more_steps(
-    folder: RunFolder, recipe: Recipe, run: dict[str, Any], started: Recipe | None
-) -> None:
-    """Raise UserError with the command that trains on from a trained run, if `recipe` is its own
-    but for more steps.
-
-    The schedule has ended, and its learning rates were those of the shorter run: more steps are
-    another run.
-    """
-    num_steps = run.get("training", {}).get("steps")
-    if run["status"] == "training" or num_steps is None or started is None:
-        return
-    parts = []
-    for part in (started, recipe):
-        trainer = {
-            key: value
-            for key, value in part.trainer.items()
-            if key not in ("max_steps", "num_train_epochs")
-        }
-        parts.append(training_part(part.model_copy(update={"trainer": trainer})))
-    key = "max_steps" if trainer_value(recipe, "max_steps") > 0 else "num_train_epochs"
-    before = num_steps if key == "max_steps" else trainer_value(started, key)
-    more = trainer_value(recipe, key) - before
-    if (
-        differences(*parts)
-        or more <= 0
-        or (trainer_value(started, "max_steps") > 0) != (key == "max_steps")
-    ):
-        return
-    target = next(path for number in count(2) if not Path(path := f"{folder}-{number}").exists())
-    changes = {
-        "model.name_or_path": folder.model,
-        "run.output_dir": target,
-        f"trainer.{key}": f"{more:g}",
-    }
-    changes["trainer.seed"] = trainer_value(started, "seed") + 1
-    model = started.model
-    changes |= {
-        f"model.{name}": "null"
-        for name in ("init_seed", "tokenizer", "revision", "lora")
-        if getattr(model, name) is not None
-    }
-    command = [f"soren-align {recipe.task} {shlex.quote(str(folder.recipe))}"]
-    command += [f"--set {shlex.quote(f'{name}={value}')}" for name, value in changes.items()]
-    reference = ", which is also its reference model" if TASKS[recipe.task].has_reference else ""
-    raise UserError(
-        f"{folder}: this run is complete ({num_steps} steps), and its schedule has ended, so the run cannot be "
-        f"extended. To train further, start a new run from this run's model{reference}. The new run has a new "
-        "schedule, a new optimizer state and a new order of the examples:",
-        "  " + " \\\n    ".join(command),  # lines that a shell joins
-    )

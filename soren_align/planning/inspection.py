@@ -1,21 +1,22 @@
-"""The inspection of a model from its config and tokenizer, before any data exist.
+"""What `plan MODEL` prints: how a model would be trained, and what would stop it, before any data.
 
-Every check is the one that training makes; what it refuses becomes a problem here.
+Every check is the one that training makes; what it refuses becomes a problem here. The model is
+built from its config on the meta device, so neither weights nor a GPU are needed.
 """
 
-import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import AutoConfig, GenerationConfig
 
-from ..core.errors import OutOfReach, UserError, as_user_error, in_one_line
+from ..core.errors import OutOfReach, UserError, as_user_error
+from ..core.text import Table, count, join_words, print_labelled, with_prefix
 from ..data import check_template, dataset_of, has_marks, last_visible
 from ..optim import Route, build_optimizer, route, routing_table, share_notices, spectral_share
 from ..optim.blocks import OF_HEADS, fused_projections, layer_of, split_layout
@@ -33,29 +34,16 @@ from ..training.model import (
     load_tokenizer,
     starting_checkpoint,
 )
-from ..training.packing import refuse_mixing
 from ..training.setup import check_attention, padding_token, refuse_unembedded
 from . import offline
-from .flops import build_model, kinds_of_blocks, select_blocks
 from .inputs import count_frozen, on_this_machine, outline
 from .memory import ModelSizes, Rank
 from .step import model_sizes
 
-ALWAYS, CONVERSATIONS, ANSWERS, PACKING = (
-    "",
-    "conversations",
-    "trainer.assistant_only_loss",
-    "trainer.packing",
-)
+ALWAYS, CONVERSATIONS, ANSWERS = "", "conversations", "trainer.assistant_only_loss"
 """When a problem stops training: whatever the data and settings; on conversations; with this
 setting."""
 PARALLEL = tuple(name for name in NAMES if not name.endswith("offload"))
-PROBE_VOCAB_SIZE = 64
-"""Above the probe's tokens."""
-_WIDTH = re.compile(r"(intermediate_size(_mlp)?|ffn_dim|ffn_hidden_size|n_inner|ffn_hidden_dim)$")
-PROBE_MLP_WIDTH = 16
-MAX_PROBE_PARAMETERS = 2 * 10**8
-"""Of the random model: more would take more than a few seconds."""
 
 
 def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
@@ -66,10 +54,11 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
     problems: list[dict[str, str]] = []
     notices: list[str] = []
     name, init_seed = recipe.model.name_or_path, recipe.model.init_seed
-    problems += (
-        {"when": ALWAYS, "message": message} for message in model_problems(name, init_seed)
-    )
-    folder = None  # of the config, if it is the one that the package ships
+    for message in model_problems(name, init_seed):
+        problems.append({"when": ALWAYS, "message": message})
+
+    # The config, from its folder, the hub or its cache; else the one that the package ships.
+    folder = None
     try:
         config = load_config(recipe)
     except OutOfReach:
@@ -77,9 +66,11 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
             raise
         notices.append("the hub is out of reach; the config is the one that soren-align ships")
         config, folder = AutoConfig.from_pretrained(own), str(own)
+
+    # Model and optimizer, built as training builds them, without memory for weights and states.
     with _collected(problems, ALWAYS):
         check_attention(recipe, config)
-    attention, recipe = recipe.model.attn_implementation, on_this_machine(recipe)
+    recipe = on_this_machine(recipe)
     start, tokenizer_source = starting_checkpoint(recipe, RunFolder(recipe.run.output_dir))
     with torch.device("meta"), as_user_error(f"model {name}"):
         model = outline(recipe, config, start)
@@ -89,20 +80,11 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
             build_optimizer(model, **build.optimizer_settings(recipe))
     with _collected(problems, ALWAYS):
         notices += generation_notices(recipe, folder or start)
-    if model.config.get_text_config() is not model.config:  # text does not use an image encoder
-        head, trained = (
-            model.get_output_embeddings(),
-            [(n, p) for n, p in model.named_parameters() if p.requires_grad],
-        )
-        used = {*model.get_decoder().parameters(), *(head.parameters() if head is not None else ())}
-        missing, reached = (
-            [n for n, p in trained if p not in used],
-            [n for n, p in trained if p in used],
-        )
-        if missing and not recipe.model.lora:
-            message = f"text does not use {len(missing)} trained parameters, such as {missing[0]}"
-            message += f"; write model.freeze: {common_globs(missing, reached)}"
-            problems.append({"when": ALWAYS, "message": message})
+    if (unused := _unused_by_text(recipe, model)) is not None:
+        problems.append({"when": ALWAYS, "message": unused})
+
+    # Tokenizer and template. Without tokenizer_config.json, transformers may make an empty
+    # tokenizer by the model's type, which would pass every check.
     tokens = None
     if folder is not None:
         with _collected(problems, ALWAYS):
@@ -111,54 +93,35 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
         not is_local(tokenizer_source)
         or (Path(tokenizer_source) / "tokenizer_config.json").is_file()
     ):
-        # Without this file transformers may make an empty tokenizer, by the model's type.
         with _collected(problems, ALWAYS):
             tokenizer: Any = load_tokenizer(recipe, tokenizer_source)
             tokens = _tokens(config, tokenizer, folder or start, problems, notices)
-    is_separate, packing = probe_packing(config, model, attention)
-    if is_separate is False:
-        problems.append({"when": PACKING, "message": packing})
 
-    # tensors of a layer's experts
-    experts = [r for r in routes if len(r.shape) == 3 and r.rule == "spectral"]
-    numbers = {
-        "experts": sorted({r.shape[0] for r in experts}),
-        "matrices": sum(r.num_matrices for r in experts),
-    }
     names = defaultdict(list)
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(alias)
     table = routing_table(routes)
-    notices += share_notices(recipe.optimizer.name, table)
     sizes = model_sizes(recipe, routes, count_frozen(recipe, model))
     dtype = getattr(config, "dtype", None)
     return {
         "model": {
             "name_or_path": name,
             "class": type(model).__name__,
-            "model_type": config.model_type,
             "dtype": str(dtype).removeprefix("torch.") if dtype else None,
             "num_parameters": sum(p.numel() for p in model.parameters()),
             "num_trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "max_position_embeddings": getattr(
-                config.get_text_config(), "max_position_embeddings", None
-            ),
+            "max_positions": getattr(config.get_text_config(), "max_position_embeddings", None),
         },
         "problems": problems,
-        "notices": notices,
+        "notices": [*notices, *share_notices(recipe.optimizer.name, table)],
         "optimizer": recipe.optimizer.name,
         "spectral_share": spectral_share(table),
         "routing": table,
-        "parameters": _parameters(routes),
         "fused": _fused(routes, config),
-        "experts": {"tensors": len(experts), **numbers} if experts else None,
         "tied": [several for several in names.values() if len(several) > 1],
-        "optimizer_states": {
-            "num_processes": num_ranks,
-            "bytes_per_gpu": _states(recipe, sizes, num_ranks),
-        },
+        "num_processes": num_ranks,
+        "state_bytes_per_gpu": _states(recipe, sizes, num_ranks),
         "tokens": tokens,
-        "packing": {"is_separate": is_separate, "message": packing},
     }
 
 
@@ -169,6 +132,23 @@ def _collected(problems: list[dict[str, str]], when: str) -> Iterator[None]:
         yield
     except UserError as error:
         problems += ({"when": when, "message": message} for message in error.problems)
+
+
+def _unused_by_text(recipe: Recipe, model: Any) -> str | None:
+    """Return the problem of a model of text and images whose image encoder would be trained: text
+    does not use it, so that its gradients are missing.
+    """
+    if model.config.get_text_config() is model.config or recipe.model.lora:
+        return None
+    head = model.get_output_embeddings()
+    used = {*model.get_decoder().parameters(), *(head.parameters() if head is not None else ())}
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    missing = [name for name, p in trained if p not in used]
+    if not missing:
+        return None
+    globs = common_globs(missing, [name for name, p in trained if p in used])
+    number = f"{len(missing)} trained parameters, such as {missing[0]}"
+    return f"text does not use {number}; write model.freeze: {globs}"
 
 
 def _tokens(
@@ -222,27 +202,9 @@ def _ids(value: int | list[int] | None) -> list[int]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
-def _parameters(routes: Sequence[Route]) -> list[dict[str, Any]]:
-    """One entry per name, with * for numbers, and shape: {"name", "shape", "rule", "reason",
-    "tensors", ...}.
-    """
-    total = sum(math.prod(r.shape) for r in routes)
-    rows: dict[Any, dict[str, Any]] = {}
-    for r in routes:
-        name = re.sub(r"(?<=\.)\d+(?=\.)", "*", r.name)
-        new = {"name": name, "shape": list(r.shape), "rule": r.rule, "reason": r.reason}
-        row = rows.setdefault(
-            (name, r.shape, r.rule, r.reason), {**new, "tensors": 0, "matrices": 0, "share": 0.0}
-        )
-        row["tensors"] += 1
-        row["matrices"] += r.num_matrices if r.rule == "spectral" else 0
-        row["share"] += math.prod(r.shape) / total
-    return list(rows.values())
-
-
 def _fused(routes: Sequence[Route], config: Any) -> list[dict[str, Any]]:
-    """Matrices with several projections, by the name of their layer: whether they are split, or how
-    to split them.
+    """Return an entry per layer whose matrix has several projections: whether each is mapped by
+    itself, or the key that does so.
     """
     rows: dict[Any, dict[str, Any]] = {}
     for r in routes:
@@ -251,97 +213,124 @@ def _fused(routes: Sequence[Route], config: Any) -> list[dict[str, Any]]:
             continue
         is_split, remedy = "blocks" in r.layout or num_matrices(r.layout) > 1, None
         if not is_split:
-            blocks, remedy = projections, ""
+            blocks = projections
             try:
                 split_layout(r.name, r.shape, r.layout, projections, config)
-            except ValueError as error:
-                blocks, remedy = (
-                    ["heads"],
-                    str(error).removeprefix(f"split: {r.name}: ").partition(";")[0],
-                )
-            if not remedy or layer in OF_HEADS:
-                remedy = (
-                    f'to split it, write optimizer.split: {{"*{layer}": [{", ".join(blocks)}]}}'
-                )
-        row = {"layer": layer, "projections": [*projections], "is_split": is_split, "split": remedy}
+            except ValueError:  # rows of the projections alternate by head
+                blocks = ["heads"] if layer in OF_HEADS else []
+            if blocks:
+                remedy = f'write optimizer.split: {{"*{layer}": [{", ".join(blocks)}]}}'
+        row = {
+            "layer": layer,
+            "projections": [*projections],
+            "is_split": is_split,
+            "remedy": remedy,
+        }
         rows.setdefault((layer, is_split, remedy), {**row, "tensors": 0})["tensors"] += 1
     return list(rows.values())
 
 
 def _states(recipe: Recipe, sizes: ModelSizes, num_ranks: int) -> list[dict[str, Any]]:
-    """{"optimizer", "states", and bytes per GPU by sharding strategy} of every optimizer; None
-    where it is refused.
-    """
+    """Return {"optimizer", and bytes per GPU by sharding strategy} of every optimizer."""
     rows = []
-    for states in ("float32", "8bit"):
-        for name, section in OPTIMIZER_SECTIONS.items():
-            optimizer, row = section(name=name, lr=recipe.optimizer.lr, states=states), {}
-            for strategy in PARALLEL:
-                is_refused = states == "8bit" and strategy == "fsdp2"
-                rank = Rank(sizes, parallel(strategy), num_ranks, optimizer)
-                row[strategy] = (
-                    None if is_refused else rank.optimizer_states("", "device").num_bytes
-                )
-            rows.append({"optimizer": name, "states": states, **row})
+    for name, section in OPTIMIZER_SECTIONS.items():
+        optimizer, row = section(name=name, lr=recipe.optimizer.lr), {}
+        for strategy in PARALLEL:
+            rank = Rank(sizes, parallel(strategy), num_ranks, optimizer)
+            row[strategy] = rank.optimizer_states("", "device").num_bytes
+        rows.append({"optimizer": name, **row})
     return rows
 
 
-def probe_packing(config: Any, model: Any, attention: str | None = None) -> tuple[bool | None, str]:
-    """Return whether packed examples stay separate, and a sentence; None if this cannot be probed.
-
-    Training probes the model itself before its first step (`training.packing`). Here the same probe
-    runs on a random model of the architecture with one block of each type, few tokens and narrow
-    MLPs, none of which decides how a model separates examples. config: the model's. model: the
-    whole one without weights. attention: see `build_model`.
-    """
-    small = deepcopy(config)
-    text_config = small.get_text_config()
-    types = getattr(text_config, "layer_types", None)
-    firsts: dict[Any, int] = {}
-    for number, positions in enumerate(kinds_of_blocks(model)):
-        for position in positions:
-            firsts.setdefault((number, types and types[position]), position)
-    blocks = sorted(firsts.values()) if types else [*range(1 + max(firsts.values(), default=0))]
-    try:
-        if firsts:
-            select_blocks(text_config, blocks)
-        _shrink(small)
-        with torch.device("meta"):
-            numel = sum(
-                p.numel()
-                for p in build_model(small, None, torch.float32, (), attention).parameters()
-            )
-        if numel > MAX_PROBE_PARAMETERS:
-            return (
-                None,
-                f"not tested here, because a model of one block of each type already has {numel:,} parameters",
-            )
-        with torch.random.fork_rng([]):
-            torch.manual_seed(0)
-            refuse_mixing(build_model(small, None, torch.float32, (), attention), "trainer.packing")
-    except UserError as error:
-        return (
-            (False, str(error))
-            if str(error).startswith("trainer.packing")
-            else (None, f"not tested here: {error}")
+def print_inspection(inspection: dict[str, Any], console: Console) -> None:
+    """Print the return value of `inspect_model`, 80 columns wide: first what stops training."""
+    write = partial(print_labelled, console)
+    for problem in inspection["problems"]:
+        when = {ALWAYS: "", CONVERSATIONS: "on conversations: "}
+        write(
+            "problem", when.get(problem["when"], f"with {problem['when']}: ") + problem["message"]
         )
-    # an architecture's code need not run with these sizes; training may work
-    except Exception as error:
-        return None, f"not tested here: {in_one_line(error, 120)}"
-    return (
-        True,
-        "packed examples stay separate (tested with random weights and one block of each type)",
-    )
+    for notice in inspection["notices"]:
+        write("notice", notice)
+    if not inspection["problems"]:
+        write("problems", "none that would stop training")
+    console.print()
+
+    model, num_trained = inspection["model"], inspection["model"]["num_trained_parameters"]
+    trained = "" if num_trained == model["num_parameters"] else f", {num_trained:,} of them trained"
+    number = f"{model['num_parameters']:,} parameters{trained}"
+    write("model", f"{model['name_or_path']}: {model['class']}, {number}")
+    positions = f", {model['max_positions']:,} positions" if model["max_positions"] else ""
+    write("", f"saved in {model['dtype'] or 'float32'}{positions}")
+    console.print()
+    _print_routing(inspection, console)
+
+    console.print()
+    rows = [
+        [row["optimizer"], *(with_prefix(row[name], "B") for name in PARALLEL)]
+        for row in inspection["state_bytes_per_gpu"]
+    ]
+    title = f"optimizer states per GPU, {count(inspection['num_processes'], 'GPU')}"
+    console.print(Table(["optimizer", *PARALLEL], rows, title).rich(pad_edge=True))
+    console.print()
+    _print_tokens(inspection["tokens"], console)
 
 
-def _shrink(config: Any) -> None:
-    """Narrow the MLPs and the vocabulary of a config and of those inside, in place."""
-    for key, value in [*vars(config).items()]:
-        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            _shrink(value)
-        elif _WIDTH.search(key) and isinstance(value, int | None):
-            setattr(config, key, PROBE_MLP_WIDTH)
-        elif key == "vocab_size":
-            setattr(config, key, PROBE_VOCAB_SIZE)
-        elif key.endswith("_token_id") and isinstance(value, int | list):
-            setattr(config, key, 0)
+def _print_routing(inspection: dict[str, Any], console: Console) -> None:
+    """Print which optimizer updates which parameters, and fused and tied weights."""
+    write, name = partial(print_labelled, console), inspection["optimizer"]
+    share = inspection["spectral_share"]
+    if name == "adamw":
+        write("optimizer", "adamw updates all parameters")
+    else:
+        others = f"adamw updates the other {1 - share:.1%}"
+        write("optimizer", f"{name} updates {share:.1%} of the trained parameters; {others}")
+    for group in inspection["routing"]:
+        matrices = group["matrices"]
+        number = (
+            count(matrices, "matrix", "matrices") if matrices else count(group["tensors"], "tensor")
+        )
+        optimizer = name if group["rule"] == "spectral" else "adamw"
+        write("", f"{optimizer}: {group['reason']}, {number}, {group['numel']:,} parameters")
+    for row in inspection["fused"]:
+        how = "each mapped by itself" if row["is_split"] else "mapped as one matrix"
+        if row["remedy"]:
+            how += f"; to split it, {row['remedy']}"
+        projections = join_words(row["projections"])
+        write("fused", f"{row['layer']}, {count(row['tensors'], 'weight')}: {projections}, {how}")
+    for names in inspection["tied"]:
+        write("tied", f"{join_words(names)} are one weight")
+
+
+def _print_tokens(tokens: dict[str, Any] | None, console: Console) -> None:
+    """Print the chat template with the token that ends an answer, and the special tokens."""
+    write = partial(print_labelled, console)
+    if tokens is None:
+        write("template", "unknown, because the tokenizer cannot be loaded")
+        return
+    template = tokens["template"]
+    if "end" not in template:
+        write("template", "cannot be used" if template["exists"] else "the tokenizer has none")
+    else:
+        eos = "the EOS token: answers end the turn"
+        if not template["end_is_eos"]:
+            eos = f"not the EOS token {tokens['eos']}"
+        write(
+            "template", f"answers end with {template['end']} (token {template['end_id']:,}), {eos}"
+        )
+    if "answers" in template:
+        marks = {
+            "marked": "the template marks the answers",
+            "derived": "the answers are derived from the template",
+        }
+        write("", f"with {ANSWERS}, {marks[template['answers']]}")
+    own = f"{tokens['eos']} (token {tokens['eos_id']})" if tokens["eos"] else "none"
+    files = {"config.json": "config_eos_ids", "generation_config.json": "generation_eos_ids"}
+    for file, key in files.items():
+        own += f"; {file}: {', '.join(map(str, tokens[key])) or 'none'}"
+    write("tokens", f"EOS {own}")
+    pad = f"{tokens['pad']} (token {tokens['pad_id']})" if tokens["pad"] else "none"
+    reason = "" if tokens["pad_is_own"] or not tokens["pad"] else ", because there is no pad token"
+    write("", f"padding {pad}{reason}")
+    if tokens["vocab_size"]:
+        write("", f"{tokens['num_tokens']:,} tokens, {tokens['vocab_size']:,} embeddings")

@@ -39,7 +39,6 @@ from ..tasks import TASKS
 from ..training import build
 from ..training.setup import check_attention, trl_arguments
 from . import offline
-from .distance import as_far_as
 from .flops import UNBOUNDED_LENGTH, compute, joined_sequences, kinds_of_blocks
 from .inputs import Inputs, count_frozen, load_inputs, on_this_machine, outline
 from .memory import FLOAT32, ITEMSIZE
@@ -64,13 +63,11 @@ def plan_training(
     on_examples: Callable[[int], object] | None = None,
     num_ranks: int = 1,
     on_compared: Callable[[int], object] | None = None,
-    other: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], DatasetStats | None]:
     """The plan, and the account of the data if its examples can be read.
 
     on_examples, on_compared: called with the number of examples just tokenized, or compared with
-    the evaluation's questions, for a progress bar. num_ranks: processes. other: a finished run, as
-    `distance_of` returns it.
+    the evaluation's questions, for a progress bar. num_ranks: processes.
     """
     local = on_this_machine(recipe)
     with tempfile.TemporaryDirectory() as scratch:  # the run folder stays as it is
@@ -117,10 +114,6 @@ def plan_training(
         "notices": [*notices, *share_notices(recipe.optimizer.name, table), *more_notices],
         "problems": problems,
     }
-    if other:
-        plan["as_far_as"] = as_far_as(
-            other, plan["update_sizes"], recipe.optimizer, [rate["lr"] for rate in rates]
-        )
     return plan, inputs.account
 
 

@@ -3,13 +3,10 @@
 from functools import partial
 from typing import Any
 
-from rich.columns import Columns
 from rich.console import Console
-from rich.padding import Padding
-from rich.text import Text
 
 from ..core.optimizer_settings import MATCH_RMS
-from ..core.text import Table, can_print, count, estimated_time, print_labelled, with_prefix
+from ..core.text import Table, count, estimated_time, print_labelled, with_prefix
 from ..data import DatasetStats, show_example
 from ..evaluate.stats.contamination import NGRAM
 from ..optim import spectral_share
@@ -19,11 +16,6 @@ from ..training.report import describe_source
 
 SMALL_MODEL = 1e9
 """Parameters below which the assumed utilization is too high."""
-CARDS = (24, 48, 80)
-"""Sizes of GPUs in GB, marked below the bar of a rank's memory."""
-BAR_WIDTH = 66
-BLOCKS = "█▓▒░"
-BLOCK_STYLES = ("blue", "green", "yellow", "magenta", "cyan", "red")
 PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step": "optimizer step"}
 
 
@@ -78,15 +70,6 @@ def print_plan(
     others = f", {share}; adamw for the other parameters" if has_others else ""
     write("optimizer", f"{plan['optimizer_description']} for the weight matrices{others}")
     _print_updates(plan, console, full)
-    if "as_far_as" in plan:
-        other, lr = plan["as_far_as"]["run"], plan["as_far_as"]["lr"]
-        run = f"{other['run']} ({other['optimizer']}, lr {other['lr']:g})"
-        write(
-            "distance",
-            f"{run} changed its matrices by {100 * other['relative_change']:.3g}% of their norm",
-        )
-        write("", f"about the same change with this recipe's schedule: optimizer.lr={lr:.2g}")
-
     console.print()
     if full or ranks["num_processes"] > 1:
         _print_processes(ranks, console)
@@ -339,7 +322,6 @@ def _print_memory(section: dict[str, Any], console: Console, full: bool) -> None
             unknown = ", without activations, which are unknown" * (len(known) < len(totals))
             where = "in the CPU's memory" if location == "cpu" else "at the peak"
             write("memory", f"{with_prefix(max(known), 'B')} per rank {where}{unknown}")
-            _print_bar(section, location, console)
             continue
         unit, size = ("GB", 1e9) if totals["optimizer_step"] >= 1e9 else ("MB", 1e6)
         rows = [
@@ -358,51 +340,12 @@ def _print_memory(section: dict[str, Any], console: Console, full: bool) -> None
         console.print(
             _table(["component", unit, "dtype or size", "only during"], rows, title, "lrll")
         )
-        _print_bar(section, location, console)
     if full or section["is_on_cpu"]:
         write("", f"not included: {section['memory_not_included']}")
     if full:
         for setting, num_bytes in section["memory_saved"].items():
             write("", f"{with_prefix(num_bytes, 'B')} more without {setting}")
         console.print()
-
-
-def _print_bar(section: dict[str, Any], location: str, console: Console) -> None:
-    """Print the memory of a GPU at its peak as a bar of its components, over marks at CARDS.
-
-    Nothing for a CPU's memory, without the characters, or if a total is unknown.
-    """
-    totals = section["memory_total"]["device"]
-    if (
-        location == "cpu"
-        or section["is_on_cpu"]
-        or None in totals.values()
-        or not can_print(console, BLOCKS)
-    ):
-        return
-    peak = max(totals, key=totals.__getitem__)
-    parts = [
-        p for p in section["memory"] if p["location"] == "device" and p["phase"] in ("always", peak)
-    ]
-    # smaller ones cannot be seen
-    parts = [part for part in parts if part["num_bytes"] >= totals[peak] / 100]
-    largest = max(*CARDS, totals[peak] / 1e9)
-    bar, names, end, drawn = Text(), [], 0.0, 0
-    for i, part in enumerate(parts):
-        end += part["num_bytes"] / 1e9 / largest * BAR_WIDTH
-        block, style = BLOCKS[i % len(BLOCKS)], BLOCK_STYLES[i % len(BLOCK_STYLES)]
-        bar.append(block * (round(end) - drawn), style)
-        drawn = max(drawn, round(end))
-        names.append(
-            Text.assemble((block, style), f" {part['name']} {part['num_bytes'] / 1e9:.1f}")
-        )
-    marks = ""
-    for gigabytes in CARDS:
-        label = f"{gigabytes} GB│"
-        room = round(gigabytes / largest * BAR_WIDTH) - len(marks)
-        marks += label.rjust(room) if room >= len(label) else ""
-    for line in (bar, Text(marks, "dim"), Columns(names, padding=(0, 2))):
-        console.print(Padding(line, (0, 0, 0, 10), expand=False), highlight=False)
 
 
 def _table(head: list[str], rows: list[list[str]], title: str, align: str) -> Any:

@@ -131,7 +131,7 @@ def test_plan_inspection_and_table_show_the_blocks(tmp_path):
     config_of("phi3").save_pretrained(tmp_path)
     inspection = inspect_model(load_for_model(str(tmp_path), [SPLIT]), 2)
     assert [row["is_split"] for row in inspection["fused"]] == [True, False]
-    assert inspection["fused"][1]["split"] == 'to split it, write optimizer.split: {"*gate_up_proj": [gate, up]}'
+    assert inspection["fused"][1]["remedy"] == 'write optimizer.split: {"*gate_up_proj": [gate, up]}'
     (row,) = [row for row in inspection["routing"] if "split" in row["reason"]]
     assert (row["reason"], row["tensors"], row["matrices"]) == ("linear layer, split into q, k, v", 2, 6)
     routes = route(model_of("phi3"), split={"*qkv_proj": ["q", "k", "v"]})

@@ -1,15 +1,15 @@
-"""`soren-align inspect`: a model's training from its config alone."""
+"""`soren-align plan MODEL`: a model's training from its config alone."""
 
 import io
 import json
 import os
 
 import pytest
+from soren_align.cli import app
 from soren_align.core.errors import UserError
 from soren_align.core.text import Terminal
 from soren_align.launch import commands
-from soren_align.planning.inspection import ALWAYS, inspect_model
-from soren_align.planning.show_inspection import print_inspection
+from soren_align.planning.inspection import ALWAYS, inspect_model, print_inspection
 from soren_align.recipe import load_for_model
 from tests.support import command
 from tests.support.architectures import ARCHITECTURES, config_of
@@ -18,7 +18,6 @@ from tests.support.tiny_models import BASE
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.model
-MIXING = {"opt", "falcon", "bloom", "gpt_oss", "mamba", "lfm2", "qwen3_next"}  # tests/training/test_isolation.py
 REFUSED = {"qwen2_vl", "t5"}
 SECONDS = 2
 
@@ -44,10 +43,7 @@ def test_every_architecture_is_inspected_in_two_seconds(name, tmp_path):
     start = cpu_seconds()
     inspection = inspected(folder)
     assert cpu_seconds() - start < SECONDS
-    assert sum(row["share"] for row in inspection["parameters"]) == pytest.approx(1)
     assert sum(row["numel"] for row in inspection["routing"]) == inspection["model"]["num_trained_parameters"]
-    assert inspection["packing"]["is_separate"] == (name not in MIXING)
-    assert bool(messages(inspection, "trainer.packing")) == (name in MIXING)
     others = [message for message in messages(inspection) if "has no weights" not in message]
     assert len(others) == (name == "gemma3")
     assert all("model.freeze: ['model.vision_tower.*', 'model.multi_modal_projector.*']" in text for text in others)
@@ -68,10 +64,9 @@ def test_the_states_are_those_of_a_plan(tmp_path, planned):
     (states,) = [part["num_bytes"] for part in plan["processes"]["memory"] if part["name"] == "optimizer states"]
     config_of("llama").save_pretrained(tmp_path)
     inspection = inspected(BASE, num_ranks=2)
-    rows = {(row["optimizer"], row["states"]): row for row in inspection["optimizer_states"]["bytes_per_gpu"]}
-    assert rows["soren", "float32"]["zero2"] == states
-    assert rows["adamw", "float32"]["ddp"] > 1.5 * rows["soren", "float32"]["ddp"] > rows["soren", "float32"]["zero3"]
-    assert rows["soren", "8bit"]["fsdp2"] is None
+    rows = {row["optimizer"]: row for row in inspection["state_bytes_per_gpu"]}
+    assert rows["soren"]["zero2"] == states
+    assert rows["adamw"]["ddp"] > 1.5 * rows["soren"]["ddp"] > rows["soren"]["zero3"]
 
 
 @pytest.mark.process
@@ -87,10 +82,10 @@ def test_a_model_in_the_cache_of_the_hub_is_inspected_offline(tmp_path):
         (cached / f"snapshots/{commit}" / file.name).symlink_to(f"../../blobs/{blob.name}")
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     settings = {"env": environment, "is_fork": False}  # read on import
-    inspection = json.loads(command.run_process("inspect", "owner/tiny", "--json", code=0, **settings).stdout)
+    inspection = json.loads(command.run_process("plan", "owner/tiny", "--json", code=0, **settings).stdout)
     assert (inspection["model"]["class"], inspection["problems"]) == ("Phi3ForCausalLM", [])
     assert inspection["tokens"]["template"]["end_is_eos"]
-    missing = command.run_process("inspect", "owner/other", code=2, **settings)
+    missing = command.run_process("plan", "owner/other", code=2, **settings)
     assert "model owner/other: is neither a folder nor in the cache, and HF_HUB_OFFLINE" in missing.stderr
 
 
@@ -117,9 +112,8 @@ def test_a_config_alone_is_enough_for_all_but_the_tokens(tmp_path):
     inspection = inspected(tmp_path)
     assert inspection["tokens"] is None
     assert "has no tokenizer_config.json" in messages(inspection)[0]
-    assert inspection["experts"] == {"tensors": 4, "experts": [4], "matrices": 24}
     assert inspection["fused"] == [
-        {"layer": "gate_up_proj", "projections": ["gate", "up"], "is_split": True, "split": None, "tensors": 2}
+        {"layer": "gate_up_proj", "projections": ["gate", "up"], "is_split": True, "remedy": None, "tensors": 2}
     ]
 
 
@@ -132,23 +126,27 @@ def test_tokens_without_an_embedding_stop_every_training(tmp_path):
 @pytest.mark.parametrize(("overrides", "code"), [([], 2), (["model.init_seed=0"], 0)])
 def test_the_exit_code_is_2_if_every_training_would_stop(tmp_path, capsys, overrides, code):
     recipe = load_for_model(str(folder_of(tmp_path, "phi3")), overrides)
-    assert commands.inspect(recipe, "soren-align sft", processes=8, as_json=True) == code
+    assert commands.plan_model(recipe, "soren-align sft", processes=8, as_json=True) == code
     inspection = json.loads(capsys.readouterr().out)
     assert inspection["model"]["class"] == "Phi3ForCausalLM"
-    assert commands.inspect(recipe, "soren-align sft", processes=8, as_json=False) == code
+    assert commands.plan_model(recipe, "soren-align sft", processes=8, as_json=False) == code
     text = capsys.readouterr().out
     assert text.startswith("problem" if code else "problems  none")
     assert ("next      soren-align sft" in text) == (code == 0)
 
 
-def test_every_parameter_is_in_the_table_with_the_reason_of_its_route(tmp_path):
+def test_every_group_of_parameters_has_the_reason_of_its_route(tmp_path):
     inspection = inspected(folder_of(tmp_path, "gpt2"), "optimizer.aux=['*.c_proj.weight']")
-    rows = {row["name"]: row for row in inspection["parameters"]}
-    assert rows["transformer.h.*.attn.c_proj.weight"]["reason"] == "named by aux '*.c_proj.weight'"
-    assert rows["transformer.h.*.attn.c_attn.weight"] | {"share": 0} == {
-        "name": "transformer.h.*.attn.c_attn.weight", "shape": [32, 96], "rule": "spectral", "reason": "linear layer",
-        "tensors": 2, "matrices": 2, "share": 0}  # fmt: skip
+    reasons = {row["reason"]: (row["rule"], row["tensors"]) for row in inspection["routing"]}
+    assert reasons["named by aux '*.c_proj.weight'"] == ("adamw", 4)
+    assert reasons["linear layer"] == ("spectral", 4)
     assert inspection["tied"] == [["transformer.wte.weight", "lm_head.weight"]]
+
+
+@pytest.mark.parametrize(("name", "is_model"), [
+    ("Qwen/Qwen2.5-3B", True), ("quickstart/sftt", False), ("my/plan.yaml", False), ("sft", False)])  # fmt: skip
+def test_a_mistyped_recipe_is_not_taken_for_a_model_of_the_hub(name, is_model):
+    assert app._is_model(name) == is_model
 
 
 def test_a_folder_without_a_config_is_refused_before_torch(tmp_path):
