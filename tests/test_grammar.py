@@ -195,7 +195,6 @@ def test_a_setting_that_replaces_the_data_with_no_data_is_one_sentence(run, mode
     ("model_name_or_path: a/b\ndataset_name: c/d\nlearning_rate: 1e-5\n", "a TRL config"),
     ("base_model: a/b\ndatasets: []\n", "an Axolotl file"),
     ("model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\n", "a LLaMA-Factory file"),
-    ("checkpointer: {checkpoint_dir: /m/a}\nepochs: 1\n", "a torchtune config"),
 ])  # fmt: skip
 def test_another_tools_file_names_the_import(run, content, kind):
     Path("theirs.yaml").write_text(content)

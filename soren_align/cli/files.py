@@ -274,8 +274,7 @@ def import_(
     file: Annotated[
         str,
         typer.Argument(
-            metavar="FILE",
-            help="YAML of TRL, the alignment handbook, Axolotl, LLaMA-Factory or torchtune.",
+            metavar="FILE", help="YAML of TRL, the alignment handbook, Axolotl or LLaMA-Factory."
         ),
     ],
     dest: Annotated[

@@ -19,8 +19,6 @@ from .datasets import with_datasets
 from .engine import convert
 from .keys import Conversion, Note
 
-_WIDTH = 80
-_KEYS = 24
 _SOREN = """\
 These keys are as in the source. To use Soren, write `name: soren` and keep lr: after a few hundred steps
 Soren's updates are as large as AdamW's. For about 30 steps multiply lr by 2 to 4. Then try rates near lr."""
@@ -40,19 +38,16 @@ def import_file(
     listed under the table. Raises UserError, with every mistake, for a file that is not YAML, is
     for another task, or gives an invalid recipe; then nothing is written.
     """
-    source = parse(read_text(path), path.name).content
+    source, folder = parse(read_text(path), path.name).content, path.resolve().parent
     try:
-        source = with_datasets(source, path.resolve().parent)
+        source = with_datasets(source, folder)
         conversion = convert(
-            source,
-            path.stem,
-            path.resolve().parent.name,
-            task,
-            template_file and str(template_file),
+            source, path.stem, folder.name, task, template_file and str(template_file)
         )
     except UserError as error:
         raise UserError(*(f"{path.name}: {problem}" for problem in error.problems)) from None
     text = to_text(conversion, path.name)
+    # The recipe is loaded as a run would load it, so that the template has to be there already.
     if template_file is not None and conversion.template is not None:
         with template_file.open("x", encoding="utf-8") as stream:
             stream.write(conversion.template)
@@ -62,49 +57,82 @@ def import_file(
     except UserError as error:
         if template_file is not None and conversion.template is not None:
             template_file.unlink()
-        remedy = (
-            f"{path.name}: nothing was written; correct this file, and run the same command again"
-        )
+        remedy = f"{path.name}: nothing was written; correct this file, and rerun this command"
         raise UserError(*error.problems, *missing, remedy) from None
     table = to_table(conversion, path.name)
     if missing:
-        lines = [line for problem in missing for line in _wrapped(problem, 2)]
-        table = "\n".join([table, "", "not on this machine:", *lines])
+        table = "\n".join([table, "", "not on this machine:", *map(_wrapped, missing)])
     return text, table
+
+
+def _parts(conversion: Conversion) -> dict[str, list[Note]]:
+    """The notes under the title that each is printed under, those that need attention first."""
+    notes = conversion.notes
+    parts = {
+        "changes to the training": [n for n in notes if n.changes_training and n.outcome != "yours"]
+    }
+    titles = {
+        "yours": "set these yourself",
+        "unknown": "unknown keys, which are left out",
+        "renamed": "renamed",
+        "dropped": "dropped",
+    }
+    for outcome, title in titles.items():
+        is_change = outcome == "yours"
+        parts[title] = [
+            n for n in notes if n.outcome == outcome and n.changes_training == is_change
+        ]
+    return {title: notes for title, notes in parts.items() if notes}
+
+
+def _lines(notes: list[Note]) -> list[str]:
+    """One line for the keys of each explanation."""
+    labels: dict[str, list[str]] = {}
+    for note in notes:
+        labels.setdefault(note.explanation, []).append(printable(note.label, 200))
+    return [
+        " ".join(f"{', '.join(keys)}{f': {explanation}' if explanation else ''}".split())
+        for explanation, keys in labels.items()
+    ]
+
+
+def _wrapped(line: str, width: int = 80, first: str = "  ", others: str = "    ") -> str:
+    indents = {"initial_indent": first, "subsequent_indent": others}
+    return textwrap.fill(line, width, **indents, break_on_hyphens=False)
+
+
+def to_table(conversion: Conversion, name: str) -> str:
+    """The outcome of each key, 80 columns wide: first the keys that change the training."""
+    lines = [f"{name} as a recipe for soren-align {conversion.task}"]
+    for title, notes in _parts(conversion).items():
+        lines += ["", title, *map(_wrapped, _lines(notes))]
+    if unchanged := [n.key for n in conversion.notes if n.outcome == "unchanged"]:
+        lines += ["", "unchanged, in trainer", _wrapped(", ".join(unchanged), others="  ")]
+    return "\n".join(lines)
 
 
 def to_text(conversion: Conversion, name: str) -> str:
     """The recipe as YAML; values that are not from the source are marked `# ours`."""
     recipe = CommentedMap({"task": conversion.task})
-    forms = {
-        "model": Model,
-        "optimizer": OPTIMIZER_SECTIONS[conversion.recipe["optimizer"]["name"]],
-    }
+    optimizer = OPTIMIZER_SECTIONS[conversion.recipe["optimizer"]["name"]]
+    forms = {"model": Model, "optimizer": optimizer, "run": Run}
     for section, values in conversion.recipe.items():
-        order = list(forms.get(section, Run).model_fields)
-        rank = {key: order.index(key) for key in values if key in order}
-        ordered = dict(sorted(values.items(), key=lambda item: rank.get(item[0], 0)))
+        order = list(forms[section].model_fields) if section in forms else list(values)
+        ordered = {key: values[key] for key in [*order, *values] if key in values}
         recipe[section] = _commented(ordered, section, conversion.ours)
         recipe.yaml_set_comment_before_after_key(section, before="\n")
     recipe["optimizer"].yaml_set_comment_before_after_key("name", before=_SOREN, indent=2)
     recipe["run"].yaml_set_comment_before_after_key("output_dir", before=_BATCH, indent=2)
-    lines = [f"{conversion.task.upper()}, imported from {_one_line(name)}"]
-    changes = [
-        _one_line(f"{', '.join(keys)}: {explanation}")
-        for keys, explanation in _grouped([n for n in conversion.notes if n.changes_training])
-    ]
-    if changes:
-        lines.append("Changes to the training:")
-        lines += [
-            line
-            for c in changes
-            for line in textwrap.wrap(c, 100, initial_indent="- ", subsequent_indent="  ")
-        ]
-    if unknown := [note.key for note in conversion.notes if note.outcome == "unknown"]:
-        lines += textwrap.wrap(
-            _one_line(f"Unknown keys, which are left out: {', '.join(unknown)}"), 100
-        )
-    return "".join(f"# {line}\n" for line in lines) + dump(recipe) + "\n" + _EVAL
+    head = [f"{conversion.task.upper()}, imported from {' '.join(name.split())}"]
+    for title in (
+        "changes to the training",
+        "set these yourself",
+        "unknown keys, which are left out",
+    ):
+        if notes := _parts(conversion).get(title):
+            lines = (_wrapped(line, 100, "- ", "  ") for line in _lines(notes))
+            head += [f"{title.capitalize()}:", *"\n".join(lines).split("\n")]
+    return "".join(f"# {line}\n" for line in head) + dump(recipe) + "\n" + _EVAL
 
 
 def _commented(values: dict[str, Any], at: str, ours: dict[str, str]) -> CommentedMap:
@@ -117,54 +145,6 @@ def _commented(values: dict[str, Any], at: str, ours: dict[str, str]) -> Comment
         elif isinstance(value, list) and at == "data":
             section[key] = [_commented(one, f"{dotted}[{i}]", ours) for i, one in enumerate(value)]
         if dotted in ours:
-            section.yaml_add_eol_comment(_one_line(f"ours: {ours[dotted]}"), key, column=34)
+            comment = printable(" ".join(f"ours: {ours[dotted]}".split()))
+            section.yaml_add_eol_comment(comment, key, column=34)
     return section
-
-
-def _one_line(text: str) -> str:
-    """The text on one line, as a YAML comment needs it."""
-    return printable(" ".join(text.split()))
-
-
-def to_table(conversion: Conversion, name: str) -> str:
-    """The outcome of each key, 80 columns wide: first the keys that change the training."""
-    parts = {
-        "changes to the training": [note for note in conversion.notes if note.changes_training]
-    }
-    others = [note for note in conversion.notes if not note.changes_training]
-    titles = {
-        "unknown": "unknown keys, which are left out",
-        "renamed": "renamed",
-        "dropped": "dropped",
-    }
-    parts |= {
-        title: [note for note in others if note.outcome == outcome]
-        for outcome, title in titles.items()
-    }
-    lines = [f"{name} as a recipe for soren-align {conversion.task}"]
-    for title, notes in parts.items():
-        if notes:
-            lines += ["", title]
-        for keys, explanation in _grouped(notes):
-            left, right = _wrapped(", ".join(keys), 2), _wrapped(explanation, _KEYS + 2)
-            if len(left) == 1 and right and len(left[0]) < _KEYS + 1:  # side by side
-                left, right = [left[0] + right[0][len(left[0]) :]], right[1:]
-            lines += left + right
-    if unchanged := [n.key for n in conversion.notes if n.outcome == "unchanged"]:
-        lines += ["", "unchanged, in trainer", *_wrapped(", ".join(unchanged), 2)]
-    return "\n".join(lines)
-
-
-def _grouped(notes: list[Note]) -> list[tuple[list[str], str]]:
-    """(keys, explanation) of the notes with one explanation."""
-    keys_of: dict[str, list[str]] = {}
-    for note in notes:
-        keys_of.setdefault(note.explanation, []).append(note.key)
-    return [(keys, explanation) for explanation, keys in keys_of.items()]
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    pad = " " * indent
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=pad, subsequent_indent=pad, break_on_hyphens=False
-    )

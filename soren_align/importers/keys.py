@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from ..tasks import TaskName
 
+Tool = Literal["TRL", "Axolotl", "LLaMA-Factory"]
+Outcome = Literal["unchanged", "renamed", "dropped", "yours", "unknown"]
 TABLES: dict[str, Any] = tomllib.loads(
     (Path(__file__).parent / "keys.toml").read_text(encoding="utf-8")
 )
@@ -20,20 +22,12 @@ VALUES = {
 }
 """Other names of the same value: (the source's key, its value) -> (the recipe's value, its effect
 on the training)."""
-ADAPTERS = (
-    "of all adapters, only plain LoRA is supported (model.lora). The recipe trains all weights instead; lower "
-    "optimizer.lr, because learning rates for adapters are usually ten times those for all weights"
-)
-LEFT_OUT = [(names, reason, False) for reason, names in TABLES["dropped"].items()]
-LEFT_OUT += [(TABLES["adapters"], ADAPTERS, True)]
-LEFT_OUT += [(names, reason, True) for reason, names in TABLES["changes"].items()]
-"""(names, reason, whether the trained weights change unless the key was off in the source)."""
-ONLY_WITH: dict[str, list[str]] = {TABLES["adapters"]: ["use_peft", "adapter"]} | TABLES[
-    "only_with"
+NOT_CONVERTED: list[tuple[str, str, Outcome]] = [
+    (names, reason, outcome)
+    for outcome in ("dropped", "yours")
+    for reason, names in TABLES[outcome].items()
 ]
-"""Without effect unless one of these is set: names -> keys."""
-START = ("adapter_name_or_path", "lora_model_dir")
-"""Keys of the adapter that is trained further."""
+"""(names, reason or remedy, whether the key is left to the user)."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +36,19 @@ class Note:
 
     key: str
     """As in the source; dotted, or with [an index], if it is inside another."""
-    outcome: Literal["unchanged", "renamed", "dropped", "unknown"]
+    outcome: Outcome
+    """`yours`: the user has to set it, because the import does not convert it."""
     explanation: str = ""
-    """The recipe's key, or the reason for dropping it."""
+    """The recipe's key, the reason for dropping this one, or the remedy."""
     changes_training: bool = False
-    """Whether the trained weights differ from the source's."""
+    """Whether the trained weights of the recipe as it is written differ from the source's."""
+    value: Any = None
+    """The source's value of a key that the user has to set."""
+
+    @property
+    def label(self) -> str:
+        """The key, with its value if the user has to set it."""
+        return f"{self.key} ({self.value})" if self.outcome == "yours" else self.key
 
 
 @dataclass
@@ -54,55 +56,44 @@ class Conversion:
     """A recipe made from another tool's file."""
 
     task: TaskName
-    recipe: dict[str, dict[str, Any]]
-    """The recipe's sections, `task` aside."""
     flat: dict[str, Any]
     """The source's keys, those inside other sections by dotted names."""
-    tool: str
-    """TRL's, Axolotl's, LLaMA-Factory's or torchtune's."""
+    tool: Tool
+    template_path: str | None = None
+    """Where an inline template may be written; None: nowhere."""
+    recipe: dict[str, dict[str, Any]] = field(
+        default_factory=lambda: {
+            section: {} for section in ("model", "data", "optimizer", "trainer", "run")
+        }
+    )
+    """The recipe's sections, `task` aside."""
     ours: dict[str, str] = field(default_factory=dict)
     """Dotted key of each value that is not from the source -> its reason."""
     notes: list[Note] = field(default_factory=list)
     """One per key of the source, and one per key inside a mixture."""
-    template_path: str | None = None
-    """Where an inline template may be written; None: nowhere."""
     template: str | None = None
     """The inline template to write there."""
-    trains_completions: bool = False
-    """Whether all examples are read as prompts and completions, of which the completions alone are
-    trained anyway."""
 
     @property
     def trains_lora(self) -> bool:
         """Whether the source trains a LoRA adapter."""
-        if self.tool == "LLaMA-Factory's":
+        if self.tool == "LLaMA-Factory":
             return self.flat.get("finetuning_type", "lora") == "lora"
-        if self.tool == "Axolotl's":
+        if self.tool == "Axolotl":
             return self.flat.get("adapter") in ("lora", "qlora")
         return self.flat.get("use_peft") is True
 
-    @property
-    def start(self) -> str | None:
-        """The adapter that the source trains further; None if it trains a new one."""
-        path = next((self.flat[key] for key in START if self.flat.get(key)), None)
-        return (
-            path
-            if isinstance(path, str) and "," not in path and not self.flat.get("create_new_adapter")
-            else None
-        )
+    def drop(self, key: str, reason: str) -> None:
+        """Note that `key` has no effect, or none that a recipe needs."""
+        self.notes.append(Note(key, "dropped", reason))
 
-    def add(self, note: Note) -> Note:
-        """Add and return a note."""
-        self.notes.append(note)
-        return note
+    def rename(self, key: str, explanation: str, changes_training: bool = False) -> None:
+        """Note that `key` has another name in the recipe."""
+        self.notes.append(Note(key, "renamed", explanation, changes_training))
 
-    def drop(self, key: str, reason: str, changes_training: bool = False) -> Note:
-        """Add and return the note that `key` was dropped."""
-        return self.add(Note(key, "dropped", reason, changes_training))
-
-    def rename(self, key: str, explanation: str, changes_training: bool = False) -> Note:
-        """Add and return the note that `key` has another name in the recipe."""
-        return self.add(Note(key, "renamed", explanation, changes_training))
+    def leave(self, key: str, value: Any, remedy: str = "") -> None:
+        """Note that the user has to set `key`."""
+        self.notes.append(Note(key, "yours", remedy, True, value))
 
 
 def matches(name: str, names: str) -> bool:

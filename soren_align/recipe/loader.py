@@ -170,7 +170,6 @@ FOREIGN_KEYS = {
     "finetuning_type": "a LLaMA-Factory file",
     "dataset_mixer": "a file of the alignment handbook",
     "model_name_or_path": "a TRL config",
-    "checkpointer": "a torchtune config",
 }
 """Keys by which another tool's file is recognized; a recipe has none of them at its top."""
 

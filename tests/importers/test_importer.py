@@ -4,6 +4,7 @@ tests/importers/foreign/ has the key patterns of the alignment handbook's recipe
 with values of our own.
 """
 
+import json
 import math
 import re
 from functools import partial
@@ -17,7 +18,6 @@ from soren_align.core.errors import UserError
 from soren_align.importers import import_file, keys
 from soren_align.importers.engine import convert, flattened
 from soren_align.importers.importer import to_table, to_text
-from soren_align.importers.keys import Note
 from soren_align.recipe import schema, trl
 from soren_align.recipe.loader import load_text, parse
 from soren_align.recipe.optimizer import AdamWSettings
@@ -57,7 +57,7 @@ def problems(text):
 
 
 def known_names():
-    tables = (keys.RENAMED, *(row[0] for row in keys.LEFT_OUT))
+    tables = (keys.RENAMED, *(row[0] for row in keys.NOT_CONVERTED))
     words = " ".join(t if isinstance(t, str) else " ".join(t) for t in tables).split()
     return sorted({w.replace("*", "x") for w in words} | set(trl.fields("sft")) | set(trl.fields("dpo")))
 
@@ -80,20 +80,15 @@ def test_every_file_becomes_a_recipe_that_loads(name, tmp_path):
 
 @pytest.mark.parametrize("name", FILES)
 def test_no_key_is_lost(name):
-    given, notes = flattened(source(name)), translated(name).notes
+    given, made = flattened(source(name)), translated(name)
+    notes, table = made.notes, to_table(made, name)
+    assert max(map(len, table.splitlines())) <= 80
+    assert set(given) <= set(table.replace(",", " ").replace(":", " ").split())
     told = [n.key for n in notes if n.key in given]
     assert sorted(told) == sorted(given)  # each once: unchanged, renamed, dropped or unknown
     assert all(n.explanation for n in notes if n.outcome in ("renamed", "dropped"))
+    assert all(n.changes_training for n in notes if n.outcome == "yours")
     assert [n.key for n in notes if n.outcome == "unknown"] == []
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_the_table_names_every_key_in_80_columns(name):
-    made = translated(name)
-    table = to_table(made, name)
-    assert max(map(len, table.splitlines())) <= 80
-    words = table.replace(",", " ").split()
-    assert set(flattened(source(name))) <= set(words)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -140,7 +135,6 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
     ("trl-sft", "data.eval.name", "short"),
     ("trl-sft", "optimizer.lr", 3e-5),
     ("trl-sft", "optimizer.betas", [0.9, 0.95]),
-    ("trl-sft", "data.train.limit", 2000),
     ("trl-sft", "trainer.num_train_epochs", 2),
     ("trl-sft", "trainer.packing", True),
     ("trl-sft", "trainer.packing_strategy", "wrapped"),
@@ -155,7 +149,6 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
     ("trl-dpo-mixture", "optimizer.lr", 1e-6),  # TRL's default for DPO
     ("axolotl-sft", "trainer.assistant_only_loss", True),
     ("axolotl-sft", "optimizer.states", "8bit"),
-    ("axolotl-sft", "trainer.lr_scheduler_kwargs", {"min_lr_rate": 0.1}),
     ("axolotl-sft", "trainer.pad_token", "<|end_of_text|>"),
     ("axolotl-sft-bare", "trainer.num_train_epochs", 1),  # Axolotl's defaults are not TRL's
     ("axolotl-sft-bare", "trainer.lr_scheduler_type", "cosine"),
@@ -163,7 +156,6 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
     ("axolotl-dpo-qlora", "trainer.beta", 0.3),
     ("axolotl-dpo-qlora", "data.eval.split", "test_prefs"),
     ("axolotl-dpo-qlora", "trainer.eval_strategy", "steps"),
-    ("axolotl-dpo-qlora", "run.early_stopping", {"patience": 2}),
 ])  # fmt: skip
 def test_values_arrive_where_a_recipe_has_them(name, key, value):
     found = translated(name).recipe
@@ -175,27 +167,32 @@ def test_values_arrive_where_a_recipe_has_them(name, key, value):
 @pytest.mark.parametrize(("name", "key", "words"), [
     ("handbook-zephyr-7b-beta-dpo-full", "dataset_mixture[test]", "the source trains on test splits"),
     ("handbook-constitutional-ai-sft-grok", "dataset_mixture[test]", "the source trains on test splits"),
-    ("handbook-zephyr-7b-beta-sft-full", "chat_template", "the tokenizer's own chat template"),
+    ("handbook-zephyr-7b-beta-sft-full", "chat_template", "add a DEST"),
+    ("axolotl-sft", "cosine_min_lr_ratio", "(0.1): write trainer.lr_scheduler_type: cosine_with_min_lr"),
+    ("axolotl-dpo-qlora", "early_stopping_patience", "(2): write run.early_stopping"),
     ("handbook-zephyr-7b-beta-sft-full", "torch_dtype", "float32"),
     ("handbook-zephyr-7b-beta-dpo-full", "max_prompt_length", "no longer limits prompts"),
-    ("handbook-constitutional-ai-dpo-anthropic", "optim", "soren-align does not have rmsprop"),
+    ("handbook-constitutional-ai-dpo-anthropic", "optim", "(rmsprop): soren-align does not have it"),
     ("handbook-smollm3-sft-full", "packing_strategy", "no longer has ffd"),
     ("handbook-smollm3-sft-full", "dataset_mixture[0].columns", "chat_template_kwargs"),
-    ("trl-dpo-mixture", "datasets[0].fraction", "0.7: this share of the mixture"),
+    ("trl-dpo-mixture", "datasets[0].fraction", "(0.7): write data.train.weight"),
     ("trl-sft", "weight_decay", "embeddings and output head"),
-    ("trl-dpo-lora", "truncation_mode", "keep_end"),
+    ("trl-dpo-lora", "truncation_mode", "keep_end is deprecated"),
     ("axolotl-sft", "sample_packing", "drops"),
-    ("axolotl-dpo-qlora", "datasets[0].type", "whole conversations"),
+    ("axolotl-dpo-qlora", "datasets[0].type", "(chatml.ultra): a recipe has one format"),
 ])  # fmt: skip
-def test_what_changes_the_training_is_said_first_and_in_the_file(name, key, words):
+def test_what_changes_the_training_or_is_left_is_said_first_and_in_the_file(name, key, words):
     made = translated(name)
     note = note_on(made.notes, key)
     assert note.changes_training
-    assert words in note.explanation
-    first = to_table(made, name).split("\n\n")[1]
-    assert first.startswith("changes to the training\n")
-    assert key in first
-    assert f"{key}" in to_text(made, name).split("task:")[0]
+    assert words in f"{note.label}: {note.explanation}"
+    title = "set these yourself" if note.outcome == "yours" else "changes to the training"
+    assert key in part(to_table(made, name), title)
+    assert key in to_text(made, name).split("task:")[0]
+
+
+def part(table, title):
+    return table.partition(f"\n{title}\n")[2].partition("\n\n")[0]
 
 
 def sources(name):
@@ -223,135 +220,67 @@ def test_a_mixture_is_trained_on_whole_with_its_weights():
 
 
 def test_a_part_of_a_split_stays_where_a_recipe_can_say_it():
-    def part(split, path="lab/chat"):
+    for path, split, expected in (
+        ("lab/chat", "train_sft[:10%]", "train_sft[:10%]"),
+        ("./a.jsonl", "train[5:]", "train"),
+    ):
         made = convert(SFT | {"dataset_name": path, "dataset_train_split": split}, "x")
-        return made.recipe["data"]["train"], [n.explanation for n in made.notes if n.key == "dataset_name[0].split"]
-
-    assert part("train_sft[:10%]") == ({"path": "lab/chat", "split": "train_sft[:10%]", "bad_examples": "drop"}, [])
-    assert part("train[:50]") == ({"path": "lab/chat", "split": "train", "limit": 50, "bad_examples": "drop"}, [])
-    assert part("train[:50]", "./a.jsonl") == ({"path": "./a.jsonl", "split": "train", "limit": 50}, [])
-    assert part("train[5:]", "./a.jsonl") == (
-        {"path": "./a.jsonl", "split": "train"},
-        ["found train[5:], but a file is always read whole; write limit"],
-    )
+        assert made.recipe["data"]["train"]["split"] == expected
+        left = [n.value for n in made.notes if n.outcome == "yours"]
+        assert left == ([] if expected == split else [split])
 
 
-@pytest.mark.parametrize(("said", "names"), [
-    ({"columns": ["prompt", "completion"]}, {}),
-    ({"columns": ["instruction", "output"]}, {}),
-    ({"type": "sharegpt"}, {}),
-    ({"field_messages": "messages", "message_field_role": "role"}, {}),
-    ({"field_messages": "conversations", "message_field_role": "from", "message_field_content": "value"}, {}),
-    ({"field_messages": "conversations"}, {}),
-    ({"message_property_mappings": {"role": "from", "content": "value"}}, {}),
-    ({"field_messages": "dialog", "message_property_mappings": {"role": "who", "content": "line"}},
-     {"columns": {"messages": "dialog", "role": "who", "content": "line"}}),
-    ({"roles": {"user": ["human", "student"], "assistant": ["gpt", "teacher"]}},
-     {"roles": {"student": "user", "teacher": "assistant"}}),
-    ({"field_messages": "body", "roles_to_train": ["assistant"]}, {"columns": {"messages": "body"}}),
+CHAT = {"type": "chat_template"}
+
+
+@pytest.mark.parametrize(("entry", "left"), [
+    ({"type": "sharegpt"}, []),
+    ({**CHAT, "field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"}}, []),
+    ({**CHAT, "roles_to_train": ["assistant"], "train_on_eos": "turn", "shards": 1}, []),
+    ({**CHAT, "field_messages": "talk", "message_field_role": "who"}, ["field_messages", "message_field_role"]),
+    ({**CHAT, "roles": {"user": ["student"]}, "shards": 4}, ["roles", "shards"]),
+    ({"type": "alpaca"}, ["type"]),
+    ({"type": {"field_instruction": "q", "format": "[INST] {instruction}"}}, ["type"]),
+    ({**CHAT, "data_files": "a.jsonl"}, ["data_files"]),
 ])  # fmt: skip
-def test_columns_and_roles_become_the_recipes_where_they_are_not_known(said, names):
-    made = convert({"base_model": "a/c", "datasets": [{"path": "a/b", "type": "chat_template", **said}]}, "x")
-    train = made.recipe["data"]["train"]
-    assert {key: train[key] for key in ("columns", "roles") if key in train} == names
-    assert not [n for n in made.notes if n.key.startswith("datasets[0].") and n.changes_training]
-    assert load_text(to_text(made, "x")).data.sources[0].columns == names.get("columns", {})
+def test_other_names_of_columns_and_formats_are_left_to_the_user(entry, left):
+    made = convert({"base_model": "a/c", "datasets": [{"path": "a/b", "split": "train_sft", **entry}]}, "x")
+    assert [n.key for n in made.notes if n.outcome == "yours"] == [f"datasets[0].{key}" for key in left]
+    assert made.recipe["data"]["train"] == {"path": "a/b", "split": "train_sft", "bad_examples": "drop"}
+    listed = part(to_table(made, "x"), "set these yourself")
+    assert all(f"datasets[0].{key} ({entry[key]})" in " ".join(listed.split()) for key in left)
+    load_text(to_text(made, "x"))
 
 
-@pytest.mark.parametrize(("said", "columns", "words"), [
-    ({"type": "alpaca"}, None, "in the source a part of Alpaca's prompt"),
-    ({"type": "alpaca_chat.load_qa"}, {"instruction": "question", "output": "answer"}, "a part of Alpaca's prompt"),
-    ({"type": {"field_instruction": "q", "field_output": "a", "format": "[INST] {instruction}"}},
-     {"instruction": "q", "output": "a"}, "has a format of its own. soren-align does not read format"),
-    ({"type": {"field_instruction": "q", "field_output": "a", "system_prompt": "Be brief."}},
-     {"instruction": "q", "output": "a"}, "does not read system_prompt"),
-    ({"type": "completion", "field": "text"}, None, "where the source divides"),
-    ({"type": "completion", "field": "body"}, {"text": "body"}, "where the source divides"),
-    ({"message_property_mappings": {"role": "role", "content": "content", "tools": "x"}}, None,
-     "has only role and content"),
-    ({"roles": {"user": ["human"], "narrator": ["book"]}}, None, "a recipe does not have the role narrator"),
-    ({"train_on_eos": "all"}, None, "all: the recipe trains the stop token of every trained answer, and no other"),
-    ({"shards": 4}, None, "4: the source trains on one of these parts"),
-    ({"columns": ["question", "solution"]}, None, "examples are recognised by their columns"),
-])  # fmt: skip
-def test_formats_that_change_the_training_are_told_and_read(said, columns, words):
-    made = convert({"base_model": "a/c", "datasets": [{"path": "a/b", **said}]}, "x")
-    assert made.recipe["data"]["train"].get("columns") == columns
-    (told,) = [n for n in made.notes if n.key.startswith("datasets[0].") and n.changes_training]
-    assert words in told.explanation
-    is_alpaca = "Alpaca" in words or isinstance(said.get("type"), dict)
-    assert ("assistant_only_loss" in made.recipe["trainer"]) != is_alpaca  # the completion is trained anyway
-
-
-@pytest.mark.parametrize(("said", "columns"), [
-    ({"type": "chat_template.default", "field_messages": "turns", "field_chosen": "good", "field_rejected": "bad"},
-     {"chosen": "good", "rejected": "bad", "conversations": "turns"}),
-    ({"type": "user_defined.default", "field_prompt": "q", "field_chosen": "good", "field_rejected": "bad"},
-     {"chosen": "good", "rejected": "bad", "prompt": "q"}),
-    ({"type": "chat_template.argilla_chat", "field_chosen": "chosen", "field_rejected": "rejected"}, None),
-    ({"type": {"field_prompt": "frage", "field_chosen": "gut", "field_rejected": "schlecht"}},
-     {"prompt": "frage", "chosen": "gut", "rejected": "schlecht"}),
-])  # fmt: skip
-def test_columns_of_preferences_become_the_recipes(said, columns):
-    made = convert({"base_model": "a/c", "rl": "dpo", "datasets": [{"path": "a/b", **said}]}, "x")
-    assert made.recipe["data"]["train"].get("columns") == columns
-    if isinstance(said["type"], dict):
-        assert note_on(made.notes, "datasets[0].type").explanation == "data.train.columns"
-        assert not note_on(made.notes, "datasets[0].type").changes_training
-
-
-def test_formats_of_axolotls_own_pairs_change_the_training_unless_they_are_plain():
-    formats = {"prompt_format": "[INST] {prompt} [/INST]", "chosen_format": "{chosen}"}
-    made = convert({"base_model": "a/c", "rl": "dpo", "datasets": [{"path": "a/b", "type": formats}]}, "x")
-    note = note_on(made.notes, "datasets[0].type")
-    assert note.changes_training
-    assert note.explanation.endswith(". soren-align does not read prompt_format")
-
-
-@pytest.mark.parametrize("path", [{}, {"path": "json"}])
-def test_the_files_of_a_dataset_without_a_name_are_paths(path):
-    entry = {"ds_type": "json", "data_files": ["a.jsonl", "more/b.jsonl"], "type": "chat_template", **path}
+def test_the_files_of_a_dataset_without_a_name_are_paths():
+    entry = {"ds_type": "json", "data_files": ["a.jsonl", "more/b.jsonl"], "type": "chat_template"}
     made = convert({"base_model": "a/c", "datasets": [entry]}, "x")
     assert [source["path"] for source in made.recipe["data"]["train"]] == ["a.jsonl", "more/b.jsonl"]
-    assert not [n for n in made.notes if n.key.startswith("datasets") and n.changes_training]
-    one = convert({"base_model": "a/c", "datasets": [{"path": "./data", "data_files": "a.jsonl"}]}, "x")
-    assert one.recipe["data"]["train"]["path"] == "./data/a.jsonl"
-    of_hub = convert({"base_model": "a/c", "datasets": [{"path": "a/b", "data_files": "a.jsonl"}]}, "x")
-    assert note_on(of_hub.notes, "datasets[0].data_files").changes_training
+    assert not any(n.changes_training for n in made.notes)
     with pytest.raises(UserError, match=r"datasets\[0\]: names no data; add path or data_files"):
         convert({"base_model": "a/c", "datasets": [{"type": "alpaca"}]}, "x")
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(0.05, {"fraction": 0.05}), (500, {"examples": 500}), (500.0, {"examples": 500}), (0, None)]
+)
+def test_held_out_sizes_of_any_kind_are_kept(size, expected):
+    source = {"base_model": "a/c", "datasets": [{"path": "a/b"}], "val_set_size": size, "eval_steps": 10}
+    made = convert(source, "x")
+    assert made.recipe["data"].get("eval") == expected
+    assert not note_on(made.notes, "val_set_size").changes_training
 
 
 @pytest.mark.parametrize("loss", ["simpo", "kto_pair"])
 def test_a_loss_that_trl_has_not_is_named_without_a_guess(loss):
     note = note_on(convert(DPO | {"pref_loss": loss}, "x", task="dpo").notes, "pref_loss")
-    assert note.changes_training
-    assert note.explanation == f"TRL's DPOConfig does not have the loss {loss}; the recipe uses TRL's default loss"
-
-
-def test_keys_that_are_as_here_change_nothing():
-    entry = {"path": "a/b", "type": "chat_template", "train_on_eos": "turn", "roles_to_train": ["assistant"]}
-    made = convert({"base_model": "a/c", "datasets": [entry]}, "x")
-    assert note_on(made.notes, "datasets[0].train_on_eos") == Note(
-        "datasets[0].train_on_eos", "dropped", "is the default of soren-align too"
-    )
-    made = convert(SFT | {"env": {"CUDA_VISIBLE_DEVICES": "0"}}, "x")
-    assert note_on(made.notes, "env").explanation == "a recipe sets no environment variables; set them in the shell"
+    assert (note.outcome, note.explanation) == ("yours", "TRL's DPOConfig does not have this loss")
 
 
 def test_another_column_of_text_becomes_the_recipes():
     made = convert(SFT | {"dataset_text_field": "body"}, "x")
     assert made.recipe["data"]["train"]["columns"] == {"text": "body"}
-    assert note_on(made.notes, "dataset_text_field").explanation == "data.train.columns"
     assert "columns" not in convert(SFT | {"dataset_text_field": "text"}, "x").recipe["data"]["train"]
-
-
-def test_the_handbooks_zephyr_template_is_known_by_its_text():
-    text = (Path(__file__).parents[1] / "data" / "originals" / "zephyr.jinja").read_text()
-    made = convert({**SFT, "chat_template": text.replace("'  +", "' +")}, "x")
-    assert made.recipe["model"]["chat_template"] == "zephyr"
-    assert not note_on(made.notes, "chat_template").changes_training
-    assert note_on(convert({**SFT, "chat_template": text + "."}, "x").notes, "chat_template").changes_training
 
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] + eos_token }}\\n{% endfor %}"
@@ -365,7 +294,7 @@ def test_an_inline_template_is_written_beside_the_recipe(tmp_path, monkeypatch, 
     text, table = import_file(tmp_path / "sft.yaml", template_file=Path("mine.jinja"))
     assert load_text(text).model.chat_template == "mine.jinja"
     assert parse((tmp_path / "sft.yaml").read_text(), "x").content[key] == (tmp_path / "mine.jinja").read_text()
-    assert "changes to the training\n" not in table.split("chat_template")[0]
+    assert "set these yourself" not in table
     text, table = import_file(tmp_path / "sft.yaml")
     assert load_text(text).model.chat_template is None
     assert "add a DEST, beside which the import writes this template" in " ".join(table.split())
@@ -386,7 +315,7 @@ def test_a_template_and_a_stop_token_go_to_the_model():
         assert made.recipe["model"] | {"chat_template": "my.jinja", "eos_token": "<|im_end|>"} == made.recipe["model"]
     note = note_on(convert({**SFT, "chat_template_path": "lab/chat"}, "x").notes, "chat_template_path")
     assert note.changes_training
-    assert "lab/chat is no .jinja file; save its chat template" in note.explanation
+    assert "save its chat template as a .jinja file" in note.explanation
 
 
 @pytest.mark.parametrize("per_epoch", [1, 2, 3, 4, 6, 7, 10])
@@ -409,8 +338,8 @@ def test_evaluations_per_epoch_are_as_many_as_in_the_source(per_epoch, epochs, t
 def test_a_file_that_loses_nothing_says_no_change():
     made = translated("axolotl-sft-bare")
     assert not any(n.changes_training for n in made.notes)
-    assert "changes to the training" not in to_table(made, "x") + to_text(made, "x")
-    assert note_on(made.notes, "lora_r").explanation == "has no effect without use_peft or adapter"
+    assert "hanges to the training" not in to_table(made, "x") + to_text(made, "x")
+    assert note_on(made.notes, "lora_r").explanation == "has no effect without an adapter"
 
 
 @settings(max_examples=60, deadline=None)
@@ -428,7 +357,7 @@ def test_an_unknown_key_is_always_listed(name, key, value, inside):
     assert note_on(made.notes, key_told).outcome == "unknown"
     text, table = to_text(made, name), to_table(made, name)
     assert key in "".join(table.replace("\n", " ").split())
-    assert key_told in text.replace("\n# ", " ")
+    assert key_told in text.replace("\n#   ", " ")
     assert load_text(text).task == made.task  # and the recipe is as good as without it
 
 
@@ -473,6 +402,7 @@ def test_the_task_is_read_from_keys_then_from_names(given, name, folder, task):
     (DPO | {"dataset_train_split": "test"}, "", "all splits are test splits"),
     (DPO | {"dataset_mixture": [1]}, "", "write a list of datasets"),
     ({"task": "sft", "optimizer": {"name": "soren"}}, "", "this file is already a recipe"),
+    ({"optimizer": {"_component_": "torch.optim.AdamW"}}, "", "this is a torchtune config, which is not converted"),
 ])  # fmt: skip
 def test_what_cannot_be_imported_is_refused_in_a_sentence(given, folder, message):
     with pytest.raises(UserError, match=re.escape(message)):
@@ -510,13 +440,15 @@ def test_a_recipe_that_would_not_load_is_not_written(tmp_path):
 
 def test_the_tables_name_keys_that_there_are():
     for source_name, target in keys.RENAMED.items():
-        section, key = target.split(".")
-        if section == "trainer":
+        section, *_, key = target.split(".")
+        if target.startswith("model.lora."):
+            assert key in schema.Lora.model_fields, source_name
+        elif section == "trainer":
             assert key in trl.fields("sft").keys() | trl.fields("dpo").keys(), source_name
         else:
             model = AdamWSettings if section == "optimizer" else schema.Recipe.model_fields[section].annotation
             assert key in model.model_fields, source_name
-    patterns = [p for row in keys.LEFT_OUT for p in row[0].split()]
+    patterns = [p for row in keys.NOT_CONVERTED for p in row[0].split()]
     assert len(patterns) == len(set(patterns))
     assert not set(patterns) & keys.RENAMED.keys()
 
@@ -560,30 +492,8 @@ def test_importing_a_file_imports_no_torch():
 def test_lora_that_nobody_asked_for_is_not_trained():
     made = convert(SFT | {"lora_r": 8, "load_in_4bit": True}, "x", task="sft")
     assert "lora" not in made.recipe["model"]
-    assert note_on(made.notes, "lora_r").explanation == "has no effect without use_peft or adapter"
+    assert note_on(made.notes, "lora_r").explanation == "has no effect without an adapter"
     assert note_on(made.notes, "load_in_4bit").changes_training
-
-
-@pytest.mark.parametrize("asked", [{"use_dora": True}, {"lora_target_modules": ".*_proj"}, {"gptq": True}])
-def test_what_recipes_do_not_know_of_lora_changes_the_training(asked):
-    made = convert(SFT | {"use_peft": True} | asked, "x", task="sft")
-    note = note_on(made.notes, next(iter(asked)))
-    assert note.changes_training
-    assert "of all adapters, only plain LoRA is supported" not in note.explanation
-
-
-@pytest.mark.parametrize(("keys", "alpha"), [
-    ({"use_peft": True, "use_rslora": True, "lora_r": 16, "lora_alpha": 32}, 128.0),
-    ({"use_peft": True, "use_rslora": True}, 128.0),  # TRL's defaults
-    ({"base_model": "m", "adapter": "lora", "peft_use_rslora": True, "lora_r": 4, "lora_alpha": 8}, 16.0),
-    ({"finetuning_type": "lora", "use_rslora": True, "lora_rank": 32}, 362.0387),  # alpha is twice r
-    ({"use_peft": True, "use_rslora": False, "lora_r": 16, "lora_alpha": 32}, 32.0),
-])  # fmt: skip
-def test_rslora_is_lora_with_a_larger_alpha(keys, alpha):
-    data = {"datasets": [{"path": "d", "type": "chat_template"}]} if "base_model" in keys else {"dataset_name": "d"}
-    made = convert({"model_name_or_path": "m"} | data | keys, "x", task="sft")
-    assert made.recipe["model"]["lora"]["alpha"] == alpha
-    assert not any(n.changes_training for n in made.notes if "rslora" in n.key)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -3, True, "many", "1e400", [1], {"a": 1}])
@@ -612,35 +522,157 @@ def test_quantized_weights_under_an_adapter_are_quantized_here_too(keys, quantiz
     assert not any(note_on(made.notes, key).changes_training for key in keys)
 
 
-def test_another_format_of_4_bits_changes_the_training():
-    made = convert(SFT | {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "x", task="sft")
-    assert note_on(made.notes, "bnb_4bit_quant_type").changes_training
-    made = convert(SFT | {"finetuning_type": "lora", "quantization_bit": 4, "quantization_method": "hqq"}, "x")
-    assert note_on(made.notes, "quantization_method").changes_training
+TRL, AXOLOTL = (
+    {"dataset_name": "a/b", "model_name_or_path": "m"},
+    {"base_model": "m", "datasets": [{"path": "d", **CHAT}]},
+)
+FACTORY = {"model_name_or_path": "m", "finetuning_type": "full", "stage": "sft", "dataset_name": "d"}
 
 
-@pytest.mark.parametrize("patience", ["early_stopping_patience", "early_stopping_steps"])
-def test_early_stopping_is_imported_where_the_source_evaluates(patience):
-    stopping = {patience: 2, "early_stopping_threshold": "1e-3"}
-    evaluated = SFT | {"dataset_test_split": "test", "eval_strategy": "steps", "eval_steps": 5}
-    made = convert(evaluated | stopping, "x", task="sft")
-    assert made.recipe["run"]["early_stopping"] == {"patience": 2, "threshold": 1e-3}
-    assert not any(note_on(made.notes, key).changes_training for key in stopping)
-    assert problems(to_text(made, "x")) == ()
-    for source in (SFT, evaluated | {"eval_strategy": "no"}):
-        made = convert(source | stopping, "x", task="sft")
-        assert "early_stopping" not in made.recipe["run"]
-        assert note_on(made.notes, patience).changes_training
-    alone = convert(evaluated | {"early_stopping_threshold": 1e-3}, "x", task="sft")
-    assert "early_stopping" not in alone.recipe["run"]
-    assert "has no effect" in note_on(alone.notes, "early_stopping_threshold").explanation
+@pytest.mark.parametrize(("source", "keys", "attention"), [
+    (TRL, {"attn_implementation": "flash_attention_3"}, "flash_attention_3"),
+    (TRL, {"attn_implementation": "someone/kernel"}, None),
+    (TRL, {"use_cpu": True, "attn_implementation": "flash_attention_2"}, None),
+    (AXOLOTL, {"flash_attention": True}, "flash_attention_2"),
+    (AXOLOTL, {"flash_attention": False}, None),
+    (AXOLOTL, {"attn_implementation": "flex"}, "flex_attention"),
+    (FACTORY, {"flash_attn": "fa2"}, "flash_attention_2"),
+    (FACTORY, {"flash_attn": "auto"}, None),
+])  # fmt: skip
+def test_attention_arrives_under_the_recipes_name(source, keys, attention):
+    made = convert(source | keys, "sft")
+    assert made.recipe["model"].get("attn_implementation") == attention
+    assert not any(n.changes_training for n in made.notes)
+
+
+@pytest.mark.parametrize(("source", "keys", "strategy", "words"), [
+    (TRL, {"max_length": 64, "packing": True}, "bfd", ""),
+    (TRL, {"packing_strategy": "bfd_split", "packing": True}, "bfd_split", ""),
+    (AXOLOTL, {"sample_packing": True}, None, "drops examples longer than max_length, but soren-align divides"),
+    (FACTORY, {"packing": True}, "bfd", "in LLaMA-Factory, packed examples attend to each other"),
+    (FACTORY, {"packing": True, "neat_packing": True}, "bfd", "trainer.packing"),
+])  # fmt: skip
+def test_packing_keeps_or_cuts_long_examples_as_the_source(source, keys, strategy, words):
+    made = convert(source | keys, "sft")
+    assert (made.recipe["trainer"]["packing"], made.recipe["trainer"].get("packing_strategy")) == (True, strategy)
+    assert words in note_on(made.notes, [*keys][-1]).explanation
+
+
+INFO = {
+    "faq": {"file_name": "faq.jsonl", "columns": {"prompt": "question", "response": "reply"}},
+    "usual": {"hf_hub_url": "lab/usual", "formatting": "sharegpt", "subset": "small", "split": "train_sft"},
+    "pairs": {"file_name": "pairs.jsonl", "ranking": True},
+}
+
+
+@pytest.fixture
+def factory(tmp_path, monkeypatch):
+    """factory(text) -> import_file's results for examples/my.yaml of LLaMA-Factory, beside data/dataset_info.json."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("data", "examples"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(INFO))
+
+    def imported(text):
+        (tmp_path / "examples" / "my.yaml").write_text("model_name_or_path: lab/tern-1b\n" + text)
+        return import_file(tmp_path / "examples" / "my.yaml")
+
+    return imported
+
+
+def test_llama_factorys_names_become_paths_and_its_mapping_is_left(factory):
+    head = "stage: sft\nfinetuning_type: lora\ntemplate: default\nmax_samples: 2\n"
+    text, table = factory(head + "dataset: faq, usual\neval_dataset: usual\n")
+    first, second = parse(text, "x").content["data"]["train"]
+    assert first == {"path": "data/faq.jsonl", "split": "train", "limit": 2}
+    assert (second["path"], second["name"], second["split"]) == ("lab/usual", "small", "train_sft")
+    assert parse(text, "x").content["data"]["eval"]["path"] == "lab/usual"
+    left = " ".join(part(table, "set these yourself").split())
+    assert "dataset[0].columns ({'prompt': 'question', 'response': 'reply'}): columns are recognised by" in left
+    assert "template (default): the recipe uses the tokenizer's own chat template" in left
+
+
+DEFAULTS = {
+    # LLaMA-Factory's defaults that differ from TRL's: lines without the key -> (the recipe's key, its value)
+    "stage: sft\ndataset: faq\n": {
+        "model.lora.r": 8, "model.lora.alpha": 16.0, "model.lora.dropout": 0.0,
+        "model.lora.target_modules": "all-linear", "trainer.max_length": 2048, "trainer.bf16": False,
+        "optimizer.lr": 5e-5},
+    "stage: dpo\ndataset: pairs\nfinetuning_type: full\nbf16: true\n": {
+        "model.lora": None, "trainer.max_length": 2048, "trainer.bf16": True, "optimizer.lr": 5e-5},
+    "stage: sft\ndataset: usual\nfp16: true\nlora_rank: 4\nlora_target: q_proj, v_proj\nadditional_target: a, b\n": {
+        "model.lora.r": 4, "model.lora.alpha": 8.0, "trainer.fp16": True, "trainer.assistant_only_loss": True,
+        "model.lora.target_modules": ["q_proj", "v_proj"], "model.lora.modules_to_save": ["a", "b"]},
+    "stage: sft\ndataset: usual\ntrain_on_prompt: true\ndisable_gradient_checkpointing: true\nuse_muon: true\n": {
+        "trainer.assistant_only_loss": False, "trainer.gradient_checkpointing": False, "optimizer.name": "muon"},
+    "stage: sft\ndataset: usual\nval_size: 100\nquantization_bit: 4\n": {
+        "data.eval.examples": 100, "model.quantize": "4bit"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", DEFAULTS)
+def test_the_defaults_of_llama_factory_are_taken_over(factory, text):
+    made = parse(factory(text)[0], "x").content
+    for key, value in DEFAULTS[text].items():
+        section = made
+        for name in key.split("."):
+            section = section.get(name)
+        assert section == value, key
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("stage: sft\ndataset: fag\n", "dataset_info.json has no 'fag'; did you mean 'faq'?"),
+    ("stage: sft\ndataset: faq\ndataset_dir: elsewhere\n", "there is no elsewhere/dataset_info.json beside this file"),
+    ("stage: pt\nfinetuning_type: full\ndataset: faq\n", "this file trains with PT, but only SFT and DPO are"),
+])  # fmt: skip
+def test_what_cannot_be_resolved_is_refused_with_the_remedy(factory, text, message):
+    with pytest.raises(UserError) as caught:
+        factory(text)
+    assert message in str(caught.value)
+
+
+LEFT = {  # documented keys with a value -> the words of the remedy
+    "pref_ftx: 0.1": "write trainer.loss_type: [sigmoid, sft]",
+    "ref_model: lab/other": "the reference model is the model that training starts from",
+    "use_galore: true": "the recipe uses AdamW at the same learning rate",
+    "finetuning_type: freeze": "the recipe trains all weights",
+    "mix_strategy: interleave_over": "write weight",
+    "adapter_name_or_path: lab/tern-sft": "write its folder as model.name_or_path and remove model.lora",
+    "use_rslora: true": "multiply model.lora.alpha by sqrt(r)",
+    "use_dora: true": "the recipe trains plain LoRA (model.lora), without this variant",
+    "lora_target: .*_proj": "not as a pattern",
+    "quantization_type: fp4": "soren-align quantizes only the frozen weights under LoRA",
+    "streaming: true": "write data.streaming: true and trainer.max_steps",
+    "mask_history: true": "write mask_history in data.train",
+}
+
+
+@pytest.mark.parametrize("line", LEFT)
+def test_a_documented_key_that_is_not_converted_is_left_with_the_remedy(factory, line):
+    lora = "" if line.startswith("finetuning") else "finetuning_type: lora\nquantization_bit: 4\n"
+    text, table = factory(f"stage: dpo\ndataset: pairs\n{lora}{line}\n")
+    parse(text, "x")
+    left = " ".join(part(table, "set these yourself").split())
+    key, _, value = line.partition(": ")
+    assert f"{key} ({value.replace('true', 'True')})" in left
+    assert LEFT[line] in left
+    assert "unknown" not in table
+
+
+def test_documented_keys_without_an_effect_are_known(factory):
+    keys = "simpo_gamma: 0.5\nkto_chosen_weight: 1\nuse_galore: false\ngalore_rank: 8\nmix_strategy: concat\n"
+    keys += "finetuning_type: full\npure_bf16: false\ncompute_accuracy: true\npref_ftx: 0\nenable_liger_kernel: true\n"
+    _, table = factory("stage: dpo\ndataset: pairs\n" + keys)
+    assert "unknown" not in table
+    assert "changes to the training" not in table
+    assert "set these yourself" not in table
 
 
 def test_a_model_and_data_of_another_machine_are_listed_and_the_recipe_is_written(tmp_path):
     (tmp_path / "sft.yaml").write_text("model_name_or_path: ./no\ndataset_name: no/way.jsonl\nlearning_rate: 1e-5\n")
     text, table = import_file(tmp_path / "sft.yaml")
     assert parse(text, "x").content["model"]["name_or_path"] == "./no"
-    shown = "not on this machine:\n  model.name_or_path: no folder ./no; correct the path\n  data.train.path: no file"
-    assert shown in table
+    assert "model.name_or_path: no folder ./no; correct the path" in part(table, "not on this machine:")
+    assert "data.train.path: no file" in part(table, "not on this machine:")
     with pytest.raises(UserError, match=r"no folder \./no"):
         load_text(text)
