@@ -25,14 +25,6 @@ class Patch:
 
 
 PATCHES = {
-    "transformers.utils.chat_template_utils._compile_jinja_template": Patch(
-        "TRL and lm-eval render chat templates by transformers too, and no option selects the sandbox or limits it",
-        "transformers takes an environment, or limits what a template may make (5.23 does not)",
-    ),
-    "transformers.utils.chat_template_utils.ImmutableSandboxedEnvironment": Patch(
-        "the same: transformers' own compiler makes the template, with its extensions, in a sandbox with a budget",
-        "as above",
-    ),
     "lm_eval.tasks._yaml_loader._import_func_in_yml": Patch(
         "`!function` in a task file imports and runs the module beside it; a suite from elsewhere is data",
         "lm-eval asks before it runs a task's module (0.4.13 does not)",
@@ -49,7 +41,7 @@ PATCHES = {
         "https://github.com/EleutherAI/lm-evaluation-harness/issues/1135",
     ),
     "lm_eval.utils.env": Patch(
-        "templates of tasks are rendered outside of Jinja's sandbox and without limits",
+        "templates of tasks are rendered outside of Jinja's sandbox",
         "lm-eval renders in a sandbox (0.4.13 does not)",
     ),
     "lm_eval.evaluator.get_git_commit_hash": Patch(

@@ -20,14 +20,12 @@ from ..tasks import OPTIONS, TaskName
 from .masks import (
     EMPTY_REASON,
     EncodedExample,
-    Rendering,
     Tokens,
     after_prompt,
     from_token_columns,
-    inside,
     num_shared,
 )
-from .rendering import template_errors
+from .rendering import Rendering, inside, template_errors
 from .split import LoadedSplit
 from .turns import EMPTY_ANSWER, Turn, for_template, template_options
 

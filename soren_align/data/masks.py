@@ -1,8 +1,6 @@
 """The tokens of an example: loss mask and truncation."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +8,7 @@ import pyarrow as pa
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..core.errors import UserError
 from ..tasks import TASKS, TaskName
-from .turns import EMPTY_ANSWER, REASONING, Turn, for_template, without
 
 EQUAL_ANSWERS = "two answers with the same tokens"
 """The start of the reason to drop such pairs."""
@@ -174,142 +170,6 @@ def _split(ids: list[int], positions: list[int], tokenizer: PreTrainedTokenizerB
     """
     texts = [str(tokenizer.decode(ids[:end])) for end in [*positions, len(ids)]]
     return [text[len(before) :] for before, text in zip(["", *texts], texts, strict=False)]
-
-
-Span = tuple[int, int]
-
-
-class Rendering:
-    """A conversation as its chat template renders it, and the parts of that text that belong to its
-    turns.
-
-    For templates that do not mark the trained tokens, and turns of weight 0. The text up to a turn,
-    with the template's generation prompt, is the prompt of an answer, and the text up to its end
-    adds the answer and its stop token. That holds for templates whose rendering of the first turns
-    does not change as others follow; each example is checked, and for others UserError is raised.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, turns: list[Turn], options: dict[str, Any]
-    ):
-        """options: keywords of apply_chat_template."""
-        self.tokenizer, self.turns, self.options = tokenizer, turns, options
-
-    def of(self, turns: list[Turn], prompts: bool = False, **options: Any) -> str:
-        """The text of other turns. prompts: whether the generation prompt follows."""
-        how: dict[str, Any] = {
-            "tokenize": False,
-            "add_generation_prompt": prompts,
-            **self.options,
-            **options,
-        }
-        return str(self.tokenizer.apply_chat_template(for_template(turns), **how))
-
-    @cached_property
-    def text(self) -> str:
-        """The text of the conversation."""
-        return self.of(self.turns)
-
-    def answer_spans(self) -> list[Span]:
-        """The parts that the model writes as the assistant, each from the prompt to its stop token;
-        without answers of weight 0."""
-        tokenizer: Any = self.tokenizer
-        stop_tokens = tuple(
-            str(token) for token in {tokenizer.eos_token, *tokenizer.added_tokens_encoder} if token
-        )
-        spans = []
-        for i, turn in enumerate(self.turns):
-            if turn["role"] == "assistant" and turn.get("weight", 1):
-                prompt = self._beginning(i, prompts=True)
-                # Some prompts have a <think> that this answer does not have.
-                is_prompt = self.text.startswith(prompt)
-                start = (
-                    len(prompt) if is_prompt else max(self.end(i), num_shared(prompt, self.text))
-                )
-                end = self.end(i + 1)
-                stripped = self.text[:end].rstrip()  # after a stop token the model has stopped
-                spans.append((start, len(stripped) if stripped.endswith(stop_tokens) else end))
-        return spans
-
-    def left_out(self, trained: list[Turn]) -> list[str]:
-        """The kinds of parts without which the text is the same: the template ignores them.
-
-        EMPTY_ANSWER is among them if it prints nothing of an answer made of tool calls alone, or
-        with reasoning.
-        trained: turns that are, unless their weight is 0.
-        """
-        turns, tools = self.turns, self.options.get("tools", [])
-        has_parts = (
-            turn.keys() - {"role", "content", "weight"} or turn["role"] == "tool" for turn in turns
-        )
-        if not tools and not any(has_parts):
-            return []
-        last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
-        earlier, later = turns[:last_user], turns[last_user:]
-        changed = {
-            "tools": (turns, []),
-            "tool calls": ([without(turn, "tool_calls") for turn in turns], tools),
-            "tool results": (
-                [turn | {"content": ""} if turn["role"] == "tool" else turn for turn in turns],
-                tools,
-            ),
-            "reasoning": (earlier + [without(turn, *REASONING) for turn in later], tools),
-            "the reasoning of earlier answers": (
-                [without(turn, *REASONING) for turn in earlier] + later,
-                tools,
-            ),
-        }
-        text, kinds = self.text, []
-        for kind, others in changed.items():
-            with suppress(Exception):  # of the template
-                if others != (turns, tools) and self.of(others[0], tools=others[1] or None) == text:
-                    kinds.append(kind)
-        prints_reasoning = not any("reasoning" in kind for kind in kinds)
-        is_silent = "tool calls" in kinds and any(
-            turn["role"] == "assistant"
-            and turn.get("weight", 1)
-            and not turn["content"].strip()
-            and not (prints_reasoning and any(turn.get(key) for key in REASONING))
-            for turn in trained
-        )
-        return [*kinds, EMPTY_ANSWER] if is_silent else kinds
-
-    def end(self, num_turns: int) -> int:
-        """The length of the rendering of the first turns, with which the text starts."""
-        if num_turns in (0, len(self.turns)):
-            return len(self.text) if num_turns else 0
-        beginning = self._beginning(num_turns)
-        if not self.text.startswith(beginning):
-            raise self._unstable()
-        return len(beginning)
-
-    def _beginning(self, num_turns: int, prompts: bool = False) -> str:
-        try:
-            return self.of(self.turns[:num_turns], prompts)
-        except Exception:  # anything that a template raises, such as "a user's turn must follow"
-            raise self._unstable() from None
-
-    def _unstable(self) -> UserError:
-        return UserError(
-            "the chat template renders earlier turns differently when later turns are added, so the assistant's "
-            f"tokens of {str(self.turns[-1]['content'])[:60]!r} cannot be identified. Set model.chat_template to a "
-            "template with {% generation %}...{% endgeneration %} around the assistant's turns; or train all "
-            "tokens, without assistant_only_loss and without weights of turns"
-        )
-
-
-def inside(spans: Sequence[Span], offsets: Sequence[Span]) -> list[bool]:
-    """For each token, by its characters' (start, end), whether it has one inside a span.
-    Spans are in order.
-    """
-    marks, position = [], 0
-    for start, end in offsets:
-        while position < len(spans) and spans[position][1] <= start:
-            position += 1
-        marks.append(
-            position < len(spans) and max(start, spans[position][0]) < min(end, spans[position][1])
-        )
-    return marks
 
 
 TRAINED, FIRST = 1, 2

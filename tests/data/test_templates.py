@@ -3,12 +3,14 @@
 import pytest
 from datasets import Dataset
 from soren_align.core.errors import UserError
-from soren_align.data import check_template
+from soren_align.data import check_template, dataset_stats
 from tests.support.conversations import CHATML, chat, pair_row
 
 SFT = Dataset.from_list([{"messages": chat(1)}])
 TWO = Dataset.from_list([{"messages": chat(1, turns=2)}])
 DPO = Dataset.from_list([{column: pair_row(1)[column] for column in ("chosen", "rejected")}])
+PICKY = Dataset.from_list([{"messages": chat(1)}, {"messages": [
+    {"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]}])  # fmt: skip
 PLAIN = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
@@ -52,6 +54,18 @@ def test_a_template_that_fails_is_refused_in_one_line(make_tokenizer, template, 
     message = refused(make_tokenizer(template))
     assert "the chat template fails on the first example" in message
     assert reason in message
+
+
+@pytest.mark.parametrize(("later", "reason"), [
+    ("raise_exception('not this one')", "not this one"),
+    ("messages.__class__.__mro__", "access to attribute '__class__' of 'list' object is unsafe"),
+    ("messages.append(1)", "access to attribute 'append' of 'list' object is unsafe"),
+    ("range(10 ** 9) | list", "Range too big"),
+])  # fmt: skip
+def test_a_template_that_fails_on_a_later_example_or_leaves_the_sandbox_is_refused(make_tokenizer, later, reason):
+    picky = CHATML + "{% if messages[0]['content'] == 'no' %}{{ " + later + " }}{% endif %}"
+    with pytest.raises(UserError, match=rf"fails on a later one: {reason}"):
+        dataset_stats(PICKY, "sft", make_tokenizer(picky), max_length=None)
 
 
 @pytest.mark.parametrize("task", ["sft", "dpo"])

@@ -20,13 +20,13 @@ import datasets
 import lm_eval.api.metrics  # noqa: F401 (registers them)
 import numpy as np
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval import utils
 from lm_eval.api import registry
 
 from ...core import shipped
 from ...core.errors import UserError
 from ...core.patches import patched
-from ...data.rendering import BoundedEnvironment
 from .suites import LM_EVAL_TASKS, Seeds
 
 OWN = (LM_EVAL_TASKS.resolve(), (shipped.ROOT / "eval").resolve())
@@ -96,11 +96,21 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
         yield
 
 
-def rendering() -> Any:
-    """Return a context in which templates have access to a question's columns only, not to Python,
-    within limits.
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox. lm-eval asks for the same template at each question, and to compile it takes
+    longer than to render it: compiled templates are kept.
     """
-    sandbox = BoundedEnvironment(
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.from_string = functools.lru_cache(maxsize=100)(super().from_string)
+
+
+def rendering() -> Any:
+    """Return a context in which templates have access to a question's columns only, not to
+    Python.
+    """
+    sandbox = _Sandbox(
         loader=utils.env.loader,
         undefined=utils.env.undefined,
         keep_trailing_newline=utils.env.keep_trailing_newline,
