@@ -3,8 +3,8 @@ tokens.
 """
 
 from .arrow import dataset_of, has_turns, iterable_dataset
-from .cache import tokenize
-from .encode import BATCH_SIZE, encode, has_marks, without_empty_answers
+from .cache import uncached, verified_values
+from .encode import BATCH_SIZE, encode, has_marks
 from .formats import PLAIN_PAIRS
 from .masks import (
     EMPTY_REASON,
@@ -23,4 +23,5 @@ from .split import hold_out, load_split, mix
 from .stats import DatasetStats, dataset_stats, show_example
 from .stream import Preview, State, Stream, open_split, open_stream
 from .tokenizer import check_template, set_template, texts_of, trained_tokenizer, within_vocabulary
+from .tokens import tokenize, without_empty_answers
 from .turns import EMPTY_ANSWER

@@ -2,19 +2,29 @@
 datasets as one.
 """
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset, Features, IterableDataset, Json, List, Value, concatenate_datasets
+from datasets import (
+    Dataset,
+    Features,
+    IterableDataset,
+    Json,
+    List,
+    Value,
+    concatenate_datasets,
+    config,
+)
 from datasets.iterable_dataset import ExamplesIterable
 
 from ..core.errors import UserError
-from ..core.silence import quiet_libraries
 from ..tasks import OPTIONS, TASKS
+from .cache import BATCH_SIZE, cache_key, cached, folder_errors
 from .turns import plain_turns
 
 
@@ -68,33 +78,39 @@ def has_turns(dataset: Dataset) -> bool:
 
 def concatenated(datasets: Sequence[Dataset]) -> Dataset:
     """The examples of datasets of one kind, with the same columns for all: null where there are
-    none, as `load_split` makes them of a file."""
+    none, as `load_split` makes them of a file.
+    """
     names = list(dict.fromkeys(name for dataset in datasets for name in dataset.column_names))
     canonical = []
-    with quiet_libraries():
-        for dataset in datasets:
-            features = features_of(names, has_turns(dataset))
-            if dataset.features.arrow_schema != features.arrow_schema:
-                absent = [name for name in names if name not in dataset.column_names]
-                dataset = dataset.map(
-                    lambda example, absent=tuple(absent): (
-                        dict.fromkeys(absent)
-                        | {
-                            name: plain_turns(v) if isinstance(v, list) else v
-                            for name, v in example.items()
-                        }
-                    ),
-                    features=features,
-                    new_fingerprint=cache_key(dataset._fingerprint, "canonical", absent),
-                    load_from_cache_file=True,
-                )
-            canonical.append(dataset)
-        return concatenate_datasets(canonical)
+    for dataset in datasets:
+        features = features_of(names, has_turns(dataset))
+        if dataset.features.arrow_schema != features.arrow_schema:
+            parts = (dataset._fingerprint, "canonical", names)
+            dataset = cached_examples(parts, features, partial(_canonical, dataset, names))
+        canonical.append(dataset)
+    return concatenate_datasets(canonical)
 
 
-def cache_key(*parts: Any) -> str:
-    """A hash of `parts` and of the source of this package's rules for examples, which are then
-    validated again.
+def _canonical(dataset: Dataset, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for example in examples_of(dataset):
+        yield dict.fromkeys(names) | {
+            name: plain_turns(value) if isinstance(value, list) else value
+            for name, value in example.items()
+        }
+
+
+def cached_examples(
+    parts: Sequence[Any], features: Features, examples: Callable[[], Iterable[dict[str, Any]]]
+) -> Dataset:
+    """The examples as a dataset in the datasets cache. parts: all that determines them.
+    Raises UserError if it cannot be written there.
     """
-    rules = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
-    return hashlib.sha256(repr(parts).encode() + rules).hexdigest()[:32]
+    root = Path(config.HF_DATASETS_CACHE) / "soren-align"
+
+    def batches() -> Iterator[dict[str, list[Any]]]:
+        rows = iter(examples())
+        while batch := list(islice(rows, BATCH_SIZE)):
+            yield {name: [row[name] for row in batch] for name in features}
+
+    with folder_errors(root, "examples", "set HF_DATASETS_CACHE to another folder"):
+        return cached(root, cache_key(*parts), features, batches)

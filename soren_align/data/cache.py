@@ -1,147 +1,84 @@
-"""Tokenized datasets in the user's cache folder, shared by plan, run and resume.
+"""Cached datasets and tokenizers: made once, and read again only if no byte has changed.
 
-A folder per dataset, named by a hash of all that determines the tokens: the examples, tokenizer,
-template, settings, versions and this package's own rules. It holds an Arrow file, which runs no
-code when it is read and whose every offset is checked first. A folder appears whole or not at all;
-those unused for a month are removed, and the oldest where all have more than 50 GB.
+Examples, their tokens and trained tokenizers each lie in a folder, named by a hash of all that
+determines them, which plan, runs and resumed runs share. A training cannot notice a flipped bit or
+a lost page in such a file: it would train another model. So an entry is written as a checkpoint is
+(temporary folder, fsync, rename), with the digests of its files, which are checked at each opening:
+2 s per GB. An entry unused for a month is removed, and the oldest where all have more than 50 GB.
 """
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 import tempfile
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, disable_caching, enable_caching, is_caching_enabled
+from datasets.arrow_writer import ArrowWriter
+from datasets.fingerprint import Hasher
 from datasets.table import MemoryMappedTable
-from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import UserError
-from ..core.silence import quiet_libraries
-from ..tasks import TASKS, TaskName
-from .arrow import cache_key
-from .encode import BATCH_SIZE, encode
-from .masks import token_columns
+from ..core.files import CHANGED, contents, read_json, rename_durably, write
+from ..core.text import print_labelled, stderr_console
 
 MAX_BYTES = 50 * 10**9
 MAX_AGE_SECONDS = 30 * 86400
 IN_USE_SECONDS = 2 * 86400
-"""A folder used more recently is never removed: a run may read it."""
-_FILE = "tokens.arrow"
-_VERSIONS = ("transformers", "tokenizers", "jinja2", "datasets")
-_IDS = List(Value("int32"))
+"""An entry used more recently is never removed: a run may read it."""
+BATCH_SIZE = 1000
+"""Examples that are written together."""
+_DATA, _DIGESTS = "data.arrow", "digests.json"
 
 
-def tokenize(
-    dataset: Dataset,
-    task: TaskName,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: Path | None,
-    assistant_only_loss: bool = False,
-    completion_only_loss: bool = True,
-    on_examples: Callable[[int], object] | None = None,
+def cached(
+    root: Path, key: str, features: Features, batches: Callable[[], Iterable[dict[str, list[Any]]]]
 ) -> Dataset:
-    """The examples of a dataset from `load_split` as columns of tokens, before truncation:
-    `tokens.token_columns`.
+    """The dataset of `batches`, memory-mapped from its entry below `root`: written first if there
+    is none, or a damaged one.
 
-    cache: the user's cache folder; None: a temporary folder, removed with the returned dataset.
-    on_examples: called with the number of examples just tokenized or read. Raises UserError if the
-    template fails on an example, or the folder cannot be written.
+    key: of `cache_key`, with all that determines the batches, which are columns of examples.
     """
-    passed_on, report = TASKS[task].passed_on, on_examples or (lambda num_examples: None)
-    features = Features(
-        {**dict.fromkeys(TASKS[task].token_columns, _IDS), "left_out": List(Value("string"))}
-    )
-    features |= {name: Value(kind) for name, kind in passed_on.items()}
-    settings = (task, assistant_only_loss, completion_only_loss)
-    root = Path(tempfile.mkdtemp(prefix="soren-align-")) if cache is None else cache / "tokens"
-    # All of the tokenizer that changes tokens, but not its place.
-    whole: Any = tokenizer
-    words = (
-        whole.backend_tokenizer.to_str()
-        if whole.is_fast
-        else [repr(whole), sorted(whole.get_vocab().items())]
-    )
-    parts = [
-        words,
-        sorted(whole.special_tokens_map.items()),
-        whole.chat_template,
-        type(whole).__name__,
-    ]
-    versions = [metadata.version(package) for package in _VERSIONS]
-    folder = root / cache_key(dataset._fingerprint, len(dataset), settings, parts, versions)
-    tokens = _load(folder, features, len(dataset))
-
-    def tokens_of(batch: Any) -> dict[str, list[Any]]:
-        texts = {name: values for name, values in batch.items() if name not in passed_on}
-        columns = token_columns(
-            encode(texts, task, tokenizer, assistant_only_loss, completion_only_loss), task
-        )
-        report(len(columns["left_out"]))
-        return columns | {name: batch[name] for name in passed_on}
-
-    try:
-        if tokens is not None:
-            os.utime(folder)
-            report(len(dataset))
-        else:
-            with quiet_libraries(), written_whole(folder) as part:
-                dataset.map(
-                    tokens_of,
-                    batched=True,
-                    batch_size=BATCH_SIZE,
-                    remove_columns=dataset.column_names,
-                    features=features,
-                    new_fingerprint=folder.name,
-                    cache_file_name=str(part / _FILE),
-                )
-                shutil.rmtree(folder, ignore_errors=True)  # one that `_load` refused
-            tokens = _load(folder, features, len(dataset))
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(
-            f"{root}: tokens cannot be cached in this folder: {reason}; free space, set SOREN_ALIGN_CACHE to another "
-            "folder, or write `cache: false` under data to use a temporary folder"
-        ) from None
-    assert tokens is not None, "the tokens just written can be read"
-    if cache is None:
-        weakref.finalize(tokens, shutil.rmtree, root, ignore_errors=True)
-    else:
+    if not is_intact(root / key):
+        with (
+            written_whole(root / key) as part,
+            ArrowWriter(path=str(part / _DATA), features=features) as writer,
+        ):
+            for columns in batches():
+                writer.write_batch(columns)
+            writer.finalize()
         prune(root)
-    return tokens
+    return Dataset(MemoryMappedTable.from_file(str(root / key / _DATA)), fingerprint=key)
 
 
-def prune(root: Path) -> None:
-    """Remove folders unused for MAX_AGE_SECONDS, and the least recently used ones beyond
-    MAX_BYTES.
+def cache_key(*parts: Any) -> str:
+    """A hash of `parts` and of the source of this package's rules for examples, which are then
+    validated again.
     """
-    now, total = time.time(), 0
-    folders = [(f.stat().st_mtime, f) for f in root.iterdir() if f.is_dir() and not f.is_symlink()]
-    for used, folder in sorted(folders, reverse=True):
-        total += sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-        age = now - used
-        if age > IN_USE_SECONDS and (age > MAX_AGE_SECONDS or total > MAX_BYTES):
-            shutil.rmtree(folder, ignore_errors=True)
+    rules = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256(repr(parts).encode() + rules).hexdigest()[:32]
 
 
 @contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder, which is renamed to `folder` when the block has filled it.
+def written_whole(entry: Path) -> Iterator[Path]:
+    """Yield an empty folder, which becomes the entry when the block has filled it.
 
-    If another process has written `folder` in the meantime, that one stays.
+    If another process has written the entry in the meantime, that one stays.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix="part-", dir=folder.parent))
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix="part-", dir=entry.parent))
     try:
         yield part
-        part.rename(folder)
+        files = [file for file in part.rglob("*") if file.is_file()]
+        names = [file.relative_to(part).as_posix() for file in files]
+        write(part / _DIGESTS, json.dumps(dict(zip(names, contents(files), strict=True))))
+        rename_durably(part, entry)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
@@ -149,13 +86,77 @@ def written_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _load(folder: Path, features: Features, num_examples: int) -> Dataset | None:
-    """The tokens in a folder; None if there are none, or others than expected, or damaged ones."""
-    file = folder / _FILE
+def is_intact(entry: Path) -> bool:
+    """Whether the entry is there, as it was written. One that is damaged is removed, and a notice
+    printed.
+    """
+    if not entry.is_dir():
+        return False
     try:
-        table = MemoryMappedTable.from_file(str(file))
-        table.table.validate(full=True)  # an offset out of bounds would read other memory
-        tokens = Dataset(table, fingerprint=folder.name)
-    except (OSError, ValueError, pa.ArrowException):
-        return None
-    return tokens if tokens.features == features and len(tokens) == num_examples else None
+        digests = read_json(entry / _DIGESTS)
+        equal = contents(entry / name for name in digests) == [*digests.values()]
+    except (UserError, FileNotFoundError, AttributeError, TypeError):  # no digests, no file
+        equal = False
+    if equal:
+        os.utime(entry)  # for `prune`
+        return True
+    notice = f"{entry}: {CHANGED}; this cache entry is removed and made again"
+    print_labelled(stderr_console(), "notice", notice)
+    shutil.rmtree(entry)
+    return False
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """A context in which `datasets` writes what it derives from a dataset into a temporary folder
+    of this process, and reads no earlier file.
+    """
+    was_enabled = is_caching_enabled()
+    disable_caching()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            enable_caching()
+
+
+@contextmanager
+def verified_values(dataset: Dataset, key: str, is_first: bool) -> Iterator[None]:
+    """A context in which TRL reads the values that it caches beside a dataset under `key`, or makes
+    them: a damaged file is removed before, by every rank; the first rank records the digest after.
+    """
+    file = Path(dataset._get_cache_file_path(Hasher.hash((dataset._fingerprint, key))))
+    digest = file.with_suffix(".json")
+    if file.exists() and not (digest.exists() and [read_json(digest)] == contents([file])):
+        print_labelled(stderr_console(), "notice", f"{file}: {CHANGED}; it is made again")
+        file.unlink(missing_ok=True)
+    yield
+    if is_first and file.exists():
+        write(digest, json.dumps(contents([file])[0]))
+
+
+def prune(root: Path) -> None:
+    """Remove the entries unused for MAX_AGE_SECONDS, and the least recently used ones beyond
+    MAX_BYTES.
+    """
+    now, total = time.time(), 0
+    entries = [(f.stat().st_mtime, f) for f in root.iterdir() if f.is_dir() and not f.is_symlink()]
+    for used, entry in sorted(entries, reverse=True):
+        total += sum(file.stat().st_size for file in entry.iterdir() if file.is_file())
+        age = now - used
+        if age > IN_USE_SECONDS and (age > MAX_AGE_SECONDS or total > MAX_BYTES):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+@contextmanager
+def folder_errors(root: Path, content: str, remedy: str) -> Iterator[None]:
+    """Turn an OSError of the cache folder `root` into a UserError. content: what is cached, for the
+    message.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(
+            f"{root}: {content} cannot be cached in this folder: {reason}; free space, or {remedy}"
+        ) from None

@@ -8,26 +8,16 @@ tests/data/test_turn_masks.py.
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import compress
 from typing import Any
 
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import UserError
 from ..tasks import OPTIONS, TaskName
-from .masks import (
-    EMPTY_REASON,
-    EncodedExample,
-    Tokens,
-    after_prompt,
-    from_token_columns,
-    num_shared,
-)
+from .masks import EncodedExample, Tokens, after_prompt, from_token_columns, num_shared
 from .rendering import Rendering, inside, template_errors
-from .split import LoadedSplit
-from .turns import EMPTY_ANSWER, Turn, for_template, template_options
+from .turns import Turn, for_template, template_options
 
 BATCH_SIZE = 64
 """Examples that are tokenized together."""
@@ -218,29 +208,3 @@ def _tokens(
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ids: Any = tokenizer(text)["input_ids"]
     return ids
-
-
-def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSplit, Dataset]:
-    """(the split, its tokens) without such examples, which are counted under `dropped`; unchanged
-    if there are none.
-
-    tokens: of `tokenize`, of the split's examples. Raises UserError if no example of a source is
-    left.
-    """
-    rows = tokens["left_out"][:]
-    indices = [i for i, kinds in enumerate(rows) if EMPTY_ANSWER not in kinds]
-    if len(indices) == len(rows):
-        return split, tokens
-    sources = tuple(split.source_indices[i] for i in indices) if split.source_indices else ()
-    if not indices or set(sources) != set(split.source_indices):
-        lost = set(split.source_indices) - set(sources)
-        name = split.source["sources"][min(lost)]["path"] if lost else split.name
-        raise UserError(
-            f"{name}: in each example {EMPTY_REASON}; set model.chat_template to a template that prints tool calls, or "
-            "remove this split"
-        )
-    dropped = {**split.dropped, EMPTY_REASON: len(rows) - len(indices)}
-    rest = replace(
-        split, dataset=split.dataset.select(indices), dropped=dropped, source_indices=sources
-    )
-    return rest, tokens.select(indices)

@@ -2,8 +2,8 @@
 
 Pure functions of an example. Whatever the format of a dataset, all later code sees one of TRL's own
 kinds of columns: conversations (a task's `columns`), prompts and completions as turns, or plain
-texts, which no chat template changes. A new format is a line of `_format`, the function that reads
-it, and its columns in tasks.py.
+texts, which no chat template changes. A new format is a record in FORMATS, and a function that
+reads it if none of those here does; a column that no other format has is added to tasks.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,31 +13,33 @@ from ..core.errors import UserError
 from ..recipe import columns_text, example_of_names
 from ..tasks import OPTIONS, TASKS, TURN_KEYS, Column, TaskName
 from .turns import (
+    InvalidExample,
     Turn,
-    conversation_problem,
+    check_conversation,
+    check_list,
+    check_pair,
+    check_text,
+    check_weights,
     from_dialogue,
     is_dialogue,
-    list_problem,
     options,
-    pair_problem,
     plain_turns,
-    text_problem,
-    weight_problem,
     with_known_keys,
 )
 
 Example = dict[str, Any]
-Reader = Callable[[Example, tuple[str, ...]], Example | str]
-"""Takes an example, by our names, and the columns to read; returns it in TRL's columns; or, as
-text, why it cannot be trained on."""
-_ALPACA = ("system", "instruction", "input", "output")
-"""Alpaca's columns, and LLaMA-Factory's `system` beside them."""
+Reader = Callable[[Example, tuple[str, ...]], Example]
+"""Takes an example, by our names, and the columns to read; returns it in TRL's columns. Raises
+InvalidExample if it cannot be trained on."""
 PLAIN_PAIRS = "plain prompts and pairs of answers, as turns"
-# the paper's datasets, recognized by their additional columns
-_NATIVE: dict[str, tuple[str, set[str]]] = {
-    "sft": ("ultrachat_200k", {"prompt", "prompt_id"}),
-    "dpo": ("ultrafeedback_binarized", {"prompt"}),
+_PAIR, _COMPLETION = ("chosen", "rejected"), ("prompt", "completion")
+_ALPACA = ("system", "input")
+"""Alpaca's optional column, and LLaMA-Factory's `system` beside it."""
+_PUBLISHED = {
+    ("messages",): ("ultrachat_200k", {"prompt", "prompt_id"}),
+    _PAIR: ("ultrafeedback_binarized", {"prompt"}),
 }
+"""The paper's datasets: the columns that are trained on -> the name, and its other columns."""
 
 
 class ColumnMapping(NamedTuple):
@@ -69,15 +71,19 @@ class ColumnMapping(NamedTuple):
 
 
 class Format(NamedTuple):
-    """The format of a dataset's examples, and their conversion."""
+    """A format of datasets' examples, and their conversion."""
 
     description: str
     """As "ShareGPT conversations"."""
     inputs: tuple[str, ...]
-    """The columns that are read, by our names."""
+    """The columns that are read, by our names. An example of this format has them."""
     outputs: tuple[str, ...]
     """TRL's columns."""
     read: Reader
+    fits: Callable[[Example], bool] = lambda example: True
+    """Whether an example with these columns has the format: some formats differ in their values."""
+    optional: tuple[str, ...] = ()
+    """Columns that are also read where the first examples have them."""
     unused: tuple[str, ...] = ()
     """The dataset's other columns."""
     mapping: ColumnMapping = ColumnMapping()
@@ -108,31 +114,15 @@ def recognize(
     apply_chat_template: to prompts and pairs of answers that are texts, which become turns.
     """
     known = mapping.known(example)
-    form = _format(known, task, apply_chat_template)
+    form = _format(known, task)
     if form is None:
-        # The columns that there are and the needed ones, with a proposal for `columns` where there
-        # is one.
-        other = next(
-            (name for name in TASKS if TASKS[name].data == name != task and _format(known, name)),
-            None,
-        )
-        hint = (
-            f"; for these columns run `soren-align {other}`"
-            if other
-            else example_of_names(known, task)
-        )
-        text = f"has the columns {', '.join(known)}"
-        if mapping.columns:
-            unread = [column for column in example if column not in mapping.columns.values()]
-            texts = f" ({', '.join(unread)})" * bool(unread)
-            text = f"`columns` lists {', '.join(known)}, so that no other columns{texts} are read"
-            complete: dict[str, str] = {**mapping.columns}
-            complete |= {column: column for column in unread if column in get_args(Column)}
-            if _format({ours: example.get(theirs) for ours, theirs in complete.items()}, task):
-                hint = f". Write {columns_text(complete)}"
-        raise UserError(f"{place}: {text}, but {task} needs {TASKS[task].required_columns}{hint}")
-    name, additional = _NATIVE.get(task, ("", set()))
-    if name and form.inputs == form.outputs == TASKS[task].columns and additional <= known.keys():
+        raise UserError(f"{place}: {_no_format(example, known, task, mapping)}")
+    if form.description == PLAIN_PAIRS and not apply_chat_template:
+        description = "plain prompts and pairs of answers, without a template"
+        form = form._replace(description=description, outputs=form.inputs, read=_texts)
+    # The paper's datasets are named, so that a user sees that his file is one of them.
+    name, additional = _PUBLISHED.get(TASKS[task].columns, ("", set()))
+    if form.inputs == form.outputs == TASKS[task].columns and additional <= known.keys() and name:
         form = form._replace(description=f"{form.description} (like {name})")
     if "system" in mapping.columns and form.outputs == ("messages",):
         form = form._replace(inputs=(*form.inputs, "system"))
@@ -140,75 +130,35 @@ def recognize(
         beside = tuple(column for column in OPTIONS if column in known)
         form = form._replace(inputs=form.inputs + beside, outputs=form.outputs + beside)
     form = form._replace(mapping=mapping)
-    return form._replace(
-        unused=tuple(column for column in example if column not in form.columns_read)
-    )
+    unused = tuple(column for column in example if column not in form.columns_read)
+    return form._replace(unused=unused)
 
 
-def _format(example: Example, task: str, apply_chat_template: bool = True) -> Format | None:
-    """The format by an example's columns, by our names; None where none fits."""
-    columns, native = example.keys(), TASKS[task].columns
-    if TASKS[task].answers:
-        if not {*native} <= columns:
-            return None
-        chosen = example["chosen"]
-        turn = chosen[0] if isinstance(chosen, list) and chosen else chosen
-        # A whole conversation starts with the user, or a system turn; an answer continues a prompt.
-        is_turn = isinstance(turn, dict) and turn.get("role") == "assistant"
-        is_answer = isinstance(chosen, str) or is_turn
-        if "conversations" in columns and is_turn:
-            inputs = ("conversations", *native)
-            return Format("ShareGPT preferences, joined to pairs", inputs, native, _joined_pair)
-        if is_dialogue(chosen):
-            return Format(
-                "pairs of dialogues as text, split into turns", native, native, _dialogues
-            )
-        inputs = ("prompt", *native)
-        if (
-            "prompt" in columns
-            and isinstance(chosen, str)
-            and not isinstance(example["prompt"], list)
-        ):
-            if apply_chat_template:
-                return Format(PLAIN_PAIRS, inputs, native, _joined_pair)
-            return Format(
-                "plain prompts and pairs of answers, without a template", inputs, inputs, _texts
-            )
-        if "prompt" in columns and is_answer:
-            return Format(
-                "prompts and pairs of answers as turns, joined to pairs",
-                inputs,
-                native,
-                _joined_pair,
-            )
-        if "instruction" in columns and is_answer:
-            inputs = (
-                *(column for column in _ALPACA if column in columns and column != "output"),
-                *native,
-            )
-            return Format(
-                "Alpaca instructions and pairs of answers, as turns", inputs, native, _joined_pair
-            )
-        return Format("preference pairs", native, native, _pair)
-    both = ("prompt", "completion")
-    if "messages" in columns:
-        return Format("chat messages", native, native, _conversation)
-    if "conversations" in columns:
-        return Format("ShareGPT conversations", ("conversations",), native, _conversation)
-    if columns >= {*both}:
-        if isinstance(example["prompt"], list) or isinstance(example["completion"], list):
-            return Format("prompts and completions as turns", both, both, _completion)
-        return Format("plain prompts and completions, without a template", both, both, _texts)
-    if {"instruction", "output"} <= columns:
-        inputs = tuple(column for column in _ALPACA if column in columns)
-        return Format("Alpaca instructions and outputs, as turns", inputs, both, _alpaca)
-    if "text" in columns and is_dialogue(example["text"]):
-        return Format("dialogues as text, split into turns", ("text",), native, _dialogues)
-    return (
-        Format("plain text, without a template", ("text",), ("text",), _texts)
-        if "text" in columns
-        else None
-    )
+def _format(example: Example, task: str) -> Format | None:
+    """The first format that fits an example, by our names; None if none does."""
+    for form in FORMATS[TASKS[task].data]:
+        if example.keys() >= {*form.inputs} and form.fits(example):
+            optional = tuple(column for column in form.optional if column in example)
+            return form._replace(inputs=optional + form.inputs)
+    return None
+
+
+def _no_format(example: Example, known: Example, task: TaskName, mapping: ColumnMapping) -> str:
+    """The columns that there are and the needed ones, with a proposal where there is one."""
+    others = (name for name in TASKS if TASKS[name].data == name != task and _format(known, name))
+    other = next(others, None)
+    hint = f"; for these columns run `soren-align {other}`" if other else ""
+    hint = hint or example_of_names(known, task)
+    text = f"has the columns {', '.join(known)}"
+    if mapping.columns:
+        unread = [column for column in example if column not in mapping.columns.values()]
+        names = f" ({', '.join(unread)})" if unread else ""
+        text = f"`columns` lists {', '.join(known)}, so that no other columns{names} are read"
+        complete: dict[str, str] = {**mapping.columns}
+        complete |= {column: column for column in unread if column in get_args(Column)}
+        if _format({ours: example.get(theirs) for ours, theirs in complete.items()}, task):
+            hint = f". Write {columns_text(complete)}"
+    return f"{text}, but {task} needs {TASKS[task].required_columns}{hint}"
 
 
 def read_example(example: Example, form: Format) -> Example | str:
@@ -218,124 +168,188 @@ def read_example(example: Example, form: Format) -> Example | str:
         column, system = form.inputs[0], known.get("system")
         if isinstance(known.get(column), list) and isinstance(system, str) and system:
             known = {**known, column: [{"role": "system", "content": system}, *known[column]]}
-    result = form.read(known, form.inputs)
-    if form.mask_history and isinstance(result, dict) and "messages" in result:
-        *earlier, last = result["messages"]
-        earlier = [
-            {**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in earlier
-        ]
-        result = {**result, "messages": [*earlier, last]}
     beside = [column for column in OPTIONS if column in form.outputs]
     unread = [column for column in OPTIONS if known.get(column) and column not in beside]
     if unread and form.has_turns:
         return (
-            f"has the key {unread[0]}, which none of the first examples has; move this example to the beginning of the"
-            " data"
+            f"has the key {unread[0]}, which none of the first examples has; move this example to "
+            "the beginning of the data"
         )
-    if isinstance(result, str) or not beside:
-        return result
-    texts = options({column: known.get(column) for column in beside})
-    return texts if isinstance(texts, str) else result | dict.fromkeys(beside) | texts
+    try:
+        result = form.read(known, form.inputs)
+        if form.mask_history and "messages" in result:
+            for turn in result["messages"][:-1]:
+                turn |= {"weight": 0} if turn["role"] == "assistant" else {}
+        texts = options({column: known.get(column) for column in beside})
+    except InvalidExample as error:
+        return str(error)
+    return result | dict.fromkeys(beside) | texts
 
 
-def _conversation(example: Example, inputs: tuple[str, ...]) -> Example | str:
+def _conversation(example: Example, inputs: tuple[str, ...]) -> Example:
     """A conversation."""
     turns: Any = example.get(inputs[0])
-    return conversation_problem(turns, inputs[0]) or {"messages": plain_turns(turns)}
+    check_conversation(turns, inputs[0])
+    return {"messages": plain_turns(turns)}
 
 
-def _dialogues(example: Example, inputs: tuple[str, ...]) -> Example | str:
+def _dialogues(example: Example, inputs: tuple[str, ...]) -> Example:
     """A dialogue as text, or two: a pair."""
-    names = ("chosen", "rejected") if "chosen" in inputs else inputs[:1]
+    names = _PAIR if "chosen" in inputs else inputs[:1]
     turns = {name: from_dialogue(example.get(name), name) for name in names}
-    problem = next((value for value in turns.values() if isinstance(value, str)), None)
-    return problem or (_pair(turns) if "chosen" in inputs else _conversation(turns, inputs))
+    return _pair(turns) if "chosen" in inputs else _conversation(turns, inputs)
 
 
-def _texts(example: Example, inputs: tuple[str, ...]) -> Example | str:
+def _texts(example: Example, inputs: tuple[str, ...]) -> Example:
     """A text, a prompt and its completion, or a prompt and two answers, without a template."""
-    if problem := next(
-        (problem for name in inputs if (problem := text_problem(example.get(name), name))), None
-    ):
-        return problem
-    is_pair = "chosen" in inputs
-    problem = pair_problem(example["chosen"], example["rejected"]) if is_pair else None
-    return problem or {name: example[name] for name in inputs}
+    for name in inputs:
+        check_text(example.get(name), name)
+    if "chosen" in inputs:
+        check_pair(example["chosen"], example["rejected"])
+    return {name: example[name] for name in inputs}
 
 
-def _completion(example: Example, inputs: tuple[str, ...]) -> Example | str:
+def _completion(example: Example, inputs: tuple[str, ...]) -> Example:
     """A prompt and its completion, as turns."""
-    for name in inputs[:2]:
-        if problem := list_problem(example.get(name), name, "{role, content}"):
-            return problem
-    problem = conversation_problem(example["prompt"] + example["completion"], "prompt + completion")
-    problem = problem or weight_problem(example["completion"], "completion")
-    return problem or {name: plain_turns(example[name]) for name in inputs[:2]}
+    for name in _COMPLETION:
+        check_list(example.get(name), name, "{role, content}")
+    check_conversation(example["prompt"] + example["completion"], "prompt + completion")
+    check_weights(example["completion"], "completion")
+    return {name: plain_turns(example[name]) for name in _COMPLETION}
 
 
-def _instruction(example: Example) -> list[Turn] | str:
-    """The turns of an Alpaca prompt; or, as text, why they are not valid."""
+def _alpaca(example: Example, inputs: tuple[str, ...]) -> Example:
+    """Alpaca's instruction, input and output."""
+    prompt, output = _instruction(example), example.get("output")
+    check_text(output, "output")
+    return {"prompt": prompt, "completion": [{"role": "assistant", "content": output}]}
+
+
+def _instruction(example: Example) -> list[Turn]:
+    """The turns of an Alpaca prompt."""
     texts = {column: example.get(column) or "" for column in ("system", "instruction", "input")}
     for column, text in texts.items():
-        problem = text_problem(text, column)
-        if problem and (column == "instruction" or text):
-            return problem
+        if text or column == "instruction":
+            check_text(text, column)
     # As LLaMA-Factory joins them, which trains Alpaca's files with chat templates.
     request = "\n".join(text for text in (texts["instruction"], texts["input"]) if text)
     system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
     return [*system, {"role": "user", "content": request}]
 
 
-def _alpaca(example: Example, _: tuple[str, ...]) -> Example | str:
-    """Alpaca's instruction, input and output."""
-    prompt, output = _instruction(example), example.get("output")
-    if isinstance(prompt, str):
-        return prompt
-    answer = [{"role": "assistant", "content": output}]
-    return text_problem(output, "output") or {"prompt": prompt, "completion": answer}
-
-
-def _pair(example: Example, _: tuple[str, ...] = (), prefix: str = "") -> Example | str:
+def _pair(example: Example, inputs: tuple[str, ...] = (), prefix: str = "") -> Example:
     """Two whole conversations. prefix: of their names, for messages."""
-    chosen: Any = example.get("chosen")
-    rejected: Any = example.get("rejected")
-    for turns, name in ((chosen, f"{prefix}chosen"), (rejected, f"{prefix}rejected")):
-        if problem := conversation_problem(turns, name):
-            return problem
-        weighted = next((i for i, turn in enumerate(turns) if "weight" in turn), None)
-        if weighted is not None:
-            return (
-                f"{name}[{weighted}] has a weight, but only the last turns of a preference pair are trained; remove "
-                "this key"
-            )
-    return pair_problem(chosen, rejected) or {
-        "chosen": plain_turns(chosen),
-        "rejected": plain_turns(rejected),
-    }
+    for answer in _PAIR:
+        turns, name = example.get(answer), f"{prefix}{answer}"
+        check_conversation(turns, name)
+        for i, turn in enumerate(turns or []):
+            if "weight" in turn:
+                raise InvalidExample(
+                    f"{name}[{i}] has a weight, but only the last turns of a preference pair are "
+                    "trained; remove this key"
+                )
+    check_pair(example["chosen"], example["rejected"])
+    return {answer: plain_turns(example[answer]) for answer in _PAIR}
 
 
-def _joined_pair(example: Example, inputs: tuple[str, ...]) -> Example | str:
+def _joined_pair(example: Example, inputs: tuple[str, ...]) -> Example:
     """A prompt and two answers: ShareGPT's conversation and two turns, Alpaca's, or turns or
     texts.
     """
     is_sharegpt = "conversations" in inputs
-    name, keys = (
-        ("conversations", "{from, value}") if is_sharegpt else ("prompt", "{role, content}")
-    )
+    name = "conversations" if is_sharegpt else "prompt"
+    keys = "{from, value}" if is_sharegpt else "{role, content}"
     prompt = _instruction(example) if "instruction" in inputs else example.get(name)
-    if "instruction" in inputs and isinstance(prompt, str):
-        return prompt
-    parts: dict[str, Any] = {
-        name: prompt,
-        "chosen": example.get("chosen"),
-        "rejected": example.get("rejected"),
-    }
+    parts = {name: prompt, **{answer: example.get(answer) for answer in _PAIR}}
     for part, value in parts.items():
         if isinstance(value, str) and not is_sharegpt:
             parts[part] = [{"role": "user" if part == name else "assistant", "content": value}]
         elif isinstance(value, dict) and is_sharegpt:
             parts[part] = [value]
-        if problem := list_problem(parts[part], part, keys):
-            return problem
-    pair = {answer: parts[name] + parts[answer] for answer in ("chosen", "rejected")}
+        check_list(parts[part], part, keys)
+    pair = {answer: parts[name] + parts[answer] for answer in _PAIR}
     return _pair(pair, prefix=f"{name} + ")
+
+
+def _is_answer(example: Example) -> bool:
+    """Whether `chosen` is an answer, and not a whole conversation, which starts with the user or a
+    system turn.
+    """
+    return isinstance(example["chosen"], str) or _is_answer_turn(example)
+
+
+def _is_answer_turn(example: Example) -> bool:
+    chosen = example["chosen"]
+    turn = chosen[0] if isinstance(chosen, list) and chosen else chosen
+    return isinstance(turn, dict) and turn.get("role") == "assistant"
+
+
+def _are_texts(example: Example) -> bool:
+    return isinstance(example["chosen"], str) and not isinstance(example["prompt"], list)
+
+
+# The first that fits is taken: a format stands before those whose columns it has as well.
+FORMATS: dict[str, tuple[Format, ...]] = {
+    "sft": (
+        Format("chat messages", ("messages",), ("messages",), _conversation),
+        Format("ShareGPT conversations", ("conversations",), ("messages",), _conversation),
+        Format(
+            "prompts and completions as turns",
+            _COMPLETION,
+            _COMPLETION,
+            _completion,
+            lambda example: any(isinstance(example[name], list) for name in _COMPLETION),
+        ),
+        Format(
+            "plain prompts and completions, without a template", _COMPLETION, _COMPLETION, _texts
+        ),
+        Format(
+            "Alpaca instructions and outputs, as turns",
+            ("instruction", "output"),
+            _COMPLETION,
+            _alpaca,
+            optional=_ALPACA,
+        ),
+        Format(
+            "dialogues as text, split into turns",
+            ("text",),
+            ("messages",),
+            _dialogues,
+            lambda example: is_dialogue(example["text"]),
+        ),
+        Format("plain text, without a template", ("text",), ("text",), _texts),
+    ),
+    "dpo": (
+        Format(
+            "ShareGPT preferences, joined to pairs",
+            ("conversations", *_PAIR),
+            _PAIR,
+            _joined_pair,
+            _is_answer_turn,
+        ),
+        Format(
+            "pairs of dialogues as text, split into turns",
+            _PAIR,
+            _PAIR,
+            _dialogues,
+            lambda example: is_dialogue(example["chosen"]),
+        ),
+        Format(PLAIN_PAIRS, ("prompt", *_PAIR), _PAIR, _joined_pair, _are_texts),
+        Format(
+            "prompts and pairs of answers as turns, joined to pairs",
+            ("prompt", *_PAIR),
+            _PAIR,
+            _joined_pair,
+            _is_answer,
+        ),
+        Format(
+            "Alpaca instructions and pairs of answers, as turns",
+            ("instruction", *_PAIR),
+            _PAIR,
+            _joined_pair,
+            _is_answer,
+            optional=_ALPACA,
+        ),
+        Format("preference pairs", _PAIR, _PAIR, _pair),
+    ),
+}

@@ -12,20 +12,18 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, Value, config
-from datasets.exceptions import DatasetGenerationError
+from datasets import Dataset, Features, Value
 
 from ..core.errors import UserError, did_you_mean
 from ..core.silence import quiet_libraries
 from ..recipe import STDLIB, DataSplit, TrainSplit, is_local
 from ..tasks import OPTIONS, TASKS, TaskName
 from . import formats, hub
-from .arrow import cache_key, concatenated, examples_of, features_of, has_turns
+from .arrow import cached_examples, concatenated, examples_of, features_of, has_turns
 from .files import InvalidRecord, LocalFiles, LocalReader, StandardLibrary
 from .formats import ColumnMapping, Example, Format
 
@@ -106,10 +104,8 @@ def _from_file(
     """(dataset, format, dropped, origin)."""
     local, form = local_files(spec, task)
     origin = local.origin()
-    features = features_of(form.outputs, form.has_turns)
     suffixes = [file.suffixes for file in local.files.values()]
     rules = (spec.bad_examples, spec.mask_history, form.mapping, form.outputs)
-    key = cache_key(origin["sha256"], suffixes, task, spec.limit, *rules)
 
     def examples() -> Iterator[Example]:
         for _, example in checked(
@@ -122,21 +118,9 @@ def _from_file(
                 else dict.fromkeys(form.outputs) | {_REASON: example}
             )
 
-    try:
-        cached = Features(features | {_REASON: Value("string")})
-        dataset = Dataset.from_generator(examples, features=cached, fingerprint=key)
-    except (DatasetGenerationError, OSError) as error:
-        cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
-        if isinstance(cause, UserError):
-            raise cause from None
-        if not isinstance(cause, OSError):
-            raise
-        folder = config.HF_DATASETS_CACHE
-        raise UserError(
-            f"{spec.path}: cannot be cached in {folder}: {cause}; free space, or set HF_DATASETS_CACHE to another "
-            "folder"
-        ) from None
-    assert isinstance(dataset, Dataset)
+    features = features_of(form.outputs, form.has_turns) | {_REASON: Value("string")}
+    parts = (origin["sha256"], suffixes, task, spec.limit, *rules)
+    dataset = cached_examples(parts, Features(features), examples)
     reasons = dataset[_REASON][:]
     dataset = dataset.remove_columns(_REASON)
     if dropped := [reason for reason in reasons if reason is not None]:
@@ -198,14 +182,11 @@ def _from_hub(
     if reasons:
         dataset = dataset.select(valid)
     if is_changed:  # written once into the datasets cache
-        dataset = dataset.map(
-            partial(formats.read_example, form=form),
-            remove_columns=dataset.column_names,
-            features=features_of(form.outputs, form.has_turns),
-            new_fingerprint=cache_key(
-                dataset._fingerprint, form.description, form.mapping, form.mask_history
-            ),
-            load_from_cache_file=True,
+        unchanged = dataset
+        dataset = cached_examples(
+            (dataset._fingerprint, form.description, form.mapping, form.mask_history),
+            features_of(form.outputs, form.has_turns),
+            lambda: (formats.read_example(example, form) for example in examples_of(unchanged)),
         )
     origin = {"split": spec.split, "revision": revision} | (
         {"name": spec.name} if spec.name else {}

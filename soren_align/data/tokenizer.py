@@ -1,7 +1,6 @@
 """The tokenizer with the recipe's chat template, stop token and vocabulary."""
 
 import json
-import os
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -15,8 +14,8 @@ from ..core import shipped
 from ..core.errors import UserError, did_you_mean
 from ..core.files import read_text, resolve_path
 from ..tasks import OPTIONS, TASKS, TaskName
-from .arrow import cache_key, examples_of, has_turns
-from .cache import prune, written_whole
+from .arrow import examples_of, has_turns
+from .cache import cache_key, folder_errors, is_intact, prune, written_whole
 from .encode import encode, has_marks
 from .masks import last_visible
 from .rendering import template_errors
@@ -240,19 +239,11 @@ def trained_tokenizer(dataset: Dataset, vocab_size: int, cache: Path) -> Path:
     folder = root / cache_key(
         dataset._fingerprint, len(dataset), vocab_size, metadata.version("tokenizers")
     )
-    try:
-        if folder.is_dir():
-            os.utime(folder)
-            return folder
-        with written_whole(folder) as part:
-            train_tokenizer(texts_of(dataset), vocab_size).save_pretrained(part)
-        prune(root)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(
-            f"{root}: the tokenizer cannot be cached in this folder: {reason}; free space, or set SOREN_ALIGN_CACHE to "
-            "another folder"
-        ) from None
+    with folder_errors(root, "the tokenizer", "set SOREN_ALIGN_CACHE to another folder"):
+        if not is_intact(folder):
+            with written_whole(folder) as part:
+                train_tokenizer(texts_of(dataset), vocab_size).save_pretrained(part)
+            prune(root)
     return folder
 
 

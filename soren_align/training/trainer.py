@@ -21,7 +21,7 @@ from trl import DPOTrainer, SFTTrainer
 
 from ..core.errors import UserError
 from ..core.files import remove, write
-from ..data import pair_of
+from ..data import pair_of, uncached, verified_values
 from ..optim import build_optimizer, completed_settings
 from ..recipe import OptimizerSection
 from ..recipe.model import QUANTIZATION_RECORD
@@ -207,7 +207,10 @@ class SorenTrainerMixin(Trainer):
         """As TRL, but a stream's sequences are complete."""
         if self.stream is not None and args[-1] == "train":
             return dataset
-        return super()._prepare_dataset(dataset, *args)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
+        # What TRL makes of the tokens lies in a temporary folder of this process: beside them,
+        # `datasets` would read it again at each resume, whatever a disk has made of it.
+        with uncached():
+            return super()._prepare_dataset(dataset, *args)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
 
     def _sequences_of(self, num_batches: int) -> int:
         """Return the number of sequences in micro-batches, on all ranks."""
@@ -452,7 +455,8 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
         # tokens.
         if self._reference_key is None:
             self._reference_key = self._precompute_model_hash = reference_key(self, current_ranks())
-        return super()._precompute_ref_logps(dataset, name, batch_size)
+        with verified_values(dataset, self._reference_key, current_ranks().is_first):
+            return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, dataset_name: str
@@ -464,8 +468,11 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if args.truncation_mode != "keep_start":
             return dataset
-        max_length = args.max_length  # not args, which would be hashed with the run's folder
-        return dataset.filter(lambda example: pair_of(example).drop_reason(max_length) is None)
+        # By indices in memory: `datasets.filter` would write a file beside the tokens.
+        kept = [
+            i for i, pair in enumerate(dataset) if not pair_of(pair).drop_reason(args.max_length)
+        ]
+        return dataset if len(kept) == len(dataset) else dataset.select(kept)
 
 
 class SorenPretrainer(SorenSFTTrainer):

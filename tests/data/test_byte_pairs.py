@@ -30,10 +30,13 @@ def test_equal_examples_have_equal_tokenizers_wherever_they_are_trained(write, t
     assert (here / "tokenizer.json").read_bytes() == (there / "tokenizer.json").read_bytes()
     assert trained_tokenizer(dataset, 310, tmp_path / "here").name != here.name
     assert trained_tokenizer(dataset.select(range(30)), 300, tmp_path / "here").name != here.name
-    (here / "tokenizer_config.json").write_text("read, not written again")
+    inode = (here / "tokenizer.json").stat().st_ino
     assert trained_tokenizer(dataset, 300, tmp_path / "here") == here
+    assert (here / "tokenizer.json").stat().st_ino == inode  # read, not written again
+    (here / "tokenizer.json").write_text("damaged")
+    assert trained_tokenizer(dataset, 300, tmp_path / "here") == here
+    assert (here / "tokenizer.json").read_bytes() == (there / "tokenizer.json").read_bytes()
     assert not [entry for entry in here.parent.iterdir() if entry.name.startswith("part-")]
-    assert (here / "tokenizer_config.json").read_text() == "read, not written again"
 
 
 def test_conversations_train_it_too(write, tmp_path):

@@ -4,11 +4,10 @@ import os
 import shutil
 import time
 
-import pyarrow as pa
 import pytest
 from datasets import Dataset
 from soren_align.core.errors import UserError
-from soren_align.data import cache, dataset_stats, load_split, tokenize
+from soren_align.data import cache, dataset_stats, load_split, tokenize, tokens
 from soren_align.data.encode import encode
 from soren_align.data.masks import from_token_columns, token_columns
 from tests.support.conversations import CHATML, chat_row, pair_row, split
@@ -25,7 +24,7 @@ def dataset(write):
 def count(monkeypatch):
     """The batches that were tokenized."""
     batches = []
-    monkeypatch.setattr(cache, "encode", lambda *given: batches.append(given) or encode(*given))
+    monkeypatch.setattr(tokens, "encode", lambda *given: batches.append(given) or encode(*given))
     return batches
 
 
@@ -74,35 +73,43 @@ def test_anything_that_changes_tokens_is_tokenized_again(make_tokenizer, dataset
 
 def damaged(file, how):
     content = bytearray(file.read_bytes())
-    if how == "cut":
-        file.write_bytes(content[: len(content) // 2])
-    elif how == "no Arrow":
-        file.write_bytes(b"\x80\x04cos\nsystem\n" * 1000)
-    elif how == "another dataset":
-        table = pa.table({"input_ids": [[1]], "labels": [[1]]})
-        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
-            stream.write_table(table)
-    else:  # an offset far out of the buffer of values
-        with pa.ipc.open_stream(pa.py_buffer(bytes(content))) as stream:
-            table = stream.read_all()
-        offsets = table["input_ids"].chunk(0).offsets.to_numpy().tobytes()
-        position = content.index(offsets) + len(offsets) - 4
-        content[position : position + 4] = (10**9).to_bytes(4, "little")
-        file.write_bytes(content)
+    if how == "a flipped bit":
+        content[len(content) // 2] ^= 1
+    elif how == "zeros":
+        start = len(content) // 3
+        content[start : start + 512] = bytes(len(content[start : start + 512]))
+    file.write_bytes(content[: {"truncated": len(content) // 2, "emptied": 0}.get(how, len(content))])
 
 
-@pytest.mark.parametrize("how", ["cut", "no Arrow", "another dataset", "offsets"])
-def test_a_damaged_file_is_written_again(make_tokenizer, dataset, tmp_path, count, how):
+@pytest.mark.parametrize("how", ["a flipped bit", "zeros", "truncated", "emptied"])
+@pytest.mark.parametrize("name", ["data.arrow", "digests.json"])
+def test_a_damaged_entry_is_removed_and_made_again_with_a_notice(
+    make_tokenizer, dataset, tmp_path, count, capsys, name, how
+):
     first = tokenize(dataset(), "sft", make_tokenizer(), tmp_path)[:]
-    (file,) = tmp_path.glob("tokens/*/tokens.arrow")
+    (file,) = tmp_path.glob(f"tokens/*/{name}")
     damaged(file, how)
     assert tokenize(dataset(), "sft", make_tokenizer(), tmp_path)[:] == first
     assert len(count) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{file.parent}: the content differs from what was saved" in line
+    assert line.endswith("this cache entry is removed and made again")
+    assert tokenize(dataset(), "sft", make_tokenizer(), tmp_path)[:] == first  # which is intact
+    assert (len(count), capsys.readouterr().err) == (4, "")
     assert len(list(tmp_path.glob("tokens/*"))) == 1  # no part of a folder is left
 
 
+def test_a_damaged_file_of_examples_is_made_again_too(write, cache, capsys):
+    path = split(write("sft.jsonl", ROWS["sft"]))
+    first = load_split(path, "sft").dataset[:]
+    (file,) = cache.glob("soren-align/*/data.arrow")
+    damaged(file, "a flipped bit")
+    assert load_split(path, "sft").dataset[:] == first
+    assert "is removed and made again" in capsys.readouterr().err
+
+
 def test_without_a_cache_the_folder_ends_with_the_tokens(make_tokenizer, dataset, tmp_path, monkeypatch, count):
-    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for _ in range(2):
         tokens = tokenize(dataset(), "sft", make_tokenizer(), None)
         assert len(tokens) == 70

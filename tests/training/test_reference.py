@@ -1,6 +1,7 @@
 """DPO's reference is the starting model: its cached log-probabilities are of no other, and step 1 shows it."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -46,6 +47,17 @@ def test_the_same_run_elsewhere_reads_the_same_log_probabilities(tiny_run):
     first = references(tiny_run("dpo", PRECOMPUTED, *ONE_STEP, name="first").trainer())
     with mock.patch.object(trl_trainers.SorenDPOTrainer, "compute_ref_log_probs", side_effect=AssertionError):
         assert torch.equal(references(tiny_run("dpo", PRECOMPUTED, *ONE_STEP, name="second").trainer()), first)
+
+
+def test_damaged_log_probabilities_are_computed_again(tiny_run, capsys):
+    trainer = tiny_run("dpo", PRECOMPUTED, *ONE_STEP, name="first").trainer()
+    first, files = references(trainer), [Path(entry["filename"]) for entry in trainer.train_dataset.cache_files]
+    (file,) = (file for file in files if file.name.startswith("cache-"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert torch.equal(references(tiny_run("dpo", PRECOMPUTED, *ONE_STEP, name="second").trainer()), first)
+    assert f"{file}: the content differs from what was saved" in capsys.readouterr().err
 
 
 @pytest.mark.rest

@@ -1,0 +1,111 @@
+"""The examples of a split as tokens, from the user's cache folder."""
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from ..core.errors import UserError
+from ..core.silence import quiet_libraries
+from ..tasks import TASKS, TaskName
+from .cache import cache_key, cached, folder_errors
+from .encode import BATCH_SIZE, encode
+from .masks import EMPTY_REASON, token_columns
+from .split import LoadedSplit
+from .turns import EMPTY_ANSWER
+
+_VERSIONS = ("transformers", "tokenizers", "jinja2", "datasets")
+_IDS = List(Value("int32"))
+
+
+def tokenize(
+    dataset: Dataset,
+    task: TaskName,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path | None,
+    assistant_only_loss: bool = False,
+    completion_only_loss: bool = True,
+    on_examples: Callable[[int], object] | None = None,
+) -> Dataset:
+    """The examples of a dataset from `load_split` as columns of tokens, before truncation:
+    `masks.token_columns`.
+
+    cache: the user's cache folder; None: a temporary folder, removed with the returned dataset.
+    on_examples: called with the number of examples just tokenized or read. Raises UserError if the
+    template fails on an example, or the folder cannot be written.
+    """
+    passed_on, report = TASKS[task].passed_on, on_examples or (lambda num_examples: None)
+    features = Features(
+        {**dict.fromkeys(TASKS[task].token_columns, _IDS), "left_out": List(Value("string"))}
+    )
+    features |= {name: Value(kind) for name, kind in passed_on.items()}
+    num_tokenized = 0
+
+    def batches() -> Iterator[dict[str, list[Any]]]:
+        nonlocal num_tokenized
+        for batch in dataset.iter(BATCH_SIZE):
+            assert isinstance(batch, dict)
+            texts = {name: values for name, values in batch.items() if name not in passed_on}
+            examples = encode(texts, task, tokenizer, assistant_only_loss, completion_only_loss)
+            columns = token_columns(examples, task)
+            num_tokenized += len(columns["left_out"])
+            report(len(columns["left_out"]))
+            yield columns | {name: batch[name] for name in passed_on}
+
+    # All of the tokenizer that changes tokens, but not its place.
+    whole: Any = tokenizer
+    words = (
+        whole.backend_tokenizer.to_str()
+        if whole.is_fast
+        else [repr(whole), sorted(whole.get_vocab().items())]
+    )
+    special = sorted(whole.special_tokens_map.items())
+    parts = [words, special, whole.chat_template, type(whole).__name__]
+    settings = (task, assistant_only_loss, completion_only_loss)
+    versions = [metadata.version(package) for package in _VERSIONS]
+    key = cache_key(dataset._fingerprint, len(dataset), settings, parts, versions)
+
+    root = Path(tempfile.mkdtemp(prefix="soren-align-")) if cache is None else cache / "tokens"
+    remedy = (
+        "set SOREN_ALIGN_CACHE to another folder, or write `cache: false` under data to use a "
+        "temporary folder"
+    )
+    with folder_errors(root, "tokens", remedy), quiet_libraries():
+        tokens = cached(root, key, features, batches)
+    if cache is None:
+        weakref.finalize(tokens, shutil.rmtree, root, ignore_errors=True)
+    report(len(dataset) - num_tokenized)
+    return tokens
+
+
+def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSplit, Dataset]:
+    """(the split, its tokens) without such examples, which are counted under `dropped`; unchanged
+    if there are none.
+
+    tokens: of `tokenize`, of the split's examples. Raises UserError if no example of a source is
+    left.
+    """
+    rows = tokens["left_out"][:]
+    indices = [i for i, kinds in enumerate(rows) if EMPTY_ANSWER not in kinds]
+    if len(indices) == len(rows):
+        return split, tokens
+    sources = tuple(split.source_indices[i] for i in indices) if split.source_indices else ()
+    if not indices or set(sources) != set(split.source_indices):
+        lost = set(split.source_indices) - set(sources)
+        name = split.source["sources"][min(lost)]["path"] if lost else split.name
+        raise UserError(
+            f"{name}: in each example {EMPTY_REASON}; set model.chat_template to a template that prints tool calls, or "
+            "remove this split"
+        )
+    dropped = {**split.dropped, EMPTY_REASON: len(rows) - len(indices)}
+    rest = replace(
+        split, dataset=split.dataset.select(indices), dropped=dropped, source_indices=sources
+    )
+    return rest, tokens.select(indices)
