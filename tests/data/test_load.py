@@ -292,7 +292,7 @@ def test_another_revision_than_the_cached_one_is_refused_offline(hub_dataset):
 
 
 def test_bad_examples_of_a_hub_dataset_are_named_by_number(hub_dataset, monkeypatch):
-    monkeypatch.setattr("soren_align.data.turns.ROLES", ("user",))
+    monkeypatch.setattr("soren_align.data.turns.ROLES", {"user": ()})
     lines = refused(split(hub_dataset, "test_prefs"), "dpo").splitlines()
     assert lines[0] == "owner/replica (test_prefs): 2 of 2 examples cannot be used for dpo; fix these examples:"
     assert lines[1].startswith("  owner/replica (test_prefs) record 1: chosen[1] has the role 'assistant'")
