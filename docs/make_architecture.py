@@ -1,11 +1,10 @@
-"""Write docs/files.md and the picture of docs/architecture.md, docs/house.svg, from the tree
-itself.
+"""Print the annotated tree, and draw the picture of docs/architecture.md, docs/house.svg.
 
     python docs/make_architecture.py
 
-The page has a line per file, from the first sentence of its docstring, so that it cannot differ
+The tree is a page of the site too. It has a line per file, from the first sentence of its docstring, so that it cannot differ
 from the file. The picture has a box per room, in the layers of tests/test_layers.py.
-tests/test_docs.py compares both with what is made here.
+tests/test_docs.py compares the picture with what is made here.
 """
 
 import ast
@@ -17,12 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "soren_align"
-PAGE, PICTURE = ROOT / "docs/files.md", ROOT / "docs/house.svg"
+PICTURE = ROOT / "docs/house.svg"
 INTRODUCTION = """# The files
 
 This page lists the files of `soren_align/`, the rooms in the order of their layers ([Architecture](architecture.md)).
 The line of a file is the first sentence of its docstring, or the beginning of this sentence. `python
-docs/make_architecture.py` writes this page.
+docs/make_architecture.py` prints this page.
 """
 WIDTH, NAMES = 120, 28
 
@@ -147,5 +146,5 @@ def _sentence(file: Path) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page())
     PICTURE.write_text(picture(), encoding="utf-8")

@@ -1,19 +1,17 @@
-"""Write docs/commands.md from the commands' own help.
+"""Make the site's page of the commands from their own help.
 
     python docs/make_commands.py
 
-tests/test_docs.py compares the page with what `page` returns.
+Without a site: `soren-align COMMAND --help`.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import typer
 
 from soren_align.cli.app import app
 
-PAGE = Path(__file__).with_name("commands.md")
 HEAD = """\
 # Commands
 
@@ -230,4 +228,4 @@ def _meaning(parameter: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page())

@@ -1,9 +1,8 @@
-"""Write docs/recipe.md, the reference of a recipe's keys, and configs/*.schema.json, from the
-models.
+"""Write configs/*.schema.json, and make the site's page of a recipe's keys, from the models.
 
     python docs/make_reference.py
 
-tests/test_reference.py compares the page and the schemas with the models.
+tests/test_reference.py compares the schemas with the models.
 """
 
 import json
@@ -18,8 +17,7 @@ from soren_align.recipe.optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, Optim
 from soren_align.study.config import STUDY_SCHEMA_FILE, study_schema
 from soren_align.study.report.verdict import VERDICT_SCHEMA_FILE, verdict_schema
 
-DOCS = Path(__file__).parent
-CONFIGS = DOCS.parent / "configs"
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 SCHEMAS = {
     CONFIGS / SCHEMA_FILE: json_schema,
     CONFIGS / STUDY_SCHEMA_FILE: study_schema,
@@ -63,8 +61,8 @@ TYPES |= {"object": "a section"}
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
-def recipe_page() -> str:
-    """The text of docs/recipe.md."""
+def page() -> str:
+    """The text of the page about a recipe's keys."""
     top = [
         key
         for key, field in Recipe.model_fields.items()
@@ -223,6 +221,5 @@ def _one_line(text: str | None) -> str:
 
 
 if __name__ == "__main__":
-    (DOCS / "recipe.md").write_text(recipe_page(), encoding="utf-8")
     for file, schema in SCHEMAS.items():
         file.write_text(schema_text(schema()), encoding="utf-8")

@@ -3,13 +3,14 @@ server or from the disk.
 
     make site        or, with zensical installed: python docs/make_site.py
 
-The pages are those of `soren_align.core.shipped.NAVIGATION`. A copy of each goes into
-`build/site/pages` with its
-pictures: docs/x.md becomes x.md, a README.md becomes the index of its folder. Links between pages
+The pages are those of `soren_align.core.shipped.NAVIGATION`, and GENERATED, which the site alone
+has: they say what `soren-align schema`, `--help` and the docstrings say. A copy of each goes into
+`build/site/pages` with its pictures: docs/x.md becomes x.md, a README.md becomes the index of its folder. Links between pages
 are changed accordingly, and a link to a file that is not a page becomes its text. Zensical builds
 the site from the copy, and fails on a broken link. llms.txt has a line for each page.
 """
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -24,9 +25,17 @@ from soren_align.core.shipped import NAVIGATION, title  # noqa: E402
 
 BUILD, SITE = ROOT / "build/site", ROOT / "site"
 HOME = "docs/index.md"
+GENERATED = {
+    "docs/recipe.md": ("make_reference", "The recipe"),
+    "docs/commands.md": ("make_commands", "Commands"),
+    "docs/files.md": ("make_architecture", "The files"),
+}
+"""Pages of the site alone: the script beside this one whose `page` returns the text, and the
+title."""
 GROUPS = {
     group: [file for file in files if file != "README.md"] for group, files in NAVIGATION.items()
 }
+GROUPS["Reference"] = [*GENERATED, *GROUPS["Reference"]]
 """README.md is the first page of the repository, HOME that of the site."""
 LINK = re.compile(r"(!?)\[([^\[\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 PICTURE = re.compile(
@@ -111,7 +120,7 @@ def main() -> None:
         for file in files:
             page = BUILD / "pages" / place(file)
             page.parent.mkdir(parents=True, exist_ok=True)
-            text, pictures = site_page(file, (ROOT / file).read_text(encoding="utf-8"))
+            text, pictures = site_page(file, page_text(file))
             page.write_text(text, encoding="utf-8")
             for picture in pictures:
                 shutil.copy(ROOT / picture, BUILD / "pages" / place(picture))
@@ -134,6 +143,19 @@ def main() -> None:
     shutil.copytree(BUILD / "html", SITE)
     (SITE / "llms.txt").write_text(llms(), encoding="utf-8")
     print(f"written   {SITE / 'index.html'}, {SITE / 'llms.txt'}")
+
+
+def page_text(file: str) -> str:
+    """The text of a page of the repository, or of GENERATED."""
+    if file not in GENERATED:
+        return (ROOT / file).read_text(encoding="utf-8")
+    sys.path.insert(0, str(ROOT / "docs"))
+    return importlib.import_module(GENERATED[file][0]).page()
+
+
+def page_title(file: str) -> str:
+    """The title of a page, generated or not."""
+    return GENERATED[file][1] if file in GENERATED else title(ROOT / file)
 
 
 def place(file: str) -> str:
@@ -180,7 +202,7 @@ def site_page(file: str, text: str) -> tuple[str, list[str]]:
 def nav() -> str:
     """The groups and their pages, in TOML."""
     groups = [
-        [f'{{"{title(ROOT / file)}" = "{place(file)}"}}' for file in files]
+        [f'{{"{page_title(file)}" = "{place(file)}"}}' for file in files]
         for files in GROUPS.values()
     ]
     lines = zip(GROUPS, groups, strict=True)
@@ -195,11 +217,9 @@ def llms() -> str:
     for group, files in GROUPS.items():
         lines += [f"## {group}", ""]
         for file in files:
-            path = ROOT / file
             address = place(file).removesuffix(".md") + ".html"
-            lines.append(
-                f"- [{title(path)}]({address}): {first_sentence(path.read_text(encoding='utf-8'))}"
-            )
+            sentence = first_sentence(page_text(file))
+            lines.append(f"- [{page_title(file)}]({address}): {sentence}")
         lines.append("")
     return "\n".join(lines)
 

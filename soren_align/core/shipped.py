@@ -34,13 +34,7 @@ NAVIGATION = {
         *("recipes/qwen3-0.6b/README.md", "recipes/studies/README.md"),
     ],
     "Reference": [
-        *(
-            "docs/recipe.md",
-            "docs/commands.md",
-            "docs/plan.md",
-            "docs/metrics.md",
-            "docs/models.md",
-        ),
+        *("docs/plan.md", "docs/metrics.md", "docs/models.md"),
         *("docs/library.md", "docs/hosts.md"),
         *("docs/doctor.md", "docs/environment.md", "docs/support.md", "docs/reliability.md"),
     ],
@@ -67,7 +61,7 @@ NAVIGATION = {
         "docs/figures.md",
     ],
     "Contributing": [
-        *("CONTRIBUTING.md", "docs/architecture.md", "docs/files.md", "docs/style.md"),
+        *("CONTRIBUTING.md", "docs/architecture.md", "docs/style.md"),
         *("SECURITY.md", "CHANGELOG.md"),
     ],
 }
