@@ -560,7 +560,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             error: Any = refusal
             message, context = error.format_message(), getattr(error, "ctx", None)
             # the help of a command that needs a word and has none
-            if message.startswith("Usage: "):
+            if context and message == context.get_help():
                 typer.echo(message, err=True)
                 code = error.exit_code
             else:

@@ -8,7 +8,7 @@ reported together, each with its file, line, key, finding and remedy:
     for setting in document.settings(["tasks.0.metric=acc"]):  # texts as after --set
         document.apply(setting)
     suite = document.validate(Suite)                     # None if it is none; the problems are noted
-    document.problems.append((("title",), "found '?'; write words"))
+    document.report(("title",), "found '?'; write words")
     document.refuse_problems()                           # raises UserError with all of them, in the order of lines
 
 `from_pydantic` is the one translation of pydantic's errors into sentences, for any class, also of
@@ -36,8 +36,15 @@ MAX_PARTS = 10
 """Parts of a key in --set; no section is nested deeper."""
 MAX_MEANT = 3
 """Keys of other sections that a message names for an unknown one."""
-Problem = tuple[Key, str]
-"""The key, and the finding with its remedy."""
+
+
+class Problem(NamedTuple):
+    """The key, and the finding with its remedy."""
+
+    key: Key
+    message: str
+    kind: str = UserError.kind
+    """UserError.kind of the class that the problem alone would be raised as."""
 
 
 class Section(BaseModel):
@@ -184,6 +191,10 @@ class Document:
             self.lines.setdefault(tuple(key[:depth]), setting.text)
         self.lines[tuple(key)] = setting.text
 
+    def report(self, key: Key, message: str) -> None:
+        """Add a problem."""
+        self.problems.append(Problem(key, message))
+
     def validate(self, form: type[Form], **others: Any) -> Form | None:
         """The content as a `form`; None if it is none, whose problems are noted.
         others: keys beside the content.
@@ -282,7 +293,7 @@ def sentences(problems: Iterable[Problem], lines: dict[Key, str]) -> list[str]:
     last.
     """
     placed = []
-    for key, message in problems:
+    for key, message, _ in problems:
         where = place(key, lines)
         number = "" if where.startswith("--") else where.rpartition(":")[2]
         if where.startswith("--") and not where.startswith("--set") and key in lines:
@@ -417,7 +428,7 @@ def from_pydantic(error: ValidationError, form: type[Section] = Section) -> list
     misspelt = {(*p.key[:-1], p.similar()) for p in problems if p.kind == "extra_forbidden"}
     unnamed = {p.key[:-1] for p in problems if p.union and p.key[-1:] == ("name",)}
     return [
-        (p.key, p.message())
+        Problem(p.key, p.message())
         for p in problems
         if not (p.kind == "missing" and p.key in misspelt)
         and not (p.kind == "extra_forbidden" and p.owners() and p.key[:-1] in unnamed)

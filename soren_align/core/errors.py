@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 MAX_PROBLEMS = 20
 """Problems of one error that are printed, before the number of the others."""
@@ -51,6 +52,9 @@ class UserError(ValueError):
     the last one.
     """
 
+    kind: ClassVar[str] = "invalid"
+    """What code decides by, in the place of the message; run.json records it as `failure`."""
+
     def __init__(self, *problems: str):
         self.problems = problems
         lines = [
@@ -61,8 +65,16 @@ class UserError(ValueError):
         super().__init__("\n".join(lines))
 
 
+class MissingError(UserError):
+    """A file or folder does not exist; it may exist on another machine."""
+
+    kind = "missing"
+
+
 class DivergedError(UserError):
     """A gradient has a NaN or an infinity, so that training cannot continue."""
+
+    kind = "diverged"
 
 
 class ResumableError(UserError):
@@ -70,15 +82,33 @@ class ResumableError(UserError):
     The same command resumes later.
     """
 
+    kind = "machine"
+
+
+class NoMemoryError(ResumableError):
+    """The memory of this machine or of its GPU is exhausted."""
+
+    kind = "memory"
+
 
 class LostRankError(ResumableError):
     """Another rank has ended or does not answer.
     There is nothing to remedy: the exit code is 1, as of a defect.
     """
 
+    kind = "lost rank"
+
+
+class SilentRankError(LostRankError):
+    """Another rank does not answer; its process may still exist."""
+
+    kind = "silent rank"
+
 
 class OutOfReach(ResumableError):
     """A file is not on this machine, and the Hugging Face hub cannot be reached."""
+
+    kind = "offline"
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -139,7 +169,7 @@ def machine_failure(
         first = _OTHERS_MEMORY.split((str(error).strip().splitlines() or [""])[0])[0].removesuffix(
             "."
         )
-        return ResumableError(
+        return NoMemoryError(
             f"out of memory{f' ({first})' if first else ''}; free some memory, or lower "
             "trainer.per_device_train_batch_size or trainer.max_length. Then rerun the command"
         )
@@ -167,16 +197,16 @@ def known_failure(
     return error if isinstance(error, UserError) else machine_failure(error, folder)
 
 
-def silent_rank(rank: str, seconds: float) -> LostRankError:
+def silent_rank(rank: str, seconds: float) -> SilentRankError:
     """Return the error of a rank that does not answer; `rank` names it."""
-    return LostRankError(
+    return SilentRankError(
         f"{rank} did not answer for {seconds:g} s. Rerun the same command to resume"
     )
 
 
 def first_sentence(error: BaseException) -> str:
-    """Return the first sentence of an error of torch.distributed, without the C++ file."""
-    return (str(error).splitlines() or [""])[0].split("] ", 1)[-1].split(". ")[0]
+    """Return the first sentence of a library's error, without the C++ file of torch.distributed."""
+    return (str(error).splitlines() or [type(error).__name__])[0].split("] ", 1)[-1].split(". ")[0]
 
 
 def from_os_error(
@@ -245,7 +275,7 @@ def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
         if isinstance(error, ArithmeticError | AttributeError | LookupError | TypeError):
             # a KeyError's text, for example, is the key alone
             message = f"{type(error).__name__}: {message}"
-        kind = ResumableError if failure else OutOfReach if is_offline else UserError
+        kind = type(failure) if failure else OutOfReach if is_offline else UserError
         raise kind(f"{place}: {message}") from error
 
 

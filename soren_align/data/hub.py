@@ -1,7 +1,6 @@
 """A split from the Hugging Face hub, or from its local cache, and its commit."""
 
 import copy
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -111,9 +110,10 @@ def _builder(path: str, revision: str | None, name: str | None) -> Iterator[Data
             else UserError
         )
         reason, *others = (str(error).strip() or type(error).__name__).splitlines()
-        is_cached = "configurations in the cache" in reason
-        configurations = reason if is_cached else " ".join([reason, *others[:1]])
-        if is_cached or re.search("[Aa]vailable", configurations):
+        # datasets raises a bare ValueError for a missing or unknown configuration, and lists all
+        # others in the first or second line
+        if type(error) is ValueError:
+            configurations = " ".join([reason, *others[:1]])
             message = f"{configurations}; add the key `name` with one of these configurations"
         elif kind is OutOfReach:
             message = (

@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any
 
 from ..bench import shapes
-from ..core.errors import LostRankError, ResumableError, UserError, known_failure
+from ..core.errors import LostRankError, UserError, known_failure
 from ..core.figures import NO_PICTURES
 from ..core.files import read_json
 from ..core.optimizer_settings import ERROR, FORMULA_RESOLUTION, NORMALIZATIONS, POSITIVE
@@ -225,7 +225,7 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
             problem = known_failure(error, folder.path)
             if problem is None:
                 raise
-            raise (ResumableError if isinstance(problem, ResumableError) else UserError)(
+            raise type(problem)(
                 *problem.problems,
                 f"Only the evaluation failed; the trained model is in {folder.model}. Fix the cause and rerun the same "
                 f"command, or run `soren-align eval {folder}` with other options",
@@ -302,7 +302,9 @@ def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> i
     if failure is None:
         return 1 if folder.record()["status"] == "diverged" else 0
     if failure.code != 130:
-        folder.update(last_error=failure.message, resumable=failure.is_resumable)
+        folder.update(
+            last_error=failure.message, resumable=failure.is_resumable, failure=failure.kind
+        )
     elif folder.record().get("last_error") == STOPPED:
         return 130  # the first rank has printed it
     else:

@@ -130,9 +130,7 @@ def evaluation_settings(recipe: Recipe | None, options: dict[str, Any]) -> Eval:
     places = {(): "eval", **{(key,): f"--{key.replace('_', '-')}" for key in Eval.model_fields}}
     document = Document(section | options, places)
     settings = document.validated(Eval)
-    document.problems += [
-        ((key,), message) for key, message in evaluation_problems(settings.model_dump())
-    ]
+    document.problems += evaluation_problems(settings.model_dump())
     document.refuse_problems()
     return settings
 

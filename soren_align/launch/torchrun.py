@@ -19,7 +19,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
 
-from ..core.errors import UserError
+from ..core.errors import LostRankError, NoMemoryError, ResumableError, SilentRankError, UserError
 from ..core.signals import killed_by
 from ..core.silence import log_level
 
@@ -30,19 +30,19 @@ SHUTDOWN_SECONDS = 270
 """For which ranks may write a checkpoint after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is
 set: Slurm's scripts leave 300 (configs/slurm), torchrun alone 30, in which a 7B model's 73 GB are
 not written."""
-_SILENT = "LostRankError: another rank did not answer"
-_RESUMABLE = ("LostRankError", "ResumableError")
+_LOST = (LostRankError.kind, SilentRankError.kind)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why ranks ended: the exit code, the message to print, and whether the same command resumes
-    the run later.
+    """Why ranks ended: the exit code, the message to print, whether the same command resumes the
+    run later, and the kind of the error (`UserError.kind`).
     """
 
     code: int
     message: str
     is_resumable: bool = False
+    kind: str = "defect"
 
 
 def start(num_ranks: int, arguments: list[str]) -> Failure | None:
@@ -75,7 +75,8 @@ def start(num_ranks: int, arguments: list[str]) -> Failure | None:
     except ChildFailedError as error:
         failures = error.failures
     silent = min(
-        (f.timestamp for f in failures.values() if _written(f).startswith(_SILENT)), default=None
+        (f.timestamp for f in failures.values() if _record(f).get("kind") == SilentRankError.kind),
+        default=None,
     )
     # A rank that did not answer does not end at torchrun's SIGTERM either: after 30 seconds it is
     # killed.
@@ -87,29 +88,31 @@ def start(num_ranks: int, arguments: list[str]) -> Failure | None:
     # the others by SIGTERM.
     ranks = []
     for rank, f in failures.items():
-        order = 1 if f.exitcode == 2 else 3 if _written(f).startswith("LostRankError") else 2
+        order = 1 if f.exitcode == 2 else 3 if _record(f).get("kind") in _LOST else 2
         if f.exitcode < 0:
             order = 4 if rank in ended_later or -f.exitcode == signal.SIGTERM else 0
         ranks.append((order, f.timestamp, rank))
     rank = min(ranks)[-1]
     failure = failures[rank]
-    kind, _, message = _written(failure).partition(": ")
+    record = _record(failure)
+    kind, message = record.get("kind", "defect"), record.get("message", "").partition(": ")[2]
     if failure.exitcode < 0:
         message = f"rank {rank} was {killed_by(-failure.exitcode)}; the other ranks were stopped. "
         return Failure(
             1,
             message + "Rerun the same command to resume from the last checkpoint",
             is_resumable=True,
+            kind=NoMemoryError.kind if -failure.exitcode == signal.SIGKILL else "killed",
         )
-    if kind == "LostRankError" and len(ended_later) == 1:
+    if kind == SilentRankError.kind and len(ended_later) == 1:
         message = message.replace("another rank", f"rank {min(ended_later)}", 1)
     # a rank that has saved a checkpoint has printed so, and has written nothing
     if failure.exitcode == 130:
-        return Failure(130, "stopped; rerun the same command to resume" if kind else "")
-    if failure.exitcode == 2 or kind == "LostRankError":
-        return Failure(failure.exitcode, message, kind in _RESUMABLE)
-    written = failure.message if isinstance(failure.message, dict) else {}
-    trace = written.get("extraInfo", {}).get("py_callstack", "").rstrip()
+        has_message = "message" in record
+        return Failure(130, "stopped; rerun the same command to resume" if has_message else "")
+    if failure.exitcode == 2 or kind in _LOST:
+        return Failure(failure.exitcode, message, record.get("resumable", False), kind)
+    trace = record.get("extraInfo", {}).get("py_callstack", "").rstrip()
     message = f"{trace}\nrank {rank} failed with exit code {failure.exitcode}; the other ranks were stopped".lstrip()
     return Failure(1, message)
 
@@ -123,6 +126,8 @@ def record_error(error: BaseException) -> None:
     if isinstance(error, UserError) and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         message = {
             "message": f"{type(error).__name__}: {error}",
+            "kind": error.kind,
+            "resumable": isinstance(error, ResumableError),
             "extraInfo": {"timestamp": str(int(time()))},
         }
         with suppress(OSError):  # a full disk, which may be the error
@@ -133,8 +138,6 @@ def record_error(error: BaseException) -> None:
     handler.record_exception(error)
 
 
-def _written(failure: Any) -> str:
-    """Return the rank's own message, which starts with the type of its error; empty if it wrote
-    none.
-    """
-    return failure.message.get("message", "") if isinstance(failure.message, dict) else ""
+def _record(failure: Any) -> dict[str, Any]:
+    """Return what the rank wrote about its error; empty if it wrote nothing."""
+    return failure.message if isinstance(failure.message, dict) else {}

@@ -21,7 +21,7 @@ from ..data import check_template, dataset_of, has_marks, last_visible
 from ..optim import Route, build_optimizer, route, routing_table, share_notices, spectral_share
 from ..optim.blocks import OF_HEADS, fused_projections, layer_of, split_layout
 from ..optim.layout import num_matrices
-from ..recipe import OPTIMIZER_SECTIONS, Recipe, is_local, model_problems, parallel
+from ..recipe import OPTIMIZER_SECTIONS, Recipe, is_local, parallel, refuse_unusable
 from ..recipe.model import refuse_unreachable
 from ..recipe.parallel import NAMES
 from ..run.folder import RunFolder
@@ -54,8 +54,8 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
     problems: list[dict[str, str]] = []
     notices: list[str] = []
     name, init_seed = recipe.model.name_or_path, recipe.model.init_seed
-    for message in model_problems(name, init_seed):
-        problems.append({"when": ALWAYS, "message": message})
+    with _collected(problems, ALWAYS):
+        refuse_unusable(name, init_seed)
 
     # The config, from its folder, the hub or its cache; else the one that the package ships.
     folder = None

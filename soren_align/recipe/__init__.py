@@ -34,9 +34,9 @@ from .model import (
     adapter_config,
     compute_dtype,
     is_local,
-    model_problems,
     quantization,
     recorded_quantization,
+    refuse_unusable,
 )
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, MatrixOptimizer, OptimizerSection
 from .parallel import (

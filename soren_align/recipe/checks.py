@@ -5,26 +5,26 @@ The checks read the raw data, so that their mistakes are reported together with 
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, get_args
 
 from ..core import shipped
 from ..core.document import Problem, value_at
-from ..core.errors import UserError, did_you_mean
+from ..core.errors import MissingError, UserError, did_you_mean
 from ..core.files import local_path, resolve_path
 from ..core.optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision
 from ..core.yaml import Key
 from ..spectral.maps import SOREN_MAPS
 from ..tasks import BENCHMARK, TASKS
-from .data_files import STDLIB, STDLIB_SPLITS, data_problems, is_test_split
+from .data_files import STDLIB, STDLIB_SPLITS, is_test_split, refuse_unusable_data
 from .model import (
     adapter_config,
     attention_problems,
     is_adapter,
     is_local,
-    model_problems,
     recorded_quantization,
+    refuse_unusable,
 )
 from .parallel import Parallel, parallel
 from .perplexities import load_perplexities
@@ -45,12 +45,21 @@ class _Raw:
     def __init__(self, data: dict[str, Any]):
         self.data = data
         self.problems: list[Problem] = []
-        self.no_paths: dict[Key, str] = {}
+        self.no_paths: dict[Key, Problem] = {}
         """Problems of texts that were read as paths and cannot be paths."""
 
-    def report(self, key: Key, *messages: str) -> None:
-        """Add the problems of a key."""
-        self.problems += [(key, message) for message in messages]
+    def report(self, key: Key, message: str, kind: str = UserError.kind) -> None:
+        """Add a problem of a key."""
+        self.problems.append(Problem(key, message, kind))
+
+    @contextmanager
+    def reporting(self, key: Key) -> Iterator[None]:
+        """Within this context, report a UserError as a problem of the key."""
+        try:
+            yield
+        except UserError as error:
+            for message in error.problems:
+                self.report(key, message, error.kind)
 
     def get(self, *keys: str) -> Any:
         """The value at a key, of any type; None if missing."""
@@ -72,7 +81,7 @@ class _Raw:
                 resolve_path(text)
                 return text
         except UserError as error:
-            self.no_paths[key] = str(error)
+            self.no_paths[key] = Problem(key, str(error))
         return None
 
     def section(self, *keys: str) -> dict[str, Any]:
@@ -85,10 +94,8 @@ class _Raw:
         """The configuration of run.parallel; None, and a problem, if it cannot be read or is not
         supported.
         """
-        try:
+        with self.reporting(("run", "parallel")):
             return parallel(self.path("run", "parallel") or "ddp")
-        except UserError as error:
-            self.report(("run", "parallel"), *error.problems)
         return None
 
     @cached_property
@@ -114,10 +121,10 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
         is_trained, trains_on_test = at[1] == "train", split.get("train_on_test") is True
         if is_local(path):
             may_be_test, task = not is_trained or trains_on_test, raw.text("task")
-            raw.report(
-                (*at, "path"),
-                *data_problems(path, split, task, may_be_test=may_be_test, reads_data=reads_data),
-            )
+            with raw.reporting((*at, "path")):
+                refuse_unusable_data(
+                    path, split, task, may_be_test=may_be_test, reads_data=reads_data
+                )
         if not isinstance(name, str):
             continue
         if path == STDLIB and name not in STDLIB_SPLITS:
@@ -137,7 +144,8 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
                 (*at, "split"),
                 f"'{name}' is a test split, and scores on training data are meaningless; {remedy}",
             )
-    raw.problems += streaming_problems(raw.section("data"), raw.section("trainer"))
+    for key, message in streaming_problems(raw.section("data"), raw.section("trainer")):
+        raw.report(key, message)
     _check_optimizer(raw)
     _check_precision(raw)
     _check_training(raw)
@@ -151,24 +159,21 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
         "published": [path for path in paths if path],
         "backend": raw.text("eval", "backend"),
     }
-    raw.problems += [(("eval", key), message) for key, message in evaluation_problems(settings)]
     benchmark = {key: raw.path("run", "benchmark", key) for key in ("suite", "data_root")}
-    raw.problems += [
-        (("run", "benchmark", key), message) for key, message in evaluation_problems(benchmark)
-    ]
+    for section, values in ((("eval",), settings), (("run", "benchmark"), benchmark)):
+        for problem in evaluation_problems(values):
+            raw.problems.append(problem._replace(key=(*section, *problem.key)))
     at = ("run", "published")
     table, model = raw.path(*at, "table"), raw.text(*at, "model")
     if table and raw.get("task") != "pretrain":
         raw.report(at, "only a pre-training reports a perplexity; remove this section")
     elif table:
-        try:
+        with raw.reporting((*at, "table")):
             models = load_perplexities(table).models
             if model and model not in models:
                 hint = did_you_mean(model, models, f"write one of {', '.join(models)}")
                 raw.report((*at, "model"), f"{table} has no model {model!r}{hint}")
-        except UserError as error:
-            raw.report((*at, "table"), *error.problems)
-    return [*raw.problems, *raw.no_paths.items()]
+    return [*raw.problems, *raw.no_paths.values()]
 
 
 def _check_model(raw: _Raw) -> None:
@@ -178,17 +183,16 @@ def _check_model(raw: _Raw) -> None:
         raw.get("model", "tokenizer"),
     )
     if (attention := raw.text("model", "attn_implementation")) is not None:
-        raw.report(
-            ("model", "attn_implementation"),
-            *attention_problems(attention, raw.get("trainer", "use_cpu")),
-        )
+        for message in attention_problems(attention, raw.get("trainer", "use_cpu")):
+            raw.report(("model", "attn_implementation"), message)
     if (template := raw.path("model", "chat_template")) is not None:
         known, file = shipped.templates(), resolve_path(template)
         if template not in known and file.suffix != ".jinja":
             remedy = f"write {', '.join(known)}, or the path of a .jinja file{did_you_mean(template, known)}"
             raw.report(("model", "chat_template"), f"found {template!r}; {remedy}")
         elif template not in known and not file.is_file():
-            raw.report(("model", "chat_template"), f"no file {template}; correct the path")
+            message = f"no file {template}; correct the path"
+            raw.report(("model", "chat_template"), message, MissingError.kind)
     if tokenizer is not None and init_seed is None:
         reason = "applies only to random weights, because trained weights need their own tokenizer"
         raw.report(("model", "tokenizer"), f"{reason}; add model.init_seed, or remove this key")
@@ -203,7 +207,8 @@ def _check_model(raw: _Raw) -> None:
             )
     if (model := raw.path("model", "name_or_path")) is None:
         return
-    raw.report(("model", "name_or_path"), *model_problems(model, init_seed, tokenizer))
+    with raw.reporting(("model", "name_or_path")):
+        refuse_unusable(model, init_seed, tokenizer)
     adapts, name = is_adapter(model), str(raw.get("run", "parallel") or "ddp")
     lora, quantize = section.get("lora"), section.get("quantize")
     if adapts and section.get("freeze"):
@@ -451,7 +456,7 @@ def _check_training(raw: _Raw) -> None:
                 f"found {prompts!r}; write a list of texts, or a file ({' or '.join(PROMPT_FILES)})",
             )
         elif not file.is_file():
-            raw.report(key, f"there is no file {prompts!r}; correct the path")
+            raw.report(key, f"there is no file {prompts!r}; correct the path", MissingError.kind)
     if run.get("samples") is not None and config and (config.kind == "fsdp2" or config.stage == 3):
         message = f"run.parallel {where} shards the weights, so no process can generate samples; remove run.samples"
         raw.report(("run", "samples"), message)
@@ -493,9 +498,9 @@ def _check_parallel(raw: _Raw) -> None:
         raw.report(("run", "parallel"), message)
 
 
-def evaluation_problems(settings: dict[str, Any]) -> list[tuple[str, str]]:
-    """(key, message) of each file, suite or package of an evaluation that is missing."""
-    problems: list[tuple[str, str]] = []
+def evaluation_problems(settings: dict[str, Any]) -> list[Problem]:
+    """The problems of files, suites and packages of an evaluation that are missing."""
+    problems: list[Problem] = []
     tables = ("published", "table of published scores", shipped.published())
     for key, kind, known in (("suite", "suite", shipped.suites()), tables):
         names = settings.get(key) or []
@@ -503,19 +508,17 @@ def evaluation_problems(settings: dict[str, Any]) -> list[tuple[str, str]]:
             if name not in known and not (path := resolve_path(name)).exists():
                 others = did_you_mean(name, known, f"write one of {', '.join(known)}")
                 hint = shipped.suite_hint(name, path) if key == "suite" else others
-                place = path.absolute()
-                problems.append(
-                    (
-                        key,
-                        f"no shipped {kind} has the name {name!r}, and there is no file {place}{hint}",
-                    )
+                message = (
+                    f"no shipped {kind} has the name {name!r}, and there is no file "
+                    f"{path.absolute()}{hint}"
                 )
+                problems.append(Problem((key,), message, MissingError.kind))
     if settings.get("backend") == "vllm" and importlib.util.find_spec("vllm") is None:
-        problems.append(
-            ("backend", "vLLM is not installed; run `pip install 'soren-align[vllm]'`, or write hf")
-        )
+        message = "vLLM is not installed; run `pip install 'soren-align[vllm]'`, or write hf"
+        problems.append(Problem(("backend",), message))
     if (root := settings.get("data_root")) and not local_path(root).is_dir():
-        problems.append(("data_root", f"there is no folder {root!r}; correct the path"))
+        message = f"there is no folder {root!r}; correct the path"
+        problems.append(Problem(("data_root",), message, MissingError.kind))
     return problems
 
 

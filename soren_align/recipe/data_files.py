@@ -12,7 +12,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, get_args
 
-from ..core.errors import UserError, did_you_mean
+from ..core.errors import MissingError, UserError, did_you_mean
 from ..core.files import resolve_path
 from ..tasks import OPTIONS, TASKS, TURN_KEYS, Column
 
@@ -55,7 +55,9 @@ def data_files(path: str) -> dict[str, Path]:
     if not is_pattern and not place.is_dir():
         if not place.exists():
             names: Iterable[str] = os.listdir(place.parent) if place.parent.is_dir() else ()
-            raise UserError(f"no file {path}{did_you_mean(place.name, names, 'correct the path')}")
+            raise MissingError(
+                f"no file {path}{did_you_mean(place.name, names, 'correct the path')}"
+            )
         if not place.is_file():
             raise UserError(
                 f"{path} is no regular file; name a file of one of these kinds: {FILE_KINDS}"
@@ -117,36 +119,34 @@ MAX_LINE = 1 << 20
 """Bytes; a file with a longer line is left to the later checks."""
 
 
-def data_problems(
+def refuse_unusable_data(
     path: str, split: dict[str, Any], task: str | None, *, may_be_test: bool, reads_data: bool
-) -> list[str]:
-    """The problems of the files at `path`, and of the first records of .jsonl and .csv files.
-    split, task: of the raw recipe.
+) -> None:
+    """Raise UserError for files at `path` that cannot be trained on, by their names and by the
+    first records of .jsonl and .csv files; MissingError if there are none.
 
-    may_be_test: whether a file of a folder may be a test split's. reads_data: whether records are
-    read.
+    split, task: of the raw recipe. may_be_test: whether a file of a folder may be a test split's.
+    reads_data: whether records are read.
     """
     if path.startswith(PYTHON):
-        return (
-            []
-            if path == STDLIB
-            else [f"found {path!r}; write {STDLIB}, the only dataset that begins with python:"]
-        )
-    try:
-        files = data_files(path)
-    except UserError as error:
-        return list(error.problems)
+        if path != STDLIB:
+            raise UserError(
+                f"found {path!r}; write {STDLIB}, the only dataset that begins with python:"
+            )
+        return
+    files = data_files(path)
     if path in files:
         if files[path].stat().st_size == 0:
-            return [f"{path} is empty; name a file with examples"]
+            raise UserError(f"{path} is empty; name a file with examples")
     elif not may_be_test:
         root = _root(path)
         tests = (name for name, file in files.items() if is_test_split(str(file.relative_to(root))))
         if name := next(tests, None):
-            return [
-                f"the file {name} has the name of a test split, and scores on training data are meaningless; write a "
-                "pattern that leaves this file out, such as train*.jsonl, or add train_on_test: true to this section"
-            ]
+            raise UserError(
+                f"the file {name} has the name of a test split, and scores on training data are "
+                "meaningless; write a pattern that leaves this file out, such as train*.jsonl, "
+                "or add train_on_test: true to this section"
+            )
     names: Any = split.get("columns")
     names = names if isinstance(names, dict) else {}
     readable = (
@@ -155,20 +155,20 @@ def data_problems(
         else []
     )
     for name, file in readable[:NUM_FILES]:
-        try:
-            records = first_records(name, file, split)
-        except UserError as error:
-            return list(error.problems)
+        records = first_records(name, file, split)
         columns = {column: None for record in records for column in record}
         head = f"the columns {', '.join(columns)}"
         for ours, theirs in names.items() if columns else ():  # keys of turns are not columns
             if ours not in TURN_KEYS and isinstance(theirs, str) and theirs not in columns:
                 hint = did_you_mean(theirs, columns, "write one of these columns")
-                return [f"{name}: columns.{ours} is '{theirs}', but the file has {head}{hint}"]
+                raise UserError(
+                    f"{name}: columns.{ours} is '{theirs}', but the file has {head}{hint}"
+                )
         if columns and not names and task in TASKS and not columns.keys() & {*get_args(Column)}:
             hint = example_of_names(records[0], task)
-            return [f"{name}: has {head}, but {task} needs {TASKS[task].required_columns}{hint}"]
-    return []
+            raise UserError(
+                f"{name}: has {head}, but {task} needs {TASKS[task].required_columns}{hint}"
+            )
 
 
 def question_columns(

@@ -18,7 +18,7 @@ from ruamel.yaml.comments import CommentedMap
 
 from ..core import document, shipped
 from ..core.document import Document, Key, Setting, tag_of, value_at
-from ..core.errors import UserError
+from ..core.errors import MissingError, UserError
 from ..core.files import local_path, read_text, resolve_path
 from ..core.text import dotted, join_words
 from ..tasks import TASKS
@@ -26,12 +26,10 @@ from . import trl
 from .checks import problems_beyond_schema
 from .data_files import question_columns
 from .data_section import kind_of_eval
-from .model import model_problems, recorded_quantization
+from .model import recorded_quantization, refuse_unusable
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
 from .schema import Recipe, resolve
 
-MISSING = ("no file ", "no folder ", "no shipped suite ", "there is no ")
-"""The first words of problems of files and folders that another machine may have."""
 UNIONS: dict[Key, dict[str, Any]] = {
     ("optimizer",): OPTIMIZER_SECTIONS,
     ("optimizer", "map"): MAP_SECTIONS,
@@ -140,7 +138,7 @@ def load_for_model(
 ) -> Recipe:
     """The recipe of an SFT of `model` without a recipe's file, whose data are not to be read.
 
-    A folder may lack weights and tokenizer (`model_problems` lists these); it has a config.json, or
+    A folder may lack weights and tokenizer (`refuse_unusable` names these); it has a config.json, or
     an adapter.
     """
     values = [
@@ -150,13 +148,17 @@ def load_for_model(
         *(overrides or []),
     ]
     options = dict(zip(OPTIONS, (model, SOME_EXAMPLES, "runs/inspect", None), strict=True))
-    problems = model_problems(model, None)
-    if problems and not (resolve_path(model) / "config.json").is_file():
-        raise UserError(*problems)
+    is_usable = True
+    try:
+        refuse_unusable(model, None)
+    except UserError:
+        if not (resolve_path(model) / "config.json").is_file():
+            raise
+        is_usable = False
     try:
         return load(None, values, "sft", notify, options)
     except UserError:
-        if not problems:
+        if is_usable:
             raise
         # which nothing looks for
         recipe = load(None, values, "sft", notify, options | {"--model": "any/model"})
@@ -224,7 +226,7 @@ def _resolved(text: str, path: str) -> Recipe:
     if recipe is None:
         raise UserError(
             f"{path}: not a recipe that this version of soren-align can read:",
-            *(f"  {dotted(key)}: {message}" for key, message in source.problems[:3]),
+            *(f"  {dotted(problem.key)}: {problem.message}" for problem in source.problems[:3]),
         )
     return recipe
 
@@ -319,18 +321,17 @@ def _checked(source: Document, task: str | None, on_missing: Notify | None = Non
     kind, trainer = raw.get("task"), raw.get("trainer")
     if isinstance(kind, str) and kind in TASKS:
         if task and kind != task:
-            source.problems.append(
-                (("task",), f"found {kind}, but the command is {task}; run `soren-align {kind}`")
+            source.report(
+                ("task",), f"found {kind}, but the command is {task}; run `soren-align {kind}`"
             )
         if isinstance(trainer, dict):
-            source.problems += [
-                (("trainer", key), message) for key, message in trl.problems(kind, trainer).items()
-            ]
-    for key, message in problems_beyond_schema(raw, reads_data=on_missing is None):
-        if on_missing and message.startswith(MISSING):
-            on_missing(f"{dotted(key)}: {message}")
+            for key, message in trl.problems(kind, trainer).items():
+                source.report(("trainer", key), message)
+    for problem in problems_beyond_schema(raw, reads_data=on_missing is None):
+        if on_missing and problem.kind == MissingError.kind:
+            on_missing(f"{dotted(problem.key)}: {problem.message}")
         else:
-            source.problems.append((key, message))
+            source.problems.append(problem)
     source.refuse_problems()
     assert recipe is not None
     recipe = resolve(recipe)

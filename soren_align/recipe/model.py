@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core.document import from_pydantic
-from ..core.errors import OutOfReach, UserError, did_you_mean
+from ..core.errors import MissingError, OutOfReach, UserError, did_you_mean
 from ..core.files import PREFIX, local_path, read_json, refuse_special_files, resolve_path
 from ..core.text import dotted
 from .data_files import PYTHON, SUFFIXES, data_suffix, has_wildcards
@@ -78,7 +78,7 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
     except ValidationError as error:
         problems = from_pydantic(error)[:3]
         raise UserError(
-            *(f"{folder}: {ADAPTER}: {dotted(key[:2])}: {message}" for key, message in problems)
+            *(f"{folder}: {ADAPTER}: {dotted(p.key[:2])}: {p.message}" for p in problems)
         ) from None
     if not isinstance(name, str) or not name.isprintable():
         raise UserError(
@@ -134,53 +134,53 @@ def is_local(path: str) -> bool:
     )
 
 
-def model_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[str]:
-    """The problems of the model or adapter at `path`.
+def refuse_unusable(path: str, init_seed: Any, tokenizer: Any = None) -> None:
+    """Raise UserError if the model or adapter at `path` cannot be trained; MissingError if it is
+    not there.
+
     tokenizer: model.tokenizer, in the place of the folder's.
     """
     if not is_local(path):
-        message = (
-            "init_seed needs a local folder with a config.json, from which it makes random weights; remove init_seed "
-            "to load this model's weights"
-        )
-        return [] if init_seed is None else [message]
+        if init_seed is not None:
+            raise UserError(
+                "init_seed needs a local folder with a config.json, from which it makes random "
+                "weights; remove init_seed to load this model's weights"
+            )
+        return
     folder = resolve_path(path)
     if not folder.is_dir():
         is_result = folder.name == "model"  # <run folder>/model
         remedy = "first run the recipe that makes this folder" if is_result else "correct the path"
-        return [f"no folder {path}; {remedy}"]
-    try:
-        refuse_special_files(folder)
-        adapter = adapter_config(path)
-    except UserError as error:
-        return list(error.problems)
+        raise MissingError(f"no folder {path}; {remedy}")
+    refuse_special_files(folder)
+    adapter = adapter_config(path)
     if adapter is not None:
         base = adapter["base_model_name_or_path"]
         if init_seed is not None:
-            return [
-                f"{path} is an adapter of trained weights, not of random weights; remove model.init_seed"
-            ]
+            raise UserError(
+                f"{path} is an adapter of trained weights, not of random weights; "
+                "remove model.init_seed"
+            )
         if is_local(base) and not Path(base).is_dir():
-            return [
+            raise MissingError(
                 f"{path} is an adapter of {base}, which does not exist; restore this base model"
-            ]
-        return model_problems(base, None)
+            )
+        return refuse_unusable(base, None)
     needed = ("config.json", "tokenizer_config.json") if tokenizer is None else ("config.json",)
-    missing = [name for name in needed if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in needed if not (folder / name).is_file()]:
         is_run = (folder / "run.json").is_file() and (folder / "model").is_dir()
         remedy = (
             f"write {path.rstrip('/')}/model, the model of this run"
             if is_run
             else "name a model's folder"
         )
-        return [f"{path} has no {' and no '.join(missing)}; {remedy}"]
+        raise UserError(f"{path} has no {' and no '.join(missing)}; {remedy}")
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     if init_seed is None and not weights:
-        return [
-            f"{path} has no weights (*.safetensors); add weights, or set model.init_seed for random weights"
-        ]
-    return []
+        raise UserError(
+            f"{path} has no weights (*.safetensors); add weights, or set model.init_seed for "
+            "random weights"
+        )
 
 
 ATTENTION = (
@@ -257,7 +257,7 @@ def recorded_quantization(adapter: str | Path) -> Quantization | None:
     try:
         return Quantization.model_validate(read_json(file))
     except ValidationError as error:
-        key, message = from_pydantic(error)[0]
+        key, message, _ = from_pydantic(error)[0]
         raise UserError(f"{file}: {dotted(key) or 'it'}: {message}") from None
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ..core import shipped
 from ..core.document import Section, parse
-from ..core.errors import UserError, did_you_mean
+from ..core.errors import MissingError, did_you_mean
 from ..core.files import read_text, resolve_path
 
 
@@ -50,7 +50,7 @@ def load_perplexities(name_or_path: str) -> PublishedPerplexities:
     path = known.get(name_or_path) or resolve_path(name_or_path)
     if not path.is_file():
         hint = did_you_mean(name_or_path, known, f"write {', '.join(known)}, or the path of a file")
-        raise UserError(f"there is no table of published perplexities {name_or_path!r}{hint}")
+        raise MissingError(f"there is no table of published perplexities {name_or_path!r}{hint}")
     form = f"is no mapping; write the keys {', '.join(PublishedPerplexities.model_fields)}"
     return parse(read_text(path), str(path), form).validated(PublishedPerplexities)
 

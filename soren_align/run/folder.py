@@ -174,12 +174,13 @@ class RunFolder:
                     last_error=message,
                     diverged=isinstance(error, DivergedError),
                     resumable=isinstance(error, ResumableError),
+                    failure="defect" if is_defect else error.kind,
                     defect=software() if is_defect else None,
                 )
 
     def forget_failure(self) -> None:
         """Remove what `record_failure` has written: the run is resumed."""
-        failure = ("diverged", "resumable", "defect")
+        failure = ("diverged", "resumable", "failure", "defect")
         self.replace(
             **{key: value for key, value in self.record().items() if key not in failure}
             | {"last_error": None}

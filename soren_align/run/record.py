@@ -115,6 +115,7 @@ _KEYS = {
     "last_error?": str | None,
     "diverged?": bool,
     "resumable?": bool,
+    "failure?": str,
     "defect?": str | None,
     "optimizer?": {"class?": str, "num_matrices?": Count},
     # The checkpoint that training started from, the runs that trained it, the first one first, and

@@ -243,13 +243,13 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
             f"{path}: is a recipe, not a study; to train it, run soren-align {raw['task']} {name_or_path}"
         )
     if isinstance(search := raw.get("search"), dict) and search.pop("pruning", None) is not None:
-        source.problems.append((("search", "pruning"), NO_PRUNING))
+        source.report(("search", "pruning"), NO_PRUNING)
     study = source.validate(StudyFile)
     if study is not None:
         source.problems += dict.fromkeys(study_problems(study))
         if study.search.method == "tpe" and find_spec("optuna") is None:
             message = "tpe needs Optuna, which is not installed; run `pip install 'soren-align[tpe]'`, or write random"
-            source.problems.append((("search", "method"), message))
+            source.report(("search", "method"), message)
     source.refuse_problems()
     assert study is not None
     beside = local_path(path.parent / study.recipe)
@@ -265,7 +265,7 @@ def load_resolved_study(path: Path) -> StudyFile:
     source = _parsed(path)
     study = source.validate(StudyFile)
     if study is None:
-        key, message = source.problems[0]
+        key, message, _ = source.problems[0]
         remedy = "restore this file, which was edited or written by another version"
         raise UserError(f"{path}: {dotted(key)}: {message}; {remedy}")
     return study

@@ -22,7 +22,14 @@ from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from ..core.errors import MAX_CHARACTERS, ResumableError, UserError, free_bytes, printable
+from ..core.errors import (
+    MAX_CHARACTERS,
+    NoMemoryError,
+    ResumableError,
+    UserError,
+    free_bytes,
+    printable,
+)
 from ..core.files import local_path, remove
 from ..core.signals import killed_by, stop_signals
 from ..core.text import Table, Terminal, estimated_time, number, print_labelled, stderr_console
@@ -129,6 +136,8 @@ class _Runner:
     obstacle: str | None = None
     """What the machine stopped a run by: no other is started, since a full disk would stop them
     all."""
+    lacks_memory: bool = False
+    """Whether the obstacle is missing memory."""
 
     def run_all(self) -> int:
         """Start runs until all have ended.
@@ -172,11 +181,10 @@ class _Runner:
                     print_labelled(self.console, "stopped", "rerun the same command to continue")
                     return 130
                 if self.obstacle and not self.active:
-                    lacks_memory = (
-                        "out of memory" in self.obstacle and "--jobs" not in self.obstacle
-                    )
                     fewer = (
-                        ", with fewer runs at a time (--jobs)" if slots > 1 and lacks_memory else ""
+                        ", with fewer runs at a time (--jobs)"
+                        if slots > 1 and self.lacks_memory
+                        else ""
                     )
                     raise ResumableError(
                         f"{self.progress.folder}: the study stopped, and no result is lost ({done} of "
@@ -329,6 +337,7 @@ class _Runner:
             if (record := RunFolder(folder).read() or {}).get("resumable") and record.get(
                 "last_error"
             ):
+                self.lacks_memory |= record.get("failure") == NoMemoryError.kind
                 return record["last_error"]
         with suppress(OSError):
             lines = (

@@ -8,18 +8,23 @@ import os
 import pickle
 import signal
 import time
-import traceback
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils.memory import should_reduce_batch_size
 from rich.console import Console
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
 from ..core import signals
-from ..core.errors import DivergedError, UserError, in_one_line
+from ..core.errors import (
+    DivergedError,
+    LostRankError,
+    NoMemoryError,
+    UserError,
+    in_one_line,
+    machine_failure,
+)
 from ..core.files import read_json, remove, rename_durably
 from ..core.text import print_labelled, working
 from ..recipe import Recipe, few_steps
@@ -41,17 +46,6 @@ from .reference import precision, run_identity
 from .report import report_first_step, report_result, report_setup
 from .setup import TrainingSetup
 from .trained_optimizer import relative_changes
-
-READERS = {
-    "load_from_json",
-    "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_load_rng_state",
-    "_load_scaler",
-    "_load_callback_state",
-    "deepspeed_load_checkpoint",
-}
-"""The functions of transformers that read a checkpoint to resume from it."""
 
 
 def train(
@@ -177,22 +171,23 @@ def _run_loop(trainer: Any, checkpoint: Path | None) -> float:
     """Run transformers' training loop, which calls `optimizer.step()`; return the seconds that it
     took.
 
-    Raises UserError for errors of reading the checkpoint: its seal is no proof, and may come from
-    whoever made the files.
+    Raises UserError if a resumed run fails before its first step, where transformers reads the
+    checkpoint: its seal is no proof, and may come from whoever made the files.
     """
-    started = time.monotonic()
+    started, steps = time.monotonic(), _Steps()
+    trainer.add_callback(steps)
     # a resumed run has evaluated the start already
     trainer.args.eval_on_start &= checkpoint is None
     try:
         with trl_config_names(trainer.model):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except (Exception, CheckpointException) as error:
-        functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-        is_reading = (
-            checkpoint is not None and functions & READERS and "_load_best_model" not in functions
+        is_reading = checkpoint is not None and not steps.have_begun
+        # the checkpoint is not the cause if memory is short or another rank has ended
+        is_other = isinstance(error, UserError) or isinstance(
+            machine_failure(error), NoMemoryError | LostRankError
         )
-        is_own = isinstance(error, UserError | MemoryError)
-        if not is_reading or is_own or should_reduce_batch_size(error):  # pyright: ignore[reportArgumentType]
+        if not is_reading or is_other:
             if isinstance(error, FloatingPointError):
                 raise DivergedError(f"step {trainer.state.global_step + 1}: {error}") from error
             raise
@@ -207,6 +202,16 @@ def _run_loop(trainer: Any, checkpoint: Path | None) -> float:
             f"{checkpoint}: the checkpoint cannot be loaded ({in_one_line(cause)}); {PREVIOUS}"
         ) from error
     return time.monotonic() - started
+
+
+class _Steps(TrainerCallback):
+    """Whether the first step has begun."""
+
+    have_begun = False
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Note it."""
+        self.have_begun = True
 
 
 def _find_checkpoint(

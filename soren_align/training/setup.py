@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.optimization import GreedyLR
 
 from .. import data
-from ..core.errors import UserError, as_user_error, in_one_line
+from ..core.errors import UserError, as_user_error, first_sentence
 from ..core.files import default_cache_folder
 from ..optim import names_of_matrices, route
 from ..recipe import (
@@ -290,7 +290,7 @@ def check_attention(recipe: Recipe, config: Any) -> None:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config, attn_implementation=name)
     except Exception as error:  # of the config too
-        reason = in_one_line(error, 300).partition(" Please request")[0].rstrip(".")
+        reason = first_sentence(error).rstrip(".")
         raise UserError(
             f"model.attn_implementation: {name} cannot be used: {reason}. Remove this key to let transformers choose; "
             "for flash attention, install the package flash-attn or kernels"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from soren_align.cli import app
 from soren_align.core import signals
-from soren_align.core.errors import LostRankError, OutOfReach, ResumableError, UserError, known_failure
+from soren_align.core.errors import LostRankError, OutOfReach, ResumableError, SilentRankError, UserError, known_failure
 from soren_align.core.text import Terminal
 from soren_align.launch import commands, exit_codes, torchrun, worker
 from soren_align.launch.torchrun import Failure
@@ -113,11 +113,14 @@ def test_a_rank_records_its_error_and_prints_it_only_for_a_foreign_launcher(repo
 
 
 def failure(exitcode, timestamp=0, message="", trace=""):
+    kinds = {type.__name__: type for type in (UserError, ResumableError, LostRankError, SilentRankError)}
     record = {"message": message, "extraInfo": {"py_callstack": trace}}
+    if kind := kinds.get(message.partition(":")[0]):
+        record |= {"kind": kind.kind, "resumable": issubclass(kind, ResumableError)}
     return SimpleNamespace(exitcode=exitcode, timestamp=timestamp, message=record)
 
 
-SILENT = "LostRankError: another rank did not answer for 20 s."
+SILENT = "SilentRankError: another rank did not answer for 20 s."
 LOST = "LostRankError: another rank failed (closed)"
 
 

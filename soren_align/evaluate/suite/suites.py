@@ -168,9 +168,7 @@ def load_suite(name_or_path: str | Path) -> Suite:
     suite._path = path
     for i, file in enumerate(map(suite.file_of, suite.tasks)):
         if not file.is_file():
-            document.problems.append(
-                (("tasks", i, "file"), f"there is no task file {file}; correct the path")
-            )
+            document.report(("tasks", i, "file"), f"there is no task file {file}; correct the path")
     document.refuse_problems()
     return suite
 
