@@ -147,14 +147,6 @@ Edit the copy to make a suite of your own; see [evaluation.md](evaluation.md).
     soren-align suites copy quickstart mine
 """,
     "schema": "An editor uses the schemas of recipes and studies to check keys; see [recipe.md](recipe.md).\n",
-    "export": """\
-A record has the scores with their intervals, the numbers of questions, versions, seeds and hashes, and no local paths.
-A study can be exported when all its runs have ended and its report has no problems. See
-[comparison.md](comparison.md#for-other-programs).
-
-    soren-align export runs/faq --owner my-lab
-    soren-align export runs/my-study --output records --owner my-lab --samples
-""",
     "docs": """\
 `docs` shows the pages of the installed version, and needs no network. In a pipe, the page is printed as Markdown.
 

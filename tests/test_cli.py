@@ -252,8 +252,6 @@ def test_a_wrong_name_is_a_sentence_and_exit_code_2(tmp_path, arguments, message
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ("compare --merge a b search.trials=8 --jobs 2", "--set, --jobs: have no effect with --merge; remove these"),
-    ("compare --merge a b --processes 1", "--processes: has no effect with --merge; remove this option"),
     ("compare quickstart/compare --report --jobs 2 --extend",
      "--jobs, --extend: have no effect with --report, which starts no runs; remove these options"),
     ("plan quickstart/compare --full", "--full: has no effect on a study; remove this option"),
@@ -271,16 +269,6 @@ def test_an_option_without_effect_is_refused(tmp_path, arguments, message):
     assert refused.stderr.startswith(f"error: {message}")
     assert refused.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_merge_refuses_every_other_option_of_compare(tmp_path):
-    options = [each for each in command_of("compare").params if each.param_type_name == "option"]
-    effective = {"--merge", "--json"}
-    assert len(options) > len(effective)
-    for option in options:
-        value = [] if option.is_flag else ["1"]
-        refused = run("compare", "a", "b", "--merge", option.opts[0], *value, cwd=tmp_path)
-        assert ("has no effect" in refused.stderr) == (option.opts[0] not in effective), option.opts
 
 
 @pytest.mark.parametrize(("variables", "arguments", "message"), [

@@ -5,8 +5,8 @@ import re
 import pytest
 from scipy.stats import t
 from soren_align.study.config import VerdictSection
-from soren_align.study.estimates import FAMILY_ERROR, Assumed, Design, detectable_loss, detectable_score
-from soren_align.study.stats import look_error, num_declared_tests
+from soren_align.study.estimates import Assumed, Design, detectable_loss, detectable_score
+from soren_align.study.stats import num_declared_tests
 
 from tests.support.pages import ROOT, script
 
@@ -73,9 +73,8 @@ def test_the_detectable_effects_of_the_statistics_page_are_those_of_its_assumpti
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| against .* seeds", line)]
     num_declared = num_declared_tests(VerdictSection(seeds=[1, 2, 3]), 4, [f"measure {i}" for i in range(8)])
     assert (len(rows), num_declared) == (4, 56)
-    num_tests = round(num_declared * FAMILY_ERROR / look_error(1))
     for name, arc, hellaswag, mmlu, *others, loss in rows:
-        design = Design(seeds=int(name.split(", ")[1][0]), num_tests=num_tests)
+        design = Design(seeds=int(name.split(", ")[1][0]), num_tests=num_declared)
         to_base = "the start" in name
         effects = [
             detectable_score(design, Assumed(), questions, to_base=to_base)

@@ -266,12 +266,9 @@ def _is_model(name: str) -> bool:
 def compare(
     context: typer.Context,
     study: Annotated[
-        list[str],
+        str,
         files.named(
-            "STUDY",
-            "A study: a file, or a name that `soren-align recipes` lists. With --merge: the folders of several "
-            "studies.",
-            shipped.studies,
+            "STUDY", "A study: a file, or a name that `soren-align recipes` lists.", shipped.studies
         ),
     ],
     set_: Annotated[
@@ -304,25 +301,8 @@ def compare(
     report: Annotated[
         bool, typer.Option("--report", help="Start no runs; report on the runs that have ended.")
     ] = False,
-    merge: Annotated[
-        bool,
-        typer.Option(
-            "--merge", help="Show the results of a study that was run several times, side by side."
-        ),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --merge: print JSON.")] = False,
 ) -> None:
     """Compare optimizers: tune each, then train it on fresh seeds."""
-    if merge:
-        refuse_options(context, ["set_", "jobs", "processes", "extend", "report"], "with --merge")
-        from ..study.merge import show
-
-        show(study, as_json=as_json)
-        return
-    if len(study) > 1 or as_json:
-        raise UserError(
-            "compare: several studies and --json need --merge; name one study, or add --merge"
-        )
     if report:
         refuse_options(
             context, ["jobs", "processes", "extend"], "with --report, which starts no runs"
@@ -330,7 +310,7 @@ def compare(
     from ..study import runner
     from ..study.config import load_study
 
-    file = load_study(study[0], set_)
+    file = load_study(study, set_)
     if report:
         runner.report(file)
     else:
@@ -525,7 +505,6 @@ app.command()(files.new)
 app.add_typer(files.recipes_app, name="recipes")
 app.add_typer(files.suites_app, name="suites")
 app.command("import")(files.import_)
-app.command()(results.export)
 app.command()(results.stats)
 app.command()(files.schema)
 app.command()(files.docs)

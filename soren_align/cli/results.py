@@ -1,10 +1,10 @@
-"""The commands for results: `stats`, `show`, `runs`, `curves`, `merge`, `push` and `export`."""
+"""The commands for results: `stats`, `show`, `runs`, `curves`, `merge` and `push`."""
 
 from typing import Annotated, Any, Literal
 
 import typer
 
-from ..core.errors import UserError, printable
+from ..core.errors import UserError
 from .grammar import WITH_JSON, AsJson, refuse_options
 
 OF_RESULTS = (
@@ -242,35 +242,3 @@ def push(
     typer.echo(
         upload(run, repo, merged=merged, private=private, revision=revision, dry_run=dry_run)
     )
-
-
-def export(
-    source: Annotated[
-        str, typer.Argument(metavar="RUN_OR_STUDY", help="The folder of a run, or of a study.")
-    ],
-    format_: Annotated[
-        Literal["every_eval_ever"],
-        typer.Option(
-            "--format", metavar="FORMAT", help="every_eval_ever. Default: every_eval_ever."
-        ),
-    ] = "every_eval_ever",
-    output: Annotated[
-        str, typer.Option(metavar="DIR", help="The folder of the records.")
-    ] = "export",
-    owner: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="You or your organization, in the names of your models."),
-    ] = "local",
-    samples: Annotated[
-        bool, typer.Option("--samples", help="Also write every question and answer.")
-    ] = False,
-) -> None:
-    """Export the scores of a run, or of a study's final runs, for other tools.
-
-    The format is that of Every Eval Ever, a shared schema of evaluation results: one JSON file per
-    model and suite.
-    """
-    from ..study.export import export as write_records
-
-    records = write_records(source, output, owner=owner, samples=samples)
-    typer.echo(printable(f"{output}: {len(records)} record{'s' * (len(records) > 1)} ({format_})"))

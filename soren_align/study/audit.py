@@ -13,10 +13,9 @@ from typing import Any
 
 from ..core.errors import UserError
 from ..core.files import file_sha256, write
-from ..core.text import count, dotted
+from ..core.text import dotted
 from ..evaluate.report.results import read_results
 from ..evaluate.stats.paired import read_points, read_sample_points
-from ..evaluate.stats.power import Part
 from ..evaluate.suite.suites import Suite, suite_of
 from ..recipe import differences, load_resolved, recipe_hash
 from ..recipe.schema import is_derived, trains_adapter
@@ -31,12 +30,10 @@ from .declaration import (
     note,
     read_history,
 )
-from .draws import draw_spreads, over_draws
 from .report.page import write_report
 from .runs import RunFiles, flat, read_files, run_folders
 from .search import STUDY_FILE, STUDY_RESULT, read_study
 from .study import Study, by_number, mean_metric
-from .tuning import MIN_SEARCH_SEEDS, resampled_selection
 
 EQUAL = {
     "starting_weights": "other initial weights",
@@ -108,20 +105,14 @@ def read_verdict(folder: Path, failures: Mapping[str, str] | None = None) -> Stu
         read, about_answers = stats.read_answers(
             folder, study.candidates, file.search.metric, suite, higher_is_better=higher
         )
-        candidates, read = over_draws(study.candidates, read)
-        selection: dict[str, Part] = {}  # unknown of a search with few seeds
-        for each in study.candidates:
-            if selections := resampled_selection(each, higher_is_better=study.higher_is_better):
-                selection[each.name] = Part(selections.variance, len(file.search.seeds) - 1)
         answers = stats.verdict(
             file.verdict,
-            candidates,
+            study.candidates,
             read,
             average=options is not None and suite_of(options).average,
             look=look_number(folder, study),
-            selection=selection,
         )
-        weaknesses += [*about_answers, *stats.cautions(candidates, read)]
+        weaknesses += [*about_answers, *stats.cautions(study.candidates, read)]
         num_questions = stats.num_questions(read)
     return replace(
         study,
@@ -129,7 +120,6 @@ def read_verdict(folder: Path, failures: Mapping[str, str] | None = None) -> Stu
         cautions=weaknesses,
         contamination=contamination,
         differences=answers,
-        draws=draw_spreads(study.candidates),
         num_questions=num_questions,
     )
 
@@ -153,16 +143,14 @@ def audit(study: Study, folder: Path, runs: list[RunFiles]) -> list[str]:
     numbers = [run.num_steps for run in trained]
     steps = most_common(numbers)
     problems += _deviations(trained, numbers, "another number of steps than the other runs")
-    has_draws = bool(file["verdict"].get("draws"))
     draws_weights = any(
         run.recipe.task == "pretrain" or trains_adapter(run.recipe.model) for run in runs
     )
     for part, finding in EQUAL.items():
         by_seed = part in AT_A_SEED if draws_weights else part == "batches"
-        by_draw = part == "starting_weights" and has_draws
-        keys = [(by_seed and run.seed, by_draw and run.draw) for run in runs]
-        for seed, draw in dict.fromkeys(keys):
-            alike = [run for run, key in zip(runs, keys, strict=True) if key == (seed, draw)]
+        keys = [by_seed and run.seed for run in runs]
+        for seed in dict.fromkeys(keys):
+            alike = [run for run, key in zip(runs, keys, strict=True) if key == seed]
             compared = [run for run in alike if run.record.get("identity")]
             # known at the end; those of another number of steps differ anyway
             if part in ("batches", "precision"):
@@ -171,7 +159,6 @@ def audit(study: Study, folder: Path, runs: list[RunFiles]) -> list[str]:
                 ]
             parts = [run.record["identity"].get(part) for run in compared]
             where = f" with seed {seed}" if by_seed else ""
-            where += f" {'and' if where else 'with'} draw {draw}" if by_draw else ""
             problems += _deviations(compared, parts, f"{finding} than the other runs{where}")
     problems += [*_selection_problems(study, runs, searched), *_file_problems(trained, folder)]
     return list(dict.fromkeys(problems))
@@ -261,15 +248,12 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
 
     seeds = {stage: file[stage]["seeds"] for stage in ("search", "verdict")}
     selecting = {run.seed for run in runs if run.stage == "search"} | {*seeds["search"]}
-    draws = file["verdict"].get("draws") or []
     for run in runs:
         if run.stage == "verdict" and run.seed in selecting:
             finding = f"has seed {run.seed}, which the search also used to select the setting"
             yield f"{run.place}: {finding}; write other verdict.seeds"
         elif run.seed not in seeds[run.stage]:
             yield f"{run.place}: has seed {run.seed}, which is not in {run.stage}.seeds; {MATCHED}"
-        if run.stage == "verdict" and draws and run.draw not in draws:
-            yield f"{run.place}: has draw {run.draw}, which is not in verdict.draws; {MATCHED}"
     with_verdict = {
         candidate.name for candidate in study.candidates if candidate.selected is not None
     }
@@ -280,15 +264,6 @@ def _folder_problems(study: Study, folder: Path, runs: list[RunFiles]) -> Iterat
         ]
         if missing and (started or name in with_verdict):
             yield f"verdict/{name}: has no run with seed {', '.join(missing)}; rerun the study"
-        for draw in draws:
-            present = {run.seed for run in started if run.draw == draw}
-            lost = [
-                str(seed)
-                for seed in seeds["verdict"]
-                if seed not in present and str(seed) not in missing
-            ]
-            if lost:
-                yield f"verdict/{name}: has no run with draw {draw} and seed {', '.join(lost)}; rerun the study"
 
 
 def _recipe_problems(
@@ -486,12 +461,6 @@ def cautions(
         yield f"each candidate has {number} trials instead of the declared {declared}, because the budget ended"
     elif number > declared:
         yield f"the search was extended from {declared} to {number} trials of each candidate"
-
-    if search["trials"] > 1 and (seeds := len(search["seeds"])) < MIN_SEARCH_SEEDS:
-        yield (
-            f"the search has {count(seeds, 'seed')}, so it is unknown whether a search with other seeds would "
-            f"select the same settings; {MIN_SEARCH_SEEDS} or more search.seeds would show this"
-        )
 
     # Unequal terms that the study declares.
     numbers = {}

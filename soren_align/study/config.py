@@ -152,9 +152,6 @@ class VerdictSection(Section):
 
     seeds: Annotated[list[Seed], Field(json_schema_extra={"minItems": MIN_SEEDS})]
     """At least three values of trainer.seed, none of which the search used."""
-    draws: list[Seed] = []
-    """Values of run.perturb.seed: each seed is trained once for each, from weights that differ by
-    rounding, and its score is their mean. `[]`: one run per seed, without a perturbation."""
     reference: str = "adamw"
     """The candidate that all others are compared with, besides the starting checkpoint. `all`:
     every pair is compared, with Holm's correction for more comparisons."""
@@ -296,8 +293,6 @@ def recipe_of_run(study: StudyFile, run: Run) -> Recipe:
         "trainer.eval_on_start": True,
         "data.eval_part": run.stage,
     }
-    if draws := study.verdict.draws:  # in the search too, so that all runs have the same keys
-        own["run.perturb.seed"] = draws[0] if run.draw is None else run.draw
     if run.stage == "search":
         own["eval"] = None
     recipe = recipes.load(study.recipe, texts + _settings(own), notify=lambda line: None)
@@ -328,17 +323,11 @@ def first_run(study: StudyFile, candidate: str, *, high: bool = False) -> Run:
 
 
 def verdict_runs(study: StudyFile, candidate: str, parameters: dict[str, Any]) -> list[Run]:
-    """The runs of a candidate's verdict with these parameters, none of which is started: by seed,
-    then by draw.
-    """
-    runs = []
-    for number, seed in enumerate(study.verdict.seeds):
-        for draw in study.verdict.draws or [None]:
-            folder = f"verdict/{candidate}/{seed}{'' if draw is None else f'-{draw}'}"
-            runs.append(
-                Run(candidate, "verdict", number, seed, folder, parameters, "waiting", draw=draw)
-            )
-    return runs
+    """The runs of a candidate's verdict with these parameters by seed; none of them is started."""
+    return [
+        Run(candidate, "verdict", i, seed, f"verdict/{candidate}/{seed}", parameters, "waiting")
+        for i, seed in enumerate(study.verdict.seeds)
+    ]
 
 
 def _settings(values: dict[str, Any]) -> list[str]:
@@ -348,13 +337,9 @@ def _settings(values: dict[str, Any]) -> list[str]:
 def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
     """What a schema cannot express, without the recipe."""
     search, verdict = study.search, study.verdict
-    for section, key, seeds in (
-        ("search", "seeds", search.seeds),
-        ("verdict", "seeds", verdict.seeds),
-        ("verdict", "draws", verdict.draws),
-    ):
+    for section, seeds in (("search", search.seeds), ("verdict", verdict.seeds)):
         if len(set(seeds)) < len(seeds):
-            yield (section, key), f"found {seeds}; write each seed once"
+            yield (section, "seeds"), f"found {seeds}; write each seed once"
     if len(set(verdict.seeds)) < MIN_SEEDS:
         yield (
             ("verdict", "seeds"),
@@ -379,8 +364,6 @@ def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
             for key in keys
             if key in OWN_KEYS
         )
-        if verdict.draws and "run.perturb.seed" in keys:
-            yield (*at, "run.perturb.seed"), "is set by verdict.draws; remove this key"
     for name, candidate in study.candidates.items():
         at = ("candidates", name, "space") if candidate.space else ("search", "space")
         space, free = study.space(name), study.free(name)

@@ -21,7 +21,6 @@ from typing import Any
 
 from ..core.errors import UserError
 from ..core.files import digest, drop_incomplete_line, file_sha256, write
-from ..evaluate.stats.power import FAMILY_ERROR
 from ..evaluate.suite.suites import suite_of
 from ..recipe import Recipe, differences, load_resolved, training_part
 from ..recipe.data_files import data_files
@@ -29,7 +28,6 @@ from ..run.folder import RunFolder, now
 from ..run.provenance import DECLARATION, commit, read_declaration
 from .config import StudyFile
 from .runs import run_folders
-from .stats import look_error
 from .study import ENDED, Run, Study
 
 HISTORY = "history.jsonl"
@@ -200,5 +198,5 @@ def history_cautions(folder: Path, study: Study) -> Iterator[str]:
         yield (
             f"`compare` has computed {len(looks)} verdicts, each from a different set of runs; {changed} of "
             f"{len(first)} answers changed since the first verdict. Each verdict is another chance of a wrong "
-            f"answer, so the p-values of this verdict are multiplied by {FAMILY_ERROR / look_error(len(looks)):.4g}"
+            f"answer, so the p-values of this verdict are multiplied by {len(looks)}"
         )

@@ -40,28 +40,23 @@ class Spread:
     questions: Part = NOTHING
     residual: Part = NOTHING
     """Counted in both."""
-    selection: Part = NOTHING
-    """Of the search, which might have selected other settings."""
 
     @property
     def variance(self) -> Real:
         """Of the mean difference."""
         of_seeds = np.maximum(self.seeds.variance - self.residual.variance, 0.0)
-        return self.questions.variance + self.selection.variance + of_seeds
+        return self.questions.variance + of_seeds
 
     @property
     def seed_share(self) -> float:
         """The share of the variance that the seeds cause."""
-        others, variance = (
-            float(self.questions.variance + self.selection.variance),
-            float(self.variance),
-        )
+        others, variance = float(self.questions.variance), float(self.variance)
         return 1 - others / variance if variance else 0.0
 
     @property
     def degrees(self) -> Real:
         """Satterthwaite's degrees of freedom of the variance."""
-        parts = (self.seeds, self.questions, self.residual, self.selection)
+        parts = (self.seeds, self.questions, self.residual)
         return self.variance**2 / sum(part.variance**2 / part.degrees for part in parts)
 
     def margin(self, alpha: float) -> Real:
@@ -71,7 +66,7 @@ class Spread:
         conservative.
         """
         of_seeds = np.maximum(self.seeds.at(alpha) - self.residual.at(alpha), 0.0)
-        return np.sqrt(self.questions.at(alpha) + self.selection.at(alpha) + of_seeds)
+        return np.sqrt(self.questions.at(alpha) + of_seeds)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from ..core.text import (
     with_prefix,
     working,
 )
-from ..evaluate.stats.power import FAMILY_ERROR
 from ..evaluate.suite.suites import suite_of
 from ..launch.environment import set_environment
 from ..recipe import accumulation
@@ -34,7 +33,7 @@ from ..run.provenance import DIGITS
 from .config import ALL_PAIRS, StudyFile, first_run, recipe_of_run
 from .declaration import declare
 from .estimates import Assumed, Design, detectable_loss, detectable_score
-from .stats import look_error, num_declared_tests
+from .stats import num_declared_tests
 from .study import AVERAGE, HELD_OUT
 
 ASSUMPTIONS = {
@@ -69,7 +68,7 @@ def plan_study(
     """
     first = next(iter(plans.values()))
     num_search = study.search.trials * len(study.search.seeds)
-    num_verdict = len(study.verdict.seeds) * max(1, len(study.verdict.draws))
+    num_verdict = len(study.verdict.seeds)
     num_runs = num_search + num_verdict
     candidates: dict[str, dict[str, Any]] = {}
     for name, plan in plans.items():
@@ -192,8 +191,7 @@ def _detectable(
         *([AVERAGE] if evaluation and evaluation["has_average"] else []),
     ]
     num_tests = num_declared_tests(verdict, len(study.candidates), measures)
-    num_first = round(num_tests * FAMILY_ERROR / look_error(1))
-    design = Design(seeds=len(verdict.seeds), num_tests=num_first, power=verdict.power)
+    design = Design(seeds=len(verdict.seeds), num_tests=num_tests, power=verdict.power)
     assumptions = assumed(study)
     kinds: dict[str, dict[str, bool]] = {
         "to_base": {"to_base": True},
@@ -321,8 +319,7 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
         "",
         f"{runs['search']:,} of the search: {len(candidates)} candidates x {search['trials']} trials{times}",
     )
-    draws = f" x {len(verdict['draws'])} draws" if verdict["draws"] else ""
-    fresh = f"{len(candidates)} candidates x {len(verdict['seeds'])} fresh seeds{draws}"
+    fresh = f"{len(candidates)} candidates x {len(verdict['seeds'])} fresh seeds"
     write("", f"{runs['verdict']:,} of the verdict: {fresh}")
     write("selection", f"by {search['metric']} of the held-out examples at the end of a run")
     if plan["budget_hours"]:

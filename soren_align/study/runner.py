@@ -360,7 +360,6 @@ def describe_run(run: Run, study: StudyFile) -> str:
     """Describe a run that has ended: "trial 3 of 6, lr 0.0052: eval_loss 0.2312, 41 s"."""
     of_all = f" of {study.search.trials}" if run.number < study.search.trials else ", added"
     trials = f"trial {run.number + 1}{of_all}" if run.stage == "search" else f"seed {run.seed}"
-    trials += f", draw {run.draw}" if run.draw is not None else ""
     if run.stage == "search" and len(study.search.seeds) > 1:
         trials += f", seed {run.seed}"
     free = study.free(run.candidate)

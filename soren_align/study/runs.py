@@ -42,11 +42,6 @@ class RunFiles:
         return recorded if recorded is not None else self.recipe.trainer.get("seed", 42)
 
     @property
-    def draw(self) -> int | None:
-        """The seed of the perturbation that the run was started with."""
-        return self.recipe.run.perturb.seed if self.recipe.run.perturb else None
-
-    @property
     def num_steps(self) -> int | None:
         """Of a run whose training came to its end."""
         return self.record.get("training", {}).get("steps")
@@ -56,7 +51,7 @@ class RunFiles:
         """The keys of the recipe that determine the weights, as dotted ones, without the seeds."""
         # tuples are lists, as in files
         values = json.loads(json.dumps(flat(training_part(self.recipe)), default=str))
-        seeds = ["trainer.seed", "trainer.data_seed", "run.perturb.seed"]
+        seeds = ["trainer.seed", "trainer.data_seed"]
         seeds += ["model.init_seed"] * (self.recipe.task == "pretrain")
         return {key: value for key, value in values.items() if key not in seeds}
 

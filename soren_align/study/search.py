@@ -169,7 +169,7 @@ class Progress:
                 ]
                 # A seed of all candidates before the next: a load that changes meanwhile slows all
                 # of them alike.
-                return runs + sorted(final, key=lambda run: (run.number, run.draw or 0))
+                return runs + sorted(final, key=lambda run: run.number)
 
     def search(self) -> list[Run]:
         """The search's runs of the drawn trials: trial 0 of every candidate, then trial 1, ...;
@@ -191,8 +191,8 @@ class Progress:
         return runs
 
     def candidate(self, name: str, runs: list[Run]) -> Candidate:
-        """A candidate with the runs of its selected setting, one per fresh seed and draw; none
-        before its search ended.
+        """A candidate with the runs of its selected setting, one per fresh seed; none before its
+        search ended.
 
         runs: the whole search's.
         """

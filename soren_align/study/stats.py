@@ -7,23 +7,19 @@ studies state anything wrong.
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 from scipy.stats import bartlett
 
 from ..evaluate.stats.paired import ColumnPoints, Paired, Points, holm, read_points
-from ..evaluate.stats.power import FAMILY_ERROR, Part
+from ..evaluate.stats.power import FAMILY_ERROR
 from ..run.folder import RunFolder
 from ..run.held_out import read_held_out
 from .config import ALL_PAIRS, VerdictSection
 from .estimates import Estimate, estimate
 from .study import AVERAGE, BASE, HELD_OUT, Answer, Candidate, Difference
-
-FIRST_LOOK = 0.8
-"""The share of FAMILY_ERROR that the first verdict of a study spends."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +62,12 @@ def verdict(
     *,
     average: bool = False,
     look: int = 1,
-    selection: Mapping[str, Part] = MappingProxyType({}),
 ) -> list[Difference]:
     """Return the differences of the candidates whose final runs are all finished.
 
     Columns with unlike prompts are not compared. average: compare the plain mean of the suite's
     columns too. look: the number of this verdict, from 1, among those that were computed of the
-    study; see `look_error`. selection: by candidate, the part of the search in the variance of its
-    held-out metric, where it is known.
+    study, by which its p-values are multiplied.
     """
     complete = [candidate.name for candidate in candidates if is_complete(candidate)]
     names = [name for name in complete if name in answers.runs]
@@ -84,7 +78,7 @@ def verdict(
     suite = [column for column in columns if column != HELD_OUT]
     if average and suite:
         measures[AVERAGE] = suite
-    comparisons = list(_comparisons(rules, names, answers, measures, selection))
+    comparisons = list(_comparisons(rules, names, answers, measures))
     comparisons.sort(key=lambda each: each.reference != BASE)
 
     # Holm's correction is for all tests that were declared, also of candidates that have no
@@ -104,10 +98,11 @@ def verdict(
             margins[i] = margin
             tests.append((i, "equivalence", each.estimate.p_within(margin / each.factor)))
     missing = [1.0] * max(0, num_declared_tests(rules, len(candidates), measures) - len(tests))
-    scale = FAMILY_ERROR / look_error(look)
-    corrected = [min(1.0, scale * p) for p in holm([*(p for _, _, p in tests), *missing])]
+    # A study that is extended after a look at its answers has another chance of a wrong one.
+    # Bonferroni's correction for the looks is simple, and covers any reason to look again.
+    corrected = [min(1.0, look * p) for p in holm([*(p for _, _, p in tests), *missing])]
     p_holm = {(i, test): p for (i, test, _), p in zip(tests, corrected, strict=False)}
-    num_tests = round(scale * (len(tests) + len(missing)))
+    num_tests = look * (len(tests) + len(missing))
 
     differences = []
     for i, each in enumerate(comparisons):
@@ -170,17 +165,6 @@ def num_declared_tests(
     )
 
 
-def look_error(look: int) -> float:
-    """Return the probability of a wrong answer that a study's verdict number `look`, from 1, may
-    have.
-
-    0.04, 0.005, 0.0025, ...: all together FAMILY_ERROR, however often a study is extended after a
-    look at its answers (an alpha-spending function, Lan and DeMets 1983). Holm's p-values are
-    multiplied by FAMILY_ERROR over this.
-    """
-    return FAMILY_ERROR * (FIRST_LOOK if look == 1 else (1 - FIRST_LOOK) / 2 ** (look - 1))
-
-
 def is_complete(candidate: Candidate) -> bool:
     """Whether all its runs with fresh seeds are finished: the mean of those that survived would be
     too good.
@@ -189,11 +173,7 @@ def is_complete(candidate: Candidate) -> bool:
 
 
 def _comparisons(
-    rules: VerdictSection,
-    names: list[str],
-    answers: Answers,
-    measures: Mapping[str, list[str]],
-    selection: Mapping[str, Part],
+    rules: VerdictSection, names: list[str], answers: Answers, measures: Mapping[str, list[str]]
 ) -> Iterator[_Comparison]:
     """Yield the comparisons of all measures. measures: the columns of which each is the mean."""
     runs = [points for name in names for points in answers.runs[name]]
@@ -232,18 +212,12 @@ def _comparisons(
                     break
                 pairs.append(Paired(stacked[column][k] - others, runs[0][column].clusters))
             if len(pairs) == len(columns):
-                result = estimate(pairs)
-                searched = [selection[each] for each in (names[k], name) if each in selection]
-                if measure == HELD_OUT and searched:
-                    part = Part(
-                        sum(each.variance for each in searched),
-                        min(each.degrees for each in searched),
-                    )
-                    result = replace(result, spread=replace(result.spread, selection=part))
                 noisiest = max(
                     (each for each in (names[k], name) if each in ranges), key=ranges.__getitem__
                 )
-                yield _Comparison(names[k], name, measure, result, (noisiest, ranges[noisiest]))
+                yield _Comparison(
+                    names[k], name, measure, estimate(pairs), (noisiest, ranges[noisiest])
+                )
 
 
 def are_alike(a: Points, b: Points, columns: Sequence[str]) -> bool:

@@ -66,8 +66,6 @@ class Run:
     """Of the machine's CPUs, at the end of a training on them: the average of a minute."""
     scores: dict[str, float] | None = None
     """Of a verdict's run, in percent, by column of the suite."""
-    draw: int | None = None
-    """Of a verdict's run, the seed of its perturbation; None: the study has no draws."""
     identity: dict[str, Any] = field(default_factory=dict)
     """Hashes of what must be equal for all candidates with this seed (docs/comparison.md); see
     audit.py."""
@@ -118,17 +116,13 @@ def finished(runs: Iterable[Run]) -> list[Run]:
 
 
 def mean_metric(runs: Sequence[Run]) -> float | None:
-    """Return the mean metric of a trial's runs, or of a seed's draws; None unless all have a
-    result.
-    """
+    """Return the mean metric of a trial's runs; None unless all have a result."""
     metrics = [run.metric for run in finished(runs) if run.metric is not None]
     return fmean(metrics) if runs and len(metrics) == len(runs) else None
 
 
 def by_number(runs: Iterable[Run]) -> dict[int, list[Run]]:
-    """Return one candidate's runs of the search by trial, or its runs of the verdict by the
-    position of their seed.
-    """
+    """Return one candidate's runs of the search by trial."""
     numbers: dict[int, list[Run]] = {}
     for run in runs:
         numbers.setdefault(run.number, []).append(run)
@@ -173,31 +167,6 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class DrawSpread:
-    """The standard deviations of one measure over the seeds of a candidate, and over the draws of a
-    seed.
-    """
-
-    measure: str
-    """HELD_OUT, or a column of the suite, or AVERAGE."""
-    unit: Literal["percent", "loss"]
-    seeds: float
-    """Of the effect of a seed, without the draws'."""
-    draws: float
-    num_candidates: int
-    num_seeds: int
-    num_draws: int
-
-    @property
-    def share(self) -> float | None:
-        """The draws' part of the variance over seeds of single runs; None if all runs gave the
-        same.
-        """
-        total = self.seeds**2 + self.draws**2
-        return self.draws**2 / total if total else None
-
-
-@dataclass(frozen=True)
 class Study:
     """A study with its runs, its verdict and its faults.
     `dataclasses.asdict` of it is study.json.
@@ -211,8 +180,6 @@ class Study:
     base_scores: dict[str, float] | None
     """Of the starting checkpoint, in percent."""
     differences: list[Difference] = field(default_factory=list)
-    draws: list[DrawSpread] = field(default_factory=list)
-    """By measure; none without verdict.draws."""
     problems: list[str] = field(default_factory=list)
     """Faults found by the audit: with any, there is no verdict."""
     cautions: list[str] = field(default_factory=list)

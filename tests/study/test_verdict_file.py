@@ -12,7 +12,7 @@ from tests.support.report_study import make_study
 
 STUDY = make_study(declaration="0123456789ab" * 5 + "cdef", num_questions={"held-out": 240, "zoo_mc": 400})
 FORM = {
-    "candidates", "cautions", "commit", "date", "declaration", "differences", "digits", "draws", "format", "looks",
+    "candidates", "cautions", "commit", "date", "declaration", "differences", "digits", "format", "looks",
     "machine", "measures", "metric", "problems", "search_seeds", "title", "verdict_seeds", "versions",
 }  # fmt: skip
 
@@ -40,7 +40,7 @@ def test_the_form_changes_with_its_version_only(tmp_path):
 def test_its_numbers_are_those_of_the_study(tmp_path):
     content = written(STUDY, tmp_path)
     assert (content["digits"], content["declaration"]) == ("0123456789ab", STUDY.declaration)
-    assert (content["search_seeds"], content["verdict_seeds"], content["draws"]) == ([0], [101, 102, 103], [])
+    assert (content["search_seeds"], content["verdict_seeds"]) == ([0], [101, 102, 103])
     measures = {measure["name"]: measure for measure in content["measures"]}
     assert [*measures] == ["held-out", "average", "zoo_mc", "zoo_gen"]
     assert [measures[name]["num_questions"] for name in ("held-out", "zoo_mc", "zoo_gen")] == [240, 400, None]

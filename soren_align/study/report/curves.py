@@ -102,34 +102,6 @@ def interpolate(run: Run, along: str, level: float, key: str) -> float | None:
     return None
 
 
-def first_reach(
-    run: Run, target: float, higher_is_better: bool
-) -> tuple[float, float | None] | None:
-    """Return the step and the seconds at which a run's metric first is as good as `target`; None if
-    it never is.
-
-    Linear between the first such evaluation and the one before it.
-    """
-    sign = -1.0 if higher_is_better else 1.0
-    before: tuple[Point, float] | None = None
-    for point in run.curve:
-        metric = value_of(point, "metric")
-        if metric is None:
-            continue
-        excess = sign * (metric - target)
-        if excess <= 0:
-            if before is None:
-                return float(point.step), point.seconds
-            earlier, above = before
-            share = above / (above - excess)
-            seconds = None
-            if earlier.seconds is not None and point.seconds is not None:
-                seconds = earlier.seconds + share * (point.seconds - earlier.seconds)
-            return earlier.step + share * (point.step - earlier.step), seconds
-        before = point, excess
-    return None
-
-
 def common_level(study: Study, along: str) -> float | None:
     """Return the largest displacement (or KL) that every shown run reaches; None without two
     candidates.

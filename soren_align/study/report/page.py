@@ -25,12 +25,10 @@ from ...recipe import load_resolved
 from ...run.folder import RunFolder
 from ...run.metrics import IN_STUDIES
 from ...run.provenance import DIGITS
-from ..draws import mean_candidate
 from ..stats import num_declared_tests
 from ..study import BASE, HELD_OUT, Study, finished
 from . import charts, curves, text
 from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, TextTable, render
-from .effort import target_blocks, tuning_blocks
 from .verdict import VERDICT, verdict_file
 
 REPORT = "report.html"
@@ -80,8 +78,6 @@ def write_report(study: Study, folder: Path) -> None:
         "Along the runs": [charts.curves_figure(study)],
         "Answers": answer_blocks(study, folder),
         "The search": [charts.search_figure(study)],
-        "Tuning": tuning_blocks(study),
-        f"To the reference's final {text.metric_name(study)}": target_blocks(study),
         "At equal displacement": [charts.front_figure(study), *matched(study)],
         "Spectra": [charts.spectra_figure(study, folder)],
         "Time and memory": _costs(study),
@@ -164,10 +160,6 @@ def score_blocks(study: Study, folder: Path) -> list[Block]:
         Table(head, rows, align=align, signs=SIGNS),
         Paragraph(note, kind="muted"),
     ]
-    if study.draws:
-        first = study.draws[0]
-        title = f"Seeds and draws ({first.num_candidates} candidates, {first.num_seeds} seeds, {first.num_draws} draws)"
-        blocks.append(Items([Item("", sentence) for sentence in text.draw_sentences(study)], title))
     return blocks
 
 
@@ -226,7 +218,7 @@ def _scores(study: Study, columns: list[str]) -> list[list[str]]:
     ]
     metric = text.metric_text(starts[0] if starts else curves.start(study, "metric"))
     rows = [[metric, *(f"{base[c]:.1f}" if c in base else "-" for c in columns)]]
-    for candidate in map(mean_candidate, study.candidates):
+    for candidate in study.candidates:
         cells = []
         for measure in (HELD_OUT, *columns):
             results = [run.results.get(measure) for run in finished(candidate.verdict)]
@@ -413,8 +405,7 @@ def _runs(study: Study) -> Table:
             status = f"{run.status}, selected" if candidate.is_selected(run) else run.status
             settings = [text.setting(run.parameters.get(key), 4) for key in keys]
             costs = [duration(run.seconds), gibibytes(run.peak_memory_bytes)]
-            seed = str(run.seed) if run.draw is None else f"{run.seed}, draw {run.draw}"
-            row = [run.candidate, f"{run.stage} {run.number}", status, seed, *settings]
+            row = [run.candidate, f"{run.stage} {run.number}", status, str(run.seed), *settings]
             rows.append([*row, text.metric_text(run.metric), *costs, run.reason or ""])
     head = [
         "",
@@ -507,7 +498,6 @@ def terminal_verdict(study: Study) -> Group:
     parts += [Table(["", text.metric_name(study), *columns], rows, signs=SIGNS).rich(), Text()]
     if legend := text.legend(study):
         parts.append(Text(f"{legend}\n", style="dim"))
-    parts += [Text(f"{sentence}\n", style="dim") for sentence in text.draw_sentences(study)[:1]]
     for item in (
         item for name in text.references_of(study) for item in text.comparisons(study, name, most=1)
     ):
@@ -535,7 +525,6 @@ def trials_csv(study: Study) -> str:
         "stage",
         "number",
         "seed",
-        "draw",
         "folder",
         "status",
         "selected",
@@ -555,7 +544,7 @@ def trials_csv(study: Study) -> str:
     writer.writerow(map(_safe, head))
     for candidate in study.candidates:
         for run in candidate.runs:
-            row = [run.candidate, run.stage, run.number, run.seed, run.draw, run.folder, run.status]
+            row = [run.candidate, run.stage, run.number, run.seed, run.folder, run.status]
             row += [
                 "yes" if candidate.is_selected(run) else "no",
                 *(run.parameters.get(key) for key in keys),

@@ -212,25 +212,6 @@ def _only_reference(study: Study) -> str | None:
     return references.pop() if len(references) == 1 and not study.problems else None
 
 
-def draw_sentences(study: Study) -> list[str]:
-    """Return for each measure the share of the draws in the spread over seeds; nothing without
-    draws.
-    """
-    sentences = []
-    for spread in study.draws:
-        if spread.share is None:
-            text = "all draws and all seeds gave equal results"
-        else:
-            points = POINTS[spread.unit]
-            deviations = f"{spread.draws:.2g}{points} of draws, {spread.seeds:.2g}{points} of seeds"
-            text = (
-                f"{spread.share:.0%} of the variance between runs with different seeds also occurs between the draws "
-                f"of one seed (standard deviations: {deviations})"
-            )
-        sentences.append(f"{measure_name(study, spread.measure)}: {text}.")
-    return sentences
-
-
 def no_verdict(study: Study) -> str:
     """Return the reason why a study without faults has no verdict."""
     runs = [run for candidate in study.candidates for run in candidate.verdict]
@@ -262,8 +243,6 @@ def subtitle(study: Study) -> str:
         if seeds
         else "no fresh seeds yet"
     )
-    if draws := (study.file.get("verdict") or {}).get("draws"):
-        fresh += f" with {count(len(draws), 'draw')} each"
     without = f", {lost} of them without a result" if lost else ""
     recipe = study.file.get("recipe", "one recipe")
     steps = {run.curve[-1].step for run in study.runs if run.status == "finished" and run.curve}

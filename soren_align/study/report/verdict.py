@@ -18,7 +18,6 @@ from ...core.errors import UserError
 from ...publish.card import public
 from ...run.provenance import DIGITS, read_declaration
 from ..declaration import read_history
-from ..draws import mean_candidate
 from ..study import HELD_OUT, Answer, Study, finished
 from . import text
 
@@ -43,9 +42,7 @@ class VerdictCandidate(Section):
 
 
 class Scores(Section):
-    """The scores of one model on one measure, over the seeds; of a seed with several draws, their
-    mean counts.
-    """
+    """The scores of one model on one measure, over the seeds."""
 
     mean: float | None
     standard_deviation: float | None
@@ -121,15 +118,13 @@ class VerdictFile(Section):
     """Of the held-out examples, as training logs it; it selected the settings."""
     search_seeds: list[int]
     verdict_seeds: list[int]
-    draws: list[int]
-    """Seeds of the perturbed starts of each verdict seed; empty: one unperturbed run each."""
     candidates: list[VerdictCandidate]
     measures: list[VerdictMeasure]
     differences: list[VerdictDifference]
     """Empty if there are problems, or if final runs are missing."""
     looks: int
-    """Verdicts that were computed of this study, each of other runs; later ones have stricter
-    thresholds."""
+    """Verdicts that were computed of this study, each of other runs; p_holm is multiplied by this
+    number."""
     cautions: list[str]
     """Facts that weaken the verdict."""
     problems: list[str]
@@ -152,10 +147,7 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
     differences = [] if study.problems else study.differences
     search, rules = (study.file.get(key) or {} for key in ("search", "verdict"))
     # The scores on every measure: held-out first, as in the report.
-    candidates = {
-        candidate.name: finished(mean_candidate(candidate).verdict)
-        for candidate in study.candidates
-    }
+    candidates = {candidate.name: finished(candidate.verdict) for candidate in study.candidates}
     measures = []
     for name in (HELD_OUT, *text.columns_of_suite(study)):
         start = [(study.base_scores or {}).get(name)]
@@ -185,7 +177,6 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
         metric=str(search.get("metric", "eval_loss")),
         search_seeds=list(search.get("seeds") or []),
         verdict_seeds=list(rules.get("seeds") or []),
-        draws=list(rules.get("draws") or []),
         candidates=[
             VerdictCandidate(
                 name=candidate.name,
