@@ -13,30 +13,13 @@ from matplotlib.figure import Figure as Drawing
 from PIL import Image
 from rich.console import Console
 from soren_align import recipe
-from soren_align.core.text import Table
+from soren_align.core.figures import DARK, LIGHT, line_style
 from soren_align.recipe import to_yaml
 from soren_align.run.folder import RunFolder
-from soren_align.study.report import charts
-from soren_align.study.report.blocks import Paragraph, render
-from soren_align.study.report.charts import (
-    DARK,
-    LIGHT,
-    curves_figure,
-    line_style,
-    search_figure,
-    set_scale,
-    spectra_figure,
-)
-from soren_align.study.report.curves import (
-    common_level,
-    focus,
-    interpolate,
-    mean_curve,
-    shown_runs,
-    thin,
-    trial_metrics,
-)
-from soren_align.study.report.page import identities, matched, terminal_verdict, trials_csv, write_report
+from soren_align.study.report import figures
+from soren_align.study.report.curves import common_level, focus, interpolate, mean_curve, shown_runs, trial_metrics
+from soren_align.study.report.figures import curves_figure, search_figure, set_scale
+from soren_align.study.report.page import matched_table, terminal_verdict, trials_csv, write_report
 from soren_align.study.report.text import comparisons, headline, signed_size, size
 from soren_align.study.study import Candidate, Point, Run, Study
 from tests.support.report_study import COLUMNS, difference, make_study
@@ -45,7 +28,7 @@ from tests.support.run_folders import add_results
 HOSTILE = (
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "=cmd|'/c calc'!A0", "$x_[$ \x1b[2J\x00 \ud800",
 )  # fmt: skip
-VOID = {"meta", "img", "source", "br", "link", "input", "hr"}
+VOID = {"meta", "img", "br", "link", "input", "hr"}
 
 
 class Reader(HTMLParser):
@@ -101,8 +84,8 @@ def assert_self_contained(page):
     assert len(ids) == len(set(ids))
     for tag, attributes in reader.tags:
         assert not [name for name in attributes if name.startswith("on") or name in ("xlink:href", "action", "style")]
-        for name in {"src", "srcset"} & attributes.keys():
-            assert re.fullmatch(r"data:image/png;base64,[\w+/]+=*", attributes[name]), (tag, name)
+        if "src" in attributes:
+            assert re.fullmatch(r"data:image/png;base64,[\w+/]+=*", attributes["src"]), tag
         if "href" in attributes:
             assert attributes["href"].startswith("#"), (tag, attributes)
             assert attributes["href"][1:] in ids
@@ -125,35 +108,23 @@ def test_a_page_needs_nothing_from_outside_and_says_so(report):
     assert all(style.count(f"{name}:") >= 2 for name in colours)  # each has a value for light and for dark
 
 
-def colours_of(address):
-    """The most frequent colour of a picture, and all others."""
-    image = Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2]))).convert("RGB")
-    ordered = sorted(image.getcolors(), reverse=True)
-    return [f"#{red:02x}{green:02x}{blue:02x}" for _, (red, green, blue) in ordered]
-
-
-def test_every_picture_has_a_text_and_grows_with_the_page(report):
-    tags = Reader(report["report.html"]).tags
-    pictures = [attributes for tag, attributes in tags if tag == "img"]
+def test_every_picture_has_a_text_and_the_colours_of_the_page(report):
+    """A dark page inverts them: white becomes transparent there."""
+    pictures = [attributes for tag, attributes in Reader(report["report.html"]).tags if tag == "img"]
     drawn = [each for each in pictures if each["alt"]]
-    assert len(drawn) == 2 * 4 + 4 + 2 + 5  # differences, along the runs, the search, front
+    assert len(drawn) == 2 * 4 + 4 + 2 + 4  # differences, along the runs, the search, gain and forgetting
     assert all({*each} == {"src", "alt"} for each in pictures)  # no width: the style sheet has it
     assert len(pictures) - len(drawn) == 3 * 4  # of a legend, beside each name
-
-
-def test_every_picture_has_the_colours_of_a_light_and_of_a_dark_page(report):
-    tags = Reader(report["report.html"]).tags
-    light = [attributes["src"] for tag, attributes in tags if tag == "img"]
-    sources = [attributes for tag, attributes in tags if tag == "source"]
-    assert {each["media"] for each in sources} == {"screen and (prefers-color-scheme: dark)"}
-    assert len(light) == len(sources)
     style = report["report.html"][: report["report.html"].index("</style>")]
     for name in ("ink", "muted", "grid", "paper"):
         assert re.findall(rf"--{name}: (#\w+);", style)[:2] == [getattr(LIGHT, name), getattr(DARK, name)]
-    for addresses, colours in ((light, LIGHT), ([each["srcset"] for each in sources], DARK)):
-        pictures = [colours_of(each) for each in addresses]
-        assert {picture[0] for picture in pictures} == {colours.paper}  # the page's, so that no edge shows
-        assert {*colours.lines[:4], colours.grid} <= {colour for picture in pictures for colour in picture}
+    colours = set()
+    for each in pictures:
+        image = Image.open(io.BytesIO(base64.b64decode(each["src"].partition(",")[2]))).convert("RGB")
+        ordered = [f"#{r:02x}{g:02x}{b:02x}" for _, (r, g, b) in sorted(image.getcolors(), reverse=True)]
+        assert ordered[0] == LIGHT.paper
+        colours.update(ordered)
+    assert colours >= {*LIGHT.lines[:4], LIGHT.grid}
 
 
 @pytest.mark.rest
@@ -169,7 +140,7 @@ def test_texts_of_runs_are_no_code(tmp_path):
         candidates=[changed if each.name == changed.name else each for each in study.candidates],
         differences=[*study.differences, *(difference(each, "base", each, 1.0, 2.0) for each in HOSTILE)],
         cautions=[*HOSTILE],
-        contamination={each: {each: each, "scores": {each: {"value": 1.0, "change": 0.1}}} for each in HOSTILE},
+        contamination={each: {"scores": {each: {"value": 1.0, "change": 0.1}}} for each in HOSTILE},
         command=HOSTILE[0],
         versions=dict(zip(HOSTILE, HOSTILE, strict=True)),
         machine=HOSTILE[1],
@@ -185,10 +156,10 @@ def test_texts_of_runs_are_no_code(tmp_path):
     assert_self_contained(page)
 
 
-def test_markdown_makes_no_links_of_texts():
-    paragraph = Paragraph("![p](http://x/y.png) [a]: http://x [b][c] `d` *e* <f>")
-    last = render("md", "t", "", {"s": [paragraph]}).splitlines()[-1]
-    assert last == r"![p\](http://x/y.png) [a\]: http://x [b\][c] \`d\` \*e\* &lt;f>"
+def test_markdown_makes_no_links_of_texts(tmp_path):
+    caution = "![p](http://x/y.png) [a]: http://x [b][c] `d` *e* <f>"
+    _, markdown = written(make_study(names=("adamw",), num_trials=0, differences=[], cautions=[caution]), tmp_path)
+    assert r"- ![p\](http://x/y.png) [a\]: http://x [b\][c] \`d\` \*e\* &lt;f>" in markdown.splitlines()
 
 
 def test_the_page_and_its_twin_have_the_same_tables_and_sentences(report):
@@ -211,7 +182,7 @@ def test_the_verdict_comes_first_and_is_one_sentence_a_comparison(report):
     assert len(comparisons(study, "base")) == 4
     muon = comparisons(study, "adamw")[0]
     d = next(d for d in study.differences if (d.candidate, d.reference, d.measure) == ("muon", "adamw", "held-out"))
-    assert f"detectable: {d.detectable:.3f}" in muon.text
+    assert f"detectable: {d.detectable:.3f}" in muon.facts
 
 
 def test_a_loss_has_three_decimals_and_a_small_one_four():
@@ -223,10 +194,10 @@ def test_differences_have_their_candidates_colours_and_no_percent_beyond_100(mon
     wide = difference("muon", "adamw", "zoo_mc", 90.0, 60.0)  # detectable: 90
     wider = difference("soren", "adamw", "zoo_mc", -20.0, 120.0)
     drawn = []
-    monkeypatch.setattr(charts, "_panel", lambda *arguments, **options: drawn.append(arguments[3]))
-    charts.differences_figure(make_study(differences=[wide, wider]), "adamw")
+    monkeypatch.setattr(figures, "_panel", lambda *arguments, **options: drawn.append(arguments[3]))
+    figures.differences_figure(make_study(differences=[wide, wider]), "adamw")
     axes = Drawing().subplots()
-    drawn[0](axes, LIGHT)
+    drawn[0](axes)
     points = [line for line in axes.lines if line.get_marker() not in ("None", "")]
     assert [line.get_color() for line in points] == [LIGHT.lines[1], LIGHT.lines[3]]
     assert [line.get_markerfacecolor() for line in points] == [LIGHT.lines[1], LIGHT.paper]
@@ -262,8 +233,8 @@ def test_a_worse_candidate_is_called_worse_and_a_loss_of_retention_shown():
     worse = difference("muon", "base", "zoo_mc", -5.0, 1.0, margin=2.0, retained=False)
     item = comparisons(make_study(differences=[worse]), "base")[0]
     assert item.lead == "muon is worse than the starting checkpoint on zoo_mc"
-    assert "its zoo_mc is 5.0 points lower (95% interval 4.0 to 6.0, corrected p < 0.001)" in item.text
-    assert "It is not shown to lose less than the margin of 2.0 points on zoo_mc." in item.text
+    assert "its zoo_mc is 5.0 points lower (95% interval 4.0 to 6.0, corrected p < 0.001)" in item.facts
+    assert "It is not shown to lose less than the margin of 2.0 points on zoo_mc." in item.facts
 
 
 def test_scores_carry_the_answers_against_the_reference(report):
@@ -292,13 +263,13 @@ def changing_runs(study, change):
 def test_a_difference_that_noisy_seeds_hide_names_them():
     """Larger than all that training changed would have to be a difference that this study detects."""
     study = make_study(names=("adamw", "muon"))
-    noisy = {"detectable": 90.0, "seed_share": 0.9, "noisiest": "muon", "seed_range": 29.04}
+    noisy = {"detectable": 90.0, "seed_share": 0.9, "noisiest": "muon", "seed_range": 2.904}
     of_questions = {"detectable": 90.0, "seed_share": 0.1}
-    for changes, words in ((noisy, "too noisy to decide: muon's seeds differ by 29.0 points"),
-                           (of_questions, "detectable: 90.0 points"),
+    for changes, words in ((noisy, "too noisy to decide: muon's seeds differ by 2.904"),
+                           (of_questions, "detectable: 90.000"),
                            ({"detectable": None}, "the seeds gave identical results")):  # fmt: skip
-        changed = changing_differences(study, {"zoo_mc"}, answer="not distinguishable", **changes)
-        assert words in comparisons(changed, "adamw")[0].text
+        changed = changing_differences(study, {"held-out"}, answer="not distinguishable", **changes)
+        assert words in comparisons(changed, "adamw")[0].facts
 
 
 def test_an_equivalent_candidate_has_its_own_answer_and_sign():
@@ -306,8 +277,8 @@ def test_an_equivalent_candidate_has_its_own_answer_and_sign():
     study = changing_differences(study, measures, answer="equivalent", equivalence=0.05, is_equivalent=True)
     (item,) = comparisons(study, "adamw")
     assert item.lead == "muon is equivalent to adamw on all 4 measures"
-    assert "equivalent within 0.050" in item.text
-    assert item.kind == "equivalent"
+    assert "equivalent within 0.050" in item.facts
+    assert item.answer == "equivalent"
     assert " =" in screen(study)
 
 
@@ -334,7 +305,9 @@ def test_a_study_where_nothing_was_measured_is_a_report_without_figures(tmp_path
         assert not [tag for tag, _ in assert_self_contained(page).tags if tag == "img"]
         assert "There is no verdict" in markdown
         headings = [line for line in markdown.splitlines() if line.startswith("## ")]
-        assert not {"## The search", "## Along the runs", "## Spectra", "## Contamination"} & {*headings}
+        assert not {"## The search", "## Along the runs", "## Answers", "## Contamination", "## Every difference"} & {
+            *headings
+        }
         assert all(part.partition("\n")[2].strip() for part in markdown.split("\n## ")[1:])  # no section is empty
         screen(study)
 
@@ -352,7 +325,7 @@ def test_many_candidates_look_different_without_colour_too():
     assert len({str(each) for each in looks}) == 84
     assert len({(str(each["linestyle"]), each["marker"]) for each in looks[:12]}) == 12
     figure = curves_figure(make_study(names=tuple(f"optimizer-{i}" for i in range(12)), num_trials=2))
-    assert [key.alt for key in figure.legend] == [f"optimizer-{i}" for i in range(12)]
+    assert "optimizer-11" in figure.panels[0].alt
 
 
 @pytest.mark.rest
@@ -360,23 +333,6 @@ def test_the_same_study_gives_the_same_bytes(report, tmp_path):
     page, markdown = written(make_study(), tmp_path)
     assert page == report["report.html"]
     assert markdown == report["report.md"]
-
-
-def test_spectra_of_run_folders_are_drawn(tmp_path):
-    study = make_study(names=("adamw", "soren"))
-    first, second = study.candidates[0].verdict[0], study.candidates[1].verdict[1]
-    for run in (first, second):
-        (tmp_path / run.folder).mkdir(parents=True)
-        lines = [{"step": i, "name": "w", "shape": [2, 3], "singular_values": [2.0, i]} for i in (1, 2)]
-        (tmp_path / run.folder / "spectra.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert "at the end: adamw 2 at 2, soren 2 at 2." in spectra_figure(study, tmp_path).panels[0].alt
-    (tmp_path / first.folder / "spectra.jsonl").write_text('{"step": 1, "name": "w", "singular_values": [null]}')
-    assert "adamw" not in spectra_figure(study, tmp_path).panels[0].alt
-    # A folder that a damaged study names outside of its own is not read.
-    (tmp_path / "other").mkdir()
-    run = replace(second, folder=f"../{second.folder}")
-    outside = [replace(each, verdict=[run]) for each in study.candidates]
-    assert spectra_figure(replace(study, candidates=outside), tmp_path / "other") is None
 
 
 def test_answers_of_every_candidate_stand_beside_the_right_ones_and_those_of_the_start(tmp_path):
@@ -455,20 +411,6 @@ def test_searched_words_stand_beside_each_other():
     assert "selected exact" in figure.panels[0].alt
 
 
-def test_hashes_are_shown_once_if_all_runs_share_them(report):
-    text = report["report.md"].split("## To repeat it")[1]
-    assert f"| starting weights | {'9f' * 8}… |" in text
-    assert "| precision | weights float32, autocast no |" in text
-    assert "| processes | 1 |" in text
-    assert f"| 102 | {102:016x}… |".replace(f"{102:016x}", "0" * 16) in text
-    study = make_study(names=("adamw", "muon"))
-    changed = replace(study.candidates[1].verdict[0], identity={"batches": "other"})
-    candidates = [study.candidates[0], replace(study.candidates[1], verdict=[changed])]
-    *_, table = (b for b in identities(replace(study, candidates=candidates)) if isinstance(b, Table))
-    column = table.head.index("batches")
-    assert table.rows[0][column] == "adamw: 0000000000000000…\nmuon: other"
-
-
 def test_scores_without_contaminated_questions_are_shown(report):
     assert "| zoo_mc | 400 | 12 | 4 | 6,000 | base 71.0 (-0.5)<br>adamw 92.0 (-1.0) |" in report["report.md"]
 
@@ -488,15 +430,17 @@ def test_matched_values_are_interpolated_at_the_first_crossing():
     assert common_level(Study("s", {}, False, candidates, None), "relative_change") == 0.25
 
 
-def test_values_on_a_line_from_the_start_are_marked():
+def test_values_on_a_line_from_the_start_are_marked(tmp_path):
     study = make_study(names=("adamw", "soren"))
-    assert "†" not in render("md", "", "", {"": matched(study)})
+    table, is_coarse, _ = matched_table(study)
+    assert not is_coarse
+    assert not any("†" in cell for row in table.rows for cell in row)
     sparse = [replace(run, curve=[run.curve[0], run.curve[-1]]) for run in study.candidates[0].verdict]
     study = replace(study, candidates=[replace(study.candidates[0], verdict=sparse), study.candidates[1]])
-    table, note = matched(study)
+    table, *_ = matched_table(study)
     assert all(cell.endswith(" †") for cell in (table.rows[0][2], table.rows[0][3]))
     assert not any("†" in cell for cell in table.rows[1])
-    assert "a loss is too high there" in note.text
+    assert "a loss is too high there" in written(study, tmp_path)[1]
 
 
 def test_the_mean_curve_has_the_steps_of_all_seeds():
@@ -505,8 +449,6 @@ def test_the_mean_curve_has_the_steps_of_all_seeds():
     points = mean_curve(runs, "step", "metric")
     assert [x for x, _ in points] == [0, 10, 20, 30]
     assert points[2][1] == pytest.approx(sum(run.curve[2].metric for run in runs) / 3)
-    assert len(thin([(float(i), 0.0) for i in range(5000)])) == 200
-    assert thin([(float(i), 0.0) for i in range(5000)])[-1] == (4999.0, 0.0)
 
 
 def test_the_axis_shows_the_ends_of_curves_and_not_their_first_loss():

@@ -1,1 +1,1 @@
-"""The report of a study: a model of blocks, charts, and the pages made of them."""
+"""The report of a study: one dict of tables and figures, and the pages made of it."""

@@ -1,280 +1,280 @@
 """Write the report of a study: a page, the same in Markdown, and a table of all runs.
 
-The sections of the page are in the order of a reader's questions: the verdict first, then all that
-it is made of.
+`contents` is one dict: the tables, the figures and the sentences. The template sections.j2 orders
+them by a reader's questions, the verdict first; html.j2 and md.j2 say how each looks in either form.
 """
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from ...core.errors import UserError, printable
 from ...core.files import write
-from ...core.text import Table, count, duration, gibibytes, join_words, mean_std, p_value
+from ...core.text import (
+    Table,
+    count,
+    duration,
+    fenced,
+    gibibytes,
+    join_words,
+    markdown_line,
+    mean_std,
+    number,
+    p_value,
+)  # fmt: skip
 from ...evaluate.report.results import Results, read_results
-from ...publish.answers import of_evaluation
+from ...publish.answers import Answers, of_evaluation
 from ...recipe import load_resolved
 from ...run.folder import RunFolder
 from ...run.metrics import IN_STUDIES
 from ...run.provenance import DIGITS
 from ..stats import num_declared_tests
 from ..study import BASE, HELD_OUT, Study, finished
-from . import charts, curves, text
-from .blocks import Alert, Block, Code, Item, Items, LongTable, Paragraph, TextTable, render
+from . import curves, figures, text
 from .verdict import VERDICT, verdict_file
 
 REPORT = "report.html"
-STYLES = {"better": "green", "worse": "red", "equivalent": "cyan", "open": ""}
+STYLES = {"better": "green", "worse": "red", "equivalent": "cyan", "not distinguishable": ""}
 SIGNS = {sign: (STYLES[answer], answer) for answer, sign in text.SIGNS.items()}
+RUN = ("candidate", "stage", "number", "seed", "folder", "status")
+COSTS = ("metric", "seconds", "peak_memory_bytes")
 LAST = ("step", "tokens", "train_loss", *(metric.key for metric in IN_STUDIES))
-"""Quantities of a run's last evaluation, in trials.csv."""
-OWN = ("recipe", "num_batches", "versions")
-"""Parts of a run's identity that are not shown: its own recipe, and what stands elsewhere."""
+"""Columns of trials.csv: fields of a run, and quantities of its last evaluation."""
 MOST_PROBLEMS = 10
 """In a terminal; the page has all."""
-CONTAMINATION = {"exact": "as a whole", "scores": "scores without these (change)"}
 
 
 def write_report(study: Study, folder: Path) -> None:
-    """Write report.html, report.md, trials.csv and verdict.json into the study's folder; the same
-    study gives the same bytes.
+    """Write report.html, report.md, trials.csv and verdict.json into the study's folder.
 
-    Spectra are read from its run folders in `folder`, all else from the study, its declaration and
-    its history.
+    The same study gives the same bytes.
     """
-    cautions: list[Block] = [Items([Item("", caution, "caution") for caution in study.cautions])]
-    if not study.cautions:
-        cautions = [
-            Paragraph(
-                "The audit has no cautions: no selected value is the smallest or largest that was tried, no question "
-                "is in the training data, and there are enough seeds."
-            )
-        ]
-    general = (
-        "The conclusion holds for this model, these data, this schedule and these search spaces: with a longer "
-        "training, a larger model or other search spaces, the order of the optimizers may be different."
-    )
-    if study.base_scores and not study.contamination:
-        general = (
-            f"The overlap of the training examples with the questions was not counted. {general}"
-        )
-    repeat: list[Block] = [Code(study.command)] if study.command else []
-    if study.versions:
-        versions = ", ".join(f"{name} {version}" for name, version in study.versions.items())
-        repeat.append(Paragraph(f"Versions: {versions}."))
-    repeat += [Paragraph(f"Machine: {study.machine}.")] if study.machine else []
-    resolved = json.dumps(study.file, indent=1, ensure_ascii=False, default=str)
-    parts: Mapping[str, Sequence[Block | None]] = {
-        "Verdict": verdict_blocks(study, folder),
-        "How this conclusion could be wrong": [*cautions, Paragraph(general)],
-        "Along the runs": [charts.curves_figure(study)],
-        "Answers": answer_blocks(study, folder),
-        "The search": [charts.search_figure(study)],
-        "At equal displacement": [charts.front_figure(study), *matched(study)],
-        "Spectra": [charts.spectra_figure(study, folder)],
-        "Time and memory": _costs(study),
-        "Contamination": [_contamination(study)],
-        "Every difference": difference_blocks(study),
-        "Every run": [
-            _runs(study),
-            Paragraph("trials.csv has these runs with more columns.", kind="muted"),
-        ],
-        "To repeat it": [
-            *repeat,
-            *identities(study),
-            Code(resolved, folded="The study's file, resolved"),
-        ],
-    }
-    sections = {
-        name: [block for block in blocks if block is not None] for name, blocks in parts.items()
-    }
-    sections = {name: blocks for name, blocks in sections.items() if blocks}
-    subtitle = text.subtitle(study)
-    write(folder / REPORT, render("html", study.name, subtitle, sections))
-    write(folder / "report.md", render("md", study.name, subtitle, sections))
+    shown = contents(study, folder)
+    write(folder / REPORT, render("html", shown))
+    write(folder / "report.md", render("md", shown))
     write(folder / "trials.csv", trials_csv(study))
     write(folder / VERDICT, json.dumps(verdict_file(study, folder).model_dump(), indent=1) + "\n")
 
 
-def verdict_blocks(study: Study, folder: Path) -> list[Block]:
-    """Return the verdict; of a study with faults these instead."""
-    if study.problems:
-        return [
-            Alert("No verdict: the runs cannot be compared", study.problems),
-            Paragraph(
-                "The figures and tables below show the runs as they are; they do not support a conclusion."
-            ),
-            *score_blocks(study, folder),
-        ]
-    if not study.differences:
-        return [Paragraph(text.no_verdict(study), kind="lead"), *score_blocks(study, folder)]
-    blocks: list[Block] = [Paragraph(sentence, kind="lead") for sentence in text.headline(study)]
-    blocks += score_blocks(study, folder)
-    num = num_declared_tests(text.rules_of(study), len(study.candidates), text.measures_of(study))
-    note = (
-        "Intervals cover the spread over seeds, and over questions or held-out examples. Two optimizers are compared "
-        "seed by seed and question by question. A candidate is better or worse if its p-value is below 0.05 after "
-        f"Holm's correction for the {count(num, 'test')} of this study. The intervals are not corrected: an interval "
-        'can exclude 0 although the candidate is "not distinguishable". In tables and figures, positive differences '
-        "are better, also for a loss."
+def render(form: Literal["html", "md"], shown: dict[str, Any]) -> str:
+    """Return the page in one form, with every text escaped. shown: of `contents`."""
+
+    # All texts are of unknown origin. In Markdown, the escape of HTML is replaced by its own.
+    def escaped(value: Any) -> Any:
+        if isinstance(value, Markup):
+            return value
+        return printable(value) if form == "html" else Markup(markdown_line(str(value)))
+
+    folder = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=escaped,
     )
-    blocks.append(Paragraph(note, kind="muted"))
-    for name in text.references_of(study):
-        blocks.append(
-            Items(text.comparisons(study, name, most=1), f"Against {text.reference_name(name)}")
-        )
-        blocks.append(charts.differences_figure(study, name))
-    return blocks
+    environment.filters |= {
+        "words": join_words,
+        "count": count,
+        "flat": lambda markup: Markup(" ".join(markup.split())),
+        "fenced": lambda code: Markup(fenced(printable(code))),
+        "markdown": lambda table: Markup(table.markdown()),
+    }
+    style = Markup((folder / "report.css").read_text(encoding="utf-8"))
+    return environment.get_template(f"{form}.j2").render(shown, style=style).rstrip() + "\n"
 
 
-def score_blocks(study: Study, folder: Path) -> list[Block]:
-    """Return the scores, the starting checkpoint's in the first row, marked by the answers against
-    the reference.
+def contents(study: Study, folder: Path) -> dict[str, Any]:
+    """Return what the page shows; None and empty lists are left out by the template.
+
+    folder: the study's, with the evaluations of its final runs; all else is read from the study.
     """
-    columns = text.columns_of_suite(study)
-    rows = [["starting checkpoint", *_scores(study, columns)[0], "-", ""]]
-    for candidate, scores in zip(study.candidates, _scores(study, columns)[1:], strict=True):
-        trial = candidate.selected_trial
-        searched = trial.parameters.items() if trial else ()
-        # =optimizer.lr
-        derived = {key for key, values in candidate.space.items() if isinstance(values, str)}
-        settings = [
-            f"{key} {text.setting(value)}" for key, value in searched if key not in derived
-        ] or ["none"]
-        rows.append(
-            [candidate.name, *scores, str(len(finished(candidate.verdict))), "\n".join(settings)]
-        )
-    head = ["", text.metric_name(study), *columns, "runs", "selected setting"]
-    note = f"Mean ± standard deviation over the seeds of the final runs; scores in percent. {_suite(study, folder)}"
-    note = f"{note.strip()} {text.legend(study)}".strip()
-    align = "l" + "r" * (len(head) - 2) + "l"
-    blocks: list[Block] = [
-        Table(head, rows, align=align, signs=SIGNS),
-        Paragraph(note, kind="muted"),
-    ]
-    return blocks
-
-
-def difference_blocks(study: Study) -> list[Block]:
-    """Return every difference under its measure; nothing without a verdict."""
-    if study.problems or not study.differences:
-        return []
-    rows, groups = [], set()
-    for measure in text.measures_of(study):
-        groups.add(len(rows))
-        rows.append([text.measure_name(study, measure), *[""] * 7])
-        for d in text.in_order(study, text.references_of(study)):
-            if d.measure == measure:
-                value, low, high = (
-                    text.signed_size(value, d.unit) for value in (d.value, d.low, d.high)
-                )
-                retained = "-"
-                if d.retained is not None and d.margin is not None:
-                    retained = f"{'yes' if d.retained else 'not shown'}, margin {text.size(d.margin, d.unit)}"
-                row = [
-                    f"{d.candidate} - {'start' if d.reference == BASE else d.reference}",
-                    d.answer,
-                ]
-                row += [value, f"[{low}, {high}]", p_value(d.p_holm).removeprefix("p ")]
-                row += [text.seen_size(d).removesuffix(" points"), f"{d.seed_share:.0%}", retained]
-                rows.append(row)
-    power = text.rules_of(study).power
-    head = [
-        "",
-        "answer",
-        "difference",
-        "95% interval",
-        "Holm's p",
-        "detectable",
-        "by seeds",
-        "retained",
-    ]
-    note = (
-        f"Detectable: a study like this one finds a true difference of this size in {power:.0%} of repetitions. By "
-        "seeds: the share of the difference's variance that the seeds cause. More seeds lower this part, and more "
-        "questions or examples lower the other part."
-    )
-    return [Table(head, rows, align="ll", groups=frozenset(groups)), Paragraph(note, kind="muted")]
-
-
-def _scores(study: Study, columns: list[str]) -> list[list[str]]:
-    """Return the selection metric and scores of the suite: of the starting checkpoint, then of each
-    candidate.
-    """
-    base = study.base_scores or {}
-    starts = [
-        run.start
+    has_answers = bool(study.differences) and not study.problems
+    rules = text.rules_of(study) if study.differences else None
+    references = text.references_of(study) if has_answers else []
+    columns, measures = text.columns_of_suite(study), text.measures_of(study)
+    matched, is_coarse, levels = matched_table(study)
+    loads = cpu_loads(study)
+    evaluations = [
+        (candidate.name, *_evaluation(folder / run.folder))
         for candidate in study.candidates
-        for run in candidate.verdict
-        if run.start is not None
+        for run in finished(candidate.verdict)[:1]
     ]
+    return {
+        "study": study,
+        "metric": text.metric_name(study),
+        "digits": study.declaration[:DIGITS],
+        "plan": plan(study),
+        "has_answers": has_answers,
+        "rules": rules,
+        "num_tests": rules and num_declared_tests(rules, len(study.candidates), measures),
+        "headline": text.headline(study) if has_answers else [],
+        "no_verdict": text.no_verdict(study),
+        "sign_legend": text.legend(study),
+        "comparisons": {
+            text.reference_name(name): text.comparisons(study, name) for name in references
+        },
+        "scores": score_table(study, columns),
+        "suite": suite(study, columns, evaluations[0][2] if evaluations else None),
+        "answers": answer_table(evaluations),
+        "differences": difference_table(study) if has_answers else None,
+        "matched": matched,
+        "is_coarse": is_coarse,
+        "levels": levels,
+        "costs": cost_table(study, are_comparable(loads)),
+        "unequal_loads": () if are_comparable(loads) else (min(loads), max(loads)),
+        "contamination": contamination_table(study),
+        "runs": run_table(study),
+        "file": json.dumps(study.file, indent=1, ensure_ascii=False, default=str),
+        "legend": figures.legend(study),
+        "has_lines_of_runs": len(study.candidates) <= figures.MAX_WITH_RUNS,
+        "figures": {
+            "differences": {
+                text.reference_name(name): figures.differences_figure(study, name)
+                for name in references
+            },
+            "along": figures.curves_figure(study),
+            "search": figures.search_figure(study),
+            "front": figures.front_figure(study),
+        },
+        "keys_without_panel": figures.free_keys(*study.candidates)[figures.MAX_KEYS :],
+    }
+
+
+def plan(study: Study) -> dict[str, Any]:
+    """Return the numbers of a study's runs, for the sentence below its title."""
+    trials = [run for candidate in study.candidates for run in candidate.trials]
+    ended = [run for run in trials if run.status not in ("waiting", "running")]
+    steps = {run.curve[-1].step for run in study.runs if run.status == "finished" and run.curve}
+    settings = {len({run.number for run in each.trials}) for each in study.candidates}
+    return {
+        "recipe": study.file.get("recipe", "one recipe"),
+        "steps": max(steps) if len(steps) == 1 else None,
+        "settings": " or ".join(map(str, sorted(settings))) or "no",
+        "search_seeds": len({run.seed for run in trials}),
+        "trials": len(trials),
+        "ended": len(ended),
+        "lost": sum(run.status != "finished" for run in ended),
+        "seeds": sorted({run.seed for each in study.candidates for run in each.verdict}),
+    }
+
+
+def score_table(study: Study, columns: Sequence[str]) -> Table:
+    """Return the scores, the starting checkpoint's in the first row, with the selected settings."""
+    start, *scores = _scores(study, columns)
+    rows = [["starting checkpoint", *start, "-", ""]]
+    for candidate, own in zip(study.candidates, scores, strict=True):
+        trial = candidate.selected_trial
+        settings = [
+            f"{key} {text.setting(trial.parameters[key])}"
+            for key in figures.free_keys(candidate)
+            if trial and key in trial.parameters
+        ]
+        num_runs = str(len(finished(candidate.verdict)))
+        rows.append([candidate.name, *own, num_runs, "\n".join(settings) or "none"])
+    head = ["", text.metric_name(study), *columns, "runs", "selected setting"]
+    return Table(head, rows, align="l" + "r" * (len(head) - 2) + "l", signs=SIGNS)
+
+
+def _scores(study: Study, columns: Sequence[str]) -> list[list[str]]:
+    """Return the selection metric and scores: the starting checkpoint's, then each candidate's."""
+    base = study.base_scores or {}
+    runs = [run for candidate in study.candidates for run in candidate.verdict]
+    starts = [run.start for run in runs if run.start is not None]
     metric = text.metric_text(starts[0] if starts else curves.start(study, "metric"))
-    rows = [[metric, *(f"{base[c]:.1f}" if c in base else "-" for c in columns)]]
+    rows = [[metric, *(number(base.get(column), ".1f") for column in columns)]]
     for candidate in study.candidates:
         cells = []
         for measure in (HELD_OUT, *columns):
             results = [run.results.get(measure) for run in finished(candidate.verdict)]
-            mean = mean_std(
-                [each for each in results if each is not None], 3 if measure == HELD_OUT else 1
-            )
+            known = [result for result in results if result is not None]
+            mean = mean_std(known, 3 if measure == HELD_OUT else 1)
             cells.append(mean + text.sign(study, candidate.name, measure))
         rows.append(cells)
     return rows
 
 
-def answer_blocks(study: Study, folder: Path) -> list[Block]:
-    """Return answers to questions whose answers are generated: the start's, then each
-    candidate's.
-    """
-    names: list[str] = []
-    rows: dict[str, list[str]] = {}
-    source = ""
-    for candidate in study.candidates:
-        for run in finished(candidate.verdict)[:1]:
-            output, results = _evaluation(folder / run.folder)
-            if output is None or results is None or len(results["rows"]) < 2:
-                continue
-            *_, start, own = results["rows"]
-            if (answers := of_evaluation(output, results, own, start)) is None:
-                continue
-            names.append(candidate.name)
-            source = answers.source
-            for (prompt, before, after), target in zip(answers.rows, answers.targets, strict=True):
-                rows.setdefault(prompt, [prompt, target or "-", before]).append(after)
-    complete = [row for row in rows.values() if len(row) == 3 + len(names)]
-    if not complete:
-        return []
-    note = f"{source}: generated by the starting checkpoint, and by each optimizer's final run with the first seed."
-    head = ["", "right answer", "start", *names]
-    return [TextTable(head, complete, align="l" * len(head)), Paragraph(note, kind="muted")]
+def difference_table(study: Study) -> Table:
+    """Return every difference under its measure."""
+    rows, groups = [], set()
+    for measure in text.measures_of(study):
+        groups.add(len(rows))
+        rows.append([text.measure_name(study, measure), *[""] * 7])
+        for reference in text.references_of(study):
+            for d in text.differences_to(study, reference):
+                if d.measure != measure:
+                    continue
+                retained = "-"
+                if d.retained is not None and d.margin is not None:
+                    answer = "yes" if d.retained else "not shown"
+                    retained = f"{answer}, margin {text.size(d.margin, d.unit)}"
+                value, low, high = (text.signed_size(v, d.unit) for v in (d.value, d.low, d.high))
+                rows.append([
+                    f"{d.candidate} - {'start' if reference == BASE else reference}",
+                    d.answer,
+                    value,
+                    f"[{low}, {high}]",
+                    p_value(d.p_holm).removeprefix("p "),
+                    text.detectable(d).removesuffix(" points"),
+                    f"{d.seed_share:.0%}",
+                    retained,
+                ])  # fmt: skip
+    head = ["", "answer", "difference", "95% interval", "Holm's p", "detectable", "by seeds"]
+    return Table([*head, "retained"], rows, align="ll", groups=frozenset(groups))
 
 
-def _suite(study: Study, folder: Path) -> str:
-    """Return a sentence about the suite's scores, as the first final run's results name them; ""
-    without results.
+def suite(study: Study, columns: Sequence[str], results: Results | None) -> dict[str, Any] | None:
+    """Return the suite's title and what is known of each column, as a final run's results name it.
+
+    None if they lack one of the columns.
     """
-    runs = [run for candidate in study.candidates for run in finished(candidate.verdict)]
-    results = _evaluation(folder / runs[0].folder)[1] if runs else None
-    columns = [column for column in text.columns_of_suite(study) if column != text.AVERAGE]
+    columns = [column for column in columns if column != text.AVERAGE]
     scores = results["rows"][-1]["scores"] if results and results["rows"] else {}
     if not results or not columns or not all(column in scores for column in columns):
-        return ""
-    parts = []
+        return None
+    described = []
     for column in columns:
-        metric = results["settings"].get("metrics", {}).get(column, "").split(",")[0]
-        chance, number = scores[column].get("chance"), study.num_questions.get(column, 0)
-        facts = [metric, *[count(number, "question")] * bool(number)]
-        facts += [] if chance is None else [f"{chance:.0f}% by guessing"]
-        parts.append(f"{column} ({', '.join(facts)})")
-    return f"Scores of the suite {results['title']}: {join_words(parts)}."
+        facts = [results["settings"].get("metrics", {}).get(column, "").split(",")[0]]
+        if num := study.num_questions.get(column, 0):
+            facts.append(count(num, "question"))
+        if (chance := scores[column].get("chance")) is not None:
+            facts.append(f"{chance:.0f}% by guessing")
+        described.append(f"{column} ({', '.join(facts)})")
+    return {"title": results["title"], "columns": described}
+
+
+Evaluations = Sequence[tuple[str, Path | None, Results | None]]
+"""The candidate, the folder and the results of its first final run's evaluation."""
+
+
+def answer_table(evaluations: Evaluations) -> tuple[str, Table] | None:
+    """Return answers to questions whose answers are generated, and where the questions are from."""
+    answers: dict[str, Answers] = {}
+    for name, output, results in evaluations:
+        if output is not None and results is not None and len(results["rows"]) > 1:
+            *_, start, own = results["rows"]
+            if found := of_evaluation(output, results, own, start):
+                answers[name] = found
+    rows: dict[str, list[str]] = {}
+    for found in answers.values():
+        for (prompt, before, after), target in zip(found.rows, found.targets, strict=True):
+            rows.setdefault(prompt, [prompt, target or "-", before]).append(after)
+    head = ["", "right answer", "start", *answers]
+    complete = [row for row in rows.values() if len(row) == len(head)]
+    if not complete:
+        return None
+    return [*answers.values()][-1].source, Table(head, complete, align="l" * len(head))
 
 
 def _evaluation(folder: Path) -> tuple[Path | None, Results | None]:
@@ -289,200 +289,119 @@ def _evaluation(folder: Path) -> tuple[Path | None, Results | None]:
     return None, None
 
 
-def matched(study: Study) -> list[Block]:
-    """Return the candidates at equal displacement and at equal KL: interpolated along their
-    runs.
+def matched_table(study: Study) -> tuple[Table | None, bool, list[str]]:
+    """Return the candidates at equal displacement and at equal KL, interpolated along their runs.
+
+    Then whether a value was reached before the first evaluation, which is marked by †, and the
+    names of the quantities.
     """
-    begin, name = curves.start(study, "retention_loss"), text.metric_name(study)
+    begin, metric = curves.start(study, "retention_loss"), text.metric_name(study)
     head, rows, names = [""], [[candidate.name] for candidate in study.candidates], []
+    is_coarse = False
     for along, label in (("relative_change", "displacement"), ("kl_to_start", "KL")):
         level = curves.common_level(study, along)
         if level is None:
             continue
         names.append(label)
-        head += [f"{label} at the end", f"{name} at {label} {level:.3g}"]
-        head += [f"rise of the retention loss at {label} {level:.3g}"] if begin is not None else []
+        head += [f"{label} at the end", f"{metric} at {label} {level:.3g}"]
+        if begin is not None:
+            head.append(f"{figures.RETENTION} at {label} {level:.3g}")
         for row, runs in zip(rows, map(curves.shown_runs, study.candidates), strict=True):
-            paths = [curves.curve(run, along, "metric") for run in runs]
-            ends = [points[-1][0] for points in paths if points]
+            paths = [path for run in runs if (path := curves.curve(run, along, "metric"))]
+            ends = [path[-1][0] for path in paths]
             row.append(text.metric_text(sum(ends) / len(ends)) if ends else "-")
             # Passed before the first evaluation: a line from the start is far from the curve.
-            coarse = (
-                " †" if any(len(points) > 1 and level < points[1][0] for points in paths) else ""
-            )
+            mark = ""
+            if any(len(path) > 1 and level < path[1][0] for path in paths):
+                mark, is_coarse = " †", True
             for key, zero in (("metric", 0.0), ("retention_loss", begin)):
                 if zero is not None:
                     values = [curves.interpolate(run, along, level, key) for run in runs]
-                    row.append(
-                        mean_std([value - zero for value in values if value is not None], 3)
-                        + coarse
-                    )
-    if len(head) == 1:
-        return []
-    note = (
-        f"The table has the loss of each run at the point where its {join_words(names, 'or')} first reaches the "
-        "value in the column's title, which is the largest value that all runs reach. Displacement is the change "
-        "of the weights since the starting checkpoint, ||W - W0|| / ||W0||. If a run ends at a larger value, this "
-        "point is in the middle of its schedule, where the learning rate is still high. Its loss would be lower "
-        "if its schedule ended there."
-    )
-    if any("†" in cell for row in rows for cell in row):
-        note += (
-            " †: reached before the first evaluation. The value lies on a straight line from the start, and a loss "
-            "is too high there; to avoid this, evaluate more often (trainer.eval_steps)."
-        )
-    return [Table(head, rows), Paragraph(note, kind="muted")]
+                    known = [value - zero for value in values if value is not None]
+                    row.append(mean_std(known, 3) + mark)
+    return Table(head, rows) if names else None, is_coarse, names
 
 
-def _costs(study: Study) -> list[Block]:
-    """Return times and memory.
-    Times of a CPU are compared only between runs that found it about equally loaded.
-    """
-    loads = curves.cpu_loads(study)
-    is_comparable = curves.are_times_comparable(loads)
+def cpu_loads(study: Study) -> list[float]:
+    """Return the CPUs' loads that the shown runs were trained under; none of runs on GPUs."""
+    runs = [run for candidate in study.candidates for run in curves.shown_runs(candidate)]
+    return [run.load for run in runs if run.load is not None]
+
+
+def are_comparable(loads: Sequence[float]) -> bool:
+    """Return whether times are: the CPUs were about equally loaded, or did not train."""
+    return not loads or max(loads) <= max(1.25 * min(loads), min(loads) + 0.5)
+
+
+def cost_table(study: Study, is_comparable: bool) -> Table:
+    """Return times and memory, without times per step if these cannot be compared."""
     rows = []
     for candidate in study.candidates:
         runs = curves.shown_runs(candidate)
         seconds = [run.seconds for run in runs if run.seconds is not None]
-        steps = [
-            (run.seconds, run.curve[-1].step)
+        per_step = [
+            1e3 * run.seconds / run.curve[-1].step
             for run in runs
             if run.seconds and run.curve and run.curve[-1].step
         ]
-        peak = max(
-            (run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None),
-            default=None,
-        )
-        mean = duration(sum(seconds) / len(seconds) if seconds else None)
-        per_step = mean_std([time / num * 1e3 for time, num in steps], 1) if is_comparable else "-"
-        total = duration(sum(run.seconds or 0.0 for run in candidate.runs))
-        rows.append([candidate.name, mean, per_step, gibibytes(peak), total])
-    blocks: list[Block] = [
-        Table(["", "time of a run", "ms per step", "peak memory", "all runs together"], rows)
-    ]
-    if not is_comparable:
-        note = f"Times are not compared: the CPU's load was {min(loads):.1f} in one of these runs and {max(loads):.1f}"
-        blocks.append(Paragraph(f"{note} in another.", kind="muted"))
-    return blocks
+        peaks = [run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None]
+        rows.append([
+            candidate.name,
+            duration(sum(seconds) / len(seconds) if seconds else None),
+            mean_std(per_step, 1) if is_comparable else "-",
+            gibibytes(max(peaks, default=None)),
+            duration(sum(run.seconds or 0.0 for run in candidate.runs)),
+        ])  # fmt: skip
+    return Table(["", "time of a run", "ms per step", "peak memory", "all runs together"], rows)
 
 
-def _contamination(study: Study) -> Block | None:
-    """Return a row per benchmark: the questions that the training examples contain, and the scores
+def contamination_table(study: Study) -> Table:
+    """Return for each benchmark the questions that the training examples contain, and the scores
     without them.
     """
-    if not study.contamination:
-        return None
-    keys = [
-        str(key)
-        for key in dict.fromkeys(key for each in study.contamination.values() for key in each)
-    ]
-    keys = [key for key in keys if key != "indices"]
-    rows = [
-        [name, *(_entry(each.get(key)) for key in keys)]
-        for name, each in study.contamination.items()
-    ]
-    return Table(["", *(CONTAMINATION.get(key, key.replace("_", " ")) for key in keys)], rows)
+    rows = []
+    for column, found in (study.contamination or {}).items():
+        keys = ("questions", "overlapping", "exact", "examples_read")
+        scores = [
+            f"{name} {score['value']:.1f} ({score['change']:+.1f})"
+            for name, score in found.get("scores", {}).items()
+        ]
+        rows.append([column, *(number(found.get(key)) for key in keys), "\n".join(scores) or "-"])
+    head = ["", "questions", "overlapping", "as a whole", "examples read"]
+    return Table([*head, "scores without these (change)"], rows)
 
 
-def _entry(value: Any) -> str:
-    """Return an entry of the contamination: a number, or scores by row."""
-    if isinstance(value, dict) and {"value", "change"} <= value.keys():
-        return f"{value['value']:.1f} ({value['change']:+.1f})"
-    if isinstance(value, dict):
-        return "\n".join(f"{key} {_entry(each)}" for key, each in value.items())
-    if isinstance(value, int | float):
-        return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
-    return str(value or "-")
-
-
-def _runs(study: Study) -> Table:
+def run_table(study: Study) -> Table:
     """Return every run, of the search and of the verdict, failed ones too."""
     keys = [*dict.fromkeys(key for run in study.runs for key in run.parameters)]
     rows, groups = [], set()
     for candidate in study.candidates:
         groups.add(len(rows))
         for run in candidate.runs:
-            status = f"{run.status}, selected" if candidate.is_selected(run) else run.status
-            settings = [text.setting(run.parameters.get(key), 4) for key in keys]
-            costs = [duration(run.seconds), gibibytes(run.peak_memory_bytes)]
-            row = [run.candidate, f"{run.stage} {run.number}", status, str(run.seed), *settings]
-            rows.append([*row, text.metric_text(run.metric), *costs, run.reason or ""])
-    head = [
-        "",
-        "run",
-        "status",
-        "seed",
-        *keys,
-        text.metric_name(study),
-        "time",
-        "peak memory",
-        "reason",
-    ]
-    return LongTable(
-        head, rows, align="lll" + "r" * (len(head) - 4) + "l", groups=frozenset(groups)
-    )
-
-
-def identities(study: Study) -> list[Block]:
-    """Return the hashes and settings that all runs share, and by seed those that differ between
-    seeds.
-    """
-    runs = [run for run in study.runs if run.identity]
-    keys = [*dict.fromkeys(key for run in runs for key in run.identity if key not in OWN)]
-    shared = [
-        key
-        for key in keys
-        if all(run.identity.get(key) == runs[0].identity.get(key) for run in runs)
-    ]
-    own = [key for key in keys if key not in shared]
-    blocks: list[Block] = []
-    if shared:
-        rows = [[key.replace("_", " "), _identity(runs[0].identity.get(key))] for key in shared]
-        blocks += [
-            Paragraph("All runs are equal in the following; long numbers are hashes."),
-            Table(["", ""], rows, align="ll"),
-        ]
-    if own:
-        rows = []
-        for seed in sorted({run.seed for run in runs}):
-            rows.append([str(seed)])
-            for key in own:
-                names: dict[str, dict[str, None]] = {}  # of the candidates, by value
-                for run in (run for run in runs if run.seed == seed):
-                    names.setdefault(_identity(run.identity.get(key)), {})[run.candidate] = None
-                lines = [f"{join_words([*each])}: {value}" for value, each in names.items()]
-                rows[-1].append("\n".join(lines) if len(names) > 1 else next(iter(names)))
-        note = (
-            "The cells have hashes. A single hash means that all candidates are equal with this seed; otherwise the "
-            "cell lists one hash for each candidate. study.json has the complete hashes."
-        )
-        table = Table(
-            ["seed", *(key.replace("_", " ") for key in own)], rows, align="l" * (1 + len(own))
-        )
-        blocks += [table, Paragraph(note, kind="muted")]
-    return blocks
-
-
-def _identity(value: Any) -> str:
-    """Return a hash by its first 16 digits; other values as they are."""
-    if isinstance(value, dict):
-        return ", ".join(
-            f"{key} {_identity(each)}" for key, each in value.items() if each is not None
-        )
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    digits = "not recorded" if value is None else str(value).removeprefix("sha256:")
-    return f"{digits[:16]}…" if len(digits) == 64 else digits
+            rows.append([
+                run.candidate,
+                f"{run.stage} {run.number}",
+                f"{run.status}, selected" if candidate.is_selected(run) else run.status,
+                str(run.seed),
+                *(text.setting(run.parameters.get(key), 4) for key in keys),
+                text.metric_text(run.metric),
+                duration(run.seconds),
+                gibibytes(run.peak_memory_bytes),
+                run.reason or "",
+            ])  # fmt: skip
+    head = ["", "run", "status", "seed", *keys, text.metric_name(study), "time", "peak memory"]
+    align = "lll" + "r" * (len(head) - 3) + "l"
+    return Table([*head, "reason"], rows, align=align, groups=frozenset(groups))
 
 
 def terminal_verdict(study: Study) -> Group:
     """Return the verdict for a terminal of 80 columns: the scores, each comparison, and faults or
     cautions.
     """
-    name = Text(study.name, style="bold")
+    title = Text(study.name, style="bold")
     if study.declaration:
-        name.append(f"  declaration {study.declaration[:DIGITS]}", style="dim")
-    parts: list[Any] = [name, Text()]
+        title.append(f"  declaration {study.declaration[:DIGITS]}", style="dim")
+    parts: list[Any] = [title, Text()]
     if study.problems:
         parts.append(Text("No verdict: the runs cannot be compared", style="bold red"))
         parts += [_point(Text(problem, style="red")) for problem in study.problems[:MOST_PROBLEMS]]
@@ -498,17 +417,17 @@ def terminal_verdict(study: Study) -> Group:
     parts += [Table(["", text.metric_name(study), *columns], rows, signs=SIGNS).rich(), Text()]
     if legend := text.legend(study):
         parts.append(Text(f"{legend}\n", style="dim"))
-    for item in (
-        item for name in text.references_of(study) for item in text.comparisons(study, name, most=1)
-    ):
-        parts.append(_point(Text.assemble((item.lead, STYLES[item.kind]), item.text)))
+    for reference in text.references_of(study):
+        for each in text.comparisons(study, reference):
+            parts.append(_point(Text.assemble((each.lead, STYLES[each.answer]), each.facts)))
     if study.cautions:
-        title = Text("\nHow this conclusion could be wrong", style="bold")
-        parts += [title, *(_point(Text(caution)) for caution in study.cautions)]
+        parts.append(Text("\nHow this conclusion could be wrong", style="bold"))
+        parts += [_point(Text(caution)) for caution in study.cautions]
     return Group(*parts)
 
 
 def _point(sentence: Text) -> RichTable:
+    """Return a sentence behind a dash, whose further lines are indented."""
     grid = RichTable.grid(padding=(0, 1))
     sentence.overflow = "fold"
     grid.add_row("-", sentence)
@@ -516,47 +435,25 @@ def _point(sentence: Text) -> RichTable:
 
 
 def trials_csv(study: Study) -> str:
-    """Return a line per run, failed ones too; settings have the column of their recipe key, scores
-    `score:` and the suite's column."""
+    """Return a line per run, failed ones too.
+
+    Settings have the column of their recipe key, scores `score:` and the suite's column.
+    """
     keys = [*dict.fromkeys(key for run in study.runs for key in run.parameters)]
     columns = [*dict.fromkeys(column for run in study.runs for column in run.scores or {})]
-    head = [
-        "candidate",
-        "stage",
-        "number",
-        "seed",
-        "folder",
-        "status",
-        "selected",
-        *keys,
-        "metric",
-        "seconds",
-    ]
-    head += [
-        "peak_memory_bytes",
-        *LAST,
-        *(f"score:{column}" for column in columns),
-        "reason",
-        "declaration",
-    ]
+    head = [*RUN, "selected", *keys, *COSTS, *LAST, *(f"score:{column}" for column in columns)]
+    head += ["reason", "declaration"]
     stream = StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(map(_safe, head))
     for candidate in study.candidates:
         for run in candidate.runs:
-            row = [run.candidate, run.stage, run.number, run.seed, run.folder, run.status]
-            row += [
-                "yes" if candidate.is_selected(run) else "no",
-                *(run.parameters.get(key) for key in keys),
-            ]
-            row += [run.metric, run.seconds, run.peak_memory_bytes]
-            row += [getattr(run.curve[-1], key) if run.curve else None for key in LAST]
-            row += [
-                *((run.scores or {}).get(column) for column in columns),
-                run.reason,
-                study.declaration[:DIGITS],
-            ]
-            writer.writerow(map(_safe, row))
+            line = {key: getattr(run, key) for key in (*RUN, *COSTS, "reason")} | run.parameters
+            line["selected"] = "yes" if candidate.is_selected(run) else "no"
+            line["declaration"] = study.declaration[:DIGITS]
+            line |= {f"score:{column}": score for column, score in (run.scores or {}).items()}
+            line |= {key: getattr(run.curve[-1], key) for key in LAST if run.curve}
+            writer.writerow([_safe(line.get(key)) for key in head])
     return stream.getvalue()
 
 

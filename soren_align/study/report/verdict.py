@@ -1,19 +1,17 @@
-"""Write verdict.json: a study's verdict for other programs, in a small form with a version and a
-JSON schema.
+"""Write verdict.json: a study's verdict for other programs, with a version and a JSON schema.
 
 study.json has all runs, and its form follows the code. This form is stable: a key may be added, but
 no key is removed or changes its meaning without another `format`. It has no paths of the machine.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
-
-from ...core.document import Section, read_form
+from ...core.document import Section
 from ...core.errors import UserError
 from ...publish.card import public
 from ...run.provenance import DIGITS, read_declaration
@@ -22,8 +20,6 @@ from ..study import HELD_OUT, Answer, Study, finished
 from . import text
 
 VERDICT, VERDICT_SCHEMA_FILE = "verdict.json", "verdict.schema.json"
-MAX_BYTES = 4 << 20
-"""Of the file. Four candidates with eight measures are 20 kB."""
 Unit = Literal["percent", "loss"]
 
 
@@ -100,7 +96,7 @@ class VerdictDifference(Section):
 class VerdictFile(Section):
     """A study's verdict: one document, written beside the report."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     """The version of this form."""
     title: str
     declaration: str | None
@@ -144,28 +140,15 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
     commit, looks = None, read_history(folder, "looked")
     with suppress(UserError):  # the audit reports it
         commit = read_declaration(folder).get("commit")
-    differences = [] if study.problems else study.differences
     search, rules = (study.file.get(key) or {} for key in ("search", "verdict"))
-    # The scores on every measure: held-out first, as in the report.
-    candidates = {candidate.name: finished(candidate.verdict) for candidate in study.candidates}
-    measures = []
-    for name in (HELD_OUT, *text.columns_of_suite(study)):
-        start = [(study.base_scores or {}).get(name)]
-        if name == HELD_OUT:
-            start = [run.start for run in next(filter(None, candidates.values()), [])]
-        measures.append(
-            VerdictMeasure(
-                name=name,
-                unit="loss" if name == HELD_OUT else "percent",
-                higher_is_better=study.higher_is_better or name != HELD_OUT,
-                num_questions=study.num_questions.get(name),
-                start=_scores(start),
-                candidates={
-                    each: _scores([run.results.get(name) for run in runs])
-                    for each, runs in candidates.items()
-                },
-            )
+    differences = [
+        VerdictDifference.model_validate(
+            {key: value for key, value in vars(d).items() if key in VerdictDifference.model_fields}
+            | {"equivalence_margin": d.equivalence, "retention_margin": d.margin}
         )
+        for d in study.differences
+        if not study.problems
+    ]
     return VerdictFile(
         title=study.name,
         declaration=study.declaration or None,
@@ -181,49 +164,47 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
             VerdictCandidate(
                 name=candidate.name,
                 settings=shown(candidate.settings),
-                selected=shown(candidate.selected_trial.parameters)
-                if candidate.selected_trial
-                else None,
+                selected=shown(trial.parameters) if (trial := candidate.selected_trial) else None,
                 num_trials=len(candidate.trials),
                 num_runs=len(finished(candidate.verdict)),
             )
             for candidate in study.candidates
         ],
-        measures=measures,
-        differences=[
-            VerdictDifference(
-                **{
-                    key: getattr(each, key)
-                    for key in VerdictDifference.model_fields
-                    if hasattr(each, key)
-                },
-                equivalence_margin=each.equivalence,
-                retention_margin=each.margin,
-            )
-            for each in differences
-        ],
+        measures=[_measure(study, name) for name in (HELD_OUT, *text.columns_of_suite(study))],
+        differences=differences,
         looks=len(looks),
         cautions=[shown(caution) for caution in study.cautions],
         problems=[shown(problem) for problem in study.problems],
     )
 
 
-def _scores(values: list[float | None]) -> Scores:
-    numbers = [value for value in values if value is not None and isfinite(value)]
-    deviation = stdev(numbers) if len(numbers) > 1 else None
-    return Scores(
-        mean=fmean(numbers) if numbers else None,
-        standard_deviation=deviation,
-        num_seeds=len(numbers),
+def _measure(study: Study, name: str) -> VerdictMeasure:
+    """Return the scores of all candidates and of the start on one measure."""
+    runs = {candidate.name: finished(candidate.verdict) for candidate in study.candidates}
+    start = [(study.base_scores or {}).get(name)]
+    if name == HELD_OUT:
+        start = [run.start for run in next(filter(None, runs.values()), [])]
+    return VerdictMeasure(
+        name=name,
+        unit="loss" if name == HELD_OUT else "percent",
+        higher_is_better=study.higher_is_better or name != HELD_OUT,
+        num_questions=study.num_questions.get(name),
+        start=_scores(start),
+        candidates={
+            candidate: _scores([run.results.get(name) for run in own])
+            for candidate, own in runs.items()
+        },
     )
 
 
-def read_verdict_file(folder: Path) -> VerdictFile:
-    """Return verdict.json of a study's folder.
-    Raises UserError if it is missing, damaged or of another version.
-    """
-    remedy = "run soren-align compare STUDY --report to write it again"
-    return read_form(folder / VERDICT, TypeAdapter(VerdictFile), remedy, MAX_BYTES)
+def _scores(values: Sequence[float | None]) -> Scores:
+    """Return the mean and the deviation of the values that are numbers."""
+    numbers = [value for value in values if value is not None and isfinite(value)]
+    return Scores(
+        mean=fmean(numbers) if numbers else None,
+        standard_deviation=stdev(numbers) if len(numbers) > 1 else None,
+        num_seeds=len(numbers),
+    )
 
 
 def verdict_schema() -> dict[str, Any]:
