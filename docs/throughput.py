@@ -94,7 +94,7 @@ def seconds(folder: Path, size: str, subject: str) -> float:
             trainer = SFTTrainer(
                 model=load_model(loaded, setup.start),
                 args=trl_arguments(loaded, run_folder.checkpoints, Ranks()),
-                train_dataset=setup.splits["train"].dataset,
+                train_dataset=setup.splits.train.dataset,
                 processing_class=setup.tokenizer,
             )
         else:

@@ -4,9 +4,11 @@ import importlib
 import os
 
 import pytest
-from soren_align.core.patches import PATCHES, hub_offline, patched
+from soren_align.core.patches import OVERRIDDEN, PATCHES, hub_offline, patched
 from soren_align.run.weights import trl_config_names
-from transformers import Llama4TextConfig, MixtralConfig
+from soren_align.training.trainer import SorenDPOTrainer, SorenPretrainer, SorenSFTTrainer, SorenTrainerMixin
+from transformers import Llama4TextConfig, MixtralConfig, Trainer
+from trl import DPOTrainer, SFTTrainer
 
 
 @pytest.mark.parametrize("name", PATCHES)
@@ -22,6 +24,19 @@ def test_each_name_is_there_and_has_its_thread_and_its_end(name):
     assert patch.issue == "no issue found" or patch.issue.startswith("https://github.com/")
     assert patch.reason
     assert patch.until
+
+
+def test_every_private_method_that_the_trainers_override_has_its_reason():
+    overridden = set()
+    for trainer in (SorenTrainerMixin, SorenSFTTrainer, SorenDPOTrainer, SorenPretrainer):
+        for name in vars(trainer):
+            is_private = name.startswith("_") and not name.startswith("__")
+            if is_private and any(hasattr(library, name) for library in (Trainer, SFTTrainer, DPOTrainer)):
+                overridden.add(name)
+    assert overridden == {name.rpartition(".")[2] for name in OVERRIDDEN}
+    for name in OVERRIDDEN:
+        module, trainer, method = name.split(".")
+        assert hasattr(getattr(importlib.import_module(module), trainer), method)
 
 
 def test_a_change_ends_with_its_block_also_after_an_error():

@@ -158,8 +158,8 @@ def main(name: str, *overrides: str) -> None:
     loaded = on_this_machine(recipe.load(name, overrides))
     with tempfile.TemporaryDirectory() as folder:
         setup = set_up_training(loaded, RunFolder(folder))
-        train, test = flat(setup.tokens["train"]), flat(setup.tokens["eval"])
-        lengths = [len(ids) for ids in setup.tokens["eval"]["input_ids"]]
+        train, test = flat(setup.tokens.train), flat(setup.tokens.eval)
+        lengths = [len(ids) for ids in setup.tokens.eval["input_ids"]]
     settings, vocab_size = loaded.trainer, len(setup.tokenizer)
     positions = predicted(
         lengths, settings.get("max_length"), settings.get("packing_strategy") == "wrapped"

@@ -100,6 +100,41 @@ PATCHES = {
 subclasses."""
 
 
+OVERRIDDEN = {
+    "transformers.Trainer._run_epoch": Patch(
+        "resumed at its last step, or after early stopping, a run would take one more step",
+        "transformers compares with max_steps before a step (5.23 only after it)",
+    ),
+    "transformers.Trainer._get_grad_norm": Patch(
+        "the norm that is computed for clipping also bounds the matrices' singular values; a "
+        "second one would read all gradients again",
+        "on_pre_optimizer_step gets the norm (5.23 passes it to the log alone)",
+    ),
+    "transformers.Trainer._save_checkpoint": Patch(
+        "the seal comes after all files, and old checkpoints go after the seal",
+        "on_save comes before the deletion of old checkpoints (5.23 deletes first)",
+    ),
+    "transformers.Trainer._load_best_model": Patch(
+        "the best checkpoint is verified before it becomes the model, and its Kahan compensation "
+        "belongs to its weights",
+        "a callback comes before the best model is loaded (5.23 has none)",
+    ),
+    "trl.SFTTrainer._prepare_dataset": Patch(
+        "a stream's sequences are complete; to look at the first one would read a block twice",
+        "skip_prepare_dataset can be set for the training examples alone (1.16: for all)",
+    ),
+    "trl.DPOTrainer._prepare_dataset": Patch(
+        "pairs are tokens already, and those that max_length cuts to nothing are dropped",
+        "DPOTrainer takes tokens, as SFTTrainer does (1.16 takes only texts and messages)",
+    ),
+    "trl.DPOTrainer._precompute_ref_logps": Patch(
+        "TRL's cache key is that of the weights alone, and under ZeRO 3 the same for all models",
+        "TRL's key has the settings and sharded weights (1.16: only the state_dict)",
+    ),
+}
+"""Private methods that training/trainer.py overrides, and why no public one serves."""
+
+
 @contextlib.contextmanager
 def patched(name: str, value: Any, owner: Any = None) -> Iterator[Any]:
     """Replace a name of PATCHES within this context; yields its original value.

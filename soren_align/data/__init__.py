@@ -19,7 +19,7 @@ from .masks import (
 )
 from .pairs import start_margins
 from .rendering import template_errors
-from .split import hold_out, load_split, mix
+from .split import LoadedSplit, hold_out, load_split, mix
 from .stats import DatasetStats, dataset_stats, show_example
 from .stream import Preview, State, Stream, open_split, open_stream
 from .tokenizer import check_template, set_template, texts_of, trained_tokenizer, within_vocabulary

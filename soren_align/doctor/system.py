@@ -147,7 +147,9 @@ def file_system(machine: Machine) -> Iterator[Finding]:
     kind = output_of("stat", "-f", "-c", "%T", str(folder)).strip()
     try:
         # Whether a lock of this process keeps another one out, until it is released.
-        remedy = "set SOREN_ALIGN_LOCKS=lease for all commands that use this folder, or choose another folder"
+        remedy = (
+            "choose another folder, or set SOREN_ALIGN_LOCKS=off and start one command at a time"
+        )
         expected, codes, file = "1 of 2 processes holds it", [], folder / "lock"
         try:
             with file.open("w") as stream:

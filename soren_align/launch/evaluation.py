@@ -229,7 +229,7 @@ def overlaps_of_runs(
                         "the run streamed its examples (data.streaming), and a stream is not read a second time"
                     )
                 with hub_offline():
-                    split = load_splits(recipe)["train"]
+                    split = load_splits(recipe).train
                 now, then = (
                     [
                         source.get("sha256") or source.get("revision")

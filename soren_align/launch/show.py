@@ -88,7 +88,7 @@ def show(run: str | None, *, full: bool = False, as_json: bool = False) -> None:
     if "first_loss" in training:
         seconds = training.get("seconds_since_start_or_resume", 0)
         steps = f"{count(training['steps'], 'step')} in {seconds:,.0f} s"
-        print_labelled(console, "trained", steps, *describe_losses(training))
+        print_labelled(console, "trained", steps, *describe_losses(training, with_updates=full))
     for line in (*curves.describe(), *describe_preferences(training)):
         print_labelled(console, "notice", line)
     print_chart(console, curves)

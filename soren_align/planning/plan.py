@@ -193,7 +193,7 @@ def _data(recipe: Recipe, inputs: Inputs, num_trained: int) -> dict[str, Any]:
             "is_tokenized": False,
             "streamed": streamed,
         }
-    split = inputs.ready.splits["train"]
+    split = inputs.ready.splits.train
     return {
         "streamed": streamed,
         "source": split.source,
@@ -204,7 +204,7 @@ def _data(recipe: Recipe, inputs: Inputs, num_trained: int) -> dict[str, Any]:
         "num_kept": account.num_kept,
         "num_kept_by_source": list(account.num_kept_by_source),
         "dropped": split.dropped | account.dropped,
-        "eval": inputs.ready.held_out,
+        "eval": asdict(inputs.ready.held_out) if inputs.ready.held_out else None,
         "num_tokens": account.num_tokens,
         "num_truncated": account.num_truncated,
         "num_truncated_tokens": account.num_truncated_tokens,
@@ -374,7 +374,7 @@ def _evaluation(
             "contamination is not checked: the training examples are a stream (data.streaming)",
         ]
     elif recipe.eval.contamination:
-        examples, texts = inputs.ready.splits["train"].dataset, question_texts(tasks, limit)
+        examples, texts = inputs.ready.splits.train.dataset, question_texts(tasks, limit)
         section["contamination"] = overlaps_with(
             examples, texts, default_cache_folder(), on_compared
         ).by_column()

@@ -7,7 +7,7 @@ compares.
 A mean over examples has an error because these examples are a sample; without the value of each
 example this error is unknown. The score of a run is the mean over examples by `weights`: numbers of
 trained tokens, or 1 for preference pairs. `clusters` is null where all examples differ; equal
-examples have one number. A run folder may come from anyone: only a file of this form is read.
+examples have one number.
 """
 
 import json
@@ -15,36 +15,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter, with_config
-from typing_extensions import TypedDict
 
-from ..core.document import read_form
 from ..core.errors import UserError
 from ..core.files import read_json, write
 
+FORMAT = 1
 MAX_BYTES = 256 << 20
 """Of the file. 10,000 preference pairs with three metrics are 1.3 MB."""
 End = Literal["start", "end"]
 Values = Mapping[str, Sequence[float]]
 """By metric ("eval_loss"), a value for each example."""
-
-
-@with_config(ConfigDict(extra="forbid"))
-class _File(TypedDict):
-    format: Literal[1]
-    examples: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    weights: Annotated[
-        list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)
-    ]
-    clusters: list[Annotated[int, Field(ge=0)]] | None
-    start: dict[str, list[Annotated[float, Field(allow_inf_nan=False)]]]
-    end: NotRequired[dict[str, list[Annotated[float, Field(allow_inf_nan=False)]]]]
-
-
-_FILE = TypeAdapter(_File)
 
 
 @dataclass(frozen=True)
@@ -74,7 +57,7 @@ def add_values(
         with suppress(UserError):  # a missing start is reported by whoever reads the file
             content["start"] = read_json(file, max_bytes=MAX_BYTES)["start"]
     content |= {
-        "format": 1,
+        "format": FORMAT,
         "examples": examples,
         "weights": weights,
         "clusters": clusters,
@@ -92,16 +75,25 @@ def read_held_out(file: Path, metric: str) -> HeldOutValues:
     (Cochran 1977, section 6.3). The map is linear, so that differences of runs may be taken before
     or after it.
     """
-    remedy = "the verdict needs the metric of each held-out example: remove the run's folder and rerun the study"
-    content = read_form(file, _FILE, remedy, MAX_BYTES)
+    remedy = (
+        "the verdict needs the metric of each held-out example: remove the run's folder and rerun "
+        "the study"
+    )
+    if not file.is_file():
+        raise UserError(f"{file}: is missing; {remedy}")
+    content = read_json(file, max_bytes=MAX_BYTES)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UserError(f"{file}: was not written by this version of soren-align; {remedy}")
     weights = np.array(content["weights"], float)
     clusters = None if content["clusters"] is None else np.array(content["clusters"])
     parts = []
     for at in ("start", "end"):
+        # the end is missing in the file of a run that has not ended
         values = np.array(content.get(at, {}).get(metric, ()), float)
-        if len(values) != len(weights) or (clusters is not None and len(clusters) != len(weights)):
+        if len(values) != len(weights):
             raise UserError(
-                f"{file} {at}.{metric}: has {len(values)} values for {len(weights)} held-out examples; {remedy}"
+                f"{file} {at}.{metric}: has {len(values)} values for {len(weights)} held-out "
+                f"examples; {remedy}"
             )
         mean = np.average(values, weights=weights)
         parts.append(mean + (values - mean) * weights / weights.mean())

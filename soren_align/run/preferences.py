@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..core.text import count
+
 MIN_FALL = 0.1
 """Nats of an answer: below it, the change of the chosen answers is not reported."""
 NGRAM = 4
@@ -60,24 +62,33 @@ def describe_preferences(training: Mapping[str, Any], *, remedy: bool = True) ->
     changes, problems, texts = preferences.get("log_probability_changes"), [], []
     if changes and changes["chosen"] <= -MIN_FALL:
         chosen, rejected = changes["chosen"], changes["rejected"]
-        fell = f"the log-probability of the chosen answers fell by {-chosen:.3g} on average, that of the rejected ones"
-        fell += f" by {-rejected:.3g}" if rejected < 0 else f" rose by {rejected:.3g}"
+        direction = "by" if rejected < 0 else "rose by"
+        fall = (
+            f"the log-probability of the chosen answers fell by {-chosen:.3g} on average, that of "
+            f"the rejected ones {direction} {abs(rejected):.3g}."
+        )
         if rejected < chosen:
-            normal = "This is normal in DPO; it is a concern if sampled answers become longer, repeat themselves or"
-            texts.append(f"{fell}. {normal} make no sense")
+            texts.append(
+                f"{fall} This is normal in DPO; it is a concern if sampled answers become longer, "
+                "repeat themselves or make no sense"
+            )
         else:
-            remedies = "check the labels, or lower the learning rate"
-            problems.append(f"{fell}. The model has not learned the preference: {remedies}")
+            problems.append(
+                f"{fall} The model has not learned the preference: check the labels, or lower the "
+                "learning rate"
+            )
     if samples:
         (before, after), (less, more) = samples["characters"], samples["repeated"]
-        answers = f"the sampled answers to {samples['num_prompts']:,} prompt{'s' * (samples['num_prompts'] != 1)}"
+        answers = f"the sampled answers to {count(samples['num_prompts'], 'prompt')}"
         if after >= LONGER * before:
             texts.append(
                 f"{answers} became longer: from {before:,.0f} to {after:,.0f} characters on average"
             )
         if more >= max(REPEATED, less + MORE_REPEATED):
-            share = f"{more:.0%} of their sequences of {NGRAM} words are repeated, {less:.0%} at the start"
-            texts.append(f"{answers} repeat themselves: {share}")
+            texts.append(
+                f"{answers} repeat themselves: {more:.0%} of their sequences of {NGRAM} words are "
+                f"repeated, {less:.0%} at the start"
+            )
     losses = preferences.get("loss_type", [])
     if texts and remedy and losses and "sft" not in losses:
         texts[-1] += (

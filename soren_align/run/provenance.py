@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import UserError
-from ..core.files import digest, is_component, read_json
+from ..core.files import digest, read_json
 from ..core.version import __version__
 
 PACKAGES = (
@@ -81,15 +81,11 @@ def read_declaration(folder: Path) -> dict[str, Any]:
     """
     file = folder / DECLARATION
     remedy = "restore this file, or repeat the study in another folder"
-    if file.is_symlink() or not file.is_file():
+    if not file.is_file():
         raise UserError(f"{file}: is missing; {remedy}")
     content = read_json(file, max_bytes=MAX_DECLARATION_BYTES)
-    own = (
-        {key: value for key, value in content.items() if key != "sha256"}
-        if isinstance(content, dict)
-        else {}
-    )
-    if not own or content.get("sha256") != digest(own):
+    own = {key: value for key, value in content.items() if key != "sha256"}
+    if content.get("sha256") != digest(own):
         raise UserError(f"{file}: was edited; {remedy}")
     return content
 
@@ -106,10 +102,7 @@ def declared_digits(run: Path) -> str | None:
 
 
 def fingerprint(model: str) -> str | None:
-    """Return the sha256 over the weights of a local model folder; None for a name on the hub.
-
-    Raises UserError if the folder names weights outside of it, as `weight_files` does.
-    """
+    """Return the sha256 over the weights of a local model folder; None for a name on the hub."""
     if not Path(model).is_dir():
         return None
     files = weight_files(Path(model))
@@ -117,34 +110,9 @@ def fingerprint(model: str) -> str | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files from which the weights of a model folder can be loaded: safetensors, and
-    indexes with all files that they name.
-
-    Raises UserError if an index, or transformers_weights in config.json, names anything but a file
-    of the folder.
-    """
-    files = {file for file in folder.glob("*.safetensors") if file.is_file()}
-    config = folder / "config.json"
-    references = [(config, "transformers_weights")] if config.is_file() else []
-    references += [
-        (index, "weight_map")
-        for index in folder.glob("*.safetensors.index.json")
-        if index.is_file()
-    ]
-    for file, key in references:
-        content = read_json(file)
-        value = content.get(key) if isinstance(content, dict) else None
-        for name in value.values() if isinstance(value, dict) else [value] * (value is not None):
-            if not is_component(name):
-                raise UserError(
-                    f"{file}: {key} lists {name!r}, which is no file of this folder; copy this file into the folder"
-                )
-            files.add(folder / str(name))
-    return sorted(
-        file
-        for file in files | {index for index, key in references if key == "weight_map"}
-        if file.is_file()
-    )
+    """Return the files of a model folder that hold its weights: safetensors, and their indexes."""
+    files = (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json"))
+    return sorted(file for file in files if file.is_file())
 
 
 @lru_cache

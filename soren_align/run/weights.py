@@ -9,7 +9,6 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,36 +21,20 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from ..core.errors import UserError, as_user_error, in_one_line
-from ..core.files import read_json
 from ..core.patches import patched
 from ..recipe.model import Quantization, refuse_unquantizable
-from .provenance import weight_files
 from .quantized import quantized_layers
 
 _MASK = re.compile(r"(^|\.)attn(\.attention)?\.(masked_)?bias$")
 """Causal masks, which old checkpoints of GPT-2 and GPT-Neo contain among their weights."""
 NO_PATTERN = "{}: a pattern in config.json is not a regular expression; correct the pattern"
 _ADAPTER = "default"  # PEFT's name for a single adapter
-MAX_MODULES = 10_000
-"""Blocks or experts of a model. transformers makes a list of the blocks as it reads the config, and
-all modules before it looks at the weights."""
-MAX_TOKEN_ID = 2**24
-"""tokenizers lists all ids without a token as it writes a vocabulary, and ends the process without
-memory for that."""
-CONFIGS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-)
-"""What transformers reads of a model beside weights and tokens, and saves with the trained one."""
 SAMPLING = [
     "temperature",
     "top_p",
@@ -63,30 +46,16 @@ SAMPLING = [
     "eta_cutoff",
 ]
 """Of a generation config: the settings that have no effect without do_sample."""
-WEIGHTS_PER_BYTE = 8
-"""At most, of quantized weights."""
-_NUM_MODULES = re.compile(r"(^|_)(layers?|blocks|depth|experts)$")
-_PROBABILITY = re.compile(r"dropout(_prob|_rate)?$|pdrop$|layerdrop$")
-"""Keys whose values torch checks at the first forward pass."""
 
 
 def load_config(name: str, revision: str | None = None, place: str | None = None) -> Any:
     """Load a model's config from a folder or the hub.
     place: what messages call it, by default `name`.
 
-    Raises UserError if transformers cannot, whatever it raises: it checks few of the values in
-    config.json.
+    Raises UserError if transformers cannot, whatever it raises.
     """
-    message = f"{place or name}: the model cannot be loaded"
-    _read_configs(name, message)
-    with as_user_error(message, Exception):
-        _refuse_impossible_numbers(PreTrainedConfig.get_config_dict(name, revision=revision)[0])
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-        if not isinstance(config.dtype, torch.dtype | None):
-            raise UserError(
-                f"{name}: config.json: dtype: found {config.dtype!r:.80}; write the name of a dtype of torch"
-            )
-        return config
+    with as_user_error(f"{place or name}: the model cannot be loaded", Exception):
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
 def load_tokenizer(
@@ -96,22 +65,8 @@ def load_tokenizer(
 
     Raises UserError if transformers cannot, whatever it raises.
     """
-    message = f"{place or name}: the tokenizer cannot be loaded"
-    _read_configs(name, message)
-    with as_user_error(message, Exception):
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-        try:
-            tokenizer.unk_token_id  # noqa: B018
-        # transformers takes the unknown token's id for that of a token without one
-        except RecursionError:
-            raise UserError(
-                f"{place or name}: the tokenizer's unk_token is not in its vocabulary; correct tokenizer_config.json"
-            ) from None
-        if (highest := max(tokenizer.get_vocab().values(), default=0)) > MAX_TOKEN_ID:
-            raise UserError(
-                f"{place or name}: a token has the id {highest}, but the limit is {MAX_TOKEN_ID:,}; change the id"
-            )
-        return tokenizer
+    with as_user_error(f"{place or name}: the tokenizer cannot be loaded", Exception):
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
 def load_model(
@@ -123,10 +78,7 @@ def load_model(
     messages call it, by default `name`. options: keywords of `from_pretrained`. Raises UserError if
     keys are missing, unexpected or of another shape; it names the first ones.
     """
-    # raises if one lies outside of the folder
-    files = weight_files(Path(name)) if os.path.isdir(name) else []
-    # raises if the model cannot be built
-    config = load_config(name, options.get("revision"), place)
+    load_config(name, options.get("revision"), place)  # raises if the model cannot be built
     if quantization is not None:
         refuse_unquantizable(quantization.quantize, name)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of each layer's casts
@@ -144,9 +96,7 @@ def load_model(
         }
     # On one rank: it reads all files a second time. If it raises, its launcher stops the other
     # ranks.
-    if not hf_deepspeed.is_deepspeed_zero3_enabled():
-        _refuse_more_weights(place or name, config, files)
-    elif os.environ.get("RANK", "0") == "0":
+    if hf_deepspeed.is_deepspeed_zero3_enabled() and os.environ.get("RANK", "0") == "0":
         # transformers only reports missing keys under ZeRO 3: keys and shapes are compared first,
         # without loading.
         reference = hf_deepspeed._hf_deepspeed_config_weak_ref
@@ -174,7 +124,8 @@ def load_model(
         if should_reduce_batch_size(error):
             raise
         raise UserError(
-            f"{place or name}: the model cannot be loaded: {in_one_line(error)}; check the model's files"
+            f"{place or name}: the model cannot be loaded: {in_one_line(error)}; check the "
+            "model's files"
         ) from error
     model, info = loaded
     complete_for_trl_(model)
@@ -215,8 +166,8 @@ def make_savable_(config: GenerationConfig, place: str) -> str | None:
     if _reason_not_to_save(config) is None:
         return f"{place}: generation_config.json has sampling settings; {change}"
     raise UserError(
-        f"{place}: transformers would not save this generation_config.json with the trained model: {reason}; correct "
-        "the file in a copy of the model"
+        f"{place}: transformers would not save this generation_config.json with the trained "
+        f"model: {reason}; correct the file in a copy of the model"
     )
 
 
@@ -275,7 +226,8 @@ def load_adapter(model: PreTrainedModel, folder: str, *, is_trainable: bool = Fa
         if should_reduce_batch_size(cast(Exception, error)):
             raise
         raise UserError(
-            f"{folder}: the adapter cannot be loaded: {in_one_line(error)}; check the files in this folder"
+            f"{folder}: the adapter cannot be loaded: {in_one_line(error)}; check the files in "
+            "this folder"
         ) from error
     refuse_other_keys(folder, result.missing_keys, result.unexpected_keys)
     return adapted
@@ -301,50 +253,3 @@ def refuse_other_keys(
             if keys
         )
         raise UserError(*(f"{name}: {finding}" for finding in findings))
-
-
-def _read_configs(name: str, message: str) -> None:
-    """Raise UserError, beginning with `message`, if a local model's JSON cannot be read or could
-    not be saved again.
-    """
-    for file in CONFIGS:
-        if (path := Path(name) / file).is_file():
-            try:
-                read_json(path)
-            except UserError as error:
-                raise UserError(f"{message}: {error}") from None
-
-
-def _refuse_impossible_numbers(config: Any) -> None:
-    for key, value in config.items():
-        is_number = isinstance(value, int | float)
-        if isinstance(value, dict):
-            _refuse_impossible_numbers(value)
-        elif _NUM_MODULES.search(str(key)) and is_number and value > MAX_MODULES:
-            raise UserError(f"config.json: {key}: found {value}; write at most {MAX_MODULES:,}")
-        elif _PROBABILITY.search(str(key)) and not (
-            value is None or (is_number and 0 <= value <= 1)
-        ):
-            raise UserError(
-                f"config.json: {key}: found {value!r:.80}; write a probability, a number from 0 to 1"
-            )
-
-
-def _refuse_more_weights(place: str, config: Any, files: Iterable[Path]) -> None:
-    """Raise UserError if no file can hold all weights of such a model: transformers would draw the
-    others first.
-    """
-    num_bytes = sum(file.stat().st_size for file in files if file.suffix == ".safetensors")
-    if not num_bytes:  # a model on the hub, or one without weights
-        return
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception:  # of a config that `from_pretrained` refuses with a message
-        return
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    if numel > num_bytes * WEIGHTS_PER_BYTE:
-        raise UserError(
-            f"{place}: config.json describes {numel:,} weights, but its weight files have only {num_bytes:,} bytes; "
-            "restore the model's files"
-        )

@@ -1,11 +1,9 @@
-"""LoRA adapters, frozen parameters, and the export of weights to a model folder.
+"""LoRA adapters and frozen parameters.
 
 PEFT stores adapters and TRL trains them; which of their tensors are mapped is decided in
-optim/routing.py. Exported are the weights that the optimizer updates, unsharded, in the dtype of
-the model folder.
+optim/routing.py.
 """
 
-import collections
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -15,12 +13,11 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from ..core.errors import UserError, as_user_error
 from ..core.files import remove, rename_durably, write
-from ..optim import chunks, copied_to_cpu, master_weights
 from ..recipe import Recipe, adapter_config, is_local, load_resolved, recorded_quantization
 from ..run.folder import MERGED_FROM, RunFolder
 from ..run.weights import (
@@ -37,8 +34,6 @@ from .trained_optimizer import AttachedOptimizer
 MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Whose out_proj, conv1d and dt_proj cannot be adapted: their weights are read without calling the
 layers."""
-Weight = tuple[str, Tensor, Tensor | None]
-"""Name as in `state_dict`, tensor, compensation."""
 
 
 def base_model(start: str, revision: str | None = None) -> tuple[str, str | None]:
@@ -65,7 +60,9 @@ def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
         for name, _ in model.named_parameters()
         if name.endswith(".weight") and _matches(name, recipe.model.freeze)
     ]
-    if lora.target_modules == "all-linear":  # of these PEFT cannot adapt routers, and some of Mamba
+    # PEFT's all-linear takes routers, whose factors would get no gradient, and Mamba's layers that
+    # are never called.
+    if lora.target_modules == "all-linear":
         excluded += [
             name for name, module in model.named_modules() if "Router" in type(module).__name__
         ]
@@ -116,6 +113,8 @@ def merge(run: RunFolder) -> Path:
         raise UserError(
             f"{target}: is not a merge of this run's adapter; remove or rename this folder"
         )
+    # Load: the base as training had it, quantized or not, in float32, since bfloat16 would round
+    # the sum of base and adapter once more than saving does.
     name, revision = base_model(str(run.model))
     with as_user_error(f"{run}: cannot be merged"):
         config = load_config(name, revision)
@@ -126,6 +125,7 @@ def merge(run: RunFolder) -> Path:
             base: Any = base.dequantize(dtype=torch.float32).to(torch.float32)  # pyright: ignore
         model: Any = load_adapter(base, str(run.model))
         tokenizer = load_tokenizer(str(run.model))
+    # Merge and save: under another name first, so that a killed merge leaves no half of a model.
     merged = model.merge_and_unload(safe_merge=True)
     partial = target.with_name("merged.part")
     remove(partial)
@@ -157,7 +157,8 @@ def refuse_unmatched(model: nn.Module, globs: Sequence[str]) -> None:
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UserError(
-                f"model.freeze: {glob!r} matches no parameter; write names of parameters, such as {names[0]}"
+                f"model.freeze: {glob!r} matches no parameter; write names of parameters, such as "
+                f"{names[0]}"
             )
 
 
@@ -176,6 +177,7 @@ class GradientCheck(TrainerCallback):
         if not self._pending:
             return
         self._pending = False
+        # A matrix without a gradient would never learn, and no loss shows it.
         trained = [(name, p) for name, p in kwargs["model"].named_parameters() if p.requires_grad]
         missing = [name for name, parameter in trained if parameter.grad is None]
         groups = (
@@ -187,10 +189,11 @@ class GradientCheck(TrainerCallback):
         if self.attached.ranks.any(bool(matrices)):
             reached = [name for name, parameter in trained if parameter.grad is not None]
             raise UserError(
-                f"step 1: {len(missing)} of {len(trained)} trained parameters got no gradient, such as "
-                f"{missing[0] if missing else 'on another process'}, because the training examples do not use these "
-                "parameters: texts, for example, do not use a model's image encoder. To leave these parameters "
-                f"untrained, write model.freeze: {common_globs(missing, reached)}"
+                f"step 1: {len(missing)} of {len(trained)} trained parameters got no gradient, "
+                f"such as {missing[0] if missing else 'on another process'}, because the training "
+                "examples do not use these parameters: texts, for example, do not use a model's "
+                "image encoder. To leave these parameters untrained, write model.freeze: "
+                f"{common_globs(missing, reached)}"
             )
 
 
@@ -219,34 +222,3 @@ def _without_adapter(name: str) -> str:
 
 def _matches(name: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
-
-
-def export_weights(weights: Iterable[Weight], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return a state dict, compensations added, in `dtype` (None: unchanged) on the CPU; rounded in
-    chunks on their own device. Raises UserError if a weight does not fit in `dtype`.
-
-    `weights` is always read to its end, also after an error: it may be collective, and the other
-    ranks would wait.
-    """
-    exported: dict[str, Tensor] = {}
-    # one tensor at a time, so that each wider copy is freed before the next tensor is gathered
-    try:
-        for name, tensor, compensation in weights:
-            if dtype is None or not tensor.is_floating_point():
-                exported[name] = tensor
-                continue
-            if compensation is None and tensor.dtype == dtype:
-                exported[name] = tensor.cpu()
-                continue
-            rounded = exported[name] = copied_to_cpu(tensor, compensation, dtype)
-            if dtype == torch.float16 and not all(
-                torch.equal(here.isfinite(), master_weights(part, rest).isfinite().cpu())
-                for here, part, rest in chunks(rounded, tensor, compensation)
-            ):
-                raise UserError(
-                    f"run.save_dtype: {name} has numbers above 65504, the largest number of float16; write bfloat16 or "
-                    "float32"
-                )
-        return exported
-    finally:
-        collections.deque(weights, maxlen=0)

@@ -37,7 +37,7 @@ def build_trainer(
     `trainer.origin` identifies the run in its checkpoints: recipe, processes, data, starting
     weights, template.
     """
-    recipe, held_out, task = setup.recipe, setup.tokens["eval"], TASKS[setup.recipe.task]
+    recipe, held_out, task = setup.recipe, setup.tokens.eval, TASKS[setup.recipe.task]
     columns = [*task.token_columns, *task.passed_on]
     args = trl_arguments(recipe, folder.checkpoints, ranks)
     model = load_model(recipe, setup.start)
@@ -55,8 +55,9 @@ def build_trainer(
             token,
             *(other for other in others if other not in (None, token)),
         ]
+    # Try the optimizer before TRL reads data: an invalid routing ends the run in seconds. With a
+    # new adapter the parameters to train exist only after TRL has added it.
     new_adapter = adapters.lora_config(recipe, model)
-    # otherwise the parameters to train exist only after TRL has added the adapter
     if new_adapter is None:
         with as_user_error("optimizer", ValueError):
             build_optimizer(model, **optimizer_settings(recipe))
@@ -73,10 +74,12 @@ def build_trainer(
     if recipe.run.perturb and is_whole and not is_policy:
         # TRL would load it without the perturbation
         reference["ref_model"] = load_model(recipe, setup.start)
+    # Identify: what must be equal when a run resumes. All of it is compared, since any difference
+    # would continue with the optimizer state of another training.
     origin = {
         "training": training_part(recipe),
         "processes": ranks.num_ranks,
-        "data": setup.splits["train"].source,
+        "data": setup.splits.train.source,
         "start": _sha256_or_revision(setup.start, recipe.model.revision),
     }
     if adapter_config(setup.start):
@@ -87,7 +90,8 @@ def build_trainer(
     template = json.dumps(setup.tokenizer.chat_template)
     origin["chat_template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
     files = (folder.metrics, folder.spectra) if ranks.is_first else (None, None)
-    # TRL prints while it truncates and packs; data/stats.py has already counted and shown the same.
+    # Construct. TRL prints while it truncates and packs; data/stats.py has already counted and shown
+    # the same.
     with (
         as_user_error("trainer", ValueError, RuntimeError),
         contextlib.redirect_stdout(io.StringIO()),
@@ -95,9 +99,9 @@ def build_trainer(
         return getattr(trainer, task.trainer)(
             model=model,
             args=args,
-            train_dataset=setup.stream.dataset()
+            train_dataset=setup.stream.dataset
             if setup.stream
-            else setup.tokens["train"].select_columns(columns),
+            else setup.tokens.train.select_columns(columns),
             eval_dataset=held_out.select_columns(columns) if held_out else None,
             processing_class=setup.tokenizer,
             peft_config=new_adapter,

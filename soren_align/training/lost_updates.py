@@ -22,9 +22,10 @@ from .trained_optimizer import AttachedOptimizer, StartingWeights
 
 GROUPS = ("matrices", "other_parameters")
 REMEDIES = (
-    "Nothing was saved. Change one of these keys: model.dtype: float32; or optimizer.compensation: kahan, for bfloat16 "
-    "parameters; or a larger optimizer.lr; or optimizer.adjust_lr_fn: match_rms_measured, with AdamW's learning rates. "
-    "To train with these losses, write run.lost_updates: warn"
+    "Nothing was saved. Change one of these keys: model.dtype: float32; or "
+    "optimizer.compensation: kahan, for bfloat16 parameters; or a larger optimizer.lr; or "
+    "optimizer.adjust_lr_fn: match_rms_measured, with AdamW's learning rates. To train with "
+    "these losses, write run.lost_updates: warn"
 )
 
 
@@ -86,6 +87,7 @@ class FirstStepCheck(TrainerCallback):
         if not self._pending:
             return
         self.attached.optimizer.update_observers -= {self._add}
+        # Gather: each rank has counted the tensors that it updates.
         sums = self.attached.ranks.sums(self._sums.totals())
         if not sums[0] and not sums[5]:  # every update is zero, or the step was skipped
             return
@@ -103,10 +105,12 @@ class FirstStepCheck(TrainerCallback):
                     "ulp": ulp(math.sqrt(weight_squares / num_updated), dtype),
                     "lr": self._peaks[index],
                 }
+        # Judge at the peak rate: the warm-up's first rate may be 0, and would lose every update.
         problems = [
-            f"step 1: rounding loses most updates of the {name.replace('_', ' ')}: at the peak learning rate "
-            f"{group['lr']:g}, only {group['fraction_changed']:.2%} of the entries change in {group['dtype']}. The "
-            f"update RMS is {group['update_rms']:.1e}, but one ulp of a typical weight is {group['ulp']:.1e}"
+            f"step 1: rounding loses most updates of the {name.replace('_', ' ')}: at the peak "
+            f"learning rate {group['lr']:g}, only {group['fraction_changed']:.2%} of the entries "
+            f"change in {group['dtype']}. The update RMS is {group['update_rms']:.1e}, but one "
+            f"ulp of a typical weight is {group['ulp']:.1e}"
             for name, group in self.groups.items()
             if group["fraction_changed"] < SURVIVAL_THRESHOLD
         ]
@@ -143,6 +147,7 @@ def change_after_saving(
     fraction_changed: of the entries that changed, those that still differ after rounding.
     projection: <rounded change, change> / |change|^2, 1 if rounding loses nothing.
     """
+    # Both ends are rounded: what the saved model differs from is the start as it was published.
     sums = Sums(4 * len(GROUPS))
     for index, weights, before in start.pairs(attached.optimizer):
         change = weights - before

@@ -59,14 +59,14 @@ def starting_checkpoint(
     if model.init_seed is not None and folder.start.is_dir():
         if verify:
             marker = folder.start / COMPLETE_MARKER
-            saved, actual = read_json(marker) if marker.is_file() else {}, _contents(folder.start)
-            saved = saved if isinstance(saved, dict) else {}
+            saved = read_json(marker) if marker.is_file() else {}
+            actual = _contents(folder.start)
             if changed := sorted(
                 name for name in {*saved, *actual} if saved.get(name) != actual.get(name)
             ):
                 raise UserError(
-                    f"{folder.start}: {', '.join(changed)}: {CHANGED}; remove this folder and rerun the same "
-                    "command, which makes the folder again"
+                    f"{folder.start}: {', '.join(changed)}: {CHANGED}; remove this folder and "
+                    "rerun the same command, which makes the folder again"
                 )
         return str(folder.start), str(folder.start)
     if isinstance(model.tokenizer, TrainedTokenizer):
@@ -77,6 +77,7 @@ def starting_checkpoint(
         tokenizer_source = _resolved(model.tokenizer or model.name_or_path)
     if model.init_seed is None and model.tokenizer is None:
         return _resolved(model.name_or_path), tokenizer_source
+    # A tokenizer of another model must fit the embeddings, and its special tokens are the config's.
     config = load_config(recipe)
     tokenizer = weights.load_tokenizer(tokenizer_source)
     if model.tokenizer is not None:
@@ -85,6 +86,8 @@ def starting_checkpoint(
             setattr(config, name, getattr(tokenizer, name))
     if model.init_seed is None:  # of a plan, which draws no weights
         return _resolved(model.name_or_path), tokenizer_source
+    # Draw the random weights once and keep them: a resumed run, and the table's first row, start
+    # from the same ones on any number of processes.
     partial = folder.start.with_name("start.part")
     torch.manual_seed(model.init_seed)
     with write_errors(partial), as_user_error(f"model {model.name_or_path}", Exception):
@@ -115,7 +118,10 @@ def _named(recipe: Recipe, source: str) -> str:
         for name in (recipe.model.name_or_path, recipe.model.tokenizer)
         if isinstance(name, str)
     ]
-    own = f"{source} (made by soren-align; if you remove this folder, soren-align makes the folder again)"
+    own = (
+        f"{source} (made by soren-align; if you remove this folder, soren-align makes the folder "
+        "again)"
+    )
     return next((name for name in names if _resolved(name) == source), own)
 
 
@@ -135,7 +141,8 @@ def load_config(recipe: Recipe) -> Any:
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         kind = "a model of images and text that transformers does not load as a language model"
     raise UserError(
-        f"model {name}: {config.model_type} is {kind}; name a causal language model, which predicts the next token"
+        f"model {name}: {config.model_type} is {kind}; name a causal language model, which "
+        "predicts the next token"
     )
 
 

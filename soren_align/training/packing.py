@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 from trl import pack_dataset
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from .. import data
 from ..core.errors import UserError
@@ -31,12 +30,6 @@ Row = dict[str, list[int]]
 NUM_EXAMPLES, NUM_TOKENS = 3, 16
 """A probe's examples and the tokens of each: short, as logits have an entry for each token of the
 vocabulary."""
-PROBE = [
-    [*range(first, first + NUM_TOKENS)]
-    for first in range(3, 3 + NUM_EXAMPLES * NUM_TOKENS, NUM_TOKENS)
-]
-COLLATOR = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-"""Examples of the tokens 3 to 50, and TRL's packing, for a model without data."""
 TOLERANCE = 1e-4
 """Largest change of the other examples' logits, relative to the change of the example's own. 20
 small random models (tests/training/test_isolation.py has some) are at exactly 0, in float32 and
@@ -64,8 +57,10 @@ class Packing:
     def describe(self) -> list[str]:
         """Return lines about the sequences and about divided examples."""
         filled = self.num_tokens / (self.num_sequences * self.max_length)
-        sequences = f"{self.num_sequences:,} sequences of up to {self.max_length:,} tokens, {filled:.0%} full"
-        lines = [f"packing {self.strategy}: {sequences}"]
+        lines = [
+            f"packing {self.strategy}: {self.num_sequences:,} sequences of up to "
+            f"{self.max_length:,} tokens, {filled:.0%} full"
+        ]
         if self.num_continuations:
             lines.append(
                 f"{self.num_continuations:,} parts of divided examples continue in another sequence"
@@ -78,25 +73,28 @@ class Packing:
             num_tokens = self.num_tokens + self.num_lost_tokens
             return [
                 f"packing_strategy bfd drops {self.num_lost_tokens:,} of {num_tokens:,} tokens "
-                f"({self.num_lost_tokens / num_tokens:.1%}): {self.num_long_examples:,} examples are longer than "
-                f"max_length {self.max_length}. To keep every token, write packing_strategy: bfd_split or a larger "
-                "max_length"
+                f"({self.num_lost_tokens / num_tokens:.1%}): {self.num_long_examples:,} examples "
+                f"are longer than max_length {self.max_length}. To keep every token, write "
+                "packing_strategy: bfd_split or a larger max_length"
             ]
         if self.strategy == "wrapped":
             return [
-                "packing_strategy wrapped: examples in one sequence attend to the examples before them"
+                "packing_strategy wrapped: examples in one sequence attend to the examples "
+                "before them"
             ]
         return []
 
 
 def pack(masks: data.LossMasks, args: Any) -> Packing:
     """Return the packing of the examples, whose loss masks are given, by TRL's config `args`."""
+    # As TRL will: the same function, the same shuffle and the same shards, on one byte per token.
     dataset = masks.dataset()
     if args.shuffle_dataset:
         dataset = dataset.shuffle(seed=args.seed)
     num_shards = min(args.dataset_num_proc or 1, len(dataset))  # each process packs its own share
     shards = [dataset.shard(num_shards, index, contiguous=True) for index in range(num_shards)]
     packed = [pack_dataset(shard, args.max_length, args.packing_strategy) for shard in shards]
+    # Count what the sequences contain: TRL drops and divides examples without a word.
     tables: list[Any] = [shard.with_format("arrow")[:] for shard in packed]
     tokens = np.concatenate([_flat(table["tokens"]) for table in tables])
     num_trained = int((tokens & data.TRAINED).sum())
@@ -154,6 +152,8 @@ class TokenStream:
         self.task: TaskName = task
         self._packs = bool(getattr(args, "packing", False))
         self.num_passed_over = 0
+        self.dataset = data.iterable_dataset(self.rows)
+        """The sequences as TRL's trainers take them."""
         start = {
             "block": stream.start,
             "num_rows": 0,
@@ -173,10 +173,6 @@ class TokenStream:
             start["num_kept"],
             Counter(start["dropped"]),
         )
-
-    def dataset(self) -> Any:
-        """Return the sequences as TRL's trainers take them."""
-        return data.iterable_dataset(self.rows)
 
     def resume(self, state: data.State, num_passed_over: int) -> None:
         """Start the next iteration at `state`.
@@ -211,10 +207,14 @@ class TokenStream:
         """Return an iterator over the sequences, and the placeholders before the first one after a
         resume.
         """
+        # Pass over: transformers draws the batches before the checkpoint and drops them. A token
+        # each is enough.
         yield from repeat(
             {name: [0] for name in TASKS[self.task].token_columns}, self.num_passed_over
         )
         self._begin(self.start)
+        # Read from the start of the checkpoint's block; its sequences that were trained are left
+        # out below.
         for block in self.stream.blocks(self.start["block"]):
             counts = {
                 "num_rows": self.num_rows,
@@ -273,9 +273,8 @@ class IsolationCheck(TrainerCallback):
     """Raises UserError before the first step if packed examples are not separate. Collective.
 
     Separate: a change of one moves no logit of another. Some architectures keep them apart by
-    position ids or sequence lengths, others ignore both. The model runs on a short sequence of real
-    examples, and again with other tokens in the first one: it is probed as it will train, with its
-    attention, kernels and wrappers, and no list of architectures is needed.
+    position ids or sequence lengths, others ignore both. The model is probed as it will train, with
+    its attention, kernels and wrappers, and no list of architectures is needed.
     """
 
     def __init__(self, dataset: Any, collator: Any, place: str):
@@ -284,43 +283,31 @@ class IsolationCheck(TrainerCallback):
         """
         self.dataset, self.collator, self.place = dataset, collator, place
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Run the probe on the wrapped, possibly sharded model, which has loaded its checkpoint."""
         examples = probe_examples(self.dataset)
-        if len(examples) > 1:
-            refuse_mixing(model, self.place, examples, self.collator, args.device)
-
-
-def refuse_mixing(
-    model: Any,
-    place: str,
-    examples: list[list[int]] = PROBE,
-    collator: Any = COLLATOR,
-    device: Any = "cpu",
-) -> None:
-    """Raise UserError if the model mixes packed examples.
-    place: the recipe's key that packs them. Collective.
-    """
-    try:
-        change, noise = cross_talk(model, collator, examples, device)
-    except ValueError as error:  # such as an architecture that needs a kernel for it
+        if len(examples) == 1:
+            return
+        try:
+            change, noise = cross_talk(model, self.collator, examples, args.device)
+        except ValueError as error:  # such as an architecture that needs a kernel for it
+            raise UserError(
+                f"{self.place}: packed examples cannot be kept separate: {error}; write packing: "
+                "false"
+            ) from error
+        if change <= max(TOLERANCE, 10 * noise):
+            return
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        attention, other = str(getattr(base.config, "_attn_implementation", None)), ""
+        if base._supports_flash_attn and "flash" not in attention:
+            (flash, *_) = base._compatible_flash_implementations or ["flash_attention_2"]
+            other = f"model.attn_implementation: {flash} (on a GPU), "
         raise UserError(
-            f"{place}: packed examples cannot be kept separate: {error}; write packing: false"
-        ) from error
-    if change <= max(TOLERANCE, 10 * noise):
-        return
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    attention, other = str(getattr(base.config, "_attn_implementation", None)), ""
-    if base._supports_flash_attn and "flash" not in attention:
-        (flash, *_) = base._compatible_flash_implementations or ["flash_attention_2"]
-        other = f"model.attn_implementation: {flash} (on a GPU), "
-    raise UserError(
-        f"{place}: {type(base).__name__} with attention {attention} mixes the examples of one sequence: a change of "
-        f"one example's tokens changes the logits of other examples, by {change:.1%} of the change of the example's "
-        f"own logits. Write {other}packing: false, or packing_strategy: wrapped to let examples attend to each other"
-    )
+            f"{self.place}: {type(base).__name__} with attention {attention} mixes the examples of "
+            "one sequence: a change of one example's tokens changes the logits of other examples, "
+            f"by {change:.1%} of the change of the example's own logits. Write {other}packing: "
+            "false, or packing_strategy: wrapped to let examples attend to each other"
+        )
 
 
 def probe_examples(dataset: Any) -> list[list[int]]:
@@ -367,12 +354,14 @@ def cross_talk(
             torch.manual_seed(0)
             return model(**batch, use_cache=False).logits[0].double()
 
+    # In training mode, as kernels may differ from those of evaluation.
     was_training = model.training
     model.train()
     original = logits()
     # by token
     first, last = ((logits(i) - original).square().mean(-1).sqrt() for i in (0, len(examples) - 1))
     model.train(was_training)
+    # Compare with the change of the changed example's own logits: models differ in scale.
     num_first, num_last = len(examples[0]), len(examples[-1])
     own = max(first[:num_first].mean().item(), torch.finfo(torch.float64).tiny)
     return first[num_first:].mean().item() / own, last[:-num_last].mean().item() / own

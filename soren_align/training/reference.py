@@ -5,8 +5,8 @@ weights, the batches in their order, precision, data, recipe, processes and vers
 compare` checks it (docs/comparison.md). The cached log-probabilities of a DPO's reference have a
 key of the same kind, and step 1 checks that they are of the starting model. Before the first update
 the policy is its own reference: all rewards, beta times the change of an answer's log-probability,
-are 0, and the sigmoid loss is ln 2. Log-probabilities of another model, from a cache or from a
-reference that was loaded from elsewhere, would silently train towards another goal.
+are 0. Log-probabilities of another model, from a cache or from a reference that was loaded from
+elsewhere, would silently train towards another goal.
 """
 
 import hashlib
@@ -48,8 +48,10 @@ _PRECOMPUTED_BY = (
     "bf16",
     "fp16",
     "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "precompute_ref_batch_size",
+    "world_size",
 )
-_PRECOMPUTED_BY += ("per_device_eval_batch_size", "precompute_ref_batch_size", "world_size")
 MAX_HASHED = 2**24
 """Elements of the starting weights that are hashed, of larger models evenly spaced rows: 64 MB,
 0.05 s on one core."""
@@ -62,7 +64,7 @@ def run_identity(setup: TrainingSetup, trainer: Any, ranks: Ranks) -> dict[str, 
     """Return what is known before training; see run/record.py. Collective."""
     recipe: Recipe = setup.recipe
     device = trainer.args.device
-    sources = [setup.splits[name] and setup.splits[name].source for name in ("train", "eval")]
+    sources = [split and split.source for split in (setup.splits.train, setup.splits.eval)]
     return {
         "starting_weights": weights_digest(trainer.model, ranks),
         "data": digest(_without_paths(sources))[:16],
@@ -97,7 +99,7 @@ def precision(trainer: Any) -> dict[str, Any]:
         else None,
         "quantization": (quantization_of(model) or {}).get("quantize"),
     }
-    if trainer.attached is not None:
+    if hasattr(trainer, "attached"):
         compensated = trainer.optimizer_settings.get("compensation") == "kahan"
         dtypes = _dtypes(tensor for group in trainer.attached.tensors for tensor in group)
         record["updated"] = [f"{dtype}, compensated" if compensated else dtype for dtype in dtypes]
@@ -247,77 +249,58 @@ class ReferenceCheck(TrainerCallback):
     def __init__(self, trainer: Any, ranks: Ranks):
         self.trainer, self.ranks = trainer, ranks
         self.is_pending = False
-        self._batches: list[Tensor] = []
+        self._counts: list[Tensor] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Check new runs only: a resumed run was checked at its own first step."""
-        # of random numbers: noise, dropout in any layer
-        rates = [float(self.trainer.args.neftune_noise_alpha or 0)]
+        # Rates of noise and of dropout, in any layer. Attention has its own, under many names.
+        rates = [self.trainer.args.neftune_noise_alpha]
         for module in self.trainer.model.modules():
-            if isinstance(module, _DropoutNd):
-                rates.append(float(module.p))
+            rates += [module.p] if isinstance(module, _DropoutNd) else []
             rates += [
-                value for name, value in vars(module).items() if "drop" in name or "jitter" in name
+                value for key, value in vars(module).items() if "drop" in key or "jitter" in key
             ]
-        self.is_pending = state.global_step == 0 and not any(
-            isinstance(rate, float) and rate > 0 for rate in rates
-        )
+        draws = any(isinstance(rate, float) and rate > 0 for rate in rates)
+        self.is_pending = state.global_step == 0 and not draws
 
-    def add(self, loss: Tensor, completion_mask: Tensor) -> None:
-        """Note a micro-batch of this rank: its loss, tokens and answers."""
-        counts = completion_mask.sum(), completion_mask.new_tensor(len(completion_mask))
-        self._batches.append(torch.stack([value.detach().double() for value in (loss, *counts)]))
+    def add(self, completion_mask: Tensor) -> None:
+        """Note a micro-batch of this rank: its tokens and answers."""
+        num_answers = completion_mask.new_tensor(len(completion_mask))
+        self._counts.append(torch.stack([completion_mask.sum(), num_answers]))
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        """Compare the rewards and the loss of the first step, on the only one that the host
-        reads.
-        """
+        """Compare the rewards of the first step, the only one that the host reads, with 0."""
         if not self.is_pending:
             return
         self.is_pending = False
-        trainer, logged = self.trainer, self.trainer._metrics["train"]
-        rewards = [
+        logged = self.trainer._metrics["train"]
+        means = [
             sum(logged[key]) / len(logged[key]) for key in ("rewards/chosen", "rewards/rejected")
         ]
-        losses, tokens, answers = torch.stack(self._batches).sum(0).tolist()
-        *means, tokens, answers = self.ranks.sums(
-            [losses / len(self._batches), *rewards, tokens, answers]
-        )
-        loss, *rewards = (value / self.ranks.num_ranks for value in means)
-        most_reward, most_loss = _limits(trainer, tokens / answers, answers / 2)
-        problem = None
+        counts = torch.stack(self._counts).sum(0).tolist()
+        *rewards, num_tokens, num_answers = self.ranks.sums([*means, *counts])
+        chosen, rejected = (reward / self.ranks.num_ranks for reward in rewards)
+        limit = reward_limit(self.trainer, num_tokens / num_answers, num_answers / 2)
         # NaN and infinities are reported with the gradients that have them.
-        if any(most_reward < abs(reward) < math.inf for reward in rewards):
-            chosen, rejected = rewards
-            problem = f"the rewards are {chosen:.2g} (chosen) and {rejected:.2g} (rejected), not 0 +- {most_reward:.1g}"
-        elif (
-            trainer.loss_types == ["sigmoid"]
-            and not trainer.use_weighting
-            and not trainer.aux_loss_enabled
-        ):
-            weight = trainer.loss_weights[0]
-            if abs(weight) * most_loss < abs(loss - weight * math.log(2)) < math.inf:
-                problem = f"the loss is {loss:.5g}, not {weight * math.log(2):.5g} +- {abs(weight) * most_loss:.1g}"
-        if problem:
-            cause, remedy = (
-                "",
-                "true, so that the starting model computes the log-probabilities once",
-            )
-            if trainer.precompute_ref_logps:
-                cause = "cached log-probabilities of another model; "
-                remedy = "false, so that they are computed at every step"
-            raise UserError(
-                f"step 1: the reference model is not the starting model: before any update, {problem}. Likely causes: "
-                f"{cause}a model folder that changed while the run started; a forward pass that differs in training "
-                f"(attention, kernels). Write trainer.precompute_ref_log_probs: {remedy}"
-            )
+        if not any(limit < abs(reward) < math.inf for reward in (chosen, rejected)):
+            return
+        cause, remedy = "", "true, so that the starting model computes the log-probabilities once"
+        if self.trainer.precompute_ref_logps:
+            cause = "cached log-probabilities of another model; "
+            remedy = "false, so that they are computed at every step"
+        raise UserError(
+            "step 1: the reference model is not the starting model: before any update, the "
+            f"rewards are {chosen:.2g} (chosen) and {rejected:.2g} (rejected), not 0 +- "
+            f"{limit:.1g}. Likely causes: {cause}a model folder that changed while the run "
+            "started; a forward pass that differs in training (attention, kernels). Write "
+            f"trainer.precompute_ref_log_probs: {remedy}"
+        )
 
 
-def _limits(trainer: Any, tokens: float, num_pairs: float) -> tuple[float, float]:
-    """Return the most by which rounding alone moves the absolute mean reward, and the loss from ln
-    2.
+def reward_limit(trainer: Any, num_tokens: float, num_pairs: float) -> float:
+    """Return the most by which rounding alone moves the absolute mean reward from 0.
 
-    tokens: of an answer, on average; each of `num_pairs` pairs has two.
+    num_tokens: of an answer, on average; each of `num_pairs` pairs has two.
 
     The errors of a policy and its reference: independent ones of each token, and a bias of half the
     square, since the mean of a distorted model's log-probabilities is lower (Jensen).
@@ -335,10 +318,8 @@ def _limits(trainer: Any, tokens: float, num_pairs: float) -> tuple[float, float
     sigma = max(ROUNDING.get(dtype, ROUNDING[torch.float32]) for dtype in dtypes)
     if hasattr(trainer.model.config.get_text_config(), "output_router_logits"):
         sigma = ROUTED
-    random, bias = SIGMAS * sigma * math.sqrt(tokens), sigma**2 * tokens
-    reward = trainer.beta * (random / math.sqrt(num_pairs) + bias)
-    # ln(1 + exp(-x)) = ln 2 - x / 2 + x^2 / 8 - ... for the margin x of a pair
-    return reward, reward + (trainer.beta * 2 * (random + bias)) ** 2 / 8 + 1e-6
+    random = SIGMAS * sigma * math.sqrt(num_tokens / num_pairs)
+    return trainer.beta * (random + sigma**2 * num_tokens)
 
 
 def _without_paths(source: Any) -> Any:

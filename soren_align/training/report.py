@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ..core.errors import UserError
 from ..core.files import file_sha256
-from ..core.text import print_labelled
+from ..core.text import count, print_labelled
 from ..data import start_margins
 from ..optim import route, routing_table, share_notices, spectral_share
 from ..recipe import Recipe, batch_unit, global_batch, recipe_hash
@@ -45,50 +45,30 @@ def report_setup(
     """Write data, starting checkpoint, batch, parameters, routing and identity into run.json; print
     them and the notices. retention: the source of the examples of `data.retention`.
     """
-    recipe, stream, train, counts = setup.recipe, setup.stream, setup.splits["train"], setup.account
-    optimizer, quantization = recipe.optimizer, quantization_of(trainer.model)
+    recipe, train = setup.recipe, setup.splits.train
+    quantization = quantization_of(trainer.model)
     size, factors = global_batch(recipe, ranks.num_ranks)
     parameters = list(trainer.model.parameters())
-    routing = routing_table(route(trainer.model, **optimizer.routing))
-    # task and steps of the runs that trained the start, the first one first
-    earlier, start = [], Path(setup.start)
-    with suppress(UserError):  # damaged or of an older version: nothing is known of it
-        before = RunFolder(start.parent).read() if start.name in ("model", "merged") else None
-        if before and "training" in before:
-            earlier = before.get("start", {}).get("after", [])
-            earlier = [*earlier, {"task": before["task"], "steps": before["training"]["steps"]}]
-    examples: dict[str, Any] = {
-        "num_kept": counts.num_kept,
-        "dropped": train.dropped | counts.dropped,
+    routing = routing_table(route(trainer.model, **recipe.optimizer.routing))
+    earlier = _earlier_runs(Path(setup.start))
+    examples = _examples_record(setup, trainer)
+    held_out = None
+    if setup.splits.eval and setup.held_out:
+        held_out = setup.splits.eval.source | asdict(setup.held_out)
+    start = {
+        "path": str(Path(setup.start).resolve()) if Path(setup.start).is_dir() else setup.start,
+        "sha256_or_revision": trainer.origin["start"],
     }
-    if counts.num_kept_by_source:
-        examples["num_kept_by_source"] = list(counts.num_kept_by_source)
-    examples |= {
-        "num_truncated": counts.num_truncated,
-        "num_truncated_tokens": counts.num_truncated_tokens,
-    }
-    examples["num_unknown_tokens"] = counts.num_unknown_tokens
-    examples |= {"packing": asdict(setup.packing)} if setup.packing else {}
-    examples |= {"pairs": asdict(counts.pairs)} if counts.pairs else {}
-    references = [f"ref_{answer}_logps" for answer in TASKS[recipe.task].answers]
-    if references and {*references} <= {*(trainer.train_dataset.column_names or ())}:
-        examples["pairs"]["start_margins"] = start_margins(
-            *(trainer.train_dataset[name] for name in references)
-        )
-    if stream:
-        examples = {"preview": {"num_examples": train.num_examples, **examples}, **stream.counts()}
+    if earlier:
+        start["after"] = earlier
+    if recipe.run.perturb:
+        start["perturb"] = recipe.run.perturb.model_dump()
+    data = {"train": train.source | {"layout": train.layout} | examples, "eval": held_out}
+    if retention:
+        data["retention"] = retention
     folder.update(
-        start={
-            "path": str(start.resolve()) if start.is_dir() else setup.start,
-            "sha256_or_revision": trainer.origin["start"],
-            **({"after": earlier} if earlier else {}),
-            **({"perturb": recipe.run.perturb.model_dump()} if recipe.run.perturb else {}),
-        },
-        data={
-            "train": train.source | {"layout": train.layout} | examples,
-            "eval": setup.splits["eval"].source | setup.held_out if setup.held_out else None,
-            **({"retention": retention} if retention else {}),
-        },
+        start=start,
+        data=data,
         parallel=recipe.run.parallel,
         global_batch_size=size,
         gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
@@ -99,62 +79,132 @@ def report_setup(
             "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
             "total": sum(map(weight_numel, parameters)),
             "trainable": sum(weight_numel(p) for p in parameters if p.requires_grad),
-            "spectral_share": spectral_share(routing) * (optimizer.name != "adamw"),
+            "spectral_share": 0.0 if recipe.optimizer.name == "adamw" else spectral_share(routing),
         },
         quantization=quantization,
         routing=routing,
         identity=identity,
     )
 
-    for notice in (*setup.notices, *share_notices(optimizer.name, routing)):
+    for notice in (*setup.notices, *share_notices(recipe.optimizer.name, routing)):
         print_labelled(console, "notice", notice)
-    dropped = (
-        f", {text}" if (text := record.describe_dropped(train.dropped | counts.dropped)) else ""
-    )
-    if stream:
-        lines = [f"{train.layout}, streamed from {train.source['path']}"]
-        lines.append(
-            f"the first {train.num_examples:,} examples: {counts.num_kept:,} kept{dropped}"
-        )
+    print_labelled(console, "data", *_data_lines(setup, examples))
+    print_labelled(console, "model", *_model_lines(setup, earlier, quantization))
+    if ranks.launched:
+        print_labelled(console, "batch", f"{size} {batch_unit(recipe)} per step: {factors}")
+        print_labelled(console, "parallel", recipe.run.parallel)
+    print_labelled(console, "optimizer", *_optimizer_lines(recipe, routing))
+
+
+def _earlier_runs(start: Path) -> list[dict[str, Any]]:
+    """Return task and steps of the runs that trained the start, the first one first."""
+    if start.name not in ("model", "merged"):
+        return []
+    with suppress(UserError):  # damaged or of an older version: nothing is known of it
+        before = RunFolder(start.parent).read()
+        if before and "training" in before:
+            own = {"task": before["task"], "steps": before["training"]["steps"]}
+            return [*before.get("start", {}).get("after", []), own]
+    return []
+
+
+def _examples_record(setup: TrainingSetup, trainer: Any) -> dict[str, Any]:
+    """Return the numbers of training examples for run.json: used, dropped, truncated, packed."""
+    train, counts, columns = setup.splits.train, setup.account, trainer.train_dataset.column_names
+    examples: dict[str, Any] = {
+        "num_kept": counts.num_kept,
+        "dropped": train.dropped | counts.dropped,
+    }
+    if counts.num_kept_by_source:
+        examples["num_kept_by_source"] = list(counts.num_kept_by_source)
+    for key in ("num_truncated", "num_truncated_tokens", "num_unknown_tokens"):
+        examples[key] = getattr(counts, key)
+    if setup.packing:
+        examples["packing"] = asdict(setup.packing)
+    if counts.pairs:
+        examples["pairs"] = asdict(counts.pairs)
+    references = [f"ref_{answer}_logps" for answer in TASKS[setup.recipe.task].answers]
+    if references and {*references} <= {*(columns or ())}:
+        logps = (trainer.train_dataset[name] for name in references)
+        examples["pairs"]["start_margins"] = start_margins(*logps)
+    if setup.stream:
+        preview = {"num_examples": train.num_examples, **examples}
+        return {"preview": preview, **setup.stream.counts()}
+    return examples
+
+
+def _data_lines(setup: TrainingSetup, examples: dict[str, Any]) -> list[str]:
+    train, counts = setup.splits.train, setup.account
+    dropped = record.describe_dropped(train.dropped | counts.dropped)
+    dropped = f", {dropped}" if dropped else ""
+    if setup.stream:
+        lines = [
+            f"{train.layout}, streamed from {train.source['path']}",
+            f"the first {train.num_examples:,} examples: {counts.num_kept:,} kept{dropped}",
+        ]
     else:
         lines = [f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}"]
         sources = zip(train.source.get("sources", ()), counts.num_kept_by_source, strict=True)
         lines += [describe_source(source, num_kept) for source, num_kept in sources]
-    lines += [counts.describe_truncation()] if counts.num_truncated else []
-    lines += record.describe_held_out(setup.held_out) if setup.held_out else []
-    lines += setup.packing.describe() if setup.packing else []
+    if counts.num_truncated:
+        lines.append(counts.describe_truncation())
+    if setup.held_out:
+        lines += record.describe_held_out(asdict(setup.held_out))
+    if setup.packing:
+        lines += setup.packing.describe()
     if margins := examples.get("pairs", {}).get("start_margins"):
-        share = (
+        lines.append(
+            "the starting model gives the chosen answer the higher log-probability in "
             f"{margins['share_positive']:.0%} of the pairs, mean difference {margins['mean']:.3g}"
         )
+    return lines
+
+
+def _model_lines(
+    setup: TrainingSetup, earlier: list[dict[str, Any]], quantization: dict[str, Any] | None
+) -> list[str]:
+    if earlier:
+        after = record.describe_earlier_runs({"after": earlier})
+        lines = [f"{setup.start} (starting checkpoint, {after})"]
+    else:
+        lines = [f"{setup.start} (starting checkpoint)"]
+    if perturb := setup.recipe.run.perturb:
         lines.append(
-            f"the starting model gives the chosen answer the higher log-probability in {share}"
-        )
-    print_labelled(console, "data", *lines)
-    checkpoint = ", ".join(
-        filter(None, ("starting checkpoint", record.describe_earlier_runs({"after": earlier})))
-    )
-    lines = [f"{setup.start} ({checkpoint})"]
-    if perturb := recipe.run.perturb:
-        lines.append(
-            f"each starting weight changed by at most {perturb.size:g} of itself, seed {perturb.seed}"
+            f"each starting weight changed by at most {perturb.size:g} of itself, seed "
+            f"{perturb.seed}"
         )
     if quantization:
-        weights = f"{quantization['num_weights']:,} weights in {quantization['quantize']} ({quantization['type']})"
-        lines.append(f"{weights}, computed in {quantization['compute_dtype']}")
-    print_labelled(console, "model", *lines)
-    if ranks.launched:
-        print_labelled(console, "batch", f"{size} {batch_unit(recipe)} per step: {factors}")
-        print_labelled(console, "parallel", recipe.run.parallel)
-    num_matrices, share = sum(row["matrices"] for row in routing), spectral_share(routing)
-    matrices = f"{optimizer.description}, lr {optimizer.lr:g}: {num_matrices:,} matrices"
-    others = sum(row["tensors"] for row in routing if row["rule"] == "adamw")
-    lines = [matrices + f", {share:.1%} of the trained parameters" * bool(others)]
-    if others:
         lines.append(
-            f"adamw, lr {optimizer.aux_lr:g}: {others:,} other parameters, {1 - share:.1%}"
+            f"{quantization['num_weights']:,} weights in {quantization['quantize']} "
+            f"({quantization['type']}), computed in {quantization['compute_dtype']}"
         )
-    print_labelled(console, "optimizer", *lines)
+    return lines
+
+
+def _optimizer_lines(recipe: Recipe, routing: list[dict[str, Any]]) -> list[str]:
+    optimizer, share = recipe.optimizer, spectral_share(routing)
+    num_matrices = sum(row["matrices"] for row in routing)
+    num_others = sum(row["tensors"] for row in routing if row["rule"] == "adamw")
+    matrices = f"{optimizer.description}, lr {optimizer.lr:g}: {num_matrices:,} matrices"
+    if not num_others:
+        return [matrices]
+    return [
+        f"{matrices}, {share:.1%} of the trained parameters",
+        f"adamw, lr {optimizer.aux_lr:g}: {num_others:,} other parameters, {1 - share:.1%}",
+    ]
+
+
+def describe_source(source: dict[str, Any], num_examples: int) -> str:
+    """Return a line of a mixture: "zoo.jsonl: 30 of 120 examples (weight 0.25), 29 used, chat
+    messages".
+    """
+    text = (
+        f"{source['path']}: {source['num_sampled']} of {source['num_examples']} examples (weight "
+        f"{source['weight']:g}), {num_examples} used, {source['layout']}"
+    )
+    if source["dropped"]:
+        return f"{text}, {record.describe_dropped(source['dropped'])}"
+    return text
 
 
 def report_first_step(
@@ -184,133 +234,146 @@ def report_result(
     `validation`.
     resumed_from: the step of the checkpoint; 0 for a new run.
     """
-    steps, args, history, stream = (
-        trainer.state.global_step,
-        trainer.args,
-        trainer.state.log_history,
-        trainer.stream,
-    )
-    # The losses of training, and of the held-out examples: at the start, and of the saved model;
-    # see run/record.py.
-    logs = [log for log in history if "loss" in log]
-    losses: dict[str, Any] = {"first_loss": logs[0]["loss"] if logs else None}
-    losses["last_loss"] = logs[-1]["loss"] if logs else None
-    if logs:
-        batch = (
-            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        )
-        before_last = logs[-2]["step"] if len(logs) > 1 else 0
-        losses["examples_per_log"] = [
-            batch * logs[0]["step"],
-            batch * (logs[-1]["step"] - before_last),
-        ]
-    source, prefix, num_examples = (
-        logs[-1] if logs else {},
-        "",
-        losses.get("examples_per_log", [0])[-1],
-    )
-    if evaluations := [log for log in history if "eval_loss" in log]:
-        saved_step = result.get("best_model", {}).get("step", steps)
-        source = next((log for log in evaluations if log["step"] == saved_step), evaluations[-1])
-        ends = {
-            log["step"]: {"step": log["step"], "loss": log["eval_loss"]}
-            for log in (evaluations[0], source)
-        }
-        prefix, num_examples = "eval_", len(trainer.eval_dataset)
-        losses["held_out"] = {"num_examples": num_examples, "evaluations": [*ends.values()]}
-    if f"{prefix}rewards/accuracies" in source:
-        share, margin = (source[f"{prefix}rewards/{key}"] for key in ("accuracies", "margins"))
-        counted = {"num_pairs": num_examples, "held_out": bool(evaluations)}
-        losses["preferences"] = {
-            "share": share,
-            "margin": margin,
-            **counted,
-            "loss_type": list(trainer.loss_types),
-        }
-        # which would move the reference away from the start
-        if args.beta and not args.sync_ref_model:
-            # A reward is beta times the change, in nats.
-            losses["preferences"]["log_probability_changes"] = {
-                answer: source[f"{prefix}rewards/{answer}"] / args.beta
-                for answer in ("chosen", "rejected")
-            }
-        if folder.samples.is_file() and (changes := sample_changes(read_metrics(folder.samples))):
-            losses["samples"] = changes
-
-    if contrasts := [log for log in history if "map_contrast" in log]:
-        losses["updates"] = {key.removeprefix("map_"): contrasts[-1][key] for key in CONTRAST}
-
-    if stream:
+    training = {"steps": trainer.state.global_step}
+    training |= _losses(folder, trainer, result.get("best_model", {}).get("step"))
+    training["peak_memory_bytes"] = peak_memory()
+    if not torch.accelerator.is_available() and hasattr(os, "getloadavg"):
+        training["cpu_load"] = round(os.getloadavg()[0], 2)
+    training |= result
+    if trainer.stream:
         data = (folder.read() or {})["data"]
-        folder.update(data={**data, "train": {**data["train"], **stream.counts()}})
+        folder.update(data={**data, "train": {**data["train"], **trainer.stream.counts()}})
+    # The hashes of what the training has left: a study's audit compares them with the files, and
+    # the last one with the model that was evaluated.
     written = {
         "recipe_sha256": recipe_hash(recipe, with_optimizer=True),
         "metrics_sha256": file_sha256(folder.metrics),
         "held_out_sha256": file_sha256(folder.held_out) if folder.held_out.is_file() else None,
         "weights_sha256": fingerprint(str(folder.model)),
     }
-    used: dict[str, Any] = {"peak_memory_bytes": peak_memory()}
-    if not torch.accelerator.is_available() and hasattr(os, "getloadavg"):
-        used["cpu_load"] = round(os.getloadavg()[0], 2)
-    folder.update(
-        status="trained", training={"steps": steps, **losses, **used, **result}, written=written
-    )
+    folder.update(status="trained", training=training, written=written)
 
-    means = (log["train_loss"] for log in reversed(history) if "train_loss" in log)
-    loss, mean = "", next(means, None)
-    # ended early, or trainer.logging_strategy is no
-    if losses["first_loss"] is None and mean is not None:
-        loss = f", loss {mean:.3f} on average"
-    seconds = result["seconds_since_start_or_resume"]
-    resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
-    lines = [f"{steps} step{'s' * (steps != 1)}{resumed} in {seconds:.0f} s{loss}"]
-    advice = "; other maps: soren-align spectrum RUN --advise"
-    lines += record.describe_losses({"steps": steps, **losses}, of_updates=advice)
-    if stream:
-        counts = stream.counts()
-        dropped = f", {text}" if (text := record.describe_dropped(counts["dropped"])) else ""
-        passes = ", ".join(map(str, counts["passes"]))
-        passes = f"; complete passes over the data: {passes}" if any(counts["passes"]) else ""
-        lines.append(f"{counts['num_read']:,} examples read{dropped}{passes}")
-    if early := result.get("stopped_early"):
-        lines.append(
-            f"stopped early, before step {early['max_steps']}: {record.describe_early_stop(early)}"
+    print_labelled(console, "trained", *_result_lines(recipe, trainer, training, resumed_from))
+    for notice in describe_preferences(training):
+        print_labelled(console, "notice", notice)
+    _warn_of_rounding(console, result["change_after_saving"])
+
+
+def _losses(folder: RunFolder, trainer: Any, saved_step: int | None) -> dict[str, Any]:
+    """Return the losses of training and of the held-out examples, at the start and of the saved
+    model, with the preferences of DPO. saved_step: None: the last one.
+    """
+    args, history = trainer.args, trainer.state.log_history
+    logs = [log for log in history if "loss" in log]
+    evaluations = [log for log in history if "eval_loss" in log]
+    losses: dict[str, Any] = {"first_loss": None, "last_loss": None}
+    num_averaged = [0]
+    if logs:
+        losses = {"first_loss": logs[0]["loss"], "last_loss": logs[-1]["loss"]}
+        # The numbers of examples that both average. Fewer where an epoch's last batch is smaller,
+        # and in the first log after resuming.
+        batch = (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         )
-    if best := result.get("best_model"):
-        evaluation = f"{best['metric']} {best['value']:.4g}"
+        before_last = logs[-2]["step"] if len(logs) > 1 else 0
+        num_averaged = [batch * logs[0]["step"], batch * (logs[-1]["step"] - before_last)]
+        losses["examples_per_log"] = num_averaged
+    source, prefix, num_examples = logs[-1] if logs else {}, "", num_averaged[-1]
+    if evaluations:
+        # The first one, and that of the saved model: one evaluation if these are the same.
+        saved_step = trainer.state.global_step if saved_step is None else saved_step
+        source = next((log for log in evaluations if log["step"] == saved_step), evaluations[-1])
+        prefix, num_examples = "eval_", len(trainer.eval_dataset)
+        ends = {log["step"]: log["eval_loss"] for log in (evaluations[0], source)}
+        losses["held_out"] = {
+            "num_examples": num_examples,
+            "evaluations": [{"step": step, "loss": loss} for step, loss in ends.items()],
+        }
+    if f"{prefix}rewards/accuracies" in source:
+        losses["preferences"] = {
+            "share": source[f"{prefix}rewards/accuracies"],
+            "margin": source[f"{prefix}rewards/margins"],
+            "num_pairs": num_examples,
+            "held_out": bool(evaluations),
+            "loss_type": list(trainer.loss_types),
+        }
+        # A reward is beta times the change since the start, in nats, unless TRL moves the
+        # reference away from it.
+        if args.beta and not args.sync_ref_model:
+            losses["preferences"]["log_probability_changes"] = {
+                answer: source[f"{prefix}rewards/{answer}"] / args.beta
+                for answer in ("chosen", "rejected")
+            }
+        if folder.samples.is_file() and (changes := sample_changes(read_metrics(folder.samples))):
+            losses["samples"] = changes
+    if contrasts := [log for log in history if "map_contrast" in log]:
+        losses["updates"] = {key.removeprefix("map_"): contrasts[-1][key] for key in CONTRAST}
+    return losses
+
+
+def _result_lines(
+    recipe: Recipe, trainer: Any, training: dict[str, Any], resumed_from: int
+) -> list[str]:
+    steps, seconds = training["steps"], training["seconds_since_start_or_resume"]
+    first = count(steps, "step")
+    if resumed_from:
+        first += f", {steps - resumed_from} of them since resuming,"
+    first += f" in {seconds:.0f} s"
+    if training["first_loss"] is None:  # ended early, or trainer.logging_strategy is no
+        logs = [log for log in trainer.state.log_history if "train_loss" in log]
+        first += f", loss {logs[-1]['train_loss']:.3f} on average" if logs else ""
+    lines = [first, *record.describe_losses(training)]
+    if trainer.stream:
+        lines.append(_stream_line(trainer.stream.counts()))
+    if early := training.get("stopped_early"):
+        reason = record.describe_early_stop(early)
+        lines.append(f"stopped early, before step {early['max_steps']}: {reason}")
+    if best := training.get("best_model"):
         lines.append(
-            f"the saved model is that of step {best['step']}, with the best evaluation: {evaluation}"
+            f"the saved model is that of step {best['step']}, with the best evaluation: "
+            f"{best['metric']} {best['value']:.4g}"
         )
-    if validation := result.get("validation"):
-        text = f"validation perplexity {validation['perplexity']:.2f}, on {validation['num_tokens']:,} tokens"
-        lines.append(f"{text} (loss {validation['loss']:.4f})")
+    if validation := training.get("validation"):
+        lines.append(
+            f"validation perplexity {validation['perplexity']:.2f}, on "
+            f"{validation['num_tokens']:,} tokens (loss {validation['loss']:.4f})"
+        )
         if published := recipe.run.published:
             # a file that has changed since the recipe was checked
             with suppress(UserError, KeyError):
                 lines += describe_published(load_perplexities(published.table), published.model)
-    if result["relative_change"] < SMALL_CHANGE:
-        lines.append(
-            f"the weight matrices changed by {100 * result['relative_change']:.3g}% of their norm"
-        )
-    print_labelled(console, "trained", *lines)
-    for notice in describe_preferences(losses):
-        print_labelled(console, "notice", notice)
-    if "matrices" not in result["change_after_saving"]:  # nothing has changed
+    if training["relative_change"] < SMALL_CHANGE:
+        change = f"{100 * training['relative_change']:.3g}%"
+        lines.append(f"the weight matrices changed by {change} of their norm")
+    return lines
+
+
+def _stream_line(counts: dict[str, Any]) -> str:
+    line = f"{counts['num_read']:,} examples read"
+    if counts["dropped"]:
+        line += f", {record.describe_dropped(counts['dropped'])}"
+    if any(counts["passes"]):
+        line += f"; complete passes over the data: {', '.join(map(str, counts['passes']))}"
+    return line
+
+
+def _warn_of_rounding(console: Console, change: dict[str, Any]) -> None:
+    """Print how much of the training's change the saved model has, if it is little."""
+    if "matrices" not in change:  # nothing has changed
         return
-    dtype, matrices = (result["change_after_saving"][key] for key in ("dtype", "matrices"))
-    projection, entries = (100 * matrices[key] for key in ("projection", "fraction_changed"))
-    if min(entries, projection) < 100 * record.SURVIVAL_THRESHOLD:
-        saved = f"model/ in {dtype}, which keeps {projection:.3g}% of the training's change"
-        remaining = f"{entries:.3g}% of the changed entries still differ from the starting checkpoint after rounding"
-        print_labelled(console, "saved", saved, remaining)
-        remedy = "write run.save_dtype: float32 to keep it"
-        print_labelled(console, "warning", f"rounding loses most of the change; {remedy}")
-
-
-def describe_source(source: dict[str, Any], num_examples: int) -> str:
-    """Return a line of a mixture: "zoo.jsonl: 30 of 120 examples (weight 0.25), 29 used, chat
-    messages".
-    """
-    dropped = f", {record.describe_dropped(source['dropped'])}" if source["dropped"] else ""
-    sampled = f"{source['num_sampled']} of {source['num_examples']} examples (weight {source['weight']:g})"
-    return f"{source['path']}: {sampled}, {num_examples} used, {source['layout']}{dropped}"
+    projection, entries = (change["matrices"][key] for key in ("projection", "fraction_changed"))
+    if min(entries, projection) >= record.SURVIVAL_THRESHOLD:
+        return
+    print_labelled(
+        console,
+        "saved",
+        f"model/ in {change['dtype']}, which keeps {100 * projection:.3g}% of the training's "
+        "change",
+        f"{100 * entries:.3g}% of the changed entries still differ from the starting checkpoint "
+        "after rounding",
+    )
+    print_labelled(
+        console,
+        "warning",
+        "rounding loses most of the change; write run.save_dtype: float32 to keep it",
+    )

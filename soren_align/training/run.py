@@ -9,6 +9,7 @@ import pickle
 import signal
 import time
 from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,25 +18,18 @@ from rich.console import Console
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
 from ..core import signals
-from ..core.errors import (
-    DivergedError,
-    LostRankError,
-    NoMemoryError,
-    UserError,
-    in_one_line,
-    machine_failure,
-)
+from ..core.errors import DivergedError, UserError
 from ..core.files import read_json, remove, rename_durably
 from ..core.text import print_labelled, working
 from ..recipe import Recipe, few_steps
-from ..run.folder import COMPLETE_MARKER, PREVIOUS, RunFolder, checkpoints_in, read_metrics, step_of
+from ..run.folder import COMPLETE_MARKER, RunFolder, checkpoints_in, read_metrics, step_of
 from ..run.record import divergence
 from ..run.weights import trl_config_names
-from ..sharding import CheckpointException, is_universal
+from ..sharding import is_universal
 from ..sharding.ranks import Ranks
 from ..tasks import TASKS
 from . import build, checkpoints
-from .checkpoints import PICKLE_REFUSED, model_bytes, refuse_full_disk, write_errors
+from .checkpoints import PICKLE_REFUSED, STREAM_FILE, write_errors
 from .lost_updates import LostUpdatesPolicy, change_after_saving
 from .measure.benchmark import BenchmarkRecorder
 from .measure.held_out import HeldOutRecorder
@@ -46,6 +40,19 @@ from .reference import precision, run_identity
 from .report import report_first_step, report_result, report_setup
 from .setup import TrainingSetup
 from .trained_optimizer import relative_changes
+
+
+@dataclass(frozen=True)
+class Observers:
+    """The callbacks of a run; those that the recipe does not ask for are None."""
+
+    stop: "StopOnSignal"
+    progress: TrainingProgress
+    early: "EarlyStopping | None" = None
+    samples: SampleWriter | None = None
+    retention: Retention | None = None
+    benchmark: BenchmarkRecorder | None = None
+    held_out: HeldOutRecorder | None = None
 
 
 def train(
@@ -61,16 +68,16 @@ def train(
     came, after saving a checkpoint, or the model if it was the last step. Only the first rank
     writes and prints.
     """
-    recipe, run = setup.recipe, setup.recipe.run
+    # Prepare: the checkpoint is verified by content before any weight of it is read.
     with working(console, "Loading the model, tokenizing the examples"):
         policy = LostUpdatesPolicy(
-            run.lost_updates, partial(report_first_step, folder, console, ranks)
+            setup.recipe.run.lost_updates, partial(report_first_step, folder, console, ranks)
         )
         trainer: Any = build.build_trainer(setup, folder, ranks, policy)
         checkpoint = None
         with ranks.shared_errors():
             if ranks.is_first:
-                checkpoint = _find_checkpoint(recipe, folder, trainer.origin, console)
+                checkpoint = _find_checkpoint(setup.recipe, folder, trainer.origin, console)
         checkpoint = ranks.broadcast(checkpoint)
         if checkpoint:
             checkpoints.verify(checkpoint, ranks)
@@ -79,139 +86,159 @@ def train(
         trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {
             "load_universal": True
         }
+    observers = _observe(trainer, setup, folder, console, ranks, benchmark)
+    # Another command may hold the folder now: nothing is written into it.
+    trainer.sealer.check = partial(refuse_lost_lock, folder, ranks)
 
-    with ranks.main_process_first():  # the others read the retention examples that it caches
-        probes = read_probes(recipe, setup.tokens["eval"], setup.tokenizer)
-    retention = None if probes is None else Retention(trainer, probes, folder, ranks)
-    scored = BenchmarkRecorder(trainer, benchmark, run.benchmark.every) if run.benchmark else None
-    trainer.evaluated_with = [measurement for measurement in (retention, scored) if measurement]
-    stop, stopping = StopOnSignal(ranks), run.early_stopping
-    early = EarlyStopping(stopping.patience, stopping.threshold) if stopping else None
-    progress = TrainingProgress(
-        console, recipe.task, partial(few_steps, recipe, num_ranks=ranks.num_ranks)
-    )
-    samples = (
-        SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console, ranks)
-        if run.samples
-        else None
-    )
-    metrics, judges = tuple(TASKS[recipe.task].higher_is_better), recipe.data.eval_part == "verdict"
-    held_out = (
-        HeldOutRecorder(trainer, metrics, folder, ranks)
-        if judges and trainer.eval_dataset
-        else None
-    )
-    trainer.remove_callback(PrinterCallback)
-    shown, measured = progress if ranks.is_first else None, (samples, retention, scored, held_out)
-    for callback in filter(
-        None, (stop, early, LogsOfShortRuns(), shown, *measured, LockCheck(folder, ranks))
-    ):
-        trainer.add_callback(callback)
-
+    # Report before the first step: a run that fails or is killed shows what it was.
     identity = run_identity(setup, trainer, ranks)
     if ranks.is_first:
-        report_setup(folder, console, setup, trainer, ranks, identity, probes and probes.source)
-        if scored:
-            scored.report(folder, console, stops_early=early is not None)
-        logged = read_json(checkpoint / "trainer_state.json")["log_history"] if checkpoint else ()
-        for notice in folder.drop_measurements_after(resumed_from, logged):
-            print_labelled(console, "notice", notice)
-        if checkpoint:
-            print_labelled(console, "resume", f"from step {resumed_from}")
-            earlier = (folder.read() or {}).get("resumed_from_steps", [])
-            folder.update(resumed_from_steps=[*earlier, resumed_from])
+        source = observers.retention and observers.retention.probes.source
+        report_setup(folder, console, setup, trainer, ranks, identity, source)
+        if observers.benchmark:
+            stops_early = observers.early is not None
+            observers.benchmark.report(folder, console, stops_early=stops_early)
+        _report_resume(folder, console, checkpoint)
 
-    with closing(progress), closing(stop):
-        result: dict[str, Any] = {
-            "seconds_since_start_or_resume": round(_run_loop(trainer, checkpoint), 1)
-        }
-    args, state = trainer.args, trainer.state
-    finished = not stop.stopped or state.global_step >= state.max_steps
+    # Train.
+    with closing(observers.progress), closing(observers.stop):
+        seconds = round(_run_loop(trainer, checkpoint), 1)
+    stopped, state = observers.stop.stopped, trainer.state
+    finished = not stopped or state.global_step >= state.max_steps
     refuse_lost_lock(folder, ranks)
+
+    # Measure and save. A run that a signal stopped before its last step has a checkpoint alone.
+    result: dict[str, Any] = {"seconds_since_start_or_resume": seconds}
     result |= relative_changes(trainer.starting_weights, trainer.attached)
     if finished:
-        if early and early.has_stopped:
-            settings = {
-                "patience": early.early_stopping_patience,
-                "threshold": early.early_stopping_threshold,
-            }
-            best = best_evaluation(args, state)
-            result["stopped_early"] = {"max_steps": state.max_steps, **settings, "best": best}
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            result["best_model"] = best_evaluation(args, state)
-        with trl_config_names(trainer.model):
-            if recipe.task == "pretrain" and trainer.eval_dataset is not None:
-                result["validation"] = trainer.validation()
-            if held_out:
-                held_out.record("end")
-            if samples and ("best_model" in result or samples.last_step != state.global_step):
-                # The mark: a run that is killed later repeats the end, and these lines.
-                samples.sample(trainer.model, state.global_step, at="end")
+        result |= _measure_end(trainer, setup.recipe, observers)
         _save_model(trainer, setup.tokenizer, folder, ranks)
         result["change_after_saving"] = change_after_saving(
-            trainer.starting_weights, trainer.attached, trainer.save_dtype
+            trainer.starting_weights, trainer.attached, trainer.exporter.dtype
         )
     identity |= {"precision": precision(trainer), **trainer.batch_hash.record()}
     if ranks.is_first:
         folder.update(optimizer=trainer.optimizer_check.record)
-    if ranks.is_first and finished:
-        folder.update(identity=identity)
-        if "best_model" not in result and (reason := divergence(read_metrics(folder.metrics))):
-            result["diverged"] = reason
-        report_result(folder, console, recipe, trainer, result, resumed_from)
-        # later than the status: until then a rerun resumes, and needs them
-        remove(folder.start_logits)
-    if ranks.is_first and stop.stopped:
-        where = f"at step {state.global_step}, {'model' if finished else 'checkpoint'} saved"
-        print_labelled(console, "stopped", f"{where}; rerun the same command to resume")
-    return not stop.stopped
+        if finished:
+            folder.update(identity=identity)
+            if "best_model" not in result and (reason := divergence(read_metrics(folder.metrics))):
+                result["diverged"] = reason
+            report_result(folder, console, setup.recipe, trainer, result, resumed_from)
+            # later than the status: until then a rerun resumes, and needs them
+            remove(folder.start_logits)
+        if stopped:
+            saved = "model" if finished else "checkpoint"
+            where = f"at step {state.global_step}, {saved} saved"
+            print_labelled(console, "stopped", f"{where}; rerun the same command to resume")
+    return not stopped
+
+
+def _observe(
+    trainer: Any,
+    setup: TrainingSetup,
+    folder: RunFolder,
+    console: Console,
+    ranks: Ranks,
+    benchmark: Any,
+) -> Observers:
+    """Add the recipe's callbacks to the trainer, and return them. Collective."""
+    recipe, run = setup.recipe, setup.recipe.run
+    with ranks.main_process_first():  # the others read the retention examples that it caches
+        probes = read_probes(recipe, setup.tokens.eval, setup.tokenizer)
+    observers = Observers(
+        StopOnSignal(ranks),
+        TrainingProgress(
+            console, recipe.task, partial(few_steps, recipe, num_ranks=ranks.num_ranks)
+        ),
+        early=run.early_stopping
+        and EarlyStopping(run.early_stopping.patience, run.early_stopping.threshold),
+        samples=run.samples
+        and SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console, ranks),
+        retention=probes and Retention(trainer, probes, folder, ranks),
+        benchmark=run.benchmark and BenchmarkRecorder(trainer, benchmark, run.benchmark.every),
+    )
+    if recipe.data.eval_part == "verdict" and trainer.eval_dataset:
+        metrics = tuple(TASKS[recipe.task].higher_is_better)
+        recorder = HeldOutRecorder(trainer, metrics, folder, ranks)
+        observers = replace(observers, held_out=recorder)
+    trainer.evaluated_with = [
+        measurement for measurement in (observers.retention, observers.benchmark) if measurement
+    ]
+    # The order counts: early stopping decides before a short run asks for its last log.
+    callbacks = (
+        observers.stop,
+        observers.early,
+        LogsOfShortRuns(),
+        observers.progress if ranks.is_first else None,
+        observers.samples,
+        observers.retention,
+        observers.benchmark,
+        observers.held_out,
+    )
+    trainer.remove_callback(PrinterCallback)
+    for callback in callbacks:
+        if callback is not None:
+            trainer.add_callback(callback)
+    return observers
+
+
+def _report_resume(folder: RunFolder, console: Console, checkpoint: Path | None) -> None:
+    """Remove the measurements that a resumed run repeats, and record the resume."""
+    step = step_of(checkpoint) if checkpoint else 0
+    logged = read_json(checkpoint / "trainer_state.json")["log_history"] if checkpoint else ()
+    for notice in folder.drop_measurements_after(step, logged):
+        print_labelled(console, "notice", notice)
+    if checkpoint:
+        print_labelled(console, "resume", f"from step {step}")
+        earlier = (folder.read() or {}).get("resumed_from_steps", [])
+        folder.update(resumed_from_steps=[*earlier, step])
+
+
+def _measure_end(trainer: Any, recipe: Recipe, observers: Observers) -> dict[str, Any]:
+    """Return what a finished training adds to run.json, and measure the model that is saved.
+    Collective.
+    """
+    args, state, early = trainer.args, trainer.state, observers.early
+    result: dict[str, Any] = {}
+    if early and early.has_stopped:
+        result["stopped_early"] = {
+            "max_steps": state.max_steps,
+            "patience": early.early_stopping_patience,
+            "threshold": early.early_stopping_threshold,
+            "best": best_evaluation(args, state),
+        }
+    if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        result["best_model"] = best_evaluation(args, state)
+    with trl_config_names(trainer.model):
+        if recipe.task == "pretrain" and trainer.eval_dataset is not None:
+            result["validation"] = trainer.validation()
+        if observers.held_out:
+            observers.held_out.record("end")
+        samples = observers.samples
+        if samples and ("best_model" in result or samples.last_step != state.global_step):
+            # The mark: a run that is killed later repeats the end, and these lines.
+            samples.sample(trainer.model, state.global_step, at="end")
+    return result
 
 
 def _run_loop(trainer: Any, checkpoint: Path | None) -> float:
     """Run transformers' training loop, which calls `optimizer.step()`; return the seconds that it
     took.
-
-    Raises UserError if a resumed run fails before its first step, where transformers reads the
-    checkpoint: its seal is no proof, and may come from whoever made the files.
     """
-    started, steps = time.monotonic(), _Steps()
-    trainer.add_callback(steps)
+    started = time.monotonic()
     # a resumed run has evaluated the start already
     trainer.args.eval_on_start &= checkpoint is None
+    if checkpoint and trainer.stream is not None:
+        num_passed_over = trainer.num_sequences(step_of(checkpoint))
+        trainer.stream.resume(read_json(checkpoint / STREAM_FILE), num_passed_over)
     try:
         with trl_config_names(trainer.model):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except (Exception, CheckpointException) as error:
-        is_reading = checkpoint is not None and not steps.have_begun
-        # the checkpoint is not the cause if memory is short or another rank has ended
-        is_other = isinstance(error, UserError) or isinstance(
-            machine_failure(error), NoMemoryError | LostRankError
-        )
-        if not is_reading or is_other:
-            if isinstance(error, FloatingPointError):
-                raise DivergedError(f"step {trainer.state.global_step + 1}: {error}") from error
-            raise
-        cause = (
-            next(iter(error.failures.values()))[0]
-            if isinstance(error, CheckpointException)
-            else error
-        )
-        if isinstance(cause, pickle.UnpicklingError):
-            raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
-        raise UserError(
-            f"{checkpoint}: the checkpoint cannot be loaded ({in_one_line(cause)}); {PREVIOUS}"
-        ) from error
+    except FloatingPointError as error:
+        raise DivergedError(f"step {trainer.state.global_step + 1}: {error}") from error
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
     return time.monotonic() - started
-
-
-class _Steps(TrainerCallback):
-    """Whether the first step has begun."""
-
-    have_begun = False
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        """Note it."""
-        self.have_begun = True
 
 
 def _find_checkpoint(
@@ -242,16 +269,11 @@ def _save_model(trainer: Any, tokenizer: Any, folder: RunFolder, ranks: Ranks) -
     partial_folder = folder.model.with_name("model.part")
     if ranks.is_first:
         remove(partial_folder)
-    refuse_full_disk(
-        folder.path, model_bytes(trainer.model, trainer.save_dtype), "the model", trainer.attached
-    )
     with write_errors(partial_folder):
         trainer.save_model(str(partial_folder))
         if not ranks.is_first:
             return
         tokenizer.save_pretrained(partial_folder)
-        # a pickle; recipe.yaml has the same settings
-        (partial_folder / "training_args.bin").unlink(missing_ok=True)
         remove(folder.model)  # of a process that was killed before it updated run.json
         rename_durably(partial_folder, folder.model)
 
@@ -316,10 +338,8 @@ class StopOnSignal(TrainerCallback):
         if number == signal.SIGINT and self.ranks.is_first:
             # a closed terminal. os.write, since Python's files are not reentrant
             with suppress(OSError):
-                os.write(
-                    2,
-                    b"\nstopping  after this step; Ctrl-C again stops at once, without a checkpoint\n",
-                )
+                text = "stopping  after this step; Ctrl-C again stops at once, without a checkpoint"
+                os.write(2, f"\n{text}\n".encode())
 
     def on_step_end(self, args, state, control, **kwargs):
         """Save and stop between two steps if any rank received a signal. Collective."""
@@ -333,24 +353,6 @@ class StopOnSignal(TrainerCallback):
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-
-
-class LockCheck(TrainerCallback):
-    """Ends the training before a checkpoint is written into a folder that another command may hold
-    now.
-    """
-
-    def __init__(self, folder: RunFolder, ranks: Ranks):
-        self.folder, self.ranks = folder, ranks
-
-    def on_step_end(self, args, state, control, **kwargs):
-        """Check before a checkpoint. Collective."""
-        if control.should_save:
-            refuse_lost_lock(self.folder, self.ranks)
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        """Check: `save_strategy: best` decides on a checkpoint now. Collective."""
-        refuse_lost_lock(self.folder, self.ranks)
 
 
 def refuse_lost_lock(folder: RunFolder, ranks: Ranks) -> None:

@@ -84,9 +84,9 @@ class AttachedOptimizer:
         smallest, largest = min(norms), max(norms)
         if not math.isclose(smallest, largest, rel_tol=1e-6):
             raise UserError(
-                f"step {step}: the processes did not average their gradients: the norm of the momentum differs between "
-                f"the processes, from {smallest:g} to {largest:g}. The loss was computed without DDP's wrapper; use "
-                "one process, or ZeRO"
+                f"step {step}: the processes did not average their gradients: the norm of the "
+                f"momentum differs between the processes, from {smallest:g} to {largest:g}. The "
+                "loss was computed without DDP's wrapper; use one process, or ZeRO"
             )
 
 
@@ -142,19 +142,21 @@ class OptimizerCheck(TrainerCallback):
         skipped = any(
             getattr(w, "overflow", False) or getattr(w, "step_was_skipped", False) for w in wrappers
         )
+        # Matrices are mapped by their owner ranks: only the sum over ranks can be compared.
         counts = self.attached.ranks.sums([optimizer.num_maps - self._num_maps_before, skipped])
         num_maps, num_skipping_ranks = map(int, counts)
         if num_maps == 0 and num_skipping_ranks:
             if scaler is None and not args.fp16:
                 raise FloatingPointError(
-                    "the gradient has a NaN or an infinity. DeepSpeed skipped this step, which changed nothing"
+                    "the gradient has a NaN or an infinity. DeepSpeed skipped this step, which "
+                    "changed nothing"
                 )
             # torch's GradScaler would halve its scale without end; DeepSpeed stops at a scale of 1
             # by itself.
             if scaler is not None and scaler.get_scale() < 1:
                 raise FloatingPointError(
-                    f"the gradient has a NaN or an infinity even at the loss scale {scaler.get_scale():g}; write "
-                    "trainer.bf16: true instead of fp16"
+                    "the gradient has a NaN or an infinity even at the loss scale "
+                    f"{scaler.get_scale():g}; write trainer.bf16: true instead of fp16"
                 )
             self.counts["num_skipped_steps"] = self.counts.get("num_skipped_steps", 0) + 1
             return
@@ -212,7 +214,9 @@ def relative_changes(
 
     most: elements on this rank that are compared; of more, evenly spaced rows of every tensor.
     """
-    squares = Sums(4)  # of the change and of the start: of the matrices, of the other parameters
+    # Sums of squares on the device, read once at the end: of the change and of the start, of the
+    # matrices and of the other parameters.
+    squares = Sums(4)
     for index, weights, before in start.pairs(attached.optimizer, most):
         squares.add(2 * index, (weights - before).square_().sum(), before.square().sum())
     change, norm, aux_change, aux_norm = attached.ranks.sums(squares.totals())
@@ -226,6 +230,7 @@ def compact_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies on the CPU, in bfloat16 where that is exact, as it is for a checkpoint
     published in bfloat16.
     """
+    # A host read per tensor would take seconds for thousands of experts: all are counted first.
     inexact = Sums(len(tensors))
     for index, tensor in enumerate(tensors):
         for (part,) in chunks(tensor):

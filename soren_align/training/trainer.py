@@ -4,9 +4,12 @@ TRL has no common way to pass an optimizer: SFTTrainer takes `optimizer_cls_and_
 does not, and DeepSpeed calls `create_optimizer` itself. So a mixin for both overrides that method.
 transformers calls, in this order: `create_optimizer`, `create_scheduler`, `training_step` per
 micro-batch, `optimizer.step()`, `log`, `_save_checkpoint`.
+
+The mixin only joins parts: callbacks check and measure the steps (trained_optimizer.py, measure/),
+an Exporter and a CheckpointSealer write (saving.py). core/patches.py lists the private methods of
+transformers and TRL that are overridden here, with the reason of each.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,52 +18,41 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch.utils.data import BatchSampler, DataLoader
-from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
 from trl import DPOTrainer, SFTTrainer
 
 from ..core.errors import UserError
-from ..core.files import remove, write
 from ..data import pair_of, uncached, verified_values
 from ..optim import build_optimizer, completed_settings
 from ..recipe import OptimizerSection
-from ..recipe.model import QUANTIZATION_RECORD
-from ..run.quantized import quantization_of
-from ..run.weights import refuse_other_keys
-from ..sharding import chain_of, full_weights, set_strategy, sum_in_float32
+from ..sharding import chain_of, set_strategy, sum_in_float32
 from ..sharding.ranks import current_ranks
 from . import checkpoints
-from .adapters import GradientCheck, export_weights
-from .checkpoints import (
-    STREAM,
-    STREAM_FILE,
-    checkpoint_bytes,
-    read_form,
-    refuse_full_disk,
-    write_errors,
-)
+from .adapters import GradientCheck
 from .lost_updates import WARN, FirstStepCheck, LostUpdatesPolicy
 from .measure.measurements import MeasurementLog, Measurements, SpectraRecorder
 from .measure.samples import evaluating
 from .packing import IsolationCheck, TokenStream
 from .reference import BatchHash, ReferenceCheck, reference_key
+from .saving import CheckpointSealer, Exporter
 from .trained_optimizer import AttachedOptimizer, OptimizerCheck, OptimizerMismatch, StartingWeights
 
 OptimizerSettings = str | Mapping[str, Any] | OptimizerSection | None
 """None: Soren. A name: soren, muon, htmuon, adamw. A mapping: keywords of `build_optimizer`, any of
 which may be left out. A recipe's optimizer section: complete, nothing is added."""
-_TOKENS = "num_tokens"
-"""The key of a checkpoint's state with TRL's number of tokens trained on."""
-CHANGED_BY_TRAINING = ("use_cache", "output_router_logits")
-"""Settings of a model's config that transformers and TRL change, and that no training should
-save."""
-_MISSING = object()
 
 
 class SorenTrainerMixin(Trainer):
     """Put before a TRL trainer: builds the optimizer, checks and measures its steps, seals complete
     checkpoints.
     """
+
+    # Made by `create_scheduler`, when the optimizer is complete.
+    attached: AttachedOptimizer
+    optimizer_check: OptimizerCheck
+    measurements: Measurements
+    starting_weights: StartingWeights
 
     def __init__(
         self,
@@ -83,17 +75,12 @@ class SorenTrainerMixin(Trainer):
         parallel: "ddp", "zero" or "fsdp2": refuse any other; None: whatever accelerate has set up.
         save_dtype: of the weights that `save_model` writes; None: their own dtype.
         lost_updates: whether to warn or stop; None: the first step is not measured.
-        stream: whose `dataset()` the training examples are; its place is saved in checkpoints.
+        stream: whose `dataset` the training examples are; its place is saved in checkpoints.
         """
-        self.stream = stream
-        self.parallel, self.save_dtype = parallel, save_dtype
-        self.origin, self.lost_updates = origin or {}, lost_updates
-        config = getattr(args[0] if args else kwargs.get("model"), "config", None)
-        configs = [] if config is None else [config, config.get_text_config()]
-        settings = [(part, key) for part in configs for key in CHANGED_BY_TRAINING]
-        self._config_at_start = [
-            (part, key, getattr(part, key, _MISSING)) for part, key in settings
-        ]
+        self.stream, self.parallel, self.origin = stream, parallel, origin or {}
+        self.lost_updates, self.measurement_log = lost_updates, measurement_log
+        # Before TRL's constructor, which changes the model's config.
+        self.exporter = Exporter(args[0] if args else kwargs.get("model"), save_dtype)
         super().__init__(*args, **kwargs)
         model: Any = self.model
         if isinstance(model, PeftModel):
@@ -110,15 +97,12 @@ class SorenTrainerMixin(Trainer):
         # Never stepped: a model that it refuses is refused before training, and `_attach_optimizer`
         # compares with it.
         self.expected_optimizer = build_optimizer(model, **self.optimizer_settings)
+        self.ranks = current_ranks()
         # callbacks whose `values()` belong to the log of an evaluation
         self.evaluated_with: list[Any] = []
-        self.attached: Any = None  # these four: from `create_scheduler` on
-        self.optimizer_check: Any = None
-        self.measurements: Any = None
-        self.starting_weights: Any = None
-        self._ranks, self.measurement_log = current_ranks(), measurement_log
-        self.batch_hash = BatchHash(self._ranks)
+        self.batch_hash, self.sealer = BatchHash(self.ranks), CheckpointSealer(self)
         self.add_callback(self.batch_hash)
+        self.add_callback(self.sealer)
         if self.is_fsdp_enabled:
             # FSDP2 replaces the parameters; with references to them, every rank would keep the
             # whole model.
@@ -130,13 +114,20 @@ class SorenTrainerMixin(Trainer):
             groups = enumerate(self.expected_optimizer.param_groups)
             parameters = [(index, p) for index, group in groups for p in group["params"]]
             self.starting_weights = StartingWeights(
-                parameters[self._ranks.rank :: self._ranks.num_ranks]
+                parameters[self.ranks.rank :: self.ranks.num_ranks]
             )
 
     @property
     def forward_model(self) -> Any:
         """The model whose forward pass gathers sharded weights, in the precision of training."""
         return self.model_wrapped if self.is_deepspeed_enabled else self.model
+
+    def num_sequences(self, num_steps: int) -> int:
+        """Return the number of training sequences in optimizer steps, on all ranks."""
+        num_batches = num_steps * self.args.gradient_accumulation_steps
+        return num_batches * self.args.train_batch_size * self.args.world_size
+
+    # -- the optimizer -----------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
         """As TRL; under FSDP2 only the weights in forward and backward are bfloat16, as under DDP
@@ -159,7 +150,7 @@ class SorenTrainerMixin(Trainer):
         """As TRL. At this call all wrappers are around the optimizer and no sharded checkpoint is
         loaded yet.
         """
-        if optimizer is None and self.attached is None:
+        if optimizer is None and not hasattr(self, "attached"):
             self._attach_optimizer()
         return super().create_scheduler(num_training_steps, optimizer)
 
@@ -170,60 +161,55 @@ class SorenTrainerMixin(Trainer):
         Raises OptimizerMismatch if its class is not that of the recipe, UserError if the sharding
         is not supported.
         """
+        # Find: a library that wraps or replaces the optimizer would otherwise go unseen.
         *wrappers, inner = chain_of(self.optimizer)
         expected, actual = type(self.expected_optimizer), type(inner)
         if actual is not expected:
             raise OptimizerMismatch(
-                f"the recipe's optimizer is {expected.__name__}, but the trainer would use {actual.__name__}"
+                f"the recipe's optimizer is {expected.__name__}, but the trainer would use "
+                f"{actual.__name__}"
             )
         try:
-            kind, tensors = set_strategy(self.optimizer, self._ranks)
+            kind, tensors = set_strategy(self.optimizer, self.ranks)
         except ValueError as error:
             raise UserError(f"run.parallel: {error}") from error
         self.attached = AttachedOptimizer(
-            inner, wrappers, self.expected_optimizer, kind, tensors, self._ranks
+            inner, wrappers, self.expected_optimizer, kind, tensors, self.ranks
         )
-        if self.parallel not in (None, self.attached.parallel):
+        if self.parallel not in (None, kind):
             raise UserError(
-                f"run.parallel: is {self.parallel}, but accelerate set up {self.attached.parallel}; write "
-                f"run.parallel: {self.attached.parallel}, or change the launcher"
+                f"run.parallel: is {self.parallel}, but accelerate set up {kind}; write "
+                f"run.parallel: {kind}, or change the launcher"
             )
-        if self.attached.parallel != "ddp":
-            by_group = enumerate(self.attached.tensors)
+        # Check and measure: sharded weights are copied here, in the shards that this rank updates.
+        if kind != "ddp":
             self.starting_weights = StartingWeights(
-                [(index, tensor) for index, group in by_group for tensor in group]
+                [(index, tensor) for index, group in enumerate(tensors) for tensor in group]
             )
         self.optimizer_check = OptimizerCheck(self.attached)
         self.measurements = Measurements(self.attached, self.starting_weights, self.measurement_log)
-        self.add_callback(GradientCheck(self.attached))
-        self.add_callback(self.optimizer_check)
-        self.add_callback(self.measurements)
+        callbacks = [GradientCheck(self.attached), self.optimizer_check, self.measurements]
         if self.measurement_log.section.steps:
-            self.add_callback(SpectraRecorder(self.attached, self.measurement_log))
+            callbacks.append(SpectraRecorder(self.attached, self.measurement_log))
         if self.lost_updates is not None:
-            self.add_callback(FirstStepCheck(self.attached, self.lost_updates))
+            callbacks.append(FirstStepCheck(self.attached, self.lost_updates))
+        for callback in callbacks:
+            self.add_callback(callback)
+
+    # -- the loop ----------------------------------------------------------------------------------
 
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
-        """As TRL, but a stream's sequences are complete."""
-        if self.stream is not None and args[-1] == "train":
-            return dataset
+        if self.stream is not None and dataset is self.stream.dataset:
+            return dataset  # its sequences are complete
         # What TRL makes of the tokens lies in a temporary folder of this process: beside them,
         # `datasets` would read it again at each resume, whatever a disk has made of it.
         with uncached():
             return super()._prepare_dataset(dataset, *args)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
 
-    def _sequences_of(self, num_batches: int) -> int:
-        """Return the number of sequences in micro-batches, on all ranks."""
-        return num_batches * self.args.train_batch_size * self.args.world_size
-
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        # transformers compares with max_steps only after a step: resumed at the last one, it would
-        # take one more. So it would after early stopping.
+        # A run that is resumed at its last step, or after early stopping, takes none.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
-        if self.stream is not None and (checkpoint := kwargs["resume_from_checkpoint"]):
-            num_passed_over = self._sequences_of(kwargs["steps_trained_in_current_epoch"])
-            self.stream.resume(read_form(Path(checkpoint) / STREAM_FILE, STREAM), num_passed_over)
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
@@ -237,7 +223,7 @@ class SorenTrainerMixin(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """As TRL. The norm, computed for clipping or for the log, serves the optimizer too."""
+        # The norm, computed for clipping or for the log, serves the optimizer too.
         norm = super()._get_grad_norm(model, grad_norm)
         if self.attached.parallel == "ddp" and torch.is_tensor(norm):
             limit = self.args.max_grad_norm if grad_norm is not None else math.inf
@@ -267,143 +253,34 @@ class SorenTrainerMixin(Trainer):
                 logs.update(measurement.values())
         super().log(logs, *args, **kwargs)
 
+    # -- what is written ---------------------------------------------------------------------------
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As TRL, but saves the weights that the optimizer updates, unsharded and in `save_dtype`.
-        Collective.
+        """Write the weights that the optimizer updates, unsharded and in `save_dtype`; of adapters
+        the trained one. Collective.
 
-        transformers would save the bfloat16 weights that DeepSpeed computes with, under FSDP2
-        nothing, and ignore the compensation. For checkpoints (_internal_call) that is enough: the
-        optimizer's state is saved beside them. Of adapters, the trained one is saved, in float32.
+        For checkpoints (_internal_call) TRL's way is enough: the optimizer's state, with the
+        compensation, is saved beside them.
         """
-        model: Any = self.model
-        folder = Path(str(output_dir or self.args.output_dir))
-        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        if isinstance(model, PeftModel) and not _internal_call:
-            weights = dict(full_weights(model)) if self.is_deepspeed_enabled else None
-            if self.args.should_save:
-                # without TRL's frozen copy of the starting adapter
-                model.save_pretrained(
-                    str(folder), selected_adapters=["default"], state_dict=weights
-                )
-                # PEFT's card has only paths of this machine
-                (folder / "README.md").unlink(missing_ok=True)
-                if (quantization := quantization_of(model)) is not None:
-                    write(folder / QUANTIZATION_RECORD, json.dumps(quantization, indent=2) + "\n")
-            return
-        converts = isinstance(model, PreTrainedModel) and self.save_dtype is not None
-        if _internal_call or not (sharded or converts):
+        if _internal_call:
             super().save_model(output_dir, _internal_call)
-            return
-        if sharded:
-            weights = export_weights(
-                ((name, w, None) for name, w in full_weights(model)), self.save_dtype
-            )
-        elif self.args.should_save:
-            states = self.attached.optimizer.state
-            # the parameters, each once, with their compensation, and the buffers
-            own: list[Any] = [
-                (name, p.detach(), states.get(p, {}).get("compensation"))
-                for name, p in model.named_parameters()
-            ]
-            names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            own += [
-                (name, tensor, None)
-                for name, tensor in model.state_dict().items()
-                if name not in names
-            ]
-            weights = export_weights(own, self.save_dtype)
         else:
-            weights = {}
-        self._save(str(folder), state_dict=weights)
-        config_file = folder / "config.json"
-        if self.save_dtype is not None and self.args.should_save and config_file.is_file():
-            # transformers writes the dtype of the model in memory, to which from_pretrained would
-            # round
-            config = json.loads(config_file.read_text(encoding="utf-8"))
-            config["dtype"] = str(self.save_dtype).removeprefix("torch.")
-            write(config_file, json.dumps(config, indent=2) + "\n")
+            self.exporter.save(self, Path(str(output_dir or self.args.output_dir)))
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # As transformers, which warns, but a weight that is missing is an error; a tied head is its
-        # embedding.
-        model: Any = self.model
-        missing, names = set(load_result.missing_keys), {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            names.setdefault(id(tensor), set()).add(name)
-        missing = [name for tied in names.values() if tied <= missing for name in tied]
-        refuse_other_keys("the checkpoint", missing, load_result.unexpected_keys)
-
-    def _load_best_model(self) -> None:
-        checkpoints.verify(Path(str(self.state.best_model_checkpoint)), self._ranks)
-        # The compensation, part of the optimizer's state, belongs to the weights that it was saved
-        # with.
-        super()._load_best_model()
-        if self.optimizer_settings.get("compensation") == "kahan":
-            self._load_optimizer_and_scheduler(self.state.best_model_checkpoint)
-
-    def _save(
-        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
-    ) -> None:
-        # As TRL, with the starting checkpoint's config: training turns the cache off, and routers'
-        # logits on.
-        changed = [
-            (config, key, getattr(config, key, _MISSING))
-            for config, key, _ in self._config_at_start
-        ]
-        _set(self._config_at_start)
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            _set(changed)
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self.sealer.writing():
+            super()._save_checkpoint(model, trial)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card per checkpoint; publish/card.py writes that of the model."""
 
-    def _load_callback_state(self) -> None:
-        """As transformers, when a run resumes. TRL would count the tokens from 0 again."""
-        super()._load_callback_state()
-        # of the recipe, where they may have changed
-        self.state.compute_steps(self.args, self.state.max_steps)
-        states: Any = self.state.stateful_callbacks
-        self._total_train_tokens = states.get(_TOKENS, 0)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Old checkpoints are deleted only after the new one is sealed: a kill between transformers'
-        # own deletion and the seal would leave no complete checkpoint.
-        folder = Path(str(self.args.output_dir))
-        checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.args.should_save:
-            remove(checkpoint)  # of a run that resumed from an earlier one by its path
-        refuse_full_disk(
-            folder, checkpoint_bytes(self.model, self.attached), "a checkpoint", self.attached
-        )
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            states: Any = self.state.stateful_callbacks
-            states[BatchHash.__name__] = self.batch_hash.state()
-            states[OptimizerCheck.__name__] = self.optimizer_check.counts
-            states[_TOKENS] = self._total_train_tokens
-            with write_errors(checkpoint):
-                super()._save_checkpoint(model, trial)
-                if self.stream is not None and self.args.should_save:
-                    num_batches = self.state.global_step * self.args.gradient_accumulation_steps
-                    state = self.stream.state(self._sequences_of(num_batches))
-                    write(checkpoint / STREAM_FILE, json.dumps(state) + "\n")
-                # a rank must not hash a folder while another writes into it
-                self.accelerator.wait_for_everyone()
-                checkpoints.seal(checkpoint, self.origin, self._ranks)
-        finally:
-            self.args.save_total_limit = limit
-        if self.args.should_save:
-            rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint)
-
-
-def _set(settings: list[tuple[Any, str, Any]]) -> None:
-    for config, key, value in settings:
-        if value is not _MISSING:
-            setattr(config, key, value)
-        elif hasattr(config, key):
-            delattr(config, key)
+    def _load_best_model(self) -> None:
+        checkpoints.verify(Path(str(self.state.best_model_checkpoint)), self.ranks)
+        super()._load_best_model()
+        # The compensation, part of the optimizer's state, belongs to the weights that it was saved
+        # with.
+        if self.optimizer_settings.get("compensation") == "kahan":
+            self._load_optimizer_and_scheduler(self.state.best_model_checkpoint)
 
 
 class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
@@ -434,7 +311,7 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
         new_adapter, trained = kwargs.get("peft_config"), self.model
         changes_nothing = getattr(new_adapter, "init_lora_weights", None) in (True, "gaussian")
         is_copied = not isinstance(trained, PeftModel) or "ref" in trained.peft_config
-        self.reference_check = ReferenceCheck(self, self._ranks)
+        self.reference_check = ReferenceCheck(self, self.ranks)
         is_start = ref_model is None or bool(self.origin)  # a recipe's reference is its start
         if is_start and (changes_nothing if new_adapter is not None else is_copied):
             self.add_callback(self.reference_check)
@@ -445,9 +322,7 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
         """As TRL; the first step's loss is checked."""
         result = super().compute_loss(model, inputs, return_outputs, **kwargs)
         if self.reference_check.is_pending and model.training:
-            self.reference_check.add(
-                result[0] if return_outputs else result, inputs["completion_mask"]
-            )
+            self.reference_check.add(inputs["completion_mask"])
         return result
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
@@ -495,7 +370,7 @@ class SorenPretrainer(SorenSFTTrainer):
         batches = list(
             BatchSampler(range(len(dataset)), self.args.per_device_eval_batch_size, drop_last=False)
         )
-        ranks = self._ranks
+        ranks = self.ranks
         own = [
             batches[min(i + ranks.rank, len(batches) - 1)]
             for i in range(0, len(batches), ranks.num_ranks)
@@ -519,11 +394,11 @@ class SorenPretrainer(SorenSFTTrainer):
         with evaluating(model), self.compute_loss_context_manager():
             for index, batch in enumerate(dataloader):
                 output = model(**self._prepare_inputs(batch), use_cache=False, fused_lm_head=True)
-                if index * self._ranks.num_ranks + self._ranks.rank < num_batches:
+                if index * self.ranks.num_ranks + self.ranks.rank < num_batches:
                     # log_probs are zero where there is no label
                     sums += torch.stack([-output.log_probs.double().sum(), output.label_mask.sum()])
                 self.control = handler.on_prediction_step(self.args, self.state, self.control)
-        loss_sum, num_tokens = self._ranks.sums(sums.tolist())
+        loss_sum, num_tokens = self.ranks.sums(sums.tolist())
         loss = loss_sum / max(num_tokens, 1.0)
         metrics = {
             "loss": loss,

@@ -116,8 +116,8 @@ def test_weights_and_the_seed_do_not_change_what_is_held_out(write):
     first, second = split(write("a.jsonl", TEXTS[:150])), split(write("b.jsonl", TEXTS[150:]))
     for weights, seed in (((1, 1), 1), ((2.5, 0.5), 7)):
         loaded = load_splits(config(zip((first, second), weights, strict=True), seed))
-        assert list(loaded["eval"].dataset) == [row for row in TEXTS if reference(row, 0.25)]
-        assert not any(reference(row, 0.25) for row in loaded["train"].dataset)
+        assert list(loaded.eval.dataset) == [row for row in TEXTS if reference(row, 0.25)]
+        assert not any(reference(row, 0.25) for row in loaded.train.dataset)
 
 
 def test_bad_examples_are_counted_and_never_held_out(write):

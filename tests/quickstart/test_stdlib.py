@@ -23,12 +23,12 @@ def test_evaluation_and_baselines_have_the_same_tokens(library, tmp_path):
     short = ("model.tokenizer={vocab_size: 280}", "trainer.max_length=32", "run.global_batch_size=8")
     run = TinyRun(tmp_path / "run", "stdlib", *short, "trainer.max_steps=2", "trainer.warmup_steps=1")
     setup = run.prepare()
-    lengths = [len(ids) for ids in setup.tokens["eval"]["input_ids"]]
+    lengths = [len(ids) for ids in setup.tokens.eval["input_ids"]]
     positions = ngrams.predicted(lengths, 32, is_wrapped=True)
     assert max(lengths) > 32 > min(lengths)
     assert run.train()
     evaluation = run.folder.read()["training"]["validation"]
     assert evaluation["num_tokens"] == len(positions)
-    train, test = ngrams.flat(setup.tokens["train"]), ngrams.flat(setup.tokens["eval"])
+    train, test = ngrams.flat(setup.tokens.train), ngrams.flat(setup.tokens.eval)
     baselines = ngrams.perplexities(train, test, positions, 280)
     assert evaluation["perplexity"] > baselines["unigram"] > baselines["trigram"] > 1  # two steps learn nothing

@@ -80,20 +80,15 @@ def test_runs_on_other_held_out_examples_are_not_compared(tmp_path):
     assert {d.measure for d in verdict(RULES, candidates, answers)} == {"x"}
 
 
-HEAD = '{"format": 1, "examples": "E", "weights": [1], "clusters": '
-
-
 @pytest.mark.parametrize(("content", "finding"), [
     (None, "is missing"),
-    ("{}", "Field required"),
-    ('{"format": 1, "examples": "E", "weights": [1, NaN], "clusters": null, "start": {}}', "weights.1"),
-    (HEAD + 'null, "start": {"eval_loss": [1]}}', "end.eval_loss"),
-    (HEAD + '[0, 1], "start": {"eval_loss": [1]}}', "start.eval"),
+    ("{}", "was not written by this version"),
+    ('{"format": 1, "weights": [1], "clusters": null, "start": {"eval_loss": [1]}}', "end.eval_loss: has 0 values"),
 ])  # fmt: skip
 def test_damaged_values_of_held_out_examples_are_refused(tmp_path, content, finding):
     file = tmp_path / "held_out.json"
     if content is not None:
-        file.write_text(content.replace('"E"', json.dumps("0" * 64)))
+        file.write_text(content)
     with pytest.raises(UserError, match=finding):
         read_held_out(file, "eval_loss")
 

@@ -158,9 +158,9 @@ def measured(group):
     from types import SimpleNamespace
 
     from soren_align.sharding.ranks import Ranks
-    from soren_align.training.adapters import export_weights
     from soren_align.training.lost_updates import FirstStepCheck, LostUpdatesPolicy, change_after_saving
     from soren_align.training.measure.measurements import Measurements
+    from soren_align.training.saving import export_weights
     from soren_align.training.trained_optimizer import AttachedOptimizer, OptimizerCheck, StartingWeights
 
     def run(put):

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from trl import DPOTrainer, SFTTrainer
 
 from tests.support import c4_replica
-from tests.support.tiny_run import Kill, TinyRun, after_step, die, flip_bit, reseal
+from tests.support.tiny_run import Kill, TinyRun, after_step, die, flip_bit
 
 # Ten steps at once at the full rate, 32 rows each; the norm of the gradients is about 3, so that the clip binds.
 PARITY = ("trainer.max_steps=10", "trainer.warmup_steps=0", "trainer.lr_scheduler_type=constant",
@@ -142,18 +142,11 @@ SAMPLED = ("run.samples={prompts: [Hello, What does the owl say?], max_new_token
 
 
 def watched(make):
-    """Under every mode a run that ends early without samples, and, where they can be made, one with them.
-
-    Returns the bytes that were expected of each mode's checkpoint.
-    """
-    expected = {}
+    """Under every mode a run that ends early without samples, and, where they can be made, one with them."""
     for mode in ("ddp", "zero1", "zero2", "zero3"):
         if mode != "zero3":
             make(f"sampled-{mode}", "sft", f"run.parallel={mode}", *WATCHED, *SAMPLED).train()
-        with mock.patch.object(trl_trainers, "refuse_full_disk", wraps=trl_trainers.refuse_full_disk) as refusing:
-            make(f"silent-{mode}", "sft", f"run.parallel={mode}", *WATCHED).train()
-        expected[mode] = [call.args[1] for call in refusing.call_args_list]
-    return expected
+        make(f"silent-{mode}", "sft", f"run.parallel={mode}", *WATCHED).train()
 
 
 BENCHMARKED = ("trainer.max_steps=2", "data.eval=null", "trainer.save_strategy=no", "optimizer.lr=2e-2")
@@ -380,8 +373,7 @@ SHARDS |= {"fsdp2": "optimizer_0/*.distcp"}
 def resumed(make, mode):
     """A run, and one that both ranks leave after step 3 and take up again, also after its checkpoint was damaged.
 
-    Returns the files that this rank has hashed for the seal, and the refusals of a checkpoint with one wrong bit and of
-    one that is truncated and sealed again.
+    Returns the files that this rank has hashed for the seal, and the refusal of a checkpoint with one wrong bit.
     """
     again = (f"killed-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *DISPLACED)
     make(f"whole-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *DISPLACED).train()
@@ -396,28 +388,18 @@ def resumed(make, mode):
     (checkpoint,) = RunFolder(make.folder / f"killed-{mode}").complete_checkpoints()
     before = {file: file.read_bytes() for file in checkpoint.glob(SHARDS[mode])}
 
-    def refused_after(damage):
-        with make.ranks.main_process_first():
-            if make.ranks.is_first:
-                damage()
-        message = refusal(make(*again))
-        make.ranks.barrier()  # the other has read it too
-        with make.ranks.main_process_first():
-            if make.ranks.is_first:
-                for file, content in before.items():
-                    file.write_bytes(content)
-                reseal(checkpoint)
-        return message
-
-    def truncate():
-        for file, content in before.items():
-            file.write_bytes(content[: len(content) // 2])
-        reseal(checkpoint)
-
     make.ranks.barrier()
-    refusals = [refused_after(lambda: flip_bit(max(before))), refused_after(truncate)]
+    with make.ranks.main_process_first():
+        if make.ranks.is_first:
+            flip_bit(max(before))
+    message = refusal(make(*again))
+    make.ranks.barrier()  # the other has read it too
+    with make.ranks.main_process_first():
+        if make.ranks.is_first:
+            for file, content in before.items():
+                file.write_bytes(content)
     make(*again).train()
-    return {"hashed": [path.relative_to(checkpoint).as_posix() for path in hashed], "refusals": refusals}
+    return {"hashed": [path.relative_to(checkpoint).as_posix() for path in hashed], "refusal": message}
 
 
 def killed(make, name, mode, *overrides, task="sft", step=3):

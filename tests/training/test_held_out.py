@@ -1,6 +1,7 @@
 """A study's two halves of the held-out examples, and the metrics of each example in held_out.json."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def values(run):
 def test_both_halves_are_disjoint_and_together_all_examples(tiny_run):
     def texts(*overrides):
         setup = tiny_run("sft", "data.eval.limit=21", *overrides).prepare()
-        return [example["input_ids"] for example in setup.tokens["eval"]]
+        return [example["input_ids"] for example in setup.tokens.eval]
 
     everything, search, verdict = texts(), texts("data.eval_part=search"), texts("data.eval_part=verdict")
     assert (len(search), len(verdict)) == (11, 10)
@@ -33,8 +34,8 @@ def test_both_halves_are_disjoint_and_together_all_examples(tiny_run):
     assert verdict == everything[1::2]
     run = tiny_run("sft", "data.eval_part=search")
     setup = run.prepare()
-    one = {**setup.splits, "eval": None}
-    assert tokenize_splits(run.recipe, one, setup.tokenizer)[1]["eval"] is None
+    one = replace(setup.splits, eval=None)
+    assert tokenize_splits(run.recipe, one, setup.tokenizer)[1].eval is None
     with pytest.raises(UserError, match=r"data.eval: has 1 example"):
         tiny_run("sft", "data.eval_part=search", "data.eval.limit=1").prepare()
 
@@ -52,7 +53,7 @@ def test_the_metrics_of_the_examples_have_the_logged_means(tiny_run, task):
         for metric, of_examples in content[at].items():
             assert len(of_examples) == 10
             assert np.mean(of_examples) == pytest.approx(logs[step][metric], rel=1e-4, abs=1e-6)
-    tokens = [sum(label != -100 for label in example["labels"]) for example in run.prepare().tokens["eval"]] \
+    tokens = [sum(label != -100 for label in example["labels"]) for example in run.prepare().tokens.eval] \
         if task == "sft" else [1] * 10  # fmt: skip
     assert content["weights"] == tokens
     loss = read_held_out(run.folder.held_out, "eval_loss")

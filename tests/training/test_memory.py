@@ -12,9 +12,9 @@ import torch
 from soren_align.optim import AdamW
 from soren_align.planning.flops import Meter
 from soren_align.sharding.ranks import Ranks
-from soren_align.training.adapters import export_weights
 from soren_align.training.lost_updates import FirstStepCheck, LostUpdatesPolicy, change_after_saving
 from soren_align.training.measure.measurements import Measurements
+from soren_align.training.saving import export_weights
 from soren_align.training.trained_optimizer import AttachedOptimizer, OptimizerCheck, StartingWeights, compact_copies
 
 MB = 2**20

@@ -37,7 +37,7 @@ def pretrained(tmp_path_factory):
 
 
 def test_the_perplexity_is_of_all_held_out_tokens(pretrained):
-    texts = pretrained.prepare().splits["eval"].dataset["text"]
+    texts = pretrained.prepare().splits.eval.dataset["text"]
     assert len(texts) % 4, "a batch that is not full: batches count by their tokens"
     loss, num_tokens = mean_token_loss(pretrained, texts, 24)
     validation = pretrained.folder.read()["training"]["validation"]
@@ -58,10 +58,10 @@ def test_the_end_is_evaluated_and_shown(pretrained):
 def test_the_first_examples_with_so_many_tokens_are_evaluated(tiny_run, number):
     run = tiny_run("pretrain", *HELD_OUT, f"data.eval_tokens={number}", "trainer.max_length=24")
     setup = run.prepare()
-    whole = tiny_run("pretrain", *HELD_OUT, "trainer.max_length=24", name="whole").prepare().tokens["eval"]
+    whole = tiny_run("pretrain", *HELD_OUT, "trainer.max_length=24", name="whole").prepare().tokens.eval
     lengths = [min(len(ids), 24) - 1 for ids in whole["input_ids"]]
     expected = next((n for n in range(1, len(lengths)) if sum(lengths[:n]) >= number), len(lengths))
-    assert setup.tokens["eval"]["input_ids"] == whole["input_ids"][:expected]
+    assert setup.tokens.eval["input_ids"] == whole["input_ids"][:expected]
     assert (number == 10**6) == (expected == len(lengths))
 
 

@@ -14,14 +14,13 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from soren_align.core import files
 from soren_align.core.errors import UserError
 from soren_align.core.files import resolve_path
 from soren_align.run import folder as run_folder
 from soren_align.run.folder import RunFolder, read_seal
 from soren_align.run.lock import LockedError
-from soren_align.training import checkpoints, trainer
+from soren_align.training import checkpoints, saving
 from soren_align.training import run as training
 from soren_align.training.trainer import SorenTrainerMixin
 from tests.support import command
@@ -148,78 +147,20 @@ def test_a_checkpoint_is_refused_under_the_name_of_another_step(stopped):
     message = "checkpoint-900: is the checkpoint of step 4; rename this folder to checkpoint-4"
     with pytest.raises(UserError, match=message):
         checkpoints.check(renamed, origin)
-    reseal(renamed)
-    message = r"checkpoint-900/trainer_state\.json: contains step 4 of 6, but lies in the folder checkpoint-900"
-    with pytest.raises(UserError, match=message):
-        checkpoints.check(renamed, origin)
-
-
-def test_a_file_that_was_added_to_a_checkpoint_is_refused(stopped):
-    origin = read_seal(stopped)["origin"]
-    (stopped / ".nfs00a1").write_text("of a file system")
-    checkpoints.check(stopped, origin)
-    (stopped / "pytorch_model.bin").write_text("would be read in place of model.safetensors")
-    message = r"checkpoint-4: contains pytorch_model\.bin, which training did not save; remove pytorch"
-    with pytest.raises(UserError, match=message):
-        checkpoints.check(stopped, origin)
 
 
 @pytest.mark.parametrize(("name", "finding"), [
     ("soren_align.json", "is no complete checkpoint"),
     ("old", "was not written by this version of soren-align, or is damaged; remove this checkpoint's folder"),
-    ("outside", "lists files outside of the checkpoint"),
 ])  # fmt: skip
 def test_without_a_seal_that_has_hashes_nothing_is_read(stopped, name, finding):
     record = read_seal(stopped)
-    if name == "old":
-        record["files"] = {name: content["num_bytes"] for name, content in record["files"].items()}
-    elif name == "outside":
-        record["files"]["../../run.json"] = record["files"]["optimizer.pt"]
-    (stopped / "soren_align.json").write_text(json.dumps(record))
+    (stopped / "soren_align.json").write_text(json.dumps({"step": record["step"], "origin": record["origin"]}))
     if name == "soren_align.json":
         (stopped / name).unlink()
     for read in (partial(checkpoints.check, origin=record["origin"]), checkpoints.verify, checkpoints.make_universal):
         with pytest.raises(UserError, match=finding):
             read(stopped)
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize(
-    "change",
-    [{"log_history": "x"}, {"log_history": [{"loss": 1.0}]}, {"stateful_callbacks": "x"},
-     {"stateful_callbacks": {"BatchHash": {"values": [2**80], "batches": 1}}}, {"logging_steps": "x"},
-     {"total_flos": "x"}, {"epoch": float("nan")}, {"global_step": -5}, {"global_step": 3}, {"global_step": True},
-     {"max_steps": 3}, {"best_metric": []}],
-    ids=str,
-)  # fmt: skip
-def test_absurd_values_in_a_sealed_checkpoint_are_refused(stopped, change):
-    file = stopped / "trainer_state.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    reseal(stopped)
-    with pytest.raises(UserError, match=r"trainer_state\.json: .*; remove this checkpoint's folder to resume from the"):
-        checkpoints.check(stopped, read_seal(stopped)["origin"])
-
-
-def cut(file):
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize(("name", "change"), [
-    ("model.safetensors", cut),
-    ("optimizer.pt", cut),
-    ("scheduler.pt", cut),
-    ("rng_state.pth", cut),
-    ("config.json", cut),
-    ("trainer_state.json", lambda f: f.write_text(f.read_text().replace('"epoch"', '"epochs"', 1))),
-])  # fmt: skip
-def test_damage_in_a_sealed_checkpoint_is_one_sentence(tiny_run, stopped, name, change):
-    change(stopped / name)
-    reseal(stopped)
-    message = r"checkpoint-4: the checkpoint cannot be loaded \(.*\); remove this checkpoint's folder"
-    with pytest.raises(UserError, match=message) as error:
-        tiny_run().train()
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff{}", b"\0" * 512])
@@ -234,16 +175,6 @@ def test_a_seal_that_cannot_be_read_is_no_reason_to_remove_its_checkpoint(tmp_pa
     monkeypatch.setattr(type(tmp_path), "open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
     with pytest.raises(UserError, match=r"soren_align\.json: cannot be read: Too many open files; raise the limit"):
         read_seal(tmp_path)
-
-
-def test_a_sealed_checkpoint_that_lacks_weights_is_refused(tiny_run, stopped):
-    tensors = load_file(stopped / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, stopped / "model.safetensors", {"format": "pt"})
-    reseal(stopped)
-    message = r"the checkpoint: these weights are missing: model\.norm\.weight \(1 in total\)"
-    with pytest.raises(UserError, match=message):
-        tiny_run().train()
 
 
 def test_the_intervals_of_a_resumed_run_are_those_of_its_recipe(tiny_run, stopped):
@@ -284,7 +215,7 @@ def test_files_are_on_the_disk_before_the_seal_and_the_status(tiny_run, monkeypa
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(checkpoints, "write", writing)
     monkeypatch.setattr(run_folder, "write", writing)
-    monkeypatch.setattr(trainer, "rotate_checkpoints", lambda *_: events.append("rotate"))
+    monkeypatch.setattr(saving, "rotate_checkpoints", lambda *_: events.append("rotate"))
     run = tiny_run("sft", "trainer.max_steps=2")
     assert run.train()
     (checkpoint,), (seal, rotation, end) = (
@@ -487,7 +418,7 @@ def test_two_processes_do_not_share_a_run(tmp_path):
 def test_a_run_whose_lock_was_removed_stops_before_it_writes_a_checkpoint(tiny_run):
     """Another command may train in the folder now."""
     run = tiny_run()
-    message = "the lock of this folder was removed or taken over.*This command stops"
+    message = "the lock of this folder was removed.*This command stops"
     with after_step(3, (run.folder.path / ".lock").unlink), pytest.raises(LockedError, match=message):
         run.train()
     assert [checkpoint.name for checkpoint in run.folder.complete_checkpoints()] == ["checkpoint-2"]

@@ -39,7 +39,7 @@ def test_a_tokenizer_trained_on_the_examples_sizes_the_model(tiny_run, texts):
     run = tiny_run("sft", *texts, "model.tokenizer={vocab_size: 280}")
     setup = run.prepare()
     assert len(setup.tokenizer) == 280
-    assert setup.tokenizer.decode(setup.tokens["train"][3]["input_ids"]).startswith("The number 3 follows 2")
+    assert setup.tokenizer.decode(setup.tokens.train[3]["input_ids"]).startswith("The number 3 follows 2")
     model = load_model(setup.start)
     assert model.get_input_embeddings().weight.shape == (280, 64)
     config = model.config
@@ -55,7 +55,7 @@ def test_plan_and_a_resumed_run_have_the_run_s_tokens(tiny_run, texts):
     shutil.rmtree(default_cache_folder() / "tokenizers")
     resumed = set_up_training(run.recipe, run.folder)
     assert not (default_cache_folder() / "tokenizers").exists()  # the start folder has it
-    assert planned.ready.tokens["train"][:] == started.tokens["train"][:] == resumed.tokens["train"][:]
+    assert planned.ready.tokens.train[:] == started.tokens.train[:] == resumed.tokens.train[:]
 
 
 def test_another_tokenizer_brings_its_end_token(tiny_run, texts, other):
@@ -63,7 +63,7 @@ def test_another_tokenizer_brings_its_end_token(tiny_run, texts, other):
     setup = run.prepare()
     config = load_model(setup.start).config
     assert (config.vocab_size, config.eos_token_id, config.pad_token_id) == (121, 4, 1)
-    assert setup.tokens["train"][0]["input_ids"][-1] == 4
+    assert setup.tokens.train[0]["input_ids"][-1] == 4
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused_before_weights_are_drawn(tiny_run, texts, tmp_path):

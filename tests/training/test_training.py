@@ -124,7 +124,7 @@ def test_on_the_same_tokens_the_losses_are_plain_trls(tiny_run, tmp_path):
         *("optimizer.name=adamw", "optimizer.weight_decay=0"),
     )
     setup = run.prepare()
-    tokens = setup.tokens["train"]
+    tokens = setup.tokens.train
 
     def plain_trl(dataset):
         args = trl_arguments(run.recipe, tmp_path / "out", run.ranks)

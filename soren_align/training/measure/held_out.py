@@ -41,6 +41,7 @@ class HeldOutRecorder(TrainerCallback):
         trainer, values, weights, hashes = self.trainer, [], [], []
         # TRL's: values of each metric, which its next log averages
         logged = trainer._metrics["eval"]
+        # Measure: a batch of one example, so that the metrics that TRL notes are this example's.
         with evaluating(trainer.forward_model):
             for example in trainer.eval_dataset:
                 batch = trainer.data_collator([example])
@@ -61,6 +62,7 @@ class HeldOutRecorder(TrainerCallback):
                 weights.append(1.0 if labels is None else float((labels[:, 1:] != -100).sum()))
                 hashes.append(digest(ids))
                 logged.clear()
+        # Write: equal examples are one cluster, whose errors are not independent.
         if self.ranks.is_first:
             # the others have no token in the loss
             trained = [i for i, weight in enumerate(weights) if weight]

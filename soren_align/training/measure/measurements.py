@@ -102,6 +102,7 @@ class Measurements(TrainerCallback):
         values: dict[str, float] = {}
         if self.attached.has_other_parameters:
             values["aux_learning_rate"] = self._aux_learning_rate
+        # One collective for all sums: a log must cost less than a step.
         counts = [
             *self._numel,
             self._num_decomposed,
@@ -126,6 +127,7 @@ class Measurements(TrainerCallback):
         if num_compared:
             values |= {"map_error": map_error, "map_error_matrix": self._compared[0]}
         values["num_out_of_range"] = int(num_guarded)
+        # Tokens of all ranks, over the time that includes evaluations and checkpoints.
         now, (then, num_tokens_then) = time.perf_counter(), self._since
         values["tokens_per_second"] = round(
             (num_tokens - num_tokens_then) / max(now - then, 1e-9), 1
@@ -141,6 +143,8 @@ class Measurements(TrainerCallback):
         """Observe the coming step if it will be logged.
         DeepSpeed steps within the last backward pass.
         """
+        # On logging steps alone: singular values of eight matrices cost more than the step of a
+        # small model.
         step = state.global_step + 1
         if (
             step % max(state.logging_steps, 1) == 0
@@ -210,7 +214,8 @@ def matching(names: Sequence[str], globs: Sequence[str]) -> list[str]:
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UserError(
-                f"run.log_spectra.matrices: {glob!r} matches no matrix; run `soren-align plan` for a list"
+                f"run.log_spectra.matrices: {glob!r} matches no matrix; run `soren-align plan` "
+                "for a list"
             )
     return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
 

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from ...core.errors import UserError
 from ...core.files import append, digest, use_umask
-from ...data import Tokens, from_token_columns, has_turns, load_split, tokenize
+from ...data import from_token_columns, has_turns, load_split, tokenize
 from ...recipe import Recipe, trainer_value
 from ...run.folder import RunFolder
 from ...sharding.ranks import Ranks
@@ -71,48 +71,47 @@ def read_probes(recipe: Recipe, held_out: Any, tokenizer: Any) -> Probes | None:
     max_length = trainer_value(recipe, "max_length")
     probes, retention, source = (), (), None
     if recipe.run.kl_to_start and held_out is not None:
-        probes = _spread(
-            _answers(_some(held_out), recipe.data_task, max_length), recipe.run.kl_to_start
-        )
+        answers = _answers(held_out, recipe.data_task, max_length)
+        probes = _spread(answers, recipe.run.kl_to_start)
     if recipe.data.retention is not None:
         split = load_split(recipe.data.retention, "sft")
-        tokens = tokenize(_some(split.dataset), "sft", tokenizer, None, has_turns(split.dataset))
+        examples = _some(split.dataset)
+        tokens = tokenize(examples, "sft", tokenizer, None, has_turns(split.dataset))
         answers = _answers(tokens, "sft", max_length)
         retention = _sorted(part for probe in answers for part in _spread([probe], MAX_TOKENS))
         source = split.source | {"num_scored": len(retention)}
         if not retention:
             raise UserError(
-                f"data.retention: trainer.max_length {max_length} cuts every example of {split.name} before its "
-                "answer; write a larger trainer.max_length, or use examples with shorter prompts"
+                f"data.retention: trainer.max_length {max_length} cuts every example of "
+                f"{split.name} before its answer; write a larger trainer.max_length, or use "
+                "examples with shorter prompts"
             )
     return Probes(probes, retention, source)
-
-
-def _some(dataset: Any) -> Any:
-    return dataset.select(evenly(len(dataset), MAX_EXAMPLES))
 
 
 def evenly(number: int, most: int) -> list[int]:
     """Return the indices 0 to number - 1; if these are more than `most`, so many evenly spaced
     ones.
     """
-    return (
-        list(range(number))
-        if number <= most
-        else [(2 * i + 1) * number // (2 * most) for i in range(most)]
-    )
+    if number <= most:
+        return list(range(number))
+    return [(2 * i + 1) * number // (2 * most) for i in range(most)]
+
+
+def _some(dataset: Any) -> Any:
+    return dataset.select(evenly(len(dataset), MAX_EXAMPLES))
 
 
 def _answers(dataset: Any, task: Any, max_length: int | None) -> list[Probe]:
-    """Return the examples with all positions of their answers; of a pair, those of the chosen
+    """Return some examples with all positions of their answers; of a pair, those of the chosen
     one.
     """
-    sides: list[Tokens] = [example.sides[0] for example in from_token_columns(dataset[:], task)]
-    truncated = [side.truncated(max_length) for side in sides]
-    return [
-        Probe(ids, [i for i, mark in enumerate(trained) if mark and i])
-        for ids, trained in truncated
-    ]
+    probes = []
+    for example in from_token_columns(_some(dataset)[:], task):
+        side = example.sides[0].truncated(max_length)
+        positions = [i for i, is_trained in enumerate(side.trained) if is_trained and i]
+        probes.append(Probe(side.ids, positions))
+    return probes
 
 
 def _spread(probes: Sequence[Probe], most: int) -> tuple[Probe, ...]:
@@ -138,9 +137,8 @@ class Retention(TrainerCallback):
     Collective: all ranks score the same tokens.
 
     The start's logits stand in `folder.start_logits` and on the first rank's CPU, in float32 or,
-    where that is exact,
-    bfloat16: 154 or 77 MB for 256 tokens of a vocabulary of 150,000. trainer: an instance of
-    SorenTrainerMixin.
+    where that is exact, bfloat16: 154 or 77 MB for 256 tokens of a vocabulary of 150,000.
+    trainer: an instance of SorenTrainerMixin.
     """
 
     def __init__(self, trainer: Any, probes: Probes, folder: RunFolder, ranks: Ranks):
@@ -149,26 +147,11 @@ class Retention(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Score the start; a resumed run reads its logits."""
-        file = self.folder.start_logits
         if state.global_step:
             if self.probes.held_out and self.ranks.is_first:
-                remedy = "restore the file, or resume with --set run.kl_to_start=0"
-                try:
-                    with safe_open(file, "pt") as stored:
-                        metadata, logits = stored.metadata() or {}, stored.get_tensor("logits")
-                except (OSError, SafetensorError) as error:
-                    raise UserError(
-                        f"{file}: the logits of the starting checkpoint cannot be read ({error}); {remedy}"
-                    ) from None
-                num_tokens = sum(len(probe.positions) for probe in self.probes.held_out)
-                if (
-                    metadata.get("probes") != self.probes.digest()
-                    or logits.ndim != 2
-                    or len(logits) != num_tokens
-                ):
-                    raise UserError(f"{file}: has the logits of other held-out tokens; {remedy}")
-                self._start = logits
+                self._start = self._read_start()
             return
+        file = self.folder.start_logits
         if self.probes.held_out:
             with evaluating(self.trainer.forward_model):
                 logits = [part.cpu() for part in self._scores(self.probes.held_out)]
@@ -183,33 +166,44 @@ class Retention(TrainerCallback):
             if self.ranks.is_first:
                 append(self.folder.metrics, json.dumps(line) + "\n")
 
+    def _read_start(self) -> Tensor:
+        file, remedy = (
+            self.folder.start_logits,
+            "restore the file, or resume with --set run.kl_to_start=0",
+        )
+        try:
+            with safe_open(file, "pt") as stored:
+                metadata, logits = stored.metadata(), stored.get_tensor("logits")
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{file}: the logits of the starting checkpoint cannot be read ({error}); {remedy}"
+            ) from None
+        if metadata["probes"] != self.probes.digest():  # such as of another number of tokens
+            raise UserError(f"{file}: has the logits of other held-out tokens; {remedy}")
+        return logits
+
     def values(self) -> dict[str, float]:
         """Return {"kl_to_start", "retention_loss"} in nats per token, those that the recipe asks
         for. Collective.
         """
-        divergence, loss = [], []
+        held_out, retention = self.probes.held_out, self.probes.retention
+        divergence, loss, first = [], [], 0
+        # The other ranks take part in the forward passes; only the first one has the start.
         with evaluating(self.trainer.forward_model):
-            first = 0
-            for logits in self._scores(self.probes.held_out):
+            for logits in self._scores(held_out):
                 if self._start is not None:
                     divergence.append(sum_of_kl(self._start[first : first + len(logits)], logits))
                     first += len(logits)
-            for probe, logits in zip(
-                self.probes.retention, self._scores(self.probes.retention), strict=True
-            ):
-                targets = torch.tensor(
-                    [probe.ids[position] for position in probe.positions], device=logits.device
+            for probe, logits in zip(retention, self._scores(retention), strict=True):
+                targets = torch.tensor([probe.ids[i] for i in probe.positions])
+                loss.append(
+                    torch.nn.functional.cross_entropy(
+                        logits, targets.to(logits.device), reduction="sum"
+                    )
                 )
-                loss.append(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
-        sums = {
-            "kl_to_start": (divergence, self.probes.held_out),
-            "retention_loss": (loss, self.probes.retention),
-        }
-        return {
-            name: float(torch.stack(parts).sum()) / sum(len(probe.positions) for probe in probes)
-            for name, (parts, probes) in sums.items()
-            if parts
-        }
+        return _means("kl_to_start", divergence, held_out) | _means(
+            "retention_loss", loss, retention
+        )
 
     def _scores(self, probes: Sequence[Probe]) -> Iterator[Tensor]:
         """Yield each probe's logits at the positions before `probe.positions`: [positions,
@@ -221,23 +215,29 @@ class Retention(TrainerCallback):
         keeps = "logits_to_keep" in inspect.signature(type(base).forward).parameters
         for group in _groups(probes):
             columns = sorted({position - 1 for probe in group for position in probe.positions})
-            ids = torch.zeros(
-                len(group), max(len(probe.ids) for probe in group) - 1, dtype=torch.int64
-            )
+            length = max(len(probe.ids) for probe in group) - 1
+            ids = torch.zeros(len(group), length, dtype=torch.int64)
             mask = torch.zeros_like(ids)
             # padded on the right, which causal models do not see
             for row, probe in enumerate(group):
-                length = len(probe.ids) - 1
-                ids[row, :length], mask[row, :length] = torch.tensor(probe.ids[:-1]), 1
+                own = len(probe.ids) - 1
+                ids[row, :own], mask[row, :own] = torch.tensor(probe.ids[:-1]), 1
             options = {"logits_to_keep": torch.tensor(columns, device=device)} if keeps else {}
             output = model(
                 input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False, **options
             )
             logits = output.logits if keeps else output.logits[:, columns]
             for row, probe in enumerate(group):
-                yield logits[
-                    row, [columns.index(position - 1) for position in probe.positions]
-                ].float()
+                own = [columns.index(position - 1) for position in probe.positions]
+                yield logits[row, own].float()
+
+
+def _means(name: str, sums: Sequence[Tensor], probes: Sequence[Probe]) -> dict[str, float]:
+    """Return {name: mean over the probes' positions}, {} without any."""
+    if not sums:
+        return {}
+    num_tokens = sum(len(probe.positions) for probe in probes)
+    return {name: float(torch.stack(sums).sum()) / num_tokens}
 
 
 def _groups(probes: Sequence[Probe]) -> Iterator[list[Probe]]:

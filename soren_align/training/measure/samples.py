@@ -71,15 +71,16 @@ def read_prompts(
         is_text = isinstance(content, str)
         if not (has_turns or is_text):
             raise UserError(
-                f"{place}: prompt {number} has messages, but the training data are plain texts; write a text"
+                f"{place}: prompt {number} has messages, but the training data are plain texts; "
+                "write a text"
             )
         prompt = [{"role": "user", "content": content}] if has_turns and is_text else content
         ids = prompt_ids(prompt, tokenizer, f"{place}: the chat template fails on prompt {number}")
         room = samples.max_new_tokens if num_positions is None else num_positions - len(ids)
         if room < 1:
             raise UserError(
-                f"{place}: prompt {number} has {len(ids)} tokens, but the model has only {num_positions} positions; "
-                "write a shorter prompt"
+                f"{place}: prompt {number} has {len(ids)} tokens, but the model has only "
+                f"{num_positions} positions; write a shorter prompt"
             )
         prompts.append(Prompt(content, ids, min(samples.max_new_tokens, room)))
     return tuple(prompts)
@@ -102,20 +103,17 @@ def prompt_ids(prompt: str | list[dict[str, Any]], tokenizer: Any, subject: str)
 def _contents(path: str) -> Iterator[str | list[dict[str, Any]]]:
     """Yield the prompts of a .txt or .jsonl file."""
     file = resolve_path(path)
-    for number, line in enumerate(read_text(file).splitlines(), 1):
-        if not line.strip():
-            continue
+    lines = enumerate(read_text(file).splitlines(), 1)
+    for number, line in ((number, line.strip()) for number, line in lines if line.strip()):
         if file.suffix == ".txt":
-            yield line.strip()
+            yield line
             continue
         record = parse_json(line, f"{path}:{number}")
-        prompt: Any = record.get("prompt") if isinstance(record, dict) else None
-        is_list = (
-            isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt)
-        )
-        if not (is_list or (isinstance(prompt, str) and prompt)):
+        prompt = record.get("prompt") if isinstance(record, dict) else None
+        if not prompt or not isinstance(prompt, str | list):
             raise UserError(
-                f'{path}:{number} has no prompt; write {{"prompt": ...}} with a text or a list of messages'
+                f'{path}:{number} has no prompt; write {{"prompt": ...}} with a text or a list of '
+                "messages"
             )
         yield prompt
 

@@ -1,0 +1,151 @@
+"""Findings about data and chat template: most do not stop a run."""
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from .. import data
+from ..core.errors import UserError
+from ..recipe import Recipe, columns_text, compute_dtype
+from ..recipe.parallel import gradient_notice
+from .measure.samples import prompt_ids
+
+if TYPE_CHECKING:
+    from .setup import TrainingSetup
+
+UNKNOWN_SHARE = 0.001
+"""Of all tokens: from it on a notice reports unknown ones. A tenth of a percent is a word in every
+other page."""
+
+
+def setup_notices(
+    setup: "TrainingSetup",
+    max_length: int | None,
+    positions: int | None,
+    template_notices: Sequence[str],
+) -> Iterator[str]:
+    """Yield the notices about the tokens that are trained. Raises UserError if no answer is.
+
+    positions: of the model, if its config has a number. template_notices: those about the chat
+    template, one of which is about the stop token.
+    """
+    recipe, counts, packing = setup.recipe, setup.account, setup.packing
+    if not counts.stop_token_trained:
+        if max_length is not None and not recipe.trainer.get("packing"):
+            _refuse_cut_prompts(setup, max_length)
+        if not template_notices:
+            yield (
+                f"the stop token is never trained, because trainer.max_length {max_length} cuts "
+                "every answer"
+            )
+    yield from _loss_notices(setup)
+    if counts.pairs:
+        repeats = any(source.weight > 1 for source in recipe.data.sources)
+        yield from counts.pairs.notices(setup.splits.train.dataset, repeats=repeats)
+    if packing:
+        yield from packing.notices()
+    # whose update does not lift them
+    if recipe.optimizer.states == "8bit" and recipe.optimizer.name != "adamw":
+        yield (
+            "optimizer.states: 8bit rounds the momentum. The map raises small singular values, "
+            "which amplifies this rounding error to a third or more of the update's norm "
+            "(docs/optimizers.md, 8-bit states)"
+        )
+    yield from gradient_notice(recipe.run.parallel, compute_dtype(recipe))
+    # In all other sequences positions restart at each example.
+    longest = counts.lengths["max"]
+    if packing and packing.strategy == "wrapped":
+        longest = max_length or longest
+    longest = min(longest, max_length or longest)
+    if positions is not None and longest > positions:
+        yield (
+            f"examples have up to {longest:,} tokens, but the model has {positions:,} positions; "
+            "lower trainer.max_length"
+        )
+    for kind, number in counts.num_left_out.items():
+        yield (
+            f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} "
+            "examples, so that the model does not see this part. Another template may print this "
+            "part"
+        )
+    num_tokens = counts.num_tokens + counts.num_truncated_tokens
+    share = counts.num_unknown_tokens / max(1, num_tokens)
+    if share >= UNKNOWN_SHARE:
+        yield (
+            f"{counts.num_unknown_tokens:,} of {num_tokens:,} tokens ({share:.2%}) are "
+            f"{setup.tokenizer.unk_token}: the tokenizer does not know this text, so the model "
+            "does not see this text. Use a model whose tokenizer does"
+        )
+
+
+def _refuse_cut_prompts(setup: "TrainingSetup", max_length: int) -> None:
+    """Raise UserError if every example is cut before its first answer: the loss would be that of
+    prompts alone.
+    """
+    dataset = setup.splits.train.dataset
+    if not {"messages", "prompt"} & {*dataset.column_names}:
+        return
+    lengths = []
+    for example in dataset:
+        prompt = example.get("prompt") or [
+            *takewhile(lambda turn: turn["role"] != "assistant", example.get("messages", ()))
+        ]
+        subject = "the chat template fails on a prompt"
+        lengths.append(len(prompt_ids(prompt, setup.tokenizer, subject)))
+        if lengths[-1] < max_length:
+            return
+    raise UserError(
+        f"trainer.max_length: {max_length} cuts every example before its answer, as the shortest "
+        f"prompt has {min(lengths)} tokens; write a larger number"
+    )
+
+
+def _loss_notices(setup: "TrainingSetup") -> Iterator[str]:
+    """Yield notices about which tokens are in the loss, and whether the template is used."""
+    recipe, dataset = setup.recipe, setup.splits.train.dataset
+    columns = dataset.column_names
+    if "messages" in columns and "assistant_only_loss" not in recipe.trainer:
+        yield (
+            "the loss contains all tokens of conversations, also the user's messages. To train "
+            "only on the answers, write trainer.assistant_only_loss: true. To hide this notice, "
+            "write false for this key"
+        )
+    if "completion" in columns and not data.has_turns(dataset) and setup.tokenizer.chat_template:
+        # the `columns` by which prompts and answers in plain text become turns
+        own: dict[str, str] = {**recipe.data.sources[0].columns}
+        answers = {"instruction": "prompt", "output": "completion"}
+        turns = {ours: own.get(column, column) for ours, column in answers.items()}
+        yield (
+            "prompts and answers are plain texts and are trained without the model's chat "
+            "template, but `soren-align chat` and some suites use the template. To train with the "
+            f"template, write data.train.columns: {columns_text(turns)}"
+        )
+
+
+def plain_pair_notices(recipe: Recipe, train: Any, tokenizer: Any) -> list[str]:
+    """Return a notice about plain pairs that are rendered with the chat template, unless the recipe
+    has the key.
+
+    train: the loaded examples. Raises UserError if there is no template.
+    """
+    if data.PLAIN_PAIRS not in train.layout:
+        return []
+    key, turns = "data.train.apply_chat_template", train.dataset[0]["chosen"]
+    without = f"train the texts as they are, write {key}: false"
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{train.source['path']}: has {data.PLAIN_PAIRS}, but the tokenizer has no chat "
+            f"template; write model.chat_template, or, to {without}"
+        )
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if marks := sorted(mark for mark in special if any(mark in turn["content"] for turn in turns)):
+        return [
+            f"the first pair contains {', '.join(marks)}, and is rendered with the chat template. "
+            f"If the texts are already rendered, write {key}: false"
+        ]
+    if all(source.apply_chat_template is not None for source in recipe.data.sources):
+        return []
+    return [
+        "prompts and answers are plain texts, and are trained with the model's chat template. To "
+        f"{without}. To hide this notice, write true for this key"
+    ]
