@@ -105,9 +105,8 @@ def stats(
 ) -> None:
     """Compare anybody's evaluation results, question by question.
 
-    Reads lm-eval samples (--log_samples), olmo-eval predictions, inspect-ai logs, lighteval
-    details, CSV and JSONL, and the eval folders of runs. Intervals and p-values are those of
-    `eval`.
+    Reads lm-eval samples (--log_samples), CSV, JSONL and Parquet, and the eval folders of runs.
+    Intervals and p-values are those of `eval`.
     """
     from ..evaluate.answers import comparison
     from ..evaluate.answers.files import Columns

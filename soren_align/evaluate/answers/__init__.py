@@ -1,1 +1,1 @@
-"""Anybody's evaluation results: read from the files of several tools, and compared as our own."""
+"""Evaluation results of lm-eval, and tables: read, and compared as our own."""

@@ -4,11 +4,10 @@ table.
 
 import json
 import sys
-from array import array
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,8 +20,10 @@ from ..stats.intervals import average, score_points
 from ..stats.paired import ModelAnswers, read_points
 from ..stats.power import POWER, Part, detectable_by, mean_part, part_of, questions_for
 from ..stats.significance import compare, pair_column, unpaired
-from .files import FILE_NAMES, Columns, read_scores
-from .scores import Scores, hash_bits, match, numbers
+from .files import SAMPLES, Columns, Scores, read_scores
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 AVERAGE = "average"
 SHARES = (0.05, 0.1, 0.2)
@@ -30,11 +31,10 @@ SHARES = (0.05, 0.1, 0.2)
 of one training differ in 6 to 10% (study/estimates.py, `Assumed`), different models in more."""
 QUESTIONS = 1000
 """Of a plan without a file."""
-
+REMEDY = "add --common to compare only the tasks and questions that all models have"
 
 Model = dict[str, Scores]
 """A row of the table: its scores by task."""
-REMEDY = "add --common to compare only the tasks and questions that all models have"
 
 
 def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
@@ -56,36 +56,29 @@ def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
         if (path / NAME).is_file():
             if columns != Columns():
                 raise UserError(
-                    f"{path}: is a folder of results of soren-align, which has one metric per task; remove --metric,"
-                    " --id, --score, --task, --cluster and --max-score, or name the folder of one model in its samples"
-                    " folder"
+                    f"{path}: is a folder of results of soren-align, which has one metric per task; "
+                    "remove --metric, --id, --score, --task, --cluster and --max-score, or name the "
+                    "folder of one model in its samples folder"
                 )
             rows = _own_rows(path)
         else:
             place = path.absolute()
-            is_named = place.is_dir() or not any(
-                pattern.fullmatch(place.name) for pattern in FILE_NAMES
-            )
-            own = name or (
-                place.name if place.is_dir() else place.stem if is_named else place.parent.name
-            )
-            rows = {
-                own if name or own not in models else f"{place.parent.name}/{own}": read_scores(
-                    path, columns
-                )
-            }
+            own = place.parent.name if SAMPLES.fullmatch(place.name) else place.stem
+            own = name or (place.name if place.is_dir() else own)
+            if not name and own in models:
+                own = f"{place.parent.name}/{own}"
+            rows = {own: read_scores(path, columns)}
         *_, last = rows
         for row, model in rows.items():
             # the last row of a table is the run's own model
             key = name if name and row == last else row
-            if key in models and _values(model) == _values(models[key]):
+            if key in models and _are_equal(model, models[key]):
                 continue  # such as the base of two runs
             if key in models and name and row != last:
                 key = f"{name}/{row}"
             if key in models:
-                raise UserError(
-                    f"{argument}: two models have the name {key}; write NAME={path_text}"
-                )
+                finding = f"two models have the name {key}"
+                raise UserError(f"{argument}: {finding}; write NAME={path_text}")
             models[key] = model
     return models
 
@@ -97,34 +90,38 @@ def _evaluation(run: Path) -> Path:
         raise UserError(f"{run}: this run has no evaluation; run soren-align eval {run} first")
     if len(folders) > 1:
         names = join_words([folder.name for folder in folders])
-        raise UserError(
-            f"{run}: this run was evaluated with {len(folders)} suites ({names}); name one: {folders[0]}"
-        )
+        finding = f"this run was evaluated with {len(folders)} suites ({names})"
+        raise UserError(f"{run}: {finding}; name one: {folders[0]}")
     return folders[0]
 
 
-def _values(model: Model) -> Any:
-    return {task: (scores.digest, scores.points) for task, scores in model.items()}
+def _are_equal(a: Model, b: Model) -> bool:
+    return a.keys() == b.keys() and all(
+        a[task].digest == b[task].digest and a[task].table.equals(b[task].table) for task in a
+    )
 
 
 def _own_rows(folder: Path) -> dict[str, Model]:
     """Return the rows of an evaluation of our own; points.json has no ids, but a hash of all
     questions and prompts.
     """
+    import pandas as pd
+
     results, rows = read_results(folder), {}
     assert results is not None
     metrics = results["settings"].get("metrics", {})
     for row, (name, points) in zip(results["rows"], read_points(folder).items(), strict=True):
-        tasks = {}
+        rows[name] = {}
         for column, each in points.items():
-            scores = Scores(metrics.get(column, "score").removesuffix(",none"), str(folder))
-            scores.ids.extend(range(len(each.each)))
-            scores.points = array("d", each.each)
-            scores.clusters.extend(() if each.clusters is None else each.clusters.tolist())
-            scores.digest, scores.score = each.prompts, dict(row["scores"][column])
-            scores.has_average = AVERAGE in row["scores"]
-            tasks[column] = scores
-        rows[name] = tasks
+            own = {"points": np.asarray(each.each, float), "content": None, "prompt": None}
+            rows[name][column] = Scores(
+                metrics.get(column, "score").removesuffix(",none"),
+                str(folder),
+                pd.DataFrame(own | {"cluster": each.clusters}),
+                each.prompts,
+                dict(row["scores"][column]),
+                AVERAGE in row["scores"],
+            )
     return rows
 
 
@@ -147,112 +144,85 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
         chosen = {name: model[task] for name, model in models.items() if task in model}
         if absent := [name for name in models if name not in chosen]:
             if not common:
-                owner = next(iter(chosen))
-                raise UserError(
-                    f"{owner} has the task {task or 'without a name'}, but {absent[0]} has not; {REMEDY}"
-                )
+                finding = f"has the task {task or 'without a name'}, but {absent[0]} has not"
+                raise UserError(f"{next(iter(chosen))} {finding}; {REMEDY}")
             notes.append(f"{task}: left out, because {absent[0]} has no such task")
             continue
-        reference = first[task]
         for name, scores in chosen.items():
-            if scores.metric != reference.metric:
-                raise UserError(
-                    f"{task}: {first_name} is scored by {reference.metric}, but {name} by {scores.metric}; name a"
-                    " metric that both have: --metric NAME"
-                )
-            if bool(scores.digest) != bool(reference.digest):
-                raise UserError(
-                    f"{scores.source}: is compared with {reference.source}, but only one of them is a folder of results"
-                    " of soren-align; name the folder of one model in its samples folder instead"
-                )
-        orders = _orders(task, chosen, common)
-        clusters = next(
-            (
-                numbers(scores.clusters)[orders[n]]
-                for n, scores in chosen.items()
-                if scores.clusters
-            ),
-            None,
-        )
-        prompts = numbers(reference.prompts)
-        for name, scores in chosen.items():
+            _refuse_other_kind(task, first_name, first[task], name, scores)
+        shared = _shared(task, {name: scores.table for name, scores in chosen.items()}, common)
+        tables = {name: scores.table.loc[shared] for name, scores in chosen.items()}
+        clusters = next((t.cluster for t in tables.values() if t.cluster.notna().any()), None)
+        for name, table in tables.items():
             model = answers[name]
-            model.points[task] = numbers(scores.points)[orders[name]]  # pyright: ignore[reportArgumentType]
-            if clusters is not None:
-                model.clusters[task] = clusters  # pyright: ignore[reportArgumentType]
-            if scores.digest:
-                model.prompt_hashes[task] = [("", scores.digest)]
-            elif scores.prompts and len(prompts):
-                other_prompts = numbers(scores.prompts)[orders[name]]
-                if changed := int(_differ(prompts[orders[first_name]], other_prompts).sum()):
-                    notes.append(
-                        f"{task}: {changed:,} of {len(other_prompts):,} prompts of {name} are not those of {first_name}"
-                        " (few-shot examples or chat template), so the difference is one of model and prompt"
-                    )
-        size = len(answers[first_name].points[task])
-        if any(len(scores.ids) > size for scores in chosen.values()):
-            listed = ", ".join(
-                f"{len(scores.ids) - size:,} of {name}" for name, scores in chosen.items()
-            )
-            notes.append(
-                f"{task}: compared on the {size:,} questions that all have; left out: {listed}"
-            )
-        del clusters, prompts
-        for scores in chosen.values():  # only the points are needed from here on
-            scores.ids, scores.clusters = array("Q"), array("Q")
-            scores.contents, scores.prompts = array("I"), array("I")
+            model.points[task] = table.points.to_numpy()  # pyright: ignore[reportArgumentType]
+            if clusters is not None:  # the tests need only to know which are equal
+                model.clusters[task] = clusters.tolist()
+            if chosen[name].digest:
+                model.prompt_hashes[task] = [("", chosen[name].digest)]
+            elif changed := int(_differ(table.prompt, tables[first_name].prompt).sum()):
+                notes.append(
+                    f"{task}: {changed:,} of {len(shared):,} prompts of {name} are not those of "
+                    f"{first_name} (few-shot examples or chat template), so the difference is one "
+                    "of model and prompt"
+                )
+        left_out = {name: len(scores.table) - len(shared) for name, scores in chosen.items()}
+        if any(left_out.values()):
+            listed = ", ".join(f"{num:,} of {name}" for name, num in left_out.items())
+            finding = f"compared on the {len(shared):,} questions that all have"
+            notes.append(f"{task}: {finding}; left out: {listed}")
     if not answers[first_name].points:
         raise UserError("the models have no task in common; name results of the same tasks")
     return answers, notes
 
 
-def _orders(task: str, chosen: dict[str, Scores], common: bool) -> dict[str, np.ndarray | slice]:
-    """Return for each model the numbers of the questions that all models have, in the order of the
-    first model's.
+def _refuse_other_kind(
+    task: str, first_name: str, first: Scores, name: str, scores: Scores
+) -> None:
+    """Raise UserError if two models have other metrics, or one has no ids of questions."""
+    if scores.metric != first.metric:
+        finding = f"{first_name} is scored by {first.metric}, but {name} by {scores.metric}"
+        raise UserError(f"{task}: {finding}; name a metric that both have: --metric NAME")
+    if bool(scores.digest) != bool(first.digest):
+        finding = f"is compared with {first.source}, but only one of them is a folder of results"
+        remedy = "name the folder of one model in its samples folder instead"
+        raise UserError(f"{scores.source}: {finding} of soren-align; {remedy}")
+
+
+def _differ(a: "pd.Series", b: "pd.Series") -> "pd.Series":
+    """Whether the texts differ, where both are known."""
+    return (a != b) & a.notna() & b.notna()
+
+
+def _shared(task: str, tables: "dict[str, pd.DataFrame]", common: bool) -> "pd.Index":
+    """Return the ids of the questions that all models have, in the order of the first model's.
 
     Raises UserError if some differ, unless `common`, or if there are none.
     """
-    (first_name, first), *others = chosen.items()
-    ids, contents = numbers(first.ids), numbers(first.contents)
-    places: dict[str, np.ndarray] = {}  # of models with another order
-    in_all = np.ones(len(ids), bool)
-    for name, scores in others:
-        order, in_both = slice(None), np.ones(len(ids), bool)
-        if not np.array_equal(ids, numbers(scores.ids)):
-            order = places[name] = match(ids, numbers(scores.ids))
-            in_both = order >= 0
-        differing = np.zeros(len(ids), bool)
-        if len(contents) and scores.contents:
-            differing = in_both & _differ(contents, numbers(scores.contents)[order])
+    (first_name, first), *others = tables.items()
+    in_all = np.ones(len(first), bool)
+    for name, table in others:
+        in_both = first.index.isin(table.index)
+        differing = _differ(first.content, table.content.reindex(first.index)).to_numpy()
         in_all &= in_both & ~differing
-        num_both = int(in_both.sum())
-        number = len(ids) + len(scores.ids) - 2 * num_both + int(differing.sum())
-        if common or not number:
+        num = len(first) + len(table) - 2 * int(in_both.sum()) + int(differing.sum())
+        if common or not num:
             continue
-        if num_both < len(ids):
-            key, reason = first.find(int(in_both.argmin()))[1], f"only {first_name} has it"
-        elif num_both < len(scores.ids):
-            is_matched = np.zeros(len(scores.ids), bool)
-            is_matched[order] = True
-            key, reason = scores.find(int(is_matched.argmin()))[1], f"only {name} has it"
+        if not in_both.all():
+            key, reason = first.index[~in_both][0], f"only {first_name} has it"
+        elif len(table) > len(first):
+            key, reason = table.index[~table.index.isin(first.index)][0], f"only {name} has it"
         else:
-            key, reason = first.find(int(differing.argmax()))[1], "its content differs"
+            key, reason = first.index[differing][0], "its content differs"
         raise UserError(
-            f"{task}: {number:,} question{'s differ' if number > 1 else ' differs'} between {first_name}"
-            f" ({len(ids):,} questions) and {name} ({len(scores.ids):,}), first {key[:60]} ({reason});"
-            f" {REMEDY}"
+            f"{task}: {num:,} question{'s differ' if num > 1 else ' differs'} between {first_name}"
+            f" ({len(first):,} questions) and {name} ({len(table):,}), first {str(key)[:60]}"
+            f" ({reason}); {REMEDY}"
         )
     if not in_all.any():
-        raise UserError(
-            f"{task}: no question is in the results of all models; check the ids (--id COLUMN)"
-        )
-    shared = slice(None) if in_all.all() else np.flatnonzero(in_all)
-    return {name: places[name][shared] if name in places else shared for name in chosen}
-
-
-def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Whether the hashes differ, where both are known."""
-    return (a != b) & (a != 0) & (b != 0)
+        finding = "no question is in the results of all models"
+        raise UserError(f"{task}: {finding}; check the ids (--id COLUMN)")
+    return first.index[in_all]
 
 
 def make_results(
@@ -376,17 +346,14 @@ def load(
         tasks = list(answers[next(iter(models))].points)
         names = [task for task in tasks if task.startswith(prefix)]
         if not names:
-            raise UserError(
-                f"--group {prefix}: no task begins with it{did_you_mean(prefix, tasks, 'correct --group')}"
-            )
+            remedy = did_you_mean(prefix, tasks, "correct --group")
+            raise UserError(f"--group {prefix}: no task begins with it{remedy}")
         for model in answers.values():
             sizes = {name: len(model.points[name]) for name in names}
-            labels = [
-                model.clusters.pop(n, np.full(size, hash_bits(n, 8), np.uint64))
-                for n, size in sizes.items()
-            ]
-            each = np.concatenate([model.points.pop(name) for name in names])
-            model.points[prefix], model.clusters[prefix] = each, np.concatenate(labels)  # pyright: ignore[reportArgumentType]
+            labels = [model.clusters.pop(n, [n] * size) for n, size in sizes.items()]
+            joined = np.concatenate([model.points.pop(name) for name in names])
+            model.points[prefix] = joined  # pyright: ignore[reportArgumentType]
+            model.clusters[prefix] = [label for own in labels for label in own]
             hashes = [pair for name in names for pair in model.prompt_hashes.pop(name, [])]
             model.prompt_hashes |= {prefix: hashes} if hashes else {}
     return models, answers, notes

@@ -1,87 +1,43 @@
 """Read anybody's evaluation results: the question, score and cluster of each answer.
 Neither torch nor lm-eval.
 
-A file is recognized by its content, not by its name: samples of lm-eval, predictions of olmo-eval,
-logs of inspect-ai, details of lighteval, and tables (.csv, .jsonl, .parquet) with a column of ids
-and one of scores. Records are read one at a time, and memory holds a few bytes of each (`Scores`).
-Files are data: nothing is unpickled, imported or executed.
+A file is recognized by its content, not by its name: samples of lm-eval, and tables (.csv, .jsonl,
+.parquet) with a column of ids and one of scores. Of each record only these columns stay in memory.
 """
 
 import codecs
 import csv
-import io
 import json
 import re
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.errors import UserError, did_you_mean, in_one_line
-from ...core.files import parse_json, read_json
+from ...core.files import read_json
 from ...core.text import join_words
 from ...recipe.data_files import csv_columns, refuse_wide_characters
-from .scores import Scores, first_repeat, hash_bits, numbers
 
-MAX_LINE = 1 << 24
-"""Bytes of a line. A few-shot sample of four choices with 16k tokens is 256 kB."""
-MAX_DOCUMENT = 1 << 28
-"""Bytes of a file that is one JSON value, which is read whole."""
-MAX_DEPTH = 200
-MAX_QUESTIONS = 50_000_000
-"""Of a model on a task: 9 to 25 bytes of memory each."""
+if TYPE_CHECKING:
+    import pandas as pd
+
 MAX_ENTRIES = 100_000
-PREFERRED = (
-    "acc_norm",
-    "acc",
-    "exact_match",
-    "score",
-    "correct",
-    "is_correct",
-    "accuracy",
-    "em",
-    "passed",
-    "resolved",
-)
+PREFERRED = ("acc_norm", "acc", "exact_match", "score", "correct", "is_correct", "accuracy", "em")
+PREFERRED += ("passed", "resolved")
 """Metrics, the best first: the choice of our suites, then usual names of columns."""
-IDS = (
-    "id",
-    "doc_id",
-    "question_id",
-    "sample_id",
-    "instance_id",
-    "example_id",
-    "task_id",
-    "qid",
-    "idx",
-    "index",
-)
+IDS = ("id", "doc_id", "question_id", "sample_id", "instance_id", "example_id", "task_id", "qid")
+IDS += ("idx", "index")
 TASKS = ("task", "task_name", "benchmark")
 WORDS = {"true": 1.0, "yes": 1.0, "correct": 1.0, "false": 0.0, "no": 0.0, "incorrect": 0.0}
-GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
-"""Of inspect-ai: correct, partial, incorrect, no answer."""
-FILE_NAMES = (
-    re.compile(r"samples_(.+)_\d{4}-\d\d-\d\dT[\d.:-]+\.jsonl"),
-    re.compile(r"(.+?)(?:_[0-9a-f]{6})?-predictions\.jsonl"),
-    re.compile(r"details_(.+)_\d{4}-\d\d-\d\dT.+\.parquet"),
-)
-"""Of lm-eval, olmo-eval and lighteval; the group is the task."""
-SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".eval", ".json")
-LM_EVAL_KEYS = {
-    "doc_id",
-    "doc",
-    "target",
-    "arguments",
-    "resps",
-    "filtered_resps",
-    "filter",
-    "metrics",
-}
-KNOWN = "lm-eval samples, olmo-eval predictions, inspect-ai logs, lighteval details, CSV or JSONL"
+SAMPLES = re.compile(r"samples_(.+)_\d{4}-\d\d-\d\dT[\d.:-]+\.jsonl")
+"""Of lm-eval; the group is the task."""
+SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".json")
+LM_EVAL_KEYS = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter"}
+LM_EVAL_KEYS |= {"metrics", "task", "doc_hash", "prompt_hash", "target_hash"}
+KNOWN = "lm-eval samples, CSV, JSONL or Parquet"
 
 
 @dataclass(frozen=True)
@@ -99,19 +55,36 @@ class Columns:
     """Scores are divided by it."""
 
 
-class Answer(NamedTuple):
-    """A record of any format."""
+@dataclass
+class Scores:
+    """The scores of one model on one task."""
+
+    metric: str
+    source: str
+    """The file or folder, for messages."""
+    table: "pd.DataFrame"
+    """By the id of a question: `points` in [0, 1], and `content`, `prompt` and `cluster`, which are
+    texts or None."""
+    digest: str = ""
+    """Of an evaluation of our own: the hash of all questions and prompts, in place of
+    `content`."""
+    score: dict[str, Any] | None = None
+    """Of an evaluation of our own: the score in its results.json."""
+    has_average: bool = False
+    """Of an evaluation of our own: whether its suite compares averages too."""
+
+
+class _Answer(NamedTuple):
+    """A record of either format."""
 
     id: Any
-    scores: Mapping[str, Any]
-    """By metric; not yet numbers."""
-    task: Any = None
-    content: Any = None
-    prompt: Any = None
-    filter: str = ""
-    cluster: Any = None
-    is_table: bool = False
-    """Whether `scores` are all columns of a table, few of which are scores."""
+    scores: dict[str, Any]
+    """The values by metric, which may be no numbers."""
+    task: Any
+    content: Any
+    prompt: Any
+    filter: str
+    cluster: Any
 
 
 def read_scores(path: Path, columns: Columns) -> dict[str, Scores]:
@@ -120,39 +93,15 @@ def read_scores(path: Path, columns: Columns) -> dict[str, Scores]:
 
     Raises UserError with the place of the first record that cannot be used.
     """
-    files = [path] if path.is_file() else _files(path)
     tasks: dict[str, Scores] = {}
-    for file in files:
-        match = next(filter(None, (pattern.fullmatch(file.name) for pattern in FILE_NAMES)), None)
+    for file in [path] if path.is_file() else _files(path):
+        match = SAMPLES.fullmatch(file.name)
         # the task of records that name none
         default = match[1] if match else "" if file == path else file.stem
-        own: dict[str, Scores] = {}
-        for place, task, metric, answer in _answers(file, default, columns):
-            if (scores := own.get(task)) is None:
-                scores = own[task] = Scores(
-                    metric, str(file), partial(_find_answer, file, default, columns, task)
-                )
-            point = _point(answer.scores.get(metric), metric, columns.max_score, place)
-            scores.add(str(answer.id), point, answer.content, answer.prompt)
-            if answer.cluster is not None:
-                scores.clusters.append(hash_bits(str(answer.cluster), 8))
-            if len(scores.clusters) not in (0, len(scores.ids)):
-                raise UserError(
-                    f"{place}: has no cluster, but other questions have one; write one into each record"
-                )
-            if len(scores.ids) > MAX_QUESTIONS:
-                raise UserError(
-                    f"{place}: has more than {MAX_QUESTIONS:,} questions; split the file by task"
-                )
-        for task, scores in own.items():
-            if (repeat := first_repeat(numbers(scores.ids))) is not None:
-                place, key = _find_answer(file, default, columns, task, repeat)
-                remedy = "remove one of them, or name the column that differs: --id COLUMN"
-                raise UserError(f"{place}: the question {key[:60]} occurs a second time; {remedy}")
+        for task, scores in _read_file(file, default, columns).items():
             if task in tasks:
-                raise UserError(
-                    f"{file}: has the task {task or scores.metric}, as {tasks[task].source}; name one of the two files"
-                )
+                finding = f"has the task {task or scores.metric}, as {tasks[task].source}"
+                raise UserError(f"{file}: {finding}; name one of the two files")
             tasks[task] = scores
     return tasks
 
@@ -163,130 +112,132 @@ def _files(folder: Path) -> list[Path]:
     if len(entries) > MAX_ENTRIES:
         raise UserError(f"{folder}: holds more than {MAX_ENTRIES:,} files; name a smaller folder")
     regular = sorted(entry for entry in entries if entry.is_file())
-    files = [
-        file for file in regular if any(pattern.fullmatch(file.name) for pattern in FILE_NAMES)
-    ]
+    files = [file for file in regular if SAMPLES.fullmatch(file.name)]
     files = files or [file for file in regular if file.suffix in SUFFIXES]
-    parents = list(dict.fromkeys(file.parent for file in files))
+    parents = list(dict.fromkeys(str(file.parent) for file in files))
     if len(parents) > 1:
-        names = join_words([str(parent) for parent in parents[:3]])
-        raise UserError(
-            f"{folder}: has results in {len(parents)} folders, such as {names}; name one folder per model"
-        )
+        finding = f"has results in {len(parents)} folders, such as {join_words(parents[:3])}"
+        raise UserError(f"{folder}: {finding}; name one folder per model")
     if not files:
         raise UserError(f"{folder}: has no file of results; name a folder with {KNOWN}")
     return files
 
 
-def _find_answer(
-    file: Path, default: str, columns: Columns, task: str, number: int
-) -> tuple[str, str]:
-    """Return the place and the id of a question of a task, by its number from 0: the file is read
-    again.
+def _read_file(file: Path, default: str, columns: Columns) -> dict[str, Scores]:
+    """Return the scores of one file by task.
+
+    Raises UserError with the place of a record that has no id or no score, or whose id occurs
+    twice, or if no record has a score.
     """
-    answers = (answer for answer in _answers(file, default, columns) if answer[1] == task)
-    place, _, _, answer = next(islice(answers, number, None))
-    return place, str(answer.id)
+    import pandas as pd
 
-
-def _answers(file: Path, default: str, columns: Columns) -> Iterator[tuple[str, str, str, Answer]]:
-    """Yield the place, the task, its metric, and the answer of each question of a file.
-
-    Raises UserError with the place of a record that has no id or no score, or if no record has a
-    score.
-    """
+    rows: dict[str, dict[str, tuple[Any, ...]]] = {}
     metrics: dict[str, tuple[str, str]] = {}
     """The metric and the filter by task."""
-    filter_names: set[str] = set()
-    convert: Callable[[dict[str, Any]], Answer] | None = None
-    # by options
-    named = {name: path for name in ("id", "task", "cluster") if (path := getattr(columns, name))}
-    for place, record in _records(file):
+    filters: set[str] = set()
+    is_samples: bool | None = None
+    for place, record in _records(file, columns):
         if not isinstance(record, dict):
             raise UserError(f"{place}: is not an object with keys; name a file of {KNOWN}")
-        if convert is None:  # the first record shows the file's format
-            convert = next((reader for keys, reader in FORMATS if keys <= record.keys()), _table)
-        answer = convert(record)
-        if named:
-            values = {
-                name: _lookup(record, path, f"--{name}", place) for name, path in named.items()
-            }
-            answer = answer._replace(**values)
-        if columns.score:
-            answer = answer._replace(
-                scores={columns.score: _lookup(record, columns.score, "--score", place)}
-            )
+        if is_samples is None:  # the first record shows the file's format
+            is_samples = {"doc_id", "filtered_resps"} <= record.keys()
+        answer = _answer(record, is_samples, columns, place)
         if answer.id in (None, ""):
-            names = ", ".join(map(str, record))[:200]
-            raise UserError(
-                f"{place}: has no id of the question, only {names}; name its column: --id COLUMN"
-            )
+            finding = f"has no id of the question, only {', '.join(map(str, record))[:200]}"
+            raise UserError(f"{place}: {finding}; name its column: --id COLUMN")
         task = str(answer.task) if answer.task not in (None, "") else default
+        # lm-eval scores the answers with several filters; the first one that has the metric counts.
         if task not in metrics:
-            filter_names.add(answer.filter)
-            metric = _choose(answer, columns, place)
-            if metric is None:
+            filters.add(answer.filter)
+            if (metric := _choose(answer, is_samples, columns, place)) is None:
                 continue
             metrics[task] = metric, answer.filter
         metric, filter_name = metrics[task]
-        if answer.filter == filter_name:
-            yield place, task, metric, answer
-    if not metrics and any(filter_names):
-        listed = ", ".join(sorted(filter_names))
-        raise UserError(
-            f"{file}: has no scores of {', '.join(columns.metrics)}; write one of the filters {listed}"
-        )
+        if answer.filter != filter_name:
+            continue
+        points, key = _points(answer.scores.get(metric), metric, columns, place), str(answer.id)
+        others = rows.setdefault(task, {})
+        if key in others:
+            remedy = "remove one of them, or name the column that differs: --id COLUMN"
+            raise UserError(f"{place}: the question {key[:60]} occurs a second time; {remedy}")
+        texts = (answer.content, answer.prompt, answer.cluster)
+        others[key] = (points, *(None if text is None else str(text) for text in texts))
+        if (answer.cluster is None) != (next(iter(others.values()))[-1] is None):
+            finding = "has no cluster, but other questions have one, or the other way round"
+            raise UserError(f"{place}: {finding}; write one into each record")
     if not metrics:
-        raise UserError(f"{file}: has no scores; name a file of {KNOWN}")
+        wanted = f" of {', '.join(columns.metrics)}" if columns.metrics else ""
+        listed = ", ".join(sorted(filters))
+        remedy = f"write one of the filters {listed}" if listed else f"name a file of {KNOWN}"
+        raise UserError(f"{file}: has no scores{wanted}; {remedy}")
+    names = ["points", "content", "prompt", "cluster"]
+    return {
+        task: Scores(
+            metrics[task][0], str(file), pd.DataFrame.from_dict(own, orient="index", columns=names)
+        )
+        for task, own in rows.items()
+    }
+
+
+def _answer(record: dict[str, Any], is_samples: bool, columns: Columns, place: str) -> _Answer:
+    """Return a record's answer; the options say where parts of it stand."""
+    key, scores = next((record[n] for n in IDS if record.get(n) not in (None, "")), None), record
+    task = next((record[n] for n in TASKS if record.get(n) not in (None, "")), None)
+    content, prompt, filter_name = record.get("question"), None, ""
+    if is_samples:
+        names = record.get("metrics")
+        if not isinstance(names, list):
+            names = [name for name in record if name not in LM_EVAL_KEYS]
+        scores = {str(name): record[str(name)] for name in names if str(name) in record}
+        # Our samples of a group name the subtask, whose doc_ids begin at 0.
+        key = f"{task}/{record.get('doc_id')}" if task is not None else record.get("doc_id")
+        task, content = None, record.get("doc_hash") or record.get("doc")
+        prompt, filter_name = record.get("prompt_hash"), str(record.get("filter") or "none")
+    answer = _Answer(key, scores, task, content, prompt, filter_name, record.get("cluster"))
+    for name in ("id", "task", "cluster"):
+        if path := getattr(columns, name):
+            answer = answer._replace(**{name: _lookup(record, path, f"--{name}", place)})
+    if columns.score:
+        score = _lookup(record, columns.score, "--score", place)
+        answer = answer._replace(scores={columns.score: score})
+    return answer
 
 
 def _lookup(record: dict[str, Any], path: str, option: str, place: str) -> Any:
-    if path in record:
-        return record[path]
     value: Any = record
-    for key in path.split("."):
+    for key in [path] if path in record else path.split("."):
         if not isinstance(value, dict) or key not in value:
             names = list(map(str, value)) if isinstance(value, dict) else []
-            raise UserError(
-                f"{place}: has no field {path}{did_you_mean(key, names, f'correct {option}')}"
-            )
+            remedy = did_you_mean(key, names, f"correct {option}")
+            raise UserError(f"{place}: has no field {path}{remedy}")
         value = value[key]
     return value
 
 
-def _choose(answer: Answer, columns: Columns, place: str) -> str | None:
+def _choose(answer: _Answer, is_samples: bool, columns: Columns, place: str) -> str | None:
     """Return the metric of a task by its first answer; None if --metric names another filter."""
     if columns.score:
         return columns.score
-    names = [
-        name
-        for name, value in answer.scores.items()
-        if name in PREFERRED or _number(value) is not None
-    ]
+    scores = answer.scores
+    names = [n for n, value in scores.items() if n in PREFERRED or _number(value) is not None]
+    listed = ", ".join(map(str, scores))[:200]
     for metric in columns.metrics:
         name, _, wanted = metric.partition(",")
-        if name in names and wanted not in ("", answer.filter):
-            return None
         if name in names:
-            return name
+            return name if wanted in ("", answer.filter) else None
     if columns.metrics:
-        listed = ", ".join(map(str, answer.scores)) or "no metric"
-        raise UserError(
-            f"{place}: has no metric {' or '.join(columns.metrics)}, but {listed[:200]}; correct --metric"
-        )
+        finding = f"has no metric {' or '.join(columns.metrics)}, but {listed or 'no metric'}"
+        raise UserError(f"{place}: {finding}; correct --metric")
     best = next((name for name in PREFERRED if name in names), None)
-    if not names or (answer.is_table and best is None):
-        listed = ", ".join(map(str, answer.scores))[:200]
-        raise UserError(
-            f"{place}: has no column of scores{', only ' * bool(listed)}{listed}; name it: --score COLUMN"
-        )
+    # The first number in a table may be anything; in samples it is a metric.
+    if best is None and (not names or not is_samples):
+        finding = f"has no column of scores, only {listed}"
+        raise UserError(f"{place}: {finding}; name it: --score COLUMN")
     return best or names[0]
 
 
 def _number(value: Any) -> float | None:
     """Return a score as a number, which may be NaN; None if it is none."""
-    if type(value) is float or type(value) is bool:
-        return float(value)
     if isinstance(value, str):
         value = WORDS.get(value.strip().lower(), value)
     try:
@@ -295,255 +246,101 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _point(value: Any, metric: str, max_score: float, place: str) -> float:
+def _points(value: Any, metric: str, columns: Columns, place: str) -> float:
     number = _number(value)
     if number is None or not isfinite(number):
-        raise UserError(
-            f"{place}: {metric} is {str(value)[:40]!r}, which is not a number; evaluate this question again, or remove"
-            " it from all files"
-        )
-    if not 0 <= number <= max_score:
-        remedy = (
-            "choose another --metric"
-            if number < 0
-            else "name the largest possible score, such as --max-score 10"
-        )
-        raise UserError(
-            f"{place}: {metric} is {number:g}, but scores are from 0 to {max_score:g}; {remedy}"
-        )
-    return number / max_score
+        finding = f"{metric} is {str(value)[:40]!r}, which is not a number"
+        raise UserError(f"{place}: {finding}; evaluate it again, or remove it from all files")
+    if not 0 <= number <= columns.max_score:
+        remedy = "name the largest possible score, such as --max-score 10"
+        remedy = "choose another --metric" if number < 0 else remedy
+        finding = f"{metric} is {number:g}, but scores are from 0 to {columns.max_score:g}"
+        raise UserError(f"{place}: {finding}; {remedy}")
+    return number / columns.max_score
 
 
-# The formats. Each function converts a record.
-
-
-def _lm_eval(record: dict[str, Any]) -> Answer:
-    names = record.get("metrics") or [
-        key for key in record if key not in LM_EVAL_KEYS and not key.endswith("_hash")
-    ]
-    scores = {str(name): record[name] for name in names if name in record}
-    # Our samples of a group name the subtask, whose doc_ids begin at 0.
-    key = f"{record['task']}/{record['doc_id']}" if "task" in record else record["doc_id"]
-    content = record.get("doc_hash") or record.get("doc")
-    return Answer(
-        key, scores, None, content, record.get("prompt_hash"), str(record.get("filter") or "none")
-    )
-
-
-def _olmo_eval(record: dict[str, Any]) -> Answer:
-    """Convert {metric: {scorer: value}}; the metric has the scorer's name unless there are
-    several.
-    """
-    scores: dict[str, Any] = {}
-    for metric, values in (record["instance_metrics"] or {}).items():
-        for scorer, value in values.items() if isinstance(values, dict) else [(metric, values)]:
-            scores[metric if scorer == metric else f"{metric}.{scorer}"] = value
-    return Answer(record["native_id"], scores, content=record.get("label"))
-
-
-def _inspect(record: dict[str, Any]) -> Answer:
-    """Convert a sample; several epochs of a sample are questions of one cluster."""
-    scores: dict[str, Any] = {}
-    for scorer, score in (record["scores"] or {}).items():
-        value = score.get("value") if isinstance(score, dict) else score
-        for key, part in value.items() if isinstance(value, dict) else [("", value)]:
-            scores[f"{scorer}.{key}" if key else scorer] = (
-                GRADES.get(part, part) if isinstance(part, str) else part
-            )
-    epochs = record.get("epochs") or 1
-    key = f"{record['id']} epoch {record['epoch']}" if epochs > 1 else record["id"]
-    content = [record.get("input"), record.get("target")]
-    return Answer(
-        key, scores, record.get("task"), content, cluster=record["id"] if epochs > 1 else None
-    )
-
-
-def _lighteval(record: dict[str, Any]) -> Answer:
-    doc = record["doc"] or {}
-    return Answer(
-        doc.get("id"), record["metric"] or {}, content=[doc.get("query"), doc.get("choices")]
-    )
-
-
-def _table(record: dict[str, Any]) -> Answer:
-    key = task = None
-    for name in IDS:
-        if (key := record.get(name)) not in (None, ""):
-            break
-    for name in TASKS:
-        if (task := record.get(name)) not in (None, ""):
-            break
-    return Answer(
-        key, record, task, record.get("question"), cluster=record.get("cluster"), is_table=True
-    )
-
-
-FORMATS: list[tuple[set[str], Callable[[dict[str, Any]], Answer]]] = [
-    ({"doc_id", "filtered_resps"}, _lm_eval),
-    ({"native_id", "instance_metrics"}, _olmo_eval),
-    ({"doc", "metric"}, _lighteval),
-    ({"id", "epoch", "scores"}, _inspect),
-]
-"""The keys by which a record is recognized."""
-
-
-# The records of a file, each with its place.
-
-
-def _records(file: Path) -> Iterator[tuple[str, Any]]:
+def _records(file: Path, columns: Columns) -> Iterator[tuple[str, Any]]:
+    """Yield the records of a file, each with its place."""
     with file.open("rb") as stream:
         start = stream.read(4)
     if not start:
         raise UserError(f"{file}: is empty; name a file of {KNOWN}")
     if start == b"PAR1":
-        yield from _parquet(file)
-    elif start[:2] == b"PK":
-        yield from _eval_log(file)
-    else:
-        refuse_wide_characters(str(file), start)
-        is_json = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
-        yield from (_json if is_json else _csv)(file)
-
-
-def _lines(file: Path, stream: BinaryIO | io.TextIOBase) -> Iterator[tuple[int, Any]]:
-    number = 0
-    while line := stream.readline(MAX_LINE + 1):
-        number += 1
-        if len(line) > MAX_LINE:
-            raise UserError(
-                f"{file}:{number}: is longer than {MAX_LINE:,} bytes; write one record per line"
-            )
-        yield number, line
+        yield from _parquet(file, columns)
+        return
+    refuse_wide_characters(str(file), start)
+    is_json = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
+    yield from (_json if is_json else _csv)(file)
 
 
 def _json(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the records of a JSONL file, of an array, or of a log of inspect-ai."""
-    is_first, name = True, str(file)
-    with file.open("rb") as stream:
-        for number, line in _lines(file, stream):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
+    """Yield the records of a JSONL file, or of an array."""
+    is_first = True
+    with file.open(encoding="utf-8-sig", errors="surrogateescape") as stream:
+        for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line.decode(errors="surrogatepass"))  # bytes take 1 µs longer
+                record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                if is_first and line.rstrip()[-1:] in (b"{", b"[", b","):
+                if is_first and line.rstrip()[-1:] in ("{", "[", ","):
                     break  # the first line of an indented document
                 reason = str(error).partition(": line ")[0]
                 remedy = "the file may have been cut off; write or download it again"
                 raise UserError(f"{file}:{number}: is not JSON: {reason}; {remedy}") from None
-            if is_first and (isinstance(record, list) or "samples" in record):
+            if is_first and isinstance(record, list):
                 break
             is_first = False
-            yield f"{name}:{number}", record
+            yield f"{file}:{number}", record
         else:
             return
-    document = read_json(file, max_bytes=MAX_DOCUMENT, max_depth=MAX_DEPTH)
-    if isinstance(document, list):
-        yield from (
-            (f"{file} record {number}", record) for number, record in enumerate(document, 1)
-        )
-    elif isinstance(document, dict) and "eval" in document:
-        yield from _inspect_samples(file, document, document.get("samples"))
-    else:
+    document = read_json(file, max_bytes=1 << 28)
+    if not isinstance(document, list):
         raise UserError(f"{file}: has no answers to single questions; name a file of {KNOWN}")
+    yield from ((f"{file} record {number}", record) for number, record in enumerate(document, 1))
 
 
-def _inspect_samples(file: Path, log: dict[str, Any], samples: Any) -> Iterator[tuple[str, Any]]:
-    spec = log["eval"] if isinstance(log["eval"], dict) else {}
-    samples = [
-        sample
-        for sample in samples or ()
-        if isinstance(sample, dict) and {"id", "epoch"} <= sample.keys()
-    ]
-    if not samples:
-        raise UserError(f"{file}: has no samples; name a log that was written with its samples")
-    epochs = max(sample["epoch"] if isinstance(sample["epoch"], int) else 1 for sample in samples)
-    for sample in samples:
-        place = f"{file} sample {sample['id']}"
-        if not isinstance(sample.get("scores"), dict) or not sample["scores"]:
-            status = log.get("status", "unknown")
-            raise UserError(
-                f"{place}: has no score (status of the log: {status}); run `inspect eval-retry {file}`"
-            )
-        fields = {
-            key: sample.get(key) for key in ("id", "epoch", "input", "target", "scores", "metadata")
-        }
-        yield place, fields | {"task": spec.get("task"), "epochs": epochs}
-
-
-def _eval_log(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the samples of a log in inspect-ai's own format: a ZIP file of JSON files."""
-
-    def member(name: str) -> Any:
-        with log.open(name) as stream:
-            content = stream.read(MAX_DOCUMENT + 1)
-        if len(content) > MAX_DOCUMENT:
-            raise UserError(
-                f"{file}: {name} is larger than {MAX_DOCUMENT:,} bytes; evaluate fewer samples per log"
-            )
-        return parse_json(content.decode("utf-8", "replace"), f"{file}: {name}", MAX_DEPTH)
-
-    try:
-        with zipfile.ZipFile(file) as log:
-            if not {"header.json", "summaries.json"} <= {*log.namelist()}:
-                remedy = f"finish it with `inspect eval-retry`, or name a file of {KNOWN}"
-                raise UserError(f"{file}: is no complete log of inspect-ai; {remedy}")
-            header, samples = member("header.json"), member("summaries.json")
-    except NotImplementedError:  # zstd, which Python's zipfile reads from 3.14 on
-        raise UserError(
-            f"{file}: is compressed with zstd; convert it: `inspect log convert {file} --to json --output-dir DIR`"
-        ) from None
-    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, zipfile.zlib.error) as error:  # pyright: ignore[reportAttributeAccessIssue]
-        raise UserError(
-            f"{file}: is no valid log of inspect-ai: {error}; copy the file again"
-        ) from None
-    if not isinstance(header, dict) or "eval" not in header or not isinstance(samples, list):
-        raise UserError(f"{file}: is no log of inspect-ai; name a file of {KNOWN}")
-    yield from _inspect_samples(file, header, samples)
-
-
-def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
+def _parquet(file: Path, columns: Columns) -> Iterator[tuple[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    named = (columns.id, columns.score, columns.task, columns.cluster)
+    needed = {*IDS, *TASKS, *PREFERRED, "question", "cluster", *columns.metrics}
+    needed |= {part for name in named if name for part in (name, name.partition(".")[0])}
     try:
         with pq.ParquetFile(file) as table:
-            # The responses of lighteval, with all their tokens, are most of its files.
-            names = [name for name in table.schema_arrow.names if name != "model_response"]
+            # The texts of the answers are most of a file.
+            names = [name for name in table.schema_arrow.names if name in needed]
             number = 0
-            for batch in table.iter_batches(batch_size=200, columns=names):
+            for batch in table.iter_batches(batch_size=1000, columns=names or None):
                 for record in batch.to_pylist():
                     number += 1
                     yield f"{file} record {number}", record
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = in_one_line(error)
         raise UserError(
-            f"{file}: is no valid Parquet file: {in_one_line(error)}; write or copy the file again"
+            f"{file}: is no valid Parquet file: {reason}; write or copy the file again"
         ) from None
 
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(MAX_LINE)
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            lines = _lines(file, stream)
-            names, delimiter = csv_columns(str(file), next(lines)[1])
-            rows = csv.reader((line for _, line in lines), delimiter=delimiter, strict=True)
+            names, delimiter = csv_columns(str(file), stream.readline())
+            rows = csv.reader(stream, delimiter=delimiter, strict=True)
             for row in rows:
                 place = f"{file}:{rows.line_num + 1}"
                 if row and len(row) != len(names):
+                    finding = f"has {len(row)} fields, but the header has {len(names)}"
                     remedy = "put texts in quotes, or write or download the file again"
-                    raise UserError(
-                        f"{place}: has {len(row)} fields, but the header has {len(names)}; {remedy}"
-                    )
+                    raise UserError(f"{place}: {finding}; {remedy}")
                 if row:
                     yield place, dict(zip(names, row, strict=True))
     except csv.Error as error:
-        raise UserError(
-            f"{file}: is no valid CSV: {error}; write or download the file again"
-        ) from None
+        remedy = "write or download the file again"
+        raise UserError(f"{file}: is no valid CSV: {error}; {remedy}") from None
     except UnicodeDecodeError:
-        raise UserError(
-            f"{file}: is neither text in UTF-8 nor another known format; name a file of {KNOWN}"
-        ) from None
+        finding = "is neither text in UTF-8 nor another known format"
+        raise UserError(f"{file}: {finding}; name a file of {KNOWN}") from None
