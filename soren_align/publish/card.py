@@ -1,7 +1,7 @@
 """Write the model card.
 
 The whole page is written again from run.json, recipe.yaml, samples and the evaluations' results
-whenever one of them changes. It contains no local path: see `public`.
+whenever one of them changes; card.md is its template. It contains no local path: see `public`.
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from huggingface_hub import EvalResult, ModelCardData, constants
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from ..core.errors import UserError
 from ..core.files import write
@@ -81,25 +82,19 @@ def card(
     title: the model's name. repo, revision: where it is uploaded to; "": the page is read in the
     model's folder.
     """
-    own_record = run.record(*TRAINED)
-    recipe = load_resolved(run.recipe)
-    record, yaml = public_record(own_record, recipe), to_yaml(public(recipe.model_dump()))
-    is_adapter, train = adapter_config(run.model) is not None, own_record["data"]["train"]
-    sources = [source["path"] for source in train.get("sources", [train])]
-    datasets = [source["path"] for source in train.get("sources", [train]) if "revision" in source]
-    base, is_lora = on_hub(own_record["start"]["path"]), is_adapter and not merged
-    shown, url = pictures(run), ""
+    own_record, recipe = run.record(*TRAINED), load_resolved(run.recipe)
+    record, train = public_record(own_record, recipe), own_record["data"]["train"]
+    is_adapter = adapter_config(run.model) is not None
+    is_lora = is_adapter and not merged
+    sources = train.get("sources", [train])
+    base, shown, url = on_hub(own_record["start"]["path"]), pictures(run), ""
     if repo:  # pages of the hub do not lie beside their files
         url = f"{constants.ENDPOINT}/{repo}/resolve/{quote(revision or 'main', safe='')}/"
     # Of the evaluations: a table for each suite, with the starting checkpoint in its first row;
     # gains; the scores for the hub; and the answers of the first suite that has some in words, if
     # the run has no samples.
-    scores, gains, eval_results, answers = (
-        list[str](),
-        list[str](),
-        list[EvalResult](),
-        of_samples(run),
-    )
+    scores, gains = list[str](), list[str]()
+    eval_results, answers = list[EvalResult](), of_samples(run)
     for number, folder in enumerate(evaluations(run.path), 1):
         try:
             results, index = public_results(folder, run, recipe)
@@ -107,31 +102,18 @@ def card(
             scores.append(f"The results in `eval/{without_html(folder.name)}` could not be read.")
             continue
         heading, _, rest = tables.markdown(results, fold=True).partition("\n\n")
-        picture = _picture(f"scores{f'-{number}' * (number > 1)}", results["title"], shown, url)
-        scores += [f"##{heading}", picture, rest.rstrip()]
+        name = "scores" if number == 1 else f"scores-{number}"
+        picture = _picture(name, results["title"], shown, url)
+        scores += filter(None, [f"##{heading}", picture, rest.rstrip()])
         if index is None:
             continue
         own = results["rows"][index]
         start, lines = tables.gains(results, own)
-        # The first lines about the suite: each score, and whether it is better than that of the
-        # start.
-        beside = f", beside {start['name']}" if start is not own else ""
-        intervals = (
-            ", with the 95% interval of the difference"
-            if any("[" in line for line in lines)
-            else ""
-        )
-        first = lines[:MAX_GAINS]
-        first += (
-            [f"{len(lines) - MAX_GAINS} more in the table below"] if len(lines) > MAX_GAINS else []
-        )
-        first = [f"  - {markdown_line(line)}" for line in (*first, *tables.warnings(results))]
-        gains.append(
-            "\n".join([markdown_line(f"{results['title']}; percent{beside}{intervals}"), *first])
-        )
+        gains.append(_gains(results, own, start, lines))
         # the adapter was evaluated
         eval_results += [] if merged else _eval_results(results, own, run)
         answers = answers or of_evaluation(folder, results, own, start)
+    datasets = [source["path"] for source in sources if "revision" in source]
     front_matter = ModelCardData(
         base_model=base,
         datasets=list(dict.fromkeys(datasets)) or None,
@@ -141,50 +123,67 @@ def card(
         model_name=without_html(title) if eval_results else None,
         eval_results=eval_results or None,
     ).to_yaml()
-    subject = "A LoRA adapter, trained" if is_adapter and merged else "Trained"
-    earlier = record["start"].get("after", [])
-    further = " further" if earlier and earlier[-1]["task"] == recipe.task else ""
-    method = f"{TASKS[recipe.task].title} with {recipe.optimizer.title}"
-    merge = " It is merged with its base model." if merged else ""
-    of_base = f" of {base.split('/')[-1]}" if base else ""
-    init = " from random weights" if recipe.model.init_seed is not None else ""
-    prefix = "LoRA adapter, " * is_lora
-    what = f"{prefix}{TASKS[recipe.task].title}{of_base} with {recipe.optimizer.title}{init}"
-    warning, change = _change(record["training"], is_adapter, merged)
-    size = f"{record['parameters']['trainable' if is_lora else 'total']:,} parameters"
-    examples = f"{train['num_kept']:,} examples of {', '.join(map(public, sources[:3]))}"
+    what = TASKS[recipe.task].title + (f" of {base.split('/')[-1]}" if base else "")
+    what += f" with {recipe.optimizer.title}"
+    what += " from random weights" if recipe.model.init_seed is not None else ""
+    earlier, place = record["start"].get("after", []), json.dumps(repo or ".")
     facts = [[name, fact] for name, fact in _facts(recipe, record).items() if fact]
-    parts = [
-        f"---\n{front_matter}\n---",
-        f"# {without_html(title)}: {without_html(what)}",
-        warning,
-        f"- **What:** {'A LoRA adapter' if is_lora else 'A language model'} of {size}.\n"
-        + without_html(
-            f"- **How:** {subject}{further} by {method} from {_start(recipe, record)}.{merge}"
-        )
-        + without_html(f" Data: {examples}{', ...' * (len(sources) > 3)}.")
-        + "\n- **Scores:** "
-        + (
-            "\n- **Scores:** ".join(gains)
-            or ("See the tables below." if scores else "This model has not been evaluated.")
-        ),
-        f"## Use\n\n{fenced(_snippet(run, recipe, answers, is_lora, repo or '.', revision), 'python')}",
-        _shown(answers) if answers else "",
-        "\n\n".join(["## Scores", *filter(None, scores)]) if scores else "",
-        "## Training",
-        _picture("curves", "Losses along the training", shown, url),
-        change,
-        _folded(
-            "Settings, data, hashes, versions",
-            Table(["fact", "value"], facts, align="ll").markdown(),
-        ),
-        _folded("Recipe", fenced(yaml, "yaml")),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    rows = [[str(public(text)) for text in row] for row in (answers.rows if answers else [])]
+    columns = ["prompt", answers.before, answers.after] if answers else []
+    return _template().render(
+        front_matter=front_matter,
+        title=title,
+        what=f"LoRA adapter, {what}" if is_lora else what,
+        merged=merged,
+        is_adapter=is_adapter,
+        is_lora=is_lora,
+        num_parameters=record["parameters"]["trainable" if is_lora else "total"],
+        is_further=bool(earlier) and earlier[-1]["task"] == recipe.task,
+        method=f"{TASKS[recipe.task].title} with {recipe.optimizer.title}",
+        start=_start(recipe, record),
+        num_examples=train["num_kept"],
+        sources=[public(source["path"]) for source in sources],
+        gains=gains,
+        scores=scores,
+        place=f"{place}, revision={json.dumps(revision)}" if revision else place,
+        comment="" if repo else "  # this folder",
+        prompt=_prompt(run, recipe, answers),
+        answers=answers,
+        answers_table=Table(columns, rows, align="lll").markdown() if answers else "",
+        curves=_picture("curves", "Losses along the training", shown, url),
+        facts=Table(["fact", "value"], facts, align="ll").markdown(),
+        recipe=fenced(to_yaml(public(recipe.model_dump())), "yaml"),
+        **_change(record["training"], merged),
+    )
 
 
-def _folded(summary: str, text: str) -> str:
-    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+def _template() -> Template:
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=folder,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"plain": without_html, "line": markdown_line, "percent": _percent}
+    return environment.get_template("card.md")
+
+
+def _gains(results: Results, own: Row, start: Row, lines: list[str]) -> str:
+    """Return the first lines about a suite: each score, and whether it is better than that of the
+    start.
+    """
+    title = f"{results['title']}; percent"
+    if start is not own:
+        title += f", beside {start['name']}"
+    if any("[" in line for line in lines):
+        title += ", with the 95% interval of the difference"
+    first = lines[:MAX_GAINS]
+    if len(lines) > MAX_GAINS:
+        first.append(f"{len(lines) - MAX_GAINS} more in the table below")
+    listed = [f"  - {markdown_line(line)}" for line in (*first, *tables.warnings(results))]
+    return "\n".join([markdown_line(title), *listed])
 
 
 def _picture(name: str, alt: str, shown: dict[str, Path], url: str) -> str:
@@ -247,56 +246,13 @@ def _eval_results(results: Results, own: Row, run: RunFolder) -> list[EvalResult
     return eval_results
 
 
-def _snippet(
-    run: RunFolder,
-    recipe: Recipe,
-    answers: Answers | None,
-    is_lora: bool,
-    name: str,
-    revision: str | None,
-) -> str:
-    """Return Python that loads the model and lets it answer.
-
-    name: the model's on the hub, or a folder.
-    """
+def _prompt(run: RunFolder, recipe: Recipe, answers: Answers | None) -> str:
+    """Return a prompt in Python: the first of the answers, or a greeting."""
     prompt = str(public(answers.rows[0][0])) if answers else ""
-    prompt = json.dumps(
-        prompt if 0 < len(prompt) <= 80 and prompt.isprintable() else "Hello", ensure_ascii=False
-    )
+    is_short = 0 < len(prompt) <= 80 and prompt.isprintable()
+    text = json.dumps(prompt if is_short else "Hello", ensure_ascii=False)
     is_chat = recipe.task != "pretrain" and (run.model / "chat_template.jinja").is_file()
-    if is_chat:
-        prompt = f'[{{"role": "user", "content": {prompt}}}]'
-    place = json.dumps(name) + (f", revision={json.dumps(revision)}" if revision else "")
-    comment = "  # this folder" if name == "." else ""
-    lines = [
-        "from transformers import pipeline",
-        "",
-        f'generate = pipeline("text-generation", model={place}){comment}',
-    ]
-    if is_lora:
-        lines = [
-            "from peft import AutoPeftModelForCausalLM",
-            "from transformers import AutoTokenizer, pipeline",
-            "",
-            f"model = AutoPeftModelForCausalLM.from_pretrained({place}){comment}",
-            f"tokenizer = AutoTokenizer.from_pretrained({place})",
-            'generate = pipeline("text-generation", model=model, tokenizer=tokenizer)',
-        ]
-    lines += [
-        f"prompt = {prompt}",
-        "answer = generate(prompt, max_new_tokens=100, do_sample=False, return_full_text=False)",
-        'print(answer[0]["generated_text"])',
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _shown(answers: Answers) -> str:
-    """Return the section with the answers before and after training."""
-    rows = [[str(public(text)) for text in row] for row in answers.rows]
-    table = Table(["prompt", answers.before, answers.after], rows, align="lll").markdown()
-    return (
-        f"## Answers before and after\n\n{markdown_line(answers.source)}, not selected.\n\n{table}"
-    )
+    return f'[{{"role": "user", "content": {text}}}]' if is_chat else text
 
 
 def public(value: Any) -> Any:
@@ -366,45 +322,33 @@ def on_hub(start: str) -> str | None:
     return start
 
 
-def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> tuple[str, str]:
-    """Return a warning if training broke or did not change the model, or "", and how much it
-    changed the model.
+def _change(training: dict[str, Any], merged: bool) -> dict[str, Any]:
+    """Return what the page says about the change of the weights, and a warning if training broke
+    or did not change the model.
     """
-    if "relative_change" not in training:
-        return "", ""
-    change, aux_change = training["relative_change"], training.get("aux_relative_change", 0.0)
-    tensors = "factors of the adapter" if is_adapter else "matrices"
-    lines = [f"Training changed the {tensors} by {_percent(change)} of their norm"]
-    lines[0] += (
-        f", the other parameters by {_percent(aux_change)}."
-        if "aux_relative_change" in training
-        else "."
-    )
+    change, aux_change = (training.get(f"{part}relative_change") for part in ("", "aux_"))
     saved = training.get("change_after_saving", {})
-    survival = saved.get("matrices", {})
-    if merged:
-        lines.append("The rounding error of the merge was not measured.")
-    elif survival:
-        preserved, differ = (_percent(survival[key]) for key in ("projection", "fraction_changed"))
-        rounding = f"; rounding preserves {preserved} of that change, and {differ} of the changed entries still differ"
-        is_exact = min(survival.values()) > 0.9995
-        lines.append(f"The model is saved in {saved['dtype']}{'' if is_exact else rounding}.")
-    warning = ""
-    if "diverged" in training:
-        warning = f"**Training diverged, and this model is broken: {without_html(training['diverged'])}.**"
-    elif change == aux_change == 0:
-        warning = "**Training did not change this model: its weights are those of the starting checkpoint.**"
-    elif max(change, aux_change) < SMALL_CHANGE:
-        warning = "**Training hardly changed this model: expect the behavior of the starting checkpoint.**"
-    elif (
-        survival
-        and not merged
-        and min(survival["fraction_changed"], survival["projection"]) < SURVIVAL_THRESHOLD
-    ):
-        warning = "**Most of the change was lost to rounding when the model was saved.**"
-    texts = [*describe_losses(training), *describe_preferences(training, remedy=False)]
-    lines += [f"{text[0].upper()}{text[1:]}." for text in texts]
-    return warning, " ".join(lines)
+    survival, largest, warning = saved.get("matrices", {}), max(change or 0, aux_change or 0), ""
+    if change is None:
+        pass
+    elif "diverged" in training:
+        warning = f"Training diverged, and this model is broken: {training['diverged']}."
+    elif largest == 0:
+        warning = "Training did not change this model: its weights are those of the starting "
+        warning += "checkpoint."
+    elif largest < SMALL_CHANGE:
+        warning = "Training hardly changed this model: expect the behavior of the starting "
+        warning += "checkpoint."
+    elif survival and not merged and min(survival.values()) < SURVIVAL_THRESHOLD:
+        warning = "Most of the change was lost to rounding when the model was saved."
+    return {
+        "warning": warning,
+        "change": change,
+        "aux_change": aux_change,
+        "survival": survival,
+        "saved_dtype": saved.get("dtype"),
+        "measurements": [*describe_losses(training), *describe_preferences(training, remedy=False)],
+    }
 
 
 def public_results(folder: Path, run: RunFolder, recipe: Recipe) -> tuple[Results, int | None]:
