@@ -1,32 +1,19 @@
 """A start that is perturbed by as much as rounding: how far, how reproducibly, and what training makes of it."""
 
-import hashlib
 import itertools
 
 import pytest
 import torch
 from soren_align import recipe
 from soren_align.core.errors import UserError
-from soren_align.recipe import recipe_hash
-from soren_align.training.model import perturb_, uniform
+from soren_align.training.model import perturb_
 from tests.support.tiny_run import TinyRun, same, stop_after
 from tests.support.trainer_jobs import PERTURBED
 from tests.support.trainer_parity import ranks_do
 
-STEP, MIXES = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 ROUNDING = 2.0**-24
 """Of a float32, relative."""
 SHORT = ("trainer.max_steps=2", "data.train.limit=32", "trainer.save_strategy=no")
-
-
-def reference(seed, name, position):
-    """SplitMix64 in Python's integers."""
-    z = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
-    z = (z + (position + 1) * STEP) % 2**64
-    for shift, mix in zip((30, 27), MIXES, strict=True):
-        z = (z ^ z >> shift) * mix % 2**64
-    z ^= z >> 31
-    return (z - 2**64 * (z >> 63)) / 2**63
 
 
 def relative_changes(start, perturbed):
@@ -37,21 +24,6 @@ def weights_of(trainer):
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def test_the_random_numbers_are_those_of_pythons_integers_wherever_a_shard_begins():
-    numbers = uniform(7, "a.weight", 0, 1000)
-    assert numbers.tolist() == [reference(7, "a.weight", i) for i in range(1000)]
-    assert torch.equal(uniform(7, "a.weight", 400, 600), numbers[400:])
-    assert not torch.equal(uniform(8, "a.weight", 0, 1000), numbers)
-    assert not torch.equal(uniform(7, "b.weight", 0, 1000), numbers)
-
-
-def test_they_are_uniform():
-    numbers = uniform(0, "weight", 0, 100_000)
-    counts = torch.histc(numbers, 10, -1.0, 1.0)
-    assert float(((counts - 10_000) ** 2 / 10_000).sum()) < 27.9  # chi-square of 9 degrees, p = 0.001; fixed numbers
-    assert abs(float((numbers[1:] * numbers[:-1]).mean())) < 0.004  # 1/3 of 4 standard errors of a correlation
-
-
 @pytest.mark.parametrize("size", [1e-7, 1e-3])
 def test_every_weight_changes_by_at_most_its_size_whatever_its_strides(size):
     torch.manual_seed(0)
@@ -59,11 +31,9 @@ def test_every_weight_changes_by_at_most_its_size_whatever_its_strides(size):
     model.weight = torch.nn.Parameter(model.weight.detach().T.contiguous().T)
     before = {name: w.detach().clone() for name, w in model.named_parameters()}
     perturb_(model, size, 3)
-    for name, changes in relative_changes(before, dict(model.named_parameters())).items():
+    for changes in relative_changes(before, dict(model.named_parameters())).values():
         assert changes.max() <= size + ROUNDING
         assert changes.max() > size / 2
-        u = uniform(3, name, 0, changes.numel()).view(changes.shape)
-        assert torch.equal(dict(model.named_parameters())[name], (before[name].double() * (1 + size * u)).float())
 
 
 @pytest.mark.model
@@ -105,28 +75,6 @@ def test_every_mode_of_two_ranks_starts_from_the_bits_of_one_process(rank_pools,
     for starts in ranks_do(rank_pools(2), "perturbed", tmp_path):
         for mode, models in starts.items():
             assert all(same(weights, expected) for weights in models), mode
-
-
-@pytest.mark.rest
-@pytest.mark.model
-def test_a_hundred_steps_amplify_rounding_and_without_it_nothing_changes(tiny_run):
-    """Measured: 6.5e-8 of the weights before the first step, 7e-6 after a hundred, 5e-2 after four hundred."""
-    losses, ends = {}, {}
-    for name, settings in {
-        "plain": (), "null": ("run.perturb=null",), "first": ("run.perturb={}",), "again": ("run.perturb={}",),
-        "second": ("run.perturb.seed=2",),
-    }.items():  # fmt: skip
-        run = tiny_run("sft", "trainer.max_steps=100", "trainer.save_strategy=no", *settings, name=name)
-        run.train()
-        losses[name], weights = run.losses(), run.weights()
-        ends[name] = torch.cat([weights[key].reshape(-1).double() for key in sorted(weights)])
-    for one, other in (("plain", "null"), ("first", "again")):
-        assert losses[one] == losses[other]
-        assert torch.equal(ends[one], ends[other])
-    for one, other in (("plain", "first"), ("plain", "second"), ("first", "second")):
-        assert losses[one] != losses[other]
-        assert (ends[one] - ends[other]).norm() > 1e-6 * ends[one].norm()
-        assert losses[one] == pytest.approx(losses[other], rel=0.01)  # the same training all the same
 
 
 @pytest.mark.model
@@ -181,12 +129,3 @@ def test_of_an_adapter_the_base_is_perturbed_and_another_training_of_it_all_that
 def test_weights_that_cannot_have_it_are_refused(settings, words):
     with pytest.raises(UserError, match=words):
         recipe.load("quickstart/sft", ["run.perturb.seed=1", *settings])
-
-
-def test_a_recipe_without_it_has_the_hash_that_it_had_before_this_key(monkeypatch):
-    plain, perturbed = (recipe.load("quickstart/sft", settings) for settings in ([], ["run.perturb={}"]))
-    with_key = recipe_hash(plain), recipe_hash(perturbed)
-    part = recipe.training_part(plain)
-    assert part["run"].pop("perturb") is None
-    monkeypatch.setattr("soren_align.recipe.loader.training_part", lambda _: part)
-    assert with_key[0] == recipe_hash(plain) != with_key[1]
