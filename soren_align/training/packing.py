@@ -49,7 +49,6 @@ class Packing:
     """Examples with more than max_length tokens."""
     num_lost_tokens: int
     """Tokens that are in no sequence."""
-    num_lost_trained_tokens: int
     num_continuations: int
     """Parts of examples that do not begin with the example's first token: they are trained without
     the tokens before them."""
@@ -97,7 +96,6 @@ def pack(masks: data.LossMasks, args: Any) -> Packing:
     # Count what the sequences contain: TRL drops and divides examples without a word.
     tables: list[Any] = [shard.with_format("arrow")[:] for shard in packed]
     tokens = np.concatenate([_flat(table["tokens"]) for table in tables])
-    num_trained = int((tokens & data.TRAINED).sum())
     # The first tokens of the examples in sequences, or, as a wrapped sequence is one part, of
     # sequences.
     lengths = [
@@ -112,10 +110,9 @@ def pack(masks: data.LossMasks, args: Any) -> Packing:
         max_length=args.max_length,
         num_sequences=sum(map(len, packed)),
         num_tokens=len(tokens),
-        num_trained_tokens=num_trained,
+        num_trained_tokens=int((tokens & data.TRAINED).sum()),
         num_long_examples=int((masks.lengths > args.max_length).sum()),
         num_lost_tokens=int(masks.lengths.sum()) - len(tokens),
-        num_lost_trained_tokens=sum(map(sum, masks.masks)) - num_trained,
         num_continuations=int((first_tokens & data.FIRST == 0).sum()),
     )
 
@@ -327,29 +324,22 @@ def cross_talk(
     model: Any, collator: Any, examples: list[list[int]], device: Any
 ) -> tuple[float, float]:
     """Return (change of the other examples' logits, noise), relative to the change of the first
-    example's own.
+    example's own, as its tokens change.
 
-    The first example's tokens are changed, then the last one's: examples before it cannot see it in
-    a causal model, so that their change is numerical noise (such as of experts that get other
-    numbers of tokens). The model runs as in training, with equal dropout; neither its mode nor the
-    random numbers of training are changed. Collective.
+    The model runs as in training, with equal dropout; neither its mode nor the random numbers of
+    training are changed. Collective.
     """
     vocabulary = sorted({token for example in examples for token in example})
     following = dict(zip(vocabulary, [*vocabulary[1:], vocabulary[0]], strict=True))
+    lengths = [len(example) for example in examples]
     gpus = [device] if torch.device(device).type == "cuda" else []
 
     def logits(changed: int | None = None) -> Tensor:
-        tokens = [[following[t] for t in e] if i == changed else e for i, e in enumerate(examples)]
-        joined = [token for example in tokens for token in example]
-        feature = {
-            "input_ids": joined,
-            "labels": joined,
-            "seq_lengths": [len(example) for example in tokens],
-        }
-        batch = {
-            k: v.to(device) if isinstance(v, Tensor) else v for k, v in collator([feature]).items()
-        }
+        parts = [[following[t] for t in e] if i == changed else e for i, e in enumerate(examples)]
+        tokens = [token for part in parts for token in part]
+        batch = collator([{"input_ids": tokens, "labels": tokens, "seq_lengths": lengths}])
         del batch["labels"]
+        batch = {key: v.to(device) if torch.is_tensor(v) else v for key, v in batch.items()}
         with torch.no_grad(), torch.random.fork_rng(gpus):
             torch.manual_seed(0)
             return model(**batch, use_cache=False).logits[0].double()
@@ -357,11 +347,11 @@ def cross_talk(
     # In training mode, as kernels may differ from those of evaluation.
     was_training = model.training
     model.train()
-    original = logits()
-    # by token
-    first, last = ((logits(i) - original).square().mean(-1).sqrt() for i in (0, len(examples) - 1))
+    original, first, last = logits(), logits(0), logits(len(examples) - 1)
     model.train(was_training)
+    # By token. A causal model's examples before the last one cannot see it: their change is noise,
+    # such as of experts that get other numbers of tokens.
+    change, noise = ((x - original).square().mean(-1).sqrt() for x in (first, last))
     # Compare with the change of the changed example's own logits: models differ in scale.
-    num_first, num_last = len(examples[0]), len(examples[-1])
-    own = max(first[:num_first].mean().item(), torch.finfo(torch.float64).tiny)
-    return first[num_first:].mean().item() / own, last[:-num_last].mean().item() / own
+    own = max(change[: lengths[0]].mean().item(), torch.finfo(torch.float64).tiny)
+    return change[lengths[0] :].mean().item() / own, noise[: -lengths[-1]].mean().item() / own

@@ -88,15 +88,14 @@ def precision(trainer: Any) -> dict[str, Any]:
     """
     model = trainer.model
     parameters = list(model.parameters())
+    trained = _dtypes(p for p in parameters if p.requires_grad)
     record = {
         "weights": _dtypes(parameters),
-        "trained": _dtypes(p for p in parameters if p.requires_grad),
+        "trained": trained,
         "autocast": trainer.accelerator.mixed_precision,
         "float32_products": {name: backend.fp32_precision for name, backend in BACKENDS.items()},
         "attention": model.config._attn_implementation,
-        "adapter": _dtypes(p for p in parameters if p.requires_grad)
-        if isinstance(model, PeftModel)
-        else None,
+        "adapter": trained if isinstance(model, PeftModel) else None,
         "quantization": (quantization_of(model) or {}).get("quantize"),
     }
     if hasattr(trainer, "attached"):
@@ -126,10 +125,8 @@ class BatchHash(TrainerCallback):
         One of another number of processes has no order to continue.
         """
         saved = (state.stateful_callbacks or {}).get(type(self).__name__, {})  # pyright: ignore (a dict)
-        values, self.num_batches = (
-            saved.get("values", [0] * self.ranks.num_ranks),
-            saved.get("batches", 0),
-        )
+        values = saved.get("values", [0] * self.ranks.num_ranks)
+        self.num_batches = saved.get("batches", 0)
         self._is_complete = values is not None and len(values) == self.ranks.num_ranks
         self._value = values[self.ranks.rank] if values is not None and self._is_complete else 0
 
