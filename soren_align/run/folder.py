@@ -144,6 +144,7 @@ class RunFolder:
 
     def replace(self, **record: Any) -> None:
         """Replace run.json by these keys and the version of its format."""
+        # As it will be read: tuples are lists in JSON, and the hash is of what the file has.
         record = json.loads(json.dumps(record | {"format_version": FORMAT_VERSION}))
         write(self._file, to_text(record))
         self._cached = self._version(), record
@@ -153,6 +154,7 @@ class RunFolder:
         whether the training diverged, and whether the same command resumes the run. Of a defect, no
         UserError, the software that has it.
         """
+        # The software that has a defect: a rerun of the same version would only fail again.
         is_defect = not isinstance(error, UserError)
         message = (
             (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
@@ -301,6 +303,7 @@ class RunFolder:
             if not file.is_file() and not (logged and file == self.metrics):
                 continue
             text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+            # A line without its end was being written when the process was killed: no damage.
             records = [(line, parse_metrics(line)) for line in text.splitlines(keepends=True)]
             remaining = [
                 line.removesuffix("\n")

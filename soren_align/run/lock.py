@@ -32,6 +32,7 @@ def acquire(file: Path, *, shared: bool = False) -> None:
     shared: other processes may hold it too, if theirs is shared. Raises LockedError if another
     process holds it, and UserError if the file system has no locks.
     """
+    # Held already: a rank after exec, or a command within another.
     if is_held(file):
         return
     # Permissions from the umask: a group may share a run folder. O_NOFOLLOW: a link could name a

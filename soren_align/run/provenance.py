@@ -63,6 +63,7 @@ def commit() -> str | None:
     if not (folder / ".git").exists():
         return None
     try:
+        # Edited code is not the commit's: results of a dirty tree cannot be repeated from it.
         head = _git(folder, "rev-parse", "HEAD").strip()
         return head + ("-dirty" if _git(folder, "status", "--porcelain").strip() else "")
     except (OSError, subprocess.CalledProcessError):

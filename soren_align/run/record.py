@@ -68,6 +68,8 @@ def divergence(lines: Sequence[Mapping[str, Any]]) -> str | None:
     """Return why a training diverged, from the lines of its metrics.jsonl; None if it did not.
     See PEAK.
     """
+    # The held-out loss decides where there is one: a training loss is of few examples, and may be
+    # low by heart.
     held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
     training = [line["loss"] for line in lines if "loss" in line]
     ends = [losses[-1] for losses in (held_out, training) if losses]

@@ -127,6 +127,7 @@ def load_model(
             f"{place or name}: the model cannot be loaded: {in_one_line(error)}; check the "
             "model's files"
         ) from error
+    # Compare: transformers draws missing weights at random, and would train or score them.
     model, info = loaded
     complete_for_trl_(model)
     if getattr(model, "_hf_peft_config_loaded", False):
@@ -151,6 +152,8 @@ def make_savable_(config: GenerationConfig, place: str) -> str | None:
     on, or false: then they have no effect, and are left out. place: the model, for the message.
     Raises UserError if transformers would not save it for another reason.
     """
+    # transformers loads what it will not save: without this, hours of training would end in an
+    # error.
     reason = _reason_not_to_save(config)
     if reason is None:
         return None

@@ -153,6 +153,7 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     The adapter is trainable. Where a DeepSpeed config for ZeRO 3 is alive, the model is sharded
     while it loads.
     """
+    # An adapter is loaded onto its base, whose revision its config has.
     name, revision = adapters.base_model(start, recipe.model.revision)
     options: dict[str, Any] = {"revision": revision, "dtype": getattr(torch, recipe.model.dtype)}
     options["attn_implementation"] = recipe.model.attn_implementation
@@ -214,6 +215,8 @@ def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
     revision = recipe.model.revision if recipe.model.tokenizer is None else None
     tokenizer = weights.load_tokenizer(source, revision, place=_named(recipe, source))
     set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
+    # Try the template on two answers before TRL's variant: a template whose answers can be derived
+    # stays the user's.
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
         try:
             list(encode({"messages": [TWO_ANSWERS]}, "sft", tokenizer, assistant_only_loss=True))

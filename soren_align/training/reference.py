@@ -138,6 +138,7 @@ class BatchHash(TrainerCallback):
             (k, v) for k, v in inputs.items() if torch.is_tensor(v) and not v.is_floating_point()
         )
         layout = zlib.crc32(str([(name, *tensor.shape) for name, tensor in tensors]).encode())
+        # One flat vector: a single kernel per micro-batch, whatever the number of tensors.
         values = torch.cat([tensor.reshape(-1).long() for _, tensor in tensors])
         if self._keys.numel() < values.numel() or self._keys.device != values.device:
             self._keys = position_keys(2 * values.numel(), values.device)
@@ -146,6 +147,8 @@ class BatchHash(TrainerCallback):
             if torch.is_tensor(self._value)
             else torch.tensor(self._value, device=values.device)
         )
+        # Integers wrap around modulo 2^64: the order of batches counts, the order of a device's sum
+        # does not.
         self._value = before * _STEP + (mixed_sum(values, self._keys[: values.numel()]) + layout)
         self.num_batches += 1
 
@@ -189,6 +192,8 @@ def weights_digest(model: torch.nn.Module, ranks: Ranks) -> str:
     Of the first rank's whole model, which DDP and FSDP2 distribute; under ZeRO 3 of the shards of
     all ranks in their order, so that runs with different numbers of processes differ.
     """
+    # Gather: under DDP and FSDP2 the first rank has read the whole model; under ZeRO 3 nobody has
+    # it.
     is_sharded = any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())
     if not (is_sharded or ranks.is_first):
         return ""
@@ -201,6 +206,8 @@ def weights_digest(model: torch.nn.Module, ranks: Ranks) -> str:
             ends = min(part.numel(), max(parameter.ds_numel - ranks.rank * part.numel(), 0))
             part = part.reshape(-1)[:ends]
         parts.append((name, parameter, part))
+    # Evenly spaced rows of a large model: another start differs in nearly all rows, and 28 GB would
+    # take 20 s to hash.
     stride = max(1, -(-sum(part.numel() for *_, part in parts) // MAX_HASHED))
     sha256 = hashlib.sha256()
     for name, parameter, part in parts:
@@ -219,6 +226,7 @@ def reference_key(trainer: Any, ranks: Ranks) -> str:
     Collective. TRL's own key has the weights alone, and is the same for all models under ZeRO 3,
     whose state_dict is empty.
     """
+    # All that can move a log-probability by a bit: another GPU or library has other kernels.
     model, device = trainer.ref_model or trainer.model, trainer.args.device
     parts = [
         trainer._precompute_model_hash,

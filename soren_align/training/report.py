@@ -45,6 +45,8 @@ def report_setup(
     """Write data, starting checkpoint, batch, parameters, routing and identity into run.json; print
     them and the notices. retention: the source of the examples of `data.retention`.
     """
+    # Gather what identifies the run, from the loaded model and not from the recipe: libraries may
+    # decide otherwise.
     recipe, train = setup.recipe, setup.splits.train
     quantization = quantization_of(trainer.model)
     size, factors = global_batch(recipe, ranks.num_ranks)
@@ -66,6 +68,7 @@ def report_setup(
     data = {"train": train.source | {"layout": train.layout} | examples, "eval": held_out}
     if retention:
         data["retention"] = retention
+    # Record before the first step: a killed run shows what it was.
     folder.update(
         start=start,
         data=data,
@@ -86,6 +89,7 @@ def report_setup(
         identity=identity,
     )
 
+    # Print the notices first: they are what a user may want to act on.
     for notice in (*setup.notices, *share_notices(recipe.optimizer.name, routing)):
         print_labelled(console, "notice", notice)
     print_labelled(console, "data", *_data_lines(setup, examples))
@@ -264,6 +268,7 @@ def _losses(folder: RunFolder, trainer: Any, saved_step: int | None) -> dict[str
     model, with the preferences of DPO. saved_step: None: the last one.
     """
     args, history = trainer.args, trainer.state.log_history
+    # The history is the checkpoint's as well: a resumed run reports the whole training.
     logs = [log for log in history if "loss" in log]
     evaluations = [log for log in history if "eval_loss" in log]
     losses: dict[str, Any] = {"first_loss": None, "last_loss": None}

@@ -81,11 +81,14 @@ def train(
         checkpoint = ranks.broadcast(checkpoint)
         if checkpoint:
             checkpoints.verify(checkpoint, ranks)
+    # A universal checkpoint has whole tensors, which DeepSpeed cuts for the present ranks only if
+    # its config asks for that.
     resumed_from = step_of(checkpoint) if checkpoint else 0
     if checkpoint and is_universal(checkpoint):
         trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {
             "load_universal": True
         }
+    # Observe: what is measured changes no weight and draws no random number of the training.
     observers = _observe(trainer, setup, folder, console, ranks, benchmark)
     # Another command may hold the folder now: nothing is written into it.
     trainer.sealer.check = partial(refuse_lost_lock, folder, ranks)
@@ -253,6 +256,8 @@ def _find_checkpoint(
     if recipe.run.resume not in ("auto", "never"):
         checkpoint = Path(recipe.run.resume).expanduser()
     else:
+        # The newest complete one. An older one is never chosen silently: the run would repeat steps
+        # without a word.
         for candidate in reversed(checkpoints_in(folder.checkpoints)):
             if (candidate / COMPLETE_MARKER).is_file():
                 checkpoint = candidate
@@ -267,6 +272,7 @@ def _find_checkpoint(
 def _save_model(trainer: Any, tokenizer: Any, folder: RunFolder, ranks: Ranks) -> None:
     """Write the model folder, completely or not at all. Collective: a sharded model is gathered."""
     partial_folder = folder.model.with_name("model.part")
+    # Under another name until it is complete: a model folder that exists is a whole model.
     if ranks.is_first:
         remove(partial_folder)
     with write_errors(partial_folder):
@@ -288,6 +294,7 @@ class EarlyStopping(EarlyStoppingCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Restore the count of the checkpoint; stop at once if it was reached before."""
+        # Set here, as transformers' loop resets the flag to stop before this call.
         saved = state.stateful_callbacks.get(type(self).__name__)
         if isinstance(saved, dict):
             self.early_stopping_patience_counter = saved["attributes"][
@@ -331,6 +338,7 @@ class StopOnSignal(TrainerCallback):
         }
 
     def _handle(self, number, frame):
+        # A second Ctrl-C: who presses it twice does not want to wait for the step.
         if number == signal.SIGINT and number in self.received:
             self.close()
             raise KeyboardInterrupt
@@ -343,6 +351,8 @@ class StopOnSignal(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Save and stop between two steps if any rank received a signal. Collective."""
+        # All ranks at the same step: a rank that stopped alone would leave the others in a
+        # collective.
         if self.ranks.any(bool(self.received)):
             self.stopped = True
             control.should_save = True

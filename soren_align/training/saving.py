@@ -110,6 +110,7 @@ class Exporter:
 def _own_weights(trainer: Any) -> list[Weight]:
     """Return the parameters, each once, with their compensation, and the buffers."""
     model, states = trainer.model, trainer.attached.optimizer.state
+    # A tied head is the embedding: exported once, as save_pretrained writes it once.
     weights: list[Weight] = [
         (name, p.detach(), states.get(p, {}).get("compensation"))
         for name, p in model.named_parameters()
@@ -180,6 +181,7 @@ class CheckpointSealer(TrainerCallback):
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if args.should_save:
             remove(checkpoint)  # of a run that resumed from an earlier one by its path
+        # Into trainer_state.json, which transformers writes and reads: no file of our own to lose.
         state.stateful_callbacks |= {
             BatchHash.__name__: trainer.batch_hash.state(),
             OptimizerCheck.__name__: trainer.optimizer_check.counts,

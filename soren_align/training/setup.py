@@ -159,6 +159,8 @@ def _check_names(recipe: Recipe, model_config: Any) -> None:
     """Check the recipe's names of weights and matrices on the model without weights.
     Raises UserError.
     """
+    # Only where the recipe names weights or matrices: to build a large model takes seconds, even
+    # without weights.
     routing, logged = recipe.optimizer.routing, recipe.run.log_spectra
     records = logged.steps and recipe.optimizer.spectral_map
     if not (routing.get("split") or routing.get("lora_update") == "product" or records):
@@ -248,6 +250,7 @@ def _count(
     setup: TrainingSetup, config: Any, tokens: Any, source_indices: Sequence[int], *, packs: bool
 ) -> tuple[data.DatasetStats, Packing | None]:
     """Count examples and their tokens, after packing if they are packed. config: TRL's."""
+    # Packed examples are counted after packing: max_length cuts sequences then, not examples.
     masks, max_length = (data.LossMasks(), None) if packs else (None, config.max_length)
     counts = data.dataset_stats(
         tokens,
@@ -281,6 +284,7 @@ def refuse_unembedded(
     Its lookup on a GPU would end in an assertion. own_pad_token: of TRL's config, which not every
     config of TRL has.
     """
+    # Before the model is loaded: on a GPU the lookup would end in an assertion that names no token.
     vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
     pad_token = padding_token(tokenizer, own_pad_token)
     pad_id = None if pad_token is None else tokenizer.convert_tokens_to_ids(pad_token)
@@ -329,6 +333,7 @@ def load_splits(recipe: Recipe) -> Splits[data.LoadedSplit]:
     """
     evaluation, streaming, held_out = recipe.data.eval, recipe.data.streaming, None
     task, seed = recipe.data_task, recipe.trainer.get("seed", 42)
+    # Hold out before mixing: an example that a weight repeats would otherwise be in both parts.
     if streaming is not None:
         fraction = evaluation.fraction if isinstance(evaluation, HeldOut) else None
         train, held_out = data.open_stream(
@@ -347,6 +352,7 @@ def load_splits(recipe: Recipe) -> Splits[data.LoadedSplit]:
             )
         else:
             held_out = data.load_split(evaluation, task)
+    # One collator serves both: turns and plain texts have other columns.
     if held_out and held_out.kind != train.kind:
         raise UserError(
             f"data.eval: has {held_out.layout}, but data.train has {train.layout}; use data of "
@@ -432,6 +438,7 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Any:
             "trainer.bf16: false"
         )
     shared = parallel(recipe.run.parallel) if ranks.launched else Parallel("ddp")
+    # Derived: keys that other sections own, so that no value stands in a recipe twice.
     derived: dict[str, Any] = {
         "output_dir": str(output_dir),
         # only for TRL's logs: the optimizer gets the recipe's section
@@ -440,6 +447,7 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Any:
         "disable_tqdm": True,
         "gradient_accumulation_steps": accumulation(recipe, ranks.num_ranks),
     }
+    # DeepSpeed starts before TRL's config, which sets up the processes through it.
     if shared.kind == "zero":
         with as_user_error("run.parallel", ImportError):
             start_deepspeed(on_cpu)
@@ -463,6 +471,7 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Any:
         # Otherwise FSDP2 keeps whole gradients until the last micro-batch of a step, instead of 1/N
         # of them.
         defaults["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    # TRL's own class checks the values, by the version that is installed.
     with as_user_error("trainer", ValueError, TypeError, ImportError):
         config = getattr(trl, TASKS[recipe.task].config)(
             **{**defaults, **recipe.trainer, **derived}

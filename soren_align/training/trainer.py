@@ -215,6 +215,7 @@ class SorenTrainerMixin(Trainer):
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As TRL; also counts the tokens and hashes the batch."""
+        # On the device of the batch: no host read per step.
         self.batch_hash.add(inputs)
         mask = inputs.get("attention_mask")
         self.measurements.num_tokens += (
@@ -239,6 +240,7 @@ class SorenTrainerMixin(Trainer):
         if self.is_deepspeed_enabled:
             # computed from the number of parameters, which ZeRO 3 has emptied
             logs.pop("total_flos", None)
+        # Training's own log: what the last logging step has measured, summed over ranks.
         if "loss" in logs:
             num_tokens: Any = torch.as_tensor(
                 int(self.measurements.num_tokens), device=self.args.device
@@ -248,6 +250,8 @@ class SorenTrainerMixin(Trainer):
                 logs["num_skipped_steps"] = num_skipped_steps
             if self.attached.parallel == "ddp":
                 self.attached.refuse_unaveraged_gradients(self.state.global_step)
+        # An evaluation's log: the scores of the same weights, so that the best checkpoint can be
+        # chosen by them.
         elif "eval_loss" in logs:
             for measurement in self.evaluated_with:
                 logs.update(measurement.values())
@@ -305,6 +309,7 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
     """
 
     def __init__(self, model: Any, ref_model: Any = None, *args: Any, **kwargs: Any):
+        # Before TRL's constructor, which computes the log-probabilities.
         self._reference_key: str | None = None
         super().__init__(model, ref_model, *args, **kwargs)
         # An adapter is its own reference if TRL has copied it, or if a new one changes nothing yet.
@@ -328,6 +333,7 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         # As TRL, which calls it when it is constructed, and reads and writes a cache beside the
         # tokens.
+        # Once per run: hashing sharded weights is collective and reads all of them.
         if self._reference_key is None:
             self._reference_key = self._precompute_model_hash = reference_key(self, current_ranks())
         with verified_values(dataset, self._reference_key, current_ranks().is_first):
@@ -366,6 +372,8 @@ class SorenPretrainer(SorenSFTTrainer):
         last one again.
         eval_dataset: default: the trainer's.
         """
+        # TRL would give every rank its share of examples, and pad the last batch with repeated
+        # ones, which would count twice.
         dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         batches = list(
             BatchSampler(range(len(dataset)), self.args.per_device_eval_batch_size, drop_last=False)
@@ -391,6 +399,8 @@ class SorenPretrainer(SorenSFTTrainer):
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # of losses and tokens
         handler: Any = self.callback_handler
         handler.eval_dataloader = dataloader
+        # Sums in float64 over batches of all ranks: a mean of means would weight the tokens of
+        # short batches more.
         with evaluating(model), self.compute_loss_context_manager():
             for index, batch in enumerate(dataloader):
                 output = model(**self._prepare_inputs(batch), use_cache=False, fused_lm_head=True)
@@ -414,6 +424,8 @@ class SorenPretrainer(SorenSFTTrainer):
 
         It is evaluated again if the last evaluation was of other weights.
         """
+        # The best checkpoint's weights, if it was loaded at the end, are others than the last
+        # evaluation's.
         last: Any = next(
             (log for log in reversed(self.state.log_history) if "eval_loss" in log), None
         )

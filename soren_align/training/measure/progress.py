@@ -76,6 +76,8 @@ class TrainingProgress(TrainerCallback):
         """
         if notice := self.notice_of(state.max_steps):
             print_labelled(self.console, "notice", notice)
+        # A bar where somebody watches; a log file gets lines at intervals instead of a bar's
+        # thousand rewrites.
         if self.console.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
@@ -100,6 +102,7 @@ class TrainingProgress(TrainerCallback):
         """
         if not self.display and state.global_step > self._first_step and self._is_time_for_a_line():
             steps = f"step {state.global_step}/{state.max_steps}"
+            # The speed since this start: a resumed run may be on another machine.
             num_steps = state.global_step - self._first_step
             seconds = (
                 (time.monotonic() - self._start) / num_steps * (state.max_steps - state.global_step)

@@ -210,10 +210,13 @@ class Retention(TrainerCallback):
         vocabulary], float32.
         """
         model, device = self.trainer.forward_model, self.trainer.args.device
+        # Through the wrapper, which gathers sharded weights, but asked at the model's own forward.
         inner = getattr(model, "module", model)  # within DeepSpeed's wrapper
         base: Any = inner.get_base_model() if isinstance(inner, PeftModel) else inner
         keeps = "logits_to_keep" in inspect.signature(type(base).forward).parameters
         for group in _groups(probes):
+            # Logits at the scored positions alone: all of them would be 600 kB a token with a
+            # vocabulary of 150,000.
             columns = sorted({position - 1 for probe in group for position in probe.positions})
             length = max(len(probe.ids) for probe in group) - 1
             ids = torch.zeros(len(group), length, dtype=torch.int64)

@@ -161,6 +161,7 @@ class SampleWriter(TrainerCallback):
         marks: further keys of their lines.
         """
         self.last_step, lines = step, []
+        # The others wait: the next collective would time out while this rank generates.
         with self.ranks.main_process_first():
             if not self.ranks.is_first:
                 return
@@ -179,6 +180,7 @@ class SampleWriter(TrainerCallback):
 
     def _answer(self, model: Any, prompt: Prompt) -> tuple[str, str]:
         """Return (text, "stop" or "length") of the greedy continuation."""
+        # Greedy: a sample that drew a random number would change the training.
         own = getattr(model.generation_config, "eos_token_id", None)
         ends = {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
         config = GenerationConfig(
@@ -204,6 +206,7 @@ def evaluating(model: Any) -> Iterator[None]:
     """Within the block the model is in evaluation mode; every module's own mode and the random
     states are restored.
     """
+    # Each module's own mode: parts of a model may be in evaluation mode while it trains.
     modes = [(module, module.training) for module in model.modules()]
     states = random.getstate(), np.random.get_state()
     model.eval()
