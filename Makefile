@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart
 
-.PHONY: setup demo test test-all test-rest test-cpus test-hosts test-slurm fuzz soak races parity site check release clean
+.PHONY: setup demo test test-all test-rest test-cpus test-hosts test-slurm fuzz soak parity site check release clean
 
 setup: .venv/installed
 
@@ -58,10 +58,6 @@ fuzz: setup
 soak: SEED ?= $(shell date +%Y%m%d)
 soak: setup
 	$(BIN)/python -m tests.soak --seed $(SEED)
-
-# 50 pairs of starts for one folder, 0 to 8 s apart: one trains its own recipe, the other is refused. Ten minutes.
-races: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.training.races
 
 # How far 2 and 3 ranks are from one process, sharded in every way: the table of docs/studies/parity.md. Three minutes.
 parity: setup

@@ -17,7 +17,6 @@ from .masks import (
     pair_of,
     token_columns,
 )
-from .pairs import start_margins
 from .rendering import template_errors
 from .split import LoadedSplit, hold_out, load_split, mix
 from .stats import DatasetStats, dataset_stats, show_example

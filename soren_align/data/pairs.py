@@ -142,14 +142,6 @@ class PairCounter:
         )
 
 
-def start_margins(chosen: Sequence[float], rejected: Sequence[float]) -> dict[str, float]:
-    """For run.json: of the differences of two columns of log-probabilities, the mean and the share
-    above 0.
-    """
-    margins = np.asarray(chosen, np.float64) - np.asarray(rejected, np.float64)
-    return {"mean": float(margins.mean()), "share_positive": float((margins > 0).mean())}
-
-
 def _place(dataset: Dataset, index: int) -> str:
     """ "pair 7 ('What does an owl eat?')": its number, and the start of its prompt."""
     example: Any = dataset[index]

@@ -12,7 +12,6 @@ from rich.console import Console
 from ..core.errors import UserError
 from ..core.files import file_sha256
 from ..core.text import count, print_labelled
-from ..data import start_margins
 from ..optim import route, routing_table, share_notices, spectral_share
 from ..recipe import Recipe, batch_unit, global_batch, recipe_hash
 from ..recipe.perplexities import describe_published, load_perplexities
@@ -22,7 +21,6 @@ from ..run.preferences import describe_preferences, sample_changes
 from ..run.provenance import fingerprint
 from ..run.quantized import quantization_of, weight_numel
 from ..sharding.ranks import Ranks
-from ..tasks import TASKS
 from .measure.measurements import CONTRAST
 from .measure.progress import peak_memory
 from .reference import device_name
@@ -53,7 +51,7 @@ def report_setup(
     parameters = list(trainer.model.parameters())
     routing = routing_table(route(trainer.model, **recipe.optimizer.routing))
     earlier = _earlier_runs(Path(setup.start))
-    examples = _examples_record(setup, trainer)
+    examples = _examples_record(setup)
     held_out = None
     if setup.splits.eval and setup.held_out:
         held_out = setup.splits.eval.source | asdict(setup.held_out)
@@ -92,7 +90,7 @@ def report_setup(
     # Print the notices first: they are what a user may want to act on.
     for notice in (*setup.notices, *share_notices(recipe.optimizer.name, routing)):
         print_labelled(console, "notice", notice)
-    print_labelled(console, "data", *_data_lines(setup, examples))
+    print_labelled(console, "data", *_data_lines(setup))
     print_labelled(console, "model", *_model_lines(setup, earlier, quantization))
     if ranks.launched:
         print_labelled(console, "batch", f"{size} {batch_unit(recipe)} per step: {factors}")
@@ -112,9 +110,9 @@ def _earlier_runs(start: Path) -> list[dict[str, Any]]:
     return []
 
 
-def _examples_record(setup: TrainingSetup, trainer: Any) -> dict[str, Any]:
+def _examples_record(setup: TrainingSetup) -> dict[str, Any]:
     """Return the numbers of training examples for run.json: used, dropped, truncated, packed."""
-    train, counts, columns = setup.splits.train, setup.account, trainer.train_dataset.column_names
+    train, counts = setup.splits.train, setup.account
     examples: dict[str, Any] = {
         "num_kept": counts.num_kept,
         "dropped": train.dropped | counts.dropped,
@@ -127,17 +125,13 @@ def _examples_record(setup: TrainingSetup, trainer: Any) -> dict[str, Any]:
         examples["packing"] = asdict(setup.packing)
     if counts.pairs:
         examples["pairs"] = asdict(counts.pairs)
-    references = [f"ref_{answer}_logps" for answer in TASKS[setup.recipe.task].answers]
-    if references and {*references} <= {*(columns or ())}:
-        logps = (trainer.train_dataset[name] for name in references)
-        examples["pairs"]["start_margins"] = start_margins(*logps)
     if setup.stream:
         preview = {"num_examples": train.num_examples, **examples}
         return {"preview": preview, **setup.stream.counts()}
     return examples
 
 
-def _data_lines(setup: TrainingSetup, examples: dict[str, Any]) -> list[str]:
+def _data_lines(setup: TrainingSetup) -> list[str]:
     train, counts = setup.splits.train, setup.account
     dropped = record.describe_dropped(train.dropped | counts.dropped)
     dropped = f", {dropped}" if dropped else ""
@@ -156,11 +150,6 @@ def _data_lines(setup: TrainingSetup, examples: dict[str, Any]) -> list[str]:
         lines += record.describe_held_out(asdict(setup.held_out))
     if setup.packing:
         lines += setup.packing.describe()
-    if margins := examples.get("pairs", {}).get("start_margins"):
-        lines.append(
-            "the starting model gives the chosen answer the higher log-probability in "
-            f"{margins['share_positive']:.0%} of the pairs, mean difference {margins['mean']:.3g}"
-        )
     return lines
 
 

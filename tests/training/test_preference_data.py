@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from soren_align.core.errors import UserError
 from soren_align.core.shipped import ROOT
-from soren_align.data import start_margins
 from soren_align.data.masks import Tokens, after_prompt
 from soren_align.data.pairs import PairCounter
 from soren_align.training import setup as training_setup
@@ -92,10 +91,6 @@ def test_equal_pairs_are_not_trained_on_and_recorded(run_of):
     pairs = train["pairs"]
     assert (pairs["num_pairs"], pairs["num_equal"], pairs["num_copies"]) == (20, 1, 1)
     assert pairs["first"] == {"equal": 3, "copy": 20}
-    assert abs(pairs["start_margins"]["mean"]) < 20
-    share = f"{pairs['start_margins']['share_positive']:.0%} of the pairs"
-    said = " ".join(run.said.getvalue().split())
-    assert f"the starting model gives the chosen answer the higher log-probability in {share}" in said
     assert len(run.trainer().train_dataset) == 20
 
 
@@ -147,10 +142,6 @@ def test_a_million_pairs_need_24_bytes_each():
     assert sum(a.itemsize for a in (counter._keys, counter._swapped, counter._indices)) == 24
     assert len(counter._keys) == 1000
     assert all(value.__class__.__name__ in ("array", "int", "dict") for value in vars(counter).values())
-
-
-def test_margins_of_the_start_are_differences_of_the_reference():
-    assert start_margins([1.0, 2.0, 3.0], [2.0, 1.0, 1.0]) == {"mean": pytest.approx(2 / 3), "share_positive": 2 / 3}
 
 
 def test_plain_pairs_need_a_template_or_the_key(prepared, monkeypatch):
