@@ -1,9 +1,8 @@
-"""What a stranger wrote is read within limits: plain data or a UserError, in seconds, whatever stands in it."""
+"""Files are read as plain data or refused, written whole, and printed as text."""
 
 import io
 import os
 import signal
-import time
 from threading import Thread
 
 import pytest
@@ -13,54 +12,33 @@ from soren_align.core.files import contents, local_path, parse_json, read_json, 
 from soren_align.core.text import Terminal
 from soren_align.core.yaml import parse_yaml
 
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{below}: &{below} [{', '.join([f'*{above}'] * 9)}]\n" for above, below in zip("abcdefgh", "bcdefghi", strict=True)
-)
 YAML = {
-    "an alias bomb of 9^9 values": (BOMB, "more than 10,000 keys and values"),
-    "2,000 brackets": ("[" * 2000, "nested more than 50 levels deep"),
-    "2,000 braces": ("{a: " * 2000, "nested more than 50 levels deep"),
-    "a nest of indentation": ("".join("  " * i + "a:\n" for i in range(600)), "nested more than 50 levels deep"),
-    "a nest of aliases": (f"a: &a {'[' * 30}{']' * 30}\nb: {'[' * 30}*a{']' * 30}", ":2 .*nested more than 50"),
-    "500,000 numbers": ("[" + "1," * 500_000 + "]", "more than 10,000 keys and values"),
-    "10,000 keys": ("".join(f"k{i}: 1\n" for i in range(10_000)), ":1001 .*a mapping has more than 1,000 keys"),
-    "two megabytes": ("a" * (2 << 20), "larger than 1,048,576 bytes"),
-    "an alias of what is around it": ("a: &a [*a]", "the alias 'a' stands for a value"),
+    "2,000 brackets": ("[" * 2000, "nested too deeply"),
+    "an alias of what is around it": ("a: &a [*a]", "contains itself by an alias"),
     "an alias of nothing": ("a: *b", "undefined alias 'b'"),
-    "5,000 digits": ("a: " + "9" * 5000, "a number has 5000 digits"),
-    "a tag on a text": ("b: 1\na: !!int zero", ":2 .*the tag !!int"),
+    "a tag on a text": ("b: 1\na: !!int zero", ":2 .*found 'zero'; write the value in quotes"),
     "a tag on a list": ("a: !mine [1]", "the tag !mine"),
     "a tag that makes objects": ("a: !!python/object:os.system [x]", "the tag !!python/object:os.system"),
-    "a tag that calls": ("a: !function tasks.run", "the tag !function"),
     "a key twice": ("a: 1\na: 2", ":2 .*duplicate key 'a'"),
     "a list as a key": ("? [1]\n: 2", "a key is a list"),
-    "two documents": ("a: 1\n---\nb: 2", ":2 .*more than one document"),
-    "another YAML": ("%YAML 1.1\n---\na: yes", "YAML 1.2"),
+    "two documents": ("a: 1\n---\nb: 2", ":2 .*another document"),
     "a merge of a number": ("a: {<<: 3}", "'<<' merges a"),
+    "a tab": ("a:\n\tb: 1", ":2 .*indent with spaces instead of tabs"),
     "an escape beyond Unicode": ('a: "\\UFFFFFFFF"', "not valid YAML"),
-    "half of a surrogate pair": ('a: "\\uD800"', "surrogate"),
     "a NUL": ("a: \0", "not valid YAML"),
 }
 JSON = {
-    "100,000 brackets": ("[" * 100_000, "nested more than 50 levels deep"),
-    "100 brackets, closed": ("[" * 100 + "]" * 100, "nested more than 50 levels deep"),
+    "100,000 brackets": ("[" * 100_000, "mine: cannot be read as JSON"),
     "cut short": ('{"a": [1,\n', "mine:2 cannot be read as JSON"),
-    "5,000 digits": ("9" * 5000, "a number has 5000 digits"),
-    "half of a surrogate pair": ('{"a": ["\\ud800"]}', "surrogate"),
+    "5,000 digits": ("9" * 5000, "mine: cannot be read as JSON"),
 }
 
 
-def refused(call, message):
-    start = time.process_time()
-    with pytest.raises(UserError, match=message):
-        call()
-    assert time.process_time() - start < 2  # the slowest takes 0.3 seconds
-
-
 @pytest.mark.parametrize(("parse", "case"), [*((parse_yaml, c) for c in YAML), *((parse_json, c) for c in JSON)])
-def test_yaml_and_json_beyond_the_limits_are_refused_at_once(parse, case):
+def test_what_is_no_yaml_or_json_is_refused_with_its_line(parse, case):
     text, message = (YAML if parse is parse_yaml else JSON)[case]
-    refused(lambda: parse(text, "mine"), message)
+    with pytest.raises(UserError, match=message):
+        parse(text, "mine")
 
 
 def test_yaml_is_plain_data_and_each_key_has_its_line():
@@ -79,22 +57,24 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
         tmp_path: "is not a regular file", "/dev/zero": "is not a regular file", tmp_path / "nothing": "No such file",
         tmp_path / "big": "larger than", tmp_path / "latin": f"{tmp_path}/latin:1 is not a text file in UTF-8",
     }.items():  # fmt: skip
-        refused(lambda path=path: read_text(path), message)
-        refused(lambda path=path: parse_yaml(read_text(path), str(path)), message)
-    refused(lambda: read_json(tmp_path / "latin"), "not a text file in UTF-8")
+        with pytest.raises(UserError, match=message):
+            read_text(path)
+    with pytest.raises(UserError, match="not a text file in UTF-8"):
+        read_json(tmp_path / "latin")
 
 
 def test_a_reader_of_json_sets_its_own_limits(tmp_path):
     file = tmp_path / "results.json"
     file.write_text('{"a": [[1]]}')
-    assert read_json(file, max_bytes=12, max_depth=4) == {"a": [[1]]}
-    refused(lambda: read_json(file, max_bytes=11), "larger than 11 bytes")
-    refused(lambda: read_json(file, max_depth=3), "nested more than 3 levels deep")
+    assert read_json(file, max_bytes=12) == {"a": [[1]]}
+    with pytest.raises(UserError, match="larger than 11 bytes"):
+        read_json(file, max_bytes=11)
 
 
 @pytest.mark.parametrize("text", ["~nosuchuser/x", "a" * 256, "/".join(["a" * 200] * 30), "a\0b", "\ud800"])
 def test_a_text_that_can_be_no_path_is_refused(text):
-    refused(lambda: local_path(text), "cannot be used as a path")
+    with pytest.raises(UserError, match="cannot be used as a path"):
+        local_path(text)
 
 
 def test_a_path_need_not_exist(tmp_path):

@@ -30,7 +30,7 @@ from .errors import UserError, closest, did_you_mean
 from .files import local_path, read_json, write
 from .shipped import MODELINE
 from .text import dotted, join_words
-from .yaml import Key, parse_yaml
+from .yaml import InvalidYamlError, Key, parse_yaml
 
 MAX_PARTS = 10
 """Parts of a key in --set; no section is nested deeper."""
@@ -146,12 +146,10 @@ class Document:
                 continue
             try:
                 settings.append(Setting(f"--set {text}", key, parse_yaml(value, "")[0]))
-            except UserError as error:
-                reason = (
-                    str(error).partition("not valid YAML: ")[2]
-                    or "the value is too long; write a shorter value"
+            except InvalidYamlError as error:
+                self.bad_settings.append(
+                    f"--set {text}: the value is not valid YAML: {error.reason}"
                 )
-                self.bad_settings.append(f"--set {text}: the value is not valid YAML: {reason}")
         return settings
 
     def apply(self, setting: Setting, with_dots: Container[str] = ()) -> None:

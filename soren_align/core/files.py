@@ -1,9 +1,4 @@
-"""Read files of unknown origin with limits, write files atomically and durably, and identify them
-by content.
-
-Whatever a YAML or JSON file contains, reading it takes seconds and returns plain data or raises
-UserError.
-"""
+"""Read files of limited size, write files atomically and durably, and identify them by content."""
 
 import errno
 import hashlib
@@ -34,9 +29,6 @@ PREFIX = "shipped:"
 
 MAX_YAML_BYTES = 1 << 20
 MAX_JSON_BYTES = 1 << 26
-MAX_DEPTH = 50
-"""Levels of YAML and JSON."""
-MAX_JSON_DIGITS = 40
 CORRECT = "correct the file, or restore a copy"
 """The remedy for a file that is no valid JSON: the user's own file, or one that this tool wrote."""
 CHANGED = "the content differs from what was saved (because of an edit, a bad copy or a defect of the disk)"
@@ -134,48 +126,21 @@ def read_text(path: str | Path, max_bytes: int = MAX_YAML_BYTES) -> str:
         raise UserError(f"{path}:1 is not a text file in UTF-8; {remedy}") from None
 
 
-def read_json(
-    path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_DEPTH
-) -> Any:
-    """Return a JSON file as plain data.
-    Raises UserError if it is damaged, too large or nested too deeply.
-    """
-    return parse_json(read_text(path, max_bytes), str(path), max_depth)
+def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Return a JSON file as plain data. Raises UserError if it is damaged or too large."""
+    return parse_json(read_text(path, max_bytes), str(path))
 
 
-def parse_json(text: str, name: str, max_depth: int = MAX_DEPTH) -> Any:
-    """Return JSON text as plain data.
-    Raises UserError, with `name` for the file, if it exceeds the limits.
-    """
-    too_deep = (
-        f"{name}: cannot be read as JSON: nested more than {max_depth} levels deep; {CORRECT}"
-    )
+def parse_json(text: str, name: str) -> Any:
+    """Return JSON text as plain data. Raises UserError, with `name` for the file."""
     try:
-        data = json.loads(text, parse_int=_json_int)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{name}:{error.lineno} cannot be read as JSON: {error.msg}; {CORRECT}"
         ) from None
-    except RecursionError:
-        raise UserError(too_deep) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # too many digits, too many levels
         raise UserError(f"{name}: cannot be read as JSON: {error}; {CORRECT}") from None
-    level = [data]
-    for _ in range(max_depth):
-        if any(isinstance(value, str) and not is_text(value) for value in level):
-            raise UserError(
-                f"{name}: contains half of a surrogate pair, which is not text; {CORRECT}"
-            )
-        children: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                children += [*value, *value.values()]
-            elif isinstance(value, list):
-                children += value
-        level = children
-        if not level:
-            return data
-    raise UserError(too_deep)
 
 
 def is_text(value: str) -> bool:
@@ -184,14 +149,6 @@ def is_text(value: str) -> bool:
         return value.isascii() or bool(value.encode())
     except UnicodeEncodeError:
         return False
-
-
-def _json_int(digits: str) -> int:
-    if len(digits) > MAX_JSON_DIGITS:
-        raise ValueError(
-            f"a number has {len(digits)} digits, but the limit is {MAX_JSON_DIGITS} digits"
-        )
-    return int(digits)
 
 
 def write(path: Path, content: str | bytes) -> None:

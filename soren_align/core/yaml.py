@@ -1,34 +1,27 @@
-"""Read YAML with limits: any text gives plain data or a UserError within seconds, and no tag is
-followed.
+"""Read YAML 1.2 as plain data, with the line of each key.
 
-ruamel's parser is lazy: its events are counted while the data is built, so that a limit stops it
-early. Its loaders build everything first, which takes 6 seconds for 100,000 numbers, and number
-neither nodes nor depth.
+ruamel's composer resolves aliases and tags, and its nodes know their lines. Its loaders lose the
+lines, or convert a key that looks like a number.
 """
 
-import re
-from collections.abc import Iterator
-from copy import copy
 from typing import Any
 
-from ruamel.yaml import YAML, events
-from ruamel.yaml.error import MarkedYAMLError
-from ruamel.yaml.resolver import implicit_resolvers
+from ruamel.yaml import YAML, MappingNode, SequenceNode
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from .errors import UserError
-from .files import MAX_DEPTH, MAX_YAML_BYTES, is_text
 
 Key = tuple[str | int, ...]
 """The position of a value: ('optimizer', 'lr'), ('data', 'train', 0)."""
+_TAG = "tag:yaml.org,2002:"
 
-_LINE_END = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
-MAX_NODES = 10_000
-"""Keys and values of a YAML file, aliases expanded. The pure Python parser reads about 50,000 a
-second."""
-MAX_KEYS = 1000
-"""Keys of one YAML mapping: each unknown key is compared with all known ones."""
-MAX_DIGITS = 18
-"""Digits of an integer in YAML: an int64 holds them."""
+
+class InvalidYamlError(UserError):
+    """Text that is not YAML; `reason` is the message without the file and the line."""
+
+    def __init__(self, place: str, reason: str, *excerpt: str):
+        self.reason = reason
+        super().__init__(f"{place} not valid YAML: {reason}", *excerpt)
 
 
 def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, str]]:
@@ -36,194 +29,87 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, str]]:
     'my.yaml:14').
 
     name: the file's name in messages. A key is its text as written, also if it looks like a number.
-    Dates are strings. Raises UserError, with the line, for tags, invalid YAML and text beyond the
-    limits above.
+    Dates are strings. Raises InvalidYamlError.
     """
-    if len(text) > MAX_YAML_BYTES:
-        remedy = "shorten this file"
-        raise UserError(
-            f"{name}: is larger than {MAX_YAML_BYTES:,} bytes, the limit for a YAML file; {remedy}"
-        )
-    reader = _Reader(name, YAML(typ="safe", pure=True).parse(text))
-    mark = None
+    yaml = YAML(typ="safe", pure=True)
+    reader, mark = _Reader(name, yaml.constructor), None
     try:
-        return reader.document(), reader.lines
-    except UserError:
-        raise
+        node = yaml.compose(text)
+        return (None if node is None else reader.value(node, ())), reader.lines
     except MarkedYAMLError as error:
         mark, problem = error.problem_mark, error.problem or "cannot be read"
-    # from ruamel's parser: an escape beyond Unicode raises OverflowError
-    except Exception as error:
-        problem = str(error) or type(error).__name__
-    line, problem = mark.line + 1 if mark else 1, problem.splitlines()[0]
-    if "\\t" in problem:
-        problem += "; indent with spaces instead of tabs"
-    elif any(words in problem for words in ("block", "mapping values", "expected ':'")):
-        problem += "; correct the indentation"
-    else:
-        problem += "; correct the syntax"
+    except RecursionError:
+        problem = "a value contains itself by an alias, or is nested too deeply"
+    except (YAMLError, OverflowError) as error:  # a character that YAML forbids, a bad escape
+        problem = str(error)
+    line = mark.line + 1 if mark else 1
+    rows = [*enumerate(text.splitlines(), 1)][max(0, line - 2) : line]
+    # ruamel names the token that it did not expect; the cause is mostly the indentation
+    is_tab = bool(rows) and rows[-1][1].lstrip(" ").startswith("\t")
+    remedy = "indent with spaces instead of tabs" if is_tab else "correct the syntax or indentation"
     excerpt = []
-    lines = dict(enumerate(_LINE_END.split(text))) if mark and name else {}
-    if mark and lines.get(mark.line, "").strip():  # not the text's end
+    if mark and name and rows[-1][0] == line:  # not the text's end
         # The line between the line before it and a caret below the column.
         width, start = len(str(line)), max(0, mark.column - 40)
-        shown = [number for number in (mark.line - 1, mark.line) if number in lines]
-        excerpt = [
-            f"  {number + 1:{width}} | {lines[number][start : start + 70]}" for number in shown
-        ]
+        excerpt = [f"  {number:{width}} | {row[start : start + 70]}" for number, row in rows]
         excerpt.append(f"  {' ' * width} | {' ' * (mark.column - start)}^")
-    raise UserError(f"{name}:{line} not valid YAML: {problem}", *excerpt)
+    raise InvalidYamlError(f"{name}:{line}", f"{problem.splitlines()[0]}; {remedy}", *excerpt)
 
 
 class _Reader:
-    """Build plain data from the events of ruamel's parser.
-    Each alias is replaced by the events of its anchor.
-    """
+    """Build plain data from ruamel's nodes, and collect the lines of keys."""
 
-    def __init__(self, name: str, parsed: Iterator[Any]):
-        self.name, self.parsed = name, parsed
-        self.lines: dict[Key, str] = {}
-        self.num_nodes = 0
-        self.expanded: list[Any] = []
-        """Events of an alias, the next one last; they come before the parser's."""
-        self.history: list[Any] = []
-        """All events until now, aliases replaced. It is bounded as the number of nodes is."""
-        self.anchors: dict[str, list[Any] | None] = {}
-        """The events of each anchor; None while its node is being read."""
+    def __init__(self, name: str, constructor: Any):
+        self.name, self.constructor = name, constructor
+        self.lines: dict[Key, str] = {(): f"{name}:1"}
 
-    def document(self) -> Any:
-        data, num_documents = None, 0
-        for event in self.parsed:
-            if isinstance(event, events.DocumentStartEvent):
-                num_documents += 1
-                if num_documents > 1:
-                    raise self._invalid(
-                        event, "the file has more than one document; remove the second '---'"
-                    )
-                if event.version not in (None, (1, 2)):
-                    raise self._invalid(event, "only YAML 1.2 is supported; remove the %YAML line")
-                data = self._node(self._next(), (), 1)
-        self.lines[()] = f"{self.name}:1"
-        return data
+    def value(self, node: Any, at: Key) -> Any:
+        """Return the data of the node at a key. Data of an alias are a copy."""
+        kind = str(node.tag).removeprefix(_TAG)
+        if isinstance(node, MappingNode) and kind == "map":
+            return self._mapping(node, at)
+        if isinstance(node, SequenceNode) and kind == "seq":
+            for number, item in enumerate(node.value):
+                self.lines[(*at, number)] = self._place(item)
+            return [self.value(item, (*at, number)) for number, item in enumerate(node.value)]
+        if kind in ("str", "timestamp"):
+            return node.value
+        if kind in ("null", "bool", "int", "float"):
+            try:
+                return self.constructor.construct_object(node)
+            except (ValueError, LookupError):  # '!!int zero'
+                raise self._invalid(
+                    node, f"found {node.value!r}; write the value in quotes"
+                ) from None
+        tag = str(node.tag).replace(_TAG, "!!")
+        problem = f"the tag {tag} is not supported; remove the tag (for a text, write quotes)"
+        raise self._invalid(node, problem)
 
-    def _next(self) -> Any:
-        self.history.append(self.expanded.pop() if self.expanded else next(self.parsed))
-        return self.history[-1]
-
-    def _invalid(self, event: Any, problem: str) -> UserError:
-        return UserError(f"{self._place(event)} not valid YAML: {problem}")
-
-    def _place(self, event: Any) -> str:
-        return f"{self.name}:{event.start_mark.line + 1}"
-
-    def _node(self, event: Any, at: Key, depth: int) -> Any:
-        if isinstance(event, events.AliasEvent):
-            if event.anchor not in self.anchors:
-                problem = (
-                    f"found undefined alias '{event.anchor}'; write the value instead of the alias"
-                )
-                raise self._invalid(event, problem)
-            if (anchored := self.anchors[event.anchor]) is None:
-                problem = f"the alias '{event.anchor}' stands for a value that contains this alias; remove the alias"
-                raise self._invalid(event, problem)
-            self.history.pop()
-            for original in reversed(anchored):
-                self.expanded.append(expanded := copy(original))
-                expanded.start_mark = event.start_mark
-                if isinstance(expanded, events.NodeEvent):
-                    expanded.anchor = None
-            event = self._next()
-        if event.tag is not None:
-            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            raise self._invalid(
-                event, f"the tag {tag} is not supported; remove the tag (for a text, write quotes)"
-            )
-        self.num_nodes += 1
-        if self.num_nodes > MAX_NODES:
-            problem = f"the file has more than {MAX_NODES:,} keys and values, with aliases expanded; shorten this file"
-            raise self._invalid(event, problem)
-        if depth > MAX_DEPTH:
-            raise self._invalid(
-                event, f"a value is nested more than {MAX_DEPTH} levels deep; remove levels"
-            )
-        start = len(self.history) - 1
-        if event.anchor is not None:
-            self.anchors[event.anchor] = None
-        if isinstance(event, events.MappingStartEvent):
-            data: Any = self._mapping(at, depth)
-        elif isinstance(event, events.SequenceStartEvent):
-            data = []
-            while not isinstance(item := self._next(), events.SequenceEndEvent):
-                self.lines[(*at, len(data))] = self._place(item)
-                data.append(self._node(item, (*at, len(data)), depth + 1))
-        else:
-            data = self._scalar(event)
-        if event.anchor is not None:
-            self.anchors[event.anchor] = self.history[start:]
-        return data
-
-    def _mapping(self, at: Key, depth: int) -> dict[str, Any]:
+    def _mapping(self, node: MappingNode, at: Key) -> dict[str, Any]:
         own: dict[str, Any] = {}
         merged: dict[str, Any] = {}
-        while not isinstance(event := self._next(), events.MappingEndEvent):
-            if not isinstance(event, events.ScalarEvent):
-                raise self._invalid(
-                    event, "a key is a list, a mapping or an alias; write a text as the key"
-                )
-            self._node(event, at, depth)  # counted like a value; as a key it stays a string
-            if event.value == "<<" and event.implicit[0]:
+        for key, content in node.value:
+            if not isinstance(key.value, str):
+                raise self._invalid(key, "a key is a list or a mapping; write a text as the key")
+            if str(key.tag) == f"{_TAG}merge":
                 # The keys of one mapping, or of a list of mappings, where the first one wins. Own
                 # keys win over both.
-                node = self._node(self._next(), (*at, "<<"), depth + 1)
-                for mapping in node if isinstance(node, list) else [node]:
+                value = self.value(content, (*at, key.value))
+                for mapping in value if isinstance(value, list) else [value]:
                     if not isinstance(mapping, dict):
-                        raise self._invalid(
-                            event, f"'<<' merges a {type(mapping).__name__}; write a mapping"
-                        )
+                        found = f"'<<' merges a {type(mapping).__name__}; write a mapping"
+                        raise self._invalid(key, found)
                     merged = mapping | merged
                 continue
-            if event.value in own:
-                raise self._invalid(
-                    event, f"found duplicate key '{event.value}'; remove one of the two"
-                )
-            if len(own) == MAX_KEYS:
-                raise self._invalid(
-                    event, f"a mapping has more than {MAX_KEYS:,} keys; remove keys"
-                )
-            self.lines[(*at, event.value)] = self._place(event)
-            own[event.value] = self._node(self._next(), (*at, event.value), depth + 1)
+            if key.value in own:
+                problem = f"found duplicate key '{key.value}'; remove one of the two"
+                raise self._invalid(key, problem)
+            self.lines[(*at, key.value)] = self._place(key)
+            own[key.value] = self.value(content, (*at, key.value))
         return merged | own
 
-    def _scalar(self, event: Any) -> Any:
-        text = event.value
-        if not is_text(text):
-            raise self._invalid(
-                event, "a text contains half of a surrogate pair; remove this character"
-            )
-        # A quoted scalar is a string; another one has the kind of YAML 1.2's first pattern that
-        # matches.
-        kinds = (
-            kind for kind, pattern, first in _PATTERNS if text[:1] in first and pattern.match(text)
-        )
-        kind = next(kinds, "str") if event.implicit[0] else "str"
-        plain = text.replace("_", "").lower()
-        if kind == "int" and len(plain) > MAX_DIGITS + 2:
-            raise self._invalid(
-                event, f"a number has {len(plain)} digits; write at most {MAX_DIGITS}"
-            )
-        try:
-            if kind == "int":
-                return int(plain, {"0b": 2, "0o": 8, "0x": 16}.get(plain.lstrip("+-")[:2], 10))
-            if kind == "float":
-                return float(plain.replace(".inf", "inf").replace(".nan", "nan"))
-        except ValueError:  # '-_' and '._' match YAML's patterns for numbers
-            return text
-        return {"bool": text.lower() == "true", "null": None}.get(kind, text)
+    def _place(self, node: Any) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}"
 
-
-_KINDS = "bool float int null"  # other scalars, such as dates, are read as strings
-_PATTERNS = [
-    (tag.rpartition(":")[2], pattern, set(first))
-    for versions, tag, pattern, first in implicit_resolvers
-    if (1, 2) in versions and tag.rpartition(":")[2] in _KINDS.split()
-]
+    def _invalid(self, node: Any, reason: str) -> InvalidYamlError:
+        return InvalidYamlError(self._place(node), reason)

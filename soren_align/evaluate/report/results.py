@@ -22,7 +22,6 @@ POINTS = "points.json"
 WRITTEN = (NAME, POINTS, "table.md", "scores.png", "scores-dark.png")
 """Beside `samples`, a folder for each row."""
 MAX_BYTES = 16 << 20
-MAX_DEPTH = 20
 
 
 def _component(name: str) -> str:
@@ -295,7 +294,7 @@ def _read(file: Path, problem: str) -> Any:
     if file.is_symlink() or not file.is_file():
         raise UserError(f"{file}: {problem} (not a regular file)")
     try:
-        content = read_json(file, max_bytes=MAX_BYTES, max_depth=MAX_DEPTH)
+        content = read_json(file, max_bytes=MAX_BYTES)
     except UserError as error:
         reason = str(error).removeprefix(f"{file}: ").removeprefix(f"{file}:")
         raise UserError(f"{file}: {problem} ({reason[:120]})") from None
