@@ -115,15 +115,14 @@ RECIPES = {
     "not YAML": ("task: sft", "task: [sft", r"my.yaml:\d+ not valid YAML"),
     "a tab": ("  lr: 1e-3\n", "\tlr: 1e-3\n", r"my.yaml:9 not valid YAML: .*; indent with spaces instead of tabs"),
     "a key too far to the left": (
-        "  name: soren", " name: soren", r"my.yaml:9 not .*; correct the indentation"
+        "  name: soren", " name: soren", r"my.yaml:9 not .*; correct the syntax or indentation"
         r"   8 \|  name: soren   9 \|   lr: 1e-3     \|     \^"),
     "a key too far to the right": (
         "  max_steps: 2", "   max_steps: 2\n  seed: 1", r"yaml:13 not .*  12 \|    max_steps: 2   13 \|   seed: 1"),
     "a key twice": ("  lr: 1e-3\n", "  lr: 1e-3\n  lr: 2e-3\n", r"my.yaml:\d+ not valid YAML: .*duplicate key"),
     "a merge of a list of texts": ("max_steps: 2", "<<: [a]", r"my.yaml:12 not valid YAML: '<<' merges a"),
-    "a tag on a number": ("max_steps: 2", "max_steps: !!int zero", r"my.yaml:12 not valid YAML: the tag !!int"),
+    "a tag on a number": ("max_steps: 2", "max_steps: !!int zero", r"my.yaml:12 not valid YAML: found 'zero'"),
     "a tag on a list": ("run:", "eval: !x [1]\nrun:", r"the tag !x"),
-    "5,000 digits": ("max_steps: 2", "max_steps: " + "9" * 5000, r"my.yaml:12 not .*: a number has 5000 digits"),
     "missing data": ("rows.jsonl", "row.jsonl", r"data.train.path: no file row.jsonl; did you mean 'rows.jsonl'"),
     "data pattern of no file": (
         "rows.jsonl", "./*.csv", r"data.train.path: ./\*.csv: has no data file; name a folder with files"),
@@ -192,8 +191,6 @@ TRAININGS = {
 }  # fmt: skip
 
 OVERRIDES = {
-    "digits": ("trainer.max_steps=" + "9" * 5000, "a number has 5000 digits"),
-    "brackets": ("trainer.max_steps=" + "[" * 2000, "nested more than 50 levels deep"),
     "a tag": ("trainer.max_steps=!!python/object:os.system [x]", "the tag !!python/object"),
     "a list as the task": ("task=[sft]", "task: found"),
     "5,000 sections": (".".join(["a"] * 5000) + "=1", r"write --set section.key=value"),
@@ -204,14 +201,11 @@ OVERRIDES = {
 }
 
 PARALLEL = {
-    "brackets.json": ("[" * 100_000, "nested more than 50 levels deep"),
-    "digits.json": ('{"zero_optimization": {"stage": ' + "9" * 5000 + "}}", "a number has 5000 digits"),
     "list.json": ('{"zero_optimization": [1]}', r"zero_optimization.stage: found None"),
     "true.json": ('{"bf16": true, "zero_optimization": {"stage": 2}}', r"bf16: found True; write a mapping"),
     "text.json": ('{"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}', r"offload_optimizer: found 'cpu'"),
     "stage.json": ('{"zero_optimization": {"stage": true}}', r"stage: found True; write 1, 2 or 3"),
     "bytes.json": ("\x00", "cannot be read as JSON"),
-    "brackets.yaml": ("[" * 2000, "nested more than 50 levels deep"),
     "list.yaml": ("[1]", "is not a mapping of keys to values"),
 }
 
@@ -232,9 +226,7 @@ IMPORTS = {
     "a mixture of numbers": (FOREIGN.replace("dataset_name: org/data", "datasets: [1]"), r"datasets: found \[1\]"),
     "nobody's home as model": (FOREIGN.replace("org/model", "~nosuchuser/x"), r"cannot be used as a path"),
     "nobody's home as data": (FOREIGN.replace("org/data", "~nosuchuser/x"), r"cannot be used as a path"),
-    "5,000 digits": (FOREIGN + "seed: " + "9" * 5000, r"a number has 5000 digits"),
-    "brackets": (FOREIGN + "seed: " + "[" * 2000, r"nested more than 50 levels deep"),
-    "a tag": (FOREIGN + "seed: !!int zero", r"the tag !!int"),
+    "a tag": (FOREIGN + "seed: !!int zero", r"found 'zero'"),
     "a mapping as the strategy of evaluation": (
         FOREIGN + "test_datasets: [{path: org/test}]\neval_strategy: {a: b}\nearly_stopping_patience: 2\n", None),
     "900 unknown keys": (FOREIGN + "".join(f"unheard_of_{i}: 1\n" for i in range(900)), None),

@@ -1,31 +1,34 @@
-"""The fields of TRL's SFTConfig and DPOConfig, read from their source without importing them.
-
-Importing TRL takes ten seconds and torch; a typo should be reported within one. So the dataclasses
-of the *installed* TRL and transformers are parsed, never executed. tests/recipe/test_trl_config.py
-compares the result with `dataclasses.fields` of the real classes, so that an upgrade which changes
-their style is noticed.
+"""The keys of a recipe's section `trainer`: the fields of TRL's SFTConfig and DPOConfig, and those
+that a recipe sets elsewhere.
 """
 
-import ast
+import dataclasses
+import enum
 import functools
 import importlib.util
+import json
 import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from operator import gt, le, lt
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..core.errors import did_you_mean
 from ..tasks import TASKS
 
 _PROGRESS = "soren-align itself shows the progress; remove this key"
 _PROCESSES = "soren-align sets this value for the processes that it starts; remove this key"
-_PUSH = "training uploads nothing; remove this key, and run `soren-align push RUN OWNER/NAME` after training"
+_PUSH = (
+    "training uploads nothing; remove this key, and run `soren-align push RUN OWNER/NAME` after "
+    "training"
+)
 
-# Keys of TRL that belong to another section of a recipe, or to none: one meaning, one place.
-ELSEWHERE = {
+# Keys of TRL that belong to another section of a recipe: one meaning, one place.
+IN_SECTIONS = {
     "learning_rate": "write optimizer.lr (and optimizer.aux_lr)",
     "weight_decay": "write optimizer.weight_decay",
     "optim": "write optimizer.name",
@@ -36,29 +39,39 @@ ELSEWHERE = {
     "output_dir": "write run.output_dir",
     "resume_from_checkpoint": "write run.resume",
     "model_init_kwargs": "write the keys of the model section",
-    "chat_template_path": "write model.chat_template instead (qwen2.5, zephyr, or the path of a .jinja file)",
+    "chat_template_path": "write model.chat_template instead (qwen2.5, zephyr, or the path of a "
+    ".jinja file)",
     "eos_token": "write model.eos_token",
-    "trust_remote_code": "soren-align does not run a model's remote code; use a model that transformers supports",
-    "dataset_text_field": "write data.train.columns instead, if the column with the text is not named text",
+    "dataset_text_field": "write data.train.columns instead, if the column with the text is not "
+    "named text",
     **dict.fromkeys(
         ("dataset_kwargs", "remove_unused_columns"), "write the keys of the data section"
-    ),
-    **dict.fromkeys(("disable_tqdm", "log_level", "log_level_replica"), _PROGRESS),
-    **dict.fromkeys(
-        ("do_train", "do_eval", "do_predict"), "the command determines this value; remove this key"
     ),
     **dict.fromkeys(
         ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), "write run.parallel"
     ),
+}
+# Keys of TRL that a recipe has nowhere, with the reason.
+REFUSED = {
+    "trust_remote_code": "soren-align does not run a model's remote code; use a model that "
+    "transformers supports",
+    **dict.fromkeys(("disable_tqdm", "log_level", "log_level_replica"), _PROGRESS),
+    **dict.fromkeys(
+        ("do_train", "do_eval", "do_predict"), "the command determines this value; remove this key"
+    ),
     **dict.fromkeys(("accelerator_config", "local_rank"), _PROCESSES),
     "save_only_model": "a checkpoint without its optimizer cannot be resumed; remove this key",
-    "ignore_data_skip": "a resumed run must train on the same examples as an uninterrupted run; remove this key",
-    "auto_find_batch_size": "this key changes the batch size silently; write per_device_train_batch_size",
+    "ignore_data_skip": "a resumed run must train on the same examples as an uninterrupted run; "
+    "remove this key",
+    "auto_find_batch_size": "this key changes the batch size silently; write "
+    "per_device_train_batch_size",
     **dict.fromkeys(
         ("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"), _PUSH
     ),
-    "hub_token": "every run folder has a copy of the recipe, also of the token; remove this key and set HF_TOKEN",
+    "hub_token": "every run folder has a copy of the recipe, also of the token; remove this key "
+    "and set HF_TOKEN",
 }
+ELSEWHERE = IN_SECTIONS | REFUSED
 
 # Keys of older recipes, with TRL's present name.
 RENAMED = {
@@ -109,30 +122,80 @@ class Field:
     """Names of plain types that the annotation admits, e.g. {'int', 'None'}."""
     choices: tuple[str, ...] = ()
     default: Any = None
-    """The default where it is a literal, else None."""
+    """The default; None where it is made by a function or is no plain data."""
     help: str = ""
+
+
+FILE = Path(__file__).with_name("trl.json")
+"""The fields for the pinned versions, written by docs/make_trl_fields.py."""
 
 
 @functools.cache
 def fields(task: str) -> dict[str, Field]:
     """The fields of the installed TRL's config class for a task, by name."""
-    transformers, trl, config = _source("transformers"), _source("trl"), TASKS[task].config
-    enums: dict[str, Any] = {}  # string enums: class name -> its values
-    for module in ("trainer_utils", "training_args"):
-        for node in _tree(transformers / f"{module}.py").body:
-            if isinstance(node, ast.ClassDef) and any(
-                ast.unparse(base) == "ExplicitEnum" for base in node.bases
-            ):
-                values = [s.value for s in node.body if isinstance(s, ast.Assign)]
-                enums[node.name] = tuple(v.value for v in values if isinstance(v, ast.Constant))
-    known: dict[str, Field] = {}
-    for path, name in (
-        (transformers / "training_args.py", "TrainingArguments"),
-        (trl / "trainer/base_config.py", "_BaseConfig"),
-        (trl / f"trainer/{config.removesuffix('Config').lower()}_config.py", config),
-    ):
-        known |= _class_fields(path, name, enums)
-    return known
+    # Importing TRL takes ten seconds and torch, and a typo should be reported within one: so the
+    # fields of the pinned versions lie in a file. Other versions' are read from their classes.
+    recorded = json.loads(FILE.read_text(encoding="utf-8"))
+    config = TASKS[task].config
+    rows = recorded[config] if recorded["versions"] == versions() else read_fields(config)
+    return {
+        name: Field(
+            name, frozenset(row["types"]), tuple(row["choices"]), row["default"], row["help"]
+        )
+        for name, row in rows.items()
+    }
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of the packages that define the config classes."""
+    return {package: version(package) for package in ("trl", "transformers")}
+
+
+def read_fields(config: str) -> dict[str, dict[str, Any]]:
+    """The fields of a config class of the installed TRL as plain data. Imports TRL."""
+    import trl
+
+    cls = getattr(trl, config)
+    hints = get_type_hints(cls)
+    rows = {}
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        parts = (
+            get_args(hints[field.name]) if _is_union(hints[field.name]) else (hints[field.name],)
+        )
+        choices = [*field.metadata.get("choices", ())]
+        types = set()
+        for part in parts:
+            if get_origin(part) is Literal:
+                choices += [choice for choice in get_args(part) if isinstance(choice, str)]
+                types |= {type(choice).__name__ for choice in get_args(part)}
+            elif isinstance(part, type) and issubclass(part, enum.Enum):
+                choices += [member.value for member in part]
+                types.add(part.__name__)
+            else:
+                kind = get_origin(part) or part
+                types.add("None" if kind is type(None) else getattr(kind, "__name__", str(kind)))
+        # DPO's loss_type has its choices only in the docstring
+        entry = re.search(
+            rf"^ *{field.name} \(.*?(?=^ *\w+ \(|\Z)", cls.__doc__ or "", re.MULTILINE | re.DOTALL
+        )
+        if not choices and entry:
+            listed = re.search(r"Possible values are:(.*?)(?:\.\s|\Z)", entry[0], re.DOTALL)
+            choices = re.findall(r"`['\"](\w+)['\"]`", listed[1]) if listed else []
+        default = field.default.value if isinstance(field.default, enum.Enum) else field.default
+        is_plain = isinstance(default, str | int | float | list | dict)
+        rows[field.name] = {
+            "types": sorted(types),
+            "choices": choices,
+            "default": default if is_plain else None,
+            "help": " ".join(str(field.metadata.get("help") or "").split()),
+        }
+    return rows
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType)
 
 
 def recipe_key(name: str) -> str | None:
@@ -167,11 +230,10 @@ def problems(task: str, values: dict[str, Any]) -> dict[str, str]:
 
 def _problem(task: str, key: str, value: Any) -> str | None:
     known, config = fields(task), TASKS[task].config
-    if key in ELSEWHERE:
-        message = ELSEWHERE[key]
-        return (
-            f"a recipe sets this elsewhere; {message}" if message.startswith("write ") else message
-        )
+    if key in IN_SECTIONS:
+        return f"a recipe sets this elsewhere; {IN_SECTIONS[key]}"
+    if key in REFUSED:
+        return REFUSED[key]
     if key not in known:
         if other := next(
             (other.config for name, other in TASKS.items() if key in fields(name)), None
@@ -225,73 +287,6 @@ _WORDS = {
     "dict": "a mapping",
     "list": "a list",
 }
-
-
-def _source(package: str) -> Path:
-    spec = importlib.util.find_spec(package)  # finds the folder; runs nothing of it
-    if spec is None or spec.origin is None:
-        remedy = f"run `pip install soren-align`, which installs {package}"
-        raise ModuleNotFoundError(f"{package} is not installed; {remedy}")
-    return Path(spec.origin).parent
-
-
-@functools.cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _class_fields(path: Path, name: str, enums: dict[str, tuple[str, ...]]) -> dict[str, Field]:
-    cls = next(n for n in _tree(path).body if isinstance(n, ast.ClassDef) and n.name == name)
-    document = ast.get_docstring(cls) or ""
-    fields = {}
-    for node in cls.body:
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
-            continue
-        field = node.target.id
-        call = (
-            {k.arg: k.value for k in node.value.keywords}
-            if isinstance(node.value, ast.Call)
-            else {}
-        )
-        meta = call.get("metadata")
-        items = zip(meta.keys, meta.values, strict=True) if isinstance(meta, ast.Dict) else ()
-        metadata = {_literal(key): _literal(value) for key, value in items}
-        names = {n.id for n in ast.walk(node.annotation) if isinstance(n, ast.Name)}
-        choices = next((enums[n] for n in sorted(names & enums.keys())), metadata.get("choices"))
-        # the docstring lists them after 'Possible values are:', as for DPO's loss_type
-        if not choices:
-            entry = re.search(
-                rf"^ *{field} \(.*?(?=^ *\w+ \(|\Z)", document, re.MULTILINE | re.DOTALL
-            )
-            listed = (
-                re.search(r"Possible values are:(.*?)(?:\.\s|\Z)", entry[0], re.DOTALL)
-                if entry
-                else None
-            )
-            choices = re.findall(r"`['\"](\w+)['\"]`", listed[1]) if listed else ()
-        default, help_text = _literal(call.get("default", node.value)), metadata.get("help") or ""
-        fields[field] = Field(
-            field, frozenset(_types(node.annotation)), tuple(choices), default, str(help_text)
-        )
-    return fields
-
-
-def _types(annotation: ast.expr) -> set[str]:
-    """Top-level alternatives of `a | b[c] | None`: {'a', 'b', 'None'}."""
-    if isinstance(annotation, ast.BinOp):
-        return _types(annotation.left) | _types(annotation.right)
-    if isinstance(annotation, ast.Subscript):
-        if ast.unparse(annotation.value) == "Literal":
-            return {type(_literal(annotation.slice)).__name__}
-        return _types(annotation.value)
-    return {ast.unparse(annotation)}
-
-
-def _literal(node: ast.expr | None) -> Any:
-    try:
-        return ast.literal_eval(node) if node is not None else None
-    except ValueError:
-        return None
 
 
 # Trackers besides metrics.jsonl: name in `trainer.report_to` -> (required modules, package to
