@@ -9,8 +9,8 @@ from pathlib import Path
 from ..core.errors import UserError, did_you_mean
 
 HELD_OUT_SHARE, MAX_HELD_OUT, NUM_CHOICES = 0.2, 100, 4
-"""Of the examples of `new --data`: the share that becomes questions, at most, and the choices of
-each."""
+"""The share of the examples of `new --data` that becomes questions, their largest number, and the
+choices of each."""
 ENOUGH, MOST_SHARE = 20, 0.35
 """Questions from which a table has intervals; a small file holds out so many, but at most this
 share."""

@@ -1,1 +1,1 @@
-"""From a command to the process, or the processes, that run it."""
+"""Run a command in this process, or start the processes that run it."""

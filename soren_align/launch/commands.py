@@ -49,7 +49,7 @@ from .exit_codes import report
 from .preparation import prepare
 
 RECORDING_SECONDS = 5.0
-"""For which a rank that has lost a host tries to write the error into run.json."""
+"""Seconds in which a rank that has lost a host tries to write the error into run.json."""
 
 
 def train(recipe: Recipe, processes: int | None = None) -> int:
@@ -65,6 +65,7 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
         raise UserError(
             f"--processes {processes}: a launcher has already started {rank.num_ranks} processes; remove --processes"
         )
+    # Everything that can be refused without torch, before anything is written.
     num_ranks = rank.num_ranks if rank else processes or 1
     accumulation(recipe, num_ranks)  # raises before anything is written
     refuse_unquantizable(recipe.model.quantize)
@@ -90,6 +91,8 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
             if rank is None or num_ranks == 1:
                 raise
             refusal = error  # raised where the other ranks learn of it
+        # Train in this process if it is alone, is itself a rank, or has only the evaluation left.
+        # Otherwise start torchrun, which starts this package's worker on every rank.
         single = num_ranks == 1 and recipe.run.parallel == "ddp"
         here = single or rank is not None or folder.record()["status"] == "trained"
         set_environment(
@@ -200,6 +203,7 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
     from ..run.curves import draw_curves, read_curves
     from .show import print_chart, print_next
 
+    # Picture and card, from the files of the run: a killed evaluation finds them there.
     curves = read_curves(folder.metrics)
     if curves.by_key and NO_PICTURES not in os.environ:
         draw_curves([(folder.name, curves)], folder.curves)
@@ -213,6 +217,7 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
         from .torchrun import STARTED_HERE
 
         return 0 if STARTED_HERE in os.environ else 1
+    # In a program of its own: DeepSpeed and accelerate leave state behind that lm-eval would use.
     if recipe.eval and not evaluate_here:
         worker = [sys.executable, "-m", "soren_align.launch.worker", str(folder), "--timeout", "0"]
         os.execvpe(sys.executable, worker, without_ranks(os.environ) | lock.keep_through_exec())

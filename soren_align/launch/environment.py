@@ -37,7 +37,7 @@ _RANK_VARIABLES |= {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_U
 # accelerate reads these as well
 _RANK_VARIABLES |= {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"}
 _ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
-"""Of torch's GPU memory; the first of them that is set counts alone."""
+"""Settings of torch's GPU memory; the first of them that is set counts alone."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,8 @@ def library_environment(
         # The buffers of matrices and of ZeRO's buckets, of 0.2 to 2 GB and changing sizes, fragment
         # fixed segments.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    # Threads. A model of the quickstart's size is as fast with one, and has the same bits on any
+    # number of cores; torchrun would set one for all, and warn.
     if recipe and (num_threads := recipe.run.num_threads):
         env.setdefault("OMP_NUM_THREADS", str(num_threads))
     if recipe and trains_on_cpu(recipe):

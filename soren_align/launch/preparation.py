@@ -16,6 +16,7 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     processes. Raises UserError otherwise, and if `accelerate launch` is configured for another kind
     of parallelism than the recipe.
     """
+    # accelerate's own configuration would silently win over the recipe's.
     shared = parallel(recipe.run.parallel)
     for kind, name in {"zero": "DeepSpeed", "fsdp2": "FSDP"}.items():
         is_configured = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true"
@@ -24,6 +25,7 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
                 f"accelerate is configured for {name}, but run.parallel is {shared.kind}; write another run.parallel "
                 "(zero1, zero2, zero3, fsdp2 or the path of a config), or configure accelerate for plain multi-GPU"
             )
+    # Held until this process ends: two commands in one folder would write into one another's run.
     folder.lock(create=True)
     run, config = folder.read(), shared.config
     if (
@@ -62,6 +64,7 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
             f"{folder}: contains an unfinished run, and run.resume is never. Choose another run.output_dir, resume "
             "the run with --set run.resume=auto, or replace the run with --overwrite"
         )
+    # A changed recipe is another run. Resuming under it would mix two trainings in one curve.
     changed = [] if started is None else differences(training_part(started), training_part(recipe))
     # the same file, whose content may have changed
     if started and recipe.run.parallel == started.run.parallel:

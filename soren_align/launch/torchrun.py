@@ -27,7 +27,7 @@ STARTED_HERE = "SOREN_ALIGN_LAUNCHER"
 """Environment variable of ranks that `start` started: they record their errors and do not print
 them."""
 SHUTDOWN_SECONDS = 270
-"""For which ranks may write a checkpoint after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is
+"""Seconds in which ranks may write a checkpoint after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is
 set: Slurm's scripts leave 300 (configs/slurm), torchrun alone 30, in which a 7B model's 73 GB are
 not written."""
 _LOST = (LostRankError.kind, SilentRankError.kind)
@@ -74,6 +74,8 @@ def start(num_ranks: int, arguments: list[str]) -> Failure | None:
         )
     except ChildFailedError as error:
         failures = error.failures
+    # torchrun has the failures of all ranks. Report the one that is the cause: a rank that lost its
+    # neighbour fails too, within the same second or half a minute later.
     silent = min(
         (f.timestamp for f in failures.values() if _record(f).get("kind") == SilentRankError.kind),
         default=None,

@@ -52,7 +52,7 @@ PEAKS: dict[str, dict[str, float]] = {
 """FLOP/s by the precision of the factors, dense, of NVIDIA's data sheets: SXM modules, and the
 L40S, a PCIe card."""
 UTILIZATION = 0.4
-"""Of the peak, by models of billions of parameters: an assumption. The paper's 23 minutes for 5,000
+"""Share of the peak that models of billions of parameters reach: an assumption. The paper's 23 minutes for 5,000
 steps of LLaMA-60M are 0.14 at most (recipes/llama-c4)."""
 CORE_FLOPS = 40e9
 """FLOP/s of a CPU core in float32: LoRA on SmolLM2-135M, 477 GFLOP in 11 s of a core
@@ -82,9 +82,9 @@ class Compute:
     """Activations are of one process, FLOPs of a whole step on all processes."""
 
     max_tokens: int
-    """Of the longest example; activations are those of a micro-batch of such examples."""
+    """Length of the longest example; activations are those of a micro-batch of such examples."""
     mean_tokens: float
-    """Of an example; FLOPs are counted with it."""
+    """Mean length of an example; FLOPs are counted with it."""
     is_measured: bool
     """Whether both come from the data; otherwise they are max_length, an upper bound."""
     activation_bytes: int | None
@@ -250,7 +250,7 @@ class Passes:
         """
 
         def peaks(blocks: Sequence[int]) -> tuple[int, int]:
-            """Of the forward and of the backward pass: each is linear in the blocks, their maximum
+            """Return the peaks of the forward and of the backward pass: each is linear in the blocks, their maximum
             may not be.
             """
             with self._fake_model(blocks, batch_size, length) as forward, Meter() as meter:
@@ -262,7 +262,7 @@ class Passes:
         return max(self._totals(peaks))
 
     def num_flops(self, batch_size: int, length: int, backward: bool = True) -> int:
-        """Of all matrix products of one pass; attention is counted without its mask."""
+        """Return the FLOPs of all matrix products of one pass; attention is counted without its mask."""
 
         def flops(blocks: Sequence[int]) -> tuple[int]:
             counter = FlopCounterMode(display=False, custom_mapping=_CUSTOM_FLOPS)
@@ -281,7 +281,7 @@ class Passes:
         return self._totals(flops)[0]
 
     def _totals(self, measure: Callable[[Sequence[int]], tuple[int, ...]]) -> list[int]:
-        """For the whole model, the numbers that `measure` returns for few blocks."""
+        """Return for the whole model the numbers that `measure` returns for few blocks."""
         of_kinds = []
         for positions in self.kinds:
             # Several kinds: each alone, by one of its blocks.

@@ -28,20 +28,20 @@ class Inputs:
     num_examples: int
     """Those that are trained on, or the published number."""
     num_sequences: int
-    """Of an epoch: packed sequences, where examples are packed and can be read; otherwise
+    """Sequences of an epoch: packed ones, where examples are packed and can be read; otherwise
     examples."""
     notices: tuple[str, ...] = ()
 
     @property
     def account(self) -> DatasetStats | None:
-        """Of the tokenized examples."""
+        """The counts of the tokenized examples."""
         return self.ready.account if self.ready else None
 
 
 def load_inputs(
     recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], object] | None
 ) -> Inputs:
-    """From files, the hub or its cache; from what the package ships where the hub is out of reach.
+    """Read files, the hub or its cache; where the hub is out of reach, what the package ships.
 
     recipe: as `on_this_machine` returns it. Raises OutOfReach if the package ships nothing about
     model or dataset.

@@ -48,7 +48,7 @@ class Numel(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of both."""
+        """All trained parameters."""
         return self.matrices + self.others
 
 
@@ -96,12 +96,12 @@ class Rank:
 
     @cached_property
     def whole(self) -> Numel:
-        """Of all parameters."""
+        """Numbers of all parameters of the model."""
         return Numel(sum(map(math.prod, self.model.matrices.values())), self.model.num_others)
 
     @cached_property
     def shard(self) -> Numel:
-        """Of this rank's optimizer states."""
+        """Numbers of the parameters whose optimizer states this rank has."""
         matrices, num_others = self.model.matrices.values(), self.model.num_others
         if self.parallel.kind == "ddp":
             return self.whole
@@ -114,11 +114,11 @@ class Rank:
         return Numel(*map(self.partition_numel, self.whole))
 
     def slice_numel(self, shape: tuple[int, ...]) -> int:
-        """Of a parameter under ZeRO 3."""
+        """Numbers of a parameter that a rank has under ZeRO 3."""
         return -(-math.prod(shape) // self.num_ranks)
 
     def partition_numel(self, numel: int) -> int:
-        """Of a flat group under ZeRO 1 and 2, which DeepSpeed pads to twice the number of ranks."""
+        """Numbers of a flat group that a rank has under ZeRO 1 and 2, which DeepSpeed pads to twice the number of ranks."""
         return -(-numel // (2 * self.num_ranks)) * 2
 
     def sub_groups(self) -> list[Shapes]:

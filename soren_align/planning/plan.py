@@ -54,7 +54,7 @@ of Qwen2.5-3B's blocks, 67 of 221 MFLOP per token."""
 CHOICES = 4
 """Answers of a benchmark's question, where its suite does not state the number of requests."""
 FORWARD_SHARE = 1 / 3
-"""Of the FLOPs of training on an example, those of its forward pass."""
+"""Share of the forward pass in the FLOPs of training on an example."""
 NO_GPU = "this machine has no GPU; to train on this machine, write trainer.use_cpu: true"
 
 
@@ -69,11 +69,14 @@ def plan_training(
     on_examples, on_compared: called with the number of examples just tokenized, or compared with
     the evaluation's questions, for a progress bar. num_ranks: processes.
     """
+    # Read the data as training reads them, into a scratch folder: a plan must not change a run.
     local = on_this_machine(recipe)
     with tempfile.TemporaryDirectory() as scratch:  # the run folder stays as it is
         inputs = load_inputs(local, RunFolder(scratch), on_examples)
         args: Any = trl_arguments(local, Path(scratch), Ranks())
 
+    # The model and its optimizer without memory for weights or states. Building the optimizer
+    # makes training's own checks of routing and settings.
     build_outline = partial(outline, recipe, inputs.config, inputs.start)
     with torch.device("meta"), as_user_error(f"model {recipe.model.name_or_path}"):
         model = build_outline()
@@ -82,6 +85,8 @@ def plan_training(
             # raises if it cannot be built for this model
             build_optimizer(model, **build.optimizer_settings(recipe))
         table = routing_table(routes)
+    # Steps, then what each costs: passes measured on small models of the architecture, the
+    # optimizer's step computed from shapes.
     steps, rates = _schedule(recipe, args, inputs.num_sequences, num_ranks)
     total = steps["total"]
     shown_steps = {1, steps["num_warmup_steps"] + 1, total // 2, total}
@@ -90,6 +95,7 @@ def plan_training(
         recipe, build_outline, kinds, inputs.account, steps["global_batch_size"], args.max_length
     )
     ranks = processes(recipe, routes, count_frozen(recipe, model), num_ranks, costs)
+    # Whether the evaluation after training could run: known now, not after hours.
     evaluation, more_notices, problems = _evaluation(recipe, inputs, on_compared)
     notices = _notices(recipe, inputs, args, few_steps(recipe, total, num_ranks), costs.failure)
     plan = {
@@ -135,6 +141,7 @@ def _schedule(
         total = total if total > 0 else math.ceil(args.num_train_epochs * per_epoch)
     num_warmup_steps = args.get_warmup_steps(total)
 
+    # transformers' own scheduler steps a dummy optimizer, so that no formula of a schedule is ours.
     peaks = [recipe.optimizer.lr, recipe.optimizer.aux_lr or recipe.optimizer.lr]
     optimizer = torch.optim.SGD(
         [{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0]
@@ -264,6 +271,7 @@ def _update_sizes(
                 num_tensors["spectral", shape] += number
         else:
             num_tensors["adamw", None] += 1
+    # One entry per shape: all matrices of a shape have updates of one size.
     sizes = []
     for (rule, shape), number in sorted(
         num_tensors.items(), key=lambda item: item[0][0] == "adamw"
@@ -409,6 +417,7 @@ def _files(
     files += [f"{folder.checkpoints} ({saved})", str(folder.model)]
     files += [str(folder.evaluation(recipe.eval.name))] if recipe.eval else []
 
+    # transformers counts checkpoints as it saves them: by steps, epochs, and the limit of those kept.
     num_checkpoints = 0
     if strategy != "no":  # transformers saves the last step too
         every = every if every >= 1 else max(1, math.ceil(every * num_steps))

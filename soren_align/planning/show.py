@@ -31,12 +31,41 @@ def print_plan(
         console.print()
     _print_model_and_data(plan, account, console)
 
-    steps, optimizer, ranks = plan["steps"], plan["optimizer"], plan["processes"]
+    optimizer, ranks = plan["optimizer"], plan["processes"]
+    console.print()
+    _print_steps(plan, console, full)
+    has_others = (
+        any(group["rule"] == "adamw" for group in plan["routing"]) and optimizer["name"] != "adamw"
+    )
+    share = f"{spectral_share(plan['routing']):.1%} of the trained parameters"
+    others = f", {share}; adamw for the other parameters" if has_others else ""
+    write("optimizer", f"{plan['optimizer_description']} for the weight matrices{others}")
+    _print_updates(plan, console, full)
+    console.print()
+    if full or ranks["num_processes"] > 1:
+        _print_processes(ranks, console)
+    _print_memory(ranks, console, full)
+    _print_compute(plan, console, full)
+    _print_evaluation(plan, console)
+    console.print()
+    if full:
+        for number, file in enumerate(plan["files"]):
+            write("" if number else "files", file)
+    else:
+        contents = "learning rates by step, parameter groups, update sizes, memory by component, operations, files"
+        write("more", f"--full: {contents}")
+    for problem in plan["problems"]:  # why training would not start
+        console.print()
+        write("problem", problem)
+
+
+def _print_steps(plan: dict[str, Any], console: Console, full: bool) -> None:
+    """Print the number of steps, and the schedule of the learning rates."""
+    write, steps, optimizer = partial(print_labelled, console), plan["steps"], plan["optimizer"]
     epochs = ""
     if steps["per_epoch"]:
         number = "1 epoch" if steps["num_epochs"] == 1 else f"{steps['num_epochs']:g} epochs"
         epochs = f": {number} of {steps['per_epoch']:,} steps"
-    console.print()
     write(
         "steps",
         f"{steps['total']:,} optimizer steps{epochs}, global batch size {steps['global_batch_size']}",
@@ -63,17 +92,10 @@ def print_plan(
         others = f" ({aux_lr:g} of other parameters)" if aux_lr not in (None, lr) else ""
         write("", f"learning rate {lr:g}{others}, schedule {schedule}")
 
-    has_others = (
-        any(group["rule"] == "adamw" for group in plan["routing"]) and optimizer["name"] != "adamw"
-    )
-    share = f"{spectral_share(plan['routing']):.1%} of the trained parameters"
-    others = f", {share}; adamw for the other parameters" if has_others else ""
-    write("optimizer", f"{plan['optimizer_description']} for the weight matrices{others}")
-    _print_updates(plan, console, full)
-    console.print()
-    if full or ranks["num_processes"] > 1:
-        _print_processes(ranks, console)
-    _print_memory(ranks, console, full)
+
+def _print_compute(plan: dict[str, Any], console: Console, full: bool) -> None:
+    """Print the FLOPs of training, and its hours on several devices."""
+    write = partial(print_labelled, console)
     compute = plan["compute"]
     if full and compute["training_flops_per_step"] is None:
         write("compute", "unknown for this architecture")
@@ -106,17 +128,6 @@ def print_plan(
                 "the time of the maps is not included, because the operations of singular value decompositions are "
                 "not counted",
             )
-    _print_evaluation(plan, console)
-    console.print()
-    if full:
-        for number, file in enumerate(plan["files"]):
-            write("" if number else "files", file)
-    else:
-        contents = "learning rates by step, parameter groups, update sizes, memory by component, operations, files"
-        write("more", f"--full: {contents}")
-    for problem in plan["problems"]:  # why training would not start
-        console.print()
-        write("problem", problem)
 
 
 def _print_model_and_data(

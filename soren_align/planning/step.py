@@ -106,6 +106,7 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
         for layout in layouts
     ]
 
+    # FLOPs of the busiest rank in each bucket: the others wait for it there.
     counts = [_map_flops(plan, rank) for plan in plans]
     flops = [of_weights for of_weights, _ in counts]
     busiest, total = sum(map(schedule_flops, plans, flops)), sum(map(sum, flops))
@@ -118,6 +119,8 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
     ]
     is_counted = bool(counts) and all(are_counted for _, are_counted in counts)
 
+    # Memory at the peak of the step. AdamW's buffers and the maps' workspace are never there at
+    # the same time, since the groups are updated one after the other.
     *memory, adamw = components(rank)
     workspace = max((_map_workspace(plan, rank) for plan in plans), default=0)
     if plans and adamw.location == "device":  # its step comes after the maps
@@ -146,7 +149,7 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
 
 
 def _map_flops(plan: ExchangePlan, rank: Rank) -> tuple[Sequence[int], bool]:
-    """Of each weight, and whether no map is a decomposition: then they are the default map's, by
+    """Return the FLOPs of each weight's map, and whether no map is a decomposition: then they are the default map's, by
     which owner ranks are assigned.
     """
     spectral_map, settings = rank.optimizer.spectral_map, rank.optimizer.map_settings
@@ -170,6 +173,7 @@ def _exchange_bytes(plan: ExchangePlan, has_elements: bool) -> int:
     """
     if plan.layout.replicated:  # the weights themselves are the buffers
         return 0
+    # Three buckets may be there at once: one is gathered, one mapped, one sent back.
     peak, before_last, last = 0, Counter(), Counter()
     for indices in plan.buckets:
         numel = Counter()
@@ -291,6 +295,7 @@ def processes(
         (min(m) for route in routes if route.rule == "spectral" for m in route.matrix_shapes),
         default=0,
     )
+    # A map by decomposition has no count of operations, and then no FLOPs are shown.
     flops = {"busiest_rank": cost.flops_busiest_rank, "all_ranks": cost.flops_all_ranks}
     global_batch_size, factors = global_batch(recipe, num_ranks)
     # Gradients are averaged in a ring: by DDP and stage 1 once a step, by the others after each

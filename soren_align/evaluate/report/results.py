@@ -88,7 +88,7 @@ class Row(TypedDict):
     model: str | None
     """Its folder or name on the hub; model cards omit it."""
     weights_sha256: NotRequired[str | None]
-    """Of the weights that answered; None for a name on the hub."""
+    """The hash of the weights that answered; None for a name on the hub."""
     scores: Annotated[dict[str, Score], Field(min_length=1)]
     differences: NotRequired[dict[str, Difference] | None]
     """To the first row, which has none itself."""
@@ -151,7 +151,7 @@ class Results(TypedDict):
 
     format: Literal[1]
     points_sha256: NotRequired[str]
-    """Of points.json."""
+    """The hash of points.json."""
     title: str
     suite: str
     rows: Annotated[list[Row], Field(min_length=1)]

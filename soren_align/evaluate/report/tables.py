@@ -54,13 +54,13 @@ LABELS |= {
     "commit": "commit of soren-align",
     "num_choices": "choices (a normalized score is 0 for random answers)",
 }
-"""Of settings whose label is not their key."""
+"""Labels of the settings whose label is not their key."""
 MIN_QUESTIONS = 20
 """Below it an interval covers nearly all that is possible, [-45.6, +85.6] of five questions: it is
 not shown."""
 TOO_FEW = "too few questions"
 MAX_NUMBERS = 10
-"""Of questions in a note."""
+"""Question numbers that a note lists."""
 MAX_BELOW = 4
 """Panels of the figure below each other; more stand in two columns."""
 INCHES, DPI = 5.2, 200
@@ -261,93 +261,99 @@ def _score(score: Any, results: Results) -> str:
 
 
 def _legend(results: Results, brief: bool) -> list[str]:
-    first, *later = results["rows"]
-    lines = []
-    differences = [each for row in later for each in (row.get("differences") or {}).values()]
-    shown = [
-        d
-        for row in later
-        for c, d in (row.get("differences") or {}).items()
-        if not has_too_few(row, c)
+    """Return the lines that explain the cells of the table, each only if a cell needs it."""
+    sources = dict.fromkeys(row["source"] for row in results["published"])
+    return [
+        *_about_differences(results, brief),
+        *_about_rows(results),
+        *_about_zero_errors(results),
+        *(f"published scores, not evaluated here and not compared: {source}" for source in sources),
     ]
+
+
+def _about_differences(results: Results, brief: bool) -> list[str]:
+    """Return lines on intervals, p-values, columns with too few questions, and clusters."""
+    first, *later = results["rows"]
+    cells = [
+        (row, column, difference)
+        for row in later
+        for column, difference in (row.get("differences") or {}).items()
+    ]
+    shown = [(column, d) for row, column, d in cells if not has_too_few(row, column)]
+    lines = []
     if shown:
-        num_also = sum(len(each.get("also", ())) for each in differences)
-        also = (
-            f", and separately for the {num_also} comparisons of other scores below"
-            if num_also
-            else ""
-        )
-        intervals = (
-            ""
-            if brief
-            else " (Bonett and Price's; for averages and fractional scores by bootstrap)"
-        )
-        tests = (
-            ""
-            if brief
-            else " (McNemar's exact test for right or wrong answers, bootstrap for other scores)"
-        )
+        # The statistical methods stand in table.md alone: a terminal has the finding.
+        intervals = " (Bonett and Price's; for averages and fractional scores by bootstrap)"
+        tests = " (McNemar's exact test for right or wrong answers, bootstrap for other scores)"
+        if brief:
+            intervals = tests = ""
+        num_also = sum(len(d.get("also", ())) for _, _, d in cells)
+        also = f", and separately for the {num_also} comparisons of other scores below"
         lines += [
-            f"+x [low, high]: difference to {first['name']} on the same questions, with its 95% interval{intervals}",
-            f"p: two-sided p-value of the difference{tests}, Holm-corrected for the {len(differences)}"
-            f" comparison{'s' * (len(differences) > 1)} in this table{also}; *: p < 0.05",
+            f"+x [low, high]: difference to {first['name']} on the same questions, with its 95% "
+            f"interval{intervals}",
+            f"p: two-sided p-value of the difference{tests}, Holm-corrected for the {len(cells)}"
+            f" comparison{'s' * (len(cells) > 1)} in this table{also if num_also else ''}; "
+            "*: p < 0.05",
         ]
-        if not brief or any(
-            each["low"] * each["high"] > 0 and each["p_holm"] >= 0.05 for each in shown
-        ):
+        # An interval that excludes 0 beside a p above 0.05 looks like a mistake.
+        if not brief or any(d["low"] * d["high"] > 0 and d["p_holm"] >= 0.05 for _, d in shown):
             lines.append(
                 "intervals are not corrected: an interval may exclude 0 although p is above 0.05"
             )
-    few = {
-        c: score["n"]
-        for c, score in first["scores"].items()
-        if "n" in score and has_too_few(first, c)
-    }
-    if differences and few:
+    scores = first["scores"]
+    few = {c: score["n"] for c, score in scores.items() if "n" in score and has_too_few(first, c)}
+    if cells and few:
         lines.append(
-            f"{TOO_FEW}: with fewer than {MIN_QUESTIONS} questions, a difference has no interval and no p; "
-            f"number of questions: {_text(few)}"
+            f"{TOO_FEW}: with fewer than {MIN_QUESTIONS} questions, a difference has no interval "
+            f"and no p; number of questions: {_text(few)}"
         )
-    num_clusters = {
-        column: each["num_clusters"]
-        for row in later
-        for column, each in (row.get("differences") or {}).items()
-        if "num_clusters" in each and not has_too_few(row, column)
-    }
-    if num_clusters:
+    if num_clusters := {c: d["num_clusters"] for c, d in shown if "num_clusters" in d}:
         lines.append(
-            "questions of one cluster are not independent, so the standard errors, intervals and p-values of "
-            f"these columns are computed over clusters (Student's t); number of clusters: {_text(num_clusters)}"
+            "questions of one cluster are not independent, so the standard errors, intervals and "
+            "p-values of these columns are computed over clusters (Student's t); number of "
+            f"clusters: {_text(num_clusters)}"
         )
+    return lines
+
+
+def _about_rows(results: Results) -> list[str]:
+    """Return lines on rows that are not compared with the first one, or were trained from another
+    row.
+    """
+    first, *later = results["rows"]
+    lines = []
     for row in later:
         unpaired = row.get("unpaired", {})
         for reason in dict.fromkeys(unpaired.values()):
-            columns = [column for column, each in unpaired.items() if each == reason]
+            columns = [column for column, other in unpaired.items() if other == reason]
             which = "" if len(columns) == len(row["scores"]) else f", {', '.join(columns)}"
             lines.append(f"not compared with {first['name']}: {row['name']}{which} ({reason})")
-        # Where a row was trained from another one than the first.
         if (start := row.get("start")) and start["differences"]:
-            each = {c: _difference(d, has_too_few(row, c)) for c, d in start["differences"].items()}
-            texts = [f"{column} {', '.join(words)}" for column, words in each.items()]
-            to = f"{row['name']} minus {start['name']}, its starting checkpoint (p corrected for this line alone)"
-            lines.append(f"{to}: {'; '.join(texts)}")
+            texts = [
+                f"{column} {', '.join(_difference(d, has_too_few(row, column)))}"
+                for column, d in start["differences"].items()
+            ]
+            to = f"{row['name']} minus {start['name']}, its starting checkpoint"
+            lines.append(f"{to} (p corrected for this line alone): {'; '.join(texts)}")
+    return lines
+
+
+def _about_zero_errors(results: Results) -> list[str]:
+    """Return a line with Wilson's intervals of scores of 0 and 100, whose standard error is 0."""
+    if results.get("intervals"):  # the cells have them
+        return []
     intervals = [
         f"{row['name']} {column} [{score.get('low', 0):.1f}, {score.get('high', 0):.1f}]"
         for row in results["rows"]
         for column, score in row["scores"].items()
-        if score.get("stderr") == 0
-        and score.get("low", 0) < score.get("high", 0)
-        and not results.get("intervals")
+        if score.get("stderr") == 0 and score.get("low", 0) < score.get("high", 0)
     ]
-    if intervals:
-        lines.append(
-            "± 0.0: if all answers are right, or all are wrong, the standard error is 0; Wilson's 95% intervals:"
-            f" {', '.join(intervals)}"
-        )
-    sources = dict.fromkeys(row["source"] for row in results["published"])
+    if not intervals:
+        return []
     return [
-        *lines,
-        *(f"published scores, not evaluated here and not compared: {source}" for source in sources),
+        "± 0.0: if all answers are right, or all are wrong, the standard error is 0; Wilson's 95% "
+        f"intervals: {', '.join(intervals)}"
     ]
 
 

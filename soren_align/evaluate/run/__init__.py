@@ -1,1 +1,1 @@
-"""From a model and a suite to responses and scores."""
+"""Ask a model the questions of a suite, and score its responses."""

@@ -53,7 +53,7 @@ class BackendSettings:
     backend: Literal["hf", "vllm"]
     dtype: str
     device: str
-    """As in torch.device."""
+    """The device, as in torch.device."""
     batch_size: int
     """Prompts in one forward pass; with vLLM, in one call."""
 

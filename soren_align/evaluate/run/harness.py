@@ -49,7 +49,7 @@ from .requests import RequestDispatcher, ResponseCache, cache_key
 from .workers import InProcess, WorkerPool
 
 EQUAL_QUESTIONS = "questions of equal prompt and choices"
-"""In the settings, the cluster of a column whose questions are repeated."""
+"""The name, in the settings, of the cluster of a column whose questions are repeated."""
 PACKAGES = ("soren-align", "lm-eval", "transformers", "torch", "datasets")
 
 
@@ -94,7 +94,7 @@ class Options:
 
     backend: Literal["hf", "vllm"] = "hf"
     device: str | None = None
-    """As in torch.device. None: the GPU if there is one."""
+    """The device, as in torch.device. None: the GPU if there is one."""
     limit: int | None = None
     """Only the first questions of each task."""
     strict: bool = False
@@ -112,7 +112,7 @@ class ModelResults(ModelAnswers):
     """The results of one model, by column, in the order of the questions."""
 
     eos_token_id: Any = None
-    """Of the model's generation config: the tokens that end a generated text."""
+    """The tokens of the model's generation config that end a generated text."""
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)
     """See `score_column`, and "average"."""
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -169,6 +169,7 @@ def evaluate_model(
     options = options or Options()
     require_backend(options.backend)
     name = str(model)
+    # Template and device are known before the weights are read.
     with silence():
         folder = model_folder(model)
         tokenizer = load_tokenizer(folder)
@@ -187,6 +188,8 @@ def evaluate_model(
             f"{options.num_processes} processes need {options.num_processes} GPUs, but "
             f"{torch.cuda.device_count()} are visible; write a smaller --processes"
         )
+    # Everything that can change a response is in the key of the cache: weights, configs, template,
+    # dtype, batch size, device and versions (tests/evaluate/test_answering.py).
     settings = BackendSettings(options.backend, suite.dtype, device, suite.batch_size)
     device_name = torch.cuda.get_device_name() if device.startswith("cuda") else device
     tasks = tasks or load_tasks(suite, options.cache)
@@ -200,6 +203,7 @@ def evaluate_model(
         else WorkerPool(options.num_processes, *source)
     )
     lm = RequestDispatcher(workers, tokenizer, settings, cache, strict=options.strict)
+    # What must be equal in all rows of a table, and what a reader needs to make it again.
     generation, eos_token_id = generation_settings(folder)
     reported = {
         "versions": {package: metadata.version(package) for package in PACKAGES},
@@ -221,6 +225,8 @@ def evaluate_model(
             c: n if isinstance(n, int) else "by subtask" for c, n in normalized.items()
         }
     results = ModelResults(reported, eos_token_id=eos_token_id)
+    # Ask column by column, so that a failure names its column. lm-eval formats and scores the
+    # questions; `lm` answers them from the cache or by the workers.
     try:
         for task in suite.tasks:
             lm.label, lm.num_truncated = f"{name}: {task.column}", 0
@@ -234,6 +240,7 @@ def evaluate_model(
                 display.on_score(task.column, results.scores[task.column])
     finally:
         lm.workers.close()
+    # Whether prompts begin with a BOS token: two models that differ here answer other prompts.
     prompt = next(iter(results.samples.values()))[0]["arguments"][0][0]
     tokens = tokenizer(prompt)["input_ids"]
     results.settings["bos"] = bool(tokens) and tokens[0] == tokenizer.bos_token_id
@@ -262,6 +269,8 @@ def run_lm_eval(
     limit: only the first questions of each task. samples: only these, by the task's name. lm-eval
     seeds the generators of random, numpy and torch.
     """
+    # lm-eval draws few-shot examples by these seeds. Its own data parallelism would draw others on
+    # each rank: our workers get requests, and know nothing of questions.
     seeds = {
         f"{name}_random_seed": seed
         for name, seed in suite.seeds.model_dump().items()

@@ -17,7 +17,7 @@ from .requests import model_digest
 
 OVERWRITTEN = "was overwritten later"
 MAX_FOLDERS = 4
-"""In the name of a row: runs/studies/mine/a is the deepest run that soren-align makes."""
+"""Folders in the name of a row: runs/studies/mine/a is the deepest run that soren-align makes."""
 
 Row = tuple[str, Path]
 """(name in the table, model folder)."""

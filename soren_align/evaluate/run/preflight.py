@@ -53,7 +53,7 @@ class PlannedRow:
     """Its chat_template, which may be another model's, renders the prompts; None: there is no
     template."""
     context: int
-    """In tokens."""
+    """The length in tokens."""
     generation: dict[str, Any]
     """See `generation_settings`."""
     is_adapter: bool = False

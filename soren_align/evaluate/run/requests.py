@@ -31,7 +31,7 @@ from .backends import FILES, BackendSettings, ContextTooShort, base_folder
 from .workers import Workers
 
 FORMAT = 2
-"""Of a cache file. Increased when this package loads or runs models differently, so that responses
+"""The version of a cache file. Increased when this package loads or runs models differently, so that responses
 change."""
 PACKAGES = ("torch", "transformers", "lm-eval", "tokenizers", "peft")
 
@@ -44,7 +44,7 @@ class ResponseCache:
         key: what determines them, see `cache_key`.
         """
         self.responses: dict[str, tuple[list[Any], int]] = {}
-        """By chunk: the responses, and the number of truncated prompts."""
+        """Each chunk's responses, and the number of truncated prompts."""
         self.file = None
         if root is None:
             return
@@ -124,7 +124,7 @@ def _restore(response: Any) -> Any:
 
 
 BATCHES_PER_CHUNK = 16
-"""For log-likelihoods: enough to sort requests by length, few enough to lose little when killed."""
+"""Batches of log-likelihoods in a chunk: enough to sort requests by length, few enough to lose little when killed."""
 
 
 class RequestDispatcher(LM):
@@ -180,6 +180,8 @@ class RequestDispatcher(LM):
         """Return the responses in the order of the requests; those not cached are computed and
         cached.
         """
+        # Chunks depend on the requests and the batch size alone, so that every number of processes
+        # computes the same batches, bit for bit, and a killed evaluation finds its chunks again.
         # vLLM schedules batches itself
         single = kind == "generate_until" and self.settings.backend == "hf"
         chunks = make_chunks(
@@ -195,6 +197,7 @@ class RequestDispatcher(LM):
         done = len(requests) - sum(len(chunk) for chunk in missing.values())
         self.num_cached += done
         self.on_progress(done, len(requests))
+        # Each chunk is in the cache as soon as it is computed: a kill loses one chunk per process.
         try:
             for key, responses, num_truncated in self.workers.run(work):
                 self._refuse_truncated(num_truncated)
@@ -204,6 +207,7 @@ class RequestDispatcher(LM):
                 self.on_progress(done, len(requests))
         except ContextTooShort as error:
             raise UserError(f"{self.label}: {error}; omit this column (--omit)") from None
+        # lm-eval expects the order of its requests; the chunks are sorted by length.
         ordered: list[Any] = [None] * len(requests)
         for key, chunk in zip(keys, chunks, strict=True):
             responses, num_truncated = self.cache.responses[key]

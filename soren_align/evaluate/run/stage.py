@@ -72,6 +72,8 @@ def evaluate(
     are evaluated.
     """
     console, cache, output = console or Console(), cache or default_cache_folder(), Path(output)
+    # Refuse what can be refused before the tasks are loaded, which takes seconds, and the models,
+    # which takes minutes.
     names = [name for name, _ in rows]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(
@@ -84,6 +86,8 @@ def evaluate(
     if options.omit:  # the published average is one over other columns
         for row in published:
             row["scores"].pop("average", None)
+    # The tasks are loaded once, with the suite's seeds: lm-eval shuffles the choices of GPQA as it
+    # loads them, so that a second loading would ask other questions.
     planned = with_base_template([saved_row(*row) for row in rows], options.base_template)
     with loading(console, "Loading tasks") as status:
         tasks, notices = check(
@@ -100,6 +104,7 @@ def evaluate(
         num_processes=options.processes or 1,
         cache=cache,
     )
+    # One model after another, each with every process: two 7B models do not fit one GPU.
     evaluated = _evaluate_models(planned, suite, tasks, model_options, console)
     requests = [
         (name, results.num_requests["cached"], results.num_requests["computed"])
@@ -112,6 +117,8 @@ def evaluate(
     ]:
         unit = "requests; a multiple-choice question has one request per choice"
         print_labelled(console, "cached", f"{', '.join(cached)} {unit}")
+    # Nothing of the results is written before all models have answered. A kill leaves the earlier
+    # results whole, and the answers so far in the cache.
     shortfall = _shortfall(suite, tasks, options)
     settings = {  # those that the first model's results do not have, or that may differ in its row
         "chat_template": suite.apply_chat_template,
@@ -288,6 +295,8 @@ def _evaluate_models(
     """
     evaluated: list[tuple[str, ModelResults]] = []
     while len(evaluated) < len(rows):
+        # All rows have one batch size: padding changes the last digits of log-likelihoods (1.5e-5 at
+        # -160 in float32), and with them a few answers. So a batch that does not fit begins anew.
         row = rows[len(evaluated)]
         template = (row.tokenizer.chat_template or "") if suite.apply_chat_template else None
         try:

@@ -34,9 +34,9 @@ MIN_FIXED = 10
 """An n-gram in more questions than this, and in more than half of a benchmark's, is the task's own
 wording."""
 FORMAT = 1
-"""Of the cache. Increased when the rules for texts, words or overlaps change."""
+"""The version of the cache. Increased when the rules for texts, words or overlaps change."""
 REPORTED_EXAMPLES = 1000
-"""Between two calls of `on_examples`."""
+"""Examples between two calls of `on_examples`."""
 _NOT_WORDS = re.compile(r"[^\w\s]|_")
 _ASCII = {code: None for code in range(128) if not (chr(code).isalnum() or chr(code).isspace())}
 

@@ -38,7 +38,7 @@ from .points import NumChoices, metric_points, normalize
 
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 EQUAL = 1e-12
-"""Of numbers that differ by less, relative to their size, the difference is rounding."""
+"""A smaller relative difference of two numbers is rounding."""
 MODELS_OWN = {
     "generation_config": "its generation config is {1}, but the first model's is {0}",
     "chat_template": "only one of the two models was prompted with a chat template",
@@ -57,12 +57,12 @@ class ModelAnswers:
     points: dict[str, Sequence[float]] = field(default_factory=dict)
     """The points of each question; a score is 100 times their mean."""
     subtasks: dict[str, Sequence[str]] = field(default_factory=dict)
-    """Of columns that are a mean over subtasks, the subtask of each question."""
+    """The subtask of each question, in columns that are a mean over subtasks."""
     also_points: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
-    """By column and label, the points of the column's other scores, each 100 times the mean of the
+    """The points, by column and label, of the column's other scores, each 100 times the mean of the
     lists' means."""
     clusters: dict[str, Sequence[Any]] = field(default_factory=dict)
-    """Of columns with clusters, that of each question."""
+    """The cluster of each question, in columns that have clusters."""
     prompt_hashes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     """Hashes of each question and its prompt: two models are compared only if these are equal."""
     truncated: dict[str, int] = field(default_factory=dict)
@@ -164,11 +164,11 @@ def least_p(num_changed: int) -> float:
 
 
 MAX_BYTES = 64 << 20
-"""Of points.json. The leaderboard's 28,659 questions are 0.3 MB a row."""
+"""The largest points.json that is read. The leaderboard's 28,659 questions are 0.3 MB a row."""
 
 
 MAX_POINTS = 1e6
-"""Of a normalized score, those of a subtask's only question among many others: their number."""
+"""The most points of a question: a subtask's only one among many others has their number."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class ColumnPoints:
 
 
 Points = Mapping[str, ColumnPoints]
-"""Of one model, by column."""
+"""The points of one model, by column."""
 
 
 @with_config(ConfigDict(extra="forbid"))

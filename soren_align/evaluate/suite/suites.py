@@ -113,7 +113,7 @@ class Suite(Section):
     batch_size: Annotated[int, Field(ge=1)] = 8
     """Prompts in a forward pass. Fixed, because padding changes the last digits of scores."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights during evaluation. In bfloat16 a small update of the weights may be rounded
+    """The dtype of the weights during evaluation. In bfloat16 a small update of the weights may be rounded
     away."""
     seeds: Seeds = Seeds()
     average: bool = False
@@ -279,7 +279,7 @@ def refuse_missing_packages(suite: Suite) -> None:
 
 
 class PublishedScore(Section):
-    """In percent."""
+    """The score in percent."""
 
     value: Annotated[float, Field(ge=0, le=100)]
     stderr: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -291,7 +291,7 @@ class PublishedRow(Section):
 
     name: Annotated[str, Field(min_length=1)]
     scores: Annotated[dict[str, PublishedScore], Field(min_length=1)]
-    """By column of the suite, and "average"; some may be missing."""
+    """Scores by column of the suite, and "average"; some may be missing."""
 
 
 class PublishedTable(Section):

@@ -26,7 +26,7 @@ from .sandbox import documents, loading, rendering
 from .suites import Suite, SuiteTask, refuse_missing_packages
 
 Tasks = dict[str, Task | Group]
-"""By column: a task, or a group of tasks (MMLU's 57 subjects)."""
+"""Each column's task, or a group of tasks (MMLU's 57 subjects)."""
 GROUP = "suite_{}"
 """The name of the group that `_manager` makes for a task."""
 SETTINGS = ("doc_to_text", "doc_to_choice", "doc_to_target")
