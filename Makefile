@@ -59,7 +59,7 @@ soak: SEED ?= $(shell date +%Y%m%d)
 soak: setup
 	$(BIN)/python -m tests.soak --seed $(SEED)
 
-# How far 2 and 3 ranks are from one process, sharded in every way: the table of docs/studies/parity.md. Three minutes.
+# How far 2 and 3 ranks are from one process, sharded in every way: the table of research/studies/parity.md. Three minutes.
 parity: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sharding.parity
 

@@ -102,17 +102,6 @@ With a model in the place of a recipe, `plan` shows how the model would be train
 is 2.
 """,
     "reshard": "[distributed.md](distributed.md) describes this command in its section about checkpoints.\n",
-    "map": """\
-The command finds polynomials that approximate a function of the singular values, and proves a bound of their error
-([optimizers.md](optimizers.md#any-function-by-name-or-by-formula)). It prints this bound, the number of matrix
-products, the FLOPs relative to Muon's, the error by float16, and the mean difference from the function on momenta that
-we recorded. If no polynomials reach `--error`, the error message states the possible errors. FORMULA may also be the
-name of a map (`minimax`, `muon`). For such a map, `--plot` draws the map and the function that it approximates, for
-matrices of norm 1, and their relative difference. For a .png file, a dark version is also written.
-
-    soren-align map "x / sqrt(x^2 + 0.01)" --error 0.005 --plot soft-sign.svg
-    soren-align map sns --plot sns.png
-""",
     "spectrum": """\
 A map is the function that an optimizer applies to the singular values of a momentum. `spectrum` prints how much the
 output of every map differs from the output of the exact sigmoid, as a mean over all matrices and steps. With `--full`,
@@ -120,8 +109,7 @@ output of every map differs from the output of the exact sigmoid, as a mean over
 [runs.md](runs.md#spectra).
 
     soren-align sft quickstart/sft --set run.log_spectra.steps=[1,100,600] --no-eval
-    soren-align spectrum runs/quickstart/sft --matrices '*q_proj*' --output pictures
-    soren-align spectrum runs/paper-figures/spectra --preset paper-spectra --output pictures
+    soren-align spectrum runs/quickstart/sft --matrices '*q_proj*'
 """,
     "merge": "Use this command on runs with `model.lora`; see [optimizers.md](optimizers.md#lora-and-qlora).\n",
     "push": "No other command uploads anything.\n",
@@ -153,7 +141,6 @@ Edit the copy to make a suite of your own; see [evaluation.md](evaluation.md).
     soren-align docs
     soren-align docs recipe | grep -A2 warmup
 """,
-    "bench maps": "This command wrote the tables of [benchmarks.md](benchmarks.md).\n",
 }
 """What the help has no room for, by command."""
 
@@ -164,7 +151,7 @@ def page() -> str:
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """("soren-align bench maps", its command) of every command that does something, in the order of
+    """("soren-align suites copy", its command) of every command that does something, in the order of
     the help.
     """
     yield from _below("soren-align", typer.main.get_command(app))

@@ -3,7 +3,7 @@ momentum.
 
     python docs/make_pictures.py        ten seconds
 
-The singular values of a momentum (studies/recorded_spectra.py: SFT of SmolLM2-135M, step 12) and of
+The singular values of a momentum (research/recorded.py: SFT of SmolLM2-135M, step 12) and of
 the updates that AdamW, Muon and Soren make: Soren's and Muon's by the maps of soren_align.spectral,
 AdamW's as recorded. All have the same size, a root mean square of 1 over a matrix's singular
 values, as match_rms_measured scales updates. A line is the median over 28 matrices of the four
@@ -15,16 +15,16 @@ from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import matplotlib
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
-from studies import recorded_spectra
 from torch import Tensor
 
+from research.recorded import ADAMW as ADAMW_UPDATES
+from research.recorded import recorded_spectra
 from soren_align.core.figures import DARK, FONT, LIGHT, Colors, compact, style_axes
 from soren_align.core.text import Table
 from soren_align.spectral import minimax_sigmoid, newton_schulz, released_sigmoid
@@ -49,8 +49,8 @@ def spectra() -> dict[str, Tensor]:
     """The singular values at SHARES by name, medians over the matrices, each matrix's with a root
     mean square of 1.
     """
-    momenta = [each.sigma for each in recorded_spectra.load(sets=["smollm2"]) if each.step == STEP]
-    updates = [each.sigma for each in recorded_spectra.load(sets=[recorded_spectra.ADAMW])]
+    momenta = [each.sigma for each in recorded_spectra(sets=["smollm2"]) if each.step == STEP]
+    updates = [each.sigma for each in recorded_spectra(sets=[ADAMW_UPDATES])]
     by_name = {MOMENTUM: momenta, ADAMW: updates}
     by_name |= {
         name: [f(torch.diag(sigma)).diagonal() for sigma in momenta] for name, f in MAPS.items()
@@ -108,7 +108,7 @@ def draw(lines: dict[str, Tensor], colors: Colors) -> str:
 
 
 def main() -> None:
-    """Write both pictures, and print numbers of their lines for studies/spectra.md."""
+    """Write both pictures, and print numbers of their lines for research/studies/spectra.md."""
     lines = spectra()
     print(numbers(lines))
     for name, colors in (("idea", LIGHT), ("idea-dark", DARK)):

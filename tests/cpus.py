@@ -19,7 +19,7 @@ LIMITS = {
 """Of torch, MKL (on Intel's CPUs alone), oneDNN and numpy's OpenBLAS; `native` is what the CPU has."""
 VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE")
 
-ROUNDING = ["bench", "optim", "sharding", "spectral", "studies", "training", "quickstart", "evaluate", "test_docs.py"]
+ROUNDING = ["optim", "research", "sharding", "spectral", "training", "quickstart", "evaluate", "test_docs.py"]
 ALL: list[str] = []
 SETTINGS = {"default-1": ALL, "avx2-2": ALL, "native-2": ALL, "default-2": ROUNDING, "avx2-1": ROUNDING}
 """What of tests/ each setting runs. `make test` runs all tests with the sixth, native-1."""

@@ -181,14 +181,12 @@ def test_docs_lists_the_pages_and_prints_one():
     assert sections == ["Start", "Guides", "Reference", "Science", "Contributing"]
     pages = [line.split() for line in lines if line.startswith(" ")]
     assert [name for name, *_ in pages] == list(shipped.pages())
-    assert ["studies/maps", "Which", "map", "learns", "better?"] in pages
+    assert ["own-data", "Your", "own", "data"] in pages
     assert all(len(line) <= 80 for line in lines)
     page = shipped.pages()["data"].read_text()
     assert run("docs", "data").stdout == run("docs", "docs/data.md").stdout == page
     assert run("docs", "README").stdout == shipped.pages()["readme"].read_text()
-    study = shipped.pages()["studies/maps"].read_text()
-    assert run("docs", "maps").stdout == run("docs", "docs/studies/maps.md").stdout == study
-    assert run("docs", "docs/studies/README.md").stdout == shipped.pages()["studies"].read_text()
+    assert run("docs", "recipes/studies/README.md").stdout == shipped.pages()["recipes/studies"].read_text()
     message = "error: evalution: is no page of the documentation; did you mean 'evaluation'?\n"
     assert run("docs", "evalution", code=2).stderr == message
 

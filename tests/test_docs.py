@@ -156,7 +156,7 @@ def test_the_picture_of_the_idea_is_drawn_from_the_maps_and_the_recorded_spectra
     middle = {name: float(line[len(line) // 2]) for name, line in lines.items()}
     assert middle["Soren"] == pytest.approx(1, abs=0.01)
     assert middle[pictures.MOMENTUM] < middle[pictures.RELEASED] < middle["AdamW"] < middle["Muon"]
-    assert pictures.numbers(lines) in (ROOT / "docs/studies/spectra.md").read_text(encoding="utf-8")
+    assert pictures.numbers(lines) in (ROOT / "research/studies/spectra.md").read_text(encoding="utf-8")
     for name, colors in (("idea", pictures.LIGHT), ("idea-dark", pictures.DARK)):
         drawn, shipped = pictures.draw(lines, colors), (ROOT / f"docs/{name}.svg").read_text(encoding="utf-8")
         assert drawn.count("<path") == shipped.count("<path")
@@ -233,18 +233,17 @@ def test_the_license_is_the_text_of_apache_2():
 def test_a_page_of_the_site_links_to_pages_of_the_site():
     site = script("docs/make_site.py")
     text = (
-        "[a](own-data.md#x), [b](../recipes/quickstart/README.md), [c](studies/README.md), [d](../README.md), "
+        "[a](own-data.md#x), [b](../recipes/quickstart/README.md), [c](../research/README.md), [d](../README.md), "
         "[`e`](../soren_align/optim/step.py), [f](https://example.org/a.md), [g](../CONTRIBUTING.md) ![h](house.svg)\n"
         "```\n[a](../README.md)\n```\n"
     )
     page, pictures = site.site_page("docs/data.md", text)
     assert page == (
-        "[a](own-data.md#x), [b](recipes/quickstart/index.md), [c](studies/index.md), [d](index.md), "
+        "[a](own-data.md#x), [b](recipes/quickstart/index.md), `c`, [d](index.md), "
         "`e`, [f](https://example.org/a.md), [g](contributing.md) ![h](house.svg)\n"
         "```\n[a](../README.md)\n```\n"
     )
     assert pictures == ["docs/house.svg"]
-    assert site.site_page("docs/studies/maps.md", "[a](../data.md)")[0] == "[a](../data.md)"
     assert site.site_page("recipes/quickstart/README.md", "[a](../../docs/data.md)")[0] == "[a](../../data.md)"
     home, pictures = site.site_page(site.HOME, (ROOT / site.HOME).read_text(encoding="utf-8"))
     assert pictures == ["docs/idea.svg", "docs/idea-dark.svg"]

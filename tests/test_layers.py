@@ -15,10 +15,10 @@ from tests.support import command
 PACKAGE = Path(__file__).resolve().parent.parent / "soren_align"
 # A room imports from rooms below its own layer only.
 LAYERS = [{"cli"}, {"study", "doctor"}, {"launch"}, {"planning", "publish"},
-          {"training", "evaluate", "bench", "plugins"}, {"sharding", "data"}, {"run", "importers"},
+          {"training", "evaluate", "plugins"}, {"sharding", "data"}, {"run", "importers"},
           {"optim", "recipe", "testing"}, {"spectral", "tasks"}, {"core"}]  # fmt: skip
 # The rooms that may import each of these dependencies.
-DOORS = {"deepspeed": {"sharding", "launch", "bench"}, "torch.distributed": {"sharding", "launch", "doctor"},
+DOORS = {"deepspeed": {"sharding", "launch"}, "torch.distributed": {"sharding", "launch", "doctor"},
          "trl": {"training"}, "datasets": {"data", "evaluate"}, "lm_eval": {"evaluate"}}  # fmt: skip
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 # Rooms, and files of rooms, that are imported before torch.
@@ -100,6 +100,13 @@ def wrong_doors(package):
                 yield f"{file.name} of {here} imports {name}, and must be quick to import"
 
 
+def second_tier(package):
+    """Imports of research and benchmarks, which are in no wheel."""
+    for file in files(package):
+        if names := {name.split(".")[0] for name in imports(file, package)} & {"research", "benchmarks"}:
+            yield f"{file.name} of {room(file, package)} imports {sorted(names)}"
+
+
 def import_circles(package):
     try:
         TopologicalSorter(import_graph(package)).prepare()
@@ -153,6 +160,7 @@ def _chain(*names):
 RULES = {
     upward_arrows: {"optim/planted.py": "def f():\n    from ..training import run\n"},
     wrong_doors: {"data/planted.py": "import lm_eval.tasks as tasks\n"},
+    second_tier: {"optim/planted.py": "def f():\n    from research.nulls import RANDOM\n"},
     import_circles: {"optim/one.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .two import f\n",
                      "optim/two.py": "from . import one\n"},
     changed_libraries: {"data/planted.py": "import os\nfrom datasets import config\nconfig.HF_HUB_OFFLINE = True\n"},

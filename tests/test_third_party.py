@@ -157,4 +157,3 @@ def test_the_commands_know_them(environment):
     by_name = run(environment, *plan, "optimizer.name=cubic_muon").stdout
     assert "optimizer cubic_muon (cubic, of another package" in by_name
     assert '"cubic"' in run(environment, "-m", "soren_align", "schema").stdout
-    assert "cubic 5" in run(environment, "-m", "soren_align", "bench", "maps", "--shapes", "8x8").stdout

@@ -2,7 +2,7 @@
 
 train.jsonl and held_out.jsonl: functions of the standard library, with the first paragraph of their docstring as the
 answer. The functions of a module are all in one of the files. retention.jsonl: pages of the language reference, which
-the module pydoc_data has. These are the data of the study smollm2-spectrum.
+the module pydoc_data has. These are the data of research/studies/smollm2-spectrum.yaml.
 
 With --short, for the model of quickstart/stdlib: shorter functions, as plain texts. Held out are functions of the
 modules of stdlib's validation split, and retention.jsonl is the code of these modules in passages. These are the data

@@ -1,41 +1,12 @@
-"""The commands for those who look into the optimizer: spectra, maps, checkpoints of several
-processes, benchmarks.
+"""The commands for those who look into the optimizer or the machine: spectra, checkpoints of
+several processes, doctor.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from .grammar import WITH_JSON, AsJson, refuse_options
-
-bench_app = typer.Typer(
-    help="Measure the maps and the optimizers on this machine.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-
-Shapes = Annotated[
-    str,
-    typer.Option(
-        metavar="SHAPES",
-        help="Shapes of llama-60m, qwen2.5-3b or mistral-7b, or a list: 512x1376,512x512.",
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DEVICE",
-        help="The device to measure: cpu or cuda. Default: the GPU, if there is one.",
-    ),
-]
-Page = Annotated[
-    str | None,
-    typer.Option(
-        "--output",
-        metavar="FILE.md",
-        help="Also write the tables to this Markdown file, in place of earlier tables.",
-    ),
-]
 
 
 def reshard(
@@ -64,112 +35,17 @@ def spectrum(
             help="Show only matrices of this name: '*q_proj*'. You can repeat this option.",
         ),
     ] = None,
-    gradients: Annotated[
-        bool,
-        typer.Option(
-            "--gradients",
-            help="Use the recorded gradients in place of the momenta (if run.log_spectra.of has `gradient`).",
-        ),
-    ] = False,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Also draw the singular values, as pictures in this folder."
-        ),
-    ] = None,
-    preset: Annotated[
-        Literal["paper-spectra", "paper-log-centered"] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Draw the gradients as a figure of the paper: paper-spectra or paper-log-centered. Needs --output.",
-        ),
-    ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Show every matrix, not only the means.")
-    ] = False,
-    advise: Annotated[
-        bool,
-        typer.Option(
-            "--advise",
-            help="Show how much the updates of several maps differ from those of Muon and of momentum SGD.",
-        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare every map with the exact sigmoid on a run's momenta, without training."""
-    if advise:
-        refuse_options(
-            context,
-            ["full", "output", "preset", "gradients"],
-            "with --advise, which prints one table",
-        )
     if as_json:
         refuse_options(context, ["full"], WITH_JSON)
-    if preset:
-        refuse_options(context, ["gradients"], "with --preset, which draws gradients")
-    if output is None:
-        refuse_options(context, ["preset"], "without --output", "add --output DIR")
     from ..launch import commands
 
-    of = "gradient" if gradients or preset else "momentum"
-    options = {"full": full, "advise": advise, "as_json": as_json}
-    commands.spectrum(run, matrices or ["*"], of, output, preset, **options)
-
-
-def show_map(
-    context: typer.Context,
-    formula: Annotated[
-        str,
-        typer.Argument(
-            metavar="FORMULA", help="A function of x: 'tanh(x / 0.1)'; or a map's name: minimax."
-        ),
-    ],
-    of: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NORM",
-            help="The size of the matrix by which the singular value is divided to get x: nu, norm, rms or none. "
-            "Default: nu.",
-        ),
-    ] = None,
-    error: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="The largest error of the polynomials, as a share of the function's largest value. Default: 0.01.",
-        ),
-    ] = None,
-    resolution: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X", help="The smallest x at which this error holds. Default: 0.0004."
-        ),
-    ] = None,
-    limit: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="The largest x, with --of rms and none. Default: 1."),
-    ] = None,
-    plot: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Also draw the function and its polynomials (of a map: its target): .png or .svg.",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show the polynomials of a function of singular values: their proved error, their cost, and a
-    picture.
-    """
-    from ..launch import commands
-
-    settings = {"of": of, "error": error, "resolution": resolution, "limit": limit}
-    commands.show_map(
-        formula,
-        {key: v for key, v in settings.items() if v is not None},
-        plot=plot,
-        as_json=as_json,
-    )
+    commands.spectrum(run, matrices or ["*"], full=full, as_json=as_json)
 
 
 def doctor(
@@ -198,37 +74,3 @@ def doctor(
     from ..doctor import run
 
     raise typer.Exit(run.doctor(processes, quick=quick, output=output))
-
-
-@bench_app.command()
-def maps(
-    shapes: Shapes = "llama-60m",
-    device: Device = None,
-    as_json: AsJson = False,
-    output: Page = None,
-) -> None:
-    """Measure time, FLOPs and error of every map, beside Muon's."""
-    from ..launch import commands
-
-    commands.bench("maps", shapes, device=device, as_json=as_json, output=output)
-
-
-@bench_app.command()
-def step(
-    shapes: Shapes = "llama-60m",
-    device: Device = None,
-    tokens: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Tokens per step, to compute the optimizer's share of a step's time.",
-        ),
-    ] = 32768,
-    as_json: AsJson = False,
-    output: Page = None,
-) -> None:
-    """Measure time and memory of optimizer steps on a model's matrices."""
-    from ..launch import commands
-
-    commands.bench("step", shapes, device=device, tokens=tokens, as_json=as_json, output=output)

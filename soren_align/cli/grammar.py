@@ -33,7 +33,7 @@ Judge     eval       evaluate models beside the checkpoints they started from
           chat       talk to a model
 Look      show, runs, curves
 Share     merge, push
-Expert    map, spectrum, reshard, bench, doctor, schema
+Expert    spectrum, reshard, doctor, schema
 
 Examples  soren-align sft quickstart/sft
           soren-align sft --model MODEL --data faq.csv --output runs/faq

@@ -145,7 +145,10 @@ def show(
         typer.Argument(metavar="RUN", help="A run folder. Default: the newest run below runs/."),
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Also show the notes under the scores.")
+        bool,
+        typer.Option(
+            "--full", help="Also show the notes under the scores, and the angles of the updates."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

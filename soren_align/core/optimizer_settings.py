@@ -97,7 +97,7 @@ SECOND_MOMENT_BETA = 0.95
 """NorMuon's, and AdaMuon's, which is its momentum."""
 MATCH_RMS = 0.2
 """RMS of AdamW's update over its learning rate, as observed after a few hundred steps
-(docs/studies/optimizers.md has the first ones): the aim of both `match_rms_` scales, if a recipe
+(research/studies/optimizers.md has the first ones): the aim of both `match_rms_` scales, if a recipe
 does not state another one."""
 BETAS = (0.9, 0.999)
 EPS = 1e-8
@@ -106,11 +106,6 @@ RESOLUTIONS = (0.0004, 0.001, 0.01)
 """The normalised singular values from which a minimax polynomial of `spectral.coefficients` is
 accurate."""
 RESOLUTION = 0.0004
-NORMALIZATIONS = ("nu", "norm", "rms", "none")
-"""Of the singular values, for maps by a formula."""
-ERROR = Bounds(least=1e-6, below=1)
-"""Of the polynomials of a formula, as a share of its largest value."""
-FORMULA_RESOLUTION = Bounds(least=1e-5, most=0.1)
 SNS_STEPS = 15
 RELEASED_STEPS = 5
 """K of the authors' released code."""

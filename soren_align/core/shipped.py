@@ -38,28 +38,7 @@ NAVIGATION = {
         *("docs/library.md", "docs/hosts.md"),
         *("docs/doctor.md", "docs/environment.md", "docs/support.md", "docs/reliability.md"),
     ],
-    "Science": [
-        *(
-            "docs/optimizers.md",
-            "docs/studies/README.md",
-            "docs/studies/optimizers.md",
-            "docs/studies/spectra.md",
-        ),
-        *("docs/studies/spectrum.md", "docs/studies/pretrained-by.md"),
-        *(
-            "docs/studies/maps.md",
-            "docs/studies/pretraining.md",
-            "docs/studies/wall-clock.md",
-            "docs/studies/cnn.md",
-        ),
-        *(
-            "docs/studies/theorems.md",
-            "docs/studies/parity.md",
-            "docs/studies/statistics.md",
-            "docs/benchmarks.md",
-        ),
-        "docs/figures.md",
-    ],
+    "Science": ["docs/optimizers.md", "docs/figures.md"],
     "Contributing": [
         *("CONTRIBUTING.md", "docs/architecture.md", "docs/style.md"),
         *("SECURITY.md", "CHANGELOG.md"),
@@ -113,13 +92,13 @@ def pages() -> dict[str, Path]:
     """Return every page of the documentation by name, e.g.
     {'readme': .../README.md, 'data': .../docs/data.md}.
 
-    A README.md has the name of its folder: `studies`, beside `studies/maps`.
+    A README.md has the name of its folder: `recipes/studies`.
     """
     return {page_name(file): ROOT / file for files in NAVIGATION.values() for file in files}
 
 
 def page_name(file: str) -> str:
-    """The name of a page of NAVIGATION: 'studies/maps' for 'docs/studies/maps.md'."""
+    """The name of a page of NAVIGATION: 'own-data' for 'docs/own-data.md'."""
     name = file.removeprefix("docs/").removesuffix(".md").removesuffix("/README")
     return name if "/" in name else name.lower()
 

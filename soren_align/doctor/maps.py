@@ -13,18 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bench.recorded import recorded_spectra
 from ..core.optimizer_settings import FactorPrecision
 from ..spectral import MAPS, SpectralMap
 from ..spectral.maps import sigmoid
 from .findings import Finding, Machine, judged, skipped
 
 LIMITS = {"float32": 1e-3, "tf32": 0.01, "float16": 0.01}
-"""Of the relative distance (Frobenius) from float64: tests/spectral/test_recorded_spectra.py,
+"""Of the relative distance (Frobenius) from float64: tests/research/test_recorded_spectra.py,
 test_precisions.py."""
 LIKE_CPU = 1.5
 """For bfloat16, which promises no distance: times the distance of the CPU in the same precision."""
-RECORDED_STEPS = (("smollm2", 12), ("quickstart", 600))
+DECADES = -3.6
+"""From the largest to the smallest singular value: 45% lie below 1% of the largest, as in the
+momenta of SmolLM2-135M (research/studies/spectra.md)."""
+SHAPES = ((64, 64), (64, 172), (256, 64), (192, 192), (96, 256), (256, 256))
 LARGE_MODES = 1e-3
 """Of nu: singular values above it are accurate in minimax."""
 SIGMOID_LIMITS: dict[FactorPrecision, float] = {"float32": 0.005, "tf32": 0.02, "float16": 0.02}
@@ -36,7 +38,7 @@ kernel."""
 
 @dataclass(frozen=True)
 class Momentum:
-    """A matrix with recorded singular values, x = u diag(sigma) v^T, in float64."""
+    """A matrix of known singular values, x = u diag(sigma) v^T, in float64."""
 
     x: Tensor
     u: Tensor
@@ -45,21 +47,18 @@ class Momentum:
 
 
 def momenta(num: int, *, full_rank: bool = False) -> list[Momentum]:
-    """Matrices with recorded spectra and random singular vectors.
+    """Matrices with spectra like those of real momenta, and random singular vectors.
     full_rank: small singular values are raised, because decompositions are 0 on the null space,
     which is another one in float32.
     """
-    spectra = [
-        s for s in recorded_spectra() if (s.set, s.step) in RECORDED_STEPS and min(s.shape) <= 256
-    ]
     matrices, generator = [], torch.Generator().manual_seed(0)
-    for spectrum in spectra[:: max(1, len(spectra) // num)][:num]:
-        sigma = spectrum.sigma
+    for shape in (SHAPES * num)[:num]:
+        sigma = torch.logspace(0, DECADES, min(shape), dtype=torch.float64)
         if full_rank:
             sigma = sigma + 0.01 * sigma[0] * torch.linspace(
                 1, 0.5, len(sigma), dtype=torch.float64
             )
-        sizes = [(size, len(sigma)) for size in spectrum.shape]
+        sizes = [(size, len(sigma)) for size in shape]
         u, v = (
             torch.linalg.qr(torch.randn(*size, dtype=torch.float64, generator=generator)).Q
             for size in sizes

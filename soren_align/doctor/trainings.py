@@ -24,7 +24,7 @@ from .findings import Finding, Machine, judged, last_line, skipped
 
 TOLERANCE = 2e-6
 """float32, ten steps: other sums over ranks, magnified by the map's slope at zero
-(docs/studies/parity.md)."""
+(research/studies/parity.md)."""
 NUM_STEPS, PER_DEVICE = 10, 4
 SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
 QUICK = ("zero2", "fsdp2")

@@ -14,11 +14,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from ..bench import shapes
 from ..core.errors import LostRankError, UserError, known_failure
 from ..core.figures import NO_PICTURES
 from ..core.files import read_json
-from ..core.optimizer_settings import ERROR, FORMULA_RESOLUTION, NORMALIZATIONS, POSITIVE
 from ..core.signals import deferred
 from ..core.silence import quiet_libraries
 from ..core.text import (
@@ -450,125 +448,20 @@ def merge(run: str) -> None:
         print_labelled(console, "", ", ".join(steps))
 
 
-def bench(
-    subject: str,
-    shapes_text: str,
-    *,
-    device: str | None,
-    tokens: int = 0,
-    as_json: bool,
-    output: str | None,
-) -> None:
-    """Measure the maps ("maps") or the optimizers ("step").
-    Raises UserError before torch is imported.
-    """
-    matrices = shapes.parse(shapes_text)
-    if device:
-        shapes.check_device(device)
-    if output and not Path(output).absolute().parent.is_dir():
-        raise UserError(
-            f"--output: the folder of {output} does not exist; create this folder, or write the path of a file in "
-            "an existing folder"
-        )
-    if output and Path(output).is_dir():
-        raise UserError(
-            f"--output: {output} is a folder; write the path of a file, such as {Path(output) / 'benchmarks.md'}"
-        )
-    refuse_ranks("bench")
-    set_environment(None)
-    console = stderr_console()
-    with console.status("Loading torch"):
-        from ..bench import maps, show, steps
-        from ..bench.timing import find_device
-    with quiet_libraries(), console.status("Measuring", refresh_per_second=2) as status:
-        # The spinner turns slowly: its thread takes time from what is measured.
-        target = find_device(device)
-        if subject == "maps":
-            results = maps.run(matrices, target, status.update)
-        else:
-            results = steps.run(matrices, target, tokens, status.update)
-    if output:
-        show.update_page(results, Path(output))
-    if as_json:
-        sys.stdout.write(json.dumps(results, indent=2) + "\n")
-    else:
-        Terminal().print(show.terminal(results), highlight=False)
+def spectrum(run: str, globs: list[str], *, full: bool, as_json: bool) -> None:
+    """Show the output of every map on the spectra of a run, without training, in tables or JSON.
 
-
-def show_map(
-    text: str, settings: dict[str, Any], *, plot: str | None = None, as_json: bool = False
-) -> None:
-    """Show a map by a formula or by its name: certificate, cost, errors.
-    plot: the file of a picture.
-    """
-    file = None if plot is None else Path(plot)
-    if file is not None and (file.suffix not in (".png", ".svg") or not file.parent.is_dir()):
-        raise UserError(
-            f"--plot: found {plot}; write the path of a .png or .svg file in a folder that exists"
-        )
-    if (of := settings.get("of", "nu")) not in NORMALIZATIONS:
-        raise UserError(f"--of: found {of!r}; write one of {', '.join(NORMALIZATIONS)}")
-    for key, bounds in {
-        "error": ERROR,
-        "resolution": FORMULA_RESOLUTION,
-        "limit": POSITIVE,
-    }.items():
-        if key in settings and settings[key] not in bounds:
-            raise UserError(f"--{key}: found {settings[key]:g}; write a number, {bounds}")
-    with stderr_console().status("Loading torch"):
-        from ..bench import formulas
-    with quiet_libraries(), stderr_console().status("Composing polynomials"):
-        result, target = formulas.describe(text, settings)
-    sys.stdout.write(
-        json.dumps(result, indent=2) + "\n" if as_json else "\n".join(formulas.lines(result)) + "\n"
-    )
-    if file is not None:
-        if text in formulas.MAPS and formulas.MAPS[text].is_drawn:
-            raise UserError(
-                f"--plot: the map {text} draws random numbers, and is no function; remove this option"
-            )
-        with quiet_libraries():
-            files = formulas.draw(result, target if result["steps"] else None, file)
-        print_labelled(stderr_console(), "written", " and ".join(map(str, files)), wrap=False)
-
-
-def spectrum(
-    run: str,
-    globs: list[str],
-    of: str,
-    output: str | None,
-    preset: str | None,
-    full: bool,
-    advise: bool,
-    as_json: bool,
-) -> None:
-    """Show the spectra of a run and the output of every map on them, without training, in tables or
-    JSON.
-
-    output: a folder for pictures. preset: one of `paper_figures.PRESETS`, for these pictures. full:
-    the numbers of every matrix, in place of their means. advise: in place of all this how far maps
-    take an update from Muon's and from momentum SGD's.
+    full: the numbers of every matrix, in place of their means.
     """
     folder = RunFolder(run)
     folder.record()
-    recipe = load_resolved(folder.recipe) if advise else None
-    pictures = None if output is None else Path(output)
-    if pictures is not None and pictures.exists() and not pictures.is_dir():
-        raise UserError(f"--output: {output} is a file; write the path of a folder")
     with folder.locked(shared=True):
         set_environment(None)
         console = stderr_console()
         with console.status("Loading torch"):
-            from ..bench import advice, spectra
+            from ..run import spectra
         with quiet_libraries(), console.status("Reading the spectra") as status:
-            source, momenta = spectra.spectra_of_run(folder, globs, of)
-            if recipe:
-                contrasts = advice.advice(momenta, recipe)
-                if as_json:
-                    sys.stdout.write(json.dumps({"source": source, **contrasts}, indent=2) + "\n")
-                else:
-                    Terminal().print(advice.show(source, contrasts, recipe), highlight=False)
-                return
+            source, momenta = spectra.spectra_of_run(folder, globs)
             maps, records = spectra.all_maps(), []
             for number, momentum in enumerate(momenta, 1):
                 status.update(f"Mapping spectrum {number} of {len(momenta)}")
@@ -578,13 +471,3 @@ def spectrum(
     else:
         show = spectra.tables if full else spectra.summary
         Terminal().print(show(source, records), highlight=False)
-    if pictures is not None:
-        pictures.mkdir(parents=True, exist_ok=True)
-        with quiet_libraries(), console.status("Drawing"):
-            if preset:
-                from ..bench import paper_figures
-
-                files = paper_figures.draw(preset, momenta, maps, pictures)
-            else:
-                files = spectra.draw(momenta, maps, pictures)
-        print_labelled(console, "written", f"{pictures}: {', '.join(file.name for file in files)}")

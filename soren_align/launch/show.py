@@ -49,7 +49,7 @@ make."""
 
 def show(run: str | None, *, full: bool = False, as_json: bool = False) -> None:
     """Print a run's status, curve, scores, samples and next commands.
-    full: with all notes of the scores.
+    full: with all notes of the scores, and the angles of the updates.
 
     run: None: the newest one below RUNS. Raises UserError if the folder is not a run's.
     """

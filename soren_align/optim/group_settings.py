@@ -11,6 +11,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from ..core import optimizer_settings as default
+from ..core.files import digest
 from ..core.optimizer_settings import (
     COEFFICIENT,
     LARGEST,
@@ -238,10 +239,10 @@ def refuse_changed_settings(
             first = next(((a, b) for a, b in zip(was, now, strict=False) if a != b), numbers)
             pairs += [("param_names", *first)] if was != now else []
         for key, was, now in pairs:
-            # its composition may be another one of equal settings; the checkpoint's is loaded
+            # The content of a map's file, as a short hash: its numbers say nothing in a message.
             if key == "map":
                 was, now = (
-                    {k: v for k, v in value.items() if k != "composition"}
+                    {k: digest(v)[:12] if k == "composition" else v for k, v in value.items()}
                     if isinstance(value, dict)
                     else value
                     for value in (was, now)

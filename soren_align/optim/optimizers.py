@@ -21,8 +21,7 @@ from ..core.optimizer_settings import (
     Precision,
     States,
 )
-from ..spectral.maps import HTMUON, MUON, SOREN_MAPS, SpectralMap
-from ..spectral.nulls import seed_of
+from ..spectral.maps import HTMUON, MUON, SOREN_MAPS, SpectralMap, seed_of
 from .group_settings import checked_settings, choice, name_in_model, number, setting_checks
 from .optimizer import SharedSettings, SpectralOptimizer
 
@@ -34,8 +33,8 @@ def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
     allowed.
     """
     settings = {"name": spectral_map} if isinstance(spectral_map, str) else dict(spectral_map)
-    if "formula" in settings:
-        settings.setdefault("name", "formula")
+    if "file" in settings:
+        settings.setdefault("name", "file")
     name = choice(tuple(SOREN_MAPS))(settings.pop("name", None))
     defaults = SOREN_MAPS[name].plain_defaults
     for key in settings.keys() - defaults.keys():
@@ -122,7 +121,7 @@ class Soren(RegisteredMap, name="soren"):
     precision: of the factors of the map's matrix products, whose sums are float32: "auto" is
     float16 for minimax on
         CUDA from 64 rows on, within 1% of float32's update on recorded momenta (emulated:
-        docs/studies/optimizers.md), and float32 otherwise; or "float32", "tf32", "float16",
+        research/studies/optimizers.md), and float32 otherwise; or "float32", "tf32", "float16",
         "bfloat16". sns has "bfloat16" beside float32, iterated and summed in it, as Muon is;
         released has float32 alone.
     The map needs averaged, unscaled gradients, clipped before the step; singular values above 4 are

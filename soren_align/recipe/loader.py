@@ -251,6 +251,12 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
     source = parse(read_text(path), str(path))
     raw, lines = source.content, source.lines
     base_name = raw.get("extends")
+    # A map's file is looked for beside the recipe that names it, and then in the working directory.
+    own_map = value_at(raw, ("optimizer", "map"))
+    if isinstance(own_map, dict) and isinstance(file := own_map.get("file"), str):
+        beside = local_path(path.parent / file)
+        own_map["file"] = str(beside) if beside.is_file() else file
+        own_map.setdefault("name", "file")  # in place of an inherited one
     # from a run folder
     is_resolved = isinstance(base_name, list) and raw.keys() >= Recipe.model_fields.keys()
     if "extends" not in raw or is_resolved:
@@ -410,7 +416,9 @@ def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -
     lines = []
     for key in sorted(there.keys() | here.keys()):
         a, b = there.get(key), here.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
+        if key == "composition" and a != b:  # of a map: hundreds of digits
+            lines.append(f"{prefix}composition: the content of the map's file has changed")
+        elif isinstance(a, dict) and isinstance(b, dict):
             lines += differences(a, b, f"{prefix}{key}.")
         elif a != b:
             lines.append(f"{prefix}{key}: {b!r} instead of {a!r}")

@@ -115,8 +115,8 @@ def _as_section(value: Any) -> Any:
     """`sns` as `{name: sns}`, null as the default map; anything else unchanged."""
     if value is None:
         return {}
-    if isinstance(value, dict) and "formula" in value:
-        return {"name": "formula", **value}
+    if isinstance(value, dict) and "file" in value:
+        return {"name": "file", **value}
     return {"name": value} if isinstance(value, str) else value
 
 
@@ -317,7 +317,7 @@ class SorenSettings(MatrixOptimizer):
     """The dtype of the numbers that the map's matrix products multiply. The products are summed in
     float32. `auto`: float16 for minimax on a GPU if the matrix has at least 64 rows, otherwise
     float32. In an emulation on recorded momenta, the float16 update differs from the float32 update
-    by less than 1%. `minimax` and maps by a formula accept all values. `sns` accepts auto, float32
+    by less than 1%. `minimax` and maps of polynomials (`soft_sign`, `file`, ...) accept all values. `sns` accepts auto, float32
     and bfloat16. `released` accepts auto and float32. `exact` accepts only auto."""
 
     @property

@@ -72,7 +72,7 @@ _ALL = (
         "cosines of the angles between the map's output and Muon's exact update (all singular "
         "values 1), and between the output and the momentum; means over the matrices that "
         "`map_contrast` measures. With the sigmoid, the cosine to Muon's update is at least "
-        "0.943 ([proof](studies/theorems.md#how-far-the-sigmoid-can-be-from-muon)). With "
+        "0.943 ([proof](../research/studies/theorems.md#how-far-the-sigmoid-can-be-from-muon)). With "
         "momentum SGD, the cosine to the momentum is 1",
         "map_cosine_to_momentum",
     ),

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     )
     from .matrices import full_precision
     from .minimax import guarded_minimax_sigmoid, minimax_sigmoid, num_workspace_numbers
-    from .nulls import random_spectrum, shuffled_spectrum
     from .powers import rational_power
     from .quintic import high_pass, newton_schulz
     from .sns import (
@@ -39,7 +38,6 @@ _FILES = {
     ),
     "matrices": ("full_precision",),
     "minimax": ("guarded_minimax_sigmoid", "minimax_sigmoid", "num_workspace_numbers"),
-    "nulls": ("random_spectrum", "shuffled_spectrum"),
     "powers": ("rational_power",),
     "quintic": ("high_pass", "newton_schulz"),
     "sns": (

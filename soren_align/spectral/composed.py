@@ -1,5 +1,5 @@
-"""A composition of odd polynomials on matrices, by products as `minimax`, and a formula on matrices
-by a decomposition.
+"""A composition of odd polynomials on matrices, by products as `minimax`, and a function of
+singular values by a decomposition.
 
     U f(S / N) V^T  of  x = U S V^T
 
@@ -10,6 +10,7 @@ nu / N is larger is scaled down to it ("guarded"). nu is between the largest sin
 times it (for 1000 equal ones).
 """
 
+from collections.abc import Callable
 from functools import partial
 from math import sqrt
 
@@ -17,11 +18,9 @@ import torch
 from torch import Tensor
 
 from ..core.optimizer_settings import FactorPrecision
-from .compose import Of
-from .composition import Composition
+from .composition import Composed, Of, value
 from .exact import map_singular_values
 from .flops import ends_thin, row_padding
-from .formula import Formula
 from .matrices import in_full_precision, mapped_in_range, replace_zeros
 from .products import Workspace, add_to_diagonal_, evaluate, gram_over_nu
 
@@ -30,23 +29,18 @@ from .products import Workspace, add_to_diagonal_, evaluate, gram_over_nu
 @in_full_precision
 def guarded_composition(
     x: Tensor,
-    composition: Composition,
-    of: Of = "nu",
-    limit: float = 1.0,
+    composed: Composed,
     precision: FactorPrecision = "float32",
     max_norm: float | None = None,
 ) -> tuple[Tensor, Tensor | int]:
     """U f(S / N) V^T of x = U S V^T within the composition's certificate, and the number of guarded
     matrices.
 
-    x: [..., m, n], floating point; not modified. of, limit: see the module; limit is 1 for nu and
-    norm.
-    precision, max_norm: as in `minimax_sigmoid`. Returns [..., m, n] in the dtype of x. Zero for
-    zero. A matrix that contains a NaN or an infinity gives all NaN.
+    x: [..., m, n], floating point; not modified. precision, max_norm: as in `minimax_sigmoid`.
+    Returns [..., m, n] in the dtype of x. Zero for zero. A matrix that contains a NaN or an
+    infinity gives all NaN.
     """
-    function = partial(
-        _by_products, composition=composition, of=of, limit=limit, precision=precision
-    )
+    function = partial(_by_products, composed=composed, precision=precision)
     return mapped_in_range(x, function, precision, max_norm)
 
 
@@ -54,20 +48,21 @@ def _by_products(
     x: Tensor,
     scale: Tensor | float,
     may_be_large: bool,
-    composition: Composition,
-    of: Of,
-    limit: float,
+    composed: Composed,
     precision: FactorPrecision,
 ) -> tuple[Tensor, Tensor | int]:
     """The map of scale * x for x of shape [..., m, n] with m <= n; scale is [..., 1, 1] or a
     number.
     """
+    composition, of, limit = composed.composition, composed.of, composed.limit
     work = Workspace(x, precision)
+    # (x x^T)^2 is the first product of every composition, and its norm is nu^4: nu is for nothing.
     r, r2, unit = gram_over_nu(x, work)
     num_guarded: Tensor | int = 0
     if of != "nu":
         nu = unit
-        # |x|_F^2 / nu^2
+        # The Gram matrix in the wanted unit. Its trace is |x|_F^2 / nu^2, so that no other norm of x
+        # is computed, and the host reads none.
         trace = r.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None].clamp(min=1.0)
         norm = nu * trace.sqrt()
         if of == "norm":
@@ -92,7 +87,9 @@ def _by_products(
 
 
 @in_full_precision
-def exact_formula(x: Tensor, formula: Formula, of: Of = "nu", limit: float = 1.0) -> Tensor:
+def exact_function(
+    x: Tensor, function: Callable[[Tensor], Tensor], of: Of = "nu", limit: float = 1.0
+) -> Tensor:
     """U f(S / N) V^T of x = U S V^T, by a decomposition in float64.
 
     x: [..., m, n], floating point; not modified. Zero on the numerical null space, as
@@ -100,8 +97,14 @@ def exact_formula(x: Tensor, formula: Formula, of: Of = "nu", limit: float = 1.0
     """
 
     return map_singular_values(
-        x, lambda sigma: formula((sigma / unit_of(sigma, of)).clamp(max=limit))
+        x, lambda sigma: function((sigma / unit_of(sigma, of)).clamp(max=limit))
     )
+
+
+def composed_values(sigma: Tensor, composed: Composed) -> Tensor:
+    """f(S / N) of the singular values [..., r] of matrices, as `guarded_composition` has it."""
+    u = sigma / unit_of(sigma, composed.of) / composed.limit
+    return value(composed.composition, u.clamp(max=1.0))
 
 
 def unit_of(sigma: Tensor, of: Of) -> Tensor:

@@ -1,29 +1,30 @@
-"""A function of singular values as a composition of odd polynomials: the record, its value, and a
-bound of its error.
+"""Compositions of odd polynomials: the record, its file, and its value. Needs no torch.
 
     f(x)  ~  u_K + sum of w_k u_k + b(u),     u_0 = u = x / limit,  u_k = p_k(u_(k-1)),  0 < k < K
 
 The polynomials p_k have 3 or 5 terms: the degrees 5 and 9, which a Gram matrix can evaluate by 1
 and 2 products. The sum of the iterates and the polynomial b, of degree 5 at most, cost no product
-of two m x m matrices. `compose.compose` finds one for a formula, `products` evaluates it on
-matrices. The bound is proved, by interval arithmetic, instead of sampled.
+of two m x m matrices. `products` evaluates a composition on matrices.
+
+`python -m research.maps` fits one to a formula and writes its file, with a proved bound of the
+error. Those of Soren's maps by name are files of the same kind, in configs/compositions.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import isfinite
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
+from ..core.errors import UserError
+from ..core.files import ROOT, read_json, resolve_path
 
-from . import intervals
-from .intervals import Interval, Jet
-
-Array = np.ndarray
-Function = Callable[[Any], Any]
-"""Of an array, or of a jet (`intervals`)."""
+Of = Literal["nu", "norm", "rms", "none"]
+"""By what a matrix's singular values are divided to get x, see `composed`."""
 TOP = 1.005
 """The largest u: 1, and a margin for rounding."""
-MAX_BOXES = 400_000
-"""Of one bound, in all: a second or two. Functions that need more have no certificate."""
+SHIPPED = ROOT / "configs/compositions"
+REMEDY = "write the file anew by `python -m research.maps` (research/README.md)"
 
 
 class Composition(NamedTuple):
@@ -40,17 +41,43 @@ class Composition(NamedTuple):
     base: tuple[float, ...] = ()  # b: the coefficients of u, u^3, u^5 in the result; () for none
 
 
-def odd(coefficients: Sequence[float] | Array, u: Any) -> Any:
-    """The odd polynomial with these coefficients of u, u^3, ..."""
-    square = u * u
-    result = 0.0 * u
+@dataclass(frozen=True)
+class Composed:
+    """A composition with its certificate, the content of a file.
+
+    formula: what it matches, as text, a function of x = sigma / N on [0, limit]; of: N.
+    largest: of |f| on the domain; error and error_below are shares of it. error: proved on
+    [resolution * limit, limit]. error_below: proved below it; large where f jumps at 0, since the
+    composition falls to 0 there; None where f is not bounded there.
+    """
+
+    formula: str
+    of: Of
+    resolution: float
+    limit: float
+    composition: Composition
+    largest: float
+    error: float
+    error_below: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of its file, as plain data."""
+        record = {**vars(self), **self.composition._asdict(), "error": self.error}
+        del record["composition"]
+        record["steps"] = [list(step) for step in self.composition.steps]
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in record.items()}
+
+
+def odd(coefficients: Sequence[float], u: Any) -> Any:
+    """The odd polynomial with these coefficients of u, u^3, ..., of a number, array or tensor."""
+    square, result = u * u, 0.0 * u
     for coefficient in reversed(coefficients):
         result = result * square + coefficient
     return result * u
 
 
-def value(composition: Composition, u: Array) -> Array:
-    """The composition at u, in float64."""
+def value(composition: Composition, u: Any) -> Any:
+    """The composition at u, a number, array or tensor."""
     total = odd(composition.base, u)
     for step, weight in zip(composition.steps, all_weights(composition), strict=True):
         u = odd(step, u)
@@ -64,81 +91,72 @@ def all_weights(composition: Composition) -> tuple[float, ...]:
     return (*(composition.weights or (0.0,) * num_others), 1.0) if composition.steps else ()
 
 
-def _polynomial(coefficients: Sequence[float], square: Interval) -> Interval:
-    """A polynomial of an interval, by Horner's rule."""
-    result = intervals.constant(coefficients[-1], square)
-    for coefficient in reversed(coefficients[:-1]):
-        result = result * square + intervals.constant(coefficient, square)
-    return result
+def from_dict(record: Mapping[str, Any]) -> Composed:
+    """The record of `Composed.as_dict`.
 
-
-def composed_jet(composition: Composition, u: Jet) -> Jet:
-    """The composition on boxes of u, with its derivative.
-
-    A value is bounded by Horner's rule, and by the mean value theorem about the middle of the box,
-    which is tighter on small boxes.
+    Raises ValueError, KeyError or TypeError if the record is damaged: a field is missing, a count
+    is wrong, or the polynomials leave the range that the certificate states, as after an edit of a
+    coefficient by hand.
     """
-    middle = (u.value.low + u.value.high) / 2
-    at_middle = Interval(middle, middle)
-    radius = (u.value - at_middle).largest()
-    around = Interval(-radius, radius)
-    box, point, slope = u.value, at_middle, u.slope
-    base = composition.base or (0.0,)
-    base_slope = [(2 * i + 1) * coefficient for i, coefficient in enumerate(base)]
-    total_box = _polynomial(base, box.whole_power(2)) * box
-    total_point = _polynomial(base, point.whole_power(2)) * point
-    total_slope = _polynomial(base_slope, box.whole_power(2)) * slope
-    for step, weight in zip(composition.steps, all_weights(composition), strict=True):
-        square, factor = box.whole_power(2), intervals.constant(weight, box)
-        slope = _polynomial([(2 * i + 1) * c for i, c in enumerate(step)], square) * slope
-        point = _polynomial(step, point.whole_power(2)) * point
-        box = (_polynomial(step, square) * box).within(point + slope * around)
-        total_box, total_point = total_box + factor * box, total_point + factor * point
-        total_slope = total_slope + factor * slope
-    return Jet(total_box.within(total_point + total_slope * around), total_slope)
+    steps = tuple(tuple(map(float, step)) for step in record["steps"])
+    lists = {key: tuple(map(float, record[key])) for key in ("weights", "centers", "base")}
+    largest, error = float(record["largest"]), float(record["error"])
+    below = None if record["error_below"] is None else float(record["error_below"])
+    composition = Composition(
+        steps,
+        error=error * largest,
+        slope=float(record["slope"]),
+        num_restarts=int(record["num_restarts"]),
+        **lists,
+    )
+    of, (resolution, limit) = record["of"], (float(record[key]) for key in ("resolution", "limit"))
+    is_whole = (
+        {len(step) for step in steps} <= {3, 5}
+        and 0 < len(steps) == len(composition.centers) <= 5
+        and len(composition.weights) in (0, len(steps) - 1)
+        and len(composition.base) <= 3
+        and 0 <= composition.num_restarts < len(steps)
+        and of in ("nu", "norm", "rms", "none")
+        and 0 < resolution <= 0.1
+        and 0 < limit < float("inf")
+    )
+    points = [resolution + (1 - resolution) * i / 200 for i in range(201)]
+    values = [value(composition, u) for u in points]
+    margin = (error + 1e-6) * largest
+    if not is_whole or not all(isfinite(v) and -margin <= v <= largest + margin for v in values):
+        raise ValueError("composition")
+    return Composed(
+        str(record["formula"]), of, resolution, limit, composition, largest, error, below
+    )
 
 
-def largest_error(
-    composition: Composition, target: Function, low: float, high: float
-) -> tuple[float, float]:
-    """An upper bound of |composition - target| on [low, high], and the u where the largest error
-    was seen.
+def read(file: str) -> dict[str, Any]:
+    """The content of a composition's file: a path, or `shipped:...`.
 
-    The bound is proved: the interval is covered by boxes, on each of which interval arithmetic
-    bounds the error and its derivative. Boxes that may hold more than the largest error at their
-    middles are halved, until the bound is within 2% of it. It is infinite where the target cannot
-    be bounded: a pole.
+    Raises UserError if there is no such file, or if its content is none.
     """
-    ends = np.linspace(low, high, 1001) if low == 0 else np.geomspace(low, high, 1001)
-    ends[0], ends[-1] = low, high
-    left, right = ends[:-1], ends[1:]
-    bound, seen, where, num_boxes = 0.0, 0.0, low, 0
-    with np.errstate(all="ignore"):
-        while len(left):
-            num_boxes += len(left)
-            middle = (left + right) / 2
-            points = _error(composition, target, middle, middle).value
-            at_middle = np.maximum(np.maximum(points.low, -points.high), 0.0)
-            if at_middle.max(initial=0.0) > seen:
-                seen, where = float(at_middle.max()), float(middle[at_middle.argmax()])
-            boxes = _error(composition, target, left, right)
-            radius = np.maximum(middle - left, right - middle) * (1 + 4 * intervals.EPS)
-            moved = (points.largest() + boxes.slope.largest() * radius) * (1 + 8 * intervals.EPS)
-            # NaN: the target is not defined, or its derivative is not.
-            upper = np.where(
-                np.isnan(boxes.value.largest()), np.inf, np.fmin(boxes.value.largest(), moved)
-            )
-            is_open = upper > max(1.02 * seen, 1e-9)
-            is_last = num_boxes + 2 * is_open.sum() > MAX_BOXES or (right - left).min() < 1e-15
-            bound = max(bound, float((upper if is_last else upper[~is_open]).max(initial=0.0)))
-            if is_last:
-                worst = int(upper.argmax())
-                return bound, where if np.isfinite(bound) else float(middle[worst])
-            left, middle, right = left[is_open], middle[is_open], right[is_open]
-            left, right = np.concatenate([left, middle]), np.concatenate([middle, right])
-    return bound, where
+    path = resolve_path(file)
+    if not path.is_file():
+        raise UserError(f"file: no file {file}; {REMEDY}")
+    record = read_json(path)
+    try:
+        return from_dict(record).as_dict()
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"file: {file} is no composition, or is damaged; {REMEDY}") from None
 
 
-def _error(composition: Composition, target: Function, low: Array, high: Array) -> Jet:
-    u = intervals.variable(low, high)
-    return composed_jet(composition, u) - target(u)
+@cache
+def shipped(name: str, parameter: str, number: float) -> Composed:
+    """The composition of one of Soren's maps by name, such as soft_sign with tau = 0.1.
+
+    Raises UserError if none is shipped for this number.
+    """
+    file = SHIPPED / f"{name}-{number:.15g}.json"
+    if not file.is_file():
+        numbers = sorted(float(f.stem.rpartition("-")[2]) for f in SHIPPED.glob(f"{name}-*.json"))
+        raise UserError(
+            f"{parameter}: found {number:.15g}, but the polynomials of {name} are for "
+            f"{', '.join(f'{n:g}' for n in numbers)}; write one of these, or exact: true, or a "
+            "file of polynomials by `python -m research.maps` (research/README.md)"
+        )
+    return from_dict(read_json(file))

@@ -112,6 +112,26 @@ def distance_from_sigmoid(x: Tensor, output: Tensor) -> Tensor:
     return (difference / norm).where(norm > 0, 0.0).sqrt()
 
 
+def contrast_numbers(sigma: Tensor, values: Tensor) -> Tensor:
+    """Return how much a map's output depends on the singular values of its input, as [3].
+
+    sigma: [r], with 0 for the null space; values: those of the output U t V^T, in the same order.
+    The numbers: the largest of t over the median, and the cosines of the output to Muon's update,
+    U V^T, and to the input; NaN or infinite where sigma or t is 0 throughout. In float64, on the
+    device of sigma: a log of a training step reads nothing from the host.
+    """
+    sigma, values = sigma.double(), values.double().where(sigma > 0, 0.0)
+    num_modes, norm = (sigma > 0).double().sum(), values.norm()
+    to_muon = values.sum() / (norm * num_modes.sqrt())
+    to_momentum = values @ sigma / (norm * sigma.norm())
+    return torch.stack([values.max() / median_of_modes(values, sigma), to_muon, to_momentum])
+
+
+def median_of_modes(values: Tensor, sigma: Tensor) -> Tensor:
+    """The median of `values` over the modes where sigma is not 0; NaN without one."""
+    return values.masked_fill(sigma == 0, torch.nan).nanmedian()
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b^T for wide a and b [m, n], a^T @ b for tall ones, in float64."""
     is_gram, is_tall = a is b, a.shape[0] > a.shape[1]

@@ -1,11 +1,12 @@
 """The registry of the maps of singular values: a record for each, and the records by name in MAPS.
 
-Soren, the recipe's `map` with its schema and documentation, `plan`, `bench`, `spectrum` and the
+Soren, the recipe's `map` with its schema and documentation, `plan`, `spectrum`, benchmarks and the
 tests read a map's record and nothing else, so that a new map is one record here, with its function
 in a file of its own, and its tests. The recipe is validated before torch is imported, hence torch
 and a map's file are imported when a map is called.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import optimizer_settings as default
 from ..core import third_party
+from ..core.errors import UserError
 from ..core.optimizer_settings import (
     NUM_STEPS,
     NUM_SUPPRESSIONS,
@@ -24,7 +26,8 @@ from ..core.optimizer_settings import (
     FactorPrecision,
     Precision,
 )
-from . import formula_maps
+from . import composition
+from .composition import Composed, Of
 from .flops import composition_flops, quintic_flops
 
 if TYPE_CHECKING:
@@ -78,16 +81,6 @@ def pions(sigma: "Tensor", **settings: Any) -> "Tensor":
     return _file("quintic").high_pass(sigma.diag(), **settings).diagonal()
 
 
-def drawn(sigma: "Tensor") -> "Tensor":
-    """Uniform random numbers, of seed 0."""
-    return _file("nulls").drawn_spectra(sigma)
-
-
-def shuffled(sigma: "Tensor") -> "Tensor":
-    """The singular values, permuted by seed 0."""
-    return _file("nulls").shuffled_spectra(sigma)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SpectralMap:
     """A map of singular values, U f(S) V^T of x = U S V^T."""
@@ -99,7 +92,7 @@ class SpectralMap:
     """In plans and cards; may contain settings, as "{steps}". Empty where an optimizer has one map
     only."""
     label: str
-    """In the tables of `bench maps`; may contain settings too."""
+    """In the tables of `benchmarks`; may contain settings too."""
     doc: str = ""
     """Of the section of Soren's `map`."""
     source: str
@@ -111,9 +104,10 @@ class SpectralMap:
     an optimizer's step maps all matrices twice: first without changing a weight, to refuse an
     output that is not finite."""
     is_drawn: bool = False
-    """Whether `function` draws random numbers: it then takes `seeds`, one for each matrix."""
+    """Whether `function` draws random numbers: it then takes `seeds`, one for each matrix, which
+    follow from the matrix's name and the step, so that any number of ranks draws the same."""
     target: Callable[..., "Tensor"]
-    """target(sigma, and the settings): f, which `function` is or approximates; `bench maps` shows
+    """target(sigma, and the settings): f, which `function` is or approximates; the benchmarks show
     its name."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
     precisions: tuple[Precision, ...] = ("auto",)
@@ -191,6 +185,13 @@ class SpectralMap:
         return self.workspace(m, n, precision)
 
 
+def seed_of(name: str, step: int) -> int:
+    """The seed of a matrix's draw at a step: the same on every rank, machine and version of
+    Python.
+    """
+    return int.from_bytes(hashlib.sha256(f"{name} {step}".encode()).digest()[:7], "big")
+
+
 def _file(name: str) -> Any:
     """A file of this folder, imported when a map is called, with torch."""
     return import_module(f".{name}", __package__)
@@ -202,7 +203,7 @@ MINIMAX = SpectralMap(
     label="minimax {resolution:g}",
     doc="A polynomial that differs from the sigmoid by at most 0.5%, for all singular values of at least "
     "`resolution` times the norm of the matrix.",
-    source="docs/studies/minimax_polynomials.py",
+    source="research/studies/minimax_polynomials.py",
     function=lambda x, **settings: _file("minimax").guarded_minimax_sigmoid(x, **settings),
     is_finite=True,
     target=sigmoid,
@@ -253,7 +254,7 @@ RELEASED = replace(  # the same steps from other starts
     "closer to those of momentum SGD.",
     source="muon.py of github.com/PhiVanDat123/sigmoid_muon, commit c72cda5",
     function=lambda x, *, steps, precision, max_norm: (_file("sns").released_sigmoid(x, steps), 0),
-    target=sigmoid,  # its authors' aim; it is another function, and `bench maps` shows its distance
+    target=sigmoid,  # its authors' aim; it is another function, and the benchmarks show its distance
     settings={
         "steps": Setting(
             default.RELEASED_STEPS,
@@ -325,39 +326,6 @@ HIGH_PASS = SpectralMap(
     workspace=lambda m, n, precision: 2 * m * n + 2 * m * m,
 )
 
-RANDOM = SpectralMap(
-    name="random",
-    title="random, a null map",
-    label="random",
-    doc="A null map for studies: the singular values are replaced by random numbers between 0 and 1, which are "
-    "drawn again at each step. This map is slow.",
-    source="Kaon, arXiv 2605.11181",
-    function=lambda x, *, precision, max_norm, seeds=(): (
-        _file("nulls").random_spectrum(x, seeds),
-        0,
-    ),
-    is_drawn=True,
-    is_finite=True,
-    target=drawn,
-)
-
-SHUFFLED = SpectralMap(
-    name="shuffled",
-    title="shuffled, a null map",
-    label="shuffled",
-    doc="A null map for studies: at each step, the singular values of the momentum are exchanged at random "
-    "between its singular vectors. This map is slow.",
-    source="ours, after Kaon",
-    function=lambda x, *, precision, max_norm, seeds=(): (
-        _file("nulls").shuffled_spectrum(x, seeds),
-        0,
-    ),
-    is_drawn=True,
-    is_finite=True,
-    target=shuffled,
-    level=_level_of_a_momentum,
-)
-
 MUON = SpectralMap(
     name="muon",
     optimizer="muon",
@@ -406,135 +374,181 @@ POWERS = replace(
 )
 
 
-def _by_formula(
-    name: str, own: Mapping[str, Setting], of: str = "nu", error: float = 0.005, **record: Any
-) -> SpectralMap:
-    """The record of a formula with the settings `own`, of which `formula_maps` makes
-    polynomials.
-    """
-    settings = {
-        **own,
-        "of": Setting(
-            of,
-            choices=default.NORMALIZATIONS,
-            is_variant=False,
-            doc="The size of the matrix by which a singular value sigma is divided; the result is x. `nu`: (sum "
-            "of sigma^8)^(1/8), a little more than the largest singular value. `norm`: the Frobenius norm. "
-            "`rms`: the root mean square of the singular values. `none`: 1.",
-        ),
-        "error": Setting(
-            error,
-            default.ERROR,
-            doc="The largest error that the polynomials may have, as a share of the function's largest value. "
-            "soren-align proves this bound before training. If no polynomials are so accurate, the training "
-            "does not start, and the message states the smallest possible error.",
-        ),
-        "resolution": Setting(
-            default.RESOLUTION,
-            default.FORMULA_RESOLUTION,
-            doc="The smallest x (as a share of `limit`) for which the polynomials have at most this `error`. If "
-            "the function is not 0 at x = 0, the polynomials fall to 0 below this x.",
-        ),
-        "limit": Setting(
-            1.0,
-            default.POSITIVE,
-            doc="Only with `of: rms` or `of: none`: the largest x (see `of`) for which the map is accurate. A matrix "
-            "with a larger x is scaled down, and counted in metrics.jsonl (`num_out_of_range`).",
-        ),
-        "exact": Setting(
-            False,
-            doc="`true`: compute the exact function by a singular value decomposition, which is slow.",
-        ),
-        "composition": Setting(
-            None,
-            doc="The coefficients of the polynomials, which follow from the other keys. Do not write this key "
-            "yourself: a run adds it to its recipe.yaml.",
-        ),
-    }
-    target = partial(formula_maps.target, name)
-    target.__name__ = name  # pyright: ignore[reportAttributeAccessIssue]
-    return SpectralMap(
-        name=name,
-        is_finite=True,
-        function=partial(formula_maps.function, name),
-        target=target,
-        complete=partial(formula_maps.completed, name),
-        settings=settings,
-        precisions=MINIMAX.precisions,
-        auto_precision=MINIMAX.auto_precision,
-        flops=formula_maps.flops,
-        workspace=lambda m, n, precision: _file("composed").usual_workspace_numbers(
+PARAMETER = Bounds(least=1e-6, most=1e6)
+"""Of tau and of strength."""
+
+
+def _products_of(composed: Callable[[Mapping[str, Any]], Composed | None]) -> dict[str, Any]:
+    """The fields of a record that follow from its composition; None: a decomposition."""
+
+    def flops(m: int, n: int, precision: FactorPrecision, **settings: Any) -> int | None:
+        record = composed(settings)
+        return composition_flops(record.composition, m, n, precision) if record else None
+
+    def level(m: int, n: int, **settings: Any) -> float:
+        record = composed(settings)
+        return record.largest if record else 1.0
+
+    return {
+        "is_finite": True,
+        "precisions": MINIMAX.precisions,
+        "auto_precision": MINIMAX.auto_precision,
+        "flops": flops,
+        "level": level,
+        "workspace": lambda m, n, precision: _file("composed").usual_workspace_numbers(
             m, n, precision
         ),
-        level=formula_maps.level,
+    }
+
+
+def _composed(
+    name: str,
+    parameter: str,
+    setting: Setting,
+    formula: Callable[["Tensor", float], "Tensor"],
+    of: Of = "nu",
+    **record: Any,
+) -> SpectralMap:
+    """The record of a map whose compositions are shipped, for some numbers of its parameter.
+
+    formula(x, number): f, which the compositions match, of singular values divided by `of`.
+    """
+
+    def of_x(settings: Mapping[str, Any], x: "Tensor") -> "Tensor":
+        return formula(x, settings[parameter])
+
+    def composed(settings: Mapping[str, Any]) -> Composed | None:
+        number = float(settings[parameter])
+        return None if settings["exact"] else composition.shipped(name, parameter, number)
+
+    def function(
+        x: "Tensor", *, precision: FactorPrecision, max_norm: float | None, **settings: Any
+    ) -> Output:
+        if record := composed(settings):
+            return _file("composed").guarded_composition(x, record, precision, max_norm)
+        return _file("composed").exact_function(x, partial(of_x, settings), of), 0
+
+    def target(sigma: "Tensor", **settings: Any) -> "Tensor":
+        return of_x(settings, sigma / _file("composed").unit_of(sigma, of))
+
+    def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
+        composed(settings)  # raises UserError before the training
+        return dict(settings)
+
+    target.__name__ = name
+    exact = "`true`: compute the exact function by a singular value decomposition, which is slow."
+    return SpectralMap(
+        name=name,
+        function=function,
+        target=target,
+        complete=complete,
+        settings={parameter: setting, "exact": Setting(False, doc=exact)},
+        **_products_of(composed),
         **record,
     )
 
 
-def _tau(doc: str) -> dict[str, Setting]:
-    return {"tau": Setting(0.1, default.POSITIVE, doc=doc)}
+def _tau(doc: str) -> Setting:
+    return Setting(0.1, PARAMETER, doc=doc)
 
 
-SOFT_SIGN = _by_formula(
+SOFT_SIGN = _composed(
     "soft_sign",
-    _tau("The x that becomes 1 / sqrt(2)."),
-    title="soft_sign, tau = {tau:g} {of}",
+    "tau",
+    _tau("The x that becomes 1 / sqrt(2): 0.03, 0.1 or 0.3; with `exact`, any positive number."),
+    lambda x, tau: x / (x.square() + tau**2).sqrt(),
+    title="soft_sign, tau = {tau:g}",
     label="soft_sign {tau:g}",
-    doc="x / sqrt(x^2 + tau^2): nearly 1 for large x, and proportional to x for small x.",
+    doc="x / sqrt(x^2 + tau^2): nearly 1 for large x, and proportional to x for small x. x is a singular "
+    "value divided by (sum of sigma^8)^(1/8), a little more than the largest one.",
     source="SoftMuon, arXiv 2605.31371",
 )
-TANH = _by_formula(
+TANH = _composed(
     "tanh",
-    _tau("The x that becomes 0.76."),
-    title="tanh, tau = {tau:g} {of}",
+    "tau",
+    _tau("The x that becomes 0.76: 0.03, 0.1 or 0.3; with `exact`, any positive number."),
+    lambda x, tau: (x / tau).tanh(),
+    title="tanh, tau = {tau:g}",
     label="tanh {tau:g}",
-    doc="tanh(x / tau): nearly 1 for large x, and proportional to x for small x.",
+    doc="tanh(x / tau): nearly 1 for large x, and proportional to x for small x. x: as for `soft_sign`.",
     source="a soft clip as SPECTRA's, arXiv 2603.14315",
 )
-CLIP = _by_formula(
+CLIP = _composed(
     "clip",
-    _tau("The threshold: each x of at least `tau` becomes 1."),
-    error=0.03,
-    title="clip, tau = {tau:g} {of}",
+    "tau",
+    _tau(
+        "The threshold: each x of at least `tau` becomes 1: 0.03, 0.1 or 0.3; with `exact`, any positive number."
+    ),
+    lambda x, tau: (x / tau).clamp(max=1.0),
+    title="clip, tau = {tau:g}",
     label="clip {tau:g}",
     doc="min(x / tau, 1): 1 for x of at least tau, and proportional to x below. Polynomials cannot match the "
-    "corner at tau exactly, so the default `error` is 3%.",
+    "corner at tau exactly: their error is 3%. x: as for `soft_sign`.",
     source="MuCon, arXiv 2605.26459",
 )
-SOREN_LAMBDA = _by_formula(
+SOREN_LAMBDA = _composed(
     "soren_lambda",
-    {
-        "strength": Setting(
-            0.2, default.POSITIVE, doc="The number lambda. The authors of this map use 0.2 to 1."
-        )
-    },
+    "strength",
+    Setting(
+        0.2, PARAMETER, doc="The number lambda: 0.2, 0.5 or 1; with `exact`, any positive number."
+    ),
+    lambda x, strength: (x + (x.square() + strength).sqrt()) / (1 + math.sqrt(1 + strength)),
     of="norm",
-    error=0.03,
     title="soren_lambda, lambda = {strength:g}",
     label="soren_lambda {strength:g}",
     doc="(x + sqrt(x^2 + lambda)) / (1 + sqrt(1 + lambda)): a map by the authors of Soren, whose updates are "
-    "between those of Muon and of momentum SGD.",
+    "between those of Muon and of momentum SGD. x is a singular value divided by the Frobenius norm.",
     source="soren_lamda.py of github.com/ngovuminh2005/SPFT",
 )
-FORMULA = _by_formula(
-    "formula",
-    {
-        "formula": Setting(
-            "tanh(x / 0.1)",
-            doc="A function of x. It may contain numbers, x, + - * / ^, parentheses, exp, log, tanh, sqrt, min "
-            "and max. `soren-align map FORMULA` shows its polynomials.",
-        )
-    },
-    error=0.01,
-    title="{formula}, of {of}",
-    label="{formula}",
-    doc="Any function of the singular values that a formula describes. With `formula`, you may leave out the "
-    "key `name`.",
+
+
+def _with_content(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `file` with the content of the file, which a run, a recipe.yaml and a
+    checkpoint then contain: a resumed run has the very same, or is refused.
+    """
+    content = settings["composition"]
+    # Another file than the content's: of a run's recipe.yaml and --set optimizer.map.file=...
+    if content is None or content.get("file") != settings["file"]:
+        content = {**composition.read(settings["file"]), "file": settings["file"]}
+    try:
+        composition.from_dict(content)
+    except (KeyError, TypeError, ValueError):
+        raise UserError("composition: is damaged; remove this key, and the file is read") from None
+    return {**settings, "composition": content}
+
+
+def _content(settings: Mapping[str, Any]) -> Composed:
+    return composition.from_dict(settings["composition"])
+
+
+FILE = SpectralMap(
+    name="file",
+    title="{file}",
+    label="file",
+    doc="Any function of the singular values, as polynomials in a file that `python -m research.maps` writes. "
+    "With `file`, you may leave out the key `name`.",
     source="yours",
+    function=lambda x, *, precision, max_norm, **settings: _file("composed").guarded_composition(
+        x, _content(settings), precision, max_norm
+    ),
+    target=lambda sigma, **settings: _file("composed").composed_values(sigma, _content(settings)),
+    complete=_with_content,
+    settings={
+        "file": Setting(
+            "shipped:configs/compositions/tanh-0.1.json",
+            doc="The file of the polynomials, beside the recipe or in the working directory. It states the "
+            "function, and a proved bound of the error.",
+        ),
+        "composition": Setting(
+            None,
+            doc="The content of the file. Do not write this key yourself: a run adds it to its recipe.yaml.",
+        ),
+    },
+    **_products_of(_content),
 )
 
-_MAPS = (MINIMAX, SNS, RELEASED, EXACT, IDENTITY, HIGH_PASS, POWERS, RANDOM, SHUFFLED)
-_MAPS += (SOFT_SIGN, TANH, CLIP, SOREN_LAMBDA, FORMULA, MUON, HTMUON)
+_MAPS = (MINIMAX, SNS, RELEASED, EXACT, IDENTITY, HIGH_PASS, POWERS)
+_MAPS += (SOFT_SIGN, TANH, CLIP, SOREN_LAMBDA, FILE, MUON, HTMUON)
 
 
 def _problem(spectral_map: Any, name: str) -> str:

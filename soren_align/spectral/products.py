@@ -2,8 +2,8 @@
 eigenvalues are u^2.
 
 An odd polynomial is given by its coefficients of x, x^3, x^5, ... Those of `minimax_sigmoid` are
-here: docs/studies/minimax_polynomials.py computes them and prints the alternatives;
-tests/spectral/test_minimax_coefficients.py computes them again, and evaluates their certificates.
+here: research/studies/minimax_polynomials.py computes them and prints the alternatives;
+tests/research/test_minimax_coefficients.py computes them again, and evaluates their certificates.
 
 A polynomial in R is evaluated about the center c of its interval, in Z = R - c I: its coefficients
 are then thirty times smaller, and so is the rounding error. With float16 factors it is up to 0.2%

@@ -12,7 +12,7 @@ variance. A held-out example is a question whose score is a loss.
 
 Each comparison has the spread of its own runs. A spread pooled over all optimizers has more degrees
 of freedom, but a single optimizer with another spread then makes wrong answers frequent, and one
-noisy optimizer hides the differences of all others (docs/studies/statistics.md has the
+noisy optimizer hides the differences of all others (research/studies/statistics.md has the
 simulations).
 """
 

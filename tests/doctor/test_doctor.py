@@ -203,7 +203,7 @@ def test_a_nan_that_reaches_another_matrix_is_named(monkeypatch):
 @pytest.mark.parametrize("slow", [None, "sns float32"])
 def test_a_slow_map_is_named(machine, monkeypatch, slow):
     def interleaved(subjects, make_argument, device, seconds):
-        return {name: SimpleNamespace(median=10.0 if name == slow else 1e-3) for name in subjects}
+        return {name: 10.0 if name == slow else 1e-3 for name in subjects}
 
     monkeypatch.setattr(times, "interleaved", interleaved)
     monkeypatch.setattr(times, "matmul_rates", lambda device: {"float32": 1e12, "bfloat16": 1e12})

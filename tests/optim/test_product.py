@@ -18,7 +18,7 @@ NAMES = {"A": "lora_A.weight", "B": "lora_B.weight"}
 LAYOUTS = {"lora_A.weight": f"lora_A {M}", "lora_B.weight": f"lora_B {N}"}
 LR, DECAY, MOMENTUM = 0.5, 0.1, 0.9
 MEASURED = {"adjust_lr_fn": "match_rms_measured"}
-MAPS = ("minimax", "exact", "sns", "released", "identity", "tanh", "high_pass", "random")
+MAPS = ("minimax", "exact", "sns", "released", "identity", "tanh", "high_pass")
 SETTINGS = [{"map": name} for name in MAPS]
 SETTINGS += [{"optimizer_class": HTMuon, "p": 0.5}, {"map": "exact", "nesterov": False}]
 

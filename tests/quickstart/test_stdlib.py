@@ -3,9 +3,8 @@
 import sysconfig
 
 import pytest
-from tests.support.tiny_run import TinyRun
-
 from studies import ngrams
+from tests.support.tiny_run import TinyRun
 
 
 @pytest.fixture

@@ -209,7 +209,7 @@ def test_the_schema_knows_every_key_of_a_shipped_recipe():
     ("name: soren\n  map: {name: sns, stes: 15}", "optimizer.map.stes: unknown key; did you mean 'steps'"),
     ("name: soren\n  map: {resolution: 0.1}", "optimizer.map.resolution: found 0.1; write 0.0004 or 0.001 or 0.01"),
     ("name: soren\n  map: snss",
-     "optimizer.map.name: found 'snss'; write minimax, sns, .* or formula; did you mean 'sns'"),
+     "optimizer.map.name: found 'snss'; write minimax, sns, .* or file; did you mean 'sns'"),
     ("name: soren\n  precision: tf32\n  map: sns", "precision: found 'tf32'; for the map 'sns' write auto or float32"),
     ("name: soren\n  precision: half", "optimizer.precision: found 'half'; write auto, float32, tf32, float16 or"),
     ("name: muon\n  workspace_mb: 16", "optimizer.workspace_mb: .* for muon; remove this key, or write name: soren"),

@@ -3,10 +3,7 @@
 import pytest
 import torch
 from tests.support import toy_jobs as jobs
-from tests.support.parity_configurations import reference
 from tests.support.toy import Run
-
-from studies import deepspeed_muon
 
 
 @pytest.mark.parametrize(("stage", "config", "fault", "message"), [
@@ -62,12 +59,3 @@ def test_the_shipped_configs_average_bfloat16_gradients_in_float32(ranks, name):
     for counts in ranks.run(jobs.gradient_dtypes, name):
         assert set(counts) == {torch.float32}
         assert counts[torch.float32] > 50_000, "all gradients of the toy"
-
-
-def test_deepspeeds_own_muon_clips_another_norm_than_the_gradients(ranks, tmp_path):
-    """Else docs/studies/parity.md compares us with something that is gone."""
-    (_, norms, _), *_ = ranks.run(deepspeed_muon.train, 2, "DeepSpeed's", str(tmp_path))
-    true_norms = reference(deepspeed_muon.RUN)[1]
-    assert min(norms) > 10 * max(true_norms)
-    (_, norms, _), *_ = ranks.run(deepspeed_muon.train, 2, "ours", str(tmp_path))
-    assert norms == pytest.approx(true_norms, rel=1e-4)

@@ -9,10 +9,8 @@ from soren_align.spectral import (
     identity,
     minimax_sigmoid,
     newton_schulz,
-    random_spectrum,
     rational_power,
     released_sigmoid,
-    shuffled_spectrum,
     soft_newton_schulz,
     spectral_power,
 )
@@ -25,11 +23,11 @@ MAPS = {
     "minimax": minimax_sigmoid, "minimax eigh": lambda x: minimax_sigmoid(x, "eigh"), "released": released_sigmoid,
     "newton_schulz": newton_schulz, "spectral_power": lambda x: spectral_power(x, 0.125),
     "rational_power": lambda x: rational_power(x, 0.125),
-    "identity": identity, "high_pass": high_pass, "random": random_spectrum, "shuffled": shuffled_spectrum,
+    "identity": identity, "high_pass": high_pass,
 }  # fmt: skip
 MAPS |= {
     name: lambda x, own=SOREN_MAPS[name]: own.function(x, precision="float32", max_norm=None, **own.defaults)[0]
-    for name in ("soft_sign", "tanh", "clip", "soren_lambda", "formula")
+    for name in ("soft_sign", "tanh", "clip", "soren_lambda", "file")
 }
 every_map = pytest.mark.parametrize("spectral_map", MAPS.values(), ids=MAPS.keys())
 

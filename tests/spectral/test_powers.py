@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from research.recorded import recorded_spectra
+from research.studies import powers as study
 from soren_align.optim import HTMuon, Soren
 from soren_align.planning.flops import Meter
 from soren_align.spectral import MAPS, powers, rational_power, spectral_power
@@ -12,9 +14,6 @@ from soren_align.testing import randn
 from tests.support.spectra import matrix_of
 from torch.utils.flop_counter import FlopCounterMode
 
-from studies import powers as study
-from studies import recorded_spectra
-
 EVERY_POWER = pytest.mark.parametrize("p", POWERS)
 ROUNDING = 1e-3  # of float32, mostly of the null space of a matrix in it: 5e-4 was the most of all spectra here
 INDEX = torch.arange(1, 321, dtype=torch.float64)
@@ -22,7 +21,7 @@ SPECTRA = {
     "flat": INDEX**0, "1/i": 1 / INDEX, "1/sqrt(i)": INDEX**-0.5, "rank m/8": (INDEX <= 40).double(),
     "rank 1": (INDEX <= 1).double(),
 }  # fmt: skip
-RECORDED = [s for s in recorded_spectra.load() if (s.set, s.step) in (("smollm2", 12), ("quickstart", 600))][::7]
+RECORDED = [s for s in recorded_spectra() if (s.set, s.step) in (("smollm2", 12), ("quickstart", 600))][::7]
 
 
 def value(poles, squares):

@@ -6,6 +6,7 @@ float32, which is as close. "auto" on CUDA is float16.
 
 import pytest
 import torch
+from research.recorded import recorded_spectra
 from soren_align.spectral import MAPS, factors, minimax_sigmoid, soft_newton_schulz
 from soren_align.spectral.factors import HALF_SCALE, multiply, rest_of, rounded
 from soren_align.spectral.flops import composition_flops
@@ -13,8 +14,6 @@ from soren_align.spectral.matrices import mapped_in_range
 from soren_align.spectral.products import SIGN
 from tests.support.spectra import matrix_of
 from torch.utils.flop_counter import FlopCounterMode
-
-from studies import recorded_spectra
 
 LIMIT = 0.01
 MODELS = {"Qwen2.5-3B": [(2048, 2048), (256, 2048), (11008, 2048)],
@@ -64,7 +63,7 @@ def test_factors_of_11_bits_stay_within_one_percent_of_float32(precision, resolu
 
 @pytest.mark.parametrize("resolution", SIGN)
 def test_float16_stays_within_one_percent_on_the_recorded_spectra(resolution):
-    quick = [s for s in recorded_spectra.load() if min(s.shape) <= 256]
+    quick = [s for s in recorded_spectra() if min(s.shape) <= 256]
     for spectrum in quick[:: max(1, len(quick) // 24)]:
         sigma = torch.tensor(spectrum.singular_values, dtype=torch.float64)
         found = distance(matrix(sigma, sorted(spectrum.shape)), "float16", resolution)

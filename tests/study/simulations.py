@@ -1,4 +1,4 @@
-"""The tables of simulated studies in docs/studies/statistics.md: `python -m tests.study.simulations [STUDIES]`.
+"""The tables of simulated studies in research/studies/statistics.md: `python -m tests.study.simulations [STUDIES]`.
 
 Each cell is a kind of study whose optimizers are equal: every "better" or "worse" between them is wrong, and so is an
 answer in the wrong direction against the start. 1,000 studies per cell take a quarter of an hour of one core.

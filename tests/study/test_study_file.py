@@ -14,7 +14,6 @@ from tests.support.study_runs import TINY, study_of
 MISSING = {
     "studies/quickstart-optimizers-dpo": ("first run the recipe", 1),
     "studies/smollm2-lora": ("no file data/train.jsonl", 1),
-    "studies/smollm2-spectrum": ("no file data/docstrings/train.jsonl", 3),
     "studies/pretrained-by": ("no file data/short-docstrings/train.jsonl", 4),  # three files of data, and a model
 }
 """Studies that need files of the user's, or of another run: what is found first, and how many."""

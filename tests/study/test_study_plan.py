@@ -23,7 +23,6 @@ ALL_DATA = [f"set.data.{key}.path={DATA}" for key in ("train", "eval", "retentio
 MISSING = {  # files that the user names, or another run makes
     "studies/quickstart-optimizers-dpo": ["set.model.name_or_path=org/model"],
     "studies/smollm2-lora": ["set.model.name_or_path=org/model", f"set.data.train.path={DATA}"],
-    "studies/smollm2-spectrum": ["set.model.name_or_path=org/model", *ALL_DATA],
     "studies/pretrained-by": ["set.model.name_or_path=org/model", *ALL_DATA],
 }
 
@@ -167,7 +166,7 @@ def test_every_shipped_study_loads_and_is_equal_for_all(name):
     study = load_study(name, MISSING.get(name, []))
     recipes = {candidate: recipe_of_run(study, first_run(study, candidate)) for candidate in study.candidates}
     optimizers = {each.optimizer.name for each in recipes.values()}
-    if "spectrum" in name or name == "studies/pretrained-by":  # candidates are maps
+    if name == "studies/pretrained-by":  # candidates are maps
         assert optimizers == {"adamw", "muon", "soren"}
     else:
         assert optimizers == {"soren" if c == "released-exact" else c.removeprefix("released-") for c in recipes}

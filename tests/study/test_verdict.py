@@ -1,6 +1,6 @@
 """The verdict on simulated studies, whose true differences are known: errors, coverage, power, and planted faults.
 
-tests/study/simulations.py has many more of them, for the tables of docs/studies/statistics.md.
+tests/study/simulations.py has many more of them, for the tables of research/studies/statistics.md.
 """
 
 import itertools

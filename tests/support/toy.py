@@ -7,6 +7,8 @@ import torch
 from soren_align.optim import Soren, build_optimizer
 from torch import nn
 
+from research import nulls
+
 HIDDEN, BATCH = 48, 12
 NUM_STEPS = 10
 RATES = {"lr": 0.02, "aux_lr": 1e-3, "weight_decay": 0.1, "adjust_lr_fn": "original"}
@@ -85,6 +87,7 @@ class Run:
     # Of 40 words most gradients have singular values below 1e-8 of the largest, where the maps must do no harm; of 96
     # words in rows of 16 none below 1e-4 (test_full_rank_is_full_rank).
     full_rank: bool = False
+    null_map: str = ""  # RANDOM or SHUFFLED, which draw numbers by a matrix's name and the step: ranks draw the same
     float64_map: bool = False  # Muon iterates in bfloat16, where the last bit of a float32 moves the output by 1e-2
 
     def model(self):
@@ -109,6 +112,8 @@ class Run:
             optimizer = Soren([group], settings["lr"], adjust_lr_fn=settings["adjust_lr_fn"], **maps)
         else:
             optimizer = build_optimizer(model, **{"aux": ("lm_head.weight",), **settings})
+        if self.null_map:
+            optimizer.map_of = lambda group: (getattr(nulls, self.null_map), {})
         if self.float64_map:
             map_matrix = optimizer.map_matrix
             optimizer.map_matrix = lambda x, group: map_matrix(x.double(), group).to(x.dtype)

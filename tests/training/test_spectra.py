@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from soren_align import recipe
-from soren_align.bench.spectra import spectra_of_run
 from soren_align.core.errors import UserError
 from soren_align.optim import AdamW, Muon, Soren, SpectralOptimizer
 from soren_align.optim.step import nesterov
 from soren_align.recipe.schema import LogSpectra
 from soren_align.run.folder import RunFolder, read_metrics
+from soren_align.run.spectra import spectra_of_run
 from soren_align.sharding.ranks import Ranks
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid
 from soren_align.training.measure import measurements

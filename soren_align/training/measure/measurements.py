@@ -24,8 +24,7 @@ from ...optim import AppliedMap, PendingUpdate, Sums, matrices_of
 from ...optim.layout import matrix_names
 from ...recipe.schema import LogSpectra
 from ...spectral import distance_from_sigmoid, singular_values
-from ...spectral.contrast import contrast_numbers
-from ...spectral.exact import null_space_bound
+from ...spectral.exact import contrast_numbers, null_space_bound
 from ..trained_optimizer import AttachedOptimizer, StartingWeights, relative_changes
 from .progress import logs_for_short_run
 

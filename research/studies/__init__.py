@@ -1,0 +1,1 @@
+"""The scripts behind the pages of this folder."""

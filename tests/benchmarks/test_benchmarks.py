@@ -1,0 +1,77 @@
+"""Benchmarks run from their command line, and measure what they name."""
+
+import json
+
+import pytest
+import torch
+from benchmarks.__main__ import main
+from benchmarks.maps import benchmarked_maps, errors, known_matrices, newton_schulz_float32
+from soren_align.spectral import exact_sigmoid, newton_schulz
+from soren_align.spectral.maps import sigmoid
+
+from benchmarks import shapes, steps, timing
+
+pytestmark = pytest.mark.rest
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _few_rounds(monkeypatch):
+    monkeypatch.setattr(timing, "MAX_ROUNDS", 3)
+
+
+def run(capsys, *arguments):
+    assert main([*arguments, "--shapes", "16x16,8x24", "--device", "cpu"]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_maps_are_timed_counted_and_compared(capsys):
+    results = json.loads(run(capsys, "maps", "--json"))
+    assert [shape["shape"] for shape in results["shapes"]] == [[16, 16], [8, 24]]
+    for shape in results["shapes"]:
+        rows = {row["name"]: row for row in shape["maps"]}
+        muon = rows["Muon bfloat16"]["seconds"]["median"]
+        assert all(row["ratio_to_muon"] == row["seconds"]["median"] / muon for row in rows.values())
+        largest = {name: row["errors"]["flat"]["max"] for name, row in rows.items()}
+        assert largest["exact"] < 1e-6 < largest["minimax 0.0004"] < 0.01 < largest["SNS K=15"] < 0.05
+    lines = run(capsys, "maps").splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_steps_are_timed_and_their_states_counted(capsys):
+    results = json.loads(run(capsys, "step", "--json"))
+    rows = {row["name"]: row for row in results["optimizers"]}
+    one_moment = 4 * results["num_parameters"]
+    assert one_moment <= rows["Soren SNS K=15"]["state_bytes"] < one_moment + 100
+    assert 2 * one_moment <= rows["fused AdamW"]["state_bytes"] < 2 * one_moment + 100
+    assert rows["Muon"]["ratio_to_torch_muon"] > 0
+    assert max(map(len, run(capsys, "step").splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--shapes", "qwen2.5-7b"], "did you mean 'qwen2.5-3b'?"), (["--shapes", "0x5"], "or shapes such as 512x1376"),
+])  # fmt: skip
+def test_a_wrong_shape_is_a_sentence_and_exit_code_2(options, message, capsys):
+    assert main(["maps", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (24, 8)], ids=str)
+def test_the_float32_reference_is_muons_iteration(shape):
+    x = torch.randn(shape)
+    assert torch.allclose(newton_schulz_float32(x), newton_schulz(x.double()).float(), atol=1e-5)
+
+
+def test_a_wrong_map_has_its_error():
+    for matrix in known_matrices((8, 24), CPU).values():
+        assert errors(exact_sigmoid, matrix, sigmoid)["max"] < 1e-6
+        wrong = errors(lambda x: 1.25 * exact_sigmoid(x), matrix, sigmoid)
+        assert wrong == pytest.approx({"max": 0.25, "mean": 0.25}, rel=1e-5)
+
+
+def test_every_map_of_soren_is_measured_and_large_models_by_some_layers(monkeypatch):
+    names = {entry.name for entry in benchmarked_maps(torch.device("cuda"))}
+    assert {"minimax 0.0004", "minimax float16", "tanh 0.1", "file", "exact"} <= names
+    monkeypatch.setattr(steps, "available_bytes", lambda device: 64 * 2**30)
+    num_layers, notes = steps._layers_that_fit(shapes.MODELS["mistral-7b"], CPU)
+    assert (num_layers, len(notes)) == (1, 1)

@@ -1,0 +1,205 @@
+"""A composition is within its certificate, everywhere on its domain, or is refused with what is reachable."""
+
+import itertools
+import random
+import time
+
+import mpmath
+import numpy as np
+import pytest
+from research.bound import largest_error
+from research.compose import compose, num_products, over_muon, refuse_unsuitable, target_of
+from soren_align.core.errors import UserError
+from soren_align.spectral.composition import TOP, Composition, from_dict, value
+
+EXAMPLES = {  # the formula, its parameters, the normalization, the limit, the error
+    "soft sign": ("x / sqrt(x^2 + tau^2)", {"tau": 0.1}, "nu", 1.0, 0.005),
+    "tanh": ("tanh(x / tau)", {"tau": 0.1}, "nu", 1.0, 0.005),
+    "clip": ("min(x / tau, 1)", {"tau": 0.1}, "nu", 1.0, 0.03),
+    "Soren-lambda": ("(x + sqrt(x^2 + 0.2)) / (1 + sqrt(1.2))", {}, "norm", 1.0, 0.03),
+    "of rms": ("tanh(x / 2)", {}, "rms", 10.0, 0.01),
+    "polar": ("1", {}, "nu", 1.0, 0.01),
+}
+pytestmark = pytest.mark.rest
+EVERY_EXAMPLE = pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+
+
+def made(*arguments, **settings):
+    """The target of a suitable formula."""
+    target = target_of(*arguments, **settings)
+    refuse_unsuitable(target)
+    return target
+
+
+def composed(example):
+    text, parameters, of, limit, error = example
+    target = made(text, parameters, of, limit=limit)
+    return target, compose(target, error)
+
+
+def dense(low, num):
+    """Points of [low, TOP]: as many near the ends as elsewhere."""
+    return np.unique(np.concatenate([np.geomspace(low, TOP, num // 2), np.linspace(low, TOP, num - num // 2)]))
+
+
+def precise_errors(target, composition, points):
+    """|composition - target| in 40 digits."""
+    with mpmath.workdps(40):
+        for u in map(mpmath.mpf, points.tolist()):
+            total, square = mpmath.mpf(0), u * u
+            for coefficient in reversed(composition.base):
+                total = total * square + coefficient
+            total, x = total * u, u
+            weights = [*(composition.weights or [0] * (len(composition.steps) - 1)), 1]
+            for step, weight in zip(composition.steps, weights, strict=True):
+                square, result = x * x, mpmath.mpf(0)
+                for coefficient in reversed(step):
+                    result = result * square + coefficient
+                x = result * x
+                total += weight * x
+            yield float(abs(total - exact(target.formula.root, min(u, mpmath.mpf(1)) * target.limit)))
+
+
+def exact(node, x):
+    """A formula's value in mpmath, written anew."""
+    if node == "x":
+        return x
+    if isinstance(node, float):
+        return mpmath.mpf(node)
+    name, *arguments = node
+    values = [exact(argument, x) for argument in arguments]
+    functions = {"neg": lambda a: -a, "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b,
+                 "/": lambda a, b: a / b, "^": lambda a, b: a**b, "exp": mpmath.exp, "log": mpmath.log,
+                 "tanh": mpmath.tanh, "sqrt": mpmath.sqrt, "min": min, "max": max}  # fmt: skip
+    return functions[name](*values)
+
+
+def assert_certified(example, num_points):
+    target, result = composed(example)
+    assert result.error <= example[-1]
+    points = dense(target.resolution, num_points)
+    errors = np.fromiter(precise_errors(target, result.composition, points), float) / result.largest
+    assert errors.max() <= result.error
+    assert errors.max() > 0.9 * result.error  # the bound is near what happens
+    assert result.composition.error == pytest.approx(result.error * result.largest)
+    slope = value(result.composition, np.array([1e-9]))[0] / 1e-9
+    assert slope == pytest.approx(result.composition.slope, rel=1e-6)
+
+
+@EVERY_EXAMPLE
+def test_a_certificate_holds_in_40_digits(example):
+    assert_certified(example, 1000)
+
+
+def test_a_bound_is_proved_where_a_sample_misses_the_error():
+    target = made("tanh(x / 0.1) + exp(-((x - 0.50001) / 0.00003)^2) / 10")
+    plain = compose(made("tanh(x / 0.1)"), 0.005).composition
+    grid = np.linspace(target.resolution, 1, 1000)
+    assert np.abs(value(plain, grid) - target(grid)).max() < 0.03
+    bound, where = largest_error(plain, target, target.resolution, TOP)
+    assert 0.095 < bound < 0.11
+    assert where == pytest.approx(0.50001, abs=1e-5)
+
+
+def test_a_gap_of_the_domain_between_the_samples_is_seen():
+    with pytest.raises(UserError, match=r"not finite at or near x = 0\.5"):
+        made("tanh(x) + min(0.001, exp(log((x - 0.50001)^2 - 0.0000000001)))")
+
+
+def test_a_bound_of_a_wrong_composition_is_its_error():
+    target = made("x")
+    bound, where = largest_error(Composition(((1.1,),), (0.5,), 0, 0.0, 1.1), target, 0.01, 1.0)
+    assert bound == pytest.approx(0.1, rel=0.03)
+    assert bound >= 0.1
+    assert where > 0.98
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("1 / (x - 0.5)", "is not finite at or near x = 0.5; write a function that is finite on [0.0004, 1]"),
+    ("1 / (x - 0.12345)", "is not finite at or near x = 0.123"),
+    ("exp(1000 * x)", "is not finite"), ("log(x - 0.5)", "is not finite at or near x = 0.0004"),
+    ("sqrt(-x)", "is not finite"), ("exp(exp(exp(9 * x)))", "is not finite"), ("10^5000 * x", "is not finite"),
+    ("0 * x", "the largest value of 0 * x on [0.0004, 1] is 0"),
+    ("x - 0.5", "is -0.5 at x = 0.0004, and with a negative value the update would raise the loss; write max("),
+    ("1e40 * x", "write one between 1e-30 and 1e30"),
+])  # fmt: skip
+def test_a_formula_without_finite_positive_values_is_refused(text, message):
+    start = time.process_time()
+    with pytest.raises(UserError) as caught:
+        made(text)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert time.process_time() - start < 2
+
+
+def test_a_refusal_states_what_is_reachable_at_which_cost_and_that_is_reached():
+    target = made("min(x / 0.03, 1)")
+    with pytest.raises(UserError) as caught:
+        compose(target, 0.001)
+    sentence = str(caught.value)
+    assert "no polynomials reach the error 0.001 for min(x / 0.03, 1); possible errors: 0.0" in sentence
+    assert "of Muon's FLOPs)" in sentence
+    offer = float(sentence.split("write --error ")[1].split(",")[0])
+    assert offer < 0.05
+    assert compose(target, offer).error <= offer
+
+
+def test_a_function_that_nothing_matches_is_refused_within_seconds():
+    start = time.process_time()
+    with pytest.raises(UserError, match=r"even 5 composed polynomials have an error above 0\.3 of"):
+        compose(made("1 + tanh((x - 0.3) / 0.000001)"), 0.01)
+    assert time.process_time() - start < 20
+
+
+def test_the_cheapest_composition_is_chosen_and_its_record_is_read_again():
+    composed = [compose(made("tanh(x / 0.1)"), error) for error in (0.1, 0.005, 0.0005)]
+    products = [num_products(each.composition) for each in composed]
+    assert products == sorted(products)
+    assert products[0] < products[-1]
+    for each in composed:
+        assert from_dict(each.as_dict()) == each
+    assert over_muon(lambda m, n: m * m * n) < 1
+
+
+def random_formula(source, depth=0):
+    """A formula of the grammar, from a random.Random."""
+    number = f"{source.choice([0.01, 0.1, 0.3, 0.5, 1, 2, 3, 10])}"
+    if depth > 3 or source.random() < 0.25:
+        return source.choice(["x", "x", "x", number])
+    part = [random_formula(source, depth + 1) for _ in range(2)]
+    kinds = [lambda: f"{source.choice(['exp', 'log', 'tanh', 'sqrt'])}({part[0]})",
+             lambda: f"{source.choice(['min', 'max'])}({part[0]}, {part[1]})", lambda: f"-({part[0]})",
+             lambda: f"({part[0]})^{source.choice([0.5, 2, 3, -1])}",
+             *[lambda: f"({part[0]}) {source.choice('+-*/')} ({part[1]})"] * 3]  # fmt: skip
+    return source.choice(kinds)()
+
+
+def assert_certified_or_refused(text, error=0.02):
+    start, refusal = time.process_time(), ""
+    try:
+        target = made(text)
+        result = compose(target, error)
+    except UserError as refused:
+        refusal = str(refused)
+    if refusal:
+        assert refusal.startswith("formula: ")
+        assert len(refusal.splitlines()) == 1
+        outcome = "refused"
+    else:
+        points = dense(target.resolution, 20_001)
+        errors = np.abs(value(result.composition, points) - target(points))
+        assert errors.max() <= result.error * result.largest * (1 + 1e-9) + 1e-12 * result.largest
+        assert result.error <= error
+        outcome = "certified"
+    assert time.process_time() - start < 30
+    return outcome
+
+
+def formulas(num):
+    source = random.Random(0)
+    texts = (random_formula(source) for _ in itertools.count())
+    return [*itertools.islice((text for text in texts if "x" in text.replace("exp", "").replace("max", "")), num)]
+
+
+def test_random_formulas_are_certified_or_refused():
+    assert {"certified", "refused"} == {assert_certified_or_refused(text) for text in formulas(16)}

@@ -1,0 +1,89 @@
+"""How far an update can be from Muon's: the theorem, and the numbers on recorded momenta."""
+
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from research.contrast import LOWEST_COSINE_OF_THE_SIGMOID, Contrast, contrast, lowest_cosine
+from research.recorded import recorded_spectra
+from tests.support.spectra import singular_vectors
+
+pytestmark = pytest.mark.rest
+PAGE = Path(__file__).parents[2] / "research/studies/theorems.md"
+SPECTRUM = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40)
+
+
+@given(SPECTRUM, st.floats(1e-6, 1e6))
+def test_no_temperature_takes_the_sigmoid_further_from_muon_than_the_theorem_allows(sigma, temperature):
+    sigma = torch.tensor(sigma, dtype=torch.float64)
+    found = contrast(sigma, torch.sigmoid(sigma / temperature))
+    assert LOWEST_COSINE_OF_THE_SIGMOID - 1e-12 <= found.to_muon <= 1 + 1e-12
+    assert found.ratio <= 2
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=40))
+def test_the_bound_holds_for_any_values_of_an_interval(values):
+    values = torch.tensor(values, dtype=torch.float64)
+    found = contrast(torch.ones_like(values), values)
+    assert found.to_muon >= lowest_cosine(values.min().item(), values.max().item()) - 1e-12
+
+
+@pytest.mark.parametrize("least", [0.5, 0.1])
+def test_the_bound_is_reached(least):
+    # a share p of the modes at 1, the others at `least`, with p = least / (1 + least): the case of equality
+    numerator, denominator = (1, 3) if least == 0.5 else (1, 11)
+    values = torch.tensor([1.0] * numerator + [least] * (denominator - numerator))
+    assert contrast(values, values).to_muon == pytest.approx(lowest_cosine(least, 1.0), abs=1e-7)
+
+
+def test_the_bound_of_the_sigmoid():
+    assert lowest_cosine(0.5, 1.0) == pytest.approx(LOWEST_COSINE_OF_THE_SIGMOID, abs=1e-15)
+    assert lowest_cosine(0.5, 1.0) == pytest.approx(0.94281, abs=1e-5)
+
+
+def test_the_numbers_are_those_of_the_matrices():
+    u, v = singular_vectors((6, 9), 5)
+    sigma, values = torch.tensor([3.0, 1, 0.5, 0.1, 0]).double(), torch.tensor([0.9, 0.5, 0.3, 0.2, 0.7]).double()
+    momentum, muon, output = ((u[:, :4] * s[:4]) @ v[:, :4].mT for s in (sigma, torch.ones(5), values))
+    found = contrast(sigma, values)  # the value of the null mode does not count
+    cosine = lambda a, b: float((a * b).sum() / a.norm() / b.norm())  # noqa: E731
+    assert found.to_muon == pytest.approx(cosine(output, muon), abs=1e-12)
+    assert found.to_momentum == pytest.approx(cosine(output, momentum), abs=1e-12)
+    assert found.ratio == pytest.approx(0.9 / 0.3)  # the lower median
+
+
+def test_a_zero_momentum_has_no_contrast():
+    assert contrast(torch.zeros(3), torch.zeros(3)) == Contrast(None, None, None)
+
+
+def of_recorded_momenta(function):
+    """The median over the recorded momenta of each number of a map's contrast."""
+    spectra = [spectrum.without_null_space for spectrum in recorded_spectra() if spectrum.nu]
+    found = [contrast(sigma, function(sigma)) for sigma in spectra]
+    assert len(found) == 126
+    return [[getattr(c, name) for c in found] for name in ("ratio", "to_muon", "to_momentum")]
+
+
+def q90(sigma):
+    return sigma[sigma > 0].quantile(0.9)
+
+
+TABLE = {
+    "the sigmoid": torch.sigmoid,
+    "the sigmoid with T = median / 0.405": lambda sigma: torch.sigmoid(sigma * 0.405 / sigma[sigma > 0].median()),
+    "tanh(sigma / the 90% quantile)": lambda sigma: torch.tanh(sigma / q90(sigma)),
+    "sigma / sqrt(sigma^2 + q^2)": lambda sigma: sigma / (sigma.square() + q90(sigma) ** 2).sqrt(),
+    "sigma: momentum SGD": lambda sigma: sigma,
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table_of_the_page_is_that_of_the_recorded_momenta(name):
+    """It follows from a file, and depends on no machine."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith((f"| {name} |", f"| {name}, "))]
+    (cells,) = [[float(cell) for cell in row.split("|")[2:5]] for row in rows]
+    medians = [median(numbers) for numbers in of_recorded_momenta(TABLE[name])]
+    assert cells == pytest.approx(medians, rel=0.012)  # to two digits
