@@ -1,15 +1,15 @@
-"""Show the progress of training: a bar in a terminal, lines of text elsewhere."""
+"""Show the progress of training: a line that changes in a terminal, lines at intervals elsewhere."""
 
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
@@ -18,15 +18,99 @@ from ...core.text import LINE_SECONDS, print_labelled, with_prefix
 from ...tasks import BENCHMARK, TASKS
 
 
-class Display(Progress):
-    """A bar, and a line of text under it."""
+class TrainingProgress(TrainerCallback):
+    """Shows steps, measurements and the time left, in place of transformers' bars and printed
+    dictionaries.
 
-    line = ""
+    Every evaluation is a line of its own, on a terminal too. notice_of: the notice about a number
+    of steps, if any.
+    """
 
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """Return the bar and the line, which is cut at the terminal's width."""
-        yield from super().get_renderables()
-        yield Text(self.line, no_wrap=True, overflow="ellipsis")
+    def __init__(
+        self,
+        console: Console,
+        task: str,
+        notice_of: Callable[[int], str | None] = lambda num_steps: None,
+    ):
+        self.console, self.task, self.notice_of = console, task, notice_of
+        self.status: Status | None = None
+        self._logs: dict[str, float] = {}
+        self._start = self._last_line = 0.0
+        self._first_step = self._num_batches = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Print the notice about the number of steps."""
+        if notice := self.notice_of(state.max_steps):
+            print_labelled(self.console, "notice", notice)
+        if self.console.is_terminal:
+            self.status = self.console.status(self.task)
+            self.status.start()
+        self._first_step = state.global_step
+        self._start = self._last_line = time.monotonic()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Show the steps until now, with the last measurements: those of a step come after it."""
+        # The speed since this start: a resumed run may be on another machine.
+        num_steps = state.global_step - self._first_step
+        if not num_steps:
+            return
+        seconds = (time.monotonic() - self._start) / num_steps
+        left = timedelta(seconds=round(seconds * (state.max_steps - state.global_step)))
+        facts = [f"step {state.global_step}/{state.max_steps}", *self._values(self._logs, "")]
+        if "tokens_per_second" in self._logs:
+            facts.append(f"{self._logs['tokens_per_second']:,.0f} tokens/s")
+        facts += [f"peak {with_prefix(peak_memory(), 'B')}", f"{left} left"]
+        self._show(self.task, ", ".join(facts))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Note the measurements; print those of an evaluation."""
+        logs, step = logs or {}, f"step {state.global_step}: "
+        if "loss" in logs:
+            self._logs = logs
+        if "eval_loss" in logs:
+            print_labelled(self.console, "eval", step + ", ".join(self._values(logs, "eval_")))
+        prefix = f"eval_{BENCHMARK}"
+        scores = [
+            f"{key.removeprefix(prefix)} {value:.1%}"
+            for key, value in logs.items()
+            if key.startswith(prefix)
+        ]
+        if scores:
+            print_labelled(self.console, "benchmark", step + ", ".join(scores))
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        """Show the batch of the evaluation."""
+        self._num_batches += 1
+        text = f"step {state.global_step}, batch {self._num_batches}"
+        if eval_dataloader is not None and has_length(eval_dataloader):
+            text += f" of {len(eval_dataloader)}"
+        self._show("eval", text)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        """Count the batches of the next evaluation anew."""
+        self._num_batches = 0
+
+    def close(self) -> None:
+        """Remove the line, which hides the cursor, also after an error."""
+        if self.status:
+            self.status.stop()
+            self.status = None
+
+    def _values(self, logs: dict[str, float], prefix: str) -> list[str]:
+        return [
+            text.format(logs[prefix + key])
+            for key, text in TASKS[self.task].shown.items()
+            if prefix + key in logs
+        ]
+
+    def _show(self, label: str, text: str) -> None:
+        # A log file gets a line at intervals: a line per step would be thousands.
+        now = time.monotonic()
+        if self.status:
+            self.status.update(Text(f"{label} {text}"))
+        elif now - self._last_line > LINE_SECONDS:
+            self._last_line = now
+            print_labelled(self.console, label, text)
 
 
 class LogsOfShortRuns(TrainerCallback):
@@ -49,145 +133,6 @@ def logs_for_short_run(args: Any, state: Any, step: int) -> bool:
         "epoch": state.num_train_epochs,
     }
     return step in (1, state.max_steps) and num_logs.get(str(args.logging_strategy.value), 2) < 2
-
-
-class TrainingProgress(TrainerCallback):
-    """Shows steps, time and measurements, in place of transformers' bars and printed dictionaries.
-
-    Every evaluation is a line of its own, on a terminal too. notice_of: the notice about a number
-    of steps, if any.
-    """
-
-    def __init__(
-        self,
-        console: Console,
-        task: str,
-        notice_of: Callable[[int], str | None] = lambda num_steps: None,
-    ):
-        self.console, self.task, self.notice_of = console, task, notice_of
-        self.display: Display | None = None
-        self._logs: dict[str, float] = {}
-        self._start = self._last_line = 0.0
-        self._first_step = self._num_batches = 0
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Print the notice about the number of steps.
-        Start the bar at step 0, or at the step of the checkpoint.
-        """
-        if notice := self.notice_of(state.max_steps):
-            print_labelled(self.console, "notice", notice)
-        # A bar where somebody watches; a log file gets lines at intervals instead of a bar's
-        # thousand rewrites.
-        if self.console.is_terminal:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-            )
-            columns += (TimeRemainingColumn(), TextColumn("left, {task.fields[costs]}"))
-            self.display = Display(*columns, console=self.console, transient=True, expand=True)
-            start = {
-                "total": state.max_steps,
-                "completed": state.global_step,
-                "costs": self._costs(),
-            }
-            self._bar = self.display.add_task(self.task, **start)
-            self.display.start()
-        self._first_step, self._start = state.global_step, time.monotonic()
-        self._last_line = self._start
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        """Print a line about the steps until now, if LINE_SECONDS have passed since the last
-        line.
-        """
-        if not self.display and state.global_step > self._first_step and self._is_time_for_a_line():
-            steps = f"step {state.global_step}/{state.max_steps}"
-            # The speed since this start: a resumed run may be on another machine.
-            num_steps = state.global_step - self._first_step
-            seconds = (
-                (time.monotonic() - self._start) / num_steps * (state.max_steps - state.global_step)
-            )
-            time_left = f"{timedelta(seconds=round(seconds))} left"
-            facts = (steps, *self._values(self._logs, ""), self._costs(), time_left)
-            print_labelled(self.console, self.task, ", ".join(facts))
-
-    def on_step_end(self, args, state, control, **kwargs):
-        """Advance the bar."""
-        if self.display:
-            self.display.update(self._bar, completed=state.global_step, costs=self._costs())
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        """Show the measurements under the bar; print those of an evaluation."""
-        logs = logs or {}
-        if "eval_loss" in logs:
-            step = f"step {state.global_step}: "
-            print_labelled(self.console, "eval", step + ", ".join(self._values(logs, "eval_")))
-        prefix = f"eval_{BENCHMARK}"
-        if scores := {
-            key.removeprefix(prefix): value for key, value in logs.items() if key.startswith(prefix)
-        }:
-            texts = [f"{name} {value:.1%}" for name, value in scores.items()]
-            print_labelled(
-                self.console, "benchmark", f"step {state.global_step}: {', '.join(texts)}"
-            )
-        if "loss" in logs or "eval_loss" in logs:
-            self._logs |= logs
-            self._show(self._measurements())
-
-    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        """Show the batch of the evaluation."""
-        self._num_batches += 1
-        total = (
-            f" of {len(eval_dataloader)}"
-            if eval_dataloader is not None and has_length(eval_dataloader)
-            else ""
-        )
-        text = f"step {state.global_step}, batch {self._num_batches}{total}"
-        self._show(f"evaluating {text}")
-        if not self.display and self._is_time_for_a_line():
-            print_labelled(self.console, "eval", text)
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        """Show the training's measurements again."""
-        self._num_batches = 0
-        self._show(self._measurements())
-
-    def close(self) -> None:
-        """Remove the bar, which hides the cursor, also after an error."""
-        if self.display:
-            self.display.stop()
-            self.display = None
-
-    def _measurements(self) -> str:
-        """Return the last measurements of training, and the loss of the last evaluation."""
-        evaluated = self._logs.get("eval_loss")
-        return ", ".join(
-            self._values(self._logs, "") + ([f"eval loss {evaluated:.4f}"] if evaluated else [])
-        )
-
-    def _values(self, logs: dict[str, float], prefix: str) -> list[str]:
-        return [
-            text.format(logs[prefix + key])
-            for key, text in TASKS[self.task].shown.items()
-            if prefix + key in logs
-        ]
-
-    def _costs(self) -> str:
-        speed = self._logs.get("tokens_per_second")
-        return (
-            f"{speed:,.0f} tokens/s, " if speed else ""
-        ) + f"peak {with_prefix(peak_memory(), 'B')}"
-
-    def _is_time_for_a_line(self) -> bool:
-        now = time.monotonic()
-        if now - self._last_line <= LINE_SECONDS:
-            return False
-        self._last_line = now
-        return True
-
-    def _show(self, line: str) -> None:
-        if self.display:
-            self.display.line = line
 
 
 def peak_memory() -> int:
