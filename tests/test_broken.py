@@ -185,9 +185,6 @@ TRAININGS = {
     "everything is aux": ("name: soren", "name: soren\n  aux: ['*']", r"optimizer: .*no weight matrix"),
     "nothing fits": (
         "max_length: 64", "max_length: 2\n  assistant_only_loss: true", r"none of 1 examples can be trained on"),
-    "no answer fits": (
-        "max_length: 64", "max_length: 4",
-        r"trainer.max_length: 4 cuts every example before its answer, as the shortest prompt has \d+ tokens"),
 }  # fmt: skip
 
 OVERRIDES = {

@@ -1,14 +1,12 @@
-"""Findings about data and chat template: most do not stop a run."""
+"""Findings about data and chat template that do not stop a run."""
 
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from .. import data
 from ..core.errors import UserError
 from ..recipe import Recipe, columns_text, compute_dtype
 from ..recipe.parallel import gradient_notice
-from .measure.samples import prompt_ids
 
 if TYPE_CHECKING:
     from .setup import TrainingSetup
@@ -24,20 +22,17 @@ def setup_notices(
     positions: int | None,
     template_notices: Sequence[str],
 ) -> Iterator[str]:
-    """Yield the notices about the tokens that are trained. Raises UserError if no answer is.
+    """Yield the notices about the tokens that are trained.
 
     positions: of the model, if its config has a number. template_notices: those about the chat
     template, one of which is about the stop token.
     """
     recipe, counts, packing = setup.recipe, setup.account, setup.packing
-    if not counts.stop_token_trained:
-        if max_length is not None and not recipe.trainer.get("packing"):
-            _refuse_cut_prompts(setup, max_length)
-        if not template_notices:
-            yield (
-                f"the stop token is never trained, because trainer.max_length {max_length} cuts "
-                "every answer"
-            )
+    if not counts.stop_token_trained and not template_notices:
+        yield (
+            f"the stop token is never trained, because trainer.max_length {max_length} cuts every "
+            "answer"
+        )
     yield from _loss_notices(setup)
     if counts.pairs:
         repeats = any(source.weight > 1 for source in recipe.data.sources)
@@ -76,28 +71,6 @@ def setup_notices(
             f"{setup.tokenizer.unk_token}: the tokenizer does not know this text, so the model "
             "does not see this text. Use a model whose tokenizer does"
         )
-
-
-def _refuse_cut_prompts(setup: "TrainingSetup", max_length: int) -> None:
-    """Raise UserError if every example is cut before its first answer: the loss would be that of
-    prompts alone.
-    """
-    dataset = setup.splits.train.dataset
-    if not {"messages", "prompt"} & {*dataset.column_names}:
-        return
-    lengths = []
-    for example in dataset:
-        prompt = example.get("prompt") or [
-            *takewhile(lambda turn: turn["role"] != "assistant", example.get("messages", ()))
-        ]
-        subject = "the chat template fails on a prompt"
-        lengths.append(len(prompt_ids(prompt, setup.tokenizer, subject)))
-        if lengths[-1] < max_length:
-            return
-    raise UserError(
-        f"trainer.max_length: {max_length} cuts every example before its answer, as the shortest "
-        f"prompt has {min(lengths)} tokens; write a larger number"
-    )
 
 
 def _loss_notices(setup: "TrainingSetup") -> Iterator[str]:

@@ -111,15 +111,16 @@ def test_a_recipe_that_trains_the_users_messages_unawares_gets_a_notice(tiny_run
      ({"prompt": "The otter of the long river eats", "completion": " fish."}, 4)],
     ids=["messages", "turns", "texts"],
 )  # fmt: skip
-def test_a_length_that_cuts_every_answer_is_refused(tiny_run, rows, row, length):
+def test_a_length_that_cuts_every_answer_is_a_notice(tiny_run, rows, row, length):
     """All tokens are trained, so that the examples are not dropped."""
     data = (f"data.train.path={rows('rows.jsonl', [row] * 4)}", "data.eval=null", "trainer.assistant_only_loss=false")
     data += () if "messages" in row else ("trainer.completion_only_loss=false",)
-    message = rf"trainer.max_length: {length} cuts every example before its answer, as the sho"
-    with pytest.raises(UserError, match=message):
-        tiny_run("sft", *data, f"trainer.max_length={length}", name="short").prepare()
-    longer = tiny_run("sft", *data, f"trainer.max_length={length + 50}", name="long")
-    assert longer.prepare().account.num_kept == 4
+    (notice,) = (
+        notice
+        for notice in tiny_run("sft", *data, f"trainer.max_length={length}").prepare().notices
+        if "stop token" in notice
+    )
+    assert notice == f"the stop token is never trained, because trainer.max_length {length} cuts every answer"
 
 
 def question(num_words, answer="fish"):
