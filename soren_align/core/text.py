@@ -34,7 +34,10 @@ LINE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts, for a terminal, Markdown or HTML; a cell may have several lines."""
+    """Rows of texts, for a terminal or Markdown; a cell may have several lines.
+
+    In HTML, the template of a study's report writes it.
+    """
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -107,28 +110,6 @@ class Table:
         rule = "".join("---:|" if side == "r" else "---|" for side in self.sides)
         title = [f"**{markdown_line(self.title)}**", ""] if self.title else []
         return "\n".join([*title, lines[0], f"|{rule}", *lines[1:]])
-
-    def html(self) -> str:
-        """Return a <table> with the classes number (a cell of a right-aligned column), first (a row
-        of `groups`) and those of `signs`.
-        """
-        sides = [" class=number" if side == "r" else "" for side in self.sides]
-        title = f"<caption>{html_text(self.title)}</caption>" if self.title else ""
-        head = "".join(
-            f'<th scope="col"{side}>{html_text(c)}</th>'
-            for side, c in zip(sides, self.head, strict=True)
-        )
-        rows = []
-        for i, row in enumerate(self.rows):
-            cells = ""
-            for side, cell in zip(sides, row, strict=False):
-                classes = [name for end, (_, name) in self.signs.items() if cell.endswith(end)]
-                attribute = (
-                    f' class="{" ".join(["number"] * bool(side) + classes)}"' if classes else side
-                )
-                cells += f"<td{attribute}>{html_text(cell)}</td>"
-            rows.append(f"<tr{' class=first' if i in self.groups else ''}>{cells}</tr>")
-        return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def without_html(text: str) -> str:

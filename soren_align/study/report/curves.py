@@ -54,6 +54,7 @@ def mean_curve(runs: Sequence[Run], x: str, y: str) -> Curve:
     by_step = [{point.step: point for point in run.curve} for run in runs]
     means = []
     for step in sorted(set.intersection(*map(set, by_step))) if runs else ():
+        # A mean over fewer seeds would jump where one run has no evaluation.
         pairs = [(value_of(points[step], x), value_of(points[step], y)) for points in by_step]
         known = [(a, b) for a, b in pairs if a is not None and b is not None]
         if len(known) == len(runs):
@@ -95,6 +96,7 @@ def focus(values: Sequence[float], higher_is_better: bool) -> tuple[float, float
     values = [value for value in values if isfinite(value)]
     if len(values) < 2:
         return None
+    # Costs are better where they are lower, whatever the metric's direction.
     sign = -1.0 if higher_is_better else 1.0
     costs = sorted(sign * value for value in values)
     top = min(costs[-1], costs[0] + 4 * (median(costs) - costs[0]))
@@ -109,6 +111,7 @@ def trial_metrics(study: Study, candidate: Candidate) -> list[float | None]:
 
     A trial without a result has the metric of the start, if it is known.
     """
+    # To leave out what diverged would reward an optimizer that is hard to tune.
     trials = by_number(run for run in candidate.trials if run.status in ENDED)
     means = [mean_metric(runs) for runs in trials.values()]
     if all(mean is None for mean in means):

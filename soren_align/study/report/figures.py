@@ -8,7 +8,6 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log10
-from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -18,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from ...core.figures import LIGHT, compact, line_style, png, short, style_axes
 from ...core.text import count
 from ...run.metrics import METRICS
-from ..study import Candidate, Difference, Study, finished
+from ..study import Candidate, Difference, Study, finished, mean_metric
 from . import curves, text
 from .curves import Curve
 
@@ -84,14 +83,15 @@ def front_figure(study: Study) -> Figure | None:
     """Return gain against forgetting along the runs, and both against displacement and KL."""
     name, loss = text.metric_name(study), "retention_loss"
     gain = f"gain in {name}"
-    return _figure({
+    panels = {
         "retention loss against gain": _along(study, RETENTION, loss, "metric", gain),
         "retention loss against displacement": _along(
             study, RETENTION, loss, "relative_change", DISPLACEMENT
         ),
         f"{name} against KL": _along(study, name, "metric", "kl_to_start", KL),
         "retention loss against KL": _along(study, RETENTION, loss, "kl_to_start", KL),
-    })  # fmt: skip
+    }
+    return _figure(panels)
 
 
 def differences_figure(study: Study, reference: str) -> Figure:
@@ -105,6 +105,7 @@ def differences_figure(study: Study, reference: str) -> Figure:
 def search_figure(study: Study) -> Figure | None:
     """Return the metric of every trial against each searched key, and the expected best of n."""
     trials = [run for candidate in study.candidates for run in candidate.trials]
+    # One axis for all keys, so that panels can be compared.
     metrics = [run.metric for run in finished(trials) if run.metric is not None]
     limits = curves.focus(metrics, study.higher_is_better)
     if limits is None:
@@ -150,11 +151,12 @@ def _differences_panel(study: Study, differences: Sequence[Difference]) -> Pictu
             # The range that the study cannot detect, the interval over it, then the difference.
             unseen = min(d.detectable or 0.0, most)
             axes.plot([-unseen, unseen], [y, y], **grey, zorder=1)
-            style = line_style(numbers[d.candidate]) | {"linestyle": "-"}
+            style: dict[str, Any] = line_style(numbers[d.candidate]) | {"linestyle": "-"}
             ends = [max(d.low, -most), min(d.high, most)]
             axes.plot(ends, [y, y], color=style["color"], linewidth=1.6, zorder=3)
             face = LIGHT.paper if d.answer == "not distinguishable" else style["color"]
             axes.plot(d.value, y, **style, markersize=7, markerfacecolor=face, zorder=4)
+        # An interval beyond 100 points would make the others too small to read.
         low, high = axes.get_xlim()
         axes.set_xlim(max(low, -1.04 * most), min(high, 1.04 * most))
         axes.axvline(0, color=LIGHT.muted, linewidth=1, zorder=2)
@@ -193,7 +195,11 @@ def _search_panel(study: Study, key: str, limits: tuple[float, float]) -> Pictur
         worst, triangle = (low, "v") if study.higher_is_better else (high, "^")
         for i, candidate in enumerate(study.candidates):
             trials = [run for run in candidate.trials if key in run.parameters]
-            results = sorted((place(run.parameters[key]), run.metric) for run in finished(trials))
+            results = sorted(
+                (place(run.parameters[key]), run.metric)
+                for run in finished(trials)
+                if run.metric is not None
+            )
             inside = [(x, y) for x, y in results if low <= y <= high]
             style = line_style(i)
             mark: dict[str, Any] = {"linestyle": "", "color": style["color"], "clip_on": False}
@@ -202,13 +208,14 @@ def _search_panel(study: Study, key: str, limits: tuple[float, float]) -> Pictur
             ):  # a line would join settings that differ in other keys
                 style["linestyle"] = ""
             axes.plot(*_columns(inside), **style, linewidth=1.2, markersize=5)
+            # A trial that is too bad for the axis is shown at its edge: it was tried, and paid for.
             beyond = [x for x, y in results if not low <= y <= high]
             axes.plot(beyond, [worst] * len(beyond), **mark, marker=triangle, markersize=7)
-            ring = [run for run in finished(trials) if candidate.is_selected(run)]
-            if ring:
-                x, y = place(ring[0].parameters[key]), fmean(run.metric for run in ring)
+            selected = [run for run in trials if candidate.is_selected(run)]
+            if (metric := mean_metric(selected)) is not None:
+                x = place(selected[0].parameters[key])
                 mark |= {"markerfacecolor": "none", "markeredgewidth": 1.5}
-                axes.plot(x, y, **mark, marker="o", markersize=12)
+                axes.plot(x, metric, **mark, marker="o", markersize=12)
             for status, marker in (("diverged", "x"), ("failed", "+")):
                 lost = [place(run.parameters[key]) for run in trials if run.status == status]
                 # Above the axis, each candidate a little higher, so that none hides another.
@@ -266,10 +273,12 @@ def _lines_panel(
             style = line_style(i)
             for path in runs if len(lines) <= MAX_WITH_RUNS else ():
                 axes.plot(*_columns(path), color=style["color"], linewidth=0.6, alpha=0.55)
+            # Six markers, at other places than those of the next line, which may lie upon it.
             every = max(1, len(mean) // 6)
             markers = {"markevery": (i % every, every), "markersize": 4.5}
             axes.plot(*_columns(mean), **style, **markers, linewidth=1.6)
             axes.plot(*mean[-1], **style, markersize=7)
+        # By the means alone: one run with a jump would decide about the axis of all.
         values = [y for paths in lines.values() for _, y in paths[-1]]
         limits = curves.focus(values, study.higher_is_better) if is_cut else None
         if limits:
@@ -304,6 +313,7 @@ def _panel(
 
     The quantity on the y axis stands above it, where a page is read first; label: of the x axis.
     """
+    # A figure of its own, without pyplot: it keeps every figure until it is closed.
     drawing = Drawing(figsize=inches, layout="constrained")
     axes = drawing.subplots()
     style_axes(axes, title, label, LIGHT, pad)
@@ -342,6 +352,7 @@ def set_scale(axes: Axes, values: Sequence[Any]) -> Callable[[Any], float]:
         axes.xaxis.set_major_locator(MaxNLocator(5))
         return float
     axes.set_xscale("log")
+    # matplotlib's own labels (10^-3) are none that a recipe has, and collide in a small panel.
     decades = log10(high / low)
     subs = (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 5.0)
     axes.xaxis.set_major_locator(LogLocator(subs=subs))

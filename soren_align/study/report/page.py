@@ -31,7 +31,7 @@ from ...core.text import (
     mean_std,
     number,
     p_value,
-)  # fmt: skip
+)
 from ...evaluate.report.results import Results, read_results
 from ...publish.answers import Answers, of_evaluation
 from ...recipe import load_resolved
@@ -69,7 +69,8 @@ def write_report(study: Study, folder: Path) -> None:
 def render(form: Literal["html", "md"], shown: dict[str, Any]) -> str:
     """Return the page in one form, with every text escaped. shown: of `contents`."""
 
-    # All texts are of unknown origin. In Markdown, the escape of HTML is replaced by its own.
+    # All texts are of unknown origin: names, reasons, answers of models. autoescape makes texts of
+    # HTML; for Markdown, which has other signs, each text is escaped here and marked as done.
     def escaped(value: Any) -> Any:
         if isinstance(value, Markup):
             return value
@@ -100,12 +101,15 @@ def contents(study: Study, folder: Path) -> dict[str, Any]:
 
     folder: the study's, with the evaluations of its final runs; all else is read from the study.
     """
+    # Differences of runs that cannot be compared are not shown: they would be read in spite of the
+    # red box.
     has_answers = bool(study.differences) and not study.problems
     rules = text.rules_of(study) if study.differences else None
     references = text.references_of(study) if has_answers else []
     columns, measures = text.columns_of_suite(study), text.measures_of(study)
     matched, is_coarse, levels = matched_table(study)
     loads = cpu_loads(study)
+    # One run of each candidate is enough for the suite's name and for answers side by side.
     evaluations = [
         (candidate.name, *_evaluation(folder / run.folder))
         for candidate in study.candidates
@@ -156,6 +160,7 @@ def plan(study: Study) -> dict[str, Any]:
     """Return the numbers of a study's runs, for the sentence below its title."""
     trials = [run for candidate in study.candidates for run in candidate.trials]
     ended = [run for run in trials if run.status not in ("waiting", "running")]
+    # Runs of unequal length have no common number of steps; the audit reports them.
     steps = {run.curve[-1].step for run in study.runs if run.status == "finished" and run.curve}
     settings = {len({run.number for run in each.trials}) for each in study.candidates}
     return {
@@ -191,6 +196,7 @@ def _scores(study: Study, columns: Sequence[str]) -> list[list[str]]:
     """Return the selection metric and scores: the starting checkpoint's, then each candidate's."""
     base = study.base_scores or {}
     runs = [run for candidate in study.candidates for run in candidate.verdict]
+    # The start of a final run is measured on the examples that judge, that of a trial is not.
     starts = [run.start for run in runs if run.start is not None]
     metric = text.metric_text(starts[0] if starts else curves.start(study, "metric"))
     rows = [[metric, *(number(base.get(column), ".1f") for column in columns)]]
@@ -220,7 +226,7 @@ def difference_table(study: Study) -> Table:
                     answer = "yes" if d.retained else "not shown"
                     retained = f"{answer}, margin {text.size(d.margin, d.unit)}"
                 value, low, high = (text.signed_size(v, d.unit) for v in (d.value, d.low, d.high))
-                rows.append([
+                row = [
                     f"{d.candidate} - {'start' if reference == BASE else reference}",
                     d.answer,
                     value,
@@ -229,7 +235,8 @@ def difference_table(study: Study) -> Table:
                     text.detectable(d).removesuffix(" points"),
                     f"{d.seed_share:.0%}",
                     retained,
-                ])  # fmt: skip
+                ]
+                rows.append(row)
     head = ["", "answer", "difference", "95% interval", "Holm's p", "detectable", "by seeds"]
     return Table([*head, "retained"], rows, align="ll", groups=frozenset(groups))
 
@@ -270,6 +277,7 @@ def answer_table(evaluations: Evaluations) -> tuple[str, Table] | None:
     for found in answers.values():
         for (prompt, before, after), target in zip(found.rows, found.targets, strict=True):
             rows.setdefault(prompt, [prompt, target or "-", before]).append(after)
+    # A question that one of the models was not asked, or whose samples are lost, is left out.
     head = ["", "right answer", "start", *answers]
     complete = [row for row in rows.values() if len(row) == len(head)]
     if not complete:
@@ -295,6 +303,8 @@ def matched_table(study: Study) -> tuple[Table | None, bool, list[str]]:
     Then whether a value was reached before the first evaluation, which is marked by †, and the
     names of the quantities.
     """
+    # A weak optimizer, which hardly changes the weights, forgets little: losses are compared where
+    # all have moved equally far.
     begin, metric = curves.start(study, "retention_loss"), text.metric_name(study)
     head, rows, names = [""], [[candidate.name] for candidate in study.candidates], []
     is_coarse = False
@@ -330,6 +340,7 @@ def cpu_loads(study: Study) -> list[float]:
 
 def are_comparable(loads: Sequence[float]) -> bool:
     """Return whether times are: the CPUs were about equally loaded, or did not train."""
+    # The load of an idle machine, below one process, varies by itself.
     return not loads or max(loads) <= max(1.25 * min(loads), min(loads) + 0.5)
 
 
@@ -345,13 +356,14 @@ def cost_table(study: Study, is_comparable: bool) -> Table:
             if run.seconds and run.curve and run.curve[-1].step
         ]
         peaks = [run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None]
-        rows.append([
+        row = [
             candidate.name,
             duration(sum(seconds) / len(seconds) if seconds else None),
             mean_std(per_step, 1) if is_comparable else "-",
             gibibytes(max(peaks, default=None)),
             duration(sum(run.seconds or 0.0 for run in candidate.runs)),
-        ])  # fmt: skip
+        ]
+        rows.append(row)
     return Table(["", "time of a run", "ms per step", "peak memory", "all runs together"], rows)
 
 
@@ -378,7 +390,7 @@ def run_table(study: Study) -> Table:
     for candidate in study.candidates:
         groups.add(len(rows))
         for run in candidate.runs:
-            rows.append([
+            row = [
                 run.candidate,
                 f"{run.stage} {run.number}",
                 f"{run.status}, selected" if candidate.is_selected(run) else run.status,
@@ -388,7 +400,8 @@ def run_table(study: Study) -> Table:
                 duration(run.seconds),
                 gibibytes(run.peak_memory_bytes),
                 run.reason or "",
-            ])  # fmt: skip
+            ]
+            rows.append(row)
     head = ["", "run", "status", "seed", *keys, text.metric_name(study), "time", "peak memory"]
     align = "lll" + "r" * (len(head) - 3) + "l"
     return Table([*head, "reason"], rows, align=align, groups=frozenset(groups))
@@ -402,6 +415,7 @@ def terminal_verdict(study: Study) -> Group:
     if study.declaration:
         title.append(f"  declaration {study.declaration[:DIGITS]}", style="dim")
     parts: list[Any] = [title, Text()]
+    # With problems, nothing else is printed: scores below them would be read as a result.
     if study.problems:
         parts.append(Text("No verdict: the runs cannot be compared", style="bold red"))
         parts += [_point(Text(problem, style="red")) for problem in study.problems[:MOST_PROBLEMS]]
@@ -411,6 +425,7 @@ def terminal_verdict(study: Study) -> Group:
     if not study.differences:
         parts.append(Text(f"{text.no_verdict(study)}\n"))
     parts += [Text(f"{sentence}\n", style="bold") for sentence in text.headline(study)]
+    # Four columns of "12.34 ± 0.56 ▲" and a name fit into 80.
     columns = text.columns_of_suite(study)[:3]
     names = ["start", *(candidate.name for candidate in study.candidates)]
     rows = [[name, *scores] for name, scores in zip(names, _scores(study, columns), strict=True)]

@@ -131,6 +131,7 @@ def _comparison(study: Study, differences: Sequence[Difference]) -> Comparison:
         elif measures:
             answers.append(f"{than} {other} on {join_words(measures)}")
             other = "it"
+    # The first measure's numbers; the table of differences has those of the others.
     facts = f"95% interval {_interval(study, first)}, corrected {p_value(first.p_holm)}"
     if first.is_equivalent and first.equivalence is not None:
         facts += f"; equivalent within {amount(first.equivalence, first.unit)}"
@@ -139,6 +140,7 @@ def _comparison(study: Study, differences: Sequence[Difference]) -> Comparison:
     name = measure_name(study, first.measure)
     value = f"{amount(abs(first.value), first.unit)} {_direction(study, first, first.value)}"
     facts = f": its {name} is {value} ({facts})."
+    # A test of its own, which is stated for every measure that has a margin.
     for d in differences:
         if d.margin is not None and d.retained is not None:
             shown = "is shown" if d.retained else "is not shown"
@@ -170,6 +172,7 @@ def resolution(study: Study, d: Difference) -> str:
     """
     if d.detectable is None:
         return "the seeds gave identical results, which shows no spread"
+    # What training changed is the scale: a study that cannot see even this cannot answer at all.
     to_start = [e for e in study.differences if (e.reference, e.measure) == (BASE, d.measure)]
     changes = [abs(e.value) for e in to_start if e.candidate in (d.candidate, d.reference)]
     if d.seed_share > 0.5 and d.detectable > max(changes, default=float("inf")):
@@ -199,6 +202,7 @@ def legend(study: Study) -> str:
     reference = _only_reference(study)
     if reference is None:
         return ""
+    # Signs against several references could not be told apart.
     signs = [f"▲ better than {reference}", "▼ worse"]
     if rules_of(study).equivalence:
         signs.append("= equivalent")

@@ -132,6 +132,7 @@ def verdict_file(study: Study, folder: Path) -> VerdictFile:
 
     def shown(value: Any) -> Any:
         """Return values without the study's folder and other local paths."""
+        # The file is published beside results: paths name people and machines.
         if isinstance(value, str):
             for path in dict.fromkeys((folder.resolve(), folder)):
                 value = value.replace(f"{path}/", "") if path.name else value
