@@ -8,7 +8,6 @@ tests/data/test_turn_masks.py.
 
 import re
 from collections.abc import Iterator
-from itertools import compress
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -42,76 +41,28 @@ def encode(
     if "left_out" in columns:
         yield from from_token_columns(columns, task)
         return
-    if {"messages", "prompt"} <= columns.keys():  # conversations, and prompts and completions
-        is_chat = [bool(turns) for turns in columns["messages"]]
-        encoded: dict[bool, Iterator[EncodedExample]] = {}
-        for kind in set(is_chat):  # both kinds once: the tokenizer is faster in large batches
-            others, chosen = (
-                {"prompt", "completion"} if kind else {"messages"},
-                [one is kind for one in is_chat],
-            )
-            own = {
-                name: [*compress(values, chosen)]
-                for name, values in columns.items()
-                if name not in others
-            }
-            encoded[kind] = encode(own, task, tokenizer, assistant_only_loss, completion_only_loss)
-        yield from (next(encoded[kind]) for kind in is_chat)
+    if "text" in columns or isinstance(columns.get("prompt", [None])[0], str):
+        yield from _encode_texts(columns, tokenizer, completion_only_loss)
         return
-    if "text" in columns or isinstance(columns.get("prompt", [None])[0], str):  # without a template
-        names = [name for name in ("text", "completion", "chosen", "rejected") if name in columns]
-        # One end token each: T5's tokenizer adds its own, and TRL's would be a second one.
-        eos = str(tokenizer.eos_token)
-        end = "" if _ids("a", tokenizer)[-1] == tokenizer.eos_token_id else eos
-        answers = zip(
-            *([text.removesuffix(eos) + end for text in columns[name]] for name in names),
-            strict=True,
-        )
-        for prompt, texts in zip(
-            columns.get("prompt", [""] * len(columns[names[0]])), answers, strict=True
-        ):
-            sides = [_ids(prompt + text, tokenizer) for text in texts]
-            if len(sides) > 1 or ("prompt" in columns and completion_only_loss):
-                example = after_prompt(_ids(prompt, tokenizer), sides)
-                yield example if len(sides) > 1 else example._replace(num_prompt=0)
-            else:
-                yield EncodedExample((Tokens(sides[0], [True] * len(sides[0])),), 0)
-        return
-    columns = {
-        # Without the keys that Arrow has filled with null.
-        name: [
-            [{k: v for k, v in turn.items() if v is not None} for turn in value] for value in values
-        ]
-        if name not in OPTIONS
-        else values
+    # A template may ask whether a turn has a key: those that Arrow has filled with null are none.
+    # In a mixture of conversations with prompts and completions a column is null for the others.
+    chats = {
+        name: [[_without_nulls(turn) for turn in value or ()] for value in values]
         for name, values in columns.items()
+        if name not in OPTIONS
     }
     beside = [column for column in OPTIONS if any(columns.get(column, ()))]
-    num_examples = len(next(iter(columns.values())))
+    num_examples = len(next(iter(chats.values())))
     options = [
         template_options({column: columns[column][i] for column in beside})
         for i in range(num_examples)
     ]
-    if "chosen" not in columns:
+    if "chosen" in chats:
+        yield from _encode_pairs(chats["chosen"], chats["rejected"], options, tokenizer)
+    else:
         yield from _encode_chats(
-            columns, options, tokenizer, assistant_only_loss, completion_only_loss
+            chats, options, tokenizer, assistant_only_loss, completion_only_loss
         )
-        return
-    chats = columns["chosen"], columns["rejected"]  # which differ in their last turn
-    prompts = _tokens(
-        [chat[:-1] for chat in chats[0]], options, tokenizer, add_generation_prompt=True
-    )
-    sides = [_tokens(side, options, tokenizer) for side in chats]
-    for i, (prompt, *both) in enumerate(zip(prompts, *sides, strict=True)):
-        with template_errors(_SUBJECT):
-            renderings = [Rendering(tokenizer, side[i], options[i]) for side in chats]
-            lost = [
-                kind
-                for rendering in renderings
-                for kind in rendering.left_out(rendering.turns[-1:])
-            ]
-        example = after_prompt(prompt["input_ids"], [tokens["input_ids"] for tokens in both])
-        yield example._replace(left_out=tuple(dict.fromkeys(lost)))
 
 
 def has_marks(template: str) -> bool:
@@ -119,29 +70,79 @@ def has_marks(template: str) -> bool:
     return _GENERATION.search(template) is not None
 
 
+def _without_nulls(turn: Turn) -> Turn:
+    return {key: value for key, value in turn.items() if value is not None}
+
+
+def _encode_texts(
+    columns: Columns, tokenizer: PreTrainedTokenizerBase, completion_only: bool
+) -> Iterator[EncodedExample]:
+    """The examples of texts, of prompts and completions, or of prompts and two answers, without a
+    template.
+    """
+    names = [name for name in ("text", "completion", "chosen", "rejected") if name in columns]
+    prompts = columns.get("prompt", [""] * len(columns[names[0]]))
+    # One end token each: T5's tokenizer adds its own, and TRL's would be a second one.
+    eos = str(tokenizer.eos_token)
+    end = "" if _ids("a", tokenizer)[-1] == tokenizer.eos_token_id else eos
+    answers = zip(*(columns[name] for name in names), strict=True)
+    for prompt, texts in zip(prompts, answers, strict=True):
+        sides = [_ids(prompt + text.removesuffix(eos) + end, tokenizer) for text in texts]
+        if len(sides) == 1 and not ("prompt" in columns and completion_only):
+            yield EncodedExample((Tokens(sides[0], [True] * len(sides[0])),), 0)
+            continue
+        example = after_prompt(_ids(prompt, tokenizer), sides)
+        yield example if len(sides) > 1 else example._replace(num_prompt=0)
+
+
+def _encode_pairs(
+    chosen: list[list[Turn]],
+    rejected: list[list[Turn]],
+    options: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Iterator[EncodedExample]:
+    """The examples of pairs of conversations, which differ in their last turn.
+    options: keywords of apply_chat_template.
+    """
+    # Prompt and both sides are rendered each by itself, as TRL does: what the sides share with the
+    # prompt's rendering is the prompt, wherever the template puts its generation prompt.
+    prompts = _tokens(
+        [chat[:-1] for chat in chosen], options, tokenizer, add_generation_prompt=True
+    )
+    sides = [_tokens(chats, options, tokenizer) for chats in (chosen, rejected)]
+    for i, (prompt, *both) in enumerate(zip(prompts, *sides, strict=True)):
+        with template_errors(_SUBJECT):
+            renderings = [
+                Rendering(tokenizer, chats[i], options[i]) for chats in (chosen, rejected)
+            ]
+            kinds = [kind for one in renderings for kind in one.left_out(one.turns[-1:])]
+        example = after_prompt(prompt["input_ids"], [tokens["input_ids"] for tokens in both])
+        yield example._replace(left_out=tuple(dict.fromkeys(kinds)))
+
+
 def _encode_chats(
-    columns: Columns,
+    columns: dict[str, list[list[Turn]]],
     options: list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     assistant_only: bool,
     completion_only: bool,
 ) -> Iterator[EncodedExample]:
-    """The examples of conversations, or of prompts and completions.
+    """The examples of conversations, of prompts and completions, or of both kinds.
     options: keywords of apply_chat_template.
     """
-    prompts, completions = columns.get("prompt"), columns.get("completion", [])
-    if prompts is None:
-        chats = columns["messages"]
-        prompt_tokens = None
-    else:
-        chats = [
-            prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
-        ]
-        prompt_tokens = (
-            _tokens(prompts, options, tokenizer, add_generation_prompt=True)
-            if completion_only
-            else None
-        )
+    # Whole conversations are rendered, also those of a prompt and its completion: rendered apart,
+    # a template would begin the completion with its system text.
+    empty: list[list[Turn]] = [[]] * len(options)
+    prompts, completions = columns.get("prompt", empty), columns.get("completion", empty)
+    parts = zip(columns.get("messages", empty), prompts, completions, strict=True)
+    chats = [messages or prompt + completion for messages, prompt, completion in parts]
+    with_prompt = [i for i, prompt in enumerate(prompts) if prompt and completion_only]
+    own, keywords = [prompts[i] for i in with_prompt], [options[i] for i in with_prompt]
+    encoded = _tokens(own, keywords, tokenizer, add_generation_prompt=True) if own else []
+    prompt_tokens = dict(zip(with_prompt, encoded, strict=True))
+
+    # The assistant's tokens are the template's own marks; without any, they are derived from
+    # renderings of the first turns, by each token's characters.
     marks = assistant_only and all(
         has_marks(tokenizer.get_chat_template(tools=o.get("tools"))) for o in options
     )
@@ -150,35 +151,35 @@ def _encode_chats(
     if derives or any("weight" in turn for chat in chats for turn in chat):
         if not tokenizer.is_fast:
             raise UserError(
-                "trainer.assistant_only_loss and weights of turns need a tokenizer.json, which this model does not "
-                "have; train all tokens, or use a model that has a tokenizer.json"
+                "trainer.assistant_only_loss and weights of turns need a tokenizer.json, which "
+                "this model does not have; train all tokens, or use a model that has a "
+                "tokenizer.json"
             )
         how["tokenizer_kwargs"] = {"return_offsets_mapping": True}
+
     for i, tokens in enumerate(_tokens(chats, options, tokenizer, **how)):
-        chat, ids, rendering = (
-            chats[i],
-            tokens["input_ids"],
-            Rendering(tokenizer, chats[i], options[i]),
-        )
+        chat, ids = chats[i], tokens["input_ids"]
+        rendering = Rendering(tokenizer, chat, options[i])
         trained = [bool(mark) for mark in tokens.get("assistant_masks", [True] * len(ids))]
         if not any(trained):  # TRL also raises, later and without the example
             raise UserError(
-                f"the chat template marks no token of the answer {chat[-1]['content'][:60]!r} as the assistant's; "
-                "put {% generation %}...{% endgeneration %} around every assistant turn"
+                f"the chat template marks no token of the answer {chat[-1]['content'][:60]!r} as "
+                "the assistant's; put {% generation %}...{% endgeneration %} around every "
+                "assistant turn"
             )
         with template_errors(_SUBJECT):
             if derives:
                 trained = inside(rendering.answer_spans(), tokens["offset_mapping"])
             elif any("weight" in turn for turn in chat):
+                # Turns of weight 0 are left out with their headers.
                 skipped = [number for number, turn in enumerate(chat) if not turn.get("weight", 1)]
-                # with their headers
                 spans = [(rendering.end(number), rendering.end(number + 1)) for number in skipped]
                 untrained = inside(spans, tokens["offset_mapping"])
-                trained = [
-                    mark and not other for mark, other in zip(trained, untrained, strict=True)
-                ]
-            left_out = rendering.left_out(chat if prompt_tokens is None else completions[i])
-        if prompt_tokens is not None:
+                pairs = zip(trained, untrained, strict=True)
+                trained = [mark and not other for mark, other in pairs]
+            # What the template does not print matters where it would be learned.
+            left_out = rendering.left_out(completions[i] if i in prompt_tokens else chat)
+        if i in prompt_tokens:
             start = num_shared(prompt_tokens[i]["input_ids"], ids)
             trained = [mark and position >= start for position, mark in enumerate(trained)]
         yield EncodedExample((Tokens(ids, trained),), 0, tuple(left_out))

@@ -15,11 +15,12 @@ import platform
 import sysconfig
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, count, islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,11 +29,8 @@ from ..core.errors import UserError
 from ..core.files import CHUNK_BYTES, chunk_digests, chunks_of, file_sha256, is_text
 from ..recipe import STDLIB, csv_columns, data_files, data_suffix, refuse_wide_characters
 
-MAX_RATIO, MAX_UNCHECKED = 200, 1 << 26
-"""A .gz file may hold 200 times its size, or 64 MiB; text is compressed 3 to 10 times, a bomb 1000
-times."""
-MAX_LINE = 1 << 28
-"""Characters of a line, and of a field of a .csv file."""
+MAX_FIELD = 1 << 28
+"""Characters of a field of a .csv file; Python's own limit is 131,072."""
 MAX_HASHED = 1 << 30
 """Bytes of streamed files that are hashed at each start: a second of one core."""
 _TO_UTF_8 = "; if the file is in Latin-1, convert the file: iconv -f LATIN1 -t UTF-8"
@@ -55,11 +53,11 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | InvalidReco
     The number is that of the line, or of the record, from 1. Blank lines are skipped. Raises
     UserError if the file as a whole cannot be parsed.
     """
+    readers = {".parquet": _parquet, ".csv": _csv, ".txt": _lines, ".jsonl": _lines}
     if data_suffix(file) != ".parquet":
         with _open(file) as stream:
             refuse_wide_characters(str(file), stream.read(4))
-    readers = {".parquet": _parquet, ".csv": _csv, ".txt": _lines}
-    reader = readers.get(data_suffix(file), _lines if has_lines(file) else _array)
+    reader = readers.get(data_suffix(file)) or (_lines if has_lines(file) else _array)
     for number, record in reader(file):
         if not isinstance(record, dict | InvalidRecord):
             try:
@@ -77,73 +75,26 @@ def has_lines(file: Path) -> bool:
     if data_suffix(file) != ".json":
         return data_suffix(file) != ".parquet"
     with _open(file) as stream:
-        parts = iter(lambda: stream.readline(1 << 16), b"")
-        first = next((part.lstrip(b"\xef\xbb\xbf").lstrip() for part in parts if part.strip()), b"")
-    return not first.startswith(b"[")
+        first = next((line for line in stream if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
+    return not first.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
-def _open(file: Path) -> BinaryIO:
-    """The file's content, decompressed."""
-    return io.BufferedReader(_Decompressed(file)) if file.suffix == ".gz" else file.open("rb")
-
-
-class _Decompressed(io.RawIOBase):
-    """The content of a .gz file.
-    Reading raises UserError if it is damaged, or far larger than the file.
-    """
-
-    def __init__(self, file: Path):
-        super().__init__()
-        self.file = file
-        self.stream = gzip.open(file, "rb")  # noqa: SIM115 (closed in close)
-        self.num_left = max(MAX_UNCHECKED, MAX_RATIO * file.stat().st_size)
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """The number of bytes written into `buffer`; 0 at the end."""
-        try:
-            num_bytes = self.stream.readinto(buffer)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(
-                f"{self.file}: cannot be decompressed: {error}; compress the data again"
-            ) from None
-        self.num_left -= num_bytes
-        if self.num_left < 0:
-            remedy = "decompress it"
-            raise UserError(
-                f"{self.file}: the decompressed data are larger than {MAX_RATIO} times this file; {remedy}"
-            )
-        return num_bytes
-
-    def close(self) -> None:
-        """Close the file."""
-        self.stream.close()
-        super().close()
-
-
-def _bounded_lines(file: Path, stream: Any, first: int = 1) -> Iterator[Any]:
-    """The lines of a stream, of which the next is number `first`.
-    Raises UserError for one that is too long to read.
-    """
-    for number in count(first):
-        line = stream.readline(MAX_LINE + 1)
-        if len(line) > MAX_LINE:
-            raise UserError(
-                f"{file}:{number}: has more than {MAX_LINE:,} characters; write one record per line"
-            )
-        if not line:
-            return
-        yield line
+@contextmanager
+def _open(file: Path) -> Iterator[BinaryIO]:
+    """A context with the file's content, decompressed. Raises UserError where it is damaged."""
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+            yield cast(BinaryIO, stream)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        problem = f"{file}: cannot be decompressed: {error}"
+        raise UserError(f"{problem}; compress the data again") from None
 
 
 def _lines(file: Path) -> Iterator[tuple[int, Any]]:
     """A JSON value, or a text, per line."""
     is_plain = data_suffix(file) == ".txt"
     with _open(file) as stream:
-        for number, line in enumerate(_bounded_lines(file, stream), start=1):
+        for number, line in enumerate(stream, start=1):
             try:
                 text = line.decode("utf-8-sig")
                 if (text if is_plain else line).strip():
@@ -151,41 +102,34 @@ def _lines(file: Path) -> Iterator[tuple[int, Any]]:
             except json.JSONDecodeError as error:
                 yield number, InvalidRecord(f"is not JSON: {error.msg} at column {error.colno}")
             except UnicodeDecodeError as error:
-                yield (
-                    number,
-                    InvalidRecord(f"is not UTF-8 at byte {error.start + 1} of the line{_TO_UTF_8}"),
-                )
+                finding = f"is not UTF-8 at byte {error.start + 1} of the line"
+                yield number, InvalidRecord(finding + _TO_UTF_8)
             # a number of 5000 digits, brackets nested too deeply
             except (ValueError, RecursionError) as error:
                 yield number, InvalidRecord(f"is JSON that cannot be read: {error}")
 
 
 def _csv(file: Path) -> Iterator[tuple[int, Any]]:
-    csv.field_size_limit(MAX_LINE)
-    with io.TextIOWrapper(_open(file), "utf-8-sig", errors="surrogateescape", newline="") as stream:
-        names, delimiter = csv_columns(str(file), next(_bounded_lines(file, stream), ""))
-        rows, number = (
-            csv.reader(_bounded_lines(file, stream, 2), delimiter=delimiter, strict=True),
-            2,
-        )
+    csv.field_size_limit(MAX_FIELD)
+    with (
+        _open(file) as content,
+        io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="") as stream,
+    ):
+        names, delimiter = csv_columns(str(file), stream.readline())
+        rows, number = csv.reader(stream, delimiter=delimiter, strict=True), 2
         try:
             for row in rows:
                 if row and len(row) != len(names):
-                    yield (
-                        number,
-                        InvalidRecord(
-                            f"has {len(row)} fields, but the file has {len(names)} columns"
-                        ),
-                    )
+                    finding = f"has {len(row)} fields, but the file has {len(names)} columns"
+                    yield number, InvalidRecord(finding)
                 elif row and not is_text("".join(row)):
                     yield number, InvalidRecord(f"is not UTF-8{_TO_UTF_8}")
                 elif row:
                     yield number, dict(zip(names, row, strict=True))
                 number = rows.line_num + 2
         except csv.Error as error:
-            raise UserError(
-                f"{file}:{number}: is no valid CSV: {error}; correct this line"
-            ) from None
+            problem = f"{file}:{number}: is no valid CSV: {error}"
+            raise UserError(f"{problem}; correct this line") from None
 
 
 def _array(file: Path) -> Iterator[tuple[int, Any]]:
@@ -193,10 +137,8 @@ def _array(file: Path) -> Iterator[tuple[int, Any]]:
         with _open(file) as stream:
             yield from enumerate(json.load(stream), start=1)
     except json.JSONDecodeError as error:
-        remedy = "correct this line"
-        raise UserError(
-            f"{file}:{error.lineno}: is not JSON: {error.msg} at column {error.colno}; {remedy}"
-        ) from None
+        problem = f"{file}:{error.lineno}: is not JSON: {error.msg} at column {error.colno}"
+        raise UserError(f"{problem}; correct this line") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: is JSON that cannot be read: {error}; correct the file") from None
 
@@ -209,9 +151,8 @@ def _parquet(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     # ValueError: text that is not UTF-8
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{file}: is no valid Parquet file: {reason}; write the file again"
-        ) from None
+        problem = f"{file}: is no valid Parquet file: {reason}"
+        raise UserError(f"{problem}; write the file again") from None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.data import files as records
 from soren_align.data import load_split
-from soren_align.data.files import MAX_UNCHECKED
 from tests.support.conversations import chat_row, refused, split
 
 ROWS = [{"prompt": f'Question {i}, with "quotes", {"commas, " * i}ü:\nand lines ', "completion": f"; answer\t{i}"}
@@ -105,22 +104,6 @@ def test_a_line_in_latin_1_is_named_with_the_remedy(tmp_path, name):
     assert len(bad) == 1
     assert bad[0].startswith("is not UTF-8")
     assert bad[0].endswith("if the file is in Latin-1, convert the file: iconv -f LATIN1 -t UTF-8")
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv", "a.json", "a.jsonl.gz"])
-def test_a_line_without_end_is_not_read_to_its_end(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(records, "MAX_LINE", 1000)
-    content = b"text\n" * (".csv" in name) + b'{"text": "a"}\n' * 2 + b" " * 1001 + b"x\n"
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    with pytest.raises(UserError, match=rf"{name}:{4 if '.csv' in name else 3}: has more than 1,000 characters"):
-        list(records.read_records(tmp_path / name))
-
-
-def test_a_file_that_decompresses_to_thousands_of_times_its_size_is_refused(tmp_path):
-    with gzip.open(path := tmp_path / "bomb.jsonl.gz", "wb") as stream:
-        for _ in range(MAX_UNCHECKED // (1 << 20) + 1):
-            stream.write(b" " * (1 << 20))  # one line
-    assert "the decompressed data are larger than 200 times this file" in refused(split(path))
 
 
 @pytest.fixture
