@@ -15,7 +15,7 @@ from soren_align.recipe import optimizer
 from soren_align.spectral import SOREN_MAPS
 
 CLASSES = optim.OPTIMIZERS
-ONLY_RECIPE = {"name", "aux_lr", "aux_weight_decay", "aux", "matrices", "split", "lora_update"}
+ONLY_RECIPE = {"name", "aux_lr", "aux_weight_decay", "aux", "matrices", "split"}
 """Keys of `build_optimizer`, which makes groups of them."""
 ONLY_ADAMW = {"betas", "eps"}
 """In a matrix optimizer these are keys of its AdamW group."""

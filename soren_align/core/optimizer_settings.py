@@ -19,9 +19,6 @@ States = Literal["float32", "8bit"]
 """Of the optimizer: momentum, and AdamW's moments."""
 MapInput = Literal["momentum", "sign"]
 """Of a map: the momentum (with Nesterov), or the sign of each of its numbers, as in AdaMuon."""
-LoraUpdate = Literal["factors", "product"]
-"""Whether the factors of an adapter are matrices by themselves, or updated as their product, see
-`optim.product`."""
 SecondMoment = Literal["none", "rows", "elements"]
 """Of a map's output, which is divided by its root: NorMuon's of `rows`, AdaMuon's of `elements`."""
 FactorPrecision = Literal["float32", "tf32", "float16", "bfloat16"]
@@ -91,7 +88,6 @@ SOREN_ADJUST_LR_FN: AdjustLrFn = "none"
 MUON_ADJUST_LR_FN: AdjustLrFn = "original"
 """Of the classes Muon and HTMuon used alone: their code."""
 MAP_INPUT: MapInput = "momentum"
-LORA_UPDATE: LoraUpdate = "factors"
 SECOND_MOMENT: SecondMoment = "none"
 SECOND_MOMENT_BETA = 0.95
 """NorMuon's, and AdaMuon's, which is its momentum."""

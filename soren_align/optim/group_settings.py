@@ -25,7 +25,6 @@ from ..core.optimizer_settings import (
     States,
 )
 from ..spectral import SpectralMap
-from .product import has_factors
 
 Check = Callable[[Any], Any]
 """Returns a setting's complete value. Raises ValueError ("found ...; write ...") if it is not
@@ -170,12 +169,6 @@ def refuse_combinations(group: Mapping[str, Any], where: str) -> None:
     """Raise ValueError, naming `where`, for settings of a spectral group that exclude one
     another.
     """
-    for key in ("second_moment", "map_input") if has_factors(group) else ():
-        if group[key] != (plain := RULE_DEFAULTS["spectral"][key]):
-            raise ValueError(
-                f"{where} {key}: found {group[key]!r}, which depends on the choice of the factors of a product; write "
-                f"{plain!r}, or lora_update='factors'"
-            )
     if group["second_moment"] == "elements" and group["states"] == "8bit":
         raise ValueError(
             f"{where} states: found '8bit', which cannot store the second moment of elements; write 'float32', or "

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ..spectral import num_workspace_numbers
 from .eight_bits import Part, decoded_range
-from .product import NUM_PRODUCT_NUMBERS, WEIGHTS, is_factor, mapped_together, product_shape
 from .state import momentum_dtype
 
 WeightLayout = str
@@ -31,9 +30,7 @@ WeightLayout = str
 it, [outputs, inputs]. "transposed": [inputs, outputs]. "gate_up": gate above up; "transposed
 gate_up": gate left of up; "transposed interleaved gate_up": their columns alternate. "qkv": queries
 above keys above values. "blocks q:64 k:32 v:32": blocks of so many rows, each a weight of its own;
-"blocks 12*8": 12 of 8 rows. "transposed blocks ...": of columns, of equal size. "lora_A 64",
-"lora_B 48": the factors of a product B A of 64 outputs and 48 inputs, which are updated together
-(see `product`); such an A is followed by its B."""
+"blocks 12*8": 12 of 8 rows. "transposed blocks ...": of columns, of equal size."""
 WeightLayouts = Mapping[str, WeightLayout]
 """By a parameter's name; parameters that are one linear matrix are left out."""
 MapState = Mapping[str, Callable[[int, int], tuple[int, ...]]]
@@ -104,11 +101,6 @@ def matrix_shape(shape: Sequence[int], layout: WeightLayout) -> tuple[int, int]:
     """(outputs, inputs) of an expert weight's matrices."""
     rows, columns = map_shape(shape, layout)
     return (columns, rows) if "transposed" in layout else (rows, columns)
-
-
-def update_shape(shape: Sequence[int], layout: WeightLayout) -> tuple[int, int]:
-    """(outputs, inputs) of the matrix that an update changes: of a factor, that of the product."""
-    return product_shape(shape, layout) if is_factor(layout) else matrix_shape(shape, layout)
 
 
 def matrix_names(name: str, layout: WeightLayout) -> list[str]:
@@ -234,8 +226,6 @@ class Shard:
 
     def numbers_of(self, key: str) -> Tensor:
         """This shard's numbers of the map's state `key`, one-dimensional, sharing memory."""
-        if key == WEIGHTS:
-            return self.weight.detach().reshape(-1)
         return local(self.state[key]).view(-1)[self.map_state[key]]
 
     @property
@@ -269,11 +259,10 @@ def map_state_sizes(
     shape: Sequence[int], layout: WeightLayout, map_state: MapState
 ) -> dict[str, int]:
     """The numbers of a map's state for all matrices of a weight, by name."""
-    matrix, is_plain = matrix_shape(shape, layout), not is_factor(layout)
+    matrix = matrix_shape(shape, layout)
     return {
         key: num_matrices(layout) * math.prod(shape_of(*matrix))
         for key, shape_of in map_state.items()
-        if not (key == WEIGHTS and is_plain)
     }
 
 
@@ -297,7 +286,6 @@ def matrix_batches(kinds: Sequence[WeightKind], workspace_mb: float | None) -> l
     """Batches of indices into whole weights: equal ones in order, as many as the workspace holds,
     without empty ones.
 
-    A batch of factors A is followed by that of their B.
     workspace_mb: MB (2^20 bytes); a weight that needs more is a batch of its own. None:
     `default_workspace_mb`.
     """
@@ -312,21 +300,13 @@ def matrix_batches(kinds: Sequence[WeightKind], workspace_mb: float | None) -> l
             1, int(limit * 2**20 / (num_batch_numbers(shape, layout, device.type) * dtype.itemsize))
         )
         batches += [equal[start : start + size] for start in range(0, len(equal), size)]
-    return sorted(batches) if any(is_factor(layout) for _, layout, _, _ in indices) else batches
+    return batches
 
 
 def num_batch_numbers(shape: tuple[int, int], layout: WeightLayout, device_type: str) -> int:
     """The numbers, in the dtype of a map's input, that a weight needs in a batch: its input and the
     maps' workspace.
     """
-    # the same for A and for B: the maps of both; weights, inputs and outputs in float64
-    if is_factor(layout):
-        (rows, columns), rank = product_shape(shape, layout), shape[layout.startswith("lora_B")]
-        sizes = ((rank, columns), (rows, rank))
-        return sum(
-            num_workspace_numbers(*size, device_type) + NUM_PRODUCT_NUMBERS * math.prod(size)
-            for size in sizes
-        )
     return num_matrices(layout) * num_workspace_numbers(
         *map_shape(shape, layout), device_type
     ) + math.prod(shape)
@@ -547,5 +527,4 @@ class ShardingStrategy:
         """The exchange of these tensors of one spectral group.
         Collective; raises ValueError on every rank.
         """
-        mapped_together([(name, layouts.get(name, "linear")) for name, _ in named])
         return Exchange(with_map_state(self.shards(named, layouts), map_state))

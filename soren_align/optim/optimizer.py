@@ -27,13 +27,11 @@ from ..core.optimizer_settings import (
     AUX_WEIGHT_DECAY,
     BETAS,
     EPS,
-    LORA_UPDATE,
     MATCH_RMS,
     MATRICES,
     WEIGHT_DECAY,
     AdjustLrFn,
     Compensation,
-    LoraUpdate,
     MapInput,
     Matrices,
     SecondMoment,
@@ -62,7 +60,6 @@ from .layout import (
     weights_in,
     with_map_state,
 )
-from .product import WEIGHTS, has_factors
 from .routing import param_groups
 from .second_moment import row_moments
 from .state import StateForm, loaded_state, new_state, state_form
@@ -275,9 +272,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         numbers = checked_numbers(
             groups, self.state, type(self).__name__, self.strategy, norm, self._bound
         )
-        # The inputs for factors of a product are divided by the other factor.
-        has_products = any(map(has_factors, groups))
-        self.max_norm, self._bound = None if has_products else numbers.max_norm, numbers.bound
+        self.max_norm, self._bound = numbers.max_norm, numbers.bound
         with_grad = [
             [
                 (name, p)
@@ -294,13 +289,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             if not named or group["rule"] != "spectral":
                 plans.append(None)
                 continue
-            exchanged = self._state_of_maps(group)
-            if has_factors(group):  # the numbers of factors of products too
-                exchanged = {
-                    **exchanged,
-                    WEIGHTS: lambda num_rows, num_columns: (num_rows, num_columns),
-                }
-            plans.append(self.strategy.plan(named, group.get("weight_layouts", {}), exchanged))
+            layouts = group.get("weight_layouts", {})
+            plans.append(self.strategy.plan(named, layouts, self._state_of_maps(group)))
         for group in groups:
             self._complete_state(group)
         if any(
@@ -455,10 +445,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
         group = checked_settings(group, checks, where)
         if group["rule"] == "spectral":
             refuse_combinations(group, where)
-            if has_factors(group) and self.map_state:
-                raise ValueError(
-                    f"{where} lora_update: {type(self).__name__} has a state per matrix; write 'factors'"
-                )
         # torch wraps the one and refuses the other
         if not isinstance(group["params"], Tensor | set):
             group["params"] = list(group["params"])  # once: it may be a generator
@@ -533,7 +519,6 @@ def build_optimizer(
     aux: Sequence[str] = (),
     matrices: Matrices = MATRICES,
     split: Split | None = None,
-    lora_update: LoraUpdate = LORA_UPDATE,
     **settings: Any,
 ) -> SpectralOptimizer:
     """The optimizer `name` for every trainable parameter of `model`.
@@ -542,7 +527,7 @@ def build_optimizer(
     lr: of the matrices; aux_lr, aux_weight_decay: of the other parameters, which AdamW updates with
     betas and eps.
         aux_lr=None is lr. For "adamw" the matrices are a group of their own.
-    aux: globs of parameter names, see `route`; matrices, split, lora_update: also there.
+    aux: globs of parameter names, see `route`; matrices, split: also there.
     settings: keyword arguments of the class (weight_decay, momentum, map, p, ...). weight_decay is
     0.1 for every class;
         adjust_lr_fn=None is the class's own default.
@@ -567,7 +552,7 @@ def build_optimizer(
         settings["match_rms"] = adamw_rms(betas[0])
     is_adamw = cls.rule == "adamw"
     rates = {"lr": lr, "aux_lr": aux_lr, "aux_weight_decay": aux_weight_decay}
-    of_matrices: dict[str, Any] = {} if is_adamw else {"split": split, "lora_update": lora_update}
+    of_matrices: dict[str, Any] = {} if is_adamw else {"split": split}
     groups = param_groups(model, **rates, aux=aux, matrices=matrices, **of_matrices)
     for group in groups:
         if is_adamw:

@@ -4,10 +4,9 @@ Weights of linear layers inside the blocks go to the spectral rule, and those of
 torch's attention, which are stored together: see `layout`. In a model without blocks all linear
 layers do. Embeddings, the head (tied or not), norms, biases, routers, gates of one row and all
 other parameters go to AdamW. Every trainable parameter has exactly one route, by identity, not by
-name. The LoRA factors of linear layers go to the spectral rule, each mapped by itself, or both as
-their product with `lora_update` "product" (see `product`). They are recognized by PEFT's layers in
-the model, not by shapes or names; peft is used only if it has been imported, so that the optimizers
-do not need it. With `matrices` "all-2d", as in the authors' released code, all other parameters of
+name. The LoRA factors of linear layers go to the spectral rule, each mapped by itself. They are
+recognized by PEFT's layers in the model, not by shapes or names; peft is used only if it has been
+imported, so that the optimizers do not need it. With `matrices` "all-2d", as in the authors' released code, all other parameters of
 two dimensions go there too.
 """
 
@@ -23,13 +22,11 @@ from typing import Any
 
 from torch import nn
 
-from ..core.optimizer_settings import AUX_WEIGHT_DECAY, LORA_UPDATE, MATRICES, LoraUpdate, Matrices
+from ..core.optimizer_settings import AUX_WEIGHT_DECAY, MATRICES, Matrices
 from .blocks import Split, blocks_of, matches, split_layout
 from .layout import WeightLayout, blocks_in, matrix_shape, num_matrices, weights_in
-from .product import mapped_together
 
 FACTOR = "LoRA factor (extension, not in the paper)"
-OF_PRODUCT = "LoRA factor, updated as the product B A (extension, not in the paper)"
 _ROUTER = re.compile(r"Router|TopKGating")
 """Names of transformers' classes that choose experts; JetMoE's is the latter."""
 _OF_ATTENTION: dict[str, WeightLayout] = {"in_proj_weight": "qkv"}
@@ -123,7 +120,6 @@ def route(
     aux: Sequence[str] = (),
     matrices: Matrices = MATRICES,
     split: Split | None = None,
-    lora_update: LoraUpdate = LORA_UPDATE,
 ) -> list[Route]:
     """The route of every trainable parameter of `model`, in the order of `named_parameters`.
 
@@ -133,10 +129,8 @@ def route(
     "all-2d": also every
         other parameter of two dimensions, embeddings and head among them, but none of an adapter.
     split: the blocks of fused weights that are matrices of their own, see `blocks`.
-    lora_update: "factors": the LoRA factors of linear layers are matrices. "product": they are
-    updated as products. Raises ValueError for a glob that matches nothing, for a weight that cannot
-    be split so, for PEFT adapters other than LoRA, for a product without both factors, and for
-    FSDP1's wrappers.
+    Raises ValueError for a glob that matches nothing, for a weight that cannot be split so, for
+    PEFT adapters other than LoRA, and for FSDP1's wrappers.
     """
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
@@ -175,11 +169,8 @@ def route(
         if not obstacle and min(shape[-2:]) == 1 and parameter not in factors:
             obstacle = "a vector: one row or column"
         layout = occurrences[0].layout(len(shape)) or "linear"
-        if is_product := lora_update == "product" and parameter in factors and not obstacle:
-            layout = factors[parameter]
-        factor = OF_PRODUCT if is_product else FACTOR
         reason = obstacle or (
-            factor if parameter in factors else "experts" if len(shape) == 3 else "linear layer"
+            FACTOR if parameter in factors else "experts" if len(shape) == 3 else "linear layer"
         )
         if len(occurrences) > 1:
             reason += f", tied to {', '.join(o.name for o in occurrences[1:])}"
@@ -204,13 +195,6 @@ def route(
                 f", split into {f'{len(parts)} blocks' if parts[0].isdigit() else ', '.join(parts)}"
             )
         routes.append(Route(name, parameter, shape, rule, reason, layout))
-    if lora_update == "product" and not any(r.reason.startswith(OF_PRODUCT) for r in routes):
-        raise ValueError(
-            "lora_update: 'product' has no effect, because no LoRA factor of a linear layer is trained; add an "
-            "adapter, or write 'factors'"
-        )
-    # raises for a single factor
-    mapped_together([(r.name, r.layout) for r in routes if r.rule == "spectral"])
     for glob in split or ():
         if not any(
             matches(r.name, glob) for r in routes if r.rule == "spectral" and blocks_in(r.layout)
@@ -221,15 +205,13 @@ def route(
     return routes
 
 
-def adapter_parameters(
-    model: nn.Module,
-) -> tuple[dict[nn.Parameter, WeightLayout], dict[nn.Parameter, str]]:
-    """The LoRA factors A and B of the model's linear layers with their layouts as factors of a
-    product, and the other parameters of adapters with their kinds.
+def adapter_parameters(model: nn.Module) -> tuple[set[nn.Parameter], dict[nn.Parameter, str]]:
+    """Return the LoRA factors A and B of the model's linear layers, and the other parameters of
+    adapters with their kinds.
 
     Raises ValueError for a trainable adapter that is not LoRA.
     """
-    factors: dict[nn.Parameter, WeightLayout] = {}
+    factors: set[nn.Parameter] = set()
     others: dict[nn.Parameter, str] = {}
     if "peft" not in sys.modules:
         return factors, others
@@ -245,20 +227,14 @@ def adapter_parameters(
                 others.setdefault(parameter, "trained whole beside the adapter")
         elif isinstance(module, BaseTunerLayer):
             is_linear = isinstance(module.get_base_layer(), nn.Linear | Conv1D)
-            for kind, adapter, owner, parameter in _trainable(module):
+            for kind, owner, parameter in _trainable(module):
                 is_factor = (
                     kind in ("lora_A", "lora_B")
                     and isinstance(owner, nn.Linear)
                     and parameter is owner.weight
                 )
                 if isinstance(module, LoraLayer) and is_linear and is_factor:
-                    is_a = kind == "lora_A"
-                    size = (
-                        module.lora_B[adapter].out_features
-                        if is_a
-                        else module.lora_A[adapter].in_features
-                    )
-                    factors[parameter] = f"{kind} {size}"
+                    factors.add(parameter)
                 elif isinstance(module, LoraLayer | TrainableTokensLayer):
                     others[parameter] = f"{kind} of an adapter"
                 else:
@@ -268,20 +244,21 @@ def adapter_parameters(
     return factors, others
 
 
-def _trainable(layer: Any) -> Iterator[tuple[str, str, Any, nn.Parameter]]:
-    """(PEFT's name of the kind, that of the adapter, the module or None, the parameter) of every
-    trainable parameter of an adapter layer."""
+def _trainable(layer: Any) -> Iterator[tuple[str, Any, nn.Parameter]]:
+    """Yield (PEFT's name of the kind, the module or None, the parameter) for every trainable
+    parameter of an adapter layer.
+    """
     for kind in layer.adapter_layer_names:
         container = getattr(layer, kind, None)
-        for adapter, part in (
-            container.items() if isinstance(container, nn.ModuleDict | nn.ParameterDict) else ()
+        for part in (
+            container.values() if isinstance(container, nn.ModuleDict | nn.ParameterDict) else ()
         ):
             owned = (
                 [(None, part)]
                 if isinstance(part, nn.Parameter)
                 else [(part, p) for p in part.parameters()]
             )
-            yield from ((kind, adapter, owner, p) for owner, p in owned if p.requires_grad)
+            yield from ((kind, owner, p) for owner, p in owned if p.requires_grad)
 
 
 def param_groups(
@@ -294,18 +271,17 @@ def param_groups(
     aux: Sequence[str] = (),
     matrices: Matrices = MATRICES,
     split: Split | None = None,
-    lora_update: LoraUpdate = LORA_UPDATE,
 ) -> list[dict[str, Any]]:
     """The parameter groups of `model` for Soren, Muon or HTMuon: the matrices, then the other
     parameters (AdamW).
 
     lr, weight_decay: of the matrices; None leaves them to the optimizer. aux_lr, aux_weight_decay:
-    of the other parameters; aux_lr=None is lr. aux, matrices, split, lora_update: see `route`.
+    of the other parameters; aux_lr=None is lr. aux, matrices, split: see `route`.
     Warns if the model's blocks were not found, so that its output layer may be among the matrices.
     Raises ValueError if no parameter goes to the spectral rule, if others have neither aux_lr nor
     lr, and whatever `route` refuses.
     """
-    routes = route(model, aux, matrices, split, lora_update)
+    routes = route(model, aux, matrices, split)
     if (
         matrices == MATRICES
         and not aux

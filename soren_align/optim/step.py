@@ -28,24 +28,21 @@ decides what is sent:
 
 The exchanges are in optim/layout.py (one process), sharding/gather.py and sharding/ddp.py; owners
 and buckets in sharding/plan.py. Second moments of elements lie in shards as W does: they divide O
-after it is scattered, and the RMS is then a sum over the ranks (optim/second_moment.py). LoRA
-factors that are updated as their product have other directions O (optim/product.py). AdamW's step,
-of all other parameters, is torch's own (optim/adamw.py).
+after it is scattered, and the RMS is then a sum over the ranks (optim/second_moment.py). AdamW's
+step, of all other parameters, is torch's own (optim/adamw.py).
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from ..spectral.matrices import frobenius_norm
 from .eight_bits import blocks_of, decoded, encode_
-from .layout import Exchange, MapRequest, Named, Shard, local, update_shape
-from .product import is_factor, product_directions
+from .layout import Exchange, MapRequest, Named, Shard, local, matrix_shape
 from .rounding import chunks, master_weights, store_master_weights_
 from .second_moment import ROWS, divided_by_elements, divided_by_rows, rescaled_
 
@@ -88,10 +85,8 @@ def spectral_step_(
         weight, compensation = shard.weight, shard.compensation
         # it was flat, and perhaps on a GPU
         direction = direction.reshape(weight.shape).to(weight.device)
-        scale = maps.scale(*update_shape(shard.shape, shard.layout))
-        # A product of two factors decays by all of weight_decay if each factor decays by half of
-        # it.
-        decay = group["weight_decay"] / (2 if is_factor(shard.layout) else 1)
+        scale = maps.scale(*matrix_shape(shard.shape, shard.layout))
+        decay = group["weight_decay"]
         for observe in observers:
             observe(
                 PendingUpdate(
@@ -145,26 +140,15 @@ def directions(
         maps.workspace_mb,
         adapt=partial(divided_by_elements, beta=beta) if by_elements else None,
     )
-    batches = exchange.whole_matrices(exchange.shards(state), request)
-    for batch in batches:
-        if is_factor(batch.layout):  # A of a product; B is the next batch
-            unit = (batch, next(batches))
-            step_size = float(maps.lr) * maps.scale(
-                *update_shape(batch.inputs.shape[-2:], batch.layout)
-            )
-            outputs = product_directions(
-                *unit, maps.map_matrices, step_size=step_size, to_unit_rms=is_measured
-            )
-        elif batch.names:
-            unit, outputs = (batch,), (batch.map(partial(mapped, "transposed" in batch.layout)),)
-        else:  # this rank maps no matrix of the bucket: its shards have outputs of other ranks
-            unit, outputs = (batch,), (None,)
-        returned = (part.returned(output) for part, output in zip(unit, outputs, strict=True))
-        for shard, direction in chain.from_iterable(returned):
+    for batch in exchange.whole_matrices(exchange.shards(state), request):
+        # Without names this rank maps no matrix of the bucket: its shards have outputs of other
+        # ranks.
+        output = batch.map(partial(mapped, "transposed" in batch.layout)) if batch.names else None
+        for shard, direction in batch.returned(output):
             if by_elements:
                 direction = rescaled_(shard, direction, to_unit_rms=is_measured)
             yield shard, direction
-        batch = unit = outputs = returned = direction = None  # freed before the next batch is made
+        batch = output = direction = None  # freed before the next batch is made
 
 
 def update_momentum_(state: dict[str, Tensor], grad: Tensor, coefficient: float) -> None:

@@ -23,7 +23,6 @@ from ..core.optimizer_settings import MATCH_RMS
 from ..data import DatasetStats
 from ..evaluate.suite.suites import benchmark_suite, suite_of
 from ..optim import OPTIMIZERS, build_optimizer, route, routing_table, share_notices, ulp
-from ..optim.product import is_factor, product_shape
 from ..recipe import (
     Recipe,
     accumulation,
@@ -239,7 +238,7 @@ def _update_sizes(
     rates: both learning rates of each step. Returns {"update_sizes", "update_dtype",
     "typical_weight"}: sizes per shape of the matrices, and of all other parameters (AdamW).
     "update_rms": of a step at the peak learning rate. "update_sum": the sum of update_rms over all
-    steps, an upper bound of the change; for factors of a product, of the product. "ulps":
+    steps, an upper bound of the change. "ulps":
     update_rms over the spacing of update_dtype at the typical weight; below 1/2, rounding loses
     most of it. "relative_update": update_sum over that weight. "bfloat16_ulps": update_sum over the
     spacing of bfloat16, the dtype of saved models. An adapter has no typical weight, since one of
@@ -262,11 +261,6 @@ def _update_sizes(
     num_tensors = defaultdict(int)
     for r in routes:
         if r.rule == "spectral" and name != "adamw":
-            if is_factor(r.layout):  # A and B have one update
-                num_tensors["spectral", product_shape(r.shape, r.layout)] += r.layout.startswith(
-                    "lora_B"
-                )
-                continue
             for shape, number in r.matrix_shapes.items():
                 num_tensors["spectral", shape] += number
         else:

@@ -204,7 +204,6 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
     """
     write = partial(print_labelled, console)
     weight, sizes, name = plan["typical_weight"], plan["update_sizes"], plan["optimizer"]["name"]
-    changed = "product B A" if plan["optimizer"].get("lora_update") == "product" else "factor"
     if full:
         optimizers = {"spectral": name, "adamw": "adamw"}
         rows = []
@@ -245,7 +244,7 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
         else:
             write(
                 "",
-                f"sum: update RMS, summed over all steps; an upper bound of the change of a {changed}",
+                "sum: update RMS, summed over all steps; an upper bound of the change of a factor",
             )
         write(
             "",
@@ -257,9 +256,7 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
             dict.fromkeys(f"{float(f'{change:.2g}'):,g}" for change in (changes[0], changes[-1]))
         )
         relative = (
-            f" times a typical weight, {weight:g}"
-            if weight
-            else f" (RMS of the change of a {changed})"
+            f" times a typical weight, {weight:g}" if weight else " (RMS of the change of a factor)"
         )
         write("", f"all updates together: at most {bounds}{relative}")
     num_lost = sum(size["tensors"] for size in sizes if weight and size["bfloat16_ulps"] < 0.5)

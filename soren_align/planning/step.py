@@ -15,7 +15,6 @@ from typing import Any
 from ..optim import Route
 from ..optim.eight_bits import SMALL
 from ..optim.layout import default_workspace_mb, map_shape, num_batch_numbers, num_matrices
-from ..optim.product import NUM_PRODUCT_NUMBERS, is_factor, num_flops, product_shape
 from ..recipe import OPTIMIZER_SECTIONS, Recipe, compute_dtype, trains_adapter
 from ..recipe.parallel import accumulation, global_batch, parallel, trainer_value
 from ..sharding.layout import flat_partitions, parameter_slices, replicas, row_blocks, split_weights
@@ -159,8 +158,7 @@ def _map_flops(plan: ExchangePlan, rank: Rank) -> tuple[Sequence[int], bool]:
         of_one = spectral_map and spectral_map.num_flops(*weight.map_shape, precision, **settings)
         if of_one is None:
             return [map_flops(weight) for weight in plan.layout.weights], False
-        of_factor = num_flops(weight.shape, weight.layout) if is_factor(weight.layout) else 0
-        flops.append(weight.num_matrices * of_one + of_factor)
+        flops.append(weight.num_matrices * of_one)
     return flops, True
 
 
@@ -209,8 +207,6 @@ def _map_workspace(plan: ExchangePlan, rank: Rank) -> int:
             batch_size = max(1, min(number, int(limit * 2**20 / upper_bound)))
             precision = rank.optimizer.map_precision(min(shape), not rank.on_cpu)
             usual = spectral_map.num_workspace_numbers(*shape, precision) + shape[0] * shape[1]
-            if is_factor(layout):  # of both factors, beside the map of one
-                usual += NUM_PRODUCT_NUMBERS * min(shape) * sum(product_shape(shape, layout))
             peak = max(peak, usual * FLOAT32 * batch_size * (num_together if batch_size > 1 else 1))
     return peak
 

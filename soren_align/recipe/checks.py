@@ -269,19 +269,6 @@ def _check_optimizer(raw: _Raw) -> None:
     if section.get("matrices") == "all-2d" and raw.trains_adapter:
         message = "has no effect on an adapter, whose matrices are its factors; remove this key"
         raw.report(("optimizer", "matrices"), message)
-    if section.get("lora_update") == "product":
-        if raw.path("model", "name_or_path") is not None and not raw.trains_adapter:
-            message = (
-                "has no effect without an adapter; add `model: {lora: {r: 16}}`, or remove this key"
-            )
-            raw.report(("optimizer", "lora_update"), message)
-        for key, plain in (("second_moment", "none"), ("map_input", "momentum")):
-            if section.get(key) not in (None, plain):
-                remedy = f"write `{key}: {plain}`, or `lora_update: factors`"
-                raw.report(
-                    ("optimizer", key),
-                    f"depends on the choice of the factors of a product; {remedy}",
-                )
     mode = raw.text("run", "parallel") or "ddp"
     if section.get("states") == "8bit" and (mode == "fsdp2" or mode.endswith((".yaml", ".yml"))):
         message = (

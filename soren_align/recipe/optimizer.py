@@ -32,7 +32,6 @@ from ..core.optimizer_settings import (
     Bounds,
     Compensation,
     FactorPrecision,
-    LoraUpdate,
     MapInput,
     Matrices,
     Precision,
@@ -143,6 +142,9 @@ class OptimizerSection(Section):
     """The optimizer's name as papers print it."""
     main_keys: ClassVar[dict[type, str]] = {str: "name"}
     other_names: ClassVar[dict[str, str]] = {"learning_rate": "lr"}
+    hints: ClassVar[dict[str, str]] = {
+        "lora_update": "unknown key; remove it: the two factors of an adapter are updated as separate matrices"
+    }
 
     name: Any
     """The optimizer that updates the matrices (see the key `matrices`). AdamW updates all other
@@ -181,7 +183,7 @@ class OptimizerSection(Section):
     @property
     def routing(self) -> dict[str, Any]:
         """The keywords of `optim.route`."""
-        keys = ("aux", "matrices", "split", "lora_update")
+        keys = ("aux", "matrices", "split")
         return {key: getattr(self, key) for key in keys if getattr(self, key, None) is not None}
 
     @property
@@ -258,12 +260,6 @@ class MatrixOptimizer(OptimizerSection):
     `*` matches anything. A block is the name of a projection, whose size is in the model's config,
     or a row count. `[heads]` makes one block for each attention head. A name that matches no matrix
     is an error."""
-    lora_update: LoraUpdate | None = None
-    """How the optimizer updates the two factors A and B of a LoRA adapter. `factors`: it treats
-    each factor as a separate matrix. `product`: it updates both factors together, so that the
-    change of the product B A depends only on this product (arXiv 2606.12921). `adjust_lr_fn` and
-    `weight_decay` then apply to the product, and you can use the learning rates of a training
-    without an adapter. null: `factors`."""
 
     @property
     def spectral_map(self) -> SpectralMap:
@@ -279,7 +275,6 @@ class MatrixOptimizer(OptimizerSection):
     def description(self) -> str:
         """Name, map and scale: "soren (released, the authors' code, K = 5; scale original)"."""
         parts = [self.map_title, "map of signs" if self.map_input == "sign" else ""]
-        parts.append("LoRA as the product" if self.lora_update == "product" else "")
         parts.append(
             f"second moment of {self.second_moment}"
             if self.second_moment not in (None, "none")

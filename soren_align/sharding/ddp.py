@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..optim.layout import Batch, MapRequest, Named, Shard, whole_batches
-from ..optim.product import WEIGHTS
 from .gather import RankExchange, RankStrategy
 from .layout import Layout, replicas
 from .plan import BUCKET_MB
@@ -80,10 +79,7 @@ class ReplicaExchange(RankExchange):
             yield from whole_batches(owned, request)
             for index in indices if self.plan.layout.num_ranks > 1 else ():
                 shard, owner = shards[index], self.plan.owners[index]
-                tensors = [
-                    shard.weight.detach(),
-                    *map(shard.numbers_of, shard.map_state.keys() - {WEIGHTS}),
-                ]
+                tensors = [shard.weight.detach(), *map(shard.numbers_of, shard.map_state)]
                 if request.adapt is not None:
                     tensors.append(shard.second_moments)
                 if shard.compensation is not None:  # as bfloat16: neither gloo nor NCCL sends int16

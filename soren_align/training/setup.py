@@ -163,7 +163,7 @@ def _check_names(recipe: Recipe, model_config: Any) -> None:
     # without weights.
     routing, logged = recipe.optimizer.routing, recipe.run.log_spectra
     records = logged.steps and recipe.optimizer.spectral_map
-    if not (routing.get("split") or routing.get("lora_update") == "product" or records):
+    if not (routing.get("split") or records):
         return
     with torch.device("meta"), as_user_error("optimizer", ValueError):
         model = AutoModelForCausalLM.from_config(model_config)

@@ -7,7 +7,7 @@ import torch
 from soren_align.optim import build_optimizer
 from soren_align.recipe.optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
 
-NO_NUMBERS = ("name", "aux", "map", "split", "file", "composition", "lora_update")  # which needs an adapter
+NO_NUMBERS = ("name", "aux", "map", "split", "file", "composition")
 LARGEST = 1e300
 
 

@@ -12,7 +12,7 @@ from soren_align.sharding.plan import BUCKET_MB
 from tests.support import deepspeed_memory as observed
 from tests.support import toy_jobs as jobs
 from tests.support.model_shapes import MISTRAL_7B
-from tests.support.toy import MINIMAX, NUM_STEPS, Run
+from tests.support.toy import NUM_STEPS, Run
 
 SHAPES = {"a": (4, 6), "b": (3, 5)}  # 39 numbers; with 10 others 49
 CONFIGS = {"reduce_bucket_size": 100, "overlap_comm": False}
@@ -159,27 +159,6 @@ def test_the_ranks_send_and_buffer_what_was_computed(ranks, mode):
     assert max(result.peak_bytes for result in results) == buffered
     assert max(4 * result.state_numel for result in results) == num_bytes(cost)["optimizer states"]
     assert cost.num_exchanged == sum(len(r) for plan in results[0].plans for r in plan.buckets)
-
-
-MODES = {"ddp": Parallel("ddp"), "fsdp2": Parallel("fsdp2"), "zero2": zero(2), "zero3": zero(3)}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_ranks_send_factors_of_products_as_computed(ranks, mode):
-    """Sharded, they send the factors beside the momenta; replicated, nothing but the factors."""
-    run = Run({"map": MINIMAX, "adjust_lr_fn": "match_rms_measured"}, clip=0.05, lora=True, product=True)
-    job = {"ddp": (jobs.ddp, run), "fsdp2": (jobs.fsdp2, run)}
-    results = ranks.run(*job.get(mode, (jobs.deepspeed, MODES[mode].stage, run)))
-    (group,) = run.optimizer(run.model()).param_groups
-    matrices = {name: tuple(p.shape) for name, p in zip(group["param_names"], group["params"], strict=True)}
-    sizes = {"weight_layouts": group["weight_layouts"]}
-    settings = {"bucket_mb": run.bucket_mb, "sizes": sizes, "compute_dtype": "float32"}
-    cost = cost_of(matrices, 0, MODES[mode], ranks.num_ranks, **settings)
-    num_times = ranks.num_ranks - 1 if mode == "ddp" else 1  # a broadcast is measured once, and planned as a ring
-    sent = sum(result.bytes_sent for result in results) / NUM_STEPS / len(results)
-    assert sent * num_times == cost.bytes_sent_mean
-    buffered = num_bytes(cost, phase="optimizer_step").get("exchange buffers", 0)
-    assert max(result.peak_bytes for result in results) == buffered
 
 
 def test_sub_groups_of_zero_3_are_forecast_one_by_one(ranks):

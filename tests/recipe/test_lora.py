@@ -234,24 +234,5 @@ def test_a_run_that_is_still_to_come_is_the_only_thing_missing(tmp_path, monkeyp
     assert [problem.partition(" ")[2].partition(":")[0] for problem in told.value.problems] == ["model.name_or_path"]
 
 
-PRODUCT = "optimizer.lora_update=product"
-
-
-@pytest.mark.parametrize(("overrides", "message"), [
-    ((PRODUCT,), "optimizer.lora_update: has no effect without an adapter; add `model: {lora: {r: 16}}`"),
-    ((*LORA, PRODUCT, "optimizer.second_moment=rows"),
-     "optimizer.second_moment: depends on the choice of the factors of a product; write `second_moment: none`"),
-    ((*LORA, PRODUCT, "optimizer.map_input=sign"), "write `map_input: momentum`, or `lora_update: factors`"),
-    ((*LORA, "optimizer.lora_update=whole"), "optimizer.lora_update: found 'whole'; write factors or product"),
-    ((*LORA, "optimizer.name=adamw", PRODUCT), "optimizer.lora_update: "),
-])  # fmt: skip
-def test_products_that_are_impossible_are_refused(overrides, message):
-    assert message in problems(*overrides)
-
-
-def test_a_new_and_a_continued_adapter_may_be_updated_as_products(adapter):
-    for overrides in (LORA, (*start(adapter()), *LORA[1:])):
-        found = load(*overrides, PRODUCT)
-        assert found.optimizer.routing["lora_update"] == "product"
-        assert "LoRA as the product" in found.optimizer.description
-    assert "lora_update" not in load(*LORA).optimizer.routing
+def test_the_product_of_factors_is_no_longer_a_setting():
+    assert "optimizer.lora_update: unknown key; remove it: the two factors" in problems("optimizer.lora_update=product")

@@ -15,7 +15,6 @@ from soren_align.sharding import (
     replicas,
     row_blocks,
 )
-from soren_align.sharding.layout import split_weights
 from soren_align.sharding.plan import map_flops
 from tests.support.model_shapes import BLOCK, MISTRAL_7B, QWEN_3B
 
@@ -129,34 +128,3 @@ def test_the_fingerprint_changes_with_anything_that_matters():
     ]
     assert plan.fingerprint == make_exchange_plan(row_blocks({"a": (4, 6), "b": (6, 4)}, 2)).fingerprint
     assert plan.fingerprint not in [other.fingerprint for other in others]
-
-
-def factors(num_ranks, builder, names=("lora_A", "lora_B")):
-    """Two layers with factors of rank 4 of products of 64 outputs and 48 inputs, and a matrix between them."""
-    shapes, layouts = {}, {}
-    for layer in range(2):
-        for name in names:
-            shapes[f"{layer}.{name}"] = (4, 48) if name == "lora_A" else (64, 4)
-            layouts[f"{layer}.{name}"] = "lora_A 64" if name == "lora_A" else "lora_B 48"
-        shapes[f"{layer}.plain"] = (20, 30)
-    return split_weights(builder(shapes, num_ranks), layouts)
-
-
-@pytest.mark.parametrize("bucket_mb", [0.0001, 512])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 16])
-@pytest.mark.parametrize("builder", BUILDERS)
-def test_both_factors_of_a_product_have_one_owner_and_one_bucket(builder, num_ranks, bucket_mb):
-    plan = make_exchange_plan(factors(num_ranks, builder), bucket_mb)
-    assert sorted(index for part in (plan.local, *plan.buckets) for index in part) == [*range(6)]
-    for a in (0, 3):
-        assert plan.owners[a] == plan.owners[a + 1]
-        (part,) = (part for part in (plan.local, *plan.buckets) if a in part)
-        assert part[part.index(a) + 1] == a + 1
-
-
-@pytest.mark.parametrize("names", [("lora_A",), ("lora_B",), ("lora_B", "lora_A")])
-def test_a_factor_without_the_other_one_is_refused(names):
-    """As in ZeRO 3's sub-groups, if one ends between the two."""
-    message = r"lora_update: product needs .*, but 0.lora_[AB] is updated without the other factor; .* sub_group_size"
-    with pytest.raises(ValueError, match=message):
-        make_exchange_plan(factors(2, parameter_slices, names))

@@ -32,7 +32,6 @@ COMMON = Configuration("minimax 0.01", Run())  # its map is that of the configur
 DEFAULT = Configuration("default map, full rank", Run({}, full_rank=True))
 MEASURED = {"name": "muon", "adjust_lr_fn": "match_rms_measured", "lr": 1e-2}
 ELEMENTS = {"second_moment": "elements", "map_input": "sign"}
-PRODUCT = {"adjust_lr_fn": "match_rms_measured", "lr": 1e-2}
 IN_FLOAT64: dict[str, Any] = {"dtype": torch.float64, "full_rank": True}
 CONFIGURATIONS = (
     COMMON,
@@ -59,7 +58,6 @@ CONFIGURATIONS = (
     Configuration("all 2-D", Run({"map": "released", "adjust_lr_fn": "original", "matrices": "all-2d", "aux": ()})),
     Configuration("frozen parameters", Run(frozen=("0.q", "1.up"))),
     Configuration("LoRA", Run(clip=0.05, lora=True)),
-    Configuration("LoRA as the product", Run({"map": MINIMAX, **PRODUCT}, clip=0.05, lora=True, product=True)),
     Configuration("CPU offload", Run(), ZERO, {"offload_optimizer": {"device": "cpu"}}),
     Configuration("several sub-groups", Run(), ("ZeRO 3",), {"sub_group_size": 10000}),
 )

@@ -66,13 +66,6 @@ class Toy(nn.Module):
 MINIMAX = {"name": "minimax", "resolution": 0.01}
 
 
-def product_layouts(factors):
-    """The layouts of factors A [r, n] and B [m, r], by name, for their update as products."""
-    sizes = {name: (len(factors[name.replace("lora_A", "lora_B")]), factors[name.replace("lora_B", "lora_A")].shape[1])
-             for name in factors}  # fmt: skip
-    return {name: f"lora_A {m}" if "lora_A" in name else f"lora_B {n}" for name, (m, n) in sizes.items()}
-
-
 @dataclass(frozen=True)
 class Run:
     """What may differ between runs of the toy; `settings` go to build_optimizer."""
@@ -83,7 +76,6 @@ class Run:
     dtype: torch.dtype = torch.float32
     bucket_mb: float = 0.05  # one to three of the toy's matrices: several rounds
     lora: bool = False
-    product: bool = False  # of the factors; then matrices without factors are trained beside them
     # Of 40 words most gradients have singular values below 1e-8 of the largest, where the maps must do no harm; of 96
     # words in rows of 16 none below 1e-4 (test_full_rank_is_full_rank).
     full_rank: bool = False
@@ -97,19 +89,14 @@ class Run:
             for name in ("q", "o", "v", "gate", "up", "down"):
                 setattr(block, name, Adapted(getattr(block, name)))
         for name, parameter in model.named_parameters():
-            is_trained = ".lora_" in name or (self.product and ".k." in name)
-            parameter.requires_grad_(is_trained if self.lora else not any(part in name for part in self.frozen))
+            parameter.requires_grad_(".lora_" in name if self.lora else not any(part in name for part in self.frozen))
         return model.to(self.dtype)
 
     def optimizer(self, model):
         settings = {**RATES, "name": "soren", **self.settings}
         if self.lora:  # build_optimizer refuses factors
             factors = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            group: dict[str, Any] = {"params": factors}
-            if self.product:
-                group["weight_layouts"] = product_layouts({name: p for name, p in factors if ".lora_" in name})
-            maps = {"map": settings["map"]} if self.product else {}
-            optimizer = Soren([group], settings["lr"], adjust_lr_fn=settings["adjust_lr_fn"], **maps)
+            optimizer = Soren([{"params": factors}], settings["lr"], adjust_lr_fn=settings["adjust_lr_fn"])
         else:
             optimizer = build_optimizer(model, **{"aux": ("lm_head.weight",), **settings})
         if self.null_map:
