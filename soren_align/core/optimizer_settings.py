@@ -15,8 +15,8 @@ BlockName = Literal["q", "k", "v", "gate", "up", "heads"]
 """Of blocks into which a fused weight is split, see `optim.blocks`."""
 BLOCKS: tuple[str, ...] = get_args(BlockName)
 Compensation = Literal["none", "kahan"]
-States = Literal["float32", "8bit"]
-"""Of the optimizer: momentum, and AdamW's moments."""
+MomentumDtype = Literal["float32", "bfloat16"]
+"""Of the momentum of matrices; that of float64 matrices is float64."""
 MapInput = Literal["momentum", "sign"]
 """Of a map: the momentum (with Nesterov), or the sign of each of its numbers, as in AdaMuon."""
 SecondMoment = Literal["none", "rows", "elements"]
@@ -79,7 +79,7 @@ MATRICES: Matrices = "inside-blocks"
 MOMENTUM = 0.95
 NESTEROV = True
 COMPENSATION: Compensation = "none"
-STATES: States = "float32"
+MOMENTUM_DTYPE: MomentumDtype = "float32"
 ADJUST_LR_FN: AdjustLrFn = "match_rms_measured"
 """Of recipes and trainers, for every optimizer of matrices: learning rates then compare with
 AdamW's."""

@@ -414,8 +414,7 @@ def _optimizer_and_task(key: str, name: str, value: Any, c: Conversion) -> bool:
         elif matches(str(value), TABLES["adamw"]):
             c.rename(key, "optimizer.name: adamw")
         elif matches(str(value), TABLES["adamw_8bit"]):
-            optimizer["states"] = "8bit"
-            c.rename(key, "optimizer.name: adamw, optimizer.states: 8bit")
+            c.rename(key, "optimizer.name: adamw, with states in float32", True)
         else:
             c.ours["optimizer.name"] = f"{value} in the source"
             c.leave(key, value, "soren-align does not have it; the recipe has AdamW at its rate")

@@ -396,10 +396,6 @@ def reshard(run: str) -> None:
             )
         if parallel(recipe.run.parallel).kind == "fsdp2":
             raise UserError(f"{folder}: checkpoints of FSDP2 cannot be converted; {same}")
-        if recipe.optimizer.states == "8bit":
-            raise UserError(
-                f"{folder}: this checkpoint has 8-bit optimizer states, which cannot be converted; {same}"
-            )
         refuse_ranks("reshard")
         set_environment(recipe)
         console = stderr_console()

@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import Any
 
 from ..core import third_party
-from .eight_bits import norm
 from .layout import ShardingStrategy, local, matrices_of, names_of_matrices
 from .optimizer import (
     OPTIMIZERS,
@@ -19,7 +18,6 @@ from .optimizer import (
 from .optimizers import AdamW, HTMuon, Muon, Soren
 from .rounding import CHUNK, Sums, chunks, copied_to_cpu, master_weights, ulp
 from .routing import Route, param_groups, route, routing_table, share_notices, spectral_share
-from .state import momentum_of
 from .step import PendingUpdate, decay_and_add_
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from .eight_bits import Blocks, blocks_of, decoded, encode_
 from .layout import Named, local
 from .rounding import CHUNK, chunks, master_weights, store_master_weights_
 from .step import PendingUpdate
@@ -39,8 +38,6 @@ class Chunk(NamedTuple):
     fused: bool
     num_temporary: int
     """Elements of each temporary tensor."""
-    encoded: tuple[dict[str, Tensor], Blocks] | None = None
-    """The state in 8 bits, and the chunk's blocks of it; exp_avg and exp_avg_sq are then copies."""
 
 
 def adamw_step_(
@@ -68,11 +65,6 @@ def adamw_step_(
                 )
             )
         _update_(bucket, group, lr)
-        for chunk in bucket:
-            if chunk.encoded is not None:
-                codes, blocks = chunk.encoded
-                encode_(codes, "exp_avg", blocks, chunk.exp_avg)
-                encode_(codes, "exp_avg_sq", blocks, chunk.exp_avg_sq)
         for chunk, (parameter, compensation) in zip(bucket, before, strict=False):
             (beta1, beta2), step = group["betas"], float(chunk.step + 1)
             denominator = chunk.exp_avg_sq.div(1 - beta2**step).sqrt_().add_(group["eps"])
@@ -92,14 +84,14 @@ def adamw_step_(
                 )
 
 
-def workspace(numel: int, itemsize: int, compensated: bool, in_8_bits: bool = False) -> int:
+def workspace(numel: int, itemsize: int, compensated: bool) -> int:
     """Bytes of the fused step's temporaries for `numel` elements of `itemsize` bytes
     (tests/optim/test_adamw_step.py).
 
-    Weights and gradients narrower than float32 are copied, and so are moments in 8 bits; in
-    addition there are those that split the master weights.
+    Weights and gradients narrower than float32 are copied; in addition there are those that split
+    the master weights.
     """
-    return min(numel, CHUNK) * 8 * ((itemsize < 4) + compensated + in_8_bits)
+    return min(numel, CHUNK) * 8 * ((itemsize < 4) + compensated)
 
 
 def _can_be_fused(*tensors: Tensor) -> bool:
@@ -128,9 +120,7 @@ def _can_be_fused(*tensors: Tensor) -> bool:
 def _chunks(
     named: Named, states: Mapping[Tensor, dict[str, Tensor]], is_observed: bool
 ) -> Iterator[Chunk]:
-    """The chunks of the parameters; with states in 8 bits one for each run of blocks, with copies
-    of its moments.
-    """
+    """Yield the chunks of the parameters."""
     steps = torch.stack([states[parameter]["step"] for _, parameter in named])
     for (name, parameter), step, next_step in zip(
         named, steps.unbind(), (steps + 1).unbind(), strict=True
@@ -143,32 +133,6 @@ def _chunks(
             *map(state.get, ("exp_avg", "exp_avg_sq", "compensation")),
         )
         here = [None if tensor is None else local(tensor) for tensor in tensors]
-        if "blocks" in state:
-            flat, grad, _, _, rest = (
-                None if tensor is None else tensor.reshape(-1) for tensor in here
-            )
-            assert flat is not None
-            assert grad is not None
-            for blocks in blocks_of(state):
-                part = slice(blocks.start, blocks.stop)
-                moments = decoded(state, "exp_avg", blocks), decoded(state, "exp_avg_sq", blocks)
-                compensation, fused = (
-                    None if rest is None else rest[part],
-                    flat.device.type in FUSED,
-                )
-                numel = blocks.stop - blocks.start
-                yield Chunk(
-                    name,
-                    step,
-                    flat[part],
-                    grad[part],
-                    *moments,
-                    compensation,
-                    fused,
-                    numel,
-                    (state, blocks),
-                )
-            continue
         one_dtype = len({tensor.dtype for tensor in here[:4] if tensor is not None}) == 1
         in_place = one_dtype and not is_observed and _can_be_fused(*here[:4])  # pyright: ignore[reportArgumentType]
         for parts in chunks(*here, numel=sys.maxsize if in_place else CHUNK):

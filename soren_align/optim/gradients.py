@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .eight_bits import ROUNDED_NORM, norm
 from .group_settings import names_of
 from .layout import ShardingStrategy, local
 
@@ -128,6 +127,7 @@ def _squared_norms(
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     bound = 1.0
+    # a momentum that is rounded to bfloat16 may be larger than the gradients that it averages
     for _, parameter, rule in with_rules:
         if parameter.grad is None:
             continue
@@ -136,8 +136,8 @@ def _squared_norms(
             others.append(grad)
         else:
             momentum = state[parameter].get("exp_avg") if parameter in state else None
-            if momentum is not None and "blocks" in state[parameter]:
-                momentum, bound = norm(state[parameter], "exp_avg"), ROUNDED_NORM
+            if momentum is not None and momentum.dtype == torch.bfloat16:
+                bound = 1 + torch.finfo(torch.bfloat16).eps
             matrices += [grad] + ([] if momentum is None else [local(momentum)])
     device = next(
         (t.device for t in (*matrices, *others) if t.device.type != "cpu"), torch.device("cpu")

@@ -21,8 +21,8 @@ from ..core.optimizer_settings import (
     Bounds,
     Compensation,
     MapInput,
+    MomentumDtype,
     SecondMoment,
-    States,
 )
 from ..spectral import SpectralMap
 
@@ -30,14 +30,11 @@ Check = Callable[[Any], Any]
 """Returns a setting's complete value. Raises ValueError ("found ...; write ...") if it is not
 allowed."""
 
-_OF_BOTH = {
-    "weight_decay": default.WEIGHT_DECAY,
-    "compensation": default.COMPENSATION,
-    "states": default.STATES,
-}
+_OF_BOTH = {"weight_decay": default.WEIGHT_DECAY, "compensation": default.COMPENSATION}
 RULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "spectral": {
         "momentum": default.MOMENTUM,
+        "momentum_dtype": default.MOMENTUM_DTYPE,
         "nesterov": default.NESTEROV,
         **_OF_BOTH,
         "map_input": default.MAP_INPUT,
@@ -49,7 +46,7 @@ RULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"betas": default.BETAS, "eps": default.EPS},
 }
 """The settings of a rule that its optimizer and group leave out."""
-ADDED_LATER = ("states", "map_input", "second_moment", "second_moment_beta", "match_rms")
+ADDED_LATER = ("momentum_dtype", "map_input", "second_moment", "second_moment_beta", "match_rms")
 """Settings that earlier checkpoints lack, which had the defaults."""
 # Keys that a group may have beside its settings: how its parameters store matrices (`layout`), a
 # user's name for it, and those that torch's schedulers write.
@@ -123,12 +120,12 @@ _SHARED_SETTINGS: dict[str, Check] = {
     "lr": number(NON_NEGATIVE),
     "weight_decay": number(NON_NEGATIVE),
     "compensation": choice(get_args(Compensation)),
-    "states": choice(get_args(States)),
 }
 RULES: dict[str, dict[str, Check]] = {
     "spectral": {
         **_SHARED_SETTINGS,
         "momentum": number(COEFFICIENT),
+        "momentum_dtype": choice(get_args(MomentumDtype)),
         "nesterov": check_that(lambda value: isinstance(value, bool), "True or False"),
         "map_input": choice(get_args(MapInput)),
         "second_moment": choice(get_args(SecondMoment)),
@@ -169,11 +166,6 @@ def refuse_combinations(group: Mapping[str, Any], where: str) -> None:
     """Raise ValueError, naming `where`, for settings of a spectral group that exclude one
     another.
     """
-    if group["second_moment"] == "elements" and group["states"] == "8bit":
-        raise ValueError(
-            f"{where} states: found '8bit', which cannot store the second moment of elements; write 'float32', or "
-            "second_moment='rows', whose moments stay in float32"
-        )
     if (
         group["second_moment"] == "none"
         and group["second_moment_beta"] != default.SECOND_MOMENT_BETA
@@ -206,6 +198,12 @@ def refuse_changed_settings(
         raise ValueError(
             f"the checkpoint has {len(saved)} parameter groups, but this optimizer has {len(current)}; build the same "
             "groups"
+        )
+    # their codes have the momentum's shape, and would be taken for its numbers
+    if any(group.get("states") == "8bit" for group in saved):
+        raise ValueError(
+            "the checkpoint has 8-bit optimizer states, which this version does not read; resume with the version of "
+            "soren-align that wrote it, or start again, with momentum_dtype: bfloat16 if memory is short"
         )
     differences: list[str] = []
     for index, groups in enumerate(zip(saved, current, strict=True)):

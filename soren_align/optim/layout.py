@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from ..spectral import num_workspace_numbers
-from .eight_bits import Part, decoded_range
-from .state import momentum_dtype
+from .state import map_dtype
 
 WeightLayout = str
 """Of an expert weight, or of any weight of two dimensions. "linear": a matrix as nn.Linear stores
@@ -217,11 +216,7 @@ class Shard:
 
     @property
     def momentum(self) -> Tensor:
-        """The momentum itself, or a decoded copy of one in 8 bits."""
-        if "blocks" in self.state:
-            return decoded_range(self.state, "exp_avg", self.start, self.numel).view(
-                self.weight.shape
-            )
+        """The momentum, in its own dtype, sharing memory."""
         return self.view_of(self.state["exp_avg"])
 
     def numbers_of(self, key: str) -> Tensor:
@@ -390,8 +385,7 @@ def whole_batches(
     """Shards that are whole weights, in batches on `device`; None: each where it is."""
     adapt = request.adapt
     kinds: list[WeightKind] = [
-        (s.shape, s.layout, momentum_dtype(s.parameter), device or s.parameter.device)
-        for s in shards
+        (s.shape, s.layout, map_dtype(s.parameter), device or s.parameter.device) for s in shards
     ]
     for indices in matrix_batches(kinds, request.workspace_mb):
         members = [shards[i] for i in indices]
@@ -489,12 +483,6 @@ class ShardingStrategy:
             and grad.ndim > 1
             and local(parameter) is parameter
         )
-
-    def parts(self, tensor: Tensor) -> Sequence[Part]:
-        """The parameters' elements in a tensor of any group, for blocks of 8-bit states; here it is
-        one parameter.
-        """
-        return [(0, tensor.numel(), tensor.numel())]
 
     def shards(self, named: Named, layouts: WeightLayouts) -> list[Shard]:
         """This rank's shards of the weights in these tensors, without their state.

@@ -34,8 +34,8 @@ from ..core.optimizer_settings import (
     Compensation,
     MapInput,
     Matrices,
+    MomentumDtype,
     SecondMoment,
-    States,
     adamw_rms,
 )
 from ..spectral import full_precision
@@ -92,10 +92,10 @@ class SharedSettings(TypedDict, total=False):
     """
 
     momentum: float
+    momentum_dtype: MomentumDtype
     nesterov: bool
     weight_decay: float
     compensation: Compensation
-    states: States
     map_input: MapInput
     second_moment: SecondMoment
     second_moment_beta: float
@@ -263,11 +263,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        groups, is_rounded = (
-            self.param_groups,
-            any(group.get("states") == "8bit" for group in self.param_groups),
-        )
-        # a rounded momentum may lie above its gradients
+        groups = self.param_groups
+        # a momentum that is rounded at every step may grow above its gradients
+        is_rounded = any(group.get("momentum_dtype") == "bfloat16" for group in groups)
         norm = None if is_rounded else self.gradient_norm
         numbers = checked_numbers(
             groups, self.state, type(self).__name__, self.strategy, norm, self._bound
@@ -411,7 +409,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             ):
                 for key, place in shard.map_state.items():
                     shapes[key] = (place.stop,)  # of the last shard
-        return state_form(parameter, group, self.strategy.parts(parameter), shapes)
+        return state_form(parameter, group, shapes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, completed with the settings of its own rule.

@@ -19,7 +19,6 @@ from ..core.optimizer_settings import (
     Compensation,
     FactorPrecision,
     Precision,
-    States,
 )
 from ..spectral.maps import HTMUON, MUON, SOREN_MAPS, SpectralMap, seed_of
 from .group_settings import checked_settings, choice, name_in_model, number, setting_checks
@@ -93,7 +92,8 @@ class Soren(RegisteredMap, name="soren"):
     compensation: "kahan" keeps the rounding error of each bfloat16 parameter beside it (see
     `rounding`), so that its
         updates are those of float32; other parameters do not need it.
-    states: "8bit" keeps the momentum, and AdamW's moments, in 8 bits per number (see `eight_bits`).
+    momentum_dtype: "bfloat16" keeps the momentum of matrices in half of the memory (float64 matrices
+        keep theirs).
     map_input: "momentum", or "sign", that of each number of it, as in AdaMuon.
     second_moment: "rows" divides the map's output by the root of a running average, with the
     coefficient
@@ -241,7 +241,6 @@ class AdamW(SpectralOptimizer, name="adamw"):
         eps: float = default.EPS,
         weight_decay: float = default.ADAMW_WEIGHT_DECAY,
         compensation: Compensation = default.COMPENSATION,
-        states: States = default.STATES,
     ):
-        shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
+        shared = {"weight_decay": weight_decay, "compensation": compensation}
         super().__init__(params, lr, **shared, betas=betas, eps=eps)

@@ -6,8 +6,8 @@ layers do. Embeddings, the head (tied or not), norms, biases, routers, gates of 
 other parameters go to AdamW. Every trainable parameter has exactly one route, by identity, not by
 name. The LoRA factors of linear layers go to the spectral rule, each mapped by itself. They are
 recognized by PEFT's layers in the model, not by shapes or names; peft is used only if it has been
-imported, so that the optimizers do not need it. With `matrices` "all-2d", as in the authors' released code, all other parameters of
-two dimensions go there too.
+imported, so that the optimizers do not need it. With `matrices` "all-2d", as in the authors'
+released code, all other parameters of two dimensions go there too.
 """
 
 import math

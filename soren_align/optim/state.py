@@ -2,10 +2,8 @@
 
 step: a float32 on the CPU. exp_avg: the momentum, and exp_avg_sq AdamW's second moment, of the
 parameter's shape; of a matrix exp_avg_sq is the second moment of its map's output, if the group has
-that of elements. compensation: see `rounding`. With 8-bit states the moments are codes, with a
-float32 scale for each of their blocks in exp_avg_scale and exp_avg_sq_scale, and the blocks
-themselves: see `eight_bits`. A map's state, and the second moments of the rows, are
-flat: see `layout.with_map_state`. Under FSDP2 they are a DTensor, which is divided as the
+that of elements. compensation: see `rounding`. A map's state, and the second moments of the rows,
+are flat: see `layout.with_map_state`. Under FSDP2 they are a DTensor, which is divided as the
 parameter.
 """
 
@@ -15,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .eight_bits import CODES, Part, decoded_range, new_blocks
 from .group_settings import names_of
 from .rounding import COMPENSATION_DTYPE
 
@@ -23,47 +20,27 @@ MOMENTS = {"spectral": ("exp_avg",), "adamw": ("exp_avg", "exp_avg_sq")}
 
 
 class StateForm(NamedTuple):
-    """dtypes: of the tensors of a parameter's shape, by name.
-    shapes: of the others. blocks: of 8-bit states.
-    """
+    """The tensors of a parameter's state: those of its shape by dtype, the others by shape."""
 
     dtypes: dict[str, torch.dtype]
     shapes: dict[str, tuple[int, ...]]
-    blocks: Tensor | None
 
 
 def state_form(
-    parameter: Tensor,
-    group: dict[str, Any],
-    parts: Sequence[Part] | None = None,
-    map_state: Mapping[str, tuple[int, ...]] = {},
+    parameter: Tensor, group: dict[str, Any], map_state: Mapping[str, tuple[int, ...]] = {}
 ) -> StateForm:
     """The form of a parameter's state, but for the step.
 
-    parts: of the parameters in a flat shard; None: it is one whole parameter. map_state: the shapes
-    of the map's state by name: on this rank, or of a DTensor. Raises ValueError for 8-bit states of
-    a DTensor.
+    map_state: the shapes of the map's state by name: on this rank, or of a DTensor.
     """
-    is_sharded_by_rows, in_8_bits = hasattr(parameter, "to_local"), group.get("states") == "8bit"
-    if is_sharded_by_rows and in_8_bits:
-        raise ValueError(
-            "8-bit optimizer states are not supported under FSDP2; use float32 states, DDP or ZeRO"
-        )
-    # Not of float64 and of weights with other strides, which are rare.
-    in_8_bits = in_8_bits and parameter.dtype != torch.float64 and parameter.is_contiguous()
     moments = MOMENTS["adamw" if group.get("second_moment") == "elements" else group["rule"]]
-    dtypes = {key: CODES[key] if in_8_bits else momentum_dtype(parameter) for key in moments}
+    dtypes = dict.fromkeys(moments, map_dtype(parameter))
+    if group.get("momentum_dtype") == "bfloat16" and parameter.dtype != torch.float64:
+        dtypes["exp_avg"] = torch.bfloat16
     # float32 is as wide as its update
     if group.get("compensation") == "kahan" and parameter.dtype == torch.bfloat16:
         dtypes["compensation"] = COMPENSATION_DTYPE
-    if not in_8_bits:
-        return StateForm(dtypes, dict(map_state), None)
-    blocks, number = new_blocks(
-        [(0, parameter.numel(), parameter.numel())] if parts is None else parts
-    )
-    return StateForm(
-        dtypes, {**{f"{key}_scale": (number,) for key in moments}, **map_state}, blocks
-    )
+    return StateForm(dtypes, dict(map_state))
 
 
 def new_state(parameter: Tensor, form: StateForm) -> dict[str, Tensor]:
@@ -72,7 +49,7 @@ def new_state(parameter: Tensor, form: StateForm) -> dict[str, Tensor]:
     state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     for key, dtype in form.dtypes.items():
         state[key] = torch.zeros_like(parameter, dtype=dtype)
-    settings: dict[str, Any] = {"dtype": momentum_dtype(parameter), "device": parameter.device}
+    settings: dict[str, Any] = {"dtype": map_dtype(parameter), "device": parameter.device}
     sharded: Any = parameter
     for key, shape in form.shapes.items():
         if not hasattr(parameter, "to_local"):
@@ -86,7 +63,7 @@ def new_state(parameter: Tensor, form: StateForm) -> dict[str, Tensor]:
             "run_check": False,
         }
         state[key] = sharded.from_local(here, sharded.device_mesh, sharded.placements, **whole)
-    return state if form.blocks is None else {**state, "blocks": form.blocks}
+    return state
 
 
 def loaded_state(
@@ -151,39 +128,18 @@ def loaded_state(
             for key, shape in form.shapes.items()
             if getattr(state.get(key), "shape", None) != shape
         ]
-        saved_blocks = torch.as_tensor(state.get("blocks", -1)).cpu()
-        has_scales = not any(key.endswith("_scale") for key in wrong)
-        if form.blocks is not None and not (has_scales and torch.equal(saved_blocks, form.blocks)):
-            raise ValueError(
-                f"the 8-bit states of {name} in the checkpoint are quantized in other blocks than in this optimizer; "
-                "resume from another checkpoint"
-            )
         if wrong:
             raise ValueError(
                 f"the checkpoint lacks this rank's part of the state {wrong[0]} of {name}; resume from another "
                 "checkpoint"
             )
-        dtype = momentum_dtype(parameter)
+        dtype = map_dtype(parameter)
         loaded[parameter] |= {
             key: state[key].detach().to(parameter.device, dtype, copy=True) for key in form.shapes
         }
-        if form.blocks is not None:
-            loaded[parameter]["blocks"] = form.blocks
     return loaded
 
 
-def momentum_of(state: dict[str, Any]) -> Tensor:
-    """The momentum of a whole matrix, decoded from 8 bits if it is stored so.
-    state: of a parameter, or saved.
-    """
-    codes = state["exp_avg"]
-    return (
-        decoded_range(state, "exp_avg", 0, codes.numel()).view(codes.shape)
-        if "blocks" in state
-        else codes
-    )
-
-
-def momentum_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of a parameter's momentum, and of a map's input and output."""
+def map_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a map's input and output for a parameter, and of its moments."""
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32

@@ -38,13 +38,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..spectral.matrices import frobenius_norm
-from .eight_bits import blocks_of, decoded, encode_
 from .layout import Exchange, MapRequest, Named, Shard, local, matrix_shape
 from .rounding import chunks, master_weights, store_master_weights_
 from .second_moment import ROWS, divided_by_elements, divided_by_rows, rescaled_
+from .state import map_dtype
 
 
 @dataclass(frozen=True)
@@ -155,16 +156,16 @@ def update_momentum_(state: dict[str, Tensor], grad: Tensor, coefficient: float)
     """M <- coefficient * M + (1 - coefficient) * grad: an average without bias correction.
     M: state["exp_avg"].
     """
-    if "blocks" not in state:
-        momentum = local(state["exp_avg"])
+    momentum = local(state["exp_avg"])
+    if momentum.dtype != torch.bfloat16:
         momentum.lerp_(grad.to(momentum.dtype), 1 - coefficient)
         return
-    for blocks in blocks_of(state):  # of 8 bits
-        momentum = decoded(state, "exp_avg", blocks)
-        momentum.lerp_(
-            grad.reshape(-1)[blocks.start : blocks.stop].to(momentum.dtype), 1 - coefficient
-        )
-        encode_(state, "exp_avg", blocks, momentum)
+    # Averaged in float32 and rounded once, to nearest: the gradients' noise dithers it. On a toy
+    # the momentum was then 0.5% off its float32 twin; with stochastic rounding it was 0.8%, and
+    # the held-out loss no better (tests/optim/test_bfloat16_momentum.py).
+    for numbers, gradients in chunks(momentum, grad):
+        average = numbers.float().lerp_(gradients.float(), 1 - coefficient)
+        numbers.copy_(average)
 
 
 def nesterov(momentum: Tensor, grad: Tensor, coefficient: float) -> Tensor:
@@ -180,7 +181,8 @@ def map_input(shard: Shard, group: dict[str, Any], is_trial: bool = False) -> Te
 
     is_trial: the momentum is still that of the last step.
     """
-    numbers, grad = shard.momentum, shard.view_of(shard.parameter.grad)
+    grad = shard.view_of(shard.parameter.grad)
+    numbers = shard.momentum.to(map_dtype(shard.parameter))  # itself, unless it is in bfloat16
     if is_trial:
         numbers = numbers.lerp(grad.to(numbers.dtype), 1 - group["momentum"])
     if group["nesterov"]:

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 from ..optim import OPTIMIZERS
 from ..optim.adamw import workspace
-from ..optim.eight_bits import BLOCK, SMALL
 from ..optim.layout import WeightLayouts, map_state_sizes, weights_in
 from ..optim.second_moment import row_moments
 from ..recipe import OptimizerSection, Parallel
@@ -62,7 +61,6 @@ class ModelSizes:
     num_frozen, frozen_bytes: numbers and bytes of the parameters that are not trained. quantize:
     "4bit" or "8bit", of
         their linear layers.
-    num_small_others: numbers of the others whose 8-bit states have a scale each.
     weight_bytes: of a trained number, and of its gradient; ZeRO and FSDP2 choose their own.
     has_reference: a second model is stored as the trained one, DPO's starting model.
     """
@@ -71,7 +69,6 @@ class ModelSizes:
     num_others: int
     num_frozen: int = 0
     frozen_bytes: int = 0
-    num_small_others: int = 0
     weight_layouts: WeightLayouts = field(default_factory=dict)
     weight_bytes: int = FLOAT32
     has_reference: bool = False
@@ -148,23 +145,13 @@ class Rank:
         elements, else one.
 
         part: of the detail.
-
-        In 8 bits a number is one byte and its part of a block's scale; small parameters have a
-        scale per number.
         """
-        in_8_bits, num_bytes = self.optimizer.states == "8bit", 0.0
         second_moment = getattr(self.optimizer, "second_moment", None)
-        num_of_matrices = 2 if second_moment == "elements" or not self.optimizer.spectral_map else 1
-        num_small = sum(
-            numel for numel in map(math.prod, self.model.matrices.values()) if numel < SMALL
-        )
-        for numel, total, small, num_moments in (
-            (self.shard.matrices, self.whole.matrices, num_small, num_of_matrices),
-            (self.shard.others, self.whole.others, self.model.num_small_others, 2),
-        ):
-            share = small / total if total else 0
-            itemsize = (1 + FLOAT32 / BLOCK) * (1 - share) + (1 + FLOAT32) * share
-            num_bytes += numel * num_moments * (itemsize if in_8_bits else FLOAT32)
+        momentum_dtype = getattr(self.optimizer, "momentum_dtype", None) or "float32"
+        of_matrix = ITEMSIZE[momentum_dtype]  # bytes per number of a matrix
+        if second_moment == "elements" or not self.optimizer.spectral_map:
+            of_matrix += FLOAT32
+        num_bytes = self.shard.matrices * of_matrix + self.shard.others * 2 * FLOAT32
         map_state = {**OPTIMIZERS[self.optimizer.name].map_state, **row_moments(second_moment)}
         for name, shape in self.model.matrices.items() if map_state else ():
             layout = self.model.weight_layouts.get(name, "linear")
@@ -176,7 +163,7 @@ class Rank:
         return Component(
             "optimizer states",
             round(num_bytes),
-            ("8 bits" if in_8_bits else "float32") + part,
+            ("float32" if momentum_dtype == "float32" else "bfloat16 momentum") + part,
             location,
         )
 
@@ -224,7 +211,7 @@ def components(rank: Rank) -> Iterator[Component]:
     weight, is_compensated = (
         (model.weight_bytes, compensation > 0) if parallel.kind == "ddp" else (FLOAT32, False)
     )
-    num_bytes = workspace(numel, weight, is_compensated, optimizer.states == "8bit")
+    num_bytes = workspace(numel, weight, is_compensated)
     yield Component("AdamW workspace", num_bytes, "float32", location, "optimizer_step")
 
 

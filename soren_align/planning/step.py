@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..optim import Route
-from ..optim.eight_bits import SMALL
 from ..optim.layout import default_workspace_mb, map_shape, num_batch_numbers, num_matrices
 from ..recipe import OPTIMIZER_SECTIONS, Recipe, compute_dtype, trains_adapter
 from ..recipe.parallel import accumulation, global_batch, parallel, trainer_value
@@ -226,7 +225,6 @@ def model_sizes(recipe: Recipe, routes: Sequence[Route], frozen: tuple[int, int]
         num_others=sum(others),
         num_frozen=frozen[0],
         frozen_bytes=frozen[1],
-        num_small_others=sum(numel for numel in others if numel < SMALL),
         weight_layouts={
             name: route.layout for name, route in matrices.items() if route.is_stored_otherwise
         },

@@ -269,15 +269,6 @@ def _check_optimizer(raw: _Raw) -> None:
     if section.get("matrices") == "all-2d" and raw.trains_adapter:
         message = "has no effect on an adapter, whose matrices are its factors; remove this key"
         raw.report(("optimizer", "matrices"), message)
-    mode = raw.text("run", "parallel") or "ddp"
-    if section.get("states") == "8bit" and (mode == "fsdp2" or mode.endswith((".yaml", ".yml"))):
-        message = (
-            f"8-bit states need ddp or ZeRO, but run.parallel is {mode}; change one of the two"
-        )
-        raw.report(("optimizer", "states"), message)
-    if section.get("states") == "8bit" and section.get("second_moment") == "elements":
-        message = "8-bit states have no second moment of elements; write `states: float32`, or `second_moment: rows`, "
-        raw.report(("optimizer", "states"), f"{message}whose moments stay in float32")
     if section.get("second_moment_beta") is not None and section.get("second_moment") in (
         None,
         "none",

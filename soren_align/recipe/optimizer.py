@@ -34,9 +34,9 @@ from ..core.optimizer_settings import (
     FactorPrecision,
     MapInput,
     Matrices,
+    MomentumDtype,
     Precision,
     SecondMoment,
-    States,
 )
 from ..spectral.maps import MAPS, SOREN_MAPS, SpectralMap
 
@@ -143,8 +143,12 @@ class OptimizerSection(Section):
     main_keys: ClassVar[dict[type, str]] = {str: "name"}
     other_names: ClassVar[dict[str, str]] = {"learning_rate": "lr"}
     hints: ClassVar[dict[str, str]] = {
-        "lora_update": "unknown key; remove it: the two factors of an adapter are updated as separate matrices"
+        "lora_update": "unknown key; remove it: the two factors of an adapter are updated as separate matrices",
+        "states": "unknown key; remove it, because states are float32. To save memory, write `momentum_dtype: "
+        "bfloat16`, which halves the momentum of matrices",
     }
+    removed: ClassVar[dict[str, Any]] = {"states": "float32", "lora_update": "factors"}
+    """Keys of earlier versions, with the only value that is still possible."""
 
     name: Any
     """The optimizer that updates the matrices (see the key `matrices`). AdamW updates all other
@@ -169,9 +173,6 @@ class OptimizerSection(Section):
     """For bfloat16 parameters. `kahan`: store the rounding error of each weight in 16 more bits, so
     that small updates add up as in float32. `none`: store no rounding errors. null: the same as
     `none`, but an error if the parameters are bfloat16 and there are no float32 master weights."""
-    states: States | None = None
-    """`8bit`: store the momentum and AdamW's moments in 8 bits per number, with one scale per 256
-    numbers. null: `float32`."""
     betas: Annotated[list[Coefficient], Field(min_length=2, max_length=2)] = list(settings.BETAS)
     """AdamW's betas: the coefficients of its two running averages."""
     eps: Positive = settings.EPS
@@ -179,6 +180,20 @@ class OptimizerSection(Section):
     aux: list[str] = []
     """Names of further parameters that AdamW updates. `*` matches anything. A name that matches no
     parameter is an error."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, values: Any) -> Any:
+        """Drop removed keys that have no effect: resolved recipes of earlier run folders contain
+        them.
+        """
+        if not isinstance(values, dict):
+            return values
+        return {
+            key: value
+            for key, value in values.items()
+            if key not in cls.removed or value not in (None, cls.removed[key])
+        }
 
     @property
     def routing(self) -> dict[str, Any]:
@@ -226,6 +241,9 @@ class MatrixOptimizer(OptimizerSection):
 
     momentum: Coefficient = settings.MOMENTUM
     """Coefficient of the exponential moving average of the matrices' gradients."""
+    momentum_dtype: MomentumDtype | None = None
+    """The dtype in which the momentum of the matrices is stored; it is averaged in float32.
+    `bfloat16` halves its memory. null: `float32`."""
     nesterov: bool = settings.NESTEROV
     """true: the map's input is the Nesterov average of gradient and momentum. false: it is the
     momentum."""

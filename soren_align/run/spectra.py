@@ -24,8 +24,7 @@ from torch import Tensor
 from ..core.errors import UserError
 from ..core.files import CHANGED, contents, parse_json, read_text
 from ..core.text import Table, count, number
-from ..optim import Muon, Soren, SpectralOptimizer, matrices_of, momentum_of
-from ..optim.product import has_factors
+from ..optim import MapContext, Muon, Soren, SpectralOptimizer, matrices_of
 from ..spectral import SOREN_MAPS, singular_values
 from ..spectral.exact import null_space_bound
 from ..spectral.maps import sigmoid
@@ -137,22 +136,17 @@ def _of_checkpoint(folder: RunFolder, globs: Sequence[str]) -> tuple[str, list[S
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         groups = [group for group in saved["param_groups"] if group["rule"] == "spectral"]
-        has_products = any(map(has_factors, groups))
         for group in groups:
             for name, index in zip(group["param_names"], group["params"], strict=True):
                 layout = group.get("weight_layouts", {}).get(name, "linear")
-                momenta += matrices_of(name, momentum_of(saved["state"][index]), layout)
+                momentum = saved["state"][index]["exp_avg"].float()
+                momenta += matrices_of(name, momentum, layout)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
         # shards of ZeRO, or the state of another optimizer
         raise UserError(
             f"{file}: contains no momentum of whole matrices, which the checkpoints of soren, muon "
             "and htmuon have; choose a run of one of these optimizers"
         ) from None
-    if has_products:
-        raise UserError(
-            f"{file}: has the momenta of factors that are updated as their product, and not the "
-            "map's inputs; train with --set run.log_spectra.steps=[1,100] to record these"
-        )
     source = (
         f"the momentum in {checkpoint.name}, without the part that Nesterov's method adds from the "
         "next gradient"
@@ -178,7 +172,7 @@ def all_maps() -> dict[str, SpectralOptimizer]:
 def outputs(spectrum: Spectrum, optimizer: SpectralOptimizer) -> Tensor:
     """The singular values of the map's output, float64, computed in float32 as in training."""
     x = spectrum.without_null_space.float().diag()
-    return optimizer.map_matrix(x, optimizer.param_groups[0]).diagonal().double()
+    return optimizer.map_matrix(x, optimizer.param_groups[0], MapContext()).diagonal().double()
 
 
 def mapped(spectrum: Spectrum, optimizer: SpectralOptimizer) -> Tensor:

@@ -34,7 +34,7 @@ from ..optim.layout import (
     whole_batches,
     with_map_state,
 )
-from ..optim.state import momentum_dtype
+from ..optim.state import map_dtype
 from .layout import Layout, RankShard, split_weights
 from .plan import BUCKET_MB, ExchangePlan, make_exchange_plan
 
@@ -128,7 +128,7 @@ class RankStrategy(ShardingStrategy, ABC):
             self.exchanges[key] = exchange
             return exchange
         plan = problem = None
-        dtypes = {momentum_dtype(parameter) for _, parameter in named}
+        dtypes = {map_dtype(parameter) for _, parameter in named}
         try:
             if len(dtypes) > 1:
                 listed = ", ".join(sorted(map(str, dtypes)))
@@ -282,7 +282,7 @@ class _Bucket:
             place = sum(self.num_received)
             self.incoming[index].append((shard, place))
             self.num_received[shard.rank] += self._places(index, shard, place)[-1][-1].stop - place
-        self.dtype = momentum_dtype(exchange.tensors[0])
+        self.dtype = map_dtype(exchange.tensors[0])
         self.num_bytes = (sum(self.num_sent) + sum(self.num_received)) * self.dtype.itemsize
 
     def _places(

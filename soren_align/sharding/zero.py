@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..optim import SpectralOptimizer
-from ..optim.eight_bits import Part
 from ..optim.layout import Named, map_state_sizes, share_of_state
 from ..optim.second_moment import ROWS, row_moments
 from .gather import RankStrategy
@@ -32,17 +31,12 @@ class ZeroStrategy(RankStrategy):
         process_group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
         bucket_mb: float = BUCKET_MB,
-        other_layouts: Mapping[Tensor, Layout] | None = None,
     ):
         """device: for communication and maps; None is that of the tensors, which is right without
         CPU offload.
-
-        other_layouts: of AdamW's flat shards, for 8-bit states; a parameter of any shape is there
-        one row.
         """
         super().__init__(bucket_mb)
         self._layouts, self._group = dict(layouts), process_group
-        self._all_layouts = {**self._layouts, **(other_layouts or {})}
         # ZeRO 3 may have thousands of sub-groups
         self.max_plans = max(self.max_plans, len(layouts))
         self._device = device or next((tensor.device for tensor in layouts), torch.device("cpu"))
@@ -55,15 +49,6 @@ class ZeroStrategy(RankStrategy):
     def has_layout(self, parameter: Tensor) -> bool:
         """Whether there is a layout for it."""
         return parameter in self._layouts
-
-    def parts(self, tensor: Tensor) -> Sequence[Part]:
-        """The parameters' elements in this rank's flat shard, of any group."""
-        layout, rank = self._all_layouts.get(tensor), dist.get_rank(self.ranks()[0])
-        if layout is None:
-            return super().parts(tensor)
-        return [
-            (s.start, s.numel, w.numel) for w in layout.weights for s in w.shards if s.rank == rank
-        ]
 
     def layout(self, named: Named) -> Layout:
         """The layout of the one tensor: ZeRO steps group by group, sub-group by sub-group."""
@@ -168,9 +153,8 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
         raise ValueError(
             f"DeepSpeed has no parameter {unknown[0]}; build the optimizer from the module that it wraps"
         )
-    others = {tensor.flat: tensor.layout for tensor in tensors if tensor.rule != "spectral"}
     matrices = {tensor.flat: tensor.layout for tensor in spectral}
-    optimizer.strategy = ZeroStrategy(matrices, group, device, bucket_mb, others)
+    optimizer.strategy = ZeroStrategy(matrices, group, device, bucket_mb)
     optimizer.register_state_dict_post_hook(with_second_moments)
     by_group: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
     for tensor in tensors:

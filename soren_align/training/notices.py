@@ -39,13 +39,6 @@ def setup_notices(
         yield from counts.pairs.notices(setup.splits.train.dataset, repeats=repeats)
     if packing:
         yield from packing.notices()
-    # whose update does not lift them
-    if recipe.optimizer.states == "8bit" and recipe.optimizer.name != "adamw":
-        yield (
-            "optimizer.states: 8bit rounds the momentum. The map raises small singular values, "
-            "which amplifies this rounding error to a third or more of the update's norm "
-            "(docs/optimizers.md, 8-bit states)"
-        )
     yield from gradient_notice(recipe.run.parallel, compute_dtype(recipe))
     # In all other sequences positions restart at each example.
     longest = counts.lengths["max"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ..core.errors import UserError
-from ..optim import SpectralOptimizer, Sums, chunks, copied_to_cpu, master_weights, norm
+from ..optim import SpectralOptimizer, Sums, chunks, copied_to_cpu, master_weights
 from ..optim.layout import Weight, matrix_names, weights_in
 from ..sharding import local, restore_groups_
 from ..sharding.ranks import Ranks
@@ -75,9 +75,6 @@ class AttachedOptimizer:
             return
         squares = Sums(1)
         for state in self.optimizer.state.values():
-            if "blocks" in state:  # in 8 bits
-                squares.add(0, norm(state, "exp_avg")[0].double().square())
-                continue
             for (momentum,) in chunks(local(state["exp_avg"])):
                 squares.add(0, momentum.double().square_().sum())
         norms = self.ranks.gather(math.sqrt(squares.totals()[0]))

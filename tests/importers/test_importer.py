@@ -148,7 +148,7 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
     ("trl-dpo-mixture", "run.output_dir", "runs/trl-dpo-mixture"),
     ("trl-dpo-mixture", "optimizer.lr", 1e-6),  # TRL's default for DPO
     ("axolotl-sft", "trainer.assistant_only_loss", True),
-    ("axolotl-sft", "optimizer.states", "8bit"),
+    ("axolotl-sft", "optimizer.name", "adamw"),  # of 8-bit AdamW
     ("axolotl-sft", "trainer.pad_token", "<|end_of_text|>"),
     ("axolotl-sft-bare", "trainer.num_train_epochs", 1),  # Axolotl's defaults are not TRL's
     ("axolotl-sft-bare", "trainer.lr_scheduler_type", "cosine"),

@@ -77,10 +77,10 @@ def test_a_norm_that_is_not_given_is_computed():
         assert norms.count > 0
 
 
-def test_momenta_in_8_bits_are_always_read():
+def test_momenta_in_bfloat16_are_always_read():
     """Their rounding may add to the norm, so that the gradients that they average bound it no more."""
     matrix = torch.nn.Parameter(torch.randn(16, 16))
-    optimizer = OPTIMIZERS["soren"]([{"params": [matrix]}], lr=0.02, states="8bit")
+    optimizer = OPTIMIZERS["soren"]([{"params": [matrix]}], lr=0.02, momentum_dtype="bfloat16")
     for seed in range(3):
         optimizer.gradient_norm = set_gradients(optimizer, 0.5, seed)
         with Norms() as norms:

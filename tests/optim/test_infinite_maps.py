@@ -10,7 +10,7 @@ from soren_align.testing import check_map, randn
 from torch import nn
 
 SETTINGS = [
-    {}, {"adjust_lr_fn": "match_rms_measured"}, {"nesterov": False, "states": "8bit"}, {"second_moment": "rows"},
+    {}, {"adjust_lr_fn": "match_rms_measured"}, {"nesterov": False, "momentum_dtype": "bfloat16"}, {"second_moment": "rows"},
     {"second_moment": "elements"},
 ]  # fmt: skip
 

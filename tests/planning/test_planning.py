@@ -242,12 +242,6 @@ def test_the_plan_names_the_file_of_spectra_if_a_map_has_any(planned, overrides,
     assert len([file for file in plan["files"] if file.endswith("spectra.jsonl")]) == num_files
 
 
-@pytest.mark.parametrize(("name", "num_notices"), [("soren", 1), ("muon", 1), ("adamw", 0)])
-def test_8_bit_momentum_under_a_map_is_a_notice(planned, name, num_notices):
-    plan, _ = planned("quickstart/sft", f"optimizer.name={name}", "optimizer.states=8bit")
-    assert sum("optimizer.states: 8bit rounds" in notice for notice in plan["notices"]) == num_notices
-
-
 def test_examples_longer_than_the_models_positions_make_a_notice(planned, tmp_path):
     shape = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 8}
     plan, _ = planned("quickstart/sft", *small_model(tmp_path, **shape))

@@ -14,7 +14,7 @@ def load(*overrides):
 
 @pytest.mark.parametrize(("overrides", "message"), [
     (("optimizer.second_moment=columns",), "second_moment"),
-    (("optimizer.second_moment=elements", "optimizer.states=8bit"), "8-bit states have no second moment of elements"),
+    (("optimizer.states=8bit",), "optimizer.states: unknown key; remove it, .* `momentum_dtype: bfloat16`"),
     (("optimizer.second_moment_beta=0.9",), "has no effect without a second moment"),
     (("optimizer.match_rms=0.3", "optimizer.adjust_lr_fn=original"), "has no effect with `adjust_lr_fn: original`"),
     (("optimizer.name=adamw", "optimizer.second_moment=rows"), "second_moment"),
@@ -31,4 +31,7 @@ def test_a_description_names_what_differs_from_the_optimizer():
     expected = "muon (map of signs; second moment of elements; scale match_rms_measured, RMS 0.229)"
     assert section.description == expected
     assert section.rms == pytest.approx(math.sqrt(0.1 / 1.9))
-    assert load("optimizer.second_moment=rows", "optimizer.states=8bit").optimizer.second_moment == "rows"
+
+
+def test_removed_keys_that_had_no_effect_are_read_in_recipes_of_earlier_run_folders():
+    assert load("optimizer.states=float32", "optimizer.lora_update=null").optimizer == load().optimizer

@@ -62,11 +62,6 @@ def test_flat_shards_step_in_a_group_of_nccl_alone(pair, offload):
     assert pair.run(gpu_jobs.flat_shards, offload) == [True, True]
 
 
-def test_blocks_that_ranks_share_are_not_read_one_by_one(pair):
-    few, many = (pair.run(gpu_jobs.eight_bit_reads, number) for number in (2, 20))
-    assert few == many == [["tolist"]] * 2
-
-
 def test_the_fused_kernel_of_adamw_gets_steps_that_are_on_the_device(pair):
     assert pair.run(gpu_jobs.fused) == [True, True]
 

@@ -12,12 +12,12 @@ from tests.support import normuon
 from torch import nn
 
 
-@pytest.mark.parametrize("states", ["float32", "8bit"])
-def test_row_moments_follow_the_rule_and_are_resumed(states):
-    parameters, optimizer = normuon.trained(states=states)
+@pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
+def test_row_moments_follow_the_rule_and_are_resumed(momentum_dtype):
+    parameters, optimizer = normuon.trained(momentum_dtype=momentum_dtype)
     moments = {name: optimizer.state[p]["row_moment"] for name, p in parameters.items()}
     assert {name: moment.shape for name, moment in moments.items()} == {n: (m,) for n, (m, _) in normuon.SHAPES.items()}
-    if states == "float32":
+    if momentum_dtype == "float32":
         momentum, expected = torch.zeros(6, 9), torch.zeros(6, 1)
         for step in range(3):
             grad = normuon.gradients(step)["a"]
@@ -28,7 +28,7 @@ def test_row_moments_follow_the_rule_and_are_resumed(states):
     saved = copy.deepcopy(optimizer.state_dict())
     weights = {name: p.detach().clone() for name, p in parameters.items()}
     normuon.step_(optimizer, parameters, [7])
-    resumed, second = normuon.trained(1, states=states)
+    resumed, second = normuon.trained(1, momentum_dtype=momentum_dtype)
     second.load_state_dict(saved)
     for name, p in resumed.items():
         p.data = weights[name]
@@ -54,8 +54,8 @@ def test_each_number_of_the_state_lies_on_one_rank_of_flat_shards(ranks):
     torch.testing.assert_close(torch.cat([moments for _, moments in shards]), expected)
     whole = torch.cat([p.detach().flatten() for p in parameters.values()])
     torch.testing.assert_close(torch.cat([weights for weights, _ in shards])[: whole.numel()], whole)
-    in_8_bits = torch.cat([moments for _, moments in ranks.run(normuon.flat_shards, "8bit")])
-    assert in_8_bits.shape == expected.shape
+    narrow = torch.cat([moments for _, moments in ranks.run(normuon.flat_shards, "bfloat16")])
+    assert narrow.shape == expected.shape
 
 
 def test_a_map_with_a_state_gets_a_transposed_weight_as_linear_layers_store_it():

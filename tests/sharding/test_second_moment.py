@@ -13,16 +13,17 @@ from tests.support import toy_jobs as jobs
 from tests.support.parity_configurations import TOLERANCE, farthest
 from torch import nn
 
-STEPS, STATES, MEASURED = 6, "float32", {"adjust_lr_fn": "match_rms_measured"}
+STEPS, MEASURED = 6, {"adjust_lr_fn": "match_rms_measured"}
 KINDS = {"rows": {"second_moment": "rows"}, "elements": {"second_moment": "elements"},
          "AdaMuon": {"second_moment": "elements", "map_input": "sign"},
-         "norm kept": {"second_moment": "elements", "adjust_lr_fn": "original"}}  # fmt: skip
+         "norm kept": {"second_moment": "elements", "adjust_lr_fn": "original"},
+         "bfloat16 momentum": {"momentum_dtype": "bfloat16"}}  # fmt: skip
 WAYS = {"DDP": "DDP", "FSDP2": "FSDP2", "ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 3": 3}
 
 
 @functools.cache
 def alone(kind):
-    return jobs.with_exact_gradients(None, None, "muon", STEPS, STATES, MEASURED | KINDS[kind])
+    return jobs.with_exact_gradients(None, None, "muon", STEPS, MEASURED | KINDS[kind])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -31,7 +32,7 @@ def test_n_ranks_take_the_steps_of_one(ranks, way, kind):
     """With gradients whose sums over ranks are exact: an element near zero is divided by its own size, and so would be
     the rounding of its gradient (in float64, test_parity has gradients of any kind)."""
     settings = MEASURED | KINDS[kind]
-    for weights in ranks.run(jobs.with_exact_gradients, WAYS[way], "muon", STEPS, STATES, settings):
+    for weights in ranks.run(jobs.with_exact_gradients, WAYS[way], "muon", STEPS, settings):
         assert farthest(weights, alone(kind)) <= TOLERANCE
 
 

@@ -55,7 +55,7 @@ CONFIGS = {
         (*("run.kl_to_start=8", "run.samples={prompts: [Hello], max_new_tokens: 4}", "run.log_spectra.steps=[2, 7]"),
          *("trainer.load_best_model_at_end=true", "trainer.save_steps=4"))),
     "stream": Config("sft", ("data.streaming={shuffle_buffer: 100}",)),
-    "8bit": Config("sft", ("optimizer.states=8bit",)),
+    "bf16-momentum": Config("sft", ("optimizer.momentum_dtype=bfloat16",)),
     "kahan": Config("sft", ("model.dtype=bfloat16", "optimizer.compensation=kahan")),
     **{mode: Config("sft", (f"run.parallel={mode}", *TWO), ranks=2) for mode in ("ddp", "zero2", "zero3", "fsdp2")},
     "processes": Config("sft", (*TWO, "trainer.max_steps=24"), options=("--processes", "2")),

@@ -9,7 +9,6 @@ from soren_align.optim import ShardingStrategy
 from soren_align.optim import adamw as adamw_step
 from soren_align.sharding import DDPStrategy, ZeroStrategy, flat_partitions
 from soren_align.sharding.gather import RankStrategy
-from soren_align.sharding.layout import parameter_slices
 from torch import nn
 
 from tests.support.fake_gpu import GPU, OnGPU, WrongDevice, host_reads
@@ -123,22 +122,6 @@ def flat_shards(group, offload):
         found = getattr(flat.detach(), "contents", flat.detach())
     wanted = dict(zip(SHAPES, trained("Soren", on_cpu), strict=True))
     return torch.allclose(found, shard(wanted, group), rtol=1e-5, atol=1e-6)  # other matrices are mapped in one batch
-
-
-def eight_bit_reads(group, num_matrices):
-    """The reads of the host in a step in 8 bits on ZeRO 3's slices, each of which ends within a block."""
-    shapes = {str(i): (64, 101) for i in range(num_matrices)}
-    layout = parameter_slices(shapes, group.size())
-    with GPU():
-        flat = nn.Parameter(on_gpu(torch.ones(num_matrices * 64 * 101 // group.size())))
-        optimizer = optim.Soren([nn.Parameter(torch.ones(2, 2))], lr=0.02, states="8bit")
-        optimizer.param_groups[0]["params"] = [flat]
-        optimizer.strategy = ZeroStrategy({flat: layout}, group, torch.device("gpu"))
-        for _ in range(2):
-            flat.grad = on_gpu(torch.full(flat.shape, 1e-3))
-            host_reads.clear()
-            optimizer.step()
-        return list(host_reads)
 
 
 def shard(tensors, group):

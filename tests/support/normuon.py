@@ -52,7 +52,7 @@ def replicas(group):
     return flat, torch.cat([optimizer.state[p]["row_moment"] for p in parameters.values()])
 
 
-def flat_shards(group, states):
+def flat_shards(group, momentum_dtype):
     """The weights and row moments in this rank's flat shard after three steps, as ZeRO 2 has them."""
     layout = flat_partitions(SHAPES, group.size())
 
@@ -62,7 +62,7 @@ def flat_shards(group, states):
         return padded.chunk(group.size())[group.rank()]
 
     flat = nn.Parameter(shard({name: torch.ones(shape) for name, shape in SHAPES.items()}).clone())
-    optimizer = NorMuon([nn.Parameter(torch.ones(2, 2))], lr=0.1, beta2=0.9, states=states)
+    optimizer = NorMuon([nn.Parameter(torch.ones(2, 2))], lr=0.1, beta2=0.9, momentum_dtype=momentum_dtype)
     optimizer.param_groups[0]["params"] = [flat]
     optimizer.strategy = ZeroStrategy({flat: layout}, group, torch.device("cpu"))
     for step in range(3):

@@ -368,13 +368,12 @@ class GivenEmbedding(nn.Embedding):
 
 
 class Given(nn.Module):
-    """Parameters with exact gradients. On 2 ranks no shard ends within a block, on 3 ranks some do."""
+    """Parameters with exact gradients."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = GivenEmbedding(96, 64)
-        # In 8 bits, but for 20 x 48 and the vectors.
         shapes = ((96, 64), (128, 80), (20, 48), (131, 48), (64, 97), (20, 48), (131, 48), (64, 97))
         self.layers = nn.ModuleList(GivenLinear(n, m, bias=m == 96) for m, n in shapes)
         self.lm_head = GivenLinear(64, 80, bias=False)
@@ -383,13 +382,13 @@ class Given(nn.Module):
         return sum(module(step + i) for i, module in enumerate((self.embedding, *self.layers, self.lm_head)))
 
 
-def with_exact_gradients(group, way, name, num_steps=6, states="8bit", more=None):
-    """The weights of Given after steps with these states and more settings. way: None, "DDP", "FSDP2", ZeRO's stage."""
+def with_exact_gradients(group, way, name, num_steps=6, more=None):
+    """The weights of Given after steps with more settings. way: None, "DDP", "FSDP2", ZeRO's stage."""
     model = Given()
 
     def make_optimizer(_, model):
         settings = {} if name == "adamw" else {"adjust_lr_fn": "original"}
-        return build_optimizer(model, name=name, lr=0.02, aux_lr=0.01, states=states, **settings | (more or {}))
+        return build_optimizer(model, name=name, lr=0.02, aux_lr=0.01, **settings | (more or {}))
 
     if isinstance(way, int):
         made = SimpleNamespace(model=lambda: model, clip=0.0)

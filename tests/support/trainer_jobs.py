@@ -169,7 +169,7 @@ def benchmarked_fsdp2(make):
         benchmarked(make, ("fsdp2",))
 
 
-EIGHT_BITS = ("optimizer.states=8bit", *GLOBAL)
+NARROW = ("optimizer.momentum_dtype=bfloat16", *GLOBAL)
 QUANTIZED = ("model.lora={r: 4}", "optimizer.aux_lr=null", "model.quantize=4bit", *GLOBAL)
 
 
@@ -177,9 +177,9 @@ def small_memory(make):
     """All that test_small_memory.py asks of two ranks."""
     make("quantized-ddp", "sft", "run.parallel=ddp", *QUANTIZED).train()
     for mode in ("ddp", "zero1", "zero2"):  # ZeRO last: accelerate keeps it
-        make(f"states-{mode}", "sft", f"run.parallel={mode}", *EIGHT_BITS).train()
-    assert killed(make, "killed-zero2", "zero2", *EIGHT_BITS)
-    make("killed-zero2", "sft", "run.parallel=zero2", *EIGHT_BITS).train()
+        make(f"states-{mode}", "sft", f"run.parallel={mode}", *NARROW).train()
+    assert killed(make, "killed-zero2", "zero2", *NARROW)
+    make("killed-zero2", "sft", "run.parallel=zero2", *NARROW).train()
 
 
 MOMENTS = {"rows": ("optimizer.second_moment=rows",),
