@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from soren_align.core.errors import UserError
-from soren_align.optim import HTMuon, Muon, Soren
+from soren_align.optim import HTMuon, MapContext, Muon, Soren
 from soren_align.spectral.maps import MUON, SOREN_MAPS, sigmoid
 
 from .maps import DION, MUON_FLOAT32, newton_schulz_float32, scheduled_quintic
@@ -36,7 +36,9 @@ class MuonFloat32(Muon):
     CPUs only.
     """
 
-    def map_matrix(self, x: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def map_matrix(
+        self, x: torch.Tensor, group: dict[str, Any], context: MapContext, **state: torch.Tensor
+    ) -> torch.Tensor:
         """As in Muon, in five steps."""
         return newton_schulz_float32(x)
 
@@ -44,7 +46,9 @@ class MuonFloat32(Muon):
 class DionsMuon(Muon):
     """Muon's step with the iteration of dion and Emerging-Optimizers."""
 
-    def map_matrix(self, x: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def map_matrix(
+        self, x: torch.Tensor, group: dict[str, Any], context: MapContext, **state: torch.Tensor
+    ) -> torch.Tensor:
         """In five steps, bfloat16."""
         return scheduled_quintic(x)
 

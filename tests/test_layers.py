@@ -1,6 +1,7 @@
 """The rules of the house. Each is a function from a package's folder to its violations, tried on a planted one too."""
 
 import ast
+import re
 import traceback
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -107,6 +108,28 @@ def second_tier(package):
             yield f"{file.name} of {room(file, package)} imports {sorted(names)}"
 
 
+# What an optimizer must not know of: where tensors lie, and who trains.
+STRANGERS = re.compile(r"\b(rank|ddp|fsdp2?|zero\d?|deepspeed|transformers|trl|accelerate|launcher)\b", re.IGNORECASE)
+
+
+def strangers_in_the_optimizer(package):
+    """Names of ranks, sharding and trainers in the code of optim/optimizer.py, docstrings and comments aside; and every
+    place but one that reads DeepSpeed's shape of a whole parameter."""
+    for file in files(package):
+        tree = ast.parse(file.read_text())
+        if file.relative_to(package).as_posix() == "optim/optimizer.py":
+            identifiers = {getattr(node, field) for node in ast.walk(tree) for field in ("id", "attr", "arg", "module")
+                           if isinstance(getattr(node, field, None), str)}  # fmt: skip
+            for name in sorted(identifiers | imports(file, package)):
+                if STRANGERS.search(name.replace("_", " ").replace(".", " ")):
+                    yield f"{file.name} knows of {name}"
+        reads = [
+            node for node in ast.walk(tree) if "ds_shape" in (getattr(node, "value", ""), getattr(node, "attr", ""))
+        ]
+        if reads and file.relative_to(package).as_posix() != "optim/layout.py":
+            yield f"{file.name} of {room(file, package)} reads ds_shape; call optim.layout.whole_shape"
+
+
 def import_circles(package):
     try:
         TopologicalSorter(import_graph(package)).prepare()
@@ -161,6 +184,7 @@ RULES = {
     upward_arrows: {"optim/planted.py": "def f():\n    from ..training import run\n"},
     wrong_doors: {"data/planted.py": "import lm_eval.tasks as tasks\n"},
     second_tier: {"optim/planted.py": "def f():\n    from research.nulls import RANDOM\n"},
+    strangers_in_the_optimizer: {"optim/optimizer.py": "def step(x):\n    return x.zero_strategy\n"},
     import_circles: {"optim/one.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .two import f\n",
                      "optim/two.py": "from . import one\n"},
     changed_libraries: {"data/planted.py": "import os\nfrom datasets import config\nconfig.HF_HUB_OFFLINE = True\n"},

@@ -84,7 +84,7 @@ from . import CUBIC, function
 class CubicMuon(SpectralOptimizer, name="cubic_muon"):
     map_settings = setting_checks(CUBIC)
 
-    def map_matrix(self, x, group, **state):
+    def map_matrix(self, x, group, context, **state):
         return function(x, steps=group["steps"], precision="float32", max_norm=None)[0]
 """,
 }

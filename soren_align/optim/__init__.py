@@ -6,15 +6,10 @@ from importlib import import_module
 from typing import Any
 
 from ..core import third_party
-from .layout import ShardingStrategy, local, matrices_of, names_of_matrices
-from .optimizer import (
-    OPTIMIZERS,
-    AppliedMap,
-    OptimizerFactory,
-    SpectralOptimizer,
-    build_optimizer,
-    completed_settings,
-)
+from .build import OptimizerFactory, build_optimizer, completed_settings
+from .exchange import ShardingStrategy
+from .layout import WeightLayout, local, matrices_of, names_of_matrices
+from .optimizer import OPTIMIZERS, AppliedMap, MapContext, SpectralOptimizer
 from .optimizers import AdamW, HTMuon, Muon, Soren
 from .rounding import CHUNK, Sums, chunks, copied_to_cpu, master_weights, ulp
 from .routing import Route, param_groups, route, routing_table, share_notices, spectral_share

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from .layout import WeightLayout
+from .layout import LINEAR, WeightLayout
 
 Split = Mapping[str, Sequence[str | int]]
 """Glob of a parameter's name, with or without ".weight" -> projections in the order of the rows,
@@ -73,8 +73,8 @@ def split_layout(
 
     Raises ValueError, in one sentence, if the weight cannot be divided so.
     """
-    place, is_transposed = f"split: {name}", layout == "transposed"
-    if len(shape) != 2 or layout not in ("linear", "transposed"):
+    place, is_transposed = f"split: {name}", layout.transposed
+    if len(shape) != 2 or layout not in (LINEAR, WeightLayout(transposed=True)):
         raise ValueError(
             f"{place}: its projections are separate matrices already, so there is nothing to split; remove this name"
         )
@@ -86,7 +86,9 @@ def split_layout(
             raise ValueError(
                 f"{place}: has {num_rows} {row}s, not a multiple of head_dim {size}; write the sizes of the blocks"
             )
-        return f"{'transposed ' * is_transposed}blocks {num_rows // size}*{size}"
+        num_heads = num_rows // size
+        heads = tuple(str(number) for number in range(num_heads))
+        return WeightLayout(is_transposed, heads, sizes=(size,) * num_heads)
     if layer_of(name) in FUSED and not _is_contiguous(name, config):
         projections, model_type = (
             ", ".join(fused_projections(name)),
@@ -124,7 +126,8 @@ def split_layout(
             f"{place}: stores its projections in columns, and blocks of columns need equal sizes, not {text}; remove "
             "this name"
         )
-    return f"{'transposed ' * is_transposed}blocks {' '.join(f'{block}:{size}' for block, size in named)}"
+    names, sizes = zip(*named, strict=True)
+    return WeightLayout(is_transposed, names, sizes=sizes)
 
 
 def _is_contiguous(name: str, config: Any) -> bool:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .exchange import ShardingStrategy
 from .group_settings import names_of
-from .layout import ShardingStrategy, local
+from .layout import local
 
 # Up to it a bound of a norm serves as well as the norm: no map distinguishes matrices with |N|_F
 # below it.

@@ -5,7 +5,7 @@ that were used.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from ..core.optimizer_settings import (
     SecondMoment,
 )
 from ..spectral import SpectralMap
+from .layout import WeightLayout
 
 Check = Callable[[Any], Any]
 """Returns a setting's complete value. Raises ValueError ("found ...; write ...") if it is not
@@ -205,48 +206,57 @@ def refuse_changed_settings(
             "the checkpoint has 8-bit optimizer states, which this version does not read; resume with the version of "
             "soren-align that wrote it, or start again, with momentum_dtype: bfloat16 if memory is short"
         )
-    differences: list[str] = []
-    for index, groups in enumerate(zip(saved, current, strict=True)):
-        was, now = (len(group["params"]) for group in groups)
-        pairs: list[tuple[str, Any, Any]] = [("number of parameters", was, now)]
-        rules = [group.get("rule", "") for group in groups]
-        keys = {"rule", *(map_keys if "spectral" in rules else ())}.union(
-            *(RULES.get(rule, ()) for rule in rules)
-        )
-        # loaded like a learning rate
-        is_scheduled = any("base_momentum" in group for group in groups)
-        for key in sorted(keys - ({"lr", "momentum", "betas"} if is_scheduled else {"lr"})):
-            absent = RULE_DEFAULTS["spectral"][key] if key in ADDED_LATER else "nothing"
-            was, now = (group.get(key, absent) for group in groups)
-            was, now = (tuple(value) if isinstance(value, list) else value for value in (was, now))
-            pairs.append((key, was, now))
-        was, now = ([*group.get("weight_layouts", {}).values()] for group in groups)
-        of_some = [[*dict.fromkeys(layouts)] for layouts in (was, now)]  # of thousands of weights
-        was, now = of_some if of_some[0] != of_some[1] else (was, now)
-        pairs.append(("weight_layouts", was, now))
-        if all("param_names" in group for group in groups):
-            was, now = ([name_in_model(name) for name in group["param_names"]] for group in groups)
-            numbers = (f"{len(was)} names", f"{len(now)} names")
-            first = next(((a, b) for a, b in zip(was, now, strict=False) if a != b), numbers)
-            pairs += [("param_names", *first)] if was != now else []
-        for key, was, now in pairs:
-            # The content of a map's file, as a short hash: its numbers say nothing in a message.
-            if key == "map":
-                was, now = (
-                    {k: digest(v)[:12] if k == "composition" else v for k, v in value.items()}
-                    if isinstance(value, dict)
-                    else value
-                    for value in (was, now)
-                )
-            if was != now:
-                differences.append(
-                    f"group {index} {key}: {was} in the checkpoint, {now} in this optimizer"
-                )
+    differences = [
+        f"group {index} {key}: {was} in the checkpoint, {now} in this optimizer"
+        for index, groups in enumerate(zip(saved, current, strict=True))
+        for key, was, now in _settings_of(*groups, map_keys)
+        if was != now
+    ]
     if differences:
         raise ValueError(
             "the checkpoint has other optimizer settings; restore these settings:\n"
             + "\n".join(differences)
         )
+
+
+def _settings_of(
+    saved: dict[str, Any], current: dict[str, Any], map_keys: Collection[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (setting, its value in a checkpoint's group, in the current one), in a form that can be
+    compared.
+    """
+    groups = (saved, current)
+    yield "number of parameters", len(saved["params"]), len(current["params"])
+    rules = [group.get("rule", "") for group in groups]
+    keys = {"rule", *(map_keys if "spectral" in rules else ())}.union(
+        *(RULES.get(rule, ()) for rule in rules)
+    )
+    # loaded like a learning rate
+    is_scheduled = any("base_momentum" in group for group in groups)
+    for key in sorted(keys - ({"lr", "momentum", "betas"} if is_scheduled else {"lr"})):
+        absent = RULE_DEFAULTS["spectral"][key] if key in ADDED_LATER else "nothing"
+        was, now = (_comparable(key, group.get(key, absent)) for group in groups)
+        yield key, was, now
+    # In thousands of experts the kinds of layouts say more than all of them.
+    was, now = (
+        [str(WeightLayout.parse(layout)) for layout in group.get("weight_layouts", {}).values()]
+        for group in groups
+    )
+    kinds = [[*dict.fromkeys(layouts)] for layouts in (was, now)]
+    yield "weight_layouts", *(kinds if kinds[0] != kinds[1] else (was, now))
+    if all("param_names" in group for group in groups):
+        was, now = ([name_in_model(name) for name in group["param_names"]] for group in groups)
+        numbers = (f"{len(was)} names", f"{len(now)} names")
+        if was != now:
+            first = next(((a, b) for a, b in zip(was, now, strict=False) if a != b), numbers)
+            yield "param_names", *first
+
+
+def _comparable(key: str, value: Any) -> Any:
+    # The content of a map's file, as a short hash: its numbers say nothing in a message.
+    if key == "map" and isinstance(value, dict):
+        return {k: digest(v)[:12] if k == "composition" else v for k, v in value.items()}
+    return tuple(value) if isinstance(value, list) else value
 
 
 def name_in_model(name: str) -> str:

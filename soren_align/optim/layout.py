@@ -1,35 +1,114 @@
-"""Where matrices lie: in one parameter or in shards on several ranks, one to a weight or several.
+"""How a parameter stores its matrices: one, those of all experts, or several in one weight.
 
-A parameter is an expert weight of two dimensions [rows, columns], or the weights of all experts of
-a layer [experts, rows, columns], as transformers stores them. An expert weight is one matrix, or
-the matrices of gate and up-projection
-together: these are two matrices to a map, as in a layer without experts, and as transformers 4 and
-most published files have them. So no update depends on how a version of transformers stores
-weights. torch.nn.MultiheadAttention stores the projections of queries, keys and values in one
-parameter, above one another. With `split` (`blocks`) a fused weight is several weights, one for
-each block of its rows. `WeightLayout` names these; a `Shard` is this rank's elements of one weight;
-`matrix_batches` joins equal ones for the map.
+A parameter is a weight of two dimensions [rows, columns], or the weights of all experts of a layer
+[experts, rows, columns], as transformers stores them. A weight is one matrix, or the matrices of
+gate and up-projection together: these are two matrices to a map, as in a layer without experts, and
+as transformers 4 and most published files have them. So no update depends on how a version of
+transformers stores weights. torch.nn.MultiheadAttention stores the projections of queries, keys and
+values in one parameter, above one another. With `split` (`blocks`) a fused weight is several
+weights, one for each block of its rows.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..spectral import num_workspace_numbers
-from .state import map_dtype
 
-WeightLayout = str
-"""Of an expert weight, or of any weight of two dimensions. "linear": a matrix as nn.Linear stores
-it, [outputs, inputs]. "transposed": [inputs, outputs]. "gate_up": gate above up; "transposed
-gate_up": gate left of up; "transposed interleaved gate_up": their columns alternate. "qkv": queries
-above keys above values. "blocks q:64 k:32 v:32": blocks of so many rows, each a weight of its own;
-"blocks 12*8": 12 of 8 rows. "transposed blocks ...": of columns, of equal size."""
+@dataclass(frozen=True)
+class WeightLayout:
+    """The matrices in a weight [rows, columns], in equal parts along its outputs.
+
+    transposed: stored as [inputs, outputs]; nn.Linear stores [outputs, inputs].
+    parts: the names of its matrices, in order; one without a name is the weight itself.
+    interleaved: of a transposed weight: the columns of its parts alternate.
+    sizes: the rows of blocks, which need not be equal: then each part is a weight of its own.
+        Blocks of columns, of a transposed weight, stay one weight.
+    """
+
+    transposed: bool = False
+    parts: tuple[str, ...] = ("",)
+    interleaved: bool = False
+    sizes: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: "str | WeightLayout") -> "WeightLayout":
+        """Read a layout as checkpoints write it: "linear", "transposed gate_up", "blocks q:64 k:32",
+        "blocks 12*8" (12 of 8 rows)...
+        """
+        return text if isinstance(text, WeightLayout) else _parsed(text)
+
+    def __str__(self) -> str:
+        kind = {("",): "", GATE_UP: "gate_up", QKV: "qkv"}.get(self.parts, "")
+        if self.sizes:
+            numbers = tuple(map(str, range(len(self.sizes))))
+            pairs = zip(self.parts, self.sizes, strict=True)
+            kind = "blocks " + " ".join(f"{part}:{size}" for part, size in pairs)
+            if self.parts == numbers and len({*self.sizes}) == 1:
+                kind = f"blocks {len(numbers)}*{self.sizes[0]}"
+        words = ["transposed" * self.transposed, "interleaved" * self.interleaved, kind]
+        return " ".join(word for word in words if word) or "linear"
+
+    @property
+    def num_matrices(self) -> int:
+        """The number of matrices in a weight."""
+        return len(self.parts)
+
+    def map_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The shape in which a weight's matrices are mapped: as they are stored, since a map of X^T
+        is that of X, transposed.
+        """
+        rows, columns = shape
+        if self.transposed:
+            return rows, columns // self.num_matrices
+        return rows // self.num_matrices, columns
+
+    def matrix_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """(outputs, inputs) of a weight's matrices."""
+        rows, columns = self.map_shape(shape)
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    def matrix_names(self, name: str) -> list[str]:
+        """The names of the matrices in a weight of this name."""
+        return [f"{name}.{part}" if part else name for part in self.parts]
+
+    def split(self, weights: Tensor) -> Tensor:
+        """Views [..., parts, m, n] of the matrices in weights [..., rows, columns]."""
+        axis, position = self._axes()
+        sizes = (-1, self.num_matrices) if self.interleaved else (self.num_matrices, -1)
+        return weights.unflatten(axis, sizes).movedim(position, -3)
+
+    def join(self, matrices: Tensor) -> Tensor:
+        """The weights [..., rows, columns] of `matrices` [..., parts, m, n]: the inverse of
+        `split`.
+        """
+        axis, position = self._axes()
+        parts = matrices.movedim(-3, position)
+        return parts.flatten(parts.ndim + axis - 1, parts.ndim + axis)
+
+    def _axes(self) -> tuple[int, int]:
+        """The axis of a weight along which its matrices lie, and the axis that counts them once it
+        is divided.
+        """
+        if not self.transposed:
+            return -2, -3
+        return -1, (-1 if self.interleaved else -2)
+
+    def numbers(self, shape: Sequence[int], places: Tensor) -> Tensor:
+        """Which of a weight's matrices has each of its elements at `places`, row-major."""
+        (rows, columns), num = shape, self.num_matrices
+        if not self.transposed:
+            return places // (rows // num * columns)
+        column = places % columns
+        return column % num if self.interleaved else column // (columns // num)
+
+
+GATE_UP, QKV = ("gate", "up"), ("q", "k", "v")
+LINEAR = WeightLayout()
+"""One matrix as nn.Linear stores it."""
 WeightLayouts = Mapping[str, WeightLayout]
 """By a parameter's name; parameters that are one linear matrix are left out."""
 MapState = Mapping[str, Callable[[int, int], tuple[int, ...]]]
@@ -37,13 +116,30 @@ MapState = Mapping[str, Callable[[int, int], tuple[int, ...]]]
 and n inputs."""
 Named = Sequence[tuple[str, Tensor]]
 
-WeightKind = tuple[tuple[int, int], WeightLayout, torch.dtype, torch.device]
-"""(shape, layout, dtype, device) of a whole weight's map input: equal ones are mapped in one
-batch."""
+
+@cache
+def _parsed(text: str) -> WeightLayout:
+    words = text.split()
+    layout = WeightLayout(transposed="transposed" in words, interleaved="interleaved" in words)
+    if "gate_up" in words:
+        return replace(layout, parts=GATE_UP)
+    if "qkv" in words:
+        return replace(layout, parts=QKV)
+    if "blocks" not in words:
+        return layout
+    blocks: list[tuple[str, int]] = []
+    for word in words[words.index("blocks") + 1 :]:
+        number, times, size = word.partition("*")
+        name, _, own_size = word.partition(":")
+        blocks += (
+            [(str(i), int(size)) for i in range(int(number))] if times else [(name, int(own_size))]
+        )
+    names, sizes = zip(*blocks, strict=True)
+    return replace(layout, parts=names, sizes=sizes)
 
 
 class Weight(NamedTuple):
-    """An expert weight, a row block, or any other weight of two dimensions."""
+    """A weight of two dimensions: an expert's, a row block, or a whole parameter."""
 
     name: str
     shape: tuple[int, int]
@@ -54,209 +150,52 @@ class Weight(NamedTuple):
         """Its elements."""
         return math.prod(self.shape)
 
+    @property
+    def matrix_names(self) -> list[str]:
+        """The names of its matrices."""
+        return self.layout.matrix_names(self.name)
+
 
 def weights_in(name: str, shape: Sequence[int], layout: WeightLayout) -> list[Weight]:
     """The weights of a parameter, which lie in its elements one after another."""
     *experts, rows, columns = shape
     if experts:
         return [Weight(f"{name}.{expert}", (rows, columns), layout) for expert in range(experts[0])]
-    if layout.startswith("blocks"):
+    if layout.sizes and not layout.transposed:
         return [
-            Weight(f"{name}.{block}", (size, columns), "linear")
-            for block, size in blocks_in(layout)
+            Weight(f"{name}.{part}", (size, columns), LINEAR)
+            for part, size in zip(layout.parts, layout.sizes, strict=True)
         ]
     return [Weight(name, (rows, columns), layout)]
 
 
-@cache
-def blocks_in(layout: WeightLayout) -> tuple[tuple[str, int], ...]:
-    """(name, size) of the blocks that a layout states; none for a layout without blocks."""
-    blocks: list[tuple[str, int]] = []
-    for text in layout.partition("blocks ")[2].split():
-        number, times, size = text.partition("*")
-        name, _, own_size = text.partition(":")
-        blocks += (
-            [(str(i), int(size)) for i in range(int(number))] if times else [(name, int(own_size))]
-        )
-    return tuple(blocks)
-
-
-def num_matrices(layout: WeightLayout) -> int:
-    """The number of matrices in an expert weight."""
-    if "blocks" in layout:
-        return len(blocks_in(layout))
-    return 3 if layout == "qkv" else 2 if "gate_up" in layout else 1
-
-
-def map_shape(shape: Sequence[int], layout: WeightLayout) -> tuple[int, int]:
-    """The shape in which an expert weight's matrices are mapped: as they are stored; a map of X^T
-    is that of X, transposed."""
-    rows, columns = shape
-    num_parts = num_matrices(layout)
-    return (rows, columns // num_parts) if "transposed" in layout else (rows // num_parts, columns)
-
-
-def matrix_shape(shape: Sequence[int], layout: WeightLayout) -> tuple[int, int]:
-    """(outputs, inputs) of an expert weight's matrices."""
-    rows, columns = map_shape(shape, layout)
-    return (columns, rows) if "transposed" in layout else (rows, columns)
-
-
-def matrix_names(name: str, layout: WeightLayout) -> list[str]:
-    """The names of an expert weight's matrices."""
-    if "blocks" in layout:
-        return [f"{name}.{block}" for block, _ in blocks_in(layout)]
-    parts = {1: [""], 2: [".gate", ".up"], 3: [".q", ".k", ".v"]}[num_matrices(layout)]
-    return [name + part for part in parts]
-
-
 def names_of_matrices(name: str, shape: Sequence[int], layout: WeightLayout) -> list[str]:
     """The names of all matrices of a parameter."""
-    weights = weights_in(name, shape, layout)
-    return [matrix for weight in weights for matrix in matrix_names(weight.name, weight.layout)]
+    return [matrix for weight in weights_in(name, shape, layout) for matrix in weight.matrix_names]
 
 
-def split(weights: Tensor, layout: WeightLayout) -> Tensor:
-    """Views [..., 2, m, n] of gate and up in weights [..., rows, columns]; of queries, keys and
-    values, three.
-    """
-    axis, position = _axes(layout)
-    sizes = (-1, 2) if "interleaved" in layout else (num_matrices(layout), -1)
-    return weights.unflatten(axis, sizes).movedim(position, -3)
-
-
-def join(matrices: Tensor, layout: WeightLayout) -> Tensor:
-    """The expert weights [..., rows, columns] of `matrices` [..., 2 or 3, m, n]: the inverse of
-    `split`.
-    """
-    axis, position = _axes(layout)
-    parts = matrices.movedim(-3, position)
-    return parts.flatten(parts.ndim + axis - 1, parts.ndim + axis)
-
-
-def _axes(layout: WeightLayout) -> tuple[int, int]:
-    """The axis of an expert weight along which its matrices lie, and the axis that counts them once
-    it is divided.
-    """
-    if "transposed" not in layout:
-        return -2, -3
-    return -1, (-1 if "interleaved" in layout else -2)
-
-
-def matrix_numbers(shard: "Shard", start: int, numel: int, device: torch.device) -> Tensor:
-    """Which matrix of its weight each of `numel` elements of a shard is of, from the shard's
-    element `start` on.
-    """
-    (rows, columns), number = shard.shape, num_matrices(shard.layout)
-    places = torch.arange(shard.offset + start, shard.offset + start + numel, device=device)
-    if "transposed" not in shard.layout:
-        return places // (rows // number * columns)
-    return (
-        places % columns % number
-        if "interleaved" in shard.layout
-        else places % columns // (columns // number)
-    )
-
-
-def matrices_of(name: str, parameter: Tensor, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
+def matrices_of(
+    name: str, parameter: Tensor, layout: WeightLayout | str
+) -> Iterator[tuple[str, Tensor]]:
     """The names and views of all matrices of a parameter, as they are stored."""
-    weights = weights_in(name, parameter.shape, layout)
+    weights = weights_in(name, parameter.shape, WeightLayout.parse(layout))
     tensors = (
         parameter.unbind()
         if parameter.ndim == 3
         else parameter.split([weight.shape[0] for weight in weights])
     )
     for weight, tensor in zip(weights, tensors, strict=True):
-        matrices = split(tensor, weight.layout) if num_matrices(weight.layout) > 1 else [tensor]
-        yield from zip(matrix_names(weight.name, weight.layout), matrices, strict=True)
-
-
-@dataclass(eq=False)
-class Shard:
-    """This rank's elements of one expert weight of `shape`: `numel` from its element number
-    `offset` on, row-major.
-
-    They are those from `start` on of the flattened `parameter`, in whose state those of the
-    momentum are; for a DTensor `start` counts within the local tensor. map_state: places of the
-    map's state for these elements, in the parameter's.
-    squares: see `second_moment`.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    layout: WeightLayout
-    parameter: Tensor
-    start: int
-    offset: int
-    numel: int
-    state: dict[str, Tensor] = field(default_factory=dict)
-    map_state: dict[str, slice] = field(default_factory=dict)
-    squares: Tensor | None = None
-
-    def view_of(self, tensor: Any) -> Tensor:
-        """The shard's elements of `tensor`, which has the parameter's shape: its gradient or a
-        state. Shares memory.
-
-        All of a local tensor keeps its shape and strides, and so do one of its expert weights and a
-        block of its rows; any other shard is one-dimensional.
-        """
-        here = local(tensor)
-        if self.numel == here.numel():
-            return here
-        if here.ndim == 3 and self.numel == math.prod(self.shape):
-            return here[self.start // self.numel]
-        if here.ndim == 2:  # rows of it
-            return here[self.start // self.shape[1] : (self.start + self.numel) // self.shape[1]]
-        return here.view(-1)[self.start : self.start + self.numel]
-
-    @property
-    def weight(self) -> Tensor:
-        """The elements of the parameter."""
-        return self.view_of(self.parameter)
-
-    @property
-    def momentum(self) -> Tensor:
-        """The momentum, in its own dtype, sharing memory."""
-        return self.view_of(self.state["exp_avg"])
-
-    def numbers_of(self, key: str) -> Tensor:
-        """This shard's numbers of the map's state `key`, one-dimensional, sharing memory."""
-        return local(self.state[key]).view(-1)[self.map_state[key]]
-
-    @property
-    def second_moments(self) -> Tensor:
-        """Those of the elements of the map's output; only in a group that has them."""
-        return self.view_of(self.state["exp_avg_sq"])
-
-    @property
-    def compensation(self) -> Tensor | None:
-        """The lower half of the master weights, if there is one."""
-        return self.view_of(self.state["compensation"]) if "compensation" in self.state else None
-
-
-def with_map_state(shards: Sequence[Shard], map_state: MapState) -> Sequence[Shard]:
-    """The shards, with the places of the map's state: of each parameter's shards one after another.
-
-    Each has a share of the state of its weight's matrices that is in proportion to its elements. So
-    a number per row lies with the row's first element, on whatever rank that is.
-    """
-    ends: dict[tuple[int, str], int] = defaultdict(int)
-    for shard in shards if map_state else ():
-        for key, size in map_state_sizes(shard.shape, shard.layout, map_state).items():
-            first, last = share_of_state(shard.shape, shard.offset, shard.numel, size)
-            start = ends[id(shard.parameter), key]
-            ends[id(shard.parameter), key] += last - first
-            shard.map_state[key] = slice(start, start + last - first)
-    return shards
+        matrices = weight.layout.split(tensor) if weight.layout.num_matrices > 1 else [tensor]
+        yield from zip(weight.matrix_names, matrices, strict=True)
 
 
 def map_state_sizes(
     shape: Sequence[int], layout: WeightLayout, map_state: MapState
 ) -> dict[str, int]:
     """The numbers of a map's state for all matrices of a weight, by name."""
-    matrix = matrix_shape(shape, layout)
+    matrix = layout.matrix_shape(shape)
     return {
-        key: num_matrices(layout) * math.prod(shape_of(*matrix))
+        key: layout.num_matrices * math.prod(shape_of(*matrix))
         for key, shape_of in map_state.items()
     }
 
@@ -264,62 +203,11 @@ def map_state_sizes(
 def share_of_state(shape: Sequence[int], offset: int, numel: int, size: int) -> tuple[int, int]:
     """The interval of `size` numbers of a weight's map state that lies with `numel` elements from
     `offset` on.
+
+    In proportion: a number per row lies with the row's first element, on whatever rank that is.
     """
     total = max(1, math.prod(shape))
     return -(-offset * size // total), -(-(offset + numel) * size // total)
-
-
-# MB (2^20 bytes), by device. On two CPU cores a batch of 64 x 64 takes a quarter of the time, of
-# 256 x 256 four fifths, of 512 x 512 a third more: 16 MB keep those apart. Elsewhere 2048 is a
-# guess, not measured: a product of 256 rows has 4 tiles of 128 x 128 for the 132 multiprocessors of
-# an H100, and all 72 of Qwen2.5-3B make one batch.
-WORKSPACE_MB = {"cpu": 16}
-WORKSPACE_MB_ELSEWHERE = 2048
-
-
-def matrix_batches(kinds: Sequence[WeightKind], workspace_mb: float | None) -> list[list[int]]:
-    """Batches of indices into whole weights: equal ones in order, as many as the workspace holds,
-    without empty ones.
-
-    workspace_mb: MB (2^20 bytes); a weight that needs more is a batch of its own. None:
-    `default_workspace_mb`.
-    """
-    indices: dict[Any, list[int]] = {}
-    for index, kind in enumerate(kinds):
-        if 0 not in kind[0]:
-            indices.setdefault(kind, []).append(index)
-    batches = []
-    for (shape, layout, dtype, device), equal in indices.items():
-        limit = default_workspace_mb(device.type) if workspace_mb is None else workspace_mb
-        size = max(
-            1, int(limit * 2**20 / (num_batch_numbers(shape, layout, device.type) * dtype.itemsize))
-        )
-        batches += [equal[start : start + size] for start in range(0, len(equal), size)]
-    return batches
-
-
-def num_batch_numbers(shape: tuple[int, int], layout: WeightLayout, device_type: str) -> int:
-    """The numbers, in the dtype of a map's input, that a weight needs in a batch: its input and the
-    maps' workspace.
-    """
-    return num_matrices(layout) * num_workspace_numbers(
-        *map_shape(shape, layout), device_type
-    ) + math.prod(shape)
-
-
-def default_workspace_mb(device_type: str) -> float:
-    """MB (2^20 bytes) of the workspace on a type of device ("cpu", "cuda", ...)."""
-    return WORKSPACE_MB.get(device_type, WORKSPACE_MB_ELSEWHERE)
-
-
-def staged(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """`tensor` on `device` (None: where it is); from a CPU to a GPU through pinned memory.
-
-    The host does not wait for that copy; torch keeps a pinned block until its copies are done.
-    """
-    if device is not None and device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def local(tensor: Any) -> Tensor:
@@ -327,192 +215,10 @@ def local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-@dataclass(eq=False)
-class Batch:
-    """The map's inputs of whole weights of one shape and layout, with the names of their matrices.
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """The shape of the whole parameter, also where ZeRO 3 has emptied the tensor.
 
-    inputs: N of the weights, [rows, columns] or [k, rows, columns].
-    returned: outputs, shaped as the weights -> (shard, its part of an output in any shape) for all
-    shards on this rank whose outputs have arrived. Call it once, and use each pair before the next.
-    map_state: by name [matrices of a weight, numbers] or [k, ...]; the map changes it in place.
+    The only place that reads DeepSpeed's attribute (tests/test_layers.py): optim lies below sharding
+    and needs it before a model is sharded.
     """
-
-    inputs: Tensor
-    layout: WeightLayout
-    names: list[str]
-    returned: Callable[[Any], Iterator[tuple[Shard, Tensor]]]
-    map_state: dict[str, Tensor] = field(default_factory=dict)
-
-    def map(self, function: Callable[..., Tensor]) -> Tensor:
-        """The outputs for the matrices, stored as the weights store theirs.
-
-        function: matrices [m, n] or [k, m, n], their names, their state by keyword -> outputs of
-        the same shape.
-        """
-        x, layout, names, state = self.inputs, self.layout, self.names, self.map_state
-        if num_matrices(layout) == 1:
-            return function(
-                x, names, **{key: numbers.squeeze(-2) for key, numbers in state.items()}
-            )
-        parts = split(x, layout)
-        if x.ndim == 3:
-            together = {key: numbers.flatten(0, 1) for key, numbers in state.items()}
-            return join(function(parts.flatten(0, 1), names, **together).view(parts.shape), layout)
-        outputs = []
-        # the workspace may hold no more at once
-        for number, (part, name) in enumerate(zip(parts, names, strict=True)):
-            of_part = {key: numbers[number] for key, numbers in state.items()}
-            outputs.append(function(part.contiguous(), [name], **of_part))
-        return join(torch.stack(outputs), layout)
-
-
-@dataclass(frozen=True)
-class MapRequest:
-    """The maps of one spectral group in a step."""
-
-    map_input: Callable[[Shard], Tensor]
-    """N of a shard, in any shape; not modified."""
-    workspace_mb: float | None
-    """See `matrix_batches`."""
-    adapt: Callable[[Shard, Tensor], Tensor] | None = None
-    """Of a shard's part of an output, before it is returned; sets `shard.squares`, which are added
-    over the ranks."""
-
-
-def whole_batches(
-    shards: Sequence[Shard], request: MapRequest, device: torch.device | None = None
-) -> Iterator[Batch]:
-    """Shards that are whole weights, in batches on `device`; None: each where it is."""
-    adapt = request.adapt
-    kinds: list[WeightKind] = [
-        (s.shape, s.layout, map_dtype(s.parameter), device or s.parameter.device) for s in shards
-    ]
-    for indices in matrix_batches(kinds, request.workspace_mb):
-        members = [shards[i] for i in indices]
-        inputs = (
-            staged(request.map_input(shard).reshape(shard.shape), device) for shard in members
-        )
-        states = {key: [shard.numbers_of(key) for shard in members] for key in members[0].map_state}
-
-        def pairs(outputs: Sequence[Tensor], members=members) -> Iterator[tuple[Shard, Tensor]]:
-            for shard, output in zip(members, outputs, strict=True):
-                yield shard, output if adapt is None else adapt(shard, output)
-
-        yield batch_of(kinds[indices[0]], members, inputs, states, pairs)
-
-
-def batch_of(
-    kind: WeightKind,
-    members: Sequence[Any],
-    inputs: Iterator[Tensor],
-    states: Mapping[str, Sequence[Tensor]],
-    pairs: Callable[[Sequence[Tensor]], Iterator[tuple[Shard, Tensor]]],
-) -> Batch:
-    """A batch of whole weights of one kind: one as it is, several copied into one tensor, so that
-    one at a time exists.
-
-    members: have the names of the weights. states: the numbers of the map's state of each, which
-    get the new ones.
-    pairs: outputs of the weights -> the pairs that the batch returns.
-    """
-    shape, layout, dtype, device = kind
-    if len(members) == 1:
-        stacked = next(inputs)
-        state = {key: numbers.view(num_matrices(layout), -1) for key, (numbers,) in states.items()}
-    else:
-        stacked = torch.empty(len(members), *shape, dtype=dtype, device=device)
-        for target in stacked:
-            target.copy_(next(inputs))
-        stacks = {key: torch.stack(list(numbers)) for key, numbers in states.items()}
-        state = {
-            key: stack.view(len(members), num_matrices(layout), -1) for key, stack in stacks.items()
-        }
-
-    def returned(output: Tensor) -> Iterator[tuple[Shard, Tensor]]:
-        for key, values in state.items() if len(members) > 1 else ():
-            for old, new in zip(states[key], values, strict=True):
-                old.copy_(new.reshape(-1))
-        yield from pairs([output] if output.ndim == 2 else output.unbind())
-
-    names = [matrix for member in members for matrix in matrix_names(member.name, layout)]
-    return Batch(stacked, layout, names, returned, state)
-
-
-class Exchange:
-    """Gathers the matrices of one spectral group's tensors for a step, and returns what becomes of
-    them.
-
-    This one has all weights whole, on one process; those between ranks are subclasses
-    (`sharding.gather`).
-    """
-
-    def __init__(self, weights: Sequence[Shard]):
-        self._weights = weights
-
-    def shards(self, state: Mapping[Tensor, dict[str, Tensor]]) -> Sequence[Shard]:
-        """This rank's shards of the matrices, with the tensors' state."""
-        for shard in self._weights:
-            shard.state = state[shard.parameter]
-        return self._weights
-
-    def whole_matrices(self, shards: Sequence[Shard], request: MapRequest) -> Iterator[Batch]:
-        """Gather the map inputs of all shards: every matrix is in one batch on one rank.
-        Collective.
-        """
-        return whole_batches(shards, request)
-
-
-class ShardingStrategy:
-    """Where an optimizer's matrices lie.
-    Before a step the ranks agree by it that they can take the step, and how.
-
-    This is the strategy of one process, where every matrix is whole; those of several ranks are
-    subclasses (`sharding.gather`).
-    """
-
-    def has_layout(self, parameter: Tensor) -> bool:
-        """Whether the layout of the matrices in `parameter` is known: here of a matrix, or all
-        experts of a layer.
-        """
-        # The tensor's own shape counts: under ZeRO 3 a flat shard still has a two-dimensional
-        # ds_shape.
-        grad = parameter.grad
-        return (
-            parameter.ndim in (2, 3)
-            and grad is not None
-            and grad.ndim > 1
-            and local(parameter) is parameter
-        )
-
-    def shards(self, named: Named, layouts: WeightLayouts) -> list[Shard]:
-        """This rank's shards of the weights in these tensors, without their state.
-
-        The weights are parameters [m, n], their blocks, and the experts in parameters [experts, m,
-        n].
-        """
-        shards = []
-        for name, parameter in named:
-            start = 0
-            for weight in weights_in(name, parameter.shape, layouts.get(name, "linear")):
-                shards.append(Shard(*weight, parameter, start, 0, weight.numel))
-                start += weight.numel
-        return shards
-
-    def check_gradients(
-        self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
-    ) -> list[float]:
-        """The sums of `squares` over the ranks and the numbers `others` of this rank, by one host
-        read. Collective.
-
-        Raises on every rank if `error` is set on any rank, or if the ranks lack different
-        gradients.
-        """
-        if error is not None:
-            raise error
-        return torch.cat([squares, *others]).tolist()
-
-    def plan(self, named: Named, layouts: WeightLayouts, map_state: MapState) -> Exchange:
-        """The exchange of these tensors of one spectral group.
-        Collective; raises ValueError on every rank.
-        """
-        return Exchange(with_map_state(self.shards(named, layouts), map_state))
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -3,44 +3,33 @@ groups.
 
 A group with rule "spectral" is updated by `step.spectral_step_`, one with rule "adamw" by torch's
 own AdamW. Optimizers differ only in `map_matrix`, its settings and its state. Nothing here depends
-on ranks, ZeRO or trainers. `build_optimizer` makes the one of a name for a model, with every
-parameter routed.
+on ranks, ZeRO or trainers (tests/test_layers.py): where matrices lie is known to `strategy`.
 """
 
 import inspect
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import Parameter
 from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..core.errors import UserError
 from ..core.optimizer_settings import (
     ADJUST_LR_FN,
-    AUX_WEIGHT_DECAY,
-    BETAS,
-    EPS,
     MATCH_RMS,
-    MATRICES,
-    WEIGHT_DECAY,
     AdjustLrFn,
     Compensation,
     MapInput,
-    Matrices,
     MomentumDtype,
     SecondMoment,
-    adamw_rms,
 )
 from ..spectral import full_precision
 from .adamw import adamw_step_
-from .blocks import Split
+from .exchange import Exchange, ShardingStrategy
 from .gradients import checked_numbers, first_names
 from .group_settings import (
     OTHER_KEYS,
@@ -52,18 +41,22 @@ from .group_settings import (
     refuse_changed_settings,
     refuse_combinations,
 )
-from .layout import (
-    Exchange,
-    MapState,
-    ShardingStrategy,
-    map_state_sizes,
-    weights_in,
-    with_map_state,
-)
-from .routing import param_groups
+from .layout import MapState, WeightLayout, whole_shape
 from .second_moment import row_moments
 from .state import StateForm, loaded_state, new_state, state_form
-from .step import GroupMaps, PendingUpdate, directions, spectral_step_
+from .step import GroupMaps, PendingUpdate, spectral_step_, trial_outputs
+
+
+@dataclass(frozen=True)
+class MapContext:
+    """What a map may need to know beside its matrices."""
+
+    names: Sequence[str] = ()
+    """Of the matrices."""
+    step: int = 0
+    """The number of this step, from 1 on."""
+    max_norm: float | None = None
+    """At least |x|_F of every matrix; None: not known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,9 +120,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
     # computes it. Where clipping has computed it, the step need not read gradients and momenta once
     # more.
     gradient_norm: Tensor | None
-    # at least |x|_F of every input of `map_matrix` in this step; None: not known
-    max_norm: float | None
-    matrix_names: Sequence[str]  # of the matrices in `map_matrix`
     num_maps: int  # matrices mapped
     # of these, matrices with a singular value beyond the domain of the map's polynomials
     num_guarded: int
@@ -142,29 +132,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
             )
         if name:
             OPTIMIZERS[name] = cls
-        # A constructor that passes settings on to this class's has them, with their defaults, in
-        # its signature.
-        _, *parameters = inspect.signature(cls.__init__).parameters.values()
-        if parameters and parameters[-1].kind is Parameter.VAR_KEYWORD:
-            own, types = (
-                {parameter.name for parameter in parameters},
-                SharedSettings.__annotations__,
-            )
-            defaults = {
-                **RULE_DEFAULTS[cls.rule],
-                **dict.fromkeys(cls.map_settings, Parameter.empty),
-            }
-            parameters[-1:] = (
-                Parameter(
-                    key,
-                    Parameter.KEYWORD_ONLY,
-                    default=value,
-                    annotation=types.get(key, Parameter.empty),
-                )
-                for key, value in defaults.items()
-                if key not in own
-            )
-        cls.__signature__ = inspect.Signature(parameters)
+
+    @classmethod
+    def keywords(cls) -> dict[str, Any]:
+        """The keywords of the constructor with their defaults, those of its rule included."""
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        passes_others_on = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return {**RULE_DEFAULTS[cls.rule], **own} if passes_others_on else own
 
     def __init__(self, params: ParamsT, lr: float | Tensor, **settings: Any):
         """settings: of the class's rule and map, see `Soren`; those left out have the rule's
@@ -211,8 +186,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self.strategy = ShardingStrategy()
         self.update_observers = frozenset()
         self.map_observers = frozenset()
-        self.gradient_norm = self.max_norm = None
-        self.matrix_names = ()
+        self.gradient_norm = None
         self.num_maps = self.num_guarded = 0
         self._bound = math.inf  # of the momenta and of the last step's gradients
 
@@ -222,7 +196,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if "strategy" not in vars(self):
             self._start()
 
-    def map_matrix(self, x: Tensor, group: dict[str, Any], **state: Tensor) -> Tensor:
+    def map_matrix(
+        self, x: Tensor, group: dict[str, Any], context: MapContext, **state: Tensor
+    ) -> Tensor:
         """The direction of the update for its input x: [m, n], float32 or float64; x is not
         modified.
 
@@ -259,7 +235,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             try:
                 self._step()
             finally:
-                self.max_norm = self.gradient_norm = None
+                self.gradient_norm = None
         return loss
 
     def _step(self) -> None:
@@ -270,7 +246,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         numbers = checked_numbers(
             groups, self.state, type(self).__name__, self.strategy, norm, self._bound
         )
-        self.max_norm, self._bound = numbers.max_norm, numbers.bound
+        self._bound = numbers.bound
         with_grad = [
             [
                 (name, p)
@@ -283,7 +259,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
         # weight has changed.
         plans: list[Exchange | None] = []
         for named, group in zip(with_grad, groups, strict=True):
-            # a launcher may have emptied the group, on all ranks
             if not named or group["rule"] != "spectral":
                 plans.append(None)
                 continue
@@ -291,43 +266,47 @@ class SpectralOptimizer(torch.optim.Optimizer):
             plans.append(self.strategy.plan(named, layouts, self._state_of_maps(group)))
         for group in groups:
             self._complete_state(group)
-        if any(
-            exchange and not self.map_is_finite(g)
-            for g, exchange in zip(groups, plans, strict=True)
-        ):
-            self._refuse_infinite_maps(plans, numbers.lrs)
+        maps = [
+            self._maps_of(group, lr, numbers.max_norm) if exchange else None
+            for group, lr, exchange in zip(groups, numbers.lrs, plans, strict=True)
+        ]
+        self._refuse_infinite_maps(plans, maps)
         observers = tuple(self.update_observers)
-        for named, group, lr, exchange in zip(with_grad, groups, numbers.lrs, plans, strict=True):
-            if exchange is None:
+        for named, group, lr, exchange, of_group in zip(
+            with_grad, groups, numbers.lrs, plans, maps, strict=True
+        ):
+            if exchange is None or of_group is None:
                 adamw_step_(group, named, self.state, lr=lr, observers=observers)
             else:
-                spectral_step_(
-                    group, named, self.state, exchange, self._maps_of(group, lr), observers
-                )
+                spectral_step_(group, named, self.state, exchange, of_group, observers)
 
-    def _maps_of(self, group: dict[str, Any], lr: float | Tensor) -> GroupMaps:
+    def _maps_of(self, group: dict[str, Any], lr: float | Tensor, max_norm: float) -> GroupMaps:
         scale = partial(self.lr_scale, group["adjust_lr_fn"], match_rms=group["match_rms"])
-        return GroupMaps(lr, scale, partial(self._mapped, group), self.workspace_mb)
+        return GroupMaps(lr, scale, partial(self._mapped, group, max_norm), self.workspace_mb)
 
     def _refuse_infinite_maps(
-        self, plans: Sequence[Exchange | None], lrs: Sequence[float | Tensor]
+        self, plans: Sequence[Exchange | None], maps: Sequence[GroupMaps | None]
     ) -> None:
-        """Map all matrices of the coming step, and change nothing. Collective.
+        """Map the matrices of the coming step whose maps may not be finite, and change nothing.
+        Collective.
 
         Raises FloatingPointError, on every rank, for an output that is not finite. The step then
         maps them once more: to keep all outputs until the last one is known would need as much
         memory as the weights.
         """
+        tried = [
+            (group, exchange, of_group)
+            for group, exchange, of_group in zip(self.param_groups, plans, maps, strict=True)
+            if exchange and of_group and not self.map_is_finite(group)
+        ]
+        if not tried:
+            return
         counts, observers = (self.num_maps, self.num_guarded), self.map_observers
         self.map_observers = frozenset()
         flags: dict[str, Tensor] = {}
-        for group, exchange, lr in zip(self.param_groups, plans, lrs, strict=True):
-            if exchange is None or self.map_is_finite(group):
-                continue
-            for shard, direction in directions(
-                group, self.state, exchange, self._maps_of(group, lr), is_trial=True
-            ):
-                flags[shard.name] = direction.isfinite().all()
+        for group, exchange, of_group in tried:
+            for shard, output in trial_outputs(group, self.state, exchange, of_group):
+                flags[shard.name] = output.isfinite().all()
         (self.num_maps, self.num_guarded), self.map_observers = counts, observers
         device = next(iter(flags.values())).device if flags else None
         # one host read
@@ -346,12 +325,21 @@ class SpectralOptimizer(torch.optim.Optimizer):
         )
 
     def _mapped(
-        self, group: dict[str, Any], x: Tensor, names: Sequence[str], **numbers: Tensor
+        self,
+        group: dict[str, Any],
+        max_norm: float,
+        x: Tensor,
+        names: Sequence[str],
+        **numbers: Tensor,
     ) -> Tensor:
         shapes = {key: shape_of(*x.shape[-2:]) for key, shape_of in self.map_state.items()}
         state = {key: numbers[key].view(*x.shape[:-2], *shape) for key, shape in shapes.items()}
-        self.matrix_names = names
-        output = self.map_matrix(x, group, **state)
+        context = MapContext(
+            names,
+            step=int(self.state[group["params"][0]]["step"]),  # on the CPU
+            max_norm=max_norm if group["map_input"] == "momentum" else None,
+        )
+        output = self.map_matrix(x, group, context, **state)
         self.num_maps += len(names)
         for observe in self.map_observers:
             inputs, outputs = (x[None], output[None]) if x.ndim == 2 else (x, output)
@@ -389,26 +377,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _state_form(self, name: str, parameter: Tensor, group: dict[str, Any]) -> StateForm:
         of_maps = self._state_of_maps(group) if group["rule"] == "spectral" else {}
-        layouts, shapes = group.get("weight_layouts", {}), {}
-        # FSDP2: divided as the parameter is, by its first axis
-        if of_maps and hasattr(parameter, "to_local"):
-            sizes: Counter[str] = Counter()
-            for weight in weights_in(name, parameter.shape, layouts.get(name, "linear")):
-                sizes.update(map_state_sizes(weight.shape, weight.layout, of_maps))
-            for key, size in sizes.items():
-                columns, rest = divmod(size, len(parameter))
-                if rest:
-                    raise ValueError(
-                        f"{key} of {name}, which is stored as [inputs, outputs], is not supported under FSDP2; use DDP "
-                        "or ZeRO"
-                    )
-                shapes[key] = (len(parameter), columns)
-        elif of_maps:
-            for shard in with_map_state(
-                self.strategy.shards([(name, parameter)], layouts), of_maps
-            ):
-                for key, place in shard.map_state.items():
-                    shapes[key] = (place.stop,)  # of the last shard
+        layouts = group.get("weight_layouts", {})
+        shapes = (
+            self.strategy.map_state_shapes(name, parameter, layouts, of_maps) if of_maps else {}
+        )
         return state_form(parameter, group, shapes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -440,7 +412,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
         defaults = {**RULE_DEFAULTS["adamw"], **self.defaults}
         group = {**{key: defaults[key] for key in checks if key in defaults}, **group}
-        group = checked_settings(group, checks, where)
+        group = _with_layouts(checked_settings(group, checks, where))
         if group["rule"] == "spectral":
             refuse_combinations(group, where)
         # torch wraps the one and refuses the other
@@ -451,8 +423,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             name, parameter = entry if isinstance(entry, tuple) else (known_name, entry)
             if not isinstance(parameter, Tensor):
                 continue  # torch raises TypeError
-            # ZeRO 3 empties the tensor and keeps the true shape in ds_shape.
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            shape = whole_shape(parameter)
             if not parameter.is_floating_point():
                 raise ValueError(
                     f"{type(self).__name__} updates real numbers, but {name} is {parameter.dtype}; freeze {name}"
@@ -468,6 +439,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
             del group[key]
         if self.state:  # so that a checkpoint saved before the next step is complete
             self._complete_state(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, of tensors and plain data alone: layouts of weights as texts."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            if layouts := group.get("weight_layouts"):
+                group["weight_layouts"] = {name: str(layout) for name, layout in layouts.items()}
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load copies of a checkpoint's state, its learning rates, and a momentum that a scheduler
@@ -486,10 +465,18 @@ class SpectralOptimizer(torch.optim.Optimizer):
             refuse_changed_settings(checkpoint["param_groups"], self.param_groups, map_keys)
             state.update(loaded_state(checkpoint, self.param_groups, self._state_form))
             numbers = {number for group in checkpoint["param_groups"] for number in group["params"]}
-            return {
-                **checkpoint,
-                "state": {k: v for k, v in checkpoint["state"].items() if k not in numbers},
-            }
+            # An earlier checkpoint lacks settings that were added since, which had their defaults,
+            # and has others.
+            kept = [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self.param_groups
+            ]
+            groups = [
+                _with_layouts(now | {key: was[key] for key in was if key in {*now, *OTHER_KEYS}})
+                for now, was in zip(kept, checkpoint["param_groups"], strict=True)
+            ]
+            state_of_others = {k: v for k, v in checkpoint["state"].items() if k not in numbers}
+            return {**checkpoint, "param_groups": groups, "state": state_of_others}
 
         handles = [
             self.register_load_state_dict_pre_hook(validate),
@@ -505,106 +492,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 handle.remove()
 
 
-def build_optimizer(
-    model: nn.Module,
-    *,
-    name: str,
-    lr: float,
-    aux_lr: float | None = None,
-    aux_weight_decay: float = AUX_WEIGHT_DECAY,
-    betas: tuple[float, float] = BETAS,
-    eps: float = EPS,
-    aux: Sequence[str] = (),
-    matrices: Matrices = MATRICES,
-    split: Split | None = None,
-    **settings: Any,
-) -> SpectralOptimizer:
-    """The optimizer `name` for every trainable parameter of `model`.
-
-    name: "soren", "muon", "htmuon", "adamw", or that of any other subclass of SpectralOptimizer.
-    lr: of the matrices; aux_lr, aux_weight_decay: of the other parameters, which AdamW updates with
-    betas and eps.
-        aux_lr=None is lr. For "adamw" the matrices are a group of their own.
-    aux: globs of parameter names, see `route`; matrices, split: also there.
-    settings: keyword arguments of the class (weight_decay, momentum, map, p, ...). weight_decay is
-    0.1 for every class;
-        adjust_lr_fn=None is the class's own default.
-    Raises ValueError for an unknown name or setting, and whatever `param_groups` refuses.
-    """
-    if name not in OPTIMIZERS:
-        raise ValueError(
-            f"name: no optimizer {name!r}; write one of {', '.join(map(repr, sorted(OPTIMIZERS)))}"
-        )
-    cls = OPTIMIZERS[name]
-    if settings.get("adjust_lr_fn", "") is None:
-        del settings["adjust_lr_fn"]
-    parameters = inspect.signature(cls).parameters.values()
-    allowed = [
-        parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
-    ]
-    for key in settings.keys() - set(allowed):
-        raise ValueError(
-            f"{key}: is no setting of the optimizer {name}; write one of {', '.join(allowed)}"
-        )
-    if settings.get("match_rms") == "adamw":
-        settings["match_rms"] = adamw_rms(betas[0])
-    is_adamw = cls.rule == "adamw"
-    rates = {"lr": lr, "aux_lr": aux_lr, "aux_weight_decay": aux_weight_decay}
-    of_matrices: dict[str, Any] = {} if is_adamw else {"split": split}
-    groups = param_groups(model, **rates, aux=aux, matrices=matrices, **of_matrices)
-    for group in groups:
-        if is_adamw:
-            group["rule"] = "adamw"
-        if group["rule"] == "adamw":
-            group.update(betas=betas, eps=eps)
-    return cls(groups, lr, **{"weight_decay": WEIGHT_DECAY, **settings})
-
-
-TRANSFORMERS_DEFAULTS = ("adamw_torch", "adamw_torch_fused")
-"""Values of `args.optim` that a user has not chosen."""
-
-
-def completed_settings(settings: str | Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """The keywords of `build_optimizer`; those that `settings` leaves out are taken from
-    transformers' `args`.
-
-    settings: a name, or keywords without some or all of: name (then Soren), and lr, weight_decay,
-    betas and eps (then those of args). The scale is the recipes': every update has RMS 0.2 lr,
-    AdamW's after a few hundred steps. Raises UserError if args.optim names another optimizer.
-    """
-    if args.optim not in TRANSFORMERS_DEFAULTS:
-        other = getattr(args.optim, "value", args.optim)
-        raise UserError(
-            f"args.optim: is {other}, which has no effect here; remove it, and write the optimizer's name in the "
-            'optimizer settings ("muon", ...)'
-        )
-    keywords: dict[str, Any] = (
-        {"name": settings} if isinstance(settings, str) else {"name": "soren", **settings}
-    )
-    if keywords["name"] in OPTIMIZERS and OPTIMIZERS[keywords["name"]].rule == "spectral":
-        keywords.setdefault("adjust_lr_fn", ADJUST_LR_FN)
-    own = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
-    return {
-        **own,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        **keywords,
-    }
-
-
-class OptimizerFactory:
-    """`build_optimizer` in the form in which transformers and Axolotl call a factory of optimizers.
-
-    transformers.Trainer(model, args, optimizer_cls_and_kwargs=(OptimizerFactory, {"args": args,
-    "name": "soren"}))
-    """
-
-    def __call__(self, model: nn.Module, args: Any = None, **settings: Any) -> SpectralOptimizer:
-        """The optimizer for `model`; `settings` are keywords of `build_optimizer`.
-
-        args: transformers' TrainingArguments, for the settings that are left out, see
-        `completed_settings`; without them, name and lr are needed.
-        """
-        return build_optimizer(
-            model, **(settings if args is None else completed_settings(settings, args))
-        )
+def _with_layouts(group: dict[str, Any]) -> dict[str, Any]:
+    """The group, with the layouts of its weights read from their texts."""
+    if "weight_layouts" not in group:
+        return group
+    layouts = group["weight_layouts"]
+    parsed = {name: WeightLayout.parse(layout) for name, layout in layouts.items()}
+    return {**group, "weight_layouts": parsed}

@@ -22,7 +22,7 @@ from ..core.optimizer_settings import (
 )
 from ..spectral.maps import HTMUON, MUON, SOREN_MAPS, SpectralMap, seed_of
 from .group_settings import checked_settings, choice, name_in_model, number, setting_checks
-from .optimizer import SharedSettings, SpectralOptimizer
+from .optimizer import MapContext, SharedSettings, SpectralOptimizer
 
 
 def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -66,16 +66,18 @@ class RegisteredMap(SpectralOptimizer):
         """As the record states."""
         return self.map_of(group)[0].is_finite
 
-    def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
+    def map_matrix(
+        self, x: Tensor, group: dict[str, Any], context: MapContext, **state: Tensor
+    ) -> Tensor:
         """U f(S) V^T of x, by the group's map."""
         spectral_map, settings = self.map_of(group)
         if spectral_map.is_drawn:
-            step = int(self.state[group["params"][0]]["step"])  # on the CPU
-            settings["seeds"] = [seed_of(name_in_model(name), step) for name in self.matrix_names]
-        max_norm = self.max_norm if group["map_input"] == "momentum" else None
+            settings["seeds"] = [
+                seed_of(name_in_model(name), context.step) for name in context.names
+            ]
         precision = self.factor_precision(x, spectral_map)
         output, num_guarded = spectral_map.function(
-            x, precision=precision, max_norm=max_norm, **settings
+            x, precision=precision, max_norm=context.max_norm, **settings
         )
         self.num_guarded += int(num_guarded)  # a host read, where a norm is large
         return output

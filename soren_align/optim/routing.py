@@ -15,8 +15,8 @@ import re
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,13 +24,15 @@ from torch import nn
 
 from ..core.optimizer_settings import AUX_WEIGHT_DECAY, MATRICES, Matrices
 from .blocks import Split, blocks_of, matches, split_layout
-from .layout import WeightLayout, blocks_in, matrix_shape, num_matrices, weights_in
+from .layout import GATE_UP, LINEAR, QKV, WeightLayout, weights_in, whole_shape
 
 FACTOR = "LoRA factor (extension, not in the paper)"
 _ROUTER = re.compile(r"Router|TopKGating")
 """Names of transformers' classes that choose experts; JetMoE's is the latter."""
-_OF_ATTENTION: dict[str, WeightLayout] = {"in_proj_weight": "qkv"}
-_OF_ATTENTION |= {"q_proj_weight": "linear", "k_proj_weight": "linear", "v_proj_weight": "linear"}
+_OF_ATTENTION = {
+    "in_proj_weight": WeightLayout(parts=QKV),
+    **dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), LINEAR),
+}
 """torch.nn.MultiheadAttention's projections, which are no linear layers; that of the output is
 one."""
 _OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -50,14 +52,14 @@ class Route:
     shape: tuple[int, ...]
     rule: str
     reason: str
-    layout: WeightLayout = "linear"
+    layout: WeightLayout = LINEAR
 
     @property
     def matrix_shapes(self) -> Counter[tuple[int, int]]:
         """The numbers of its matrices by (outputs, inputs)."""
         shapes: Counter[tuple[int, int]] = Counter()
         for weight in weights_in(self.name, self.shape, self.layout):
-            shapes[matrix_shape(weight.shape, weight.layout)] += num_matrices(weight.layout)
+            shapes[weight.layout.matrix_shape(weight.shape)] += weight.layout.num_matrices
         return shapes
 
     @property
@@ -70,7 +72,7 @@ class Route:
         """Whether it is more than one linear matrix, so that a parameter group must name its
         layout.
         """
-        return self.rule == "spectral" and (len(self.shape) == 3 or self.layout != "linear")
+        return self.rule == "spectral" and (len(self.shape) == 3 or self.layout != LINEAR)
 
 
 @dataclass(frozen=True)
@@ -91,28 +93,34 @@ class _Occurrence:
         """
         name, owner = self.name.split(".")[-1], self.owner
         if num_dimensions == 3:  # [experts, rows, columns]
-            # of its MLP, or of its attention
-            if _is_of_transformers(owner, "JetMoeParallelExperts"):
-                is_of_mlp = _is_of_transformers(self.around, "JetMoeMoE")
-                return "gate_up" if is_of_mlp and self.around.input_linear is owner else "linear"
-            # transformers' decorator use_experts_implementation, which Llama 4 lacks, leaves the
-            # layout in attributes.
-            is_llama4 = _is_of_transformers(owner, "Llama4TextExperts")
-            if not (is_llama4 or hasattr(owner, "is_transposed")) or name not in _OF_EXPERTS:
-                return None
-            is_transposed = is_llama4 or bool(owner.is_transposed)
-            if name != "gate_up_proj":
-                return "transposed" if is_transposed else "linear"
-            if is_llama4 or owner.is_concatenated:
-                return "transposed gate_up" if is_transposed else "gate_up"
-            return "transposed interleaved gate_up" if is_transposed else None
-        if isinstance(owner, nn.MultiheadAttention) and num_dimensions == 2:
+            return self._layout_of_experts(name)
+        if num_dimensions != 2:
+            return None
+        if isinstance(owner, nn.MultiheadAttention):
             return _OF_ATTENTION.get(name)
-        if name != "weight" or num_dimensions != 2:
+        if name != "weight":
             return None
         if isinstance(owner, nn.Linear):
-            return "linear"
-        return "transposed" if _is_of_transformers(owner, "Conv1D") else None
+            return LINEAR
+        return WeightLayout(transposed=True) if _is_of_transformers(owner, "Conv1D") else None
+
+    def _layout_of_experts(self, name: str) -> WeightLayout | None:
+        owner = self.owner
+        if _is_of_transformers(owner, "JetMoeParallelExperts"):  # of its MLP, or of its attention
+            is_of_mlp = _is_of_transformers(self.around, "JetMoeMoE")
+            is_input = is_of_mlp and self.around.input_linear is owner
+            return WeightLayout(parts=GATE_UP) if is_input else LINEAR
+        # transformers' decorator use_experts_implementation, which Llama 4 lacks, leaves the layout
+        # in attributes.
+        is_llama4 = _is_of_transformers(owner, "Llama4TextExperts")
+        if not (is_llama4 or hasattr(owner, "is_transposed")) or name not in _OF_EXPERTS:
+            return None
+        is_transposed = is_llama4 or bool(owner.is_transposed)
+        if name != "gate_up_proj":
+            return WeightLayout(is_transposed)
+        if is_llama4 or owner.is_concatenated:
+            return WeightLayout(is_transposed, GATE_UP)
+        return WeightLayout(True, GATE_UP, interleaved=True) if is_transposed else None
 
 
 def route(
@@ -132,77 +140,99 @@ def route(
     Raises ValueError for a glob that matches nothing, for a weight that cannot be split so, for
     PEFT adapters other than LoRA, and for FSDP1's wrappers.
     """
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise ValueError(
-            "the model is wrapped by FSDP1 (FullyShardedDataParallel), which flattens matrices; use FSDP2 "
-            "(torch's fully_shard, or fsdp_version: 2 in accelerate's config), DDP or DeepSpeed"
-        )
+    # Check: what is refused here would be routed wrongly without a word.
     parameters = _occurrences(model)
     factors, of_adapters = adapter_parameters(model)
-    for parameter, (first, *_) in parameters.items():
-        if ".lora_" in first.name and parameter not in factors and parameter not in of_adapters:
-            raise ValueError(
-                f"{first.name} has the name of a LoRA factor, but PEFT did not make it; make LoRA adapters with PEFT, "
-                "or rename the parameter"
-            )
-    for glob in aux:
-        if not any(
-            fnmatchcase(o.name, glob) for occurrences in parameters.values() for o in occurrences
-        ):
-            raise ValueError(
-                f"aux: {glob!r} matches no trainable parameter; correct or remove this name"
-            )
+    _refuse_strangers(model, parameters, aux, {*factors, *of_adapters})
 
-    heads = {"input embedding": "get_input_embeddings", "output embedding": "get_output_embeddings"}
-    special = {}
-    for reason, getter in heads.items():
-        module = getattr(model, getter)() if hasattr(model, getter) else None
-        for parameter in module.parameters() if module is not None else ():
-            special.setdefault(parameter, reason)
-
+    # Route: a reason against the spectral rule wins, and is the reason of the route.
+    obstacles = of_adapters | _of_heads(model)
     needs_block = _is_language_model(model) or _has_blocks(parameters)
     routes = []
     for parameter, occurrences in parameters.items():
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        obstacle = special.get(parameter) or of_adapters.get(parameter)
-        obstacle = obstacle or _obstacle(occurrences, shape, aux, needs_block)
-        if not obstacle and min(shape[-2:]) == 1 and parameter not in factors:
+        shape, is_factor = whole_shape(parameter), parameter in factors
+        obstacle = obstacles.get(parameter) or _obstacle(occurrences, shape, aux, needs_block)
+        if not obstacle and min(shape[-2:]) == 1 and not is_factor:
             obstacle = "a vector: one row or column"
-        layout = occurrences[0].layout(len(shape)) or "linear"
-        reason = obstacle or (
-            FACTOR if parameter in factors else "experts" if len(shape) == 3 else "linear layer"
-        )
+        kind = FACTOR if is_factor else "experts" if len(shape) == 3 else "linear layer"
+        reason = obstacle or kind
         if len(occurrences) > 1:
             reason += f", tied to {', '.join(o.name for o in occurrences[1:])}"
         is_spectral = not obstacle
         if matrices == "all-2d" and len(shape) == 2:  # the obstacle remains as its reason
             is_spectral = not (parameter in of_adapters or _glob_of(occurrences, aux))
-        rule, name = "spectral" if is_spectral else "adamw", occurrences[0].name
-        if is_spectral and parameter not in factors and (blocks := blocks_of(name, split or {})):
-            layout = split_layout(name, shape, layout, blocks, getattr(model, "config", None))
-            if (
-                min(
-                    min(m)
-                    for m in Route(name, parameter, shape, rule, reason, layout).matrix_shapes
-                )
-                == 1
-            ):
-                raise ValueError(
-                    f"split: {name}: a block of one row is no matrix; write larger blocks"
-                )
-            parts = [part for part, _ in blocks_in(layout)]
-            reason += (
-                f", split into {f'{len(parts)} blocks' if parts[0].isdigit() else ', '.join(parts)}"
+        layout = occurrences[0].layout(len(shape)) or LINEAR
+        rule = "spectral" if is_spectral else "adamw"
+        whole = Route(occurrences[0].name, parameter, shape, rule, reason, layout)
+        blocks = blocks_of(whole.name, split or {}) if is_spectral and not is_factor else ()
+        config = getattr(model, "config", None)
+        routes.append(_in_blocks(whole, blocks, config) if blocks else whole)
+
+    _refuse_unmatched(split or {}, [r for r in routes if r.rule == "spectral" and r.layout.sizes])
+    return routes
+
+
+def _refuse_strangers(
+    model: nn.Module,
+    parameters: Mapping[nn.Parameter, Sequence[_Occurrence]],
+    aux: Sequence[str],
+    of_peft: Collection[nn.Parameter],
+) -> None:
+    """Raise ValueError for FSDP1's wrappers, for a factor of LoRA that PEFT did not make, and for a
+    glob of `aux` that matches nothing.
+    """
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "the model is wrapped by FSDP1 (FullyShardedDataParallel), which flattens matrices; use FSDP2 "
+            "(torch's fully_shard, or fsdp_version: 2 in accelerate's config), DDP or DeepSpeed"
+        )
+    for parameter, (first, *_) in parameters.items():
+        if ".lora_" in first.name and parameter not in of_peft:
+            raise ValueError(
+                f"{first.name} has the name of a LoRA factor, but PEFT did not make it; make LoRA adapters with PEFT, "
+                "or rename the parameter"
             )
-        routes.append(Route(name, parameter, shape, rule, reason, layout))
-    for glob in split or ():
-        if not any(
-            matches(r.name, glob) for r in routes if r.rule == "spectral" and blocks_in(r.layout)
-        ):
+    names = [o.name for occurrences in parameters.values() for o in occurrences]
+    for glob in aux:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise ValueError(
+                f"aux: {glob!r} matches no trainable parameter; correct or remove this name"
+            )
+
+
+def _refuse_unmatched(split: Split, routes: Sequence[Route]) -> None:
+    for glob in split:
+        if not any(matches(route.name, glob) for route in routes):
             raise ValueError(
                 f"split: {glob!r} matches no weight that is a matrix of the optimizer; correct or remove this name"
             )
-    return routes
+
+
+def _of_heads(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The parameters of the input's and the output's embedding, each with its name."""
+    getters = {
+        "input embedding": "get_input_embeddings",
+        "output embedding": "get_output_embeddings",
+    }
+    heads: dict[nn.Parameter, str] = {}
+    for name, getter in getters.items():
+        module = getattr(model, getter)() if hasattr(model, getter) else None
+        for parameter in module.parameters() if module is not None else ():
+            heads.setdefault(parameter, name)
+    return heads
+
+
+def _in_blocks(whole: Route, blocks: Sequence[str | int], config: Any) -> Route:
+    """The route of a fused weight that is divided into blocks."""
+    layout = split_layout(whole.name, whole.shape, whole.layout, blocks, config)
+    parts = layout.parts
+    words = f"{len(parts)} blocks" if parts[0].isdigit() else ", ".join(parts)
+    route = replace(whole, layout=layout, reason=f"{whole.reason}, split into {words}")
+    if min(min(shape) for shape in route.matrix_shapes) == 1:
+        raise ValueError(
+            f"split: {whole.name}: a block of one row is no matrix; write larger blocks"
+        )
+    return route
 
 
 def adapter_parameters(model: nn.Module) -> tuple[set[nn.Parameter], dict[nn.Parameter, str]]:

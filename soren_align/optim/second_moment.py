@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from ..spectral.matrices import frobenius_norm
-from .layout import MapState, Shard, matrix_numbers, num_matrices
+from .exchange import Shard
+from .layout import MapState
 from .rounding import CHUNK, chunks
 
 EPS = 1e-8
@@ -96,7 +97,7 @@ def rescaled_(shard: Shard, divided: Tensor, *, to_unit_rms: bool) -> Tensor:
         return divided.mul_(factors)
     for start in range(0, len(divided), CHUNK):
         part = divided[start : start + CHUNK]
-        part.mul_(factors[matrix_numbers(shard, start, len(part), part.device)])
+        part.mul_(factors[_matrix_numbers(shard, start, len(part), part.device)])
     return divided
 
 
@@ -106,13 +107,21 @@ def _squares(shard: Shard, numbers: Tensor) -> Tensor:
     In float64: one float32 sum over 2048 x 2048 squares is off by up to 1e-3 on a CPU, and N ranks
     are to be as one.
     """
-    sums = torch.zeros(num_matrices(shard.layout), dtype=torch.float64, device=numbers.device)
+    sums = torch.zeros(shard.layout.num_matrices, dtype=torch.float64, device=numbers.device)
     for start in range(0, len(numbers), CHUNK):
         squares = numbers[start : start + CHUNK].double().square_()
         if len(sums) == 1:
             sums += squares.sum()
             continue
-        places = matrix_numbers(shard, start, len(squares), squares.device)
+        places = _matrix_numbers(shard, start, len(squares), squares.device)
         for number in range(len(sums)):
             sums[number] += (squares * (places == number)).sum()
     return sums
+
+
+def _matrix_numbers(shard: Shard, start: int, numel: int, device: torch.device) -> Tensor:
+    """Which matrix of its weight has each of `numel` elements of a shard, from its element `start`
+    on.
+    """
+    first = shard.offset + start
+    return shard.layout.numbers(shard.shape, torch.arange(first, first + numel, device=device))

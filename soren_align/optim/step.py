@@ -26,7 +26,10 @@ decides what is sent:
     DDP            Each rank has all of W, G and M, and updates all of M. The owner alone maps its matrices and updates
                    their W, which is broadcast while the next bucket is mapped.
 
-The exchanges are in optim/layout.py (one process), sharding/gather.py and sharding/ddp.py; owners
+DeepSpeed calls `step()` once per parameter group (ZeRO 3: per sub-group), so that two optimizer
+steps of matrices and other parameters are four calls, each with its own checks.
+
+The exchanges are in optim/exchange.py (one process), sharding/gather.py and sharding/ddp.py; owners
 and buckets in sharding/plan.py. Second moments of elements lie in shards as W does: they divide O
 after it is scattered, and the RMS is then a sum over the ranks (optim/second_moment.py). AdamW's
 step, of all other parameters, is torch's own (optim/adamw.py).
@@ -42,7 +45,8 @@ import torch
 from torch import Tensor
 
 from ..spectral.matrices import frobenius_norm
-from .layout import Exchange, MapRequest, Named, Shard, local, matrix_shape
+from .exchange import Batch, Exchange, MapRequest, Shard
+from .layout import Named, local
 from .rounding import chunks, master_weights, store_master_weights_
 from .second_moment import ROWS, divided_by_elements, divided_by_rows, rescaled_
 from .state import map_dtype
@@ -60,7 +64,7 @@ class GroupMaps:
     """Matrices [m, n] or [k, m, n], their names, their state by keyword -> O. Only the state is
     modified."""
     workspace_mb: float | None
-    """See `layout.matrix_batches`."""
+    """See `exchange.matrix_batches`."""
 
 
 def spectral_step_(
@@ -77,16 +81,19 @@ def spectral_step_(
     these tensors.
     observers: are shown every update on this rank before it is made, for measurements.
     """
+    # Elementwise, where each shard is: nothing is sent.
     for _, parameter in named:
         # not in place: a state dict may hold the old tensor
         state[parameter]["step"] = state[parameter]["step"] + 1
         update_momentum_(state[parameter], local(parameter.grad), group["momentum"])
 
+    # The maps, of whole matrices on their owner ranks. Outputs arrive shard by shard, so that at
+    # most those of a bucket are held.
     for shard, direction in directions(group, state, exchange, maps):
         weight, compensation = shard.weight, shard.compensation
         # it was flat, and perhaps on a GPU
         direction = direction.reshape(weight.shape).to(weight.device)
-        scale = maps.scale(*matrix_shape(shard.shape, shard.layout))
+        scale = maps.scale(*shard.layout.matrix_shape(shard.shape))
         decay = group["weight_decay"]
         for observe in observers:
             observe(
@@ -103,53 +110,94 @@ def directions(
     state: Mapping[Tensor, dict[str, Tensor]],
     exchange: Exchange,
     maps: GroupMaps,
-    *,
-    is_trial: bool = False,
 ) -> Iterator[tuple[Shard, Tensor]]:
     """Yield (shard, O) for all shards that this rank updates.
     Collective. Arguments: `spectral_step_`.
 
     Update the shard before taking the next one: then other outputs arrive, and DDP broadcasts the
     updated weights.
-    is_trial: of the coming step, to refuse outputs that are not finite (`SpectralOptimizer`): the
-    momentum is not updated yet, no state changes, and second moments are left out.
     """
-    is_measured, beta = group["adjust_lr_fn"] == "match_rms_measured", group["second_moment_beta"]
-    by_elements = group["second_moment"] == "elements" and not is_trial
-
-    def mapped(
-        is_transposed: bool, matrices: Tensor, names: Sequence[str], **map_state: Tensor
-    ) -> Tensor:
-        row_moments = map_state.pop(ROWS, None)
-        if is_trial:
-            row_moments, map_state = (
-                None,
-                {key: numbers.clone() for key, numbers in map_state.items()},
-            )
-        # A map commutes with the transposition, but its state is that of a matrix as nn.Linear
-        # stores it.
-        if is_transposed and map_state:
-            output = maps.map_matrices(matrices.mT, names, **map_state).mT
-        else:
-            output = maps.map_matrices(matrices, names, **map_state)
-        if row_moments is not None:
-            output = divided_by_rows(output, row_moments, beta, transposed=is_transposed)
-        return with_unit_rms(output) if is_measured and not by_elements else output
-
-    request = MapRequest(
-        partial(map_input, group=group, is_trial=is_trial),
-        maps.workspace_mb,
-        adapt=partial(divided_by_elements, beta=beta) if by_elements else None,
-    )
+    # Second moments of elements lie where the weights do, so that they divide O after the scatter.
+    by_elements, beta = group["second_moment"] == "elements", group["second_moment_beta"]
+    adapt = partial(divided_by_elements, beta=beta) if by_elements else None
+    request = MapRequest(partial(map_input, group=group), maps.workspace_mb, adapt)
     for batch in exchange.whole_matrices(exchange.shards(state), request):
-        # Without names this rank maps no matrix of the bucket: its shards have outputs of other
-        # ranks.
-        output = batch.map(partial(mapped, "transposed" in batch.layout)) if batch.names else None
-        for shard, direction in batch.returned(output):
+        for shard, direction in batch.returned(whole_outputs(group, batch, maps)):
             if by_elements:
-                direction = rescaled_(shard, direction, to_unit_rms=is_measured)
+                to_unit_rms = group["adjust_lr_fn"] == "match_rms_measured"
+                direction = rescaled_(shard, direction, to_unit_rms=to_unit_rms)
             yield shard, direction
-        batch = output = direction = None  # freed before the next batch is made
+        batch = direction = None  # freed before the next batch is made
+
+
+def whole_outputs(group: dict[str, Any], batch: Batch, maps: GroupMaps) -> Tensor | None:
+    """O of a batch of whole matrices, on their owner rank.
+
+    None for a batch without matrices: this rank maps none of the bucket, and its shards have
+    outputs of other ranks.
+    """
+    is_transposed = batch.layout.transposed
+
+    def mapped(matrices: Tensor, names: Sequence[str], **map_state: Tensor) -> Tensor:
+        row_moments = map_state.pop(ROWS, None)
+        output = _mapped(maps, is_transposed, matrices, names, map_state)
+        if row_moments is not None:
+            beta = group["second_moment_beta"]
+            output = divided_by_rows(output, row_moments, beta, transposed=is_transposed)
+        if group["adjust_lr_fn"] != "match_rms_measured" or group["second_moment"] == "elements":
+            return output
+        return with_unit_rms(output)
+
+    return batch.map(mapped) if batch.names else None
+
+
+def trial_outputs(
+    group: dict[str, Any],
+    state: Mapping[Tensor, dict[str, Tensor]],
+    exchange: Exchange,
+    maps: GroupMaps,
+) -> Iterator[tuple[Shard, Tensor]]:
+    """Yield (shard, the map's output) of the coming step, to refuse outputs that are not finite.
+    Collective. Changes nothing: the momentum is not updated yet, and a map's state is a copy.
+    """
+
+    def coming_input(shard: Shard) -> Tensor:
+        momentum = shard.momentum.to(map_dtype(shard.parameter))
+        grad = shard.view_of(shard.parameter.grad).to(momentum.dtype)
+        return map_input(shard, group, momentum.lerp(grad, 1 - group["momentum"]))
+
+    for batch in exchange.whole_matrices(
+        exchange.shards(state), MapRequest(coming_input, maps.workspace_mb)
+    ):
+        is_transposed = batch.layout.transposed
+
+        def mapped(
+            matrices: Tensor,
+            names: Sequence[str],
+            is_transposed: bool = is_transposed,
+            **map_state: Tensor,
+        ) -> Tensor:
+            map_state.pop(ROWS, None)
+            copies = {key: numbers.clone() for key, numbers in map_state.items()}
+            output = _mapped(maps, is_transposed, matrices, names, copies)
+            is_measured = group["adjust_lr_fn"] == "match_rms_measured"
+            return with_unit_rms(output) if is_measured else output
+
+        yield from batch.returned(batch.map(mapped) if batch.names else None)
+
+
+def _mapped(
+    maps: GroupMaps,
+    is_transposed: bool,
+    matrices: Tensor,
+    names: Sequence[str],
+    map_state: Mapping[str, Tensor],
+) -> Tensor:
+    # A map commutes with the transposition, but its state is that of a matrix as nn.Linear stores
+    # it.
+    if is_transposed and map_state:
+        return maps.map_matrices(matrices.mT, names, **map_state).mT
+    return maps.map_matrices(matrices, names, **map_state)
 
 
 def update_momentum_(state: dict[str, Tensor], grad: Tensor, coefficient: float) -> None:
@@ -175,18 +223,16 @@ def nesterov(momentum: Tensor, grad: Tensor, coefficient: float) -> Tensor:
     return grad.to(momentum.dtype).lerp(momentum, coefficient)
 
 
-def map_input(shard: Shard, group: dict[str, Any], is_trial: bool = False) -> Tensor:
+def map_input(shard: Shard, group: dict[str, Any], momentum: Tensor | None = None) -> Tensor:
     """N of a shard, or its sign, in the shape of its weight; may be the momentum itself: do not
     modify it.
 
-    is_trial: the momentum is still that of the last step.
+    momentum: that of the step; None: the shard's.
     """
+    if momentum is None:  # itself, unless it is stored in bfloat16
+        momentum = shard.momentum.to(map_dtype(shard.parameter))
     grad = shard.view_of(shard.parameter.grad)
-    numbers = shard.momentum.to(map_dtype(shard.parameter))  # itself, unless it is in bfloat16
-    if is_trial:
-        numbers = numbers.lerp(grad.to(numbers.dtype), 1 - group["momentum"])
-    if group["nesterov"]:
-        numbers = nesterov(numbers, grad, group["momentum"])
+    numbers = nesterov(momentum, grad, group["momentum"]) if group["nesterov"] else momentum
     return numbers.sign() if group["map_input"] == "sign" else numbers
 
 

@@ -20,7 +20,6 @@ from ..core.text import Table, count, join_words, print_labelled, with_prefix
 from ..data import check_template, dataset_of, has_marks, last_visible
 from ..optim import Route, build_optimizer, route, routing_table, share_notices, spectral_share
 from ..optim.blocks import OF_HEADS, fused_projections, layer_of, split_layout
-from ..optim.layout import num_matrices
 from ..recipe import OPTIMIZER_SECTIONS, Recipe, is_local, parallel, refuse_unusable
 from ..recipe.model import refuse_unreachable
 from ..recipe.parallel import NAMES
@@ -211,7 +210,7 @@ def _fused(routes: Sequence[Route], config: Any) -> list[dict[str, Any]]:
         layer, projections = layer_of(r.name), fused_projections(r.name)
         if r.rule != "spectral" or not projections:
             continue
-        is_split, remedy = "blocks" in r.layout or num_matrices(r.layout) > 1, None
+        is_split, remedy = r.layout.num_matrices > 1, None
         if not is_split:
             blocks = projections
             try:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..optim import OPTIMIZERS
 from ..optim.adamw import workspace
-from ..optim.layout import WeightLayouts, map_state_sizes, weights_in
+from ..optim.layout import LINEAR, WeightLayouts, map_state_sizes, weights_in
 from ..optim.second_moment import row_moments
 from ..recipe import OptimizerSection, Parallel
 from ..sharding.layout import Shapes
@@ -154,7 +154,7 @@ class Rank:
         num_bytes = self.shard.matrices * of_matrix + self.shard.others * 2 * FLOAT32
         map_state = {**OPTIMIZERS[self.optimizer.name].map_state, **row_moments(second_moment)}
         for name, shape in self.model.matrices.items() if map_state else ():
-            layout = self.model.weight_layouts.get(name, "linear")
+            layout = self.model.weight_layouts.get(name, LINEAR)
             weights = weights_in(name, shape, layout)
             numbers = sum(
                 sum(map_state_sizes(w.shape, w.layout, map_state).values()) for w in weights

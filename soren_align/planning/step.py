@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..optim import Route
-from ..optim.layout import default_workspace_mb, map_shape, num_batch_numbers, num_matrices
+from ..optim.exchange import default_workspace_mb, num_batch_numbers
 from ..recipe import OPTIMIZER_SECTIONS, Recipe, compute_dtype, trains_adapter
 from ..recipe.parallel import accumulation, global_batch, parallel, trainer_value
 from ..sharding.layout import flat_partitions, parameter_slices, replicas, row_blocks, split_weights
@@ -186,7 +186,7 @@ def _exchange_bytes(plan: ExchangePlan, has_elements: bool) -> int:
 
 
 def _map_workspace(plan: ExchangePlan, rank: Rank) -> int:
-    """Bytes of the largest batch of maps, its input included, as `optim.layout.matrix_batches`
+    """Bytes of the largest batch of maps, its input included, as `optim.exchange.matrix_batches`
     makes them.
     """
     peak, device_type, spectral_map = (
@@ -201,7 +201,7 @@ def _map_workspace(plan: ExchangePlan, rank: Rank) -> int:
         parts = [(plan.owners[i], plan.layout.weights[i]) for i in indices]
         batches = Counter((owner, (w.shape[0], w.shape[1]), w.layout) for owner, w in parts)
         for (_, weight_shape, layout), number in batches.items():
-            shape, num_together = map_shape(weight_shape, layout), num_matrices(layout)
+            shape, num_together = layout.map_shape(weight_shape), layout.num_matrices
             upper_bound = num_batch_numbers(weight_shape, layout, device_type) * FLOAT32
             batch_size = max(1, min(number, int(limit * 2**20 / upper_bound)))
             precision = rank.optimizer.map_precision(min(shape), not rank.on_cpu)

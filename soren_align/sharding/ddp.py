@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..optim.layout import Batch, MapRequest, Named, Shard, whole_batches
+from ..optim.exchange import Batch, MapRequest, Shard, whole_batches
+from ..optim.layout import Named
 from .gather import RankExchange, RankStrategy
 from .layout import Layout, replicas
 from .plan import BUCKET_MB

@@ -3,12 +3,14 @@
 `fully_shard` has divided the rows of every parameter among the ranks of a mesh of one axis.
 """
 
+from collections import Counter
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ..optim.layout import Named
+from ..optim.layout import LINEAR, MapState, Named, WeightLayouts, map_state_sizes, weights_in
 from .gather import RankStrategy
 from .layout import Layout, row_blocks
 from .plan import BUCKET_MB
@@ -44,6 +46,24 @@ class FSDP2Strategy(RankStrategy):
         if sharded:
             self._mesh = sharded[0].device_mesh
         return super().check_gradients(named, error, squares, *others)
+
+    def map_state_shapes(
+        self, name: str, parameter: Tensor, layouts: WeightLayouts, map_state: MapState
+    ) -> dict[str, tuple[int, ...]]:
+        """The shapes of whole DTensors: divided as the parameter is, by its first axis."""
+        sizes: Counter[str] = Counter()
+        for weight in weights_in(name, parameter.shape, layouts.get(name, LINEAR)):
+            sizes.update(map_state_sizes(weight.shape, weight.layout, map_state))
+        shapes: dict[str, tuple[int, ...]] = {}
+        for key, size in sizes.items():
+            columns, rest = divmod(size, len(parameter))
+            if rest:
+                raise ValueError(
+                    f"{key} of {name}, which is stored as [inputs, outputs], is not supported under FSDP2; use DDP "
+                    "or ZeRO"
+                )
+            shapes[key] = (len(parameter), columns)
+        return shapes
 
     def layout(self, named: Named) -> Layout:
         """Row blocks, as torch.chunk divides them."""

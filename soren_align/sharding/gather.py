@@ -8,32 +8,30 @@ bucket, even if it has nothing to send. The plan is made at the first step, from
 step, since launchers replace a model's parameters late.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim.layout import (
+from ..optim.exchange import (
     Batch,
     Exchange,
     MapRequest,
-    MapState,
-    Named,
     Shard,
     ShardingStrategy,
     WeightKind,
-    WeightLayouts,
     batch_of,
-    map_state_sizes,
     matrix_batches,
-    share_of_state,
     staged,
     whole_batches,
     with_map_state,
 )
+from ..optim.layout import LINEAR, MapState, Named, WeightLayouts, map_state_sizes, share_of_state
 from ..optim.state import map_dtype
 from .layout import Layout, RankShard, split_weights
 from .plan import BUCKET_MB, ExchangePlan, make_exchange_plan
@@ -229,27 +227,89 @@ class RankExchange(Exchange):
         """Gather the weights bucket by bucket, each on its owner rank; see its base. Collective."""
         here = dict(zip(self.indices, shards, strict=True))
         buckets = [_Bucket(self, indices, here, request) for indices in self.plan.buckets]
+        # The first bucket is gathered while the matrices that need no communication are mapped.
         if buckets:
             buckets[0].gather()
         local = [here[i] for i in self.plan.local if self.plan.owners[i] == self.rank and i in here]
         yield from whole_batches(local, request, self.device)
+        # Bucket i is mapped between the gather of i + 1 and the arrival of i - 1, so that a rank
+        # waits only if a message takes longer than a bucket's maps. Three buckets exist at once.
         for number, current in enumerate(buckets):
             if number + 1 < len(buckets):
                 buckets[number + 1].gather()
             yield from current.batches()
             if number > 0:
-                yield Batch(torch.empty(0), "linear", [], buckets[number - 1].arrived)
+                yield Batch(torch.empty(0), LINEAR, [], buckets[number - 1].arrived)
         if buckets:
-            yield Batch(torch.empty(0), "linear", [], buckets[-1].arrived)
+            yield Batch(torch.empty(0), LINEAR, [], buckets[-1].arrived)
+
+    def states_of(self, index: int) -> dict[str, int]:
+        """The numbers of the map's state for all matrices of a weight, by name."""
+        weight = self.plan.layout.weights[index]
+        return map_state_sizes(weight.shape, weight.layout, self.map_state)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where some numbers are in their weight, or in its map state, and where in a buffer."""
+
+    whole: slice
+    buffer: slice
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A shard's numbers between its rank and the owner: its elements, behind them its map state."""
+
+    index: int
+    """Of the weight in the layout."""
+    shard: Shard | RankShard
+    """A `Shard` if it lies here."""
+    elements: _Place
+    states: dict[str, _Place]
+
+
+def _message(exchange: RankExchange, index: int, shard: Shard | RankShard, start: int) -> _Message:
+    """The message of a shard that begins at `start` of a buffer."""
+    shape = exchange.plan.layout.weights[index].shape
+    end = start + shard.numel
+    elements = _Place(slice(shard.offset, shard.offset + shard.numel), slice(start, end))
+    states: dict[str, _Place] = {}
+    for key, size in exchange.states_of(index).items():
+        first, last = share_of_state(shape, shard.offset, shard.numel, size)
+        states[key] = _Place(slice(first, last), slice(end, end + last - first))
+        end += last - first
+    return _Message(index, shard, elements, states)
+
+
+class _Direction:
+    """The messages one way, in the order of their buffer: by the other rank, and between two ranks
+    in that of the plan, so that both ranks know the places of all.
+
+    members: (the other rank, index of the weight, shard). numels: the buffer's numbers by rank.
+    """
+
+    def __init__(
+        self, exchange: RankExchange, members: Sequence[tuple[int, int, Shard | RankShard]]
+    ):
+        self.numels = [0] * exchange.plan.layout.num_ranks
+        self.messages: list[_Message] = []
+        end = 0
+        for rank, index, shard in sorted(members, key=lambda member: member[0]):
+            message = _message(exchange, index, shard, end)
+            start, end = (
+                end,
+                max(p.buffer.stop for p in (message.elements, *message.states.values())),
+            )
+            self.numels[rank] += end - start
+            self.messages.append(message)
 
 
 class _Bucket:
-    """The weights of one bucket and their buffers on this rank: gather, then batches, then arrived.
+    """The weights of one bucket on this rank: gather, then batches, then arrived.
 
-    The buffers have the same order in both directions: outgoing shards by owner, incoming ones by
-    rank, and between two ranks that of the plan. Behind each shard's elements lie its numbers of
-    the map's state. With `adapt` all parts of outputs are returned on arrival, when the squares of
-    all ranks can be added.
+    Both buffers are used twice: the outputs travel where the map inputs came from. With `adapt` all
+    parts of outputs are returned on arrival, when the squares of all ranks can be added.
     """
 
     def __init__(
@@ -259,63 +319,47 @@ class _Bucket:
         here: Mapping[int, Shard],
         request: MapRequest,
     ):
-        self.exchange, self.indices, self.here = exchange, indices, here
-        self.request, self.adapt = request, request.adapt
-        self.adapted: list[tuple[int, Shard, Tensor]] = []
-        weights, owners, rank = exchange.plan.layout.weights, exchange.plan.owners, exchange.rank
-        self.owned = [i for i in indices if owners[i] == rank]
-        self.num_sent, self.num_received = ([0] * exchange.plan.layout.num_ranks for _ in range(2))
-        self.outgoing: list[tuple[int, Shard, int]] = []  # with its place in the buffer
-        for index in sorted(
-            (i for i in indices if owners[i] != rank and i in here), key=lambda i: owners[i]
-        ):
-            place = sum(self.num_sent)
-            self.outgoing.append((index, here[index], place))
-            self.num_sent[owners[index]] += (
-                self._places(index, here[index], place)[-1][-1].stop - place
-            )
-        self.incoming: dict[int, list[tuple[RankShard, int]]] = {i: [] for i in self.owned}
-        arriving = [
-            (i, shard) for i in self.owned for shard in weights[i].shards if shard.rank != rank
-        ]
-        for index, shard in sorted(arriving, key=lambda pair: pair[1].rank):
-            place = sum(self.num_received)
-            self.incoming[index].append((shard, place))
-            self.num_received[shard.rank] += self._places(index, shard, place)[-1][-1].stop - place
+        self.exchange, self.here, self.request = exchange, here, request
+        plan, rank = exchange.plan, exchange.rank
+        self.owned = [i for i in indices if plan.owners[i] == rank]
+        self.sent = _Direction(
+            exchange,
+            [(plan.owners[i], i, here[i]) for i in indices if plan.owners[i] != rank and i in here],
+        )
+        self.received = _Direction(
+            exchange,
+            [
+                (shard.rank, i, shard)
+                for i in self.owned
+                for shard in plan.layout.weights[i].shards
+                if shard.rank != rank
+            ],
+        )
+        self.incoming: dict[int, list[_Message]] = {i: [] for i in self.owned}
+        for message in self.received.messages:
+            self.incoming[message.index].append(message)
         self.dtype = map_dtype(exchange.tensors[0])
-        self.num_bytes = (sum(self.num_sent) + sum(self.num_received)) * self.dtype.itemsize
-
-    def _places(
-        self, index: int, shard: RankShard | Shard, place: int
-    ) -> list[tuple[str, slice, slice]]:
-        """("", a shard's interval of its weight, the same in a buffer from `place` on); then of
-        each map state.
-        """
-        weight = self.exchange.plan.layout.weights[index]
-        places = [
-            ("", slice(shard.offset, shard.offset + shard.numel), slice(place, place + shard.numel))
-        ]
-        for key, size in map_state_sizes(
-            weight.shape, weight.layout, self.exchange.map_state
-        ).items():
-            first, last = share_of_state(weight.shape, shard.offset, shard.numel, size)
-            place = places[-1][-1].stop
-            places.append((key, slice(first, last), slice(place, place + last - first)))
-        return places
+        self.num_bytes = sum(self.sent.numels + self.received.numels) * self.dtype.itemsize
+        self.adapted: list[tuple[int, Shard, Tensor]] = []
 
     def gather(self) -> None:
         """Allocate the buffers and send the map inputs of the shards here to their owners."""
         exchange = self.exchange
-        self._out = torch.empty(sum(self.num_sent), dtype=self.dtype, device=exchange.device)
-        self._in = torch.empty(sum(self.num_received), dtype=self.dtype, device=exchange.device)
+        self._out, self._in = (
+            torch.empty(sum(way.numels), dtype=self.dtype, device=exchange.device)
+            for way in (self.sent, self.received)
+        )
         # in gather and scatter together: received elements are sent back
         exchange.bytes_sent += self.num_bytes
         exchange.buffer_bytes += self.num_bytes
         exchange.peak_bytes = max(exchange.peak_bytes, exchange.buffer_bytes)
-        for index, shard, start in self.outgoing:
-            for key, _, place in self._places(index, shard, start):
-                self._out[place].copy_(self._values(shard, key))
-        self._work = self._all_to_all(self._in, self._out, self.num_received, self.num_sent)
+        for message in self.sent.messages:
+            shard = message.shard
+            assert isinstance(shard, Shard)
+            self._out[message.elements.buffer].copy_(self._map_input(shard))
+            for key, place in message.states.items():
+                self._out[place.buffer].copy_(self._state(shard, key))
+        self._work = self._all_to_all(self._in, self._out, self.received.numels, self.sent.numels)
 
     def batches(self) -> Iterator[Batch]:
         """The weights owned here; outputs for shards on other ranks are written to the buffer, the
@@ -331,95 +375,111 @@ class _Bucket:
         ]
         for numbers in matrix_batches(kinds, self.request.workspace_mb):
             indices = [self.owned[number] for number in numbers]
-            sizes = map_state_sizes(*kinds[numbers[0]][:2], self.exchange.map_state)
-            states = {key: [self._assembled(i, key) for i in indices] for key in sizes}
-            inputs = (
-                self._assembled(i, "").view(self.exchange.plan.layout.weights[i].shape)
-                for i in indices
-            )
+            keys = self.exchange.states_of(indices[0])
+            states = {key: [self._whole_state(i, key) for i in indices] for key in keys}
+            # one at a time: `batch_of` copies each into its batch
+            inputs = (self._whole_input(i).view(self._shape(i)) for i in indices)
 
             def pairs(
                 outputs: Sequence[Tensor], indices=indices, states=states
             ) -> Iterator[tuple[Shard, Tensor]]:
                 for number, (index, output) in enumerate(zip(indices, outputs, strict=True)):
-                    whole = {"": output.reshape(-1)} | {k: v[number] for k, v in states.items()}
-                    for shard, part in self._split(index, whole):
-                        if self.adapt is None:
-                            yield shard, part
-                        else:
-                            self.adapted.append((index, shard, self.adapt(shard, part)))
+                    of_weight = {key: values[number] for key, values in states.items()}
+                    yield from self._divide(index, output.reshape(-1), of_weight)
 
-            yield batch_of(
-                kinds[numbers[0]], [weights[number] for number in numbers], inputs, states, pairs
-            )
-        self._work = self._all_to_all(self._out, self._in, self.num_sent, self.num_received)
+            members = [weights[number] for number in numbers]
+            yield batch_of(kinds[numbers[0]], members, inputs, states, pairs)
+        self._work = self._all_to_all(self._out, self._in, self.sent.numels, self.received.numels)
 
     def arrived(self, _: Any) -> Iterator[tuple[Shard, Tensor]]:
         """The outputs that other ranks have sent, which a batch without matrices returns; frees the
         buffers.
         """
         self._work.wait()
-        for index, shard, start in self.outgoing:
-            (_, _, elements), *of_state = self._places(index, shard, start)
-            for key, _, place in of_state:
-                shard.numbers_of(key).copy_(self._out[place])
-            if self.adapt is None:
-                yield shard, self._out[elements]
-            else:
-                self.adapted.append((index, shard, self.adapt(shard, self._out[elements])))
+        for message in self.sent.messages:
+            shard = message.shard
+            assert isinstance(shard, Shard)
+            for key, place in message.states.items():
+                shard.numbers_of(key).copy_(self._out[place.buffer])
+            yield from self._adapted(message.index, shard, self._out[message.elements.buffer])
         self.exchange.buffer_bytes -= self.num_bytes
         del self._out, self._in, self._work  # which holds the buffers too
-        if self.adapt is not None:
-            # The squares of the shards here become those of their whole matrices. Collective.
-            sizes = [2 * self.exchange.plan.layout.weights[i].num_matrices for i in self.indices]
-            sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self.exchange.device)
-            by_index = dict(zip(self.indices, sums.split(sizes), strict=True))
-            for index, shard, _ in self.adapted:
-                assert shard.squares is not None
-                by_index[index] += shard.squares.view(-1).to(sums.device)
-            dist.all_reduce(sums, group=self.exchange.process_group)
-            self.exchange.bytes_sent += sums.nbytes
-            for index, shard, part in self.adapted:
-                shard.squares = by_index[index].view(2, -1)
-                yield shard, part
+        if self.request.adapt is not None:
+            yield from self._with_squares()
 
-    def _values(self, shard: Shard, key: str) -> Tensor:
-        """The map input of a shard here, or its numbers of a map state, flat and on the device of
-        the exchange.
+    def _adapted(self, index: int, shard: Shard, part: Tensor) -> Iterator[tuple[Shard, Tensor]]:
+        """A shard's part of an output; with `adapt` it is kept until all have arrived."""
+        if self.request.adapt is None:
+            yield shard, part
+        else:
+            self.adapted.append((index, shard, self.request.adapt(shard, part)))
+
+    def _with_squares(self) -> Iterator[tuple[Shard, Tensor]]:
+        """The adapted parts; the squares of their shards become those of whole matrices.
+        Collective.
         """
-        values = shard.numbers_of(key) if key else self.request.map_input(shard).reshape(-1)
-        return staged(values, self.exchange.device)
+        exchange = self.exchange
+        sizes = [2 * exchange.plan.layout.weights[i].num_matrices for i in exchange.indices]
+        sums = torch.zeros(sum(sizes), dtype=torch.float64, device=exchange.device)
+        by_index = dict(zip(exchange.indices, sums.split(sizes), strict=True))
+        for index, shard, _ in self.adapted:
+            assert shard.squares is not None
+            by_index[index] += shard.squares.view(-1).to(sums.device)
+        dist.all_reduce(sums, group=exchange.process_group)
+        exchange.bytes_sent += sums.nbytes
+        for index, shard, part in self.adapted:
+            shard.squares = by_index[index].view(2, -1)
+            yield shard, part
 
-    def _assembled(self, index: int, key: str) -> Tensor:
-        """The whole map input of a weight owned here, or its map state `key`, flat."""
-        weight = self.exchange.plan.layout.weights[index]
-        sizes = map_state_sizes(weight.shape, weight.layout, self.exchange.map_state) | {
-            "": weight.numel
-        }
-        whole = torch.empty(sizes[key], dtype=self.dtype, device=self.exchange.device)
+    def _shape(self, index: int) -> tuple[int, ...]:
+        return self.exchange.plan.layout.weights[index].shape
+
+    def _map_input(self, shard: Shard) -> Tensor:
+        """The map input of a shard here, flat, on the device of the exchange."""
+        return staged(self.request.map_input(shard).reshape(-1), self.exchange.device)
+
+    def _state(self, shard: Shard, key: str) -> Tensor:
+        return staged(shard.numbers_of(key), self.exchange.device)
+
+    def _whole_input(self, index: int) -> Tensor:
+        """The map input of a weight owned here, flat."""
+        numel = math.prod(self._shape(index))
+        whole = torch.empty(numel, dtype=self.dtype, device=self.exchange.device)
         if index in self.here:
             shard = self.here[index]
-            (target,) = (target for name, target, _ in self._places(index, shard, 0) if name == key)
-            whole[target].copy_(self._values(shard, key))
-        for shard, start in self.incoming[index]:
-            for name, target, place in self._places(index, shard, start):
-                if name == key:
-                    whole[target].copy_(self._in[place])
+            whole[shard.offset : shard.offset + shard.numel].copy_(self._map_input(shard))
+        for message in self.incoming[index]:
+            whole[message.elements.whole].copy_(self._in[message.elements.buffer])
         return whole
 
-    def _split(self, index: int, whole: Mapping[str, Tensor]) -> Iterator[tuple[Shard, Tensor]]:
+    def _whole_state(self, index: int, key: str) -> Tensor:
+        """The map state `key` of a weight owned here, flat."""
+        size = self.exchange.states_of(index)[key]
+        whole = torch.empty(size, dtype=self.dtype, device=self.exchange.device)
+        if index in self.here:
+            place = _message(self.exchange, index, self.here[index], 0).states[key]
+            whole[place.whole].copy_(self._state(self.here[index], key))
+        for message in self.incoming[index]:
+            place = message.states[key]
+            whole[place.whole].copy_(self._in[place.buffer])
+        return whole
+
+    def _divide(
+        self, index: int, output: Tensor, states: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Shard, Tensor]]:
         """Write a weight's output and map states to the buffer; yield the part of the shard that
         lies here.
         """
-        for shard, start in self.incoming[index]:
-            for key, source, place in self._places(index, shard, start):
-                self._in[place].copy_(whole[key][source])
+        for message in self.incoming[index]:
+            self._in[message.elements.buffer].copy_(output[message.elements.whole])
+            for key, place in message.states.items():
+                self._in[place.buffer].copy_(states[key][place.whole])
         if index in self.here:
             shard = self.here[index]
-            (_, elements, _), *of_state = self._places(index, shard, 0)
-            for key, source, _ in of_state:
-                shard.numbers_of(key).copy_(whole[key][source])
-            yield shard, whole[""][elements]
+            own = _message(self.exchange, index, shard, 0)
+            for key, place in own.states.items():
+                shard.numbers_of(key).copy_(states[key][place.whole])
+            yield from self._adapted(index, shard, output[own.elements.whole])
 
     def _all_to_all(
         self, into: Tensor, from_: Tensor, num_into: list[int], num_from: list[int]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..optim.layout import WeightLayout, WeightLayouts, map_shape, num_matrices, weights_in
+from ..optim.layout import LINEAR, WeightLayout, WeightLayouts, weights_in
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -38,7 +38,7 @@ class ShardedWeight(NamedTuple):
     shape: tuple[int, ...]
     shards: tuple[RankShard, ...]
     tensor: int = 0
-    layout: WeightLayout = "linear"
+    layout: WeightLayout = LINEAR
 
     @property
     def numel(self) -> int:
@@ -48,12 +48,12 @@ class ShardedWeight(NamedTuple):
     @property
     def num_matrices(self) -> int:
         """The number of matrices in an expert weight, each of which is mapped."""
-        return num_matrices(self.layout)
+        return self.layout.num_matrices
 
     @property
     def map_shape(self) -> tuple[int, int]:
         """The shape of each matrix in an expert weight."""
-        return map_shape(self.shape, self.layout)
+        return self.layout.map_shape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def split_weights(layout: Layout, weight_layouts: WeightLayouts) -> Layout:
                 "soren_align.param_groups, or give this parameter to AdamW"
             )
         parts = weights_in(
-            parameter.name, parameter.shape, weight_layouts.get(parameter.name, "linear")
+            parameter.name, parameter.shape, weight_layouts.get(parameter.name, LINEAR)
         )
         # itself; an empty one keeps its empty shards
         if len(parts) == 1 and len(parameter.shape) == 2:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..optim import SpectralOptimizer
-from ..optim.layout import Named, map_state_sizes, share_of_state
+from ..optim.layout import Named, map_state_sizes, share_of_state, whole_shape
 from ..optim.second_moment import ROWS, row_moments
 from .gather import RankStrategy
 from .layout import Layout, flat_partitions, parameter_slices
@@ -194,7 +194,7 @@ def _flat_tensors(zero: Any) -> Iterator[_FlatTensor]:
 
 def _shapes(zero: Any, parameters: Sequence[Any], rule: str) -> dict[str, tuple[int, ...]]:
     names = getattr(zero, "param_names", {})
-    shapes = [tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in parameters]
+    shapes = [whole_shape(parameter) for parameter in parameters]
     if rule != "spectral":  # AdamW is elementwise: each parameter is one row
         shapes = [(1, math.prod(shape)) for shape in shapes]
     return {

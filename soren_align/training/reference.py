@@ -26,6 +26,7 @@ from transformers import TrainerCallback
 from ..core.errors import UserError
 from ..core.files import digest
 from ..core.version import __version__
+from ..optim.layout import whole_shape
 from ..recipe import Recipe, global_batch, recipe_hash
 from ..run.quantized import quantization_of
 from ..sharding.ranks import Ranks
@@ -211,7 +212,7 @@ def weights_digest(model: torch.nn.Module, ranks: Ranks) -> str:
     stride = max(1, -(-sum(part.numel() for *_, part in parts) // MAX_HASHED))
     sha256 = hashlib.sha256()
     for name, parameter, part in parts:
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        shape = whole_shape(parameter)
         sha256.update(f"{name} {shape} {parameter.dtype}\n".encode())
         rows = part[::stride] if part.ndim else part
         sha256.update(rows.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)

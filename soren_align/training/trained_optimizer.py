@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from ..core.errors import UserError
 from ..optim import SpectralOptimizer, Sums, chunks, copied_to_cpu, master_weights
-from ..optim.layout import Weight, matrix_names, weights_in
+from ..optim.layout import LINEAR, Weight, weights_in, whole_shape
 from ..sharding import local, restore_groups_
 from ..sharding.ranks import Ranks
 
@@ -45,8 +45,7 @@ class AttachedOptimizer:
         for group in (group for group in self.expected.param_groups if group["rule"] == "spectral"):
             layouts = group.get("weight_layouts", {})
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                shape = getattr(parameter, "ds_shape", parameter.shape)
-                weights += weights_in(name, shape, layouts.get(name, "linear"))
+                weights += weights_in(name, whole_shape(parameter), layouts.get(name, LINEAR))
         return weights
 
     @cached_property
@@ -54,9 +53,7 @@ class AttachedOptimizer:
         """The names of the matrices, each mapped once per optimizer step, in the order of the
         model.
         """
-        return [
-            matrix for weight in self.weights for matrix in matrix_names(weight.name, weight.layout)
-        ]
+        return [matrix for weight in self.weights for matrix in weight.matrix_names]
 
     @property
     def has_other_parameters(self) -> bool:

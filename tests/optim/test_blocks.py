@@ -5,7 +5,7 @@ import torch
 from soren_align.core.errors import UserError
 from soren_align.optim import param_groups, route, routing_table
 from soren_align.optim.blocks import CONTIGUOUS, split_layout
-from soren_align.optim.layout import blocks_in, matrices_of, names_of_matrices
+from soren_align.optim.layout import WeightLayout, matrices_of, names_of_matrices
 from soren_align.planning.inspection import inspect_model
 from soren_align.planning.plan import plan_training
 from soren_align.recipe import load, load_for_model
@@ -24,8 +24,8 @@ def model_of(architecture, **changes):
 def split(architecture, name, blocks, **changes):
     """The matrices of the first weight that is split, by name."""
     routes = route(model_of(architecture, **changes), split={name: blocks})
-    first = next(r for r in routes if blocks_in(r.layout))
-    assert all(r.layout == first.layout for r in routes if blocks_in(r.layout))
+    first = next(r for r in routes if r.layout.sizes)
+    assert all(r.layout == first.layout for r in routes if r.layout.sizes)
     matrices = matrices_of("w", first.parameter, first.layout)
     return {name: tuple(matrix.shape) for name, matrix in matrices}
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_split_is_one_sentence(architecture, name, blocks, messag
 def test_a_model_without_a_config_is_split_by_numbers_of_rows():
     model = nn.ModuleDict({"qkv_proj": nn.Linear(8, 24, bias=False)})
     (group,) = param_groups(model, lr=0.1, split={"qkv_proj": [8, 16]})
-    assert group["weight_layouts"] == {"qkv_proj.weight": "blocks 0:8 1:16"}
+    assert group["weight_layouts"] == {"qkv_proj.weight": WeightLayout.parse("blocks 0:8 1:16")}
     message = r"does not state the number of attention heads \(num_attention_heads\); write row counts"
     with pytest.raises(ValueError, match=message):
         route(model, split={"qkv_proj": ["heads"]})
@@ -94,12 +94,13 @@ def test_the_first_name_that_matches_a_weight_counts():
     model = model_of("phi3")
     names = {"*.0.*qkv_proj": [32, 32], "*qkv_proj": ["q", "k", "v"]}
     layouts = {r.name: r.layout for r in route(model, split=names) if "qkv" in r.name}
-    assert [*layouts.values()] == ["blocks 0:32 1:32", "blocks q:32 k:16 v:16"]
+    assert [*map(str, layouts.values())] == ["blocks 2*32", "blocks q:32 k:16 v:16"]
 
 
 @pytest.mark.parametrize(("architecture", "layout"), [("phi3", "linear"), ("gpt2", "transposed")])
 def test_a_contiguous_layer_stores_v_in_the_last_block(architecture, layout):
     """Without v the attention adds nothing: the output no longer depends on q and k."""
+    layout = WeightLayout.parse(layout)
     torch.manual_seed(0)
     config = config_of(architecture)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -136,7 +137,7 @@ def test_plan_inspection_and_table_show_the_blocks(tmp_path):
     assert (row["reason"], row["tensors"], row["matrices"]) == ("linear layer, split into q, k, v", 2, 6)
     routes = route(model_of("phi3"), split={"*qkv_proj": ["q", "k", "v"]})
     assert row in routing_table(routes)
-    assert names_of_matrices("w", (64, 32), "blocks q:32 k:16 v:16") == ["w.q", "w.k", "w.v"]
+    assert names_of_matrices("w", (64, 32), WeightLayout.parse("blocks q:32 k:16 v:16")) == ["w.q", "w.k", "w.v"]
 
 
 def test_a_plan_counts_the_blocks_and_a_wrong_one_stops_before_data_are_read(tmp_path, monkeypatch):

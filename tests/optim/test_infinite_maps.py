@@ -20,8 +20,8 @@ class Fragile(SpectralOptimizer):
 
     broken = None
 
-    def map_matrix(self, x, group):
-        return x.masked_fill(torch.tensor(self.broken in self.matrix_names), torch.nan)
+    def map_matrix(self, x, group, context):
+        return x.masked_fill(torch.tensor(self.broken in context.names), torch.nan)
 
 
 class Sound(Fragile):
@@ -84,7 +84,7 @@ def test_a_map_that_is_known_to_be_finite_is_not_tried():
     for cls in (Fragile, Sound):
         named = parameters()
         optimizer = optimizer_of(cls, named)
-        optimizer.map_matrix = lambda x, group, cls=cls: (calls.append(cls), x)[1]
+        optimizer.map_matrix = lambda x, group, context, cls=cls: (calls.append(cls), x)[1]
         step(optimizer, named, seed=10)
     assert (calls.count(Fragile), calls.count(Sound)) == (8, 4)
 

@@ -20,7 +20,7 @@ def fifth():
         def __init__(self, params, lr, *, divisor=2.0, **settings):
             super().__init__(params, lr, divisor=divisor, **settings)
 
-        def map_matrix(self, x, group):
+        def map_matrix(self, x, group, context):
             return x / x.norm() / group["divisor"]
 
     yield Fifth

@@ -28,7 +28,7 @@ def assert_same_bits(ours, theirs):
 class Plain(SpectralOptimizer):
     """The update path with the identity for a map."""
 
-    def map_matrix(self, x, group):
+    def map_matrix(self, x, group, context):
         return x
 
 

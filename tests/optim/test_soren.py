@@ -124,7 +124,7 @@ def test_matrices_of_one_shape_are_mapped_together_within_the_workspace(spectral
         params = [parameter(*shape, grad=randn(*shape, seed=i)) for i, shape in enumerate(shapes)]
         optimizer = Soren(params, lr=0.1, map=spectral_map, workspace_mb=workspace_mb)
         seen, batches, plain = [], [], optimizer.map_matrix
-        monkeypatch.setattr(optimizer, "map_matrix", lambda x, group: batches.append(tuple(x.shape)) or plain(x, group))
+        monkeypatch.setattr(optimizer, "map_matrix", lambda x, *more: batches.append(tuple(x.shape)) or plain(x, *more))
         optimizer.update_observers = frozenset({seen.append})
         for _ in range(2):
             optimizer.step()

@@ -2,8 +2,15 @@
 
 import pytest
 import torch
-from soren_align.optim import matrices_of, names_of_matrices, route, routing_table, share_notices, spectral_share
-from soren_align.optim.layout import join, matrix_shape, split
+from soren_align.optim import (
+    WeightLayout,
+    matrices_of,
+    names_of_matrices,
+    route,
+    routing_table,
+    share_notices,
+    spectral_share,
+)
 from tests.support.architectures import config_of
 from transformers import AutoModelForCausalLM, DbrxConfig, DbrxForCausalLM
 
@@ -15,34 +22,41 @@ def routes(architecture, **changes):
         return {r.name: r for r in route(AutoModelForCausalLM.from_config(config_of(architecture, **changes)))}
 
 
+@pytest.mark.parametrize("text", [
+    "linear", "transposed", *HALVES, "qkv", "blocks q:64 k:32 v:32", "blocks 12*8", "transposed blocks gate:8 up:8",
+])  # fmt: skip
+def test_a_layout_is_written_as_checkpoints_have_it_and_read_back(text):
+    assert str(WeightLayout.parse(text)) == text
+
+
 @pytest.mark.parametrize("storage", HALVES)
 def test_halves_are_joined_where_they_were(storage):
-    slabs = torch.arange(5 * 4 * 6.0).view(5, 4, 6)
-    halves = split(slabs, storage)
+    slabs, layout = torch.arange(5 * 4 * 6.0).view(5, 4, 6), WeightLayout.parse(storage)
+    halves = layout.split(slabs)
     assert halves.shape == (5, 2, 2, 6) if storage == "gate_up" else (5, 2, 4, 3)
-    assert torch.equal(join(halves.clone(), storage), slabs)
-    assert torch.equal(join(split(slabs[0], storage), storage), slabs[0])
+    assert torch.equal(layout.join(halves.clone()), slabs)
+    assert torch.equal(layout.join(layout.split(slabs[0])), slabs[0])
     expected = {"gate_up": slabs[0][:2], "transposed gate_up": slabs[0][:, :3]}
     assert torch.equal(halves[0][0], expected.get(storage, slabs[0][:, 0::2]))
 
 
 def test_thirds_are_joined_where_they_were():
-    slabs = torch.arange(5 * 6 * 4.0).view(5, 6, 4)
-    thirds = split(slabs, "qkv")
+    slabs, layout = torch.arange(5 * 6 * 4.0).view(5, 6, 4), WeightLayout.parse("qkv")
+    thirds = layout.split(slabs)
     assert torch.equal(thirds[0], slabs[0].view(3, 2, 4))
-    assert torch.equal(join(thirds.clone(), "qkv"), slabs)
-    assert torch.equal(join(split(slabs[0], "qkv"), "qkv"), slabs[0])
-    assert list(dict(matrices_of("in", slabs[0], "qkv"))) == ["in.q", "in.k", "in.v"]
-    assert matrix_shape((6, 4), "qkv") == (2, 4)
+    assert torch.equal(layout.join(thirds.clone()), slabs)
+    assert torch.equal(layout.join(layout.split(slabs[0])), slabs[0])
+    assert list(dict(matrices_of("in", slabs[0], layout))) == ["in.q", "in.k", "in.v"]
+    assert layout.matrix_shape((6, 4)) == (2, 4)
 
 
 @pytest.mark.parametrize("storage", ["linear", "transposed", *HALVES])
 def test_every_number_of_a_parameter_is_in_one_named_matrix(storage):
-    parameter = torch.arange(3 * 4 * 6).view(3, 4, 6)
-    matrices = dict(matrices_of("experts", parameter, storage))
-    assert list(matrices) == names_of_matrices("experts", parameter.shape, storage)
+    parameter, layout = torch.arange(3 * 4 * 6).view(3, 4, 6), WeightLayout.parse(storage)
+    matrices = dict(matrices_of("experts", parameter, layout))
+    assert list(matrices) == names_of_matrices("experts", parameter.shape, layout)
     assert sorted(int(n) for matrix in matrices.values() for n in matrix.flatten()) == list(range(72))
-    outputs, inputs = matrix_shape((4, 6), storage)
+    outputs, inputs = layout.matrix_shape((4, 6))
     assert {tuple(m.shape) for m in matrices.values()} == {(inputs, outputs) if "tr" in storage else (outputs, inputs)}
 
 
@@ -54,7 +68,7 @@ def test_every_number_of_a_parameter_is_in_one_named_matrix(storage):
 def test_experts_are_stored_as_their_layers_read_them(architecture, gate_up, down):
     found = routes(architecture)
     experts = {name.split(".")[-1]: r for name, r in found.items() if len(r.shape) == 3}
-    assert (experts["gate_up_proj"].layout, experts["down_proj"].layout) == (gate_up, down)
+    assert (str(experts["gate_up_proj"].layout), str(experts["down_proj"].layout)) == (gate_up, down)
     assert all(r.rule == "spectral" for r in experts.values())
     assert (experts["gate_up_proj"].num_matrices, experts["down_proj"].num_matrices) == (8, 4)
     inner = config_of(architecture)
@@ -68,7 +82,7 @@ def test_experts_of_jetmoe_are_stored_in_halves_in_the_mlp_and_plain_in_the_atte
     experts = {
         name.removeprefix("model.layers.0."): r for name, r in found.items() if len(r.shape) == 3 and ".0." in name
     }
-    assert {name: (r.rule, r.layout, *r.matrix_shapes, r.num_matrices) for name, r in experts.items()} == {
+    assert {name: (r.rule, str(r.layout), *r.matrix_shapes, r.num_matrices) for name, r in experts.items()} == {
         "mlp.input_linear.weight": ("spectral", "gate_up", (48, 32), 8),
         "mlp.output_linear.weight": ("spectral", "linear", (32, 48), 4),
         "self_attention.experts.input_linear.weight": ("spectral", "linear", (16, 32), 4),

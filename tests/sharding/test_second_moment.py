@@ -53,7 +53,7 @@ def test_the_kinds_differ():
 
 
 SHAPES = {"a": (8, 12), "b": (16, 4), "experts": (3, 4, 6)}
-LAYOUTS: dict[str, WeightLayout] = {"experts": "transposed"}
+LAYOUTS = {"experts": WeightLayout(transposed=True)}
 
 
 def cost(kind, num_ranks, **more):

@@ -16,7 +16,7 @@ class NorMuon(SpectralOptimizer):
     map_settings = {"beta2": number(COEFFICIENT)}  # noqa: RUF012
     map_state = {"row_moment": lambda m, n: (m, 1)}  # noqa: RUF012
 
-    def map_matrix(self, x, group, row_moment):
+    def map_matrix(self, x, group, context, row_moment):
         """x: [..., m, n]; row_moment: [..., m, 1], changed in place."""
         output = x / x.norm(dim=(-2, -1), keepdim=True)
         row_moment.lerp_(output.square().mean(-1, keepdim=True), 1 - group["beta2"])

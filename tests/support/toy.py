@@ -103,7 +103,7 @@ class Run:
             optimizer.map_of = lambda group: (getattr(nulls, self.null_map), {})
         if self.float64_map:
             map_matrix = optimizer.map_matrix
-            optimizer.map_matrix = lambda x, group: map_matrix(x.double(), group).to(x.dtype)
+            optimizer.map_matrix = lambda x, *more: map_matrix(x.double(), *more).to(x.dtype)
         return optimizer
 
     def batches(self, step):

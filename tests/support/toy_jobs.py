@@ -118,10 +118,10 @@ class Fragile(Soren):
     def map_is_finite(self, group):
         return False
 
-    def map_matrix(self, x, group):
-        is_broken = torch.tensor([name == self.broken for name in self.matrix_names])
+    def map_matrix(self, x, group, context):
+        is_broken = torch.tensor([name == self.broken for name in context.names])
         is_broken = is_broken[:, None, None] if x.ndim > 2 else is_broken
-        return super().map_matrix(x, group).masked_fill(is_broken, torch.nan)
+        return super().map_matrix(x, group, context).masked_fill(is_broken, torch.nan)
 
 
 def infinite_map(group, is_sharded, broken):
@@ -273,7 +273,7 @@ def measured_exchange(group, stage, run):
     """
     engine, optimizer = deepspeed_engine(group, stage, run, {})
     set_zero_strategy(engine.optimizer, run.bucket_mb)
-    optimizer.map_matrix, optimizer.workspace_mb = lambda x, group: x, 0
+    optimizer.map_matrix, optimizer.workspace_mb = lambda x, group, context: x, 0
     meter = Meter()
 
     def metered(*arguments, **settings):

@@ -21,7 +21,6 @@ from transformers import TrainerCallback
 from ...core.errors import UserError
 from ...core.files import append
 from ...optim import AppliedMap, PendingUpdate, Sums, matrices_of
-from ...optim.layout import matrix_names
 from ...recipe.schema import LogSpectra
 from ...spectral import distance_from_sigmoid, singular_values
 from ...spectral.exact import contrast_numbers, null_space_bound
@@ -75,9 +74,7 @@ class Measurements(TrainerCallback):
         # the name of the first matrix of each shape: the same on all ranks
         firsts: dict[Any, str] = {}
         for weight in attached.weights:
-            firsts.setdefault(
-                (weight.shape, weight.layout), matrix_names(weight.name, weight.layout)[0]
-            )
+            firsts.setdefault((weight.shape, weight.layout), weight.matrix_names[0])
         self._decomposed = [*firsts.values()][:MAX_DECOMPOSED]
         # position and name of the matrix whose map is compared with the exact sigmoid
         self._compared = (0, "")
