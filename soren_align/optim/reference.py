@@ -1,0 +1,70 @@
+"""The optimizers in plain torch: one process, whole matrices, singular value decompositions, no speed.
+
+For readers, and for the tests, which compare every fast way with it. For a matrix W with gradient G:
+
+    M <- b M + (1 - b) G                   momentum, at first 0
+    N <- b M + (1 - b) G                   Nesterov
+    O <- U f(S) V^T  for  N = U S V^T      Soren: f(s) = 1 / (1 + exp(-s))   Muon: f(s) = 1   HTMuon: f(s) = s^p
+    W <- (1 - lr * decay) W - lr * scale * O
+
+All other parameters are updated by AdamW.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "soren": torch.sigmoid,
+    "muon": torch.ones_like,
+    "htmuon": lambda sigma: sigma**0.125,
+}
+
+
+def map_singular_values(x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    """U f(S) V^T of x = U S V^T; directions in which x is zero stay zero."""
+    u, sigma, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    # What is below rounding has no direction: the sigmoid would give it half of a step.
+    is_null = sigma <= sigma[0] * max(x.shape) * torch.finfo(torch.float32).eps
+    return (u * f(sigma).masked_fill(is_null, 0.0) @ vh).to(x.dtype)
+
+
+class ReferenceOptimizer:
+    """Soren, Muon or HTMuon for `matrices`, AdamW for `others`.
+
+    rms: None, or the RMS that every update at learning rate 1 is scaled to (match_rms_measured).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        matrices: Sequence[Tensor],
+        others: Sequence[Tensor] = (),
+        *,
+        lr: float,
+        aux_lr: float = 1e-3,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        rms: float | None = None,
+    ):
+        self.f, self.matrices, self.lr, self.weight_decay = MAPS[name], matrices, lr, weight_decay
+        self.momentum, self.nesterov, self.rms = momentum, nesterov, rms
+        self.momenta = [torch.zeros_like(weight) for weight in matrices]
+        self.adamw = torch.optim.AdamW(others, aux_lr, weight_decay=0.0) if others else None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of every parameter."""
+        b = self.momentum
+        for weight, average in zip(self.matrices, self.momenta, strict=True):
+            grad = weight.grad
+            assert grad is not None
+            average.mul_(b).add_((1 - b) * grad)
+            n = b * average + (1 - b) * grad if self.nesterov else average
+            output = map_singular_values(n, self.f)
+            scale = 1.0 if self.rms is None else self.rms / output.square().mean().sqrt()
+            weight.mul_(1 - self.lr * self.weight_decay).sub_(self.lr * scale * output)
+        if self.adamw is not None:
+            self.adamw.step()
