@@ -9,12 +9,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
-from ..core.errors import LostRankError, UserError, known_failure
+from ..core.errors import UserError, known_failure
 from ..core.figures import NO_PICTURES
 from ..core.files import read_json
 from ..core.signals import deferred
@@ -43,11 +41,7 @@ from ..run import lock
 from ..run.folder import AFTER_DIVERGENCE, STOPPED, RunFolder, now
 from ..run.record import describe_result
 from .environment import rank_from_environment, refuse_ranks, set_environment, without_ranks
-from .exit_codes import report
 from .preparation import prepare
-
-RECORDING_SECONDS = 5.0
-"""Seconds in which a rank that has lost a host tries to write the error into run.json."""
 
 
 def train(recipe: Recipe, processes: int | None = None) -> int:
@@ -116,7 +110,6 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
     # Imports take seconds; a signal during them waits, since torch cannot be imported twice.
     console = stderr_console(quiet=int(os.environ.get("RANK", "0")) > 0)
     with deferred(), loading(console, "Loading torch, transformers and TRL"):
-        from ..sharding.hosts import watched
         from ..sharding.ranks import current_ranks, init_process_group
         from ..training import run as training
 
@@ -132,13 +125,12 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
             if refusal:
                 raise refusal
 
-        # From here on an error is in run.json too, and a lost host ends this rank.
+        # From here on an error is in run.json too.
         recipe = load_resolved(
             folder.recipe
         )  # after joining: the first rank may just have written it
         if ranks.is_first:
             stack.enter_context(_recording_errors(folder))
-        stack.enter_context(watched(ranks, partial(_end_without, folder, ranks.is_first)))
         if ranks.is_first:
             folder.forget_failure()
 
@@ -245,19 +237,6 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
     print_labelled(console, "done", f"{folder} ({', '.join(files)})", wrap=False)
     print_next(console, folder, folder.record())
     return 0
-
-
-def _end_without(folder: RunFolder, is_first: bool, error: LostRankError) -> None:
-    """End this rank, whose main thread waits for a lost host: print the error, and write it into
-    run.json.
-    """
-    code = report(error)
-    if is_first:
-        # A shared file system may be out of reach too, and its calls then wait.
-        recording = Thread(target=folder.record_failure, args=(error,), daemon=True)
-        recording.start()
-        recording.join(RECORDING_SECONDS)
-    os._exit(code)
 
 
 @contextmanager

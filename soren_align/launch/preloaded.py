@@ -14,7 +14,7 @@ from ..evaluate.run import lineage, stage  # noqa: F401
 from ..publish import card  # noqa: F401
 from ..recipe import trl
 from ..run import curves  # noqa: F401
-from ..sharding import hosts, ranks  # noqa: F401
+from ..sharding import ranks  # noqa: F401
 from ..tasks import TASKS
 
 # accelerate imports DeepSpeed where a run saves its model, which takes a second. A broken one fails
