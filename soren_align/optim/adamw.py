@@ -55,6 +55,7 @@ def adamw_step_(
     """
     if not named:
         return
+    # Buckets bound the temporaries; each is one call of torch's kernel, whatever it contains.
     for bucket in _buckets(_chunks(named, state, bool(observers))):
         before: list[tuple[Tensor, Tensor | None]] = []
         for chunk in bucket if observers else ():

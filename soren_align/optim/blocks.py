@@ -76,19 +76,23 @@ def split_layout(
     place, is_transposed = f"split: {name}", layout.transposed
     if len(shape) != 2 or layout not in (LINEAR, WeightLayout(transposed=True)):
         raise ValueError(
-            f"{place}: its projections are separate matrices already, so there is nothing to split; remove this name"
+            f"{place}: its projections are separate matrices already, so there is nothing to "
+            "split; remove this name"
         )
     num_rows = shape[1] if is_transposed else shape[0]
     row = "column" if is_transposed else "row"
+    # Heads are equal blocks, whatever the order of the projections: each row belongs to one head.
     if [*blocks] == ["heads"]:
         size = _head_dim(name, place, config)
         if num_rows % size:
             raise ValueError(
-                f"{place}: has {num_rows} {row}s, not a multiple of head_dim {size}; write the sizes of the blocks"
+                f"{place}: has {num_rows} {row}s, not a multiple of head_dim {size}; write the "
+                "sizes of the blocks"
             )
         num_heads = num_rows // size
         heads = tuple(str(number) for number in range(num_heads))
         return WeightLayout(is_transposed, heads, sizes=(size,) * num_heads)
+    # Projections are blocks only where all rows of one lie together: the architecture decides.
     if layer_of(name) in FUSED and not _is_contiguous(name, config):
         projections, model_type = (
             ", ".join(fused_projections(name)),
@@ -98,11 +102,13 @@ def split_layout(
         remedy = remedy if layer_of(name) in OF_HEADS else "remove this name"
         if (layer_of(name), model_type) in INTERLEAVED or layer_of(name) not in OF_HEADS:
             raise ValueError(
-                f"{place}: in {model_type} the {row}s of {projections} are interleaved, so they are no blocks; {remedy}"
+                f"{place}: in {model_type} the {row}s of {projections} are interleaved, so they "
+                f"are no blocks; {remedy}"
             )
         if not all(isinstance(block, int) for block in blocks):
             raise ValueError(
-                f"{place}: the order of {projections} in {model_type} is not known; write {row} counts if each "
+                f"{place}: the order of {projections} in {model_type} is not known; write {row} "
+                "counts if each "
                 f"projection's {row}s are adjacent, or [heads]"
             )
     if all(isinstance(block, int) for block in blocks):
@@ -119,11 +125,13 @@ def split_layout(
     if sum(size for _, size in named) != num_rows:
         total = sum(size for _, size in named)
         raise ValueError(
-            f"{place}: has {num_rows} {row}s, but {text} = {total}; write {row} counts with the sum {num_rows}"
+            f"{place}: has {num_rows} {row}s, but {text} = {total}; write {row} counts with the "
+            f"sum {num_rows}"
         )
     if is_transposed and len({size for _, size in named}) > 1:
         raise ValueError(
-            f"{place}: stores its projections in columns, and blocks of columns need equal sizes, not {text}; remove "
+            f"{place}: stores its projections in columns, and blocks of columns need equal sizes, "
+            f"not {text}; remove "
             "this name"
         )
     names, sizes = zip(*named, strict=True)
@@ -155,7 +163,8 @@ def _head_dim(name: str, place: str, config: Any) -> int:
     ):
         return size
     raise ValueError(
-        f"{place}: the model's config does not state the number of attention heads (num_attention_heads); "
+        f"{place}: the model's config does not state the number of attention heads "
+        "(num_attention_heads); "
         "write row counts"
     )
 

@@ -91,7 +91,8 @@ def completed_settings(settings: str | Mapping[str, Any], args: Any) -> dict[str
     if args.optim not in TRANSFORMERS_DEFAULTS:
         other = getattr(args.optim, "value", args.optim)
         raise UserError(
-            f"args.optim: is {other}, which has no effect here; remove it, and write the optimizer's name in the "
+            f"args.optim: is {other}, which has no effect here; remove it, and write the "
+            "optimizer's name in the "
             'optimizer settings ("muon", ...)'
         )
     keywords: dict[str, Any] = (

@@ -212,7 +212,7 @@ class MapRequest:
     workspace_mb: float | None
     """See `matrix_batches`."""
     adapt: Callable[[Shard, Tensor], Tensor] | None = None
-    """Of a shard's part of an output, before it is returned; sets `shard.squares`, which are added
+    """Changes a shard's part of an output before it is returned; sets `shard.squares`, added
     over the ranks."""
 
 

@@ -66,12 +66,15 @@ def checked_numbers(
                 and not strategy.has_layout(parameter)
             ):
                 raise ValueError(
-                    f"{optimizer} updates whole matrices, but {name} is a shard of shape {tuple(parameter.shape)}; set "
-                    "the optimizer's sharding strategy (soren_align.sharding). FSDP1 is not supported; use FSDP2"
+                    f"{optimizer} updates whole matrices, but {name} is a shard of shape "
+                    f"{tuple(parameter.shape)}; set "
+                    "the optimizer's sharding strategy (soren_align.sharding). FSDP1 is not "
+                    "supported; use FSDP2"
                 )
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise ValueError(
-                    f"{optimizer} needs dense gradients, but the gradient of {name} is {parameter.grad.layout}; create "
+                    f"{optimizer} needs dense gradients, but the gradient of {name} is "
+                    f"{parameter.grad.layout}; create "
                     "the embedding with sparse=False"
                 )
         if known_norm is None:
@@ -95,7 +98,8 @@ def checked_numbers(
         # amax: NaN too
         broken = [name for name, g in with_grad if g.numel() and not g.abs().amax().isfinite()]
         problem = FloatingPointError(
-            f"NaN or infinity in the gradient of {first_names(broken)}; the optimizer did not apply this step"
+            f"NaN or infinity in the gradient of {first_names(broken)}; the optimizer did not "
+            "apply this step"
         )
         strategy.check_gradients(
             named, problem if broken else None, torch.zeros(2, dtype=torch.float64)

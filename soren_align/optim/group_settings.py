@@ -35,8 +35,8 @@ _OF_BOTH = {"weight_decay": default.WEIGHT_DECAY, "compensation": default.COMPEN
 RULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "spectral": {
         "momentum": default.MOMENTUM,
-        "momentum_dtype": default.MOMENTUM_DTYPE,
         "nesterov": default.NESTEROV,
+        "momentum_dtype": default.MOMENTUM_DTYPE,
         **_OF_BOTH,
         "map_input": default.MAP_INPUT,
         "second_moment": default.SECOND_MOMENT,
@@ -172,7 +172,8 @@ def refuse_combinations(group: Mapping[str, Any], where: str) -> None:
         and group["second_moment_beta"] != default.SECOND_MOMENT_BETA
     ):
         raise ValueError(
-            f"{where} second_moment_beta: has no effect without a second moment; write second_moment='rows' or "
+            f"{where} second_moment_beta: has no effect without a second moment; write "
+            "second_moment='rows' or "
             "'elements'"
         )
     if (
@@ -180,7 +181,8 @@ def refuse_combinations(group: Mapping[str, Any], where: str) -> None:
         and group["match_rms"] != default.MATCH_RMS
     ):
         raise ValueError(
-            f"{where} match_rms: has no effect with adjust_lr_fn={group['adjust_lr_fn']!r}; write 'match_rms_measured' "
+            f"{where} match_rms: has no effect with adjust_lr_fn={group['adjust_lr_fn']!r}; write "
+            "'match_rms_measured' "
             "or 'match_rms_adamw'"
         )
 
@@ -197,14 +199,17 @@ def refuse_changed_settings(
     """
     if len(saved) != len(current):
         raise ValueError(
-            f"the checkpoint has {len(saved)} parameter groups, but this optimizer has {len(current)}; build the same "
+            f"the checkpoint has {len(saved)} parameter groups, but this optimizer has "
+            f"{len(current)}; build the same "
             "groups"
         )
     # their codes have the momentum's shape, and would be taken for its numbers
     if any(group.get("states") == "8bit" for group in saved):
         raise ValueError(
-            "the checkpoint has 8-bit optimizer states, which this version does not read; resume with the version of "
-            "soren-align that wrote it, or start again, with momentum_dtype: bfloat16 if memory is short"
+            "the checkpoint has 8-bit optimizer states, which this version does not read; resume "
+            "with the version of "
+            "soren-align that wrote it, or start again, with momentum_dtype: bfloat16 if memory is "
+            "short"
         )
     differences = [
         f"group {index} {key}: {was} in the checkpoint, {now} in this optimizer"

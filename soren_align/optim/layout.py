@@ -36,8 +36,8 @@ class WeightLayout:
 
     @classmethod
     def parse(cls, text: "str | WeightLayout") -> "WeightLayout":
-        """Read a layout as checkpoints write it: "linear", "transposed gate_up", "blocks q:64 k:32",
-        "blocks 12*8" (12 of 8 rows)...
+        """Read a layout as checkpoints write it: "linear", "transposed gate_up", "blocks q:64
+        k:32", "blocks 12*8" (12 of 8 rows)...
         """
         return text if isinstance(text, WeightLayout) else _parsed(text)
 
@@ -110,7 +110,7 @@ GATE_UP, QKV = ("gate", "up"), ("q", "k", "v")
 LINEAR = WeightLayout()
 """One matrix as nn.Linear stores it."""
 WeightLayouts = Mapping[str, WeightLayout]
-"""By a parameter's name; parameters that are one linear matrix are left out."""
+"""The layout by a parameter's name; parameters that are one linear matrix are left out."""
 MapState = Mapping[str, Callable[[int, int], tuple[int, ...]]]
 """A map's state for each matrix, beside the momentum: name -> its shape for a matrix of m outputs
 and n inputs."""
@@ -119,6 +119,8 @@ Named = Sequence[tuple[str, Tensor]]
 
 @cache
 def _parsed(text: str) -> WeightLayout:
+    # A text is parsed once per kind of weight (cached): a model of experts has thousands of weights
+    # and a handful of kinds.
     words = text.split()
     layout = WeightLayout(transposed="transposed" in words, interleaved="interleaved" in words)
     if "gate_up" in words:
@@ -158,6 +160,8 @@ class Weight(NamedTuple):
 
 def weights_in(name: str, shape: Sequence[int], layout: WeightLayout) -> list[Weight]:
     """The weights of a parameter, which lie in its elements one after another."""
+    # Experts and row blocks are contiguous in a parameter, so that each can be a weight of its own,
+    # with its own owner rank. Columns are not: blocks of columns stay parts of one weight.
     *experts, rows, columns = shape
     if experts:
         return [Weight(f"{name}.{expert}", (rows, columns), layout) for expert in range(experts[0])]
@@ -218,7 +222,7 @@ def local(tensor: Any) -> Tensor:
 def whole_shape(parameter: Any) -> tuple[int, ...]:
     """The shape of the whole parameter, also where ZeRO 3 has emptied the tensor.
 
-    The only place that reads DeepSpeed's attribute (tests/test_layers.py): optim lies below sharding
-    and needs it before a model is sharded.
+    The only place that reads DeepSpeed's attribute (tests/test_layers.py): optim lies below
+    sharding, and needs the shape before there is a strategy.
     """
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -30,7 +30,7 @@ from ..core.optimizer_settings import (
 from ..spectral import full_precision
 from .adamw import adamw_step_
 from .exchange import Exchange, ShardingStrategy
-from .gradients import checked_numbers, first_names
+from .gradients import checked_numbers
 from .group_settings import (
     OTHER_KEYS,
     RULE_DEFAULTS,
@@ -44,7 +44,7 @@ from .group_settings import (
 from .layout import MapState, WeightLayout, whole_shape
 from .second_moment import row_moments
 from .state import StateForm, loaded_state, new_state, state_form
-from .step import GroupMaps, PendingUpdate, spectral_step_, trial_outputs
+from .step import GroupMaps, PendingUpdate, spectral_step_
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MapContext:
     """What a map may need to know beside its matrices."""
 
     names: Sequence[str] = ()
-    """Of the matrices."""
+    """The names of the matrices."""
     step: int = 0
     """The number of this step, from 1 on."""
     max_norm: float | None = None
@@ -128,7 +128,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         super().__init_subclass__(**kwargs)
         if name in OPTIMIZERS:
             raise ValueError(
-                f"{cls.__name__}: {OPTIMIZERS[name].__name__} already has the name {name!r}; choose another name"
+                f"{cls.__name__}: {OPTIMIZERS[name].__name__} already has the name {name!r}; "
+                "choose another name"
             )
         if name:
             OPTIMIZERS[name] = cls
@@ -138,8 +139,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """The keywords of the constructor with their defaults, those of its rule included."""
         parameters = inspect.signature(cls.__init__).parameters.values()
         own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-        passes_others_on = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        return {**RULE_DEFAULTS[cls.rule], **own} if passes_others_on else own
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return own
+        required = dict.fromkeys(cls.map_settings, inspect.Parameter.empty)
+        return {**own, **required, **RULE_DEFAULTS[cls.rule], **own}  # its own come first
 
     def __init__(self, params: ParamsT, lr: float | Tensor, **settings: Any):
         """settings: of the class's rule and map, see `Soren`; those left out have the rule's
@@ -171,9 +174,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
             rms /= math.sqrt(max(num_rows, num_columns))  # of an update at learning rate 1
             if SMALL_UPDATES * rms <= MATCH_RMS:
                 warnings.warn(
-                    f"{type(self).__name__} without adjust_lr_fn uses {self.own_adjust_lr_fn!r}: the update of a "
-                    f"{num_rows} x {num_columns} matrix has an RMS of about {rms:.2g} lr, {MATCH_RMS / rms:.0f} times "
-                    f"smaller than AdamW's update. For AdamW's learning rates, write adjust_lr_fn={ADJUST_LR_FN!r}, "
+                    f"{type(self).__name__} without adjust_lr_fn uses {self.own_adjust_lr_fn!r}: "
+                    "the update of a "
+                    f"{num_rows} x {num_columns} matrix has an RMS of about {rms:.2g} lr, "
+                    f"{MATCH_RMS / rms:.0f} times "
+                    "smaller than AdamW's update. For AdamW's learning rates, write "
+                    f"adjust_lr_fn={ADJUST_LR_FN!r}, "
                     "the default of recipes and trainers. To keep small updates, write "
                     f"adjust_lr_fn={self.own_adjust_lr_fn!r}",
                     stacklevel=3,
@@ -208,21 +214,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
-    def map_is_finite(self, group: dict[str, Any]) -> bool:
-        """Whether `map_matrix` has a finite output for every finite input; otherwise a step tries
-        all maps first.
-        """
-        return False
-
     # torch.compile(optimizer.step) calls it uncompiled: compiled, its counts would be lost.
     @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient; returns the closure's loss.
 
-        Raises FloatingPointError for a NaN or an infinity in any gradient or output of a map, and
-        ValueError for a shard of unknown layout in a spectral group or a sparse gradient; then
-        nothing has changed. Every rank raises.
+        Raises FloatingPointError for a NaN or an infinity in any gradient, and ValueError for a
+        shard of unknown layout in a spectral group or a sparse gradient; then nothing has changed.
+        Every rank raises.
         """
         loss = None
         if closure is not None:
@@ -239,6 +239,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
+        # Check: one read of the host for all that it must know, before anything changes.
         groups = self.param_groups
         # a momentum that is rounded at every step may grow above its gradients
         is_rounded = any(group.get("momentum_dtype") == "bfloat16" for group in groups)
@@ -266,63 +267,18 @@ class SpectralOptimizer(torch.optim.Optimizer):
             plans.append(self.strategy.plan(named, layouts, self._state_of_maps(group)))
         for group in groups:
             self._complete_state(group)
-        maps = [
-            self._maps_of(group, lr, numbers.max_norm) if exchange else None
-            for group, lr, exchange in zip(groups, numbers.lrs, plans, strict=True)
-        ]
-        self._refuse_infinite_maps(plans, maps)
+        # Update, group by group: nothing below raises, unless memory or a rank is lost.
         observers = tuple(self.update_observers)
-        for named, group, lr, exchange, of_group in zip(
-            with_grad, groups, numbers.lrs, plans, maps, strict=True
-        ):
-            if exchange is None or of_group is None:
+        for named, group, lr, exchange in zip(with_grad, groups, numbers.lrs, plans, strict=True):
+            if exchange is None:
                 adamw_step_(group, named, self.state, lr=lr, observers=observers)
             else:
-                spectral_step_(group, named, self.state, exchange, of_group, observers)
+                maps = self._maps_of(group, lr, numbers.max_norm)
+                spectral_step_(group, named, self.state, exchange, maps, observers)
 
     def _maps_of(self, group: dict[str, Any], lr: float | Tensor, max_norm: float) -> GroupMaps:
         scale = partial(self.lr_scale, group["adjust_lr_fn"], match_rms=group["match_rms"])
         return GroupMaps(lr, scale, partial(self._mapped, group, max_norm), self.workspace_mb)
-
-    def _refuse_infinite_maps(
-        self, plans: Sequence[Exchange | None], maps: Sequence[GroupMaps | None]
-    ) -> None:
-        """Map the matrices of the coming step whose maps may not be finite, and change nothing.
-        Collective.
-
-        Raises FloatingPointError, on every rank, for an output that is not finite. The step then
-        maps them once more: to keep all outputs until the last one is known would need as much
-        memory as the weights.
-        """
-        tried = [
-            (group, exchange, of_group)
-            for group, exchange, of_group in zip(self.param_groups, plans, maps, strict=True)
-            if exchange and of_group and not self.map_is_finite(group)
-        ]
-        if not tried:
-            return
-        counts, observers = (self.num_maps, self.num_guarded), self.map_observers
-        self.map_observers = frozenset()
-        flags: dict[str, Tensor] = {}
-        for group, exchange, of_group in tried:
-            for shard, output in trial_outputs(group, self.state, exchange, of_group):
-                flags[shard.name] = output.isfinite().all()
-        (self.num_maps, self.num_guarded), self.map_observers = counts, observers
-        device = next(iter(flags.values())).device if flags else None
-        # one host read
-        finite = torch.stack([flag.to(device) for flag in flags.values()]).tolist() if flags else []
-        broken = [name for name, is_finite in zip(flags, finite, strict=True) if not is_finite]
-        problem = FloatingPointError(
-            f"NaN or infinity in the map of {first_names(broken)}; the optimizer did not apply this step"
-        )
-        named = [
-            pair
-            for group in self.param_groups
-            for pair in zip(names_of(group), group["params"], strict=True)
-        ]
-        self.strategy.check_gradients(
-            named, problem if broken else None, torch.zeros(2, dtype=torch.float64)
-        )
 
     def _mapped(
         self,
@@ -403,11 +359,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
         }
         for key in group.keys() - checks.keys() - set(OTHER_KEYS):
             raise ValueError(
-                f"{where} {key}: is no setting of rule {group['rule']!r}; write one of {', '.join(checks)}"
+                f"{where} {key}: is no setting of rule {group['rule']!r}; write one of "
+                f"{', '.join(checks)}"
             )
         if group["rule"] != self.rule and "lr" not in group:
             raise ValueError(
-                f"{where} lr: is missing; write the learning rate of this group, which {self.rule} does not share"
+                f"{where} lr: is missing; write the learning rate of this group, which {self.rule} "
+                "does not share"
             )
 
         defaults = {**RULE_DEFAULTS["adamw"], **self.defaults}
@@ -426,13 +384,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
             shape = whole_shape(parameter)
             if not parameter.is_floating_point():
                 raise ValueError(
-                    f"{type(self).__name__} updates real numbers, but {name} is {parameter.dtype}; freeze {name}"
+                    f"{type(self).__name__} updates real numbers, but {name} is {parameter.dtype}; "
+                    f"freeze {name}"
                 )
             is_experts = len(shape) == 3 and name in group.get("weight_layouts", {})
             if group["rule"] == "spectral" and len(shape) != 2 and not is_experts:
                 advice = "Route it to AdamW (soren_align.param_groups does)."
                 raise ValueError(
-                    f"{type(self).__name__} updates matrices, but {name} has shape {shape}. {advice}"
+                    f"{type(self).__name__} updates matrices, but {name} has shape {shape}. "
+                    f"{advice}"
                 )
         super().add_param_group(group)
         for key in self.defaults.keys() - checks.keys():
@@ -441,7 +401,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._complete_state(group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, of tensors and plain data alone: layouts of weights as texts."""
+        """Return torch's state dict, of tensors and plain data alone: layouts as texts."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
             if layouts := group.get("weight_layouts"):

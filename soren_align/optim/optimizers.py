@@ -62,10 +62,6 @@ class RegisteredMap(SpectralOptimizer):
         on_gpu = x.is_cuda and x.dtype == torch.float32
         return spectral_map.factor_precision(self.precision, min(x.shape[-2:]), on_gpu)
 
-    def map_is_finite(self, group: dict[str, Any]) -> bool:
-        """As the record states."""
-        return self.map_of(group)[0].is_finite
-
     def map_matrix(
         self, x: Tensor, group: dict[str, Any], context: MapContext, **state: Tensor
     ) -> Tensor:
@@ -94,8 +90,8 @@ class Soren(RegisteredMap, name="soren"):
     compensation: "kahan" keeps the rounding error of each bfloat16 parameter beside it (see
     `rounding`), so that its
         updates are those of float32; other parameters do not need it.
-    momentum_dtype: "bfloat16" keeps the momentum of matrices in half of the memory (float64 matrices
-        keep theirs).
+    momentum_dtype: "bfloat16" stores the momentum in half of the memory; float64 matrices keep
+        theirs.
     map_input: "momentum", or "sign", that of each number of it, as in AdaMuon.
     second_moment: "rows" divides the map's output by the root of a running average, with the
     coefficient
@@ -158,8 +154,11 @@ class Soren(RegisteredMap, name="soren"):
                 else (precision,)
             )
             if precision not in allowed:
-                words = f"for map {group['map']['name']!r} write {' or '.join([repr(name) for name in allowed])}"
-                raise ValueError(f"Soren precision: found {precision!r}; {words}")
+                choices = " or ".join([repr(name) for name in allowed])
+                raise ValueError(
+                    f"Soren precision: found {precision!r}; for map {group['map']['name']!r} "
+                    f"write {choices}"
+                )
         self.workspace_mb = workspace_mb
         self.precision: Precision = precision
 

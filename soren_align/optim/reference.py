@@ -1,10 +1,10 @@
-"""The optimizers in plain torch: one process, whole matrices, singular value decompositions, no speed.
+"""The optimizers in plain torch: one process, whole matrices, the SVD, no speed.
 
-For readers, and for the tests, which compare every fast way with it. For a matrix W with gradient G:
+For readers, and for the tests, which compare every fast way with it. A matrix W with gradient G:
 
     M <- b M + (1 - b) G                   momentum, at first 0
     N <- b M + (1 - b) G                   Nesterov
-    O <- U f(S) V^T  for  N = U S V^T      Soren: f(s) = 1 / (1 + exp(-s))   Muon: f(s) = 1   HTMuon: f(s) = s^p
+    O <- U f(S) V^T  for  N = U S V^T      f(s) = 1 / (1 + exp(-s)) Soren, 1 Muon, s^p HTMuon
     W <- (1 - lr * decay) W - lr * scale * O
 
 All other parameters are updated by AdamW.

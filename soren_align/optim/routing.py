@@ -64,7 +64,7 @@ class Route:
 
     @property
     def num_matrices(self) -> int:
-        """Of a parameter of the spectral rule: more than one for experts and blocks."""
+        """The number of its matrices: more than one for experts and blocks."""
         return self.matrix_shapes.total()
 
     @property
@@ -183,13 +183,15 @@ def _refuse_strangers(
     """
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
-            "the model is wrapped by FSDP1 (FullyShardedDataParallel), which flattens matrices; use FSDP2 "
+            "the model is wrapped by FSDP1 (FullyShardedDataParallel), which flattens matrices; "
+            "use FSDP2 "
             "(torch's fully_shard, or fsdp_version: 2 in accelerate's config), DDP or DeepSpeed"
         )
     for parameter, (first, *_) in parameters.items():
         if ".lora_" in first.name and parameter not in of_peft:
             raise ValueError(
-                f"{first.name} has the name of a LoRA factor, but PEFT did not make it; make LoRA adapters with PEFT, "
+                f"{first.name} has the name of a LoRA factor, but PEFT did not make it; make LoRA "
+                "adapters with PEFT, "
                 "or rename the parameter"
             )
     names = [o.name for occurrences in parameters.values() for o in occurrences]
@@ -204,7 +206,8 @@ def _refuse_unmatched(split: Split, routes: Sequence[Route]) -> None:
     for glob in split:
         if not any(matches(route.name, glob) for route in routes):
             raise ValueError(
-                f"split: {glob!r} matches no weight that is a matrix of the optimizer; correct or remove this name"
+                f"split: {glob!r} matches no weight that is a matrix of the optimizer; correct or "
+                "remove this name"
             )
 
 
@@ -269,7 +272,8 @@ def adapter_parameters(model: nn.Module) -> tuple[set[nn.Parameter], dict[nn.Par
                     others[parameter] = f"{kind} of an adapter"
                 else:
                     raise ValueError(
-                        f"{path} is an adapter of PEFT's {type(module).__name__}; use a LoRA adapter"
+                        f"{path} is an adapter of PEFT's {type(module).__name__}; use a LoRA "
+                        "adapter"
                     )
     return factors, others
 
@@ -321,21 +325,26 @@ def param_groups(
         for last in [r for r in routes if r.rule == "spectral" and r.reason == "linear layer"][-1:]:
             shape = " x ".join(map(str, last.shape))
             warnings.warn(
-                f"{type(model).__name__} has no blocks (a ModuleList, or modules of one class in sequence), so the "
-                f"weights of all linear layers are matrices. If the last linear layer, {last.name} ({shape}), is the "
-                f"output layer, write aux=[{last.name!r}], so that AdamW updates the output layer, as in other models",
+                f"{type(model).__name__} has no blocks (a ModuleList, or modules of one class in "
+                "sequence), so the "
+                f"weights of all linear layers are matrices. If the last linear layer, {last.name} "
+                f"({shape}), is the "
+                f"output layer, write aux=[{last.name!r}], so that AdamW updates the output layer, "
+                "as in other models",
                 stacklevel=2,
             )
     if not any(r.rule == "spectral" for r in routes):
         reasons = ", ".join(sorted({r.reason for r in routes})) or "no trainable parameter"
         raise ValueError(
-            f"{type(model).__name__} has no weight matrix for a spectral optimizer ({reasons}); use AdamW"
+            f"{type(model).__name__} has no weight matrix for a spectral optimizer ({reasons}); "
+            "use AdamW"
         )
     aux_lr = lr if aux_lr is None else aux_lr
     others = [r for r in routes if r.rule == "adamw"]
     if others and aux_lr is None:
         raise ValueError(
-            f"aux_lr: is missing; write aux_lr or lr, the learning rate of the other parameters ({others[0].name}, ...)"
+            "aux_lr: is missing; write aux_lr or lr, the learning rate of the other parameters "
+            f"({others[0].name}, ...)"
         )
     settings = {
         "spectral": {"lr": lr, "weight_decay": weight_decay},
@@ -408,7 +417,8 @@ def share_notices(optimizer: str, table: Sequence[Mapping[str, Any]]) -> list[st
         return []
     most = max((row for row in table if row["rule"] == "adamw"), key=lambda row: row["numel"])
     return [
-        f"{optimizer} updates only {share:.1%} of the trained parameters. AdamW updates the other parameters, with "
+        f"{optimizer} updates only {share:.1%} of the trained parameters. AdamW updates the other "
+        "parameters, with "
         f"optimizer.aux_lr; most of them are of this kind: {most['reason']}"
     ]
 

@@ -1,8 +1,8 @@
 """Second moments of a map's output O, by whose root O is divided: of its rows (NorMuon) or of its
 elements (AdaMuon).
 
-    rows        v <- b v + (1 - b) mean of O^2 over each row        one number per output of the layer
-    elements    V <- b V + (1 - b) O^2                              one number per weight
+    rows        v <- b v + (1 - b) mean of O^2 over each row     one number per output of the layer
+    elements    V <- b V + (1 - b) O^2                           one number per weight
                 O <- O / (sqrt(v or V) + 1e-8), scaled back to the Frobenius norm that O had
                 O <- O / RMS(O)                                     only for match_rms_measured
 
@@ -37,7 +37,7 @@ from .layout import MapState
 from .rounding import CHUNK, chunks
 
 EPS = 1e-8
-"""Of both sources; added to the root."""
+"""Added to the root, as in both sources."""
 ROWS = "exp_avg_sq_rows"
 """The key of the moments of the rows in an optimizer's state. Those of elements are `exp_avg_sq`,
 as AdamW's."""
@@ -70,6 +70,7 @@ def divided_by_elements(shard: Shard, output: Tensor, beta: float) -> Tensor:
     The moments of the shard are changed in place; `shard.squares` becomes the part's share of the
     matrices' squares.
     """
+    # Only a rank's own elements: which number is divided by which root needs no other rank.
     moments = shard.second_moments
     output = output.reshape(moments.shape).to(moments.device)
     divided = torch.empty(moments.shape, dtype=output.dtype, device=output.device)
@@ -88,6 +89,8 @@ def rescaled_(shard: Shard, divided: Tensor, *, to_unit_rms: bool) -> Tensor:
 
     shard.squares: [2, matrices of the weight], of the whole matrices before and after.
     """
+    # By now the squares are those of whole matrices, added over the ranks: the one thing that an
+    # elementwise division cannot know.
     assert shard.squares is not None
     before, after = shard.squares.sqrt().to(divided.device)
     if to_unit_rms:

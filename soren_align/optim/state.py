@@ -79,6 +79,8 @@ def loaded_state(
     """
     if not saved["state"]:
         return {}
+    # All of the checkpoint is read and checked before the optimizer changes: by position, as torch
+    # does, since names may have wrappers' prefixes.
     loaded: dict[Tensor, dict[str, Tensor]] = {}
     entries = [
         (*entry, new)
@@ -90,7 +92,8 @@ def loaded_state(
         missing = [key for key in ("step", *form.dtypes) if key not in state]
         if missing:
             raise ValueError(
-                f"the checkpoint has no {', '.join(missing)} of {name}; resume from another checkpoint"
+                f"the checkpoint has no {', '.join(missing)} of {name}; resume from another "
+                "checkpoint"
             )
         step = (
             torch.as_tensor(s, dtype=torch.float32)
@@ -99,7 +102,8 @@ def loaded_state(
         )
         if step is None or step.numel() != 1:
             raise ValueError(
-                f"the checkpoint's optimizer state has no valid step count for {name}; resume from another checkpoint"
+                f"the checkpoint's optimizer state has no valid step count for {name}; resume from "
+                "another checkpoint"
             )
         loaded[parameter] = {"step": step.detach().reshape(()).to("cpu", copy=True)}
         for key, dtype in form.dtypes.items():
@@ -112,7 +116,8 @@ def loaded_state(
                     else f"type {type(value).__name__}"
                 )
                 raise ValueError(
-                    f"the checkpoint has a {noun} of {shape} for {name} of shape {tuple(parameter.shape)}; "
+                    f"the checkpoint has a {noun} of {shape} for {name} of shape "
+                    f"{tuple(parameter.shape)}; "
                     "load a checkpoint of this model"
                 )
             # Without torch's own cast to the parameter's dtype, which would round bfloat16's
@@ -130,7 +135,8 @@ def loaded_state(
         ]
         if wrong:
             raise ValueError(
-                f"the checkpoint lacks this rank's part of the state {wrong[0]} of {name}; resume from another "
+                f"the checkpoint lacks this rank's part of the state {wrong[0]} of {name}; resume "
+                "from another "
                 "checkpoint"
             )
         dtype = map_dtype(parameter)

@@ -8,8 +8,8 @@ G and momentum M (at first zeros):
     M <- momentum * M + (1 - momentum) * G      update_momentum_
     N <- momentum * M + (1 - momentum) * G      nesterov; without it N <- M
     N <- sign(N)                                only for map_input: sign
-    O <- U f(S) V^T  for  N = U S V^T           map_matrix of the optimizer's class, by the maps of soren_align/spectral
-    O <- O / root of its second moments         only for second_moment, by rows or elements; the norm stays
+    O <- U f(S) V^T  for  N = U S V^T           map_matrix of the class, by a map of spectral/
+    O <- O / root of its second moments         only for second_moment; the norm stays
     O <- O / RMS(O)                             only for match_rms_measured
     W <- (1 - lr * weight_decay) * W            decay_and_add_
     W <- W - lr * scale(m, n) * O               decay_and_add_; scale is the class's lr_scale
@@ -18,13 +18,15 @@ The map, the row moments and the RMS need a whole matrix; all else is elementwis
 has an owner: the rank that maps it. `spectral_step_` is the same function everywhere; an `Exchange`
 decides what is sent:
 
-    one process    Nothing is sent. Matrices of one shape are mapped in batches, as many as the workspace holds.
-    ZeRO, FSDP2    Each rank has shards of W, G and M, and updates these. N is gathered on the matrix's owner, and O is
-                   scattered to the shards, by one all-to-all each, in buckets of bounded size.
-                   While bucket i is mapped, bucket i + 1 is gathered and the outputs of bucket i -
-                   1 arrive. A matrix that is whole on one rank is not sent.
-    DDP            Each rank has all of W, G and M, and updates all of M. The owner alone maps its matrices and updates
-                   their W, which is broadcast while the next bucket is mapped.
+    one process    Nothing is sent. Matrices of one shape are mapped in batches, as many as the
+                   workspace holds.
+    ZeRO, FSDP2    Each rank has shards of W, G and M, and updates these. N is gathered on the
+                   matrix's owner, and O is scattered to the shards, by one all-to-all each, in
+                   buckets of bounded size. While bucket i is mapped, bucket i + 1 is gathered and
+                   the outputs of bucket i - 1 arrive. A matrix that is whole on one rank is not
+                   sent.
+    DDP            Each rank has all of W, G and M, and updates all of M. The owner alone maps its
+                   matrices and updates their W, which is broadcast while the next bucket is mapped.
 
 DeepSpeed calls `step()` once per parameter group (ZeRO 3: per sub-group), so that two optimizer
 steps of matrices and other parameters are four calls, each with its own checks.
@@ -140,7 +142,12 @@ def whole_outputs(group: dict[str, Any], batch: Batch, maps: GroupMaps) -> Tenso
 
     def mapped(matrices: Tensor, names: Sequence[str], **map_state: Tensor) -> Tensor:
         row_moments = map_state.pop(ROWS, None)
-        output = _mapped(maps, is_transposed, matrices, names, map_state)
+        # A map commutes with the transposition, but its state is that of a matrix as nn.Linear
+        # stores it.
+        if is_transposed and map_state:
+            output = maps.map_matrices(matrices.mT, names, **map_state).mT
+        else:
+            output = maps.map_matrices(matrices, names, **map_state)
         if row_moments is not None:
             beta = group["second_moment_beta"]
             output = divided_by_rows(output, row_moments, beta, transposed=is_transposed)
@@ -149,55 +156,6 @@ def whole_outputs(group: dict[str, Any], batch: Batch, maps: GroupMaps) -> Tenso
         return with_unit_rms(output)
 
     return batch.map(mapped) if batch.names else None
-
-
-def trial_outputs(
-    group: dict[str, Any],
-    state: Mapping[Tensor, dict[str, Tensor]],
-    exchange: Exchange,
-    maps: GroupMaps,
-) -> Iterator[tuple[Shard, Tensor]]:
-    """Yield (shard, the map's output) of the coming step, to refuse outputs that are not finite.
-    Collective. Changes nothing: the momentum is not updated yet, and a map's state is a copy.
-    """
-
-    def coming_input(shard: Shard) -> Tensor:
-        momentum = shard.momentum.to(map_dtype(shard.parameter))
-        grad = shard.view_of(shard.parameter.grad).to(momentum.dtype)
-        return map_input(shard, group, momentum.lerp(grad, 1 - group["momentum"]))
-
-    for batch in exchange.whole_matrices(
-        exchange.shards(state), MapRequest(coming_input, maps.workspace_mb)
-    ):
-        is_transposed = batch.layout.transposed
-
-        def mapped(
-            matrices: Tensor,
-            names: Sequence[str],
-            is_transposed: bool = is_transposed,
-            **map_state: Tensor,
-        ) -> Tensor:
-            map_state.pop(ROWS, None)
-            copies = {key: numbers.clone() for key, numbers in map_state.items()}
-            output = _mapped(maps, is_transposed, matrices, names, copies)
-            is_measured = group["adjust_lr_fn"] == "match_rms_measured"
-            return with_unit_rms(output) if is_measured else output
-
-        yield from batch.returned(batch.map(mapped) if batch.names else None)
-
-
-def _mapped(
-    maps: GroupMaps,
-    is_transposed: bool,
-    matrices: Tensor,
-    names: Sequence[str],
-    map_state: Mapping[str, Tensor],
-) -> Tensor:
-    # A map commutes with the transposition, but its state is that of a matrix as nn.Linear stores
-    # it.
-    if is_transposed and map_state:
-        return maps.map_matrices(matrices.mT, names, **map_state).mT
-    return maps.map_matrices(matrices, names, **map_state)
 
 
 def update_momentum_(state: dict[str, Tensor], grad: Tensor, coefficient: float) -> None:
@@ -223,16 +181,15 @@ def nesterov(momentum: Tensor, grad: Tensor, coefficient: float) -> Tensor:
     return grad.to(momentum.dtype).lerp(momentum, coefficient)
 
 
-def map_input(shard: Shard, group: dict[str, Any], momentum: Tensor | None = None) -> Tensor:
+def map_input(shard: Shard, group: dict[str, Any]) -> Tensor:
     """N of a shard, or its sign, in the shape of its weight; may be the momentum itself: do not
     modify it.
-
-    momentum: that of the step; None: the shard's.
     """
-    if momentum is None:  # itself, unless it is stored in bfloat16
-        momentum = shard.momentum.to(map_dtype(shard.parameter))
-    grad = shard.view_of(shard.parameter.grad)
-    numbers = nesterov(momentum, grad, group["momentum"]) if group["nesterov"] else momentum
+    # itself, unless it is stored in bfloat16
+    numbers = shard.momentum.to(map_dtype(shard.parameter))
+    if group["nesterov"]:
+        grad = shard.view_of(shard.parameter.grad)
+        numbers = nesterov(numbers, grad, group["momentum"])
     return numbers.sign() if group["map_input"] == "sign" else numbers
 
 

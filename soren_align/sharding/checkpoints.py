@@ -26,8 +26,8 @@ TAGS = ("latest", "latest_universal")  # DeepSpeed's files that name the folder 
 _RANK = re.compile(
     r"zero_pp_rank_(\d+)_mp_rank_|(?:^|/)__(\d+)_\d+\.distcp$|^rng_state_(\d+)\.pth$"
 )
-"""In the names of files that every rank writes: DeepSpeed's, those of torch.distributed.checkpoint,
-transformers'."""
+"""The rank in names of files that every rank writes: DeepSpeed's, those of
+torch.distributed.checkpoint, transformers'."""
 _METADATA = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
@@ -80,7 +80,8 @@ def check_parts(checkpoint: Path) -> None:
         tag = (checkpoint / name).read_text(encoding="utf-8", errors="replace").strip()
         if not is_component(tag) or not (checkpoint / tag).is_dir():
             raise UserError(
-                f"{checkpoint / name}: names a folder that this checkpoint does not have; restore this file from a copy"
+                f"{checkpoint / name}: names a folder that this checkpoint does not have; restore "
+                "this file from a copy"
             )
     for file in checkpoint.rglob(".metadata"):
         try:
@@ -164,7 +165,8 @@ def folders_confined_to(checkpoint: Path) -> Iterator[None]:
     def make_inside(name: Any, *args: Any, **kwargs: Any) -> None:
         if not Path(name).resolve().is_relative_to(root):
             raise UserError(
-                f"{checkpoint}: has a parameter whose file would be {name}, outside of it; use another checkpoint"
+                f"{checkpoint}: has a parameter whose file would be {name}, outside of it; use "
+                "another checkpoint"
             )
         os.makedirs(name, *args, **kwargs)
 

@@ -38,7 +38,7 @@ class DDPStrategy(RankStrategy):
     def check_gradients(
         self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
     ) -> list[float]:
-        """As RankStrategy, on the device of the first parameter, whether it is a matrix or has a
+        """See RankStrategy; on the device of the first parameter, whether it is a matrix or has a
         gradient.
 
         That is one device on all ranks, also on a rank with an error, and one that the group can
@@ -74,6 +74,8 @@ class ReplicaExchange(RankExchange):
         """The weights owned here, bucket by bucket; a bucket is broadcast, updated, while the next
         one is mapped.
         """
+        # Broadcasts are asynchronous: they end behind the maps of the next bucket, and the last
+        # ones are waited for at the end.
         works, copies = [], []
         for indices in (self.plan.local, *self.plan.buckets):
             owned = [shards[i] for i in indices if self.plan.owners[i] == self.rank]

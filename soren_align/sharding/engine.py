@@ -133,7 +133,8 @@ def set_strategy(
     *wrappers, inner = chain_of(optimizer)
     if not isinstance(inner, SpectralOptimizer):
         raise ValueError(
-            f"{type(inner).__name__} is no optimizer of soren_align.optim; build one with soren_align.build_optimizer"
+            f"{type(inner).__name__} is no optimizer of soren_align.optim; build one with "
+            "soren_align.build_optimizer"
         )
     if wrappers and "deepspeed" in type(wrappers[-1]).__module__:
         return "zero", set_zero_strategy(wrappers[-1], bucket_mb)

@@ -37,7 +37,7 @@ class FSDP2Strategy(RankStrategy):
     def check_gradients(
         self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
     ) -> list[float]:
-        """As RankStrategy; the mesh is that of the parameters."""
+        """See RankStrategy; the mesh is that of the parameters."""
         sharded = [p for _, p in named if isinstance(p, DTensor)]
         for parameter in sharded:
             # the same on all ranks, and such a mesh has no group for a collective
@@ -59,7 +59,8 @@ class FSDP2Strategy(RankStrategy):
             columns, rest = divmod(size, len(parameter))
             if rest:
                 raise ValueError(
-                    f"{key} of {name}, which is stored as [inputs, outputs], is not supported under FSDP2; use DDP "
+                    f"{key} of {name}, which is stored as [inputs, outputs], is not supported "
+                    "under FSDP2; use DDP "
                     "or ZeRO"
                 )
             shapes[key] = (len(parameter), columns)
@@ -85,6 +86,7 @@ class FSDP2Strategy(RankStrategy):
 
 def _unsupported(parameter: DTensor) -> ValueError:
     return ValueError(
-        f"a parameter has the placements {parameter.placements} on a mesh of {parameter.device_mesh.ndim} axes; use "
+        f"a parameter has the placements {parameter.placements} on a mesh of "
+        f"{parameter.device_mesh.ndim} axes; use "
         "fully_shard over one axis, without tensor parallelism or replicated shards (HSDP)"
     )

@@ -84,6 +84,8 @@ class RankStrategy(ShardingStrategy, ABC):
         gradients: otherwise one rank would raise, and the others would wait for it in the next
         collective.
         """
+        # One all-reduce for three questions: is there an error, has every rank the same gradients,
+        # and how large are they all together?
         counts = [
             error is not None,
             isinstance(error, ValueError),
@@ -100,7 +102,8 @@ class RankStrategy(ShardingStrategy, ABC):
             raise error
         if num_errors:
             raise (ValueError if num_value_errors else FloatingPointError)(
-                "another rank has an invalid gradient or map, so no rank applied this optimizer step; the message of "
+                "another rank has an invalid gradient or map, so no rank applied this optimizer "
+                "step; the message of "
                 "that rank names the parameter"
             )
         nums, num_ranks = numbers[: len(named)], dist.get_world_size(group)
@@ -109,7 +112,8 @@ class RankStrategy(ShardingStrategy, ABC):
         ]
         if uneven:
             raise ValueError(
-                f"{', '.join(uneven[:5])}: only some ranks have a gradient, so no rank applied this optimizer "
+                f"{', '.join(uneven[:5])}: only some ranks have a gradient, so no rank applied "
+                "this optimizer "
                 "step; use this parameter in the forward pass of all ranks, or of no rank"
             )
         return numbers[len(named) :]
@@ -125,13 +129,16 @@ class RankStrategy(ShardingStrategy, ABC):
         if exchange := self.exchanges.pop(key, None):
             self.exchanges[key] = exchange
             return exchange
+        # A rank that cannot plan still takes part in the comparison below: otherwise the others
+        # would wait for it in their first all-to-all.
         plan = problem = None
         dtypes = {map_dtype(parameter) for _, parameter in named}
         try:
             if len(dtypes) > 1:
                 listed = ", ".join(sorted(map(str, dtypes)))
                 raise ValueError(
-                    f"the matrices of one parameter group have the dtypes {listed}; use one dtype per group"
+                    f"the matrices of one parameter group have the dtypes {listed}; use one dtype "
+                    "per group"
                 )
             itemsize = next(iter(dtypes), torch.float32).itemsize
             plan = make_exchange_plan(
@@ -148,12 +155,14 @@ class RankStrategy(ShardingStrategy, ABC):
             raise problem
         if failed:
             raise ValueError(
-                "the optimizer step failed on another rank before any weight changed; the error message of that rank "
+                "the optimizer step failed on another rank before any weight changed; the error "
+                "message of that rank "
                 "has the cause"
             )
         if largest != -minus_smallest:
             raise ValueError(
-                "the matrices or their shards differ between the ranks; load the same model on all ranks"
+                "the matrices or their shards differ between the ranks; load the same model on all "
+                "ranks"
             )
         assert plan is not None
         self.exchanges[key] = exchange = self.exchange(plan, tensors, group, device, map_state)
@@ -262,7 +271,7 @@ class _Message:
     """A shard's numbers between its rank and the owner: its elements, behind them its map state."""
 
     index: int
-    """Of the weight in the layout."""
+    """The weight's number in the layout."""
     shard: Shard | RankShard
     """A `Shard` if it lies here."""
     elements: _Place
@@ -319,7 +328,8 @@ class _Bucket:
         here: Mapping[int, Shard],
         request: MapRequest,
     ):
-        self.exchange, self.here, self.request = exchange, here, request
+        self.exchange, self.indices = exchange, indices
+        self.here, self.request = here, request
         plan, rank = exchange.plan, exchange.rank
         self.owned = [i for i in indices if plan.owners[i] == rank]
         self.sent = _Direction(
@@ -419,9 +429,10 @@ class _Bucket:
         Collective.
         """
         exchange = self.exchange
-        sizes = [2 * exchange.plan.layout.weights[i].num_matrices for i in exchange.indices]
+        # of all weights of the bucket, on every rank alike
+        sizes = [2 * exchange.plan.layout.weights[i].num_matrices for i in self.indices]
         sums = torch.zeros(sum(sizes), dtype=torch.float64, device=exchange.device)
-        by_index = dict(zip(exchange.indices, sums.split(sizes), strict=True))
+        by_index = dict(zip(self.indices, sums.split(sizes), strict=True))
         for index, shard, _ in self.adapted:
             assert shard.squares is not None
             by_index[index] += shard.squares.view(-1).to(sums.device)
@@ -485,4 +496,6 @@ class _Bucket:
         self, into: Tensor, from_: Tensor, num_into: list[int], num_from: list[int]
     ) -> dist.Work:
         group = self.exchange.process_group
-        return dist.all_to_all_single(into, from_, num_into, num_from, group=group, async_op=True)  # type: ignore
+        work = dist.all_to_all_single(into, from_, num_into, num_from, group=group, async_op=True)
+        assert work is not None
+        return work

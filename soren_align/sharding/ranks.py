@@ -35,14 +35,14 @@ BEAT_SECONDS = 5.0
 """Between two signs of life of the first rank while the others wait for it in
 `Ranks.main_process_first`."""
 SILENCE_SECONDS = 60.0
-"""Without a sign of life, after which the first rank counts as lost. One that ends is noticed at
+"""The first rank counts as lost after so long without a sign of life. One that ends is noticed at
 once."""
 _ON_ALL = {
     kind.__name__: kind for kind in (LostRankError, ResumableError, UserError, KeyboardInterrupt)
 }
 """Errors of the first rank that the others raise too."""
 _numbers = count()
-"""Of the blocks of `main_process_first`, the same on all ranks."""
+"""Numbers of the blocks of `main_process_first`, the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,12 @@ def init_process_group(timeout_seconds: float) -> None:
     except RuntimeError as error:
         env = os.environ
         raise LostRankError(
-            f"the {env.get('WORLD_SIZE')} processes cannot connect through MASTER_ADDR={env.get('MASTER_ADDR')}, "
-            f"MASTER_PORT={env.get('MASTER_PORT')} ({first_sentence(error)}). On several machines, set "
-            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that connects the machines (`ip -br "
+            f"the {env.get('WORLD_SIZE')} processes cannot connect through "
+            f"MASTER_ADDR={env.get('MASTER_ADDR')}, "
+            f"MASTER_PORT={env.get('MASTER_PORT')} ({first_sentence(error)}). On several machines, "
+            "set "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that connects the "
+            "machines (`ip -br "
             "address` lists the interfaces), then rerun the same command"
         ) from error
 
@@ -226,7 +229,8 @@ def choose_gpu(num_gpus: int) -> int:
     num_local = max(num_local, local_rank + 1)
     if num_local > num_gpus:
         raise UserError(
-            f"this machine has {num_local} processes, but only {num_gpus} visible GPUs; start at most one process per "
+            f"this machine has {num_local} processes, but only {num_gpus} visible GPUs; start at "
+            "most one process per "
             "GPU"
         )
     return local_rank

@@ -54,7 +54,8 @@ class ZeroStrategy(RankStrategy):
         """The layout of the one tensor: ZeRO steps group by group, sub-group by sub-group."""
         if len(named) != 1:
             raise ValueError(
-                f"a step under ZeRO updates one flat tensor, but this parameter group has {len(named)}"
+                "a step under ZeRO updates one flat tensor, but this parameter group has "
+                f"{len(named)}"
             )
         return self._layouts[named[0][1]]
 
@@ -87,13 +88,16 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
     optimizer = getattr(zero, "optimizer", None)
     if not isinstance(optimizer, SpectralOptimizer):
         raise ValueError(
-            f"DeepSpeed would use {type(optimizer).__name__} instead of the optimizer of soren_align; remove "
+            f"DeepSpeed would use {type(optimizer).__name__} instead of the optimizer of "
+            "soren_align; remove "
             "`optimizer` from DeepSpeed's config, and set zero_force_ds_cpu_optimizer to false"
         )
+    # Refuse what would be silently wrong: each option below moves or hides the flat tensors.
     unsupported = {
         "round_robin_gradients": "with this option DeepSpeed writes wrong universal checkpoints",
         "zenflow": "this option updates parameters outside of the optimizer",
-        "swap_optimizer": "with optimizer states on NVMe the flat tensors are empty (offload to cpu instead)",
+        "swap_optimizer": "with optimizer states on NVMe the flat tensors are empty (offload to "
+        "cpu instead)",
     }
     for option, reason in unsupported.items():
         if getattr(zero, option, False):
@@ -109,7 +113,8 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
     groups = {tensor.process_group for tensor in tensors}
     if len(groups) != 1:
         raise ValueError(
-            f"DeepSpeed has {len(groups)} data-parallel groups, but only one is supported; use no expert parallelism"
+            f"DeepSpeed has {len(groups)} data-parallel groups, but only one is supported; use no "
+            "expert parallelism"
         )
     (group,) = groups
     from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]
@@ -118,7 +123,8 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
     # CPU.
     accelerator: Any = get_accelerator()
     device, rank = torch.device(accelerator.current_device_name()), dist.get_rank(group)
-    # names of the matrices whose shard in a flat tensor differs from the parameter, on this rank
+    # Verify by contents: the layout is read from private attributes, and a wrong one would map
+    # matrices of other numbers without a word. Names whose shard differs from the parameter here:
     wrong = []
     pairs = (
         (t, *pair) for t in spectral for pair in zip(t.layout.weights, t.parameters, strict=True)
@@ -139,7 +145,8 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
     if num_wrong.item():
         here = f"on this rank {', '.join(wrong[:5])}" if wrong else "none on this rank"
         raise ValueError(
-            f"{type(zero).__name__} stores up to {num_wrong.item()} matrices per rank in an unexpected place ({here}), "
+            f"{type(zero).__name__} stores up to {num_wrong.item()} matrices per rank in an "
+            f"unexpected place ({here}), "
             "because of an unknown version or option of DeepSpeed; install deepspeed>=0.19.8,<0.20"
         )
     names = {matrix.name for tensor in spectral for matrix in tensor.layout.weights}
@@ -151,7 +158,8 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
     ]
     if unknown:
         raise ValueError(
-            f"DeepSpeed has no parameter {unknown[0]}; build the optimizer from the module that it wraps"
+            f"DeepSpeed has no parameter {unknown[0]}; build the optimizer from the module that it "
+            "wraps"
         )
     matrices = {tensor.flat: tensor.layout for tensor in spectral}
     optimizer.strategy = ZeroStrategy(matrices, group, device, bucket_mb)
@@ -183,7 +191,8 @@ def _flat_tensors(zero: Any) -> Iterator[_FlatTensor]:
         flats, groups, all_starts = zero.fp32_groups_flat_partition, zero.bf16_groups, None
     else:
         raise ValueError(
-            f"{type(zero).__name__} is an unknown ZeRO optimizer; use DeepSpeed's ZeRO stage 1, 2 or 3"
+            f"{type(zero).__name__} is an unknown ZeRO optimizer; use DeepSpeed's ZeRO stage 1, 2 "
+            "or 3"
         )
     for i, flat in enumerate(flats):
         shapes, group = _shapes(zero, groups[i], rules[i]), zero.real_dp_process_group[i]

@@ -100,9 +100,7 @@ class SpectralMap:
     """function(x, *, precision, max_norm, and the settings): x of [..., m, n] is not modified;
     max_norm is an upper bound of |x|_F of every matrix, or None where it is not known."""
     is_finite: bool = False
-    """Whether the output is finite for every finite matrix: `testing.check_map` tries it. If not,
-    an optimizer's step maps all matrices twice: first without changing a weight, to refuse an
-    output that is not finite."""
+    """Whether the output is finite for every finite matrix: `testing.check_map` tries it."""
     is_drawn: bool = False
     """Whether `function` draws random numbers: it then takes `seeds`, one for each matrix, which
     follow from the matrix's name and the step, so that any number of ranks draws the same."""

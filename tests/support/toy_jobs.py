@@ -110,52 +110,6 @@ def refused_step(group, fault):
     return None
 
 
-class Fragile(Soren):
-    """Soren, whose map has a NaN for the matrix `broken`."""
-
-    broken = None
-
-    def map_is_finite(self, group):
-        return False
-
-    def map_matrix(self, x, group, context):
-        is_broken = torch.tensor([name == self.broken for name in context.names])
-        is_broken = is_broken[:, None, None] if x.ndim > 2 else is_broken
-        return super().map_matrix(x, group, context).masked_fill(is_broken, torch.nan)
-
-
-def infinite_map(group, is_sharded, broken):
-    """The error of a step with a broken map, whether it changed anything, and whether the next step does."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 8, bias=False), nn.Linear(8, 8, bias=False))
-    if is_sharded:
-        fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
-    optimizer = Fragile(model.named_parameters(), lr=0.1)
-    optimizer.strategy = FSDP2Strategy() if is_sharded else DDPStrategy()
-
-    def step(broken):
-        model(torch.ones(2, 6)).sum().backward()
-        optimizer.broken = broken
-        optimizer.step()
-
-    def numbers():
-        tensors = [t for p in model.parameters() for t in (p.detach(), optimizer.state[p]["exp_avg"])]
-        return [(t.to_local() if is_sharded else t).clone() for t in tensors]
-
-    def is_unchanged(before):
-        return all(map(torch.equal, before, numbers()))
-
-    step(None)
-    before = numbers()
-    try:
-        step(broken)
-    except FloatingPointError as error:
-        message, unchanged = str(error), is_unchanged(before)
-        step(None)
-        return message, unchanged, is_unchanged(before)
-    return None
-
-
 def unused_parameter(group):
     """Whether a matrix without a gradient on any rank stays, and the other moves, alike on all ranks."""
     still, moving = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(4, 6))
