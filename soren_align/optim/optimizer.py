@@ -425,14 +425,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
             refuse_changed_settings(checkpoint["param_groups"], self.param_groups, map_keys)
             state.update(loaded_state(checkpoint, self.param_groups, self._state_form))
             numbers = {number for group in checkpoint["param_groups"] for number in group["params"]}
-            # An earlier checkpoint lacks settings that were added since, which had their defaults,
-            # and has others.
+            # An earlier checkpoint lacks settings that were added since, which had their defaults.
             kept = [
                 {key: value for key, value in group.items() if key != "params"}
                 for group in self.param_groups
             ]
             groups = [
-                _with_layouts(now | {key: was[key] for key in was if key in {*now, *OTHER_KEYS}})
+                _with_layouts(now | was)
                 for now, was in zip(kept, checkpoint["param_groups"], strict=True)
             ]
             state_of_others = {k: v for k, v in checkpoint["state"].items() if k not in numbers}
