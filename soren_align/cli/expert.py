@@ -54,12 +54,9 @@ def doctor(
         typer.Option(
             min=1,
             metavar="N",
-            help="Number of processes of each training. Default: one per GPU; without a GPU, 2.",
+            help="Number of processes of the trainings. Default: one per GPU; without a GPU, 2.",
         ),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Check less, in at most 3 minutes.")
-    ] = False,
     output: Annotated[
         str,
         typer.Option(
@@ -67,10 +64,10 @@ def doctor(
         ),
     ] = "runs/doctor",
 ) -> None:
-    """Check whether this machine is fit to train, in at most 15 minutes.
+    """Check whether this machine is fit to train, in a few minutes.
 
-    Checked are libraries, GPUs, the file system, communication, Soren's maps, and short trainings.
+    Checked are libraries, GPUs, the file system, communication, Soren's maps, and two trainings.
     """
     from ..doctor import run
 
-    raise typer.Exit(run.doctor(processes, quick=quick, output=output))
+    raise typer.Exit(run.doctor(processes, output=output))

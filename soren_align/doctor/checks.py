@@ -1,5 +1,5 @@
-"""The list of checks, and the process of one: python -m soren_align.doctor.checks NAME FILE
-MACHINE.
+"""The checks, what they return, and the process of one: python -m soren_align.doctor.checks NAME
+FILE MACHINE.
 
 Each check is a function from a `Machine` to findings in a module of this folder. It runs in a
 process of its own, so that a crash, a hang or a full GPU ends with it. Its findings are appended to
@@ -8,50 +8,81 @@ FILE one by one.
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
 from ..core.errors import in_one_line
-from .findings import Finding, Machine
+
+Verdict = Literal["ok", "FAILED", "skipped"]
 
 
 @dataclass(frozen=True)
-class Check:
-    """A check: the name of its function, `module.function`, and its time limits; quick_seconds 0:
-    not with --quick.
+class Machine:
+    """What the checks need.
+
+    folder: the runs and temporary files are in it. num_processes: of trainings and of gloo's
+    collectives. num_gpus: visible ones; with none, the checks run on the CPU.
     """
 
-    function: str
-    seconds: float
-    quick_seconds: float
+    folder: Path
+    num_processes: int
+    num_gpus: int
 
-    def load(self) -> Callable[[Machine], Iterator[Finding]]:
-        """Import the function, with all that its module needs."""
-        module, _, name = self.function.partition(".")
-        return getattr(import_module(f".{module}", __package__), name)
+    @property
+    def device(self) -> str:
+        """The device of the maps and trainings: cuda or cpu."""
+        return "cuda" if self.num_gpus else "cpu"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. reason: why it failed or was skipped; for a failure with the remedy."""
+
+    check: str
+    measured: str
+    expected: str
+    verdict: Verdict = "ok"
+    reason: str = ""
+
+
+def judged(check: str, measured: str, expected: str, passes: bool, reason: str) -> Finding:
+    """Return a finding that is ok if it passes, and else failed for this reason."""
+    if passes:
+        return Finding(check, measured, expected)
+    return Finding(check, measured, expected, "FAILED", reason)
+
+
+def skipped(check: str, reason: str) -> Finding:
+    """Return the finding of a check that does not apply here."""
+    return Finding(check, "", "", "skipped", reason)
+
+
+def last_line(text: str) -> str:
+    """Return the last line of an output that is not empty."""
+    lines = [line.strip()[:600] for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
 
 
 CHECKS = {
-    "libraries": Check("system.libraries", 60, 60),
-    "file system": Check("system.file_system", 60, 30),
-    "ranks": Check("ranks.ranks", 120, 60),
-    "maps": Check("maps.maps", 180, 90),
-    "times": Check("times.times", 120, 40),
-    "parity": Check("trainings.parity", 540, 150),
-    "DPO": Check("trainings.dpo", 120, 60),
-    "memory": Check("trainings.memory", 180, 0),
-    "speed": Check("trainings.speed", 180, 0),
-    "interruptions": Check("interruptions.interruptions", 300, 0),
+    "libraries": ("system.libraries", 60),
+    "file system": ("system.file_system", 60),
+    "ranks": ("ranks.ranks", 120),
+    "maps": ("maps.maps", 120),
+    "parity": ("trainings.parity", 240),
+    "speed": ("trainings.speed", 60),
 }
-"""In the order in which they run: what others need comes first."""
+"""The function, `module.function`, and the time limit in seconds of each check, in the order in
+which they run: what others need comes first."""
 
 
 def findings(name: str, machine: Machine) -> Iterator[Finding]:
     """The findings of one check; an exception ends it as a failure."""
     try:
-        yield from CHECKS[name].load()(machine)
+        module, _, function = CHECKS[name][0].partition(".")
+        yield from getattr(import_module(f".{module}", __package__), function)(machine)
     except Exception as error:  # whatever it is, the other checks run
         text = f"{name}: {type(error).__name__}: {in_one_line(error, 600)}"
         yield Finding(name, "", "no error", "FAILED", text)

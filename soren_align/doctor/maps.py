@@ -1,12 +1,8 @@
-"""The maps on the device, against the same maps in float64 on the CPU, on matrices with the spectra
-of real momenta.
-
-On a GPU also: global settings of torch (TF32, sums in float16, autocast) do not change a map's
-result, and the times of the maps beside Muon's.
+"""The maps on this device, against the same maps in float64 on the CPU, on matrices whose singular
+values fall over four decades as those of real momenta do.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,29 +12,25 @@ from torch import Tensor
 from ..core.optimizer_settings import FactorPrecision
 from ..spectral import MAPS, SpectralMap
 from ..spectral.maps import sigmoid
-from .findings import Finding, Machine, judged, skipped
+from .checks import Finding, Machine, judged
 
+SMALLEST = 2.5e-4
+"""The smallest singular value as a share of the largest: 45% of them then lie below 1% of it, as in
+the momenta of SmolLM2-135M (research/studies/spectra.md)."""
+SHAPES = ((64, 64), (96, 256), (256, 96))
 LIMITS = {"float32": 1e-3, "tf32": 0.01, "float16": 0.01}
-"""Of the relative distance (Frobenius) from float64: tests/research/test_recorded_spectra.py,
-test_precisions.py."""
+"""Of the relative distance (Frobenius) from float64: tests/spectral/test_precisions.py."""
 LIKE_CPU = 1.5
 """For bfloat16, which promises no distance: times the distance of the CPU in the same precision."""
-DECADES = -3.6
-"""From the largest to the smallest singular value: 45% lie below 1% of the largest, as in the
-momenta of SmolLM2-135M (research/studies/spectra.md)."""
-SHAPES = ((64, 64), (64, 172), (256, 64), (192, 192), (96, 256), (256, 256))
 LARGE_MODES = 1e-3
 """Of nu: singular values above it are accurate in minimax."""
 SIGMOID_LIMITS: dict[FactorPrecision, float] = {"float32": 0.005, "tf32": 0.02, "float16": 0.02}
 """Of the relative error of these modes in minimax: its certificate, and what 11 bits add to it."""
-SAME = 1e-6
-"""Relative distance up to which two results of one map are equal: libraries may choose another
-kernel."""
 
 
 @dataclass(frozen=True)
 class Momentum:
-    """A matrix of known singular values, x = u diag(sigma) v^T, in float64."""
+    """A matrix with known singular values, x = u diag(sigma) v^T, in float64."""
 
     x: Tensor
     u: Tensor
@@ -46,22 +38,17 @@ class Momentum:
     v: Tensor
 
 
-def momenta(num: int, *, full_rank: bool = False) -> list[Momentum]:
-    """Matrices with spectra like those of real momenta, and random singular vectors.
-    full_rank: small singular values are raised, because decompositions are 0 on the null space,
-    which is another one in float32.
+def momenta(smallest: float = SMALLEST) -> list[Momentum]:
+    """Return matrices with random singular vectors and singular values from 0.05 down to a share of
+    it.
     """
     matrices, generator = [], torch.Generator().manual_seed(0)
-    for shape in (SHAPES * num)[:num]:
-        sigma = torch.logspace(0, DECADES, min(shape), dtype=torch.float64)
-        if full_rank:
-            sigma = sigma + 0.01 * sigma[0] * torch.linspace(
-                1, 0.5, len(sigma), dtype=torch.float64
-            )
-        sizes = [(size, len(sigma)) for size in shape]
+    for shape in SHAPES:
+        num = min(shape)
+        sigma = 0.05 * smallest ** torch.linspace(0, 1, num, dtype=torch.float64)
         u, v = (
-            torch.linalg.qr(torch.randn(*size, dtype=torch.float64, generator=generator)).Q
-            for size in sizes
+            torch.linalg.qr(torch.randn(n, num, dtype=torch.float64, generator=generator)).Q
+            for n in shape
         )
         matrices.append(Momentum((u * sigma) @ v.mT, u, sigma, v))
     return matrices
@@ -77,24 +64,18 @@ def mapped(spectral_map: SpectralMap, x: Tensor, precision: FactorPrecision = "f
 
 def maps(machine: Machine) -> Iterator[Finding]:
     """One line for each map in all its precisions, and one for each property."""
-    device, num = torch.device(machine.device), 4 if machine.quick else 12
-    usual, full_rank = momenta(num), momenta(num, full_rank=True)
-    num_rows, num_columns = usual[0].x.shape
+    device = torch.device(machine.device)
+    # Decompositions are 0 on the null space, which is another one in float32: no tiny values.
+    usual, full_rank = momenta(), momenta(smallest=0.01)
     for spectral_map in MAPS.values():
         try:
-            decomposes = spectral_map.num_flops(num_rows, num_columns) is None
+            decomposes = spectral_map.num_flops(*SHAPES[0]) is None
             yield distances(spectral_map, full_rank if decomposes else usual, device)
         except Exception as error:  # of one map, as of a missing kernel; the next ones are checked
-            reason = (
-                f"the map {spectral_map.name} fails on {device}: {type(error).__name__}: {error}"
-            )
-            yield Finding(f"map {spectral_map.name}", "an error", "", "FAILED", reason)
+            reason = f"the map {spectral_map.name} fails on {device}: {type(error).__name__}"
+            yield Finding(f"map {spectral_map.name}", "", "", "FAILED", f"{reason}: {error}")
     yield certificate(usual, device)
     yield nan_stays(device)
-    if machine.num_gpus:
-        yield from settings_have_no_effect(usual[0].x.float().to(device))
-    else:
-        yield skipped("global settings", "no GPU: TF32 and sums in float16 exist on GPUs only")
 
 
 def precisions(spectral_map: SpectralMap) -> list[FactorPrecision]:
@@ -110,32 +91,22 @@ def distances(spectral_map: SpectralMap, matrices: list[Momentum], device: torch
         distance = limit = 0.0
         for matrix in matrices:
             exact = mapped(spectral_map, matrix.x)
-            on_device = mapped(spectral_map, matrix.x.float().to(device), precision)
-            own = relative(on_device, exact, spectral_map)
-            if precision in LIMITS:
-                bound = LIMITS[precision]
-            else:
-                bound = LIKE_CPU * relative(
-                    mapped(spectral_map, matrix.x.float(), precision), exact, spectral_map
-                )
+            own = relative(
+                mapped(spectral_map, matrix.x.float().to(device), precision), exact, spectral_map
+            )
+            if (bound := LIMITS.get(precision)) is None:
+                on_cpu = mapped(spectral_map, matrix.x.float(), precision)
+                bound = LIKE_CPU * relative(on_cpu, exact, spectral_map)
             if not limit or not own - bound < distance - limit:  # NaN too
                 distance, limit = own, bound
         measured.append(f"{precision} {distance:.1e}")
         limits.append(f"{limit:.1g}")
         if not distance <= limit:
-            problems.append(
-                f"{precision} is {distance:.2g} from float64, and the limit is {limit:.2g}"
-            )
-    reason = (
-        f"the map {spectral_map.name} in {'; '.join(problems)}; do not train with it on this device"
-    )
-    return judged(
-        f"map {spectral_map.name}",
-        ", ".join(measured),
-        f"<= {', '.join(limits)}",
-        not problems,
-        reason,
-    )
+            finding = f"{precision} is {distance:.2g} from float64, and the limit is {limit:.2g}"
+            problems.append(finding)
+    name, listed = f"map {spectral_map.name}", "; ".join(problems)
+    reason = f"the {name} in {listed}; do not train with it on this device"
+    return judged(name, ", ".join(measured), f"<= {', '.join(limits)}", not problems, reason)
 
 
 def relative(output: Tensor, exact: Tensor, spectral_map: SpectralMap) -> float:
@@ -160,65 +131,23 @@ def certificate(matrices: list[Momentum], device: torch.device) -> Finding:
             worst = max(worst, float((gain / sigmoid(matrix.sigma) - 1)[large].abs().max()))
         measured.append(f"{precision} {worst:.1e}")
         if not worst <= limit:
-            problems.append(
-                f"in {precision} is {worst:.1%} from the sigmoid, and its certificate is {limit:.1%}"
-            )
-    limits = ", ".join(f"{limit:g}" for limit in SIGMOID_LIMITS.values())
-    reason = f"the map minimax {'; '.join(problems)}; set optimizer.precision: float32 and run doctor again"
-    return judged(
-        "minimax's certificate", ", ".join(measured), f"<= {limits}", not problems, reason
-    )
+            finding = f"in {precision} is {worst:.1%} from the sigmoid"
+            problems.append(f"{finding}, and its certificate is {limit:.1%}")
+    expected = f"<= {', '.join(f'{limit:g}' for limit in SIGMOID_LIMITS.values())}"
+    reason = f"the map minimax {'; '.join(problems)}; set optimizer.precision: float32"
+    name = "minimax's certificate"
+    return judged(name, ", ".join(measured), expected, not problems, reason)
 
 
 def nan_stays(device: torch.device) -> Finding:
     """Whether a NaN in one matrix of a batch makes this matrix NaN and no other."""
-    x, problems, num = (
-        torch.randn(2, 96, 128, generator=torch.Generator().manual_seed(0)) / 100,
-        [],
-        0,
-    )
+    x = torch.randn(2, 96, 128, generator=torch.Generator().manual_seed(0)) / 100
     x[0, 1, 2] = torch.nan
+    problems, num = [], 0
     for spectral_map in MAPS.values():
         for precision in precisions(spectral_map):
             output, num = mapped(spectral_map, x.to(device), precision), num + 1
             if not output[0].isnan().all() or not output[1].isfinite().all():
                 problems.append(f"{spectral_map.name} ({precision})")
-    reason = f"a NaN in one matrix does not stay in it under {', '.join(problems)}; report this as a defect"
+    reason = f"a NaN in one matrix does not stay in it under {', '.join(problems)}; report it"
     return judged("NaN", f"{num} maps and precisions", "stays in its matrix", not problems, reason)
-
-
-def settings_have_no_effect(x: Tensor) -> Iterator[Finding]:
-    """Whether each map has the same result under settings that a user or a library may choose."""
-    names = (
-        "fp32_precision",
-        "allow_fp16_accumulation",
-        "allow_fp16_reduced_precision_reduction",
-        "autocast",
-    )
-    matmul = torch.backends.cuda.matmul
-    subjects: list[tuple[SpectralMap, FactorPrecision]] = []
-    for spectral_map in MAPS.values():
-        subjects.extend((spectral_map, precision) for precision in precisions(spectral_map))
-    usual = [mapped(spectral_map, x, precision) for spectral_map, precision in subjects]
-    for name in names:
-        if name != "autocast" and not hasattr(matmul, name):
-            yield skipped(name, f"torch {torch.__version__} has no such setting")
-            continue
-        with ExitStack() as stack:
-            if name == "autocast":
-                stack.enter_context(torch.autocast("cuda", torch.bfloat16))
-            else:
-                stack.callback(setattr, matmul, name, getattr(matmul, name))
-                setattr(
-                    matmul, name, "tf32" if name == "fp32_precision" else not getattr(matmul, name)
-                )
-            outputs = [mapped(spectral_map, x, precision) for spectral_map, precision in subjects]
-        worst, where = 0.0, ""
-        for (spectral_map, precision), before, after in zip(subjects, usual, outputs, strict=True):
-            difference = float((after - before).norm() / before.norm())
-            if not difference <= worst:
-                worst, where = difference, f"{spectral_map.name} ({precision})"
-        reason = (
-            f"{name} changes the map {where} by {worst:.2g}; leave this setting at torch's default"
-        )
-        yield judged(name, f"{worst:.1e}", f"no effect (<= {SAME:g})", worst <= SAME, reason)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.text import count
-from .findings import Finding, Machine, judged, skipped
+from .checks import Finding, Machine, judged, skipped
 
 NUM_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Of a tensor in float32."""

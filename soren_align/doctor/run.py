@@ -19,16 +19,14 @@ from ..core.text import Table, Terminal, count, print_labelled, stderr_console, 
 from ..launch.environment import visible_gpus, without_ranks
 from ..run.folder import now
 from ..run.provenance import provenance
-from .checks import CHECKS
-from .findings import Finding, Machine, last_line, skipped
+from .checks import CHECKS, Finding, Machine, last_line
 
 RESULT, RUNS = "doctor.json", "runs"
-TOTAL_SECONDS, QUICK_SECONDS = 15 * 60.0, 3 * 60.0
 STOP_SECONDS = 20.0
 """For a check's process, and the ranks that it started, to end after SIGTERM."""
 
 
-def doctor(num_processes: int | None, *, quick: bool, output: str) -> int:
+def doctor(num_processes: int | None, *, output: str) -> int:
     """Check this machine; return the exit code: 0, or 1 if a check failed.
 
     num_processes: None: one per GPU, or 2 without GPUs. output: a folder, best on the file system
@@ -38,33 +36,19 @@ def doctor(num_processes: int | None, *, quick: bool, output: str) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"--output {output}: cannot be created ({error.strerror}); name another folder"
-        ) from None
+        finding = f"cannot be created ({error.strerror})"
+        raise UserError(f"--output {output}: {finding}; name another folder") from None
     num_gpus = len(visible_gpus())
-    machine = Machine(folder, num_processes or num_gpus or 2, quick, num_gpus)
+    machine = Machine(folder, num_processes or num_gpus or 2, num_gpus)
     findings: list[Finding] = []
     begin, console = time.monotonic(), stderr_console()
-    end = begin + (QUICK_SECONDS if quick else TOTAL_SECONDS)
     with working(console, "Checking") as show:
-        for name, check in CHECKS.items():
+        for name, (_, seconds) in CHECKS.items():
             show(f"Checking {name}")
-            limit = check.quick_seconds if quick else check.seconds
-            left = end - time.monotonic()
-            if not limit:
-                findings.append(skipped(name, "--quick leaves it out"))
-            elif left < 1:
-                findings.append(skipped(name, "the time is over"))
-            else:
-                findings += run_check(name, machine, min(limit, left))
+            findings += run_check(name, machine, seconds)
             # Written after each check: a doctor that is killed has a result too.
             content = {"time": now(), "seconds": round(time.monotonic() - begin, 1)}
-            content |= {
-                "processes": machine.num_processes,
-                "quick": quick,
-                "num_gpus": num_gpus,
-                **provenance(),
-            }
+            content |= {"processes": machine.num_processes, "num_gpus": num_gpus, **provenance()}
             content |= {"findings": [asdict(finding) for finding in findings]}
             files.write(folder / RESULT, json.dumps(content, indent=2) + "\n")
     failures = [finding for finding in findings if finding.verdict == "FAILED"]
@@ -72,23 +56,21 @@ def doctor(num_processes: int | None, *, quick: bool, output: str) -> int:
         shutil.rmtree(folder / RUNS, ignore_errors=True)
     rows = [[f.check, f.measured, f.expected, f.verdict] for f in findings]
     signs = {"FAILED": ("bold red", "worse"), "ok": ("green", "better"), "skipped": ("dim", "")}
-    Terminal().print(
-        Table(["check", "measured", "expected", "verdict"], rows, align="llll", signs=signs).rich()
-    )
+    columns = ["check", "measured", "expected", "verdict"]
+    Terminal().print(Table(columns, rows, align="llll", signs=signs).rich())
     for finding in findings:
         if finding.reason:
             print_labelled(console, finding.verdict, f"{finding.check}: {finding.reason}")
-    words = f"{count(len(failures), 'failure')} in {count(len(findings), 'line')}, {time.monotonic() - begin:.0f} s"
-    print_labelled(console, "done", f"{words}; {folder / RESULT}")
+    words = f"{count(len(failures), 'failure')} in {count(len(findings), 'line')}"
+    words += f", {time.monotonic() - begin:.0f} s; {folder / RESULT}"
+    print_labelled(console, "done", words)
     return int(bool(failures))
 
 
 def run_check(name: str, machine: Machine, seconds: float) -> list[Finding]:
-    """The findings of a check, run in a process of its own for at most so many seconds."""
-    file, log = (
-        machine.folder / f"{name}.jsonl".replace(" ", "_"),
-        machine.folder / f"{name}.log".replace(" ", "_"),
-    )
+    """Return the findings of a check, run in a process of its own for at most so many seconds."""
+    stem = machine.folder / name.replace(" ", "_")
+    file, log = stem.with_suffix(".jsonl"), stem.with_suffix(".log")
     file.unlink(missing_ok=True)
     values = json.dumps({**asdict(machine), "folder": str(machine.folder)})
     command = [sys.executable, "-m", "soren_align.doctor.checks", name, str(file), values]
@@ -102,11 +84,10 @@ def run_check(name: str, machine: Machine, seconds: float) -> list[Finding]:
             start_new_session=True,
         )
         try:
-            code = process.wait(seconds)
-            output = log.read_text(encoding="utf-8", errors="replace")
-            problem = (
-                f"its process ended with exit code {code}: {last_line(output)}" if code else ""
-            )
+            code, problem = process.wait(seconds), ""
+            if code:
+                output = log.read_text(encoding="utf-8", errors="replace")
+                problem = f"its process ended with exit code {code}: {last_line(output)}"
         except subprocess.TimeoutExpired:
             problem = f"it had not ended after {seconds:.0f} s; {log} has its output"
         finally:
@@ -131,8 +112,8 @@ def run_check(name: str, machine: Machine, seconds: float) -> list[Finding]:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a check and of the processes that it starts: no launcher's, and this
-    package importable.
+    """Return the environment of a check and of the processes that it starts: no launcher's, and
+    this package importable.
     """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))

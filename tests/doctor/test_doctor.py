@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import time
 from importlib import metadata
 from types import SimpleNamespace
@@ -14,18 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from soren_align.doctor import interruptions, maps, ranks, run, system, times, trainings
-from soren_align.doctor.checks import CHECKS
-from soren_align.doctor.findings import Finding, Machine
+from soren_align.doctor import maps, ranks, run, system, trainings
+from soren_align.doctor.checks import CHECKS, Finding, Machine
 from soren_align.spectral import MAPS
 from tests.support import command
-
-LN2 = 0.693147
 
 
 @pytest.fixture
 def machine(tmp_path):
-    return Machine(tmp_path, 2, quick=True, num_gpus=0)
+    return Machine(tmp_path, 2, num_gpus=0)
 
 
 def failures(findings):
@@ -46,9 +42,14 @@ def test_doctor_passes_on_a_healthy_machine(tmp_path):
     assert failures(Finding(**line) for line in lines) == {}
     assert done.returncode == 0
     names = {line["check"] for line in lines if line["verdict"] == "ok"}
-    expected = {"libraries", "flock", "gloo all_reduce, 2 processes", "map minimax", "parity zero2, 2 processes"}
-    expected |= {"DPO's first step", "time muon bfloat16"}
-    expected |= {"parity ddp, 2 processes", "parity zero3, 2 processes", "SIGTERM", "resume"}
+    expected = {
+        "libraries",
+        "flock",
+        "gloo all_reduce, 2 processes",
+        "map minimax",
+        "parity zero2, 2 processes",
+        "speed",
+    }
     assert expected <= names
     assert not (tmp_path / "runs").exists()
 
@@ -73,10 +74,9 @@ def test_an_exception_in_a_check_is_a_failure_with_its_sentence(machine):
 def test_the_exit_code_is_1_if_a_line_failed(tmp_path, monkeypatch, verdict):
     findings = {name: [Finding(name, "1", "2", verdict if name == "maps" else "ok")] for name in CHECKS}
     monkeypatch.setattr(run, "run_check", lambda name, machine, seconds: findings[name])
-    done = command.run("doctor", "--quick", "--output", tmp_path / "new")
+    done = command.run("doctor", "--output", tmp_path / "new")
     assert done.returncode == (verdict == "FAILED")
-    for name, check in CHECKS.items():
-        assert (name in done.stdout) == bool(check.quick_seconds or "--quick leaves it out" in done.stderr)
+    assert all(name in done.stdout for name in CHECKS)
 
 
 def test_a_wrong_version_is_named(machine, monkeypatch):
@@ -103,16 +103,9 @@ def refused_fsync(descriptor):
     raise OSError(38, "Function not implemented")
 
 
-def copied(source, target):
-    with open(target, "w") as stream:
-        time.sleep(0.01)
-        stream.write(source.read_text())
-
-
 FAULTS = {
-    "flock": (fcntl, "flock", lambda *_: None, "two processes hold the same lock"),
+    "flock": (fcntl, "flock", lambda *_: None, "flock has no effect, so that two commands could write one run"),
     "fsync": (os, "fsync", refused_fsync, "fsync fails (Function not implemented)"),
-    "atomic rename": (os, "replace", copied, "half-written file (0 characters)"),
     "free space": (shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30), "1.00 GiB left"),
 }
 
@@ -200,129 +193,27 @@ def test_a_nan_that_reaches_another_matrix_is_named(monkeypatch):
     assert "does not stay in it under sns (float32), sns (bfloat16)" in reason
 
 
-@pytest.mark.parametrize("slow", [None, "sns float32"])
-def test_a_slow_map_is_named(machine, monkeypatch, slow):
-    def interleaved(subjects, make_argument, device, seconds):
-        return {name: 10.0 if name == slow else 1e-3 for name in subjects}
+@pytest.mark.parametrize(("seconds", "is_slow"), [(1e-3, False), (1e3, True)])
+def test_a_slow_map_is_named(machine, monkeypatch, seconds, is_slow):
+    def timer(line, **_):
+        median = 1e-3 if "factor" in line else seconds
+        return SimpleNamespace(blocked_autorange=lambda: SimpleNamespace(median=median))
 
-    monkeypatch.setattr(times, "interleaved", interleaved)
-    monkeypatch.setattr(times, "matmul_rates", lambda device: {"float32": 1e12, "bfloat16": 1e12})
-    reasons = failures(times.times(machine))
-    assert [*reasons] == [f"time {slow}"] * bool(slow)
-    assert not slow or "the map sns in float32 takes 3e+04 ms" in reasons[f"time {slow}"]
-
-
-@pytest.fixture
-def stub(monkeypatch, machine):
-    """stub(changes) replaces trainings: each run has a model of two numbers, with changes[its name] added."""
-
-    def install(changes=None, **logs):
-        def train(machine, name, *settings, processes=1, task="sft"):
-            folder = trainings.folder_of(machine, name)
-            (folder / "model").mkdir(parents=True)
-            weight = torch.ones(2) + torch.tensor((changes or {}).get(name, [0.0, 0.0]))
-            save_file({"weight": weight}, folder / "model" / "model.safetensors")
-            (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **logs}) + "\n")
-            return folder
-
-        for module in (trainings, interruptions):
-            monkeypatch.setattr(module, "train", train)
-
-    return install
+    monkeypatch.setattr("torch.utils.benchmark.Timer", timer)
+    reasons = failures(trainings.speed(machine))
+    assert [*reasons] == ["speed"] * is_slow
+    assert not is_slow or "the map takes 1e+06 ms" in reasons["speed"]
 
 
-@pytest.mark.parametrize("change", [1e-6, 1e-5])
-def test_a_strategy_that_drops_a_shard_is_named(machine, stub, change):
-    stub({"zero3-2": [-1.0, 0.0], "ddp-2": [0.0, change]})
-    reasons = failures(trainings.parity(dataclasses.replace(machine, quick=False)))
-    assert [*reasons] == [*["parity ddp, 2 processes"] * (change > 2e-6), "parity zero3, 2 processes"]
-    assert "zero3 on 2 processes takes other steps than one process: a weight differs by 1 " in [*reasons.values()][-1]
-
-
-def test_a_training_that_fails_is_named_and_the_others_are_checked(machine, stub, monkeypatch):
-    stub()
-    real = trainings.train
-
-    def train(machine, name, *settings, **options):
-        if name == "zero1-2":
-            raise trainings.TrainingError("exit code 1: rank 1 was killed by SIGABRT")
-        return real(machine, name, *settings, **options)
+@pytest.mark.parametrize("change", [1e-6, 1e-5, -1.0])
+def test_a_strategy_that_drops_a_shard_is_named(machine, monkeypatch, change):
+    def train(machine, name, *settings, processes=1):
+        (machine.folder / name / "model").mkdir(parents=True)
+        weight = torch.ones(2) + torch.tensor([0.0, change if name == "zero2" else 0.0])
+        save_file({"weight": weight}, machine.folder / name / "model" / "model.safetensors")
+        return machine.folder / name
 
     monkeypatch.setattr(trainings, "train", train)
-    findings = [*trainings.parity(dataclasses.replace(machine, quick=False))]
-    assert "zero1 ends with exit code 1: rank 1 was killed" in failures(findings)["parity zero1, 2 processes"]
-    assert len([finding for finding in findings if finding.verdict == "ok"]) == 4
-
-
-@pytest.mark.parametrize(("loss", "reward"), [(LN2, 1e-6), (0.6913, 0.0), (LN2, 0.0999)])
-def test_another_reference_of_dpo_is_named(machine, stub, loss, reward):
-    stub(loss=loss, **{"rewards/chosen": reward, "rewards/rejected": 0.0})
-    reasons = failures(trainings.dpo(machine))
-    is_right, reason = (loss, reward) == (LN2, 1e-6), f"first loss is {loss:.4f}, and its rewards are {reward:.2g}"
-    assert [*reasons] == ["DPO's first step"] * (not is_right)
-    assert is_right or f"DPO's {reason}" in reasons["DPO's first step"]
-
-
-@pytest.mark.parametrize(("peak", "is_right"), [(3.3e9, True), (2.7e9, True), (6.0e9, False), (1.5e9, False)])
-def test_twice_the_planned_memory_is_named(machine, monkeypatch, peak, is_right):
-    plan = {"processes": {"memory_total": {"device": {"training": 3.0e9, "export": 1.0e9}}}}
-    (machine.folder / "run.json").write_text(json.dumps({"training": {"peak_memory_bytes": peak}}))
-    monkeypatch.setattr(trainings, "planned_and_trained", lambda *_: (plan, machine.folder))
-    reasons = failures(trainings.memory(dataclasses.replace(machine, num_gpus=1)))
-    assert [*reasons] == ["memory"] * (not is_right)
-    assert is_right or f"is {peak / 1e9:.2f} GB, and plan predicts 3.00 GB" in reasons["memory"]
-
-
-@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA L40S", "Tesla T4"])
-def test_a_quarter_of_the_planned_speed_is_named(machine, monkeypatch, device):
-    compute = {"training_tokens": 7_200_000, "hours": {"H100": 0.01, "A100": 0.1, "L40S": 0.02}}
-    machine = dataclasses.replace(machine, num_gpus=1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
-    monkeypatch.setattr(trainings, "planned_and_trained", lambda *_: ({"compute": compute}, machine.folder))
-    planned = {"H": 200_000, "L": 100_000}.get(device.removeprefix("NVIDIA ")[0])
-    if planned is None:
-        (finding,) = trainings.speed(machine)
-        assert (finding.verdict, finding.reason) == ("skipped", "plan has no data sheet of Tesla T4")
-        return
-    for share in (0.26, 0.24):  # the first step, which compiles, does not count
-        logs = [{"step": 1, "tokens_per_second": 1.0}, {"step": 2, "tokens_per_second": share * planned}]
-        (machine.folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, logs)))
-        reasons = failures(trainings.speed(machine))
-        assert [*reasons] == ["speed"] * (share < 0.25)
-    assert f"reaches {0.24 * planned:,.0f} tokens per second, and plan assumes {planned:,}" in reasons["speed"]
-
-
-@pytest.mark.process
-@pytest.mark.rest
-def test_the_speed_is_that_of_full_sequences(machine, monkeypatch):
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = trainings.MODEL_CONFIG | small | {"num_key_value_heads": 2}
-    monkeypatch.setattr(trainings, "MODEL_CONFIG", config)
-    settings = ("trainer.bf16=false", "trainer.use_cpu=true", "trainer.max_steps=2", "trainer.logging_steps=1")
-    plan, training = trainings.planned_and_trained(machine, "speed", *settings, *trainings.PACKED)
-    assert plan["compute"]["training_tokens"] == 2 * 32 * 512
-    logs = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
-    tokens = [log["num_tokens"] for log in logs if "loss" in log]
-    assert tokens[-1] > 0.9 * 2 * 32 * 512
-    assert any(log.get("tokens_per_second", 0) > 0 for log in logs)
-
-
-ENDINGS = {signal.SIGKILL: (1, 2.0, "rank 1 was killed by SIGKILL"), signal.SIGTERM: (130, 2.0, "stopped")}
-
-
-@pytest.mark.parametrize(("endings", "change", "line", "sentence"), [
-    ({}, 0.0, None, ""),
-    ({}, 1e-3, "resume", "has other weights: 0.001 from an undisturbed run's"),
-    ({signal.SIGKILL: (-9, 120.0, "waiting")}, 0.0, "kill -9 of a rank", "exit code -9 after 120 s"),
-    ({signal.SIGTERM: (1, 2.0, "Traceback")}, 0.0, "SIGTERM", "exit code 1 after 2 s: Traceback"),
-], ids=["healthy", "other weights", "hangs after a kill", "no stop"])  # fmt: skip
-def test_a_wrong_ending_is_named(machine, stub, monkeypatch, endings, change, line, sentence):
-    results = iter({**ENDINGS, **endings}.values())
-    stub({"interrupted": [0.0, change]})
-    monkeypatch.setattr(interruptions, "_interrupt", lambda *_: next(results))
-    monkeypatch.setattr(interruptions, "newest_step", lambda run: 4)
-
-    monkeypatch.setattr(interruptions, "checked_output", lambda *_: interruptions.train(machine, "interrupted"))
-    reasons = failures(interruptions.interruptions(machine))
-    assert [*reasons] == [line] * bool(line)
-    assert not line or sentence in reasons[line]
+    reasons = failures(trainings.parity(machine))
+    assert [*reasons] == ["parity zero2, 2 processes"] * (abs(change) > 2e-6)
+    assert change != -1.0 or "a weight differs by 1 after 10 steps" in reasons["parity zero2, 2 processes"]
