@@ -9,8 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from soren_align.core.errors import UserError, printable
-from soren_align.core.text import Terminal
-from soren_align.launch.chat import ChatModel, Conversation, _answer, answer_side_by_side, without_blank_lines
+from soren_align.launch.chat import Conversation
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import command
@@ -52,28 +51,25 @@ def greedy(folder, text, num_tokens, special=False):
 
 
 def conversation(folder, max_new_tokens=8, system=None):
-    return Conversation(ChatModel("SFT", folder), system, max_new_tokens, 0.0)
+    return Conversation("SFT", folder, system=system, max_new_tokens=max_new_tokens)
 
 
-def test_an_answer_is_the_greedy_one_after_the_models_own_template_and_is_streamed(reader):
-    talk, words = conversation(reader, system="Be brief."), []
-    answer = talk.ask("hi there", words.append, pytest.fail)
+def test_an_answer_is_the_greedy_one_after_the_models_own_template_and_is_streamed(reader, capsys):
+    talk = conversation(reader, system="Be brief.")
+    answer = talk.ask("hi there")
     text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n"
     assert answer == greedy(reader, text, 8) != ""
-    assert "".join(words) == answer
-    assert len(words) > 1
-    again = talk.ask("and you", words.append, pytest.fail)
+    assert capsys.readouterr().out == printable(answer) + "\n"
     text += f"{answer}<|im_end|>\n<|im_start|>user\nand you<|im_end|>\n<|im_start|>assistant\n"
-    assert again == greedy(reader, text, 8)
+    assert talk.ask("and you") == greedy(reader, text, 8)
 
 
 def test_a_base_without_template_completes_plain_text_without_history(reader, tmp_path):
     plain = shutil.copytree(reader, tmp_path / "plain")
     (plain / "chat_template.jinja").unlink()
     talk = conversation(plain)
-    assert not talk.model.has_template
     for question in ("once upon", "a time"):
-        assert talk.ask(question, lambda word: None, pytest.fail) == greedy(plain, question, 8, special=True)
+        assert talk.ask(question) == greedy(plain, question, 8, special=True)
 
 
 def test_an_adapter_answers_on_its_base_as_the_merged_model_would(reader, tmp_path):
@@ -86,29 +82,21 @@ def test_an_adapter_answers_on_its_base_as_the_merged_model_would(reader, tmp_pa
     model.merge_and_unload().save_pretrained(merged)
     AutoTokenizer.from_pretrained(reader).save_pretrained(merged)
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    answer = conversation(tmp_path / "adapter").ask("hi", lambda word: None, pytest.fail)
+    answer = conversation(tmp_path / "adapter").ask("hi")
     assert answer == greedy(merged, text, 8) != greedy(reader, text, 8)
 
 
-def test_the_oldest_turns_are_dropped_with_a_notice_when_the_context_is_full(reader, monkeypatch):
-    talk, notices, prompts = conversation(reader, max_new_tokens=4, system="Be brief."), [], []
-    generate = ChatModel.generate
-
-    def recorded(self, prompt, *settings):
-        prompts.append(self.tokenizer.decode(prompt[0]))
-        assert prompt.shape[1] + 4 <= 96
-        generate(self, prompt, *settings)
-
-    monkeypatch.setattr(ChatModel, "generate", recorded)
+def test_the_oldest_turns_are_dropped_with_a_notice_when_the_context_is_full(reader, capsys):
+    talk = conversation(reader, max_new_tokens=4, system="Be brief.")
     for number in range(6):
-        talk.ask(f"question {number}", lambda word: None, notices.append)
-    assert all("Be brief." in prompt for prompt in prompts)
-    assert "question 4" in prompts[5]
-    assert "question 0" not in prompts[5]
-    assert notices[0].startswith("SFT: the context of 96 tokens is full, so the oldest 1 of ")
-    message = r"SFT: the question has \d+ tokens in the chat template, which leaves no room for an answer"
+        talk.ask(f"question {number}")
+    assert [turn["content"] for turn in talk.turns][-2] == "question 5"
+    assert "question 0" not in [turn["content"] for turn in talk.turns]
+    notice = "notice SFT: the context is full; the oldest question was dropped"
+    assert notice in " ".join(capsys.readouterr().err.split())
+    message = r"SFT: the question has \d+ tokens in the chat template, but the model's context is 96; shorten"
     with pytest.raises(UserError, match=message):
-        talk.ask("word " * 200, lambda word: None, notices.append)
+        talk.ask("word " * 200)
     assert talk.turns[-2]["content"] == "question 5"
 
 
@@ -118,75 +106,9 @@ def test_prompts_are_answered_on_standard_output_each_in_its_own_conversation(ru
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     one = printable(f"> hi\n\nSFT:\n{greedy(run / 'model', text, 8)}\n\nbase:\n{greedy(reader, text, 8)}\n")
     assert done.stdout == f"{one}\n{one}"
-    assert f"model SFT: {run}/model, float32, context of 96 tokens, its chat template" in " ".join(done.stderr.split())
+    assert f"model SFT: {run}/model, float32" in " ".join(done.stderr.split())
     alone = command.run("chat", run / "model", "--prompt", "hi", "--max-new-tokens", 8, "--dtype", "float32")
     assert alone.stdout == printable(greedy(run / "model", text, 8)) + "\n"
-
-
-@pytest.mark.parametrize(("texts", "shown"), [
-    (["one\n", "\n\n" * 200, "\ntwo\n", "three"], "one\n\n\ntwo\nthree"),
-    (["def a():\n    pass\n", "\n\ndef b"], "def a():\n    pass\n\n\ndef b"),
-    (["\n", " \n\n", "  one ", "two\n", "\n \n"], "  one two"), (["\n"] * 500, ""),
-])  # fmt: skip
-def test_blank_lines_around_an_answer_and_more_than_two_inside_are_left_out(texts, shown):
-    written = []
-    write = without_blank_lines(written.append)
-    for text in texts:
-        write(text)
-    assert "".join(written) == shown
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_an_answer_of_empty_lines_alone_is_shown_as_empty(run, monkeypatch, is_terminal):
-    def blank(self, prompt, stream, *settings):
-        stream.put(prompt)
-        for _ in range(100):
-            stream.on_finalized_text("\n\n\n\n\n")
-        stream.end()
-
-    monkeypatch.setattr(ChatModel, "generate", blank)
-    done = command.run("chat", run, "--prompt", "hi", is_terminal=is_terminal)
-    assert done.stdout == "\n"
-    assert "(empty answer)\n" in done.stderr
-
-
-def test_two_answers_stand_side_by_side_on_a_wide_terminal(run, reader, monkeypatch):
-    talks = [conversation(run / "model"), conversation(reader)]
-    talks[1].model.name = "base"
-    shown = io.StringIO()
-    terminal = Terminal(file=shown, width=100, color_system=None)
-    answer_side_by_side(talks, "hi", terminal)
-    (names, *lines) = shown.getvalue().splitlines()
-    assert names.split() == ["SFT", "base"]
-    column = names.index("base")
-    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    for part, folder in ((slice(column), run / "model"), (slice(column, None), reader)):
-        found = "".join(line[part].strip() for line in lines)
-        assert "".join(found.split()) == "".join(printable(greedy(folder, text, 8)).split())
-    stdout = io.StringIO()
-    stdout.isatty = lambda: True
-    calls = []
-    monkeypatch.setattr("soren_align.launch.chat.answer_side_by_side", lambda *a: calls.append(a))
-    for width, num_calls in (("99", 0), ("100", 1)):
-        calls.clear()
-        monkeypatch.setenv("COLUMNS", width)
-        monkeypatch.setattr(sys, "stdout", stdout)
-        _answer(talks, "hi", terminal)
-        assert len(calls) == num_calls
-
-
-def test_an_empty_answer_is_shown_as_such(run, monkeypatch):
-    def silent(self, prompt, stream, *settings):
-        stream.put(prompt)
-        stream.end()
-
-    monkeypatch.setattr(ChatModel, "generate", silent)
-    done = command.run("chat", run, "--prompt", "hi")
-    assert done.stdout == "\n"
-    assert done.stderr.endswith("(empty answer)\n")
-    talks, shown = [conversation(run / "model")] * 2, io.StringIO()
-    answer_side_by_side(talks, "hi", Terminal(file=shown, width=100))
-    assert shown.getvalue().split("\n")[1].split("  ")[0] == "(empty answer)"
 
 
 def test_a_pipe_is_one_question(run, monkeypatch):
@@ -212,33 +134,15 @@ def terminal(monkeypatch):
 
 
 @pytest.mark.parametrize("key", [EOFError, KeyboardInterrupt])
-def test_on_a_terminal_ctrl_c_stops_an_answer_and_both_keys_leave(run, terminal, monkeypatch, key):
-    typed, generate = terminal("stopped", "", "hi", key), ChatModel.generate
-
-    def interrupted(self, prompt, stream, *settings):
-        if typed.call_count == 1:
-            stream.put(prompt)
-            stream.put(torch.tensor(self.tokenizer("\x1b[31mred wo").input_ids))
-            raise KeyboardInterrupt
-        generate(self, prompt, stream, *settings)
-
-    monkeypatch.setattr(ChatModel, "generate", interrupted)
-    done = command.run("chat", run, "--max-new-tokens", 8)
-    turns = "<|im_start|>user\nstopped<|im_end|>\n<|im_start|>assistant\n\x1b[31mred wo<|im_end|>\n"
-    turns += "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    answer = printable(greedy(run / "model", turns, 8))
-    assert (done.returncode, done.stdout) == (0, f"\\x1b[31mred\n{answer}\n\n")
-    assert "Traceback" not in done.stderr
-
-
-def test_slash_new_forgets_the_earlier_questions(run, terminal):
-    terminal("first", "/new", "hi", EOFError)
-    done = command.run("chat", run, "--max-new-tokens", 8)
-    answers = [
-        printable(greedy(run / "model", f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", 8))
-        for text in ("first", "hi")
-    ]
-    assert done.stdout == "".join(f"{answer}\n" for answer in answers) + "\n"
+def test_on_a_terminal_questions_have_a_history_until_the_input_ends(run, terminal, key):
+    terminal("first", "", "hi", key)
+    done = command.run("chat", run, "--max-new-tokens", 8, code=0)
+    turns, answers = "", []
+    for question in ("first", "hi"):
+        turns += f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        answers.append(greedy(run / "model", turns, 8))
+        turns += f"{answers[-1]}<|im_end|>\n"
+    assert done.stdout == "".join(f"{printable(answer)}\n" for answer in answers) + "\n"
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

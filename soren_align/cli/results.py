@@ -1,6 +1,6 @@
 """The commands for results: `stats`, `show`, `runs`, `curves`, `merge` and `push`."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -181,18 +181,11 @@ def curves(
             metavar="FILE.png", help="The file of the picture. A dark version is written beside it."
         ),
     ] = "curves.png",
-    preset: Annotated[
-        Literal["paper-losses"] | None,
-        typer.Option(
-            metavar="NAME",
-            help="paper-losses: draw the losses as the paper does: a row for each model, a line for each optimizer.",
-        ),
-    ] = None,
 ) -> None:
-    """Draw the losses and margins of runs in one picture."""
+    """Draw the losses, margins and scores of runs in one picture."""
     from ..launch import show as showing
 
-    showing.curves(runs or (), output=output, preset=preset)
+    showing.curves(runs or (), output=output)
 
 
 def merge(

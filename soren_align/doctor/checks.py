@@ -71,7 +71,7 @@ CHECKS = {
     "file system": ("system.file_system", 60),
     "ranks": ("ranks.ranks", 120),
     "maps": ("maps.maps", 120),
-    "parity": ("trainings.parity", 240),
+    "parity": ("trainings.parity", 540),
     "speed": ("trainings.speed", 60),
 }
 """The function, `module.function`, and the time limit in seconds of each check, in the order in

@@ -17,16 +17,7 @@ from ..core.text import Table, Terminal, can_print, count, number, print_labelle
 from ..evaluate.report.results import Results, read_results
 from ..evaluate.report.tables import MIN_QUESTIONS, TOO_FEW, has_too_few
 from ..evaluate.report.tables import terminal as results_table
-from ..run.curves import (
-    HELD_OUT,
-    LOSS,
-    MARGIN,
-    Curves,
-    braille,
-    draw_curves,
-    draw_losses,
-    read_curves,
-)
+from ..run.curves import HELD_OUT, LOSS, MARGIN, Curves, braille, draw_curves, read_curves
 from ..run.folder import RunFolder, read_metrics
 from ..run.preferences import describe_preferences
 from ..run.record import describe_earlier_runs, describe_losses
@@ -296,12 +287,11 @@ def without_common_folder(paths: Sequence[str]) -> tuple[str, list[str]]:
     return "", list(paths)
 
 
-def curves(names: Sequence[str], *, output: str = "curves.png", preset: str | None = None) -> None:
+def curves(names: Sequence[str], *, output: str = "curves.png") -> None:
     """Draw the curves of runs into one picture, and print each one's ends.
     Raises UserError if none has any.
 
-    names: empty: the newest run below RUNS. preset: "paper-losses", or None for one panel of all
-    losses.
+    names: empty: the newest run below RUNS.
     """
     path = Path(output)
     if path.suffix != ".png" or not path.absolute().parent.is_dir():
@@ -344,15 +334,5 @@ def curves(names: Sequence[str], *, output: str = "curves.png", preset: str | No
         print_labelled(
             console, "benchmark", *(f"{name}: {line}" for line in run.describe_scores()), wrap=False
         )
-    if preset:
-        # here: `show` and `runs` need no recipe, and take half a second
-        from ..recipe import load_resolved
-
-        recipes = {
-            name: load_resolved(folder.recipe)
-            for name, folder in zip(short_names, folders, strict=True)
-        }
-        dark = draw_losses([(name, recipes[name], run) for name, run in drawn], path)
-    else:
-        dark = draw_curves(drawn, path)
+    dark = draw_curves(drawn, path)
     print_labelled(console, "written", f"{path} and {dark}", wrap=False)

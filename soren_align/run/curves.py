@@ -7,7 +7,6 @@ The lowest held-out loss is found exactly.
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,14 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import printable
-from ..core.figures import FONT, Colors, compact, line_style, short, style_axes, write_pictures
+from ..core.figures import FONT, Colors, compact, line_style, style_axes, write_pictures
 from ..tasks import BENCHMARK
 from .folder import parse_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from ..recipe import Recipe
 
 LOSS, HELD_OUT = "loss", "eval_loss"
 MARGIN, HELD_OUT_MARGIN = "rewards/margins", "eval_rewards/margins"
@@ -38,9 +35,8 @@ SAMPLED_FROM = 16 << 20
 all evaluations."""
 MAX_LINE = 1 << 20
 """Bytes of a line that is read: those that runs write have a thousand."""
-MAX_INSIDE, MAX_LABEL_INSIDE, MAX_LABEL = 4, 24, 60
-"""Of a legend inside the axes: its lines, and the characters of one; characters of a line of any
-legend."""
+MAX_LABEL = 60
+"""Characters of a line of a legend."""
 LABEL_HEIGHT = 0.19
 """Inches of a line of a legend above the axes."""
 LOG_SCALE_FROM = 10
@@ -226,44 +222,31 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
         layout="constrained",
         facecolor=colors.paper,
     )
-    for axes, (title, *keys) in zip(
-        figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True
-    ):
+    all_axes = figure.subplots(len(panels), squeeze=False)[:, 0]
+    for axes, (title, *keys) in zip(all_axes, panels, strict=True):
         values = []
         for number, (name, curves) in enumerate(runs):
             training, held_out = (curves[key] for key in keys)
-            if not training and not held_out:
-                continue
             values += [value for _, value in (*training, *held_out)]
             color = line_style(number, colors)["color"]
             first, second = (colors.muted, colors.lines[1]) if is_alone else (color, color)
-            style = {
-                "linewidth": 1.0,
-                "linestyle": "-" if is_alone or not held_out else ":",
-                "color": first,
-            }
-            if is_alone or not held_out:  # else the held-out line has the run's name
-                style["label"] = "training" if is_alone else f"{printable(name)}, training"
+            # Of several runs, the held-out line has the run's name, and the training line is dotted.
+            names = ["training", "held-out"] if is_alone else [None, printable(name)]
+            if not is_alone and not held_out:
+                names[0] = f"{printable(name)}, training"
+            line = "-" if is_alone or not held_out else ":"
             if training:
-                axes.plot(*zip(*training, strict=True), **style)
-            style = {
-                "marker": "o" if len(held_out) < MAX_MARKERS else "",
-                "markersize": 4,
-                "color": second,
-            }
-            axes.plot(
-                *zip(*held_out, strict=True),
-                **style,
-                label="held-out" if is_alone else printable(name),
-            )
+                x, y = zip(*training, strict=True)
+                axes.plot(x, y, line, linewidth=1.0, color=first, label=names[0])
+            if held_out:
+                x, y = zip(*held_out, strict=True)
+                mark = "o" if len(held_out) < MAX_MARKERS else ""
+                axes.plot(x, y, "-", marker=mark, markersize=4, color=second, label=names[1])
             if is_alone and keys[1] == HELD_OUT and curves.best:
                 step, value = curves.best
-                best = {
-                    "label": f"lowest held-out: {value:.4g}, step {step:g}",
-                    "color": colors.lines[2],
-                    "zorder": 5,
-                }
-                axes.plot([step], [value], "*", markersize=13, **best)
+                label = f"lowest held-out: {value:.4g}, step {step:g}"
+                color = colors.lines[2]
+                axes.plot([step], [value], "*", markersize=13, zorder=5, color=color, label=label)
         if keys[0] == LOSS and is_logarithmic(values):
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -280,106 +263,21 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
 
 
 def _legend(figure: "Figure", colors: Colors) -> None:
-    """One legend of all runs: in the first panel if it is small, else above, where the figure
-    becomes higher.
-    """
+    """Draw one legend of all runs above the panels, for which the figure becomes higher."""
     handles: dict[str, Any] = {}
     for axes in figure.axes:
-        handles |= {
-            label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-    style: dict[str, Any] = {"frameon": False, "fontsize": FONT - 1, "labelcolor": colors.ink}
-    longest = max(map(len, handles), default=0)
-    if len(handles) <= MAX_INSIDE and longest <= MAX_LABEL_INSIDE:
-        figure.axes[0].legend([*handles.values()], [*handles], **style)
-        return
-    labels = [
-        label if len(label) <= MAX_LABEL else f"…{label[1 - MAX_LABEL :]}" for label in handles
-    ]
-    columns = max(1, min(4, MAX_LABEL // (min(longest, MAX_LABEL) + 6)))
+        handles |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    labels = [name if len(name) <= MAX_LABEL else f"…{name[1 - MAX_LABEL :]}" for name in handles]
+    longest = max(map(len, labels), default=0)
+    columns = max(1, min(4, MAX_LABEL // (longest + 6)))
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + LABEL_HEIGHT * math.ceil(len(labels) / columns))
-    figure.legend([*handles.values()], labels, loc="outside upper left", ncols=columns, **style)
-
-
-# The paper's figures of losses, from any run folders: `curves RUN... --preset paper-losses`. A row
-# for each model, with the training losses at the left and the evaluation losses at the right; a
-# line for each run, with the name of its optimizer. The paper's source lacks its pictures, so the
-# axes are ours: linear, and without the losses above those after the first tenth of the steps,
-# which would hide all differences.
-
-PANELS = {LOSS: "training loss", HELD_OUT: "evaluation loss"}
-CUT_OFF = 0.1
-"""The share of the steps whose losses do not set the limits of an axis."""
-
-
-def draw_losses(runs: Sequence[tuple[str, "Recipe", Curves]], path: Path) -> Path:
-    """Write the picture of runs (folder, recipe, curves), and one for a dark page, whose path is
-    returned.
-    """
-    rows: dict[str, list[tuple[str, Curves]]] = {}
-    models = [Path(recipe.model.name_or_path).name for _, recipe, _ in runs]
-    lines = Counter(zip(models, (recipe.optimizer.title for _, recipe, _ in runs), strict=True))
-    for model, (folder, recipe, curves) in zip(models, runs, strict=True):
-        title = recipe.optimizer.title
-        label = title if lines[model, title] == 1 else f"{title}, {folder}"
-        rows.setdefault(model, []).append((label, curves))
-    numbers: dict[str, int] = {}  # a label has one style in all rows
-    for drawn in rows.values():
-        for label, _ in drawn:
-            numbers.setdefault(label, len(numbers))
-
-    def figure(colors: Colors) -> "Figure":
-        from matplotlib.figure import Figure
-
-        picture = Figure(
-            figsize=(6.4, 0.6 + 2.6 * len(rows)),
-            dpi=200,
-            layout="constrained",
-            facecolor=colors.paper,
-        )
-        for panels, (model, runs) in zip(
-            picture.subplots(len(rows), 2, squeeze=False), rows.items(), strict=True
-        ):
-            for axes, (key, title) in zip(panels, PANELS.items(), strict=True):
-                for label, curves in runs:
-                    points = curves[key]
-                    style: dict[str, Any] = line_style(numbers[label], colors) | {
-                        "linewidth": 1.2,
-                        "markersize": 4,
-                    }
-                    if key == LOSS or len(points) >= MAX_MARKERS:
-                        style["marker"] = ""
-                    axes.plot(
-                        *(zip(*points, strict=True) if points else ([], [])),
-                        **style,
-                        label=printable(label),
-                    )
-                axes.set_ylim(limits([curves[key] for _, curves in runs]))
-                style_axes(axes, title, "step", colors)
-                axes.xaxis.set_major_formatter(compact)
-            panels[0].set_ylabel(
-                short(model, 40),
-                fontsize=FONT,
-                color=colors.ink,
-                fontweight="bold",
-                parse_math=False,
-            )
-        _legend(picture, colors)
-        return picture
-
-    return write_pictures(path, figure)
-
-
-def limits(curves: Sequence[list[Point]]) -> tuple[float, float] | None:
-    """Return the limits of an axis for curves of (step, loss): from the lowest loss to the highest
-    after CUT_OFF.
-
-    None for fewer than two different losses.
-    """
-    last = max((step for points in curves for step, _ in points), default=0.0)
-    late = [loss for points in curves for step, loss in points if step >= CUT_OFF * last]
-    if not late or min(late) == max(late):
-        return None
-    margin = 0.04 * (max(late) - min(late))
-    return min(late) - margin, max(late) + margin
+    figure.legend(
+        [*handles.values()],
+        labels,
+        loc="outside upper left",
+        ncols=columns,
+        frameon=False,
+        fontsize=FONT - 1,
+        labelcolor=colors.ink,
+    )

@@ -1,0 +1,96 @@
+"""`soren-align curves`: the losses and scores of several runs in one picture, and legends that cover no line."""
+
+import pytest
+from PIL import Image
+from soren_align.cli.app import main
+from soren_align.core.figures import LIGHT
+from soren_align.launch.show import without_common_folder
+from soren_align.run import curves as run_curves
+from soren_align.run.curves import Curve, Curves
+from tests.launch.test_show import write_metrics
+from tests.support.run_folders import finished_run
+
+
+def curves(scale):
+    """A loss that falls from 10 to 1, at the end times `scale`, and an evaluation at every tenth step."""
+    points = [(float(step), scale * max(1.0, 10 - step)) for step in range(1, 101)]
+    return Curves({"loss": Curve(points), "eval_loss": Curve(points[9::10])})
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """drawn(runs) -> the Figure that draw_curves draws."""
+    figures = []
+    monkeypatch.setattr(run_curves, "write_pictures", lambda path, draw: figures.append(draw(LIGHT)))
+
+    def draw(runs):
+        run_curves.draw_curves(runs, tmp_path / "a.png")
+        return figures[-1]
+
+    return draw
+
+
+def overlap(figure):
+    """Whether the figure's legend covers a panel, or leaves the picture."""
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    width, height = figure.get_size_inches() * figure.dpi
+    is_inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
+    return not is_inside or any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
+
+
+@pytest.mark.parametrize("length", [6, 40, 200])
+def test_names_of_many_runs_cover_no_line(drawn, length):
+    figure = drawn([(f"{number:0{length}}", curves(1)) for number in range(10)])
+    assert not overlap(figure)
+    assert len(figure.legends[0].texts) == 10
+
+
+def test_a_run_alone_has_its_legends_in_its_panels(drawn):
+    run = curves(1)
+    run.best = (97.0, 1.0)
+    figure = drawn([("a", run)])
+    assert not figure.legends
+    assert all(axes.get_legend() for axes in figure.axes)
+
+
+@pytest.mark.parametrize(("paths", "expected"), [
+    (["a/b/c", "a/b/d/e"], ("a/b", ["c", "d/e"])),
+    (["a/b", "a/b/c"], ("", ["a/b", "a/b/c"])),
+    (["a/b"], ("", ["a/b"])),
+    (["a", "b"], ("", ["a", "b"])),
+    (["/a/b", "c"], ("", ["/a/b", "c"])),
+    (["/a/b", "/c"], ("/", ["a/b", "c"])),
+])  # fmt: skip
+def test_names_of_runs_leave_out_the_folder_of_all(paths, expected):
+    assert without_common_folder(paths) == expected
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two runs, of which the second has logged no loss."""
+    folders = [finished_run(tmp_path / name) for name in "ab"]
+    write_metrics(folders[0].metrics, *({"step": step, "loss": 4 / step} for step in range(1, 20)))
+    folders[1].metrics.unlink(missing_ok=True)
+    return folders
+
+
+def test_runs_that_have_losses_are_drawn_light_and_dark(runs, tmp_path, capsys):
+    output = tmp_path / "losses.png"
+    assert main(["curves", *map(str, runs), "--output", str(output)]) == 0
+    dark = tmp_path / "losses-dark.png"
+    out, err = capsys.readouterr()
+    assert f"{output} and {dark}" in " ".join(out.split())
+    assert f"{runs[1]}: training logged no loss, so it is not drawn" in " ".join(err.split())
+    for path in (output, dark):
+        with Image.open(path) as image:
+            assert image.width == 1200
+
+
+def test_runs_without_losses_are_refused_in_a_sentence(runs, tmp_path, capsys):
+    output = tmp_path / "losses.png"
+    assert main(["curves", str(runs[1]), "--output", str(output)]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert message.endswith("training logged no loss; train again with a smaller trainer.logging_steps")
+    assert not output.exists()
