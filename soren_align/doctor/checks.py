@@ -69,7 +69,7 @@ def last_line(text: str) -> str:
 CHECKS = {
     "libraries": ("system.libraries", 60),
     "file system": ("system.file_system", 60),
-    "ranks": ("ranks.ranks", 120),
+    "ranks": ("ranks.ranks", 240),
     "maps": ("maps.maps", 120),
     "parity": ("trainings.parity", 540),
     "speed": ("trainings.speed", 60),

@@ -19,13 +19,13 @@ SMALLEST = 2.5e-4
 the momenta of SmolLM2-135M (research/studies/spectra.md)."""
 SHAPES = ((64, 64), (96, 256), (256, 96))
 LIMITS = {"float32": 1e-3, "tf32": 0.01, "float16": 0.01}
-"""Of the relative distance (Frobenius) from float64: tests/spectral/test_precisions.py."""
+"""Limits of the relative distance (Frobenius) from float64: tests/spectral/test_precisions.py."""
 LIKE_CPU = 1.5
-"""For bfloat16, which promises no distance: times the distance of the CPU in the same precision."""
+"""The limit of bfloat16, which promises no distance: times the distance of the CPU in the same precision."""
 LARGE_MODES = 1e-3
-"""Of nu: singular values above it are accurate in minimax."""
+"""The share of nu above which singular values are accurate in minimax."""
 SIGMOID_LIMITS: dict[FactorPrecision, float] = {"float32": 0.005, "tf32": 0.02, "float16": 0.02}
-"""Of the relative error of these modes in minimax: its certificate, and what 11 bits add to it."""
+"""Limits of the relative error of these modes in minimax: its certificate, and what 11 bits add to it."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def distances(spectral_map: SpectralMap, matrices: list[Momentum], device: torch
             if (bound := LIMITS.get(precision)) is None:
                 on_cpu = mapped(spectral_map, matrix.x.float(), precision)
                 bound = LIKE_CPU * relative(on_cpu, exact, spectral_map)
+            # The matrix that comes closest to its limit, or exceeds it most, stands in the table.
             if not limit or not own - bound < distance - limit:  # NaN too
                 distance, limit = own, bound
         measured.append(f"{precision} {distance:.1e}")

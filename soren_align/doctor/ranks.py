@@ -19,11 +19,12 @@ from ..core.text import count
 from .checks import Finding, Machine, judged, skipped
 
 NUM_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Of a tensor in float32."""
+"""Elements of a tensor in float32."""
 NUM_ROUNDS = {"cpu": 5, "cuda": 10}
-RANKS_SECONDS = 50.0
+RANKS_SECONDS = 100.0
+"""The limit of all ranks, of which importing torch on a busy machine takes a minute."""
 MAX_FLAG_SECONDS = 0.1
-"""For the small all-reduce of each training step; on one machine it takes less than 1 ms."""
+"""The limit of the small all-reduce of each training step; on one machine it takes less than 1 ms."""
 MIN_BANDWIDTH = 20e9
 """Bytes per second between GPUs, of PCIe 4; NVLink reaches 250 to 350 GB/s on eight H100s."""
 
@@ -50,6 +51,7 @@ def _collectives(backend: str, device: str, num_ranks: int, folder: Path) -> Ite
     }
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env |= {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}
+    # A rank is a process without a launcher: what is tested is the network, not torchrun.
     processes, output = [], folder / "ranks.json"
     output.unlink(missing_ok=True)
     for rank in range(num_ranks):
@@ -122,6 +124,7 @@ def main(arguments: list[str]) -> None:
     # Small whole numbers: their sums are exact in any order.
     index = torch.arange(numel, dtype=torch.int64) % 1000
     results = {}
+    # The sum of gradients, and the exchange by which matrices reach their owners.
     for name in ("all_reduce", "all_to_all"):
         own = (index + group.rank).float().to(device)
         if name == "all_reduce":
@@ -146,6 +149,7 @@ def main(arguments: list[str]) -> None:
         is_right = not group.any(not torch.equal(received.cpu(), expected.float()))
         fastest = min(seconds[1:])
         results[name] = {"is_right": is_right, "bytes_per_second": 4 * numel * share / fastest}
+    # The flag that all ranks agree on in each step: whether one of them stops.
     begin = time.perf_counter()
     for _ in range(20):
         group.any(False)

@@ -23,7 +23,7 @@ from .checks import CHECKS, Finding, Machine, last_line
 
 RESULT, RUNS = "doctor.json", "runs"
 STOP_SECONDS = 20.0
-"""For a check's process, and the ranks that it started, to end after SIGTERM."""
+"""The time for a check's process, and the ranks that it started, to end after SIGTERM."""
 
 
 def doctor(num_processes: int | None, *, output: str) -> int:

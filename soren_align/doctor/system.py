@@ -116,6 +116,8 @@ def file_system(machine: Machine) -> Iterator[Finding]:
     kind = output_of("stat", "-f", "-c", "%T", str(folder)).strip()
     try:
         # Whether a lock of this process keeps another one out, until it is released.
+        # Network file systems may accept flock and not enforce it: two commands would write one
+        # run.
         codes, file, problem = [], folder / "lock", "flock has no effect"
         words = [sys.executable, "-I", "-c", LOCKER, file]
         try:
@@ -129,6 +131,7 @@ def file_system(machine: Machine) -> Iterator[Finding]:
         reason += "set SOREN_ALIGN_LOCKS=off and start one command at a time"
         expected = "1 of 2 processes holds it"
         yield judged("flock", kind or "works", expected, codes == [3, 0], reason)
+        # A checkpoint is sealed by fsync; without it a power cut leaves files of zeros.
         begin, problem = time.monotonic(), ""
         try:
             for _ in range(5):

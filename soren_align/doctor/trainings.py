@@ -53,6 +53,7 @@ def parity(machine: Machine) -> Iterator[Finding]:
 
     num, limit = machine.num_processes, machine.num_gpus or machine.num_processes
     num = min(num, limit)
+    # Equal steps, not equal losses: weights differ by a wrong shard even where losses look alike.
     runs = [
         train(machine, "alone"),
         train(machine, STRATEGY, f"run.parallel={STRATEGY}", processes=num),
@@ -78,6 +79,7 @@ def speed(machine: Machine) -> Iterator[Finding]:
 
     minimax, shape = MAPS["minimax"], MATRICES[machine.device]
     precision = "float16" if machine.num_gpus else "float32"  # which CPUs emulate
+    # The products alone are what the map cannot save; the rest is launches and memory traffic.
     x = torch.randn(*shape, device=machine.device)
     x /= x.norm()
     factor = x.to(getattr(torch, precision))

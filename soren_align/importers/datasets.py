@@ -44,6 +44,7 @@ def read_data(c: Conversion, evaluates: bool) -> None:
     train = [entry for entry in entries if entry not in held_out]
     if not train:
         raise UserError(f"{root}: all splits are test splits; add a split to train on")
+    # Scores of a model that was trained on a test split mean nothing: the first note says so.
     c.rename(root, "data.train")
     if held_out:
         names = ", ".join(f"{entry['path']} {entry['split']}" for entry in held_out)
@@ -116,6 +117,7 @@ def _split(entry: dict[str, Any], c: Conversion) -> dict[str, Any]:
     """The recipe's split for an entry; each of its keys without a counterpart is noted."""
     at, path, tables = entry["at"], entry["path"], TABLES["datasets"]
     split = {"path": path, "split": entry["split"]}
+    # A part of a split is the hub's syntax; a file has no splits.
     if is_local(path) and "[" in entry["split"]:
         c.leave(f"{at}.split", entry["split"], "a file is read whole; write data.train.limit")
         split["split"] = entry["split"].partition("[")[0]
@@ -156,6 +158,8 @@ def _evaluation(
 ) -> dict[str, Any] | None:
     """The held-out split that the source names, or a test split of a dataset it trains on."""
     theirs: Any = c.flat.get("eval_dataset")
+    # LLaMA-Factory names its held-out data, Axolotl a list of them, TRL a split; the handbook holds
+    # out a part of its mixture.
     if root == "dataset" and theirs:
         entries = _entries({"datasets": theirs}, "datasets")
     elif not evaluates:
@@ -188,6 +192,7 @@ def _held_out(size: Any) -> dict[str, Any] | None:
 def _note_others(root: str, inside: dict[str, Any], c: Conversion) -> None:
     """Note the remaining keys about data; `inside`: those beside the datasets of a mixture."""
     source, evaluation = c.flat, c.recipe["data"].get("eval")
+    # A size is a number of held-out examples, a share of them, or the limit of a held-out split.
     for key, where in {**dict.fromkeys(SIZES, source), f"{root}.test_split_size": inside}.items():
         size = where.get(key.rpartition(".")[2])
         if (held_out := _held_out(size)) and evaluation == held_out:

@@ -65,6 +65,8 @@ def convert(
         )
     if sections:
         raise UserError("this file is already a recipe; use the file as it is")
+    # The tools share most keys, and their files can be mixed; what differs are the defaults, so
+    # that the tool is recognized by one key of its own.
     flat = flattened(source)
     is_factory = {"finetuning_type", "stage", "cutoff_len", "dataset_dir", "template"} & flat.keys()
     tool: Tool = "Axolotl" if "base_model" in flat else "LLaMA-Factory" if is_factory else "TRL"
@@ -84,6 +86,8 @@ def convert(
         flat.keys() - noted, key=lambda k: (_last(k) in RENAMED, list(flat).index(k))
     ):
         _convert_key(key, c)
+    # The source's tool fills what the file leaves out, with other values than TRL: they are written
+    # into the recipe, or the training would be another one.
     _add_defaults(c, name)
     return c
 
@@ -129,6 +133,7 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName | N
     if rl or "base_model" in flat:
         return "dpo" if rl else "sft"
     sft, dpo = trl.fields("sft").keys(), trl.fields("dpo").keys()
+    # TRL's own files do not name the task: keys that only one trainer has decide.
     keys_of = {
         "sft": (sft - dpo | {"max_seq_length"}) & flat.keys(),
         "dpo": (dpo - sft | {"max_prompt_length"}) & flat.keys(),
@@ -165,6 +170,7 @@ def _words(*texts: Any) -> set[str]:
 def _convert_key(key: str, c: Conversion) -> None:
     """Write one key of the source into the recipe, and add the note on it."""
     name, value = _last(key), c.flat[key]
+    # Keys that depend on neighbours come first: the tables know a key alone.
     if any(special(key, name, value, c) for special in SPECIAL):
         return
     target = RENAMED.get(name)
@@ -203,6 +209,7 @@ def _write(key: str, name: str, value: Any, target: str, c: Conversion) -> None:
     if section == "trainer" and ours not in known:
         c.drop(key, f"TRL's {TASKS[c.task].config} has no {ours}")
         return
+    # The section may be nested, as model.lora is.
     values = c.recipe[section]
     for part in path[1:-1]:
         values = values.setdefault(part, {})
@@ -213,6 +220,7 @@ def _write(key: str, name: str, value: Any, target: str, c: Conversion) -> None:
         reason = f"another key sets {target}"
         c.drop(key, reason) if is_same else c.leave(key, value, reason)
         return
+    # A value that TRL refuses would stop the whole recipe: it is left to the user instead.
     if section == "trainer":
         value = _read_as(known[ours].types, value)
         if problem := trl.problems(c.task, {ours: value}).get(ours):
@@ -268,6 +276,7 @@ def _add_defaults(c: Conversion, name: str) -> None:
             values[key] = value
             c.ours[f"{section}.{key}"] = reason
 
+    # An adapter's scale is alpha / r: both are written, also where the source has neither.
     if c.trains_lora:
         lora = c.recipe["model"].setdefault("lora", {})
         for key, value in defaults["lora"].items():
@@ -280,6 +289,7 @@ def _add_defaults(c: Conversion, name: str) -> None:
     for key, value in defaults["trainer"].items():
         if key != "bf16" or not has_precision:
             add("trainer", key, value)
+    # Axolotl and LLaMA-Factory train the answers alone, TRL all tokens.
     if c.tool != "TRL" and c.task == "sft" and not _has_completions(c):
         why = f"{reason}; the chat template must mark the answers"
         add("trainer", "assistant_only_loss", True, why)
@@ -368,6 +378,7 @@ def _evaluations(key: str, name: str, value: Any, c: Conversion) -> bool:
         # As a fraction of all steps, which is how Axolotl reads them too. Rounded down:
         # transformers rounds the product with the number of steps up, and 0.166667 of 600 would
         # be 101.
+        # Checked in tests/importers against TrainerState for 2,520 and 25,200 steps.
         fraction = int(_DIGITS / (per_epoch * epochs)) / _DIGITS
         c.recipe["trainer"] |= {f"{kind}_strategy": "steps", f"{kind}_steps": fraction}
         c.rename(key, f"trainer.{kind}_steps: {fraction:g} of all steps")

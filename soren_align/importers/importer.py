@@ -38,6 +38,7 @@ def import_file(
     listed under the table. Raises UserError, with every mistake, for a file that is not YAML, is
     for another task, or gives an invalid recipe; then nothing is written.
     """
+    # LLaMA-Factory's file names its data by a second one, which stands beside it.
     source, folder = parse(read_text(path), path.name).content, path.resolve().parent
     try:
         source = with_datasets(source, folder)
@@ -87,6 +88,7 @@ def _parts(conversion: Conversion) -> dict[str, list[Note]]:
 
 def _lines(notes: list[Note]) -> list[str]:
     """One line for the keys of each explanation."""
+    # Keys with one explanation share a line: a file of Axolotl has 60 keys.
     labels: dict[str, list[str]] = {}
     for note in notes:
         labels.setdefault(note.explanation, []).append(printable(note.label, 200))
@@ -114,6 +116,7 @@ def to_table(conversion: Conversion, name: str) -> str:
 def to_text(conversion: Conversion, name: str) -> str:
     """The recipe as YAML; values that are not from the source are marked `# ours`."""
     recipe = CommentedMap({"task": conversion.task})
+    # Keys in the order of the schema, as in the shipped recipes.
     optimizer = OPTIMIZER_SECTIONS[conversion.recipe["optimizer"]["name"]]
     forms = {"model": Model, "optimizer": optimizer, "run": Run}
     for section, values in conversion.recipe.items():
@@ -123,6 +126,8 @@ def to_text(conversion: Conversion, name: str) -> str:
         recipe.yaml_set_comment_before_after_key(section, before="\n")
     recipe["optimizer"].yaml_set_comment_before_after_key("name", before=_SOREN, indent=2)
     recipe["run"].yaml_set_comment_before_after_key("output_dir", before=_BATCH, indent=2)
+    # What differs from the source stands at the file's head: the table is gone when the terminal
+    # is.
     head = [f"{conversion.task.upper()}, imported from {' '.join(name.split())}"]
     for title in (
         "changes to the training",

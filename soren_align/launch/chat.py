@@ -51,6 +51,7 @@ class Conversation:
         name: for messages. path: see `model_folder`. dtype: None: the one in its config.
         """
         self.name, self.max_new_tokens, self.temperature = name, max_new_tokens, temperature
+        # As `eval` loads it, so that an answer here is the answer that was scored.
         folder = model_folder(path)
         config = load_config(str(base_folder(folder) or folder))
         self.dtype = dtype or str(config.dtype or torch.float32).removeprefix("torch.")
@@ -80,6 +81,8 @@ class Conversation:
         The oldest questions are dropped, with a notice, until the prompt leaves a quarter of the
         context for the answer. Raises UserError if the question alone is too long.
         """
+        # A prompt without room for an answer would be answered by one token: the oldest turns go
+        # first.
         turns = [*self.turns, {"role": "user", "content": question}]
         with as_user_error(f"{self.name}: its tokenizer fails", Exception):
             prompt = self.tokens(turns)

@@ -19,7 +19,7 @@ from ..run.folder import RunFolder, parse_metrics, read_metrics
 
 NUM_ANSWERS = 3
 MAX_CHARACTERS = 240
-"""Of a prompt, and of an answer."""
+"""The longest prompt, and the longest answer, that is shown."""
 MAX_BYTES = 1 << 20
 """At the beginning of a file of samples, and at its end, in which they are looked for."""
 

@@ -40,7 +40,7 @@ MAX_GAINS = 8
 """Scores in the first lines; the table has the others."""
 MAX_PICTURE_BYTES = 4 << 20
 WIDTHS = {"curves": 600, "scores": 520}
-"""Of pictures on a wide page: half of their pixels."""
+"""Widths of pictures on a wide page: half of their pixels."""
 
 
 def write_card(run: RunFolder, merged: bool = False) -> None:
@@ -114,6 +114,7 @@ def card(
         eval_results += [] if merged else _eval_results(results, own, run)
         answers = answers or of_evaluation(folder, results, own, start)
     datasets = [source["path"] for source in sources if "revision" in source]
+    # The hub's filters and links: base model, data, and the scores of its leaderboards.
     front_matter = ModelCardData(
         base_model=base,
         datasets=list(dict.fromkeys(datasets)) or None,
@@ -123,6 +124,7 @@ def card(
         model_name=without_html(title) if eval_results else None,
         eval_results=eval_results or None,
     ).to_yaml()
+    # Texts of strangers go through the template's filters, which leave no HTML and no new lines.
     what = TASKS[recipe.task].title + (f" of {base.split('/')[-1]}" if base else "")
     what += f" with {recipe.optimizer.title}"
     what += " from random weights" if recipe.model.init_seed is not None else ""
@@ -326,6 +328,8 @@ def _change(training: dict[str, Any], merged: bool) -> dict[str, Any]:
     """Return what the page says about the change of the weights, and a warning if training broke
     or did not change the model.
     """
+    # The paper's learning rates change a weight by 1e-9 to 1e-8 a step: a training that does
+    # nothing must not look like one.
     change, aux_change = (training.get(f"{part}relative_change") for part in ("", "aux_"))
     saved = training.get("change_after_saving", {})
     survival, largest, warning = saved.get("matrices", {}), max(change or 0, aux_change or 0), ""
@@ -361,6 +365,7 @@ def public_results(folder: Path, run: RunFolder, recipe: Recipe) -> tuple[Result
     results = read_results(folder)
     if results is None:
         raise UserError(f"{folder / NAME}: is missing; evaluate the run again")
+    # Rows name folders of this machine: they are found by them, then replaced by hub names.
     models = [row["model"] for row in results["rows"]]
     own = [
         i
@@ -385,6 +390,7 @@ def public_results(folder: Path, run: RunFolder, recipe: Recipe) -> tuple[Result
 
 def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
     optimizer, training, parameters = recipe.optimizer, record["training"], record["parameters"]
+    # run.json has more: here is what a reader needs to train the same model again.
     measured, seeds, start = (
         record.get("optimizer", {}),
         record["seeds"],

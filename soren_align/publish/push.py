@@ -63,6 +63,7 @@ def push(
     dry_run: upload nothing, use no network, and return the list of files. Raises UserError, before
     anything is uploaded, if the model should not or cannot be uploaded.
     """
+    # Everything that can fail without the network is checked before anything is uploaded.
     if repo.count("/") != 1:
         raise UserError(
             f"{repo}: is no OWNER/NAME; write a user or an organization of the hub, a slash and a name"
@@ -81,6 +82,7 @@ def push(
                 "there is no token for the Hugging Face hub; run `hf auth login`, or set HF_TOKEN"
             )
         try:
+            # One commit of links and rewritten files: the run's own folder stays as it is.
             _stage(folder, run, recipe, model, repo, merged, revision)
             if dry_run:
                 sizes = [
@@ -126,6 +128,7 @@ def _stage(
     Other files of the model's folder are printed.
     """
     left_out, shown = [], pictures(run)
+    # By an allowlist: notes, optimizer states and pickles beside the weights stay here.
     for file in sorted(model.iterdir()):
         if not any(fnmatchcase(file.name, name) for name in UPLOADED):
             # the card is written anew

@@ -27,9 +27,9 @@ KEYS = (LOSS, HELD_OUT, MARGIN, HELD_OUT_MARGIN)
 SCORE = f"eval_{BENCHMARK}"
 """Begins the key of a benchmark's score."""
 MAX_POINTS = 600
-"""Of a curve: a figure is 800 pixels wide, a terminal 160 dots."""
+"""Points of a curve: a figure is 800 pixels wide, a terminal 160 dots."""
 MAX_MARKERS = 60
-"""Of a drawn line: of more evaluations the line alone is drawn."""
+"""Markers of a drawn line: of more evaluations the line alone is drawn."""
 SAMPLED_FROM = 16 << 20
 """Bytes of a file of which every line is read. Of one k times as long, about every k-th line, and
 all evaluations."""
@@ -117,6 +117,7 @@ def read_curves(file: Path) -> Curves:
     curves = Curves()
     if not file.is_file():
         return curves
+    # Of a long file every k-th log, but all evaluations: they are few, and the lowest is named.
     every = 1 + file.stat().st_size // SAMPLED_FROM
     with file.open("rb") as lines:
         for number, line in enumerate(iter(partial(lines.readline, MAX_LINE), b"")):
@@ -205,6 +206,7 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
     from matplotlib.ticker import LogLocator, NullFormatter
 
     is_alone = len(runs) == 1
+    # A panel for each quantity that a run has; runs share panels, so that they are compared by eye.
     panels = [
         ("loss", LOSS, HELD_OUT),
         ("reward margin of preference pairs", MARGIN, HELD_OUT_MARGIN),
@@ -247,6 +249,7 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
                 label = f"lowest held-out: {value:.4g}, step {step:g}"
                 color = colors.lines[2]
                 axes.plot([step], [value], "*", markersize=13, zorder=5, color=color, label=label)
+        # A loss that falls by a factor of ten hides its end on a linear axis.
         if keys[0] == LOSS and is_logarithmic(values):
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 AVERAGE = "average"
 SHARES = (0.05, 0.1, 0.2)
-"""Of answers that differ between two models, where a plan has no two models to measure it: two runs
+"""Shares of answers that differ between two models, where a plan has no two models to measure it: two runs
 of one training differ in 6 to 10% (study/estimates.py, `Assumed`), different models in more."""
 QUESTIONS = 1000
-"""Of a plan without a file."""
+"""The number of questions of a plan without a file."""
 REMEDY = "add --common to compare only the tasks and questions that all models have"
 
 Model = dict[str, Scores]
@@ -53,6 +53,8 @@ def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
             raise UserError(f"{path_text}: {finding}; name a file or folder of results")
         if (path / "run.json").is_file():
             path = _evaluation(path)
+        # An evaluation of our own has several rows, one metric per task, and no ids; anything else
+        # is one model.
         if (path / NAME).is_file():
             if columns != Columns():
                 raise UserError(
@@ -68,6 +70,8 @@ def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
             if not name and own in models:
                 own = f"{place.parent.name}/{own}"
             rows = {own: read_scores(path, columns)}
+        # Two runs share their base: the same row is shown once, another row of that name gets the
+        # run's name.
         *_, last = rows
         for row, model in rows.items():
             # the last row of a table is the run's own model
@@ -138,6 +142,8 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
         for model in models.values():  # files of one task, some or all of which do not name it
             ((task, scores),) = model.items()
             model[names[0] if names else scores.metric] = model.pop(task)
+    # Pairing is by question: a model that lacks some, or has other texts under the same ids, would
+    # be compared with something else.
     answers = {name: ModelAnswers({}) for name in models}
     notes: list[str] = []
     for task in dict.fromkeys(task for model in models.values() for task in model):
@@ -166,6 +172,7 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
                     f"{first_name} (few-shot examples or chat template), so the difference is one "
                     "of model and prompt"
                 )
+        # How many questions each model loses stands under the table.
         left_out = {name: len(scores.table) - len(shared) for name, scores in chosen.items()}
         if any(left_out.values()):
             listed = ", ".join(f"{num:,} of {name}" for name, num in left_out.items())
@@ -283,6 +290,8 @@ def stats(
     metrics = {task: scores.metric for task, scores in models[first].items()}
     results = make_results(models, answers, notes, mean)
     # The minimum detectable effects of all differences, in points, by model and column.
+    # A difference that is not significant says nothing without the effect that so many questions
+    # would have shown.
     smallest: dict[str, dict[str, float]] = {}
     differences = {row["name"]: row.get("differences") or {} for row in results["rows"]}
     num_tests = sum(map(len, differences.values()))
@@ -443,6 +452,7 @@ def plan(
     cases: list[tuple[str, float, Part, int]] = []
     """The name, the share of answers that differ, the variance of a mean difference over so many
     questions."""
+    # Two models measure the share of answers that differ; one, or none, leaves it open.
     num_tests, answers = 1, {}
     if arguments:
         _, answers, _ = load(arguments, columns, reference, groups, common)
@@ -474,6 +484,7 @@ def plan(
                 )
                 label = f"{task} " * bool(task) + f"at {100 * score:.1f}%"
                 cases.append((label, share, Part(variance / num, num - 1.0), num))
+    # Holm's first threshold: the difference has to be found among all of them.
     entries = []
     for name, share, part, num in cases:
         size, is_known = questions or num, isfinite(float(part.variance))

@@ -33,7 +33,7 @@ IDS += ("idx", "index")
 TASKS = ("task", "task_name", "benchmark")
 WORDS = {"true": 1.0, "yes": 1.0, "correct": 1.0, "false": 0.0, "no": 0.0, "incorrect": 0.0}
 SAMPLES = re.compile(r"samples_(.+)_\d{4}-\d\d-\d\dT[\d.:-]+\.jsonl")
-"""Of lm-eval; the group is the task."""
+"""Names of lm-eval's files; the group is the task."""
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".json")
 LM_EVAL_KEYS = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter"}
 LM_EVAL_KEYS |= {"metrics", "task", "doc_hash", "prompt_hash", "target_hash"}
@@ -63,15 +63,15 @@ class Scores:
     source: str
     """The file or folder, for messages."""
     table: "pd.DataFrame"
-    """By the id of a question: `points` in [0, 1], and `content`, `prompt` and `cluster`, which are
+    """The rows by the id of a question: `points` in [0, 1], and `content`, `prompt` and `cluster`, which are
     texts or None."""
     digest: str = ""
-    """Of an evaluation of our own: the hash of all questions and prompts, in place of
+    """The hash of an evaluation of our own, of all questions and prompts, in place of
     `content`."""
     score: dict[str, Any] | None = None
-    """Of an evaluation of our own: the score in its results.json."""
+    """The score in results.json of an evaluation of our own."""
     has_average: bool = False
-    """Of an evaluation of our own: whether its suite compares averages too."""
+    """Whether the suite of an evaluation of our own compares averages too."""
 
 
 class _Answer(NamedTuple):
@@ -136,6 +136,7 @@ def _read_file(file: Path, default: str, columns: Columns) -> dict[str, Scores]:
     """The metric and the filter by task."""
     filters: set[str] = set()
     is_samples: bool | None = None
+    # One pass: a file of 5 GB is read record by record, and of each only four values stay.
     for place, record in _records(file, columns):
         if not isinstance(record, dict):
             raise UserError(f"{place}: is not an object with keys; name a file of {KNOWN}")
@@ -185,6 +186,7 @@ def _answer(record: dict[str, Any], is_samples: bool, columns: Columns, place: s
     task = next((record[n] for n in TASKS if record.get(n) not in (None, "")), None)
     content, prompt, filter_name = record.get("question"), None, ""
     if is_samples:
+        # lm-eval lists a record's metrics; older versions only have them as keys.
         names = record.get("metrics")
         if not isinstance(names, list):
             names = [name for name in record if name not in LM_EVAL_KEYS]
@@ -285,7 +287,7 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
             except (ValueError, RecursionError) as error:
                 if is_first and line.rstrip()[-1:] in ("{", "[", ","):
                     break  # the first line of an indented document
-                reason = str(error).partition(": line ")[0]
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
                 remedy = "the file may have been cut off; write or download it again"
                 raise UserError(f"{file}:{number}: is not JSON: {reason}; {remedy}") from None
             if is_first and isinstance(record, list):
