@@ -25,6 +25,7 @@ from ..evaluate.run.backends import (
     model_folder,
 )
 from ..evaluate.run.lineage import lineage
+from ..run.quantized import quantization_of
 from ..run.weights import load_config
 
 EMPTY = "(empty answer)"
@@ -54,11 +55,13 @@ class Conversation:
         # As `eval` loads it, so that an answer here is the answer that was scored.
         folder = model_folder(path)
         config = load_config(str(base_folder(folder) or folder))
-        self.dtype = dtype or str(config.dtype or torch.float32).removeprefix("torch.")
+        dtype = dtype or str(config.dtype or torch.float32).removeprefix("torch.")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer = load_tokenizer(folder)
-        lm = load_lm(folder, self.tokenizer, BackendSettings("hf", self.dtype, device, 1))
+        lm = load_lm(folder, self.tokenizer, BackendSettings("hf", dtype, device, 1))
         self.model, self.context = lm.model, lm.max_length
+        quantized = quantization_of(self.model)
+        self.precision = f"{quantized['quantize']} ({quantized['type']})" if quantized else dtype
         self.system = [{"role": "system", "content": system}] if system else []
         self.turns: list[dict[str, str]] = []
 
@@ -153,7 +156,7 @@ def converse(
         with console.status(f"Loading {name}"):
             conversation = Conversation(name, path, dtype, **settings)
         conversations.append(conversation)
-        text = f"{name}: {path}, {conversation.dtype}"
+        text = f"{name}: {path}, {conversation.precision}"
         if not conversation.tokenizer.chat_template:
             text += ", no chat template, so the model completes plain text without a history"
         print_labelled(console, "model", printable(text))

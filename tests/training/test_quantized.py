@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from soren_align.evaluate.run.backends import BackendSettings, load_lm
-from soren_align.launch.chat import ChatModel
+from soren_align.launch.chat import Conversation
 from soren_align.planning.inputs import count_frozen
 from soren_align.planning.plan import plan_training
 from soren_align.run.quantized import quantization_of
@@ -118,7 +118,7 @@ def test_a_plan_counts_the_bytes_that_are_loaded(tiny_run, quantize):
 @pytest.mark.rest
 def test_chat_and_plan_state_the_bits(sft):
     quantize = sft.recipe.model.quantize
-    assert ChatModel("SFT", sft.folder.model).precision.startswith(f"{quantize} (")
+    assert Conversation("SFT", sft.folder.model).precision.startswith(f"{quantize} (")
     plan, _ = plan_training(sft.recipe)
     (frozen,) = (part for part in plan["processes"]["memory"] if part["name"] == "frozen weights")
     assert frozen["detail"] == f"{quantize}, not trained"
