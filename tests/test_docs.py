@@ -14,9 +14,10 @@ from soren_align.core import shipped
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.optim import build as build_module
 from soren_align.optim import optimizer as optimizer_module
+from soren_align.optim import optimizers as optimizers_module
 from soren_align.recipe import optimizer as optimizer_sections
 from soren_align.run.metrics import METRICS
-from soren_align.spectral.maps import Setting
+from soren_align.testing import check_map
 
 from tests.support import command
 from tests.support.pages import ROOT, blocks, script
@@ -163,21 +164,25 @@ def test_the_picture_of_the_idea_is_drawn_from_the_maps_and_the_recorded_spectra
 
 
 def test_the_optimizer_of_the_contributing_page_takes_its_step(monkeypatch):
-    code, section = [block for block in blocks("CONTRIBUTING.md", "python") if "Hill" in block]
-    monkeypatch.setattr(optimizer_module, "OPTIMIZERS", registered := dict(optim.OPTIMIZERS))
-    monkeypatch.setattr(build_module, "OPTIMIZERS", registered)
-    exec(code, {})
-    assert registered.keys() - optim.OPTIMIZERS.keys() == {"hill"}
+    (code,) = [block for block in blocks("CONTRIBUTING.md", "python") if "HILL" in block]
+    exec(code, names := {})
+    record = names["HILL"]
+    check_map(record)
+    for module in (optimizer_module, build_module):
+        monkeypatch.setattr(module, "OPTIMIZERS", {**optim.OPTIMIZERS})
+    hill = optimizers_module.optimizer_of(record)
     weight = torch.nn.Parameter(torch.eye(3, 2))
     weight.grad = torch.tensor([[0.3, 0.0], [0.0, 0.2], [0.0, 0.0]])
-    registered["hill"]([weight], 1.0, momentum=0.0, weight_decay=0.0, adjust_lr_fn="none").step()
+    hill([weight], 1.0, momentum=0.0, weight_decay=0.0, adjust_lr_fn="none").step()
     expected = torch.eye(3, 2) - torch.tensor([[0.9, 0.0], [0.0, 0.8], [0.0, 0.0]])
     torch.testing.assert_close(weight.detach(), expected)
-    exec(section, names := {**vars(optimizer_sections), "Setting": Setting})
-    settings = names["HillSettings"](name="hill", lr=1.0)
-    assert settings.map_settings == {"tau": 0.1}
-    keys = registered["hill"].keywords().keys() - {"workspace_mb"}
+    section = optimizer_sections.section_of(record)
+    settings = section(name="hill", lr=1.0)
+    assert (settings.map_settings, settings.title) == ({"tau": 0.1}, "Hill")
+    keys = hill.keywords().keys() - {"workspace_mb"}
     assert keys <= {*type(settings).model_fields}
+    with pytest.raises(ValueError, match="greater than 0"):
+        section(name="hill", lr=1.0, tau=-1.0)
 
 
 def test_the_suite_of_the_contributing_page_is_valid(tmp_path):

@@ -1,8 +1,9 @@
 """Soren, Muon, HTMuon and AdamW: their settings, and the map of each; the base is
 `SpectralOptimizer`.
 
-A matrix optimizer defines `map_matrix`; all else is `SpectralOptimizer`. A new one is a subclass
-that names itself, its settings and, if it has one, its state: see `SpectralOptimizer`.
+A matrix optimizer defines `map_matrix`; all else is `SpectralOptimizer`. A new one is a record of
+its map (`optimizer_of` makes the class); one whose map has a state is a subclass that names itself,
+its settings and its state: see `SpectralOptimizer`.
 """
 
 from collections.abc import Mapping
@@ -20,9 +21,9 @@ from ..core.optimizer_settings import (
     FactorPrecision,
     Precision,
 )
-from ..spectral.maps import HTMUON, MUON, SOREN_MAPS, SpectralMap, seed_of
+from ..spectral.maps import HTMUON, MAPS, MUON, SOREN_MAPS, SpectralMap, seed_of
 from .group_settings import checked_settings, choice, name_in_model, number, setting_checks
-from .optimizer import MapContext, SharedSettings, SpectralOptimizer
+from .optimizer import OPTIMIZERS, MapContext, SharedSettings, SpectralOptimizer
 
 
 def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -225,6 +226,28 @@ class HTMuon(RegisteredMap, name="htmuon"):
         super().__init__(params, lr, p=p, adjust_lr_fn=adjust_lr_fn, **shared)
 
 
+def optimizer_of(record: SpectralMap) -> type[RegisteredMap]:
+    """The optimizer that a map's record alone defines: W <- W - lr * U f(S) V^T. Arguments: `Soren`,
+    and the record's settings.
+    """
+
+    def construct(
+        self: RegisteredMap,
+        params: ParamsT,
+        lr: float | Tensor = default.LR,
+        **settings: Unpack[SharedSettings],
+    ) -> None:
+        SpectralOptimizer.__init__(self, params, lr, **{**record.plain_defaults, **settings})
+
+    members = {
+        "__doc__": record.doc,
+        "__init__": construct,
+        "record": record,
+        "map_settings": setting_checks(record),
+    }
+    return type(record.label, (RegisteredMap,), members, name=record.optimizer)
+
+
 class AdamW(SpectralOptimizer, name="adamw"):
     """torch.optim.AdamW(fused=True), TRL's default, bit for bit on float32 and float64 parameters.
 
@@ -245,3 +268,9 @@ class AdamW(SpectralOptimizer, name="adamw"):
     ):
         shared = {"weight_decay": weight_decay, "compensation": compensation}
         super().__init__(params, lr, **shared, betas=betas, eps=eps)
+
+
+# Records of optimizers that have no class above.
+for _record in MAPS.values():
+    if _record.optimizer not in OPTIMIZERS:
+        optimizer_of(_record)

@@ -1,9 +1,8 @@
 """The optimizer section of a recipe: one class per optimizer, and one class per map of Soren.
 
-A new optimizer is one class here, with its name and the keys that only it has, and one member of
-`Optimizer`. A new map is a record in `spectral.maps`, of which its section here is made. Choices,
-checks, schema and documentation follow from them. Defaults and bounds come from
-`optimizer_settings`.
+A map is a record in `spectral.maps`, of which its section here is made; so is the section of an
+optimizer whose map is a record of its own. Choices, checks, schema and documentation follow from
+them. Defaults and bounds come from `optimizer_settings`.
 """
 
 import operator
@@ -81,10 +80,9 @@ class _MapSection(Section):
     model_config = ConfigDict(use_attribute_docstrings=False)
 
 
-def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
-    """The section with the name and the settings of one of Soren's maps."""
-    name = spectral_map.name
-    fields: dict[str, Any] = {"name": (Literal[name], name) if is_default else Literal[name]}
+def _fields_of(spectral_map: SpectralMap) -> dict[str, Any]:
+    """The pydantic fields of a map's settings."""
+    fields: dict[str, Any] = {}
     for key, setting in spectral_map.settings.items():
         kind: Any = dict[str, Any] | None if setting.default is None else type(setting.default)
         if setting.choices:
@@ -94,6 +92,14 @@ def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
         elif setting.bounds:
             kind = Annotated[kind, within(setting.bounds)]
         fields[key] = (kind, Field(setting.default, description=setting.doc))
+    return fields
+
+
+def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
+    """The section with the name and the settings of one of Soren's maps."""
+    name = spectral_map.name
+    fields: dict[str, Any] = {"name": (Literal[name], name) if is_default else Literal[name]}
+    fields |= _fields_of(spectral_map)
     title = "".join(word.capitalize() for word in name.split("_"))
 
     def complete(section: Any) -> Any:
@@ -366,6 +372,21 @@ class HTMuonSettings(MatrixOptimizer):
     """Each singular value of the momentum is raised to this power."""
 
 
+def section_of(spectral_map: SpectralMap) -> type[MatrixOptimizer]:
+    """The section of the optimizer that a map's record alone defines."""
+    name = spectral_map.optimizer
+    section: Any = create_model(
+        f"{spectral_map.label}Settings",
+        __base__=MatrixOptimizer,
+        __module__=__name__,
+        __doc__=spectral_map.doc,
+        name=Literal[name],
+        **_fields_of(spectral_map),
+    )
+    section.title, section.own_map = spectral_map.label, spectral_map
+    return section
+
+
 class AdamWSettings(OptimizerSection):
     """torch.optim.AdamW updates all parameters."""
 
@@ -393,6 +414,9 @@ def _problem(section: Any, name: str) -> str:
 _OWN: dict[str, type[OptimizerSection]] = {
     "soren": SorenSettings, "muon": MuonSettings, "htmuon": HTMuonSettings, "adamw": AdamWSettings
 }  # fmt: skip
+_OWN |= {
+    record.optimizer: section_of(record) for record in MAPS.values() if record.optimizer not in _OWN
+}
 OPTIMIZER_SECTIONS: dict[str, type[OptimizerSection]] = _OWN | {
     section.model_fields["name"].annotation.__args__[0]: section
     for section in third_party.objects(third_party.OPTIMIZERS, _OWN, _problem)
