@@ -71,6 +71,15 @@ def iterable_dataset(rows: Callable[[], Iterator[dict[str, Any]]]) -> IterableDa
     return IterableDataset(ExamplesIterable(lambda: enumerate(rows()), {}))
 
 
+def filtered(dataset: Any, is_kept: Callable[[Any], bool]) -> Any:
+    """The examples of a dataset, or of one without a length, that are kept."""
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(is_kept)
+    # By indices in memory: `Dataset.filter` would write a file beside the tokens.
+    indices = [i for i, example in enumerate(dataset) if is_kept(example)]
+    return dataset if len(indices) == len(dataset) else dataset.select(indices)
+
+
 def has_turns(dataset: Dataset) -> bool:
     """Whether the columns contain lists of turns, and not texts."""
     return not all(isinstance(feature, Value) for feature in dataset.features.values())

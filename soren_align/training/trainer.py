@@ -23,7 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import DPOTrainer, SFTTrainer
 
 from ..core.errors import UserError
-from ..data import pair_of, uncached, verified_values
+from ..data import filtered, pair_of, uncached, verified_values
 from ..optim import build_optimizer, completed_settings
 from ..recipe import OptimizerSection
 from ..sharding import chain_of, set_strategy, sum_in_float32
@@ -349,11 +349,7 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if args.truncation_mode != "keep_start":
             return dataset
-        # By indices in memory: `datasets.filter` would write a file beside the tokens.
-        kept = [
-            i for i, pair in enumerate(dataset) if not pair_of(pair).drop_reason(args.max_length)
-        ]
-        return dataset if len(kept) == len(dataset) else dataset.select(kept)
+        return filtered(dataset, lambda pair: not pair_of(pair).drop_reason(args.max_length))
 
 
 class SorenPretrainer(SorenSFTTrainer):
