@@ -151,6 +151,8 @@ def _buckets(parts: Iterator[Chunk]) -> Iterator[list[Chunk]]:
     """Consecutive chunks of one device and kernel, together with at most CHUNK temporary
     elements.
     """
+    # One call of the kernel per bucket: for thousands of norms and biases, launches take longer
+    # than the arithmetic.
     bucket: list[Chunk] = []
     num_temporary = 0
     for chunk in parts:
@@ -171,6 +173,7 @@ def _update_(bucket: Sequence[Chunk], group: dict[str, Any], lr: float | Tensor)
     # torch adds to its step tensors in place, and the fused kernel reads them on the device.
     steps = torch.stack([chunk.step for chunk in bucket])
     steps = steps.to(device, non_blocking=True) if fused else steps
+    # The kernel updates float32 weights in place; narrower ones are split and joined around it.
     weights = [master_weights(c.parameter, c.compensation).to(c.exp_avg.dtype) for c in bucket]
     averages = [chunk.exp_avg for chunk in bucket], [chunk.exp_avg_sq for chunk in bucket]
     (beta1, beta2), decay = group["betas"], group["weight_decay"]

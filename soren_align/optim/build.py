@@ -64,6 +64,8 @@ def build_optimizer(
         )
     if settings.get("match_rms") == "adamw":
         settings["match_rms"] = adamw_rms(betas[0])
+    # AdamW gets the same two groups, so that both of its learning rates mean what they mean for the
+    # others.
     is_adamw = cls.rule == "adamw"
     rates = {"lr": lr, "aux_lr": aux_lr, "aux_weight_decay": aux_weight_decay}
     of_matrices: dict[str, Any] = {} if is_adamw else {"split": split}

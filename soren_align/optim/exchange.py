@@ -102,6 +102,7 @@ def with_map_state(shards: Sequence[Shard], map_state: MapState) -> Sequence[Sha
 
     Each has the share of the state of its weight's matrices that lies with its elements.
     """
+    # One flat tensor per parameter and name: launchers shard and save it beside the momentum.
     ends: dict[tuple[int, str], int] = defaultdict(int)
     for shard in shards if map_state else ():
         for key, size in map_state_sizes(shard.shape, shard.layout, map_state).items():
@@ -127,6 +128,8 @@ def matrix_batches(kinds: Sequence[WeightKind], workspace_mb: float | None) -> l
     workspace_mb: MB (2^20 bytes); a weight that needs more is a batch of its own. None:
     `default_workspace_mb`.
     """
+    # Equal weights together: one launch for many small matrices, whose maps alone leave most of a
+    # GPU idle. An empty shard's weight has no map.
     indices: dict[Any, list[int]] = {}
     for index, kind in enumerate(kinds):
         if 0 not in kind[0]:
@@ -191,6 +194,7 @@ class Batch:
             return function(
                 x, names, **{key: numbers.squeeze(-2) for key, numbers in state.items()}
             )
+        # The matrices of a weight are mapped apart, as in a model that stores them apart.
         parts = layout.split(x)
         if x.ndim == 3:
             together = {key: numbers.flatten(0, 1) for key, numbers in state.items()}
@@ -252,6 +256,8 @@ def batch_of(
     get the new ones.
     pairs: outputs of the weights -> the pairs that the batch returns.
     """
+    # Inputs are an iterator: each is made, copied into the batch and freed before the next one. A
+    # single weight is not copied at all.
     shape, layout, dtype, device = kind
     if len(members) == 1:
         stacked = next(inputs)

@@ -56,6 +56,7 @@ def checked_numbers(
     ]
     named = [(name, parameter) for name, parameter, _ in with_rules]
     known_norm = gradient_norm if previous_bound <= LOOSE_NORM else None
+    # An error is kept until the ranks have met: who raises alone leaves the others waiting.
     problem: Exception | None = None
     numbers = torch.zeros(2, dtype=torch.float64)
     try:
@@ -84,6 +85,7 @@ def checked_numbers(
             numbers = torch.stack([square, square.clamp(min=previous_bound**2)])
     except ValueError as error:
         problem = error
+    # Learning rates that are tensors are read by the same host read as the norms.
     rates = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
     on_device = [lr.detach().reshape(1).to(numbers.device, torch.float64) for lr in rates]
     total, largest, *on_host = strategy.check_gradients(named, problem, numbers, *on_device)
@@ -129,6 +131,7 @@ def _squared_norms(
     The first is finite only if all gradients are. The second is at least |N|_F^2 of every matrix in
     one tensor, since N is a weighted mean of its gradient and its momentum.
     """
+    # Matrices apart: only their norms bound the inputs of maps.
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     bound = 1.0

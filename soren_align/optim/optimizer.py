@@ -368,11 +368,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 "does not share"
             )
 
+        # Complete: a group holds all settings of its rule and no others, so that a checkpoint
+        # records what was used.
         defaults = {**RULE_DEFAULTS["adamw"], **self.defaults}
         group = {**{key: defaults[key] for key in checks if key in defaults}, **group}
         group = _with_layouts(checked_settings(group, checks, where))
         if group["rule"] == "spectral":
             refuse_combinations(group, where)
+        # Check the parameters: a vector in a spectral group would be "mapped" without an error.
         # torch wraps the one and refuses the other
         if not isinstance(group["params"], Tensor | set):
             group["params"] = list(group["params"])  # once: it may be a generator

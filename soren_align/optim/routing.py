@@ -315,6 +315,7 @@ def param_groups(
     Raises ValueError if no parameter goes to the spectral rule, if others have neither aux_lr nor
     lr, and whatever `route` refuses.
     """
+    # A head among the matrices is the one mistake that routing by blocks can make: say so.
     routes = route(model, aux, matrices, split)
     if (
         matrices == MATRICES
@@ -339,6 +340,7 @@ def param_groups(
             f"{type(model).__name__} has no weight matrix for a spectral optimizer ({reasons}); "
             "use AdamW"
         )
+    # Two groups at most. Settings that are None are left to the optimizer's defaults.
     aux_lr = lr if aux_lr is None else aux_lr
     others = [r for r in routes if r.rule == "adamw"]
     if others and aux_lr is None:
@@ -425,6 +427,7 @@ def share_notices(optimizer: str, table: Sequence[Mapping[str, Any]]) -> list[st
 
 def _occurrences(model: nn.Module) -> dict[nn.Parameter, list[_Occurrence]]:
     """The occurrences of every trainable parameter; the first one gives its name."""
+    # All names of a parameter: a tied head must be found under its embedding, whichever is first.
     modules = dict(model.named_modules(remove_duplicate=False))
     is_own = not _is_language_model(model)
     lists = set()  # of blocks: in a class of one's own also modules of one class in sequence

@@ -57,6 +57,7 @@ def divided_by_rows(output: Tensor, moments: Tensor, beta: float, *, transposed:
     moments: [..., m], changed in place. transposed: the rows are columns of `output`, which is not
     modified.
     """
+    # A row is an output of the layer, whichever way the weight is stored.
     dim = -2 if transposed else -1
     moments.lerp_(output.square().mean(dim), 1 - beta)
     divided = output / moments.sqrt().add_(EPS).unsqueeze(dim)

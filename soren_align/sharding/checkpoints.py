@@ -136,6 +136,7 @@ def to_universal(checkpoint: Path) -> None:
     )
     dump: Any = ds_to_universal.dump_param_fragment
 
+    # Its loop over shards cannot narrow a sparse tensor, so that the part is made dense here.
     def dump_dense(*arguments: Any) -> None:
         *places, values, name, offset, numel = arguments
         # moments of the rows, see `zero.with_second_moments`

@@ -110,6 +110,7 @@ def full_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     from deepspeed import zero  # pyright: ignore[reportMissingImports]
     from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
 
+    # One parameter at a time: all ranks gather it, the first keeps a copy on its CPU.
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             whole = safe_get_full_fp32_param(parameter)
@@ -130,6 +131,8 @@ def set_strategy(
     process too, and the tensors that this rank updates, by group. Raises ValueError, on every rank,
     for an unknown or unsupported sharding; see `set_zero_strategy`, `FSDP2Strategy`.
     """
+    # The innermost optimizer steps; the wrapper around it says who shards: DeepSpeed by its class,
+    # FSDP2 by its tensors, and DDP by nothing at all, so that it comes last.
     *wrappers, inner = chain_of(optimizer)
     if not isinstance(inner, SpectralOptimizer):
         raise ValueError(

@@ -124,6 +124,7 @@ class RankStrategy(ShardingStrategy, ABC):
         Raises ValueError, on every rank, if a rank cannot plan it or has another plan than the
         others.
         """
+        # Planned once per set of tensors that step together; a plan costs a collective.
         tensors = [parameter for _, parameter in named]
         key = tuple(map(id, tensors))
         if exchange := self.exchanges.pop(key, None):
@@ -317,7 +318,7 @@ class _Direction:
 class _Bucket:
     """The weights of one bucket on this rank: gather, then batches, then arrived.
 
-    Both buffers are used twice: the outputs travel where the map inputs came from. With `adapt` all
+    Both buffers are used twice: outputs are sent to where the map inputs came from. With `adapt` all
     parts of outputs are returned on arrival, when the squares of all ranks can be added.
     """
 

@@ -89,6 +89,8 @@ def split_weights(layout: Layout, weight_layouts: WeightLayouts) -> Layout:
         if len(parts) == 1 and len(parameter.shape) == 2:
             weights.append(parameter._replace(layout=parts[0].layout))
             continue
+        # Cut each shard where a weight ends: both lists ascend, so that a bisection finds the
+        # weights that a shard touches (a layer may have hundreds of experts).
         ends = [*accumulate(part.numel for part in parts)]
         shards: list[list[RankShard]] = [[] for _ in parts]
         for rank, offset, start, size in parameter.shards:
@@ -139,6 +141,8 @@ def flat_partitions(
     size = -(-end // num_ranks) if partition_numel is None else partition_numel
     if end > size * num_ranks:
         raise ValueError(f"{num_ranks} partitions of {size} elements cannot hold {end}")
+    # A parameter of the flat group lies on as many ranks as partition bounds cut it: under ZeRO 1
+    # and 2 most lie on one.
     weights, free_from = [], 0
     for start, (name, shape) in zip(starts, shapes.items(), strict=True):
         if start < free_from:

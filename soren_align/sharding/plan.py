@@ -222,6 +222,7 @@ def schedule_flops(plan: ExchangePlan, flops: Sequence[int]) -> int:
     gathered, so they count with it. Replicas wait for each other only at the end. An upper bound:
     in fact a rank can be a bucket ahead.
     """
+    # In each bucket all ranks wait for the busiest one.
     phases = [[*plan.local, *(plan.buckets[0] if plan.buckets else ())], *plan.buckets[1:]]
     if plan.layout.replicated:
         phases = [range(len(flops))]

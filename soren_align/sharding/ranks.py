@@ -130,6 +130,7 @@ class Ranks:
         if self.num_ranks == 1:
             yield
             return
+        # The store, and no collective: a collective has a timeout, and tokenizing may take hours.
         store, key = (
             dist.distributed_c10d._get_default_store(),
             f"soren_align/first/{next(_numbers)}",
@@ -257,6 +258,8 @@ def _wait_for_first(store: dist.Store, key: str) -> None:
     """Wait until the first rank has left its block.
     Raises its error, and LostRankError if it has ended.
     """
+    # Polled in a thread of its own: a store in a stopped process never answers, and a signal must
+    # still reach this one.
     seen = [time.monotonic()]
 
     def poll() -> list[str] | None:

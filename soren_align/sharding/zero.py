@@ -108,6 +108,7 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
         raise ValueError(
             f"offload_optimizer.ratio is {zero.partial_offload}, but only 1 is supported; write 1"
         )
+    # Read where the parameters are, from attributes of DeepSpeed that no interface promises.
     tensors = list(_flat_tensors(zero))
     spectral = [tensor for tensor in tensors if tensor.rule == "spectral"]
     groups = {tensor.process_group for tensor in tensors}
@@ -239,6 +240,8 @@ def row_places(optimizer: SpectralOptimizer, tensor: Tensor) -> Tensor:
         for group in optimizer.param_groups
         for name, layout in group.get("weight_layouts", {}).items()
     }
+    # DeepSpeed's universal checkpoints have tensors of the parameters' shape alone: a number per
+    # row is saved at the place of the row's first element.
     places = [torch.zeros(0, dtype=torch.int64)]
     for shard in optimizer.strategy.shards([("", tensor)], layouts):
         size, numel = (
