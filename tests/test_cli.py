@@ -250,8 +250,8 @@ def test_a_wrong_name_is_a_sentence_and_exit_code_2(tmp_path, arguments, message
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ("compare quickstart/compare --report --jobs 2 --extend",
-     "--jobs, --extend: have no effect with --report, which starts no runs; remove these options"),
+    ("compare quickstart/compare --report --jobs 2 --yes",
+     "--jobs, --yes: have no effect with --report, which starts no runs; remove these options"),
     ("plan quickstart/compare --full", "--full: has no effect on a study; remove this option"),
     ("plan quickstart/sft --full --json", "--full: has no effect with --json, which prints everything; remove this"),
     ("show --full --json", "--full: has no effect with --json"), ("spectrum r --json --full", "--full: has no effect"),

@@ -290,12 +290,12 @@ def compare(
     processes: Annotated[
         int, typer.Option(min=1, metavar="N", help="Start N processes per run, one per GPU.")
     ] = 1,
-    extend: Annotated[
+    yes: Annotated[
         bool,
         typer.Option(
-            "--extend",
-            help="Add trials to the search. If a selected value is the largest or smallest that was tried, they have "
-            "values beyond it.",
+            "--yes",
+            help="Extend the search without asking where a selected value is the largest or "
+            "smallest that was tried.",
         ),
     ] = False,
     report: Annotated[
@@ -304,9 +304,7 @@ def compare(
 ) -> None:
     """Compare optimizers: tune each, then train it on fresh seeds."""
     if report:
-        refuse_options(
-            context, ["jobs", "processes", "extend"], "with --report, which starts no runs"
-        )
+        refuse_options(context, ["jobs", "processes", "yes"], "with --report, which starts no runs")
     from ..study import runner
     from ..study.config import load_study
 
@@ -314,7 +312,7 @@ def compare(
     if report:
         runner.report(file)
     else:
-        raise typer.Exit(runner.compare(file, jobs=jobs, processes=processes, extend=extend))
+        raise typer.Exit(runner.compare(file, jobs=jobs, processes=processes, yes=yes))
 
 
 Models = Annotated[

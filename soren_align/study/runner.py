@@ -7,8 +7,9 @@ moment is continued by the same command.
 """
 
 import signal
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -20,6 +21,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
+from rich.prompt import Confirm
 from rich.text import Text
 
 from ..core.errors import (
@@ -39,10 +41,9 @@ from ..run.folder import LOCK, RANKS_LOCK, RunFolder
 from ..run.provenance import DECLARATION, DIGITS, read_declaration
 from .audit import conclude
 from .config import StudyFile, recipe_of_run
-from .declaration import note_ended
 from .report.page import REPORT, terminal_verdict
 from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
-from .runs import select
+from .runs import STAGES, select
 from .search import STUDY_FILE, Progress, create
 from .study import ENDED, Run, mean_metric
 
@@ -54,22 +55,21 @@ LOCK_SECONDS = 60.0
 
 
 def compare(
-    study: StudyFile, *, jobs: int | None = None, processes: int = 1, extend: bool = False
+    study: StudyFile, *, jobs: int | None = None, processes: int = 1, yes: bool = False
 ) -> int:
     """Run a study, or continue it, and print its verdict.
     Returns the exit code: 0, or 130 if a signal stopped it.
 
-    jobs: runs at a time; None: the study's, else one per GPU, else 1. processes: of a run. extend:
-    add trials beyond the ends of spaces at which selected values lie. Raises ResumableError if the
-    machine stopped a run: the study is not concluded, and the same command continues it.
+    jobs: runs at a time; None: the study's, else one per GPU, else 1. processes: of a run. yes: try
+    values beyond the ends of spaces at which selected ones lie, without asking. Raises
+    ResumableError if the machine stopped a run: the study is not concluded, and the same command
+    continues it.
     """
     folder, console = local_path(study.output_dir), stderr_console()
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     # Another command may create the folder at the same time.
-    if (
-        not all(name.startswith((LOCK, STUDY_FILE)) for name in names)
-        and not (folder / STUDY_FILE).is_file()
-    ):
+    is_new = all(name.startswith((LOCK, STUDY_FILE)) for name in names)
+    if not is_new and not (folder / STUDY_FILE).is_file():
         raise UserError(
             f"{folder}: is neither empty nor a study's folder; choose another output_dir"
         )
@@ -77,23 +77,54 @@ def compare(
     with _exclusive(folder):
         create(folder, study)
         progress = Progress(folder)
-        print_labelled(
-            console,
-            "declared",
-            f"{read_declaration(folder)['sha256'][:DIGITS]}, in {folder / DECLARATION}",
-        )
-        if extend:
-            ends = progress.extend()
-            for name, keys in ends.items():
-                ends_of_keys = ", ".join(f"{key} beyond its {end} end" for key, end in keys.items())
-                print_labelled(console, "extend", f"{name}: the new trials have {ends_of_keys}")
-            if not ends:
-                text = "no selected value is the largest or smallest that was tried, so no trials are added"
-                print_labelled(console, "extend", text)
-    code = _Runner(progress, console, jobs, processes).run_all()
+        digits = read_declaration(folder)["sha256"][:DIGITS]
+        print_labelled(console, "declared", f"{digits}, in {folder / DECLARATION}")
+
+    # The whole search comes first: final runs of a setting at the end of its space would be
+    # trained for nothing if the search is extended after them.
+    runner = _Runner(progress, console, jobs, processes)
+    code = runner.run(STAGES[:1])
+    while code == 0 and _extended(progress, console, yes=yes):
+        code = runner.run(STAGES[:1])
+    code = code or runner.run(STAGES)
     if code == 0:
         _conclude(folder, progress.failures)
     return code
+
+
+def _extended(progress: Progress, console: Terminal, *, yes: bool) -> bool:
+    """Extend the search where selected values lie at ends of their spaces, if the user agrees;
+    returns whether it was.
+
+    Nobody is asked who is not at a terminal, or once final runs have been started.
+    """
+    with _exclusive(progress.folder):
+        runs = progress.update()
+        extension = progress.extension(runs)
+        if extension is None:
+            return False
+        for name, spaces in extension.spaces.items():
+            for key, values in spaces.items():
+                text = f"{name}: the selected {key} lies at an end of its space; further trials "
+                text += f"would have {values['low']:.3g} to {values['high']:.3g}"
+                print_labelled(console, "edge", text)
+        if yes:
+            progress.extend(extension)
+            print_labelled(console, "extend", f"{extension.trials} more trials of each candidate")
+            return True
+    has_final_runs = any(run.stage == "verdict" and run.status != "waiting" for run in runs)
+    if has_final_runs or not (console.is_terminal and sys.stdin.isatty()):
+        print_labelled(console, "", "rerun with --yes to try them")
+        return False
+    # Not within the lock: other commands, and the runs on other machines, would wait for an answer.
+    question = f"Add {extension.trials} trials of each candidate before the final runs?"
+    if not Confirm.ask(question, console=console, default=True):
+        return False
+    with _exclusive(progress.folder):
+        progress.update()
+        if (extension := progress.extension(progress.update())) is not None:
+            progress.extend(extension)
+    return True
 
 
 def report(study: StudyFile) -> None:
@@ -117,6 +148,15 @@ def _conclude(folder: Path, failures: Mapping[str, str] | None = None) -> None:
     print_labelled(console, "report", str(page), wrap=False, link=page.resolve().as_uri())
 
 
+@dataclass(frozen=True)
+class _Obstacle:
+    """What the machine stopped a run by."""
+
+    text: str
+    kind: str
+    """As in core/errors.py, or "killed"."""
+
+
 @dataclass
 class _Runner:
     """The processes of this command's runs."""
@@ -128,50 +168,52 @@ class _Runner:
     active: dict[BaseProcess, tuple[Run, int]] = field(default_factory=dict)
     """The run and the number of its slot, by process."""
     ended: set[str] = field(default_factory=set)
-    """Folders of runs whose end stands in the study's history, and was printed unless it came
-    before this command."""
+    """Folders of runs whose end was printed, unless it came before this command."""
     is_stopping: bool = False
     killed: set[str] = field(default_factory=set)
     """Folders of runs that a signal, not ours, ended once. They are repeated once."""
-    obstacle: str | None = None
-    """What the machine stopped a run by: no other is started, since a full disk would stop them
-    all."""
-    lacks_memory: bool = False
-    """Whether the obstacle is missing memory."""
+    obstacle: _Obstacle | None = None
+    """No other run is started after it, since a full disk would stop them all."""
 
-    def run_all(self) -> int:
-        """Start runs until all have ended.
+    def run(self, stages: Sequence[str]) -> int:
+        """Start runs until all of these stages have ended.
         Returns the exit code. Raises ResumableError if the machine stopped one.
         """
+        is_first = not self.ended
         runs, ended = self._update()
-        if ended:
+        if ended and is_first:
             text = f"{len(ended)} of {self._total(runs)} runs have ended already"
             print_labelled(self.console, "resume", text)
-        pending = [run for run in runs if run.status not in ENDED]
+        pending = self._pending(runs, stages)
         if not pending:
             return 0
         for run in runs:  # those with another number of processes could not be compared
             before = (RunFolder(self.progress.folder / run.folder).read() or {}).get("processes")
             if before not in (None, self.processes):
                 raise UserError(
-                    f"{self.progress.folder}: the study's runs have {before} process{'es' * (before > 1)} each, not "
-                    f"{self.processes}; rerun with --processes {before}"
+                    f"{self.progress.folder}: the study's runs have {before} "
+                    f"process{'es' * (before > 1)} each, not {self.processes}; rerun with "
+                    f"--processes {before}"
                 )
+
+        # Prepare the processes: a slot is a place for one run, with GPUs of its own.
         recipe = recipe_of_run(self.progress.study, pending[0])
         gpus = [] if recipe.trainer.get("use_cpu") else visible_gpus()
         set_environment(recipe, num_gpus=max(1, len(gpus)))
         context = start_server(on_gpus=bool(gpus))
         slots = self.jobs or self.progress.study.jobs or max(1, len(gpus) // self.processes)
-        started, first = time.monotonic(), len(ended)
+        started, first = time.monotonic(), len(self.ended)
         with (
             ExitStack() as stack,
             Live(console=self.console, transient=True, refresh_per_second=2) as live,
         ):
             for signum in stop_signals():
                 stack.callback(signal.signal, signum, signal.signal(signum, self._stop))
-            stack.callback(self._stop)
+            stack.callback(self._stop_all)
+
+            # Fill the slots, wait for an end, read what has ended. The folders are the only state:
+            # runs of other commands, which hold their locks, are waited for and read alike.
             while pending or self.active:
-                done = sum(run.status in ENDED for run in runs)
                 for run in pending if not (self.is_stopping or self.obstacle) else []:
                     if len(self.active) < slots and not _is_locked(
                         RunFolder(self.progress.folder / run.folder)
@@ -181,30 +223,40 @@ class _Runner:
                     print_labelled(self.console, "stopped", "rerun the same command to continue")
                     return 130
                 if self.obstacle and not self.active:
-                    fewer = (
-                        ", with fewer runs at a time (--jobs)"
-                        if slots > 1 and self.lacks_memory
-                        else ""
-                    )
-                    raise ResumableError(
-                        f"{self.progress.folder}: the study stopped, and no result is lost ({done} of "
-                        f"{self._total(runs)} runs have ended): {self.obstacle}. To resume the other runs, rerun "
-                        f"the same command{fewer}"
-                    )
+                    raise self._stopped(runs, self.obstacle, slots)
+                done = len(self.ended)
                 per_run = (time.monotonic() - started) / (done - first) if done > first else None
                 live.update(self._state(runs, per_run))
                 wait([process.sentinel for process in self.active], timeout=POLL_SECONDS)
                 self._reap()
                 runs, ended = self._update()
-                first_number = len(self.ended) - len(ended) + 1
-                for number, run in enumerate([] if self.is_stopping else ended, first_number):
-                    text = describe_run(run, self.progress.study)
-                    if not self.console.is_terminal:  # there, the bar has these numbers
-                        text += f" ({number} of {self._total(runs)} runs)"
-                    print_labelled(self.console, run.candidate, text)
+                self._print_ended(runs, ended)
                 own = {run.folder for run, _ in self.active.values()}
-                pending = [run for run in runs if run.status not in ENDED and run.folder not in own]
+                pending = [each for each in self._pending(runs, stages) if each.folder not in own]
         return 0
+
+    @staticmethod
+    def _pending(runs: list[Run], stages: Sequence[str]) -> list[Run]:
+        return [run for run in runs if run.status not in ENDED and run.stage in stages]
+
+    def _print_ended(self, runs: list[Run], ended: list[Run]) -> None:
+        first = len(self.ended) - len(ended) + 1
+        for count, run in enumerate([] if self.is_stopping else ended, first):
+            text = describe_run(run, self.progress.study)
+            if not self.console.is_terminal:  # there, the bar has these numbers
+                text += f" ({count} of {self._total(runs)} runs)"
+            print_labelled(self.console, run.candidate, text)
+
+    def _stopped(self, runs: list[Run], obstacle: _Obstacle, slots: int) -> ResumableError:
+        """Return the error that ends the command after the machine stopped a run."""
+        done = sum(run.status in ENDED for run in runs)
+        is_crowded = obstacle.kind == NoMemoryError.kind and slots > 1
+        fewer = ", with fewer runs at a time (--jobs)" if is_crowded else ""
+        return ResumableError(
+            f"{self.progress.folder}: the study stopped, and no result is lost ({done} of "
+            f"{self._total(runs)} runs have ended): {obstacle.text}. To resume the other runs, "
+            f"rerun the same command{fewer}"
+        )
 
     def _total(self, runs: list[Run]) -> int:
         return sum(self.progress.num_runs(runs).values())
@@ -255,7 +307,6 @@ class _Runner:
             if ended := [
                 run for run in runs if run.status in ENDED and run.folder not in self.ended
             ]:
-                note_ended(self.progress.folder, ended)
                 self.ended |= {run.folder for run in ended}
             if not self.progress.study.search.keep_models:
                 for run in (
@@ -299,7 +350,7 @@ class _Runner:
             code = process.exitcode or 0
             process.join()
             if code == RESUMABLE:
-                self._stop_starting(run, self._reason(run))
+                self._stop_starting(run, *self._reason(run))
             elif (code < 0 or code in (130, SERVER_LOST)) and not self.is_stopping:
                 # Repeated once; at the second time, no other is started either.
                 causes = {
@@ -309,7 +360,7 @@ class _Runner:
                 cause = causes.get(code) or killed_by(-code)
                 if run.folder in self.killed:
                     remedy = f"read {run.folder}.log, and start fewer runs at a time (--jobs)"
-                    self._stop_starting(run, f"{cause}, for the second time; {remedy}")
+                    self._stop_starting(run, f"{cause}, for the second time; {remedy}", "killed")
                 else:
                     self.killed.add(run.folder)
                     text = f"{run.folder}: {cause}; the run is repeated from its last checkpoint"
@@ -319,8 +370,9 @@ class _Runner:
                     f"ended with exit code {code}; read {run.folder}.log"
                 )
 
-    def _stop_starting(self, run: Run, reason: str) -> None:
-        is_first, self.obstacle = not self.obstacle, self.obstacle or f"{run.folder}: {reason}"
+    def _stop_starting(self, run: Run, reason: str, kind: str) -> None:
+        is_first = self.obstacle is None
+        self.obstacle = self.obstacle or _Obstacle(f"{run.folder}: {reason}", kind)
         if self.active:
             number = f"{len(self.active)} active run{'s' * (len(self.active) > 1)}"
             cause = (
@@ -330,28 +382,32 @@ class _Runner:
             )
             print_labelled(self.console, "waiting", f"for {number}; {cause}")
 
-    def _reason(self, run: Run) -> str:
-        """Return why the machine stopped a run, as its run.json or the end of its log states."""
+    def _reason(self, run: Run) -> tuple[str, str]:
+        """Return why the machine stopped a run, as its run.json or the end of its log states, and
+        the kind of the failure.
+        """
         folder = self.progress.folder / run.folder
         with suppress(UserError):
-            if (record := RunFolder(folder).read() or {}).get("resumable") and record.get(
-                "last_error"
-            ):
-                self.lacks_memory |= record.get("failure") == NoMemoryError.kind
-                return record["last_error"]
+            record = RunFolder(folder).read() or {}
+            if record.get("resumable") and record.get("last_error"):
+                return record["last_error"], record.get("failure", ResumableError.kind)
+        free = f"{free_bytes(folder):,} bytes"
         with suppress(OSError):
-            lines = (
-                folder.with_name(f"{folder.name}.log")
-                .read_text(encoding="utf-8", errors="replace")
-                .splitlines()
-            )
-            text = lines[-1] if lines else f"{free_bytes(folder):,} bytes are free on its disk"
-            return printable(text, MAX_CHARACTERS)
-        return f"the log of this run cannot be written, with {free_bytes(folder):,} bytes free on its disk; free space"
+            log = folder.with_name(f"{folder.name}.log")
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            text = lines[-1] if lines else f"{free} are free on its disk"
+            return printable(text, MAX_CHARACTERS), ResumableError.kind
+        return (
+            f"the log of this run cannot be written, with {free} free on its disk; free space",
+            ResumableError.kind,
+        )
 
     def _stop(self, *_: object) -> None:
         """Stop the runs as a run is stopped: with a checkpoint; at the second signal, at once."""
         self.is_stopping = True
+        self._stop_all()
+
+    def _stop_all(self) -> None:
         for process in self.active:
             process.terminate()
 

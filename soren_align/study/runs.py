@@ -1,17 +1,15 @@
 """Read the run folders of a study: recipe.yaml, run.json and metrics.jsonl."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from ..core.errors import UserError
 from ..evaluate.report.results import read_results
-from ..recipe import Recipe, load_resolved, training_part
+from ..recipe import Recipe, load_resolved
 from ..run.folder import STOPPED, RunFolder, read_metrics
 from ..run.held_out import read_held_out
 from ..run.metrics import IN_STUDIES
@@ -46,42 +44,24 @@ class RunFiles:
         """Of a run whose training came to its end."""
         return self.record.get("training", {}).get("steps")
 
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The keys of the recipe that determine the weights, as dotted ones, without the seeds."""
-        # tuples are lists, as in files
-        values = json.loads(json.dumps(flat(training_part(self.recipe)), default=str))
-        seeds = ["trainer.seed", "trainer.data_seed"]
-        seeds += ["model.init_seed"] * (self.recipe.task == "pretrain")
-        return {key: value for key, value in values.items() if key not in seeds}
 
-
-def read_files(study_folder: Path) -> tuple[list[RunFiles], list[str]]:
-    """The runs in a study's folder, in the order of their places, and a problem for each that
-    cannot be read.
+def read_files(study_folder: Path, runs: Sequence[Run]) -> tuple[list[RunFiles], list[str]]:
+    """Return the files of a study's runs, and a problem for each run that cannot be read.
 
     A folder without run.json has no run yet.
     """
-    runs, problems = [], []
-    for folder in run_folders(study_folder):
-        place = folder.relative_to(study_folder).as_posix()
+    files, problems = [], []
+    for run in runs:
+        folder = RunFolder(study_folder / run.folder)
         try:
-            run = RunFolder(folder)
-            if (record := run.read()) is not None and run.recipe.is_file():
-                stage, candidate, _ = place.split("/")
-                runs.append(RunFiles(stage, candidate, place, load_resolved(run.recipe), record))
+            if (record := folder.read()) is not None and folder.recipe.is_file():
+                recipe = load_resolved(folder.recipe)
+                files.append(RunFiles(run.stage, run.candidate, run.folder, recipe, record))
         except UserError as error:
             problems.append(
-                f"{place}: cannot be audited: {error}; remove this folder and rerun the study"
+                f"{run.folder}: cannot be read: {error}; remove this folder and rerun the study"
             )
-    return runs, problems
-
-
-def run_folders(study_folder: Path) -> list[Path]:
-    """All folders at the places of runs."""
-    return sorted(
-        path for stage in STAGES for path in (study_folder / stage).glob("*/*") if path.is_dir()
-    )
+    return files, problems
 
 
 def read_run(run: Run, folder: RunFolder, metric: str) -> Run:

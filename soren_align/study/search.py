@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import islice, product, takewhile
-from math import inf, isfinite
+from itertools import islice, product
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +21,9 @@ from scipy.stats import qmc
 from ..core.document import dump
 from ..core.errors import UserError
 from ..core.files import append, drop_incomplete_line, read_json, write
-from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
+from ..recipe import Recipe, differences, load_resolved, to_yaml
 from ..run.folder import RunFolder
-from ..run.provenance import read_declaration
-from ..tasks import TASKS
+from ..run.provenance import DECLARATION, read_declaration
 from .config import (
     METRICS,
     Range,
@@ -35,7 +34,7 @@ from .config import (
     recipe_of_run,
     verdict_runs,
 )
-from .declaration import CHANGEABLE, note, write_declaration
+from .declaration import declare
 from .runs import STAGES, edges, read_run, read_scores, select
 from .study import ENDED, Candidate, Run, Study, by_number, mean_metric
 
@@ -47,6 +46,8 @@ STUDY_FILE, STUDY_RESULT, EXTENSIONS, TRIALS = (
 )
 WIDER = 0.5
 """How much wider an interval becomes at an end, as a share of its width."""
+MOST_EXTENSIONS = 3
+"""Of a study: a loss that falls with every larger value must not extend it forever."""
 MOST_STARTING_TRIALS = 10
 """Of TPE: as many trials, or half of them, are drawn as by `random`. Optuna's default is 10."""
 Free = Mapping[str, Range | Values]
@@ -68,35 +69,29 @@ class Extension:
 def create(folder: Path, study: StudyFile) -> None:
     """Create a study's folder, or compare it with the study. The caller holds the study's lock.
 
-    Raises UserError, with the differences, if the folder is another study's.
+    Raises UserError, with the differences, if the folder is another study's, or if a file of its
+    examples or of its suite has changed.
     """
     recipes = {name: recipe_of_run(study, first_run(study, name)) for name in study.candidates}
-    files = {name: folder / "candidates" / f"{name}.yaml" for name in recipes}
-    changed = []
-    if (folder / STUDY_FILE).is_file():
-        before = load_resolved_study(folder / STUDY_FILE)
-        changed = differences(
-            before.model_dump(exclude=CHANGEABLE), study.model_dump(exclude=CHANGEABLE)
+    declared, file = declare(study, recipes), folder / DECLARATION
+    # The declaration is written last: without it, a command was killed here, and no run started.
+    if file.is_file():
+        before, after = (
+            {key: value for key, value in each.items() if key not in ("sha256", "commit")}
+            for each in (read_declaration(folder), declared)
         )
-    for name, recipe in recipes.items():
-        if not changed and files[name].is_file():
-            started = load_resolved(files[name])
-            changed += [
-                f"{name}: {line}"
-                for line in differences(training_part(started), training_part(recipe))
-            ]
-    if changed:
-        raise UserError(
-            f"{folder}: contains another study, in which these values differ:",
-            *(f"  {line}" for line in changed),
-            "Restore these values to continue, or choose another output_dir; --extend adds trials to a study",
-        )
+        if changed := differences(before, after):
+            raise UserError(
+                f"{folder}: contains another study, in which these values differ:",
+                *(f"  {line}" for line in changed[:20]),
+                "Restore these values to continue, or choose another output_dir",
+            )
     write(folder / STUDY_FILE, dump(study.model_dump()))  # first: with it the folder is a study's
-    write_declaration(folder, study, recipes)
     (folder / "candidates").mkdir(exist_ok=True)
-    # of a command that was killed here
-    for name in (name for name in recipes if not files[name].is_file()):
-        write(files[name], to_yaml(recipes[name]))
+    for name, recipe in recipes.items():
+        write(folder / "candidates" / f"{name}.yaml", to_yaml(recipe))
+    if not file.is_file():
+        write(file, json.dumps(declared, indent=1) + "\n")
 
 
 class Progress:
@@ -107,14 +102,7 @@ class Progress:
     def __init__(self, folder: Path):
         self.folder = folder
         self.study = load_resolved_study(folder / STUDY_FILE)
-        first = folder / "candidates" / f"{next(iter(self.study.candidates))}.yaml"
-        metrics = TASKS[load_resolved(first).task].higher_is_better
-        if (metric := self.study.search.metric) not in metrics:
-            raise UserError(
-                f"{folder / STUDY_FILE}: search.metric: found {metric!r}, but only {' or '.join(metrics)} selects "
-                "settings; restore this file, which was edited or written by another version"
-            )
-        self.higher_is_better = metrics[metric]
+        self.higher_is_better = METRICS[self.study.search.metric]
         self.trials = Trials(folder, self.study)
         self.failures: dict[str, str] = {}
         self._ended: dict[str, Run] = {}
@@ -125,51 +113,51 @@ class Progress:
         The caller holds the study's lock.
         """
         self.trials.read()  # another command may have drawn some
+        while self._draw(runs := self.search()):
+            pass
+        final = [
+            run for name in self.study.candidates for run in self.candidate(name, runs).verdict
+        ]
+        # A seed of all candidates before the next: a load that changes meanwhile slows all of them
+        # alike.
+        return runs + sorted(final, key=lambda run: run.number)
+
+    def _draw(self, runs: list[Run]) -> bool:
+        """Draw the trials that can be drawn, and return whether there were any; runs: the search's."""
+        if self._is_spent(runs):
+            return False
+        # By trial, the intervals of its extension.
+        spaces: list[dict[str, Any]] = [{}] * self.study.search.trials
+        for extension in self._extensions():
+            spaces += [extension.spaces] * extension.trials
+        has_new = False
+        for name in self.study.candidates:
+            results = self._results([run for run in runs if run.candidate == name])
+            free: list[Free] = []
+            for space in spaces:
+                intervals = space.get(name, {}).items()
+                wider = {key: Range(**values) for key, values in intervals}
+                free.append(self.study.free(name) | wider)
+            for number in range(len(self.trials.parameters[name]), len(spaces)):
+                if self.study.search.method == "tpe" and len(results) < number:
+                    break  # of TPE one, once all before it have a result
+                self.trials.draw(name, free[: number + 1], results)
+                has_new = True
+        return has_new
+
+    def _results(self, runs: list[Run]) -> list[float | None]:
+        """Return the metrics of a candidate's trials before the first one that has not ended: None
+        of one that failed, the worst of one that diverged. TPE draws the next trial by them.
+        """
         worst = -inf if self.higher_is_better else inf
-        while True:
-            runs = self.search()
-            chained, is_spent, has_new = (
-                self.study.search.method == "tpe",
-                self._is_spent(runs),
-                False,
-            )
-            # by trial, those of its extension
-            spaces: list[dict[str, Any]] = [{}] * self.study.search.trials
-            for extension in self._extensions():
-                spaces += [extension.spaces] * extension.trials
-            for name in self.study.candidates:
-                # Of the trials before the first one that has not ended: None of one that failed,
-                # the worst of one that diverged. TPE draws the next trial by them.
-                results: list[float | None] = []
-                trials = by_number(run for run in runs if run.candidate == name).values()
-                for trial in takewhile(
-                    lambda trial: all(run.status in ENDED for run in trial), trials
-                ):
-                    metric, is_failure = (
-                        mean_metric(trial),
-                        any(run.status == "failed" for run in trial),
-                    )
-                    results.append(None if is_failure else worst if metric is None else metric)
-                free: list[Free] = []
-                for space in spaces:
-                    intervals = space.get(name, {}).items()
-                    free.append(
-                        self.study.free(name) | {key: Range(**values) for key, values in intervals}
-                    )
-                for number in range(len(self.trials.parameters[name]), len(spaces)):
-                    if is_spent or (chained and len(results) < number):
-                        break  # of TPE one, once all before it have a result
-                    self.trials.draw(name, free[: number + 1], results)
-                    has_new = True
-            if not has_new:
-                final = [
-                    run
-                    for name in self.study.candidates
-                    for run in self.candidate(name, runs).verdict
-                ]
-                # A seed of all candidates before the next: a load that changes meanwhile slows all
-                # of them alike.
-                return runs + sorted(final, key=lambda run: run.number)
+        results: list[float | None] = []
+        for trial in by_number(runs).values():
+            if any(run.status not in ENDED for run in trial):
+                break
+            metric = mean_metric(trial)
+            is_failure = any(run.status == "failed" for run in trial)
+            results.append(None if is_failure else worst if metric is None else metric)
+        return results
 
     def search(self) -> list[Run]:
         """The search's runs of the drawn trials: trial 0 of every candidate, then trial 1, ...;
@@ -229,30 +217,24 @@ class Progress:
         """The trials of each candidate, with those of extensions."""
         return self.study.search.trials + sum(extension.trials for extension in self._extensions())
 
-    def extend(self) -> dict[str, dict[str, str]]:
-        """Add an extension where a selected value lies at an end of its space; returns the ends by
-        candidate.
+    def extension(self, runs: list[Run]) -> "Extension | None":
+        """Return the extension that would try values beyond the ends at which selected ones lie:
+        half of the study's trials for every candidate. None if there is nothing to extend.
 
-        Half of the study's trials for every candidate, those of a widened one beyond its end.
-        Raises UserError if the search has not ended, or if a recipe refuses the values beyond.
+        runs: all of the study. A list of values and a spent budget cannot be extended, and neither
+        can an interval that has been extended MOST_EXTENSIONS times, or whose recipe refuses the
+        values beyond.
         """
-        runs = self.update()
         search = [run for run in runs if run.stage == "search"]
-        if any(run.status not in ENDED for run in search) or self.study.search.method == "grid":
-            reason = (
-                "is a grid; write longer lists in another study"
-                if self.study.search.method == "grid"
-                else None
-            )
-            raise UserError(
-                f"{self.folder}: the search {reason or 'has not ended; rerun without --extend first'}"
-            )
-        ends, spaces = {}, {}
+        has_ended = all(run.status in ENDED for run in search)
+        if not has_ended or self._is_spent(search) or len(self._extensions()) >= MOST_EXTENSIONS:
+            return None
+        spaces: dict[str, dict[str, dict[str, Any]]] = {}
         for name in self.study.candidates:
             candidate = self.candidate(name, search)
-            own = candidate.trials
             for key, end in candidate.at_edge.items():
-                if not isinstance(values := self.study.free(name)[key], Range):
+                values = self.study.free(name)[key]
+                if not isinstance(values, Range):
                     continue
                 for earlier in (each.spaces.get(name, {}).get(key) for each in self._extensions()):
                     if earlier:
@@ -261,26 +243,20 @@ class Progress:
                             max(values.high, earlier["high"]),
                         )
                         values = values.model_copy(update={"low": low, "high": high})
-                wider = beyond(values, [run.parameters[key] for run in own], end)
-                # Raises UserError if the candidate's recipe refuses the outermost value.
-                drawn = {each: own[0].parameters[each] for each in self.study.free(name)}
+                first = candidate.trials[0]
+                wider = beyond(values, [run.parameters[key] for run in candidate.trials], end)
+                drawn = {each: first.parameters[each] for each in self.study.free(name)}
                 drawn[key] = wider.low if end == "low" else wider.high
-                recipe_of_run(
-                    self.study, replace(own[0], parameters=self.study.parameters(name, drawn))
-                )
-                ends.setdefault(name, {})[key] = end
-                spaces.setdefault(name, {})[key] = wider.model_dump()
-        if ends:
-            extensions = [
-                *self._extensions(),
-                Extension(max(2, self.study.search.trials // 2), spaces),
-            ]
-            write(
-                self.folder / EXTENSIONS,
-                json.dumps([asdict(each) for each in extensions], indent=2) + "\n",
-            )
-            note(self.folder, "extended", ends=ends)
-        return ends
+                outermost = replace(first, parameters=self.study.parameters(name, drawn))
+                with suppress(UserError):  # such as a momentum of more than 1
+                    recipe_of_run(self.study, outermost)
+                    spaces.setdefault(name, {})[key] = wider.model_dump()
+        return Extension(max(2, self.study.search.trials // 2), spaces) if spaces else None
+
+    def extend(self, extension: "Extension") -> None:
+        """Add an extension: its trials are drawn by the next `update`."""
+        extensions = [asdict(each) for each in (*self._extensions(), extension)]
+        write(self.folder / EXTENSIONS, json.dumps(extensions, indent=2) + "\n")
 
     def _read(self, run: Run) -> Run:
         if run.folder in self._ended and self._ended[run.folder].parameters == run.parameters:
@@ -290,9 +266,10 @@ class Progress:
             if run.stage == "verdict":
                 return run  # of the setting that was selected before an extension
             raise UserError(
-                f"{folder}: recipe.yaml has other values than trial {run.number + 1} of {run.candidate} in "
-                f"{self.folder / TRIALS}, because one of the two files was changed. Remove {TRIALS} to draw the "
-                "same trials again, or remove this run's folder to train the trial again; then rerun the same command"
+                f"{folder}: recipe.yaml has other values than trial {run.number + 1} of "
+                f"{run.candidate} in {self.folder / TRIALS}, because one of the two files was "
+                f"changed. Remove {TRIALS} to draw the same trials again, or remove this run's "
+                "folder to train the trial again; then rerun the same command"
             )
         run = read_run(run, folder, self.study.search.metric)
         if run.status in ENDED:
@@ -353,7 +330,7 @@ def read_study(folder: Path, failures: Mapping[str, str] | None = None) -> Study
         {},
     )
     declaration = ""
-    with suppress(UserError):  # the audit reports it
+    with suppress(UserError):  # the report then shows no hash
         declaration = read_declaration(folder)["sha256"]
     return Study(
         name=study.title or folder.resolve().name,
@@ -388,26 +365,23 @@ class Trials:
         # the last one is empty, or a killed command has left it
         for number, line in enumerate(lines[:-1], 1):
             try:
-                trial = json.loads(line.decode())
+                trial = json.loads(line)
                 name, parameters = trial["candidate"], trial["parameters"]
-                if name not in self.study.candidates:
-                    continue  # removed from study.yaml, which the audit reports
                 free = self.study.free(name)
-                if parameters.keys() != free.keys():
+                # The interval of an extension is another one, so that any number is valid.
+                is_valid = {
+                    key: value in free[key] if isinstance(free[key], list) else type(value) is float
+                    for key, value in parameters.items()
+                }
+                if is_valid.keys() != free.keys() or not all(is_valid.values()):
                     raise ValueError(parameters)
-                # an extension's interval is another: any number is valid
-                for key, value in parameters.items():
-                    is_number = isinstance(value, float) and isfinite(value)
-                    if not (
-                        value in values if isinstance(values := free[key], list) else is_number
-                    ):
-                        raise ValueError(parameters)
-                self.parameters[name].append(parameters)
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
                 raise UserError(
-                    f"{self.file}:{number} is damaged ({type(error).__name__}). Remove this file and rerun the same "
-                    "command, which draws the same trials again and reads their results from the run folders"
+                    f"{self.file}:{number} is damaged ({type(error).__name__}). Remove this file "
+                    "and rerun the same command, which draws the same trials again and reads "
+                    "their results from the run folders"
                 ) from None
+            self.parameters[name].append(parameters)
 
     def draw(self, candidate: str, free: Sequence[Free], results: Sequence[float | None]) -> None:
         """Draw one more trial, and append it to the file.

@@ -36,23 +36,18 @@ REFUSED = {
     "a cut study.yaml": (cut("study.yaml"), "study.yaml"),
     "no study.yaml": (without("study.yaml"), "study's folder"),
     "a cut list of trials": (put("trials.jsonl", '{"candidate": "soren"}\n{\n'), "trials.jsonl:1 "),
-    "no recipes of candidates": (without("candidates"), "candidates/adamw.yaml"),
     "a cut recipe of a run": (cut(f"{RUN}/recipe.yaml"), "verdict/soren/102/recipe.yaml"),
     "a cut run.json": (cut(f"{RUN}/run.json"), "run.json"),
     "a run.json of something else": (put(f"{RUN}/run.json", "[]"), "run.json"),
     "cut results": (cut(f"{EVALUATION}/results.json"), "results.json"),
 }
-# By fault: a problem or the reason in the report, which has no verdict. The command ends with exit code 0.
+# By fault: a problem in the report, which has no verdict. The command ends with exit code 0.
 NO_VERDICT = {
-    "a cut declaration": (cut("declaration.json"), "declaration.json"),
-    "no history": (without("history.jsonl"), "^history.jsonl: "),
-    "cut metrics": (cut(f"{RUN}/metrics.jsonl", 300), "verdict/soren/102"),
     "cut values of held-out examples": (cut(f"{RUN}/held_out.json"), "held_out.json"),
-    "cut samples": (cut(f"{EVALUATION}/samples/SFT/mmlu.jsonl", 90), "mmlu.jsonl"),
     "cut points": (cut(f"{EVALUATION}/points.json"), "points.json"),
-    "a foreign folder among the runs": (lambda s: (s / "verdict/soren/notes").mkdir(), "verdict/soren/notes"),
-    "a run without run.json": (without(f"{RUN}/run.json"), "verdict/soren.*102"),
 }
+# The candidate of the run has no verdict, and the others have one.
+LOST = {"cut metrics": cut(f"{RUN}/metrics.jsonl", 300), "a run without run.json": without(f"{RUN}/run.json")}
 
 
 @pytest.fixture(scope="module")
@@ -101,4 +96,14 @@ def test_a_study_with_a_damaged_run_has_no_verdict_and_names_the_file(study, tmp
     assert content["differences"] == []
     assert re.search(words, "\n".join(content["problems"])), content["problems"]
     assert str(folder) not in json.dumps(content)
+    assert not is_changed
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("fault", LOST)
+def test_a_candidate_with_a_lost_run_has_no_verdict(study, tmp_path, fault):
+    folder, result, is_changed = run(study, tmp_path, LOST[fault])
+    assert result.returncode == 0, result.stderr
+    names = {d["candidate"] for d in json.loads((folder / VERDICT).read_text())["differences"]}
+    assert names == {"adamw", "muon", "htmuon"}
     assert not is_changed

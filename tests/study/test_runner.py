@@ -3,12 +3,14 @@
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -448,3 +450,25 @@ def test_a_report_of_a_study_that_was_not_started_is_refused(study):
 def test_a_study_killed_before_its_first_run_continues(study):
     progress_of(study)
     assert [run.status for run in progress_of(study).update()] == ["waiting"] * 6
+
+
+@pytest.mark.parametrize(("yes", "answer", "trials"), [(True, None, 5), (False, True, 5), (False, False, 3)])
+def test_the_search_is_extended_at_an_edge_before_any_final_run(study, monkeypatch, yes, answer, trials):
+    started, ask = [], Mock(return_value=answer)
+
+    def train(context, recipe, log, processes, gpus):
+        started.append(Path(recipe.run.output_dir).relative_to(study.output_dir).as_posix())
+        (run,) = [run for run in progress_of(study).update() if run.folder == started[-1]]
+        end(study, run, 2.0 + abs(math.log(run.parameters["optimizer.lr"] / (0.3 if "soren" in run.folder else 0.01))))
+        return _Ended(0)
+
+    monkeypatch.setattr(runner, "start_run", train)
+    monkeypatch.setattr(runner, "Confirm", SimpleNamespace(ask=ask))
+    monkeypatch.setattr(runner, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    terminal = Terminal(file=io.StringIO(), force_terminal=True, width=80)
+    monkeypatch.setattr(runner, "stderr_console", lambda: terminal)
+    assert runner.compare(study, yes=yes) == 0
+    assert ask.call_count == (0 if yes else 1)
+    assert [place.split("/")[0] for place in started] == ["search"] * 2 * trials + ["verdict"] * 6
+    assert runner.compare(study) == 0  # nobody is asked again after the final runs
+    assert ask.call_count == (0 if yes else 1)

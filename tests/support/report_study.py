@@ -97,7 +97,7 @@ def make_study(names=("adamw", "muon", "htmuon", "soren"), num_trials=6, seeds=(
         "candidates": candidates,
         "base_scores": {"zoo_mc": 71.5, "zoo_gen": 3.0, "average": 37.25},
         "differences": differences,
-        "cautions": ["htmuon: the selected optimizer.lr 0.00112 lies at the low end of its space: run with --extend"],
+        "cautions": ["htmuon: the selected optimizer.lr 0.00112 lies at the low end of its space: run with --yes"],
         "contamination": {
             "zoo_mc": {"questions": 400, "overlapping": 12, "exact": 4, "examples_read": 6000, "indices": [*range(12)],
                        "scores": {"base": {"value": 71.0, "change": -0.5}, names[0]: {"value": 92.0, "change": -1.0}}},

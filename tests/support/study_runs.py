@@ -77,9 +77,11 @@ def end(study, run, loss, *, seconds=10.0, error=None, diverged=False):
 
 
 def put_held_out(folder, start, end, examples=40):
-    """Write held_out.json: examples around the mean losses at the start and at the end."""
+    """Write held_out.json: examples around the mean losses at the start and at the end, a little of the run's own."""
+    own = 1e-9 * int(hashlib.sha256("/".join(folder.path.parts[-3:]).encode()).hexdigest()[:4], 16)
     for at, mean in (("start", start), ("end", end)):
         values = [mean + 0.1 * ((i % 5) - 2) * (at == "end") for i in range(examples)]
+        values[:2] = [values[0] + own, values[1] - own]
         add_values(folder.held_out, at, "e" * 64, [1.0] * examples, None, {"eval_loss": values})
 
 
