@@ -19,7 +19,6 @@ from soren_align.evaluate.stats.significance import compare
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.evaluate.suite.tasks import load_tasks, subtasks
 from soren_align.recipe import Eval
-from soren_align.study.audit import _sample_problems
 from sympy.parsing.latex import parse_latex
 from tests.support.leaderboard_v2_data import EQUAL, followed, write_nltk_data, write_v2_datasets
 from tests.support.lm_eval_reference import TASKS
@@ -199,15 +198,11 @@ def test_the_files_of_an_evaluation_have_the_normalized_points(suite, folder, sc
         patch.setattr(harness, "InProcess", workers(scripts[0]))
         rows = [("base", folder / "model"), ("same", shutil.copytree(folder / "model", folder / "same"))]
         results = evaluate(rows, options, output, device="cpu", cache=folder / "cache", console=Console(quiet=True))
-    assert list(_sample_problems(output, suite)) == []  # reads both files
     score = results["rows"][1]["scores"]["bbh"]["value"]
     assert read_points(output)["same"]["bbh"].each.mean() == pytest.approx(score / 100)
     for column, difference in results["rows"][1]["differences"].items():
         assert (difference["value"], difference["p"]) == (0, 1), column
     assert "bbh, below random as 0: base" in (output / "table.md").read_text()
-    changed = output / "samples" / "same" / "musr.jsonl"
-    changed.write_text(changed.read_text().replace('"acc_norm": 0.0', '"acc_norm": 1.0', 1))
-    assert "the scores of same in musr differ from its samples" in next(_sample_problems(output, suite))
 
 
 def test_the_choices_do_not_depend_on_what_was_loaded_before(suite, tasks, folder):
