@@ -73,11 +73,15 @@ def _by_products(
                 if of == "rms"
                 else torch.as_tensor(limit / scale, dtype=x.dtype)
             )
+            # nu is at least the largest singular value, so that no matrix beyond the limit is
+            # missed; 1e-6 is for rounding.
             num_guarded = (nu > unit * (1 + 1e-6)).sum()
             unit = torch.maximum(nu, unit.to(nu.device))
+        # R and its square are in units of nu: another unit scales them, and costs no product.
         share = (nu / unit).square()
         r.mul_(share)
         r2.mul_(share.square())
+    # The polynomial b costs no product, since R and R^2 are at hand.
     linear, *others = composition.base or (0.0,)
     base = None
     if others:

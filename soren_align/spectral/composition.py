@@ -120,6 +120,8 @@ def from_dict(record: Mapping[str, Any]) -> Composed:
         and 0 < resolution <= 0.1
         and 0 < limit < float("inf")
     )
+    # After the counts, the values: an edit of a coefficient by hand changes no count, but takes the
+    # polynomials out of the range that the certificate states.
     points = [resolution + (1 - resolution) * i / 200 for i in range(201)]
     values = [value(composition, u) for u in points]
     margin = (error + 1e-6) * largest

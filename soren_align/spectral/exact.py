@@ -64,9 +64,12 @@ def map_singular_values(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tens
     """
     wide = to_wide(x, torch.float64)
     finite = all_finite(wide)
+    # A decomposition fails on NaN; the matrix becomes all NaN at the end.
     wide = wide.where(finite, 0.0)
     threshold = null_space_bound(x)
     if x.dtype == torch.float64:
+        # Not by the Gram matrix: it squares the condition number, for which float64 has no bits
+        # left.
         u, sigma, vh = torch.linalg.svd(wide, full_matrices=False)
         keep = sigma > threshold * sigma.amax(dim=-1, keepdim=True)
         result = (u * function(sigma.where(keep, 0.0)).where(keep, 0.0).unsqueeze(-2)) @ vh
@@ -138,6 +141,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     wide_a, wide_b = (a.mT, b.mT) if is_tall else (a, b)
     num_rows = wide_a.shape[0]
     result = torch.zeros(num_rows, num_rows, dtype=torch.float64, device=a.device)
+    # In chunks, so that there is no float64 copy of the whole matrix.
     step = max(1, CHUNK // num_rows)
     for left, right in zip(wide_a.split(step, dim=1), wide_b.split(step, dim=1), strict=True):
         exact = left.double()

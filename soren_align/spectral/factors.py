@@ -117,6 +117,8 @@ class Factors:
         if narrow is not None:
             self.right = narrow
         else:
+            # One rounding serves both factors of a square, unless the left one loses its diagonal
+            # below.
             self.right = self.left if a is b and slope < DIAGONAL_FROM else rounded(b, precision)
         if slope >= DIAGONAL_FROM:
             self.diagonal = a.diagonal(dim1=-2, dim2=-1)[..., None]

@@ -508,6 +508,7 @@ def _with_content(settings: Mapping[str, Any]) -> dict[str, Any]:
     # Another file than the content's: of a run's recipe.yaml and --set optimizer.map.file=...
     if content is None or content.get("file") != settings["file"]:
         content = {**composition.read(settings["file"]), "file": settings["file"]}
+    # Read again: the recipe.yaml of a run may have been edited.
     try:
         composition.from_dict(content)
     except (KeyError, TypeError, ValueError):

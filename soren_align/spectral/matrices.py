@@ -84,6 +84,7 @@ def mapped_in_range(
     double = x.dtype == torch.float64 and not narrow
     wide = to_wide(x, torch.float64 if double else torch.float32)
     low, high = SAFE_NORMS
+    # A known bound spares the host read, for which a GPU would wait at every map.
     if max_norm is not None:
         is_safe, may_be_large = max_norm < high, not max_norm <= large_from
     else:  # by one host read; NaN and overflow are as large matrices
@@ -104,7 +105,7 @@ def mapped_in_range(
         result, num_guarded = function(wide / scale, scale, may_be_large)
         return from_wide(result, x), num_guarded
     scale = replace_zeros(largest).where(finite, 1.0)
-    # whose `rounded` makes 0 of a NaN with all bits, a GPU's
+    # a GPU's NaN has all bits set, of which TF32's `rounded` makes 0: hence the masks
     with tf32_products(x.device.type, precision == "tf32"):
         result, num_guarded = function((wide / scale).where(finite, 0.0), scale, may_be_large)
     return from_wide(result.masked_fill_(~finite, torch.nan), x), num_guarded

@@ -97,17 +97,20 @@ def _by_eigh(
     eigenvalues, vectors = torch.linalg.eigh(double @ double.mT)
     del double
     largest = replace_zeros(eigenvalues[..., -1:])
+    # Divided by the largest: neither the fourth power nor its sum leaves the range.
     eigenvalues = (eigenvalues / largest).clamp(min=0.0)
     norm4 = eigenvalues.pow(4).sum(dim=-1, keepdim=True).clamp(min=1.0)
     r = eigenvalues / norm4.pow(0.25)  # u^2
     nu = (largest * norm4.pow(0.25)).sqrt()
 
+    # The 128-norm, as in `_tanh_part`, so that both methods guard the same matrices.
     share = (
         eigenvalues.pow(64).sum(dim=-1, keepdim=True).clamp(min=1.0) ** (1 / 64) / norm4.pow(0.25)
     ).sqrt()
     top = nu * (scale[..., 0].double() if isinstance(scale, Tensor) else scale)
     known_share = share if may_be_large else None
     tanh = sum(c * r**i for i, c in enumerate(tanh_coefficients(top, known_share)))
+    # As by products: `power` is u^2 after each step, `sign` the product of all factors so far.
     sign, power = torch.ones_like(r), r
     for step in SIGN[resolution].steps:
         factor = sum(c * power**i for i, c in enumerate(step))

@@ -109,12 +109,15 @@ def _by_poles(x: Tensor, scale: Tensor | float, may_be_large: bool, p: float) ->
     """The map of scale * x for x of shape [..., m, n] with m <= n; scale is [..., 1, 1] or a
     number.
     """
+    # In float64: an inverse loses the square of the condition, up to 1 / shift.
     poles, double = POWERS[p], x.double()
     gram = Workspace(double, "float32").gram(double)
     del double
     square = replace_zeros(frobenius_norm(gram))  # N^2
     gram.div_(square)
     total = add_to_diagonal_(torch.zeros_like(gram, dtype=x.dtype), poles.constant)
+    # Large shifts are inverted in float32, which takes half the time (18 and 35 ms at 1024 x 1024,
+    # notes/log.md) and loses little there, see FLOAT32_FROM.
     for shift, weight in zip(poles.shifts, poles.weights, strict=True):
         shifted = gram.to(x.dtype if shift >= FLOAT32_FROM else torch.float64, copy=True)
         total.add_(invert_(add_to_diagonal_(shifted, shift)), alpha=weight)
@@ -130,6 +133,8 @@ def invert_(a: Tensor) -> Tensor:
     if rows <= LEAF:
         factor, _ = torch.linalg.cholesky_ex(a, upper=True)  # no host read, unlike `cholesky`
         return a.copy_(torch.cholesky_inverse(factor, upper=True))
+    # By halves: all but the leaves is matrix products, so that an inverse runs at their speed
+    # (notes/log.md).
     half = rows // 2
     first, side, last = a[..., :half, :half], a[..., :half, half:], a[..., half:, half:]
     invert_(first)

@@ -115,6 +115,7 @@ def by_products(
 def gram_over_nu(x: Tensor, work: "Workspace") -> tuple[Tensor, Tensor, Tensor]:
     """R = x x^T / nu^2, its square, and nu [..., 1, 1], (sum of sigma^8)^(1/8): |R^2|_F is 1."""
     r = work.gram(x)
+    # By the trace first: the square of R then stays within float32, whatever the scale of x is.
     trace = r.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None].clamp(min=work.least_trace)
     r2 = work.symmetric(r.div_(trace), r)
     square = frobenius_norm(r2).clamp(min=MIN_SQUARE)
@@ -145,8 +146,11 @@ def evaluate(
     y, spare, lift = x, None, None  # y = lift @ x
     slope = steepness(table)  # of the remaining steps, see `Factors`
     total = None  # of the weighted iterates before the last one: of y, or of their factors of x
+    # A restart computes the Gram matrix of the mapped matrix: the small singular values, which the
+    # step has magnified, are then above the rounding of the large ones.
     for (step, center), weight in zip(steps[:num_restarts], weights, strict=False):
         polynomial = _odd_step(step, center, r, r2, work, slope)
+        # Only the first step divides by the unit: y is normalized from then on.
         if r2 is not None:
             polynomial, r2 = polynomial.div_(unit), None
         work.release(r)
@@ -165,6 +169,8 @@ def evaluate(
             iterate = y if lift is None else lift
             total = iterate * weight if total is None else total.add_(iterate, alpha=weight)
 
+    # The remaining steps are polynomials in one R: only m x m products, and one thin one at the
+    # end.
     sign = _composed_factor(steps[num_restarts:], weights[num_restarts:], r, r2, work)
     if factor != 1:
         sign.mul_(factor)
@@ -207,6 +213,7 @@ def _composed_factor(
     for (step, center), weight in zip(others, weights, strict=False):
         if weight:
             combined = sign * weight if combined is None else combined.add_(sign, alpha=weight)
+        # The next R is p R p: two square products in place of a thin one.
         half_way = work.symmetric(r, polynomial)
         work.release(r)
         r = work.symmetric(polynomial, half_way)
@@ -251,6 +258,7 @@ def _odd_step(
     R^2, if known, is released.
     """
     c0, c1, *c = _about(center, coefficients)
+    # In the first step R^2 is at hand, and Z^2 follows from it without a product.
     if r2 is not None:
         r2 = add_to_diagonal_(r2.add_(r, alpha=-2 * center), center**2)
     z = add_to_diagonal_(r, -center)
@@ -296,6 +304,7 @@ def _tanh_part(
         norm = replace_zeros(frobenius_norm(power))
         log = norm.log() * weight
         for _ in range(3):
+            # Divided by its norm before each squaring: u^64 would leave the range of float32.
             square = work.symmetric(power.div_(norm), power)
             work.release(power)
             power = square
@@ -375,6 +384,7 @@ class Workspace:
 
     def product(self, a: Tensor, b: Tensor, out: Tensor | None, slope: float = 1.0) -> Tensor:
         """a @ b, in `out` if there is one; b must not be `out`."""
+        # The Gram matrix of b was made of its rounded copy, which serves here again.
         narrow = self._rounded[1] if self._rounded and self._rounded[0] is b else None
         return Factors(a, b, self.precision, slope, narrow).multiply(out)
 

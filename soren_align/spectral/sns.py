@@ -82,6 +82,7 @@ def _guarded_start(wide: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # entries up to 1: its norm and Gram matrix cannot overflow
     unit = wide / largest.where(largest > 0, 1.0)
     sigma_max = torch.ones_like(largest, dtype=torch.float64)  # of unit
+    # Only these are decomposed: |x|_F bounds sigma_max, and usually suffices.
     candidate = (norm > T_LIMIT)[..., 0, 0]
     large = unit[candidate].double()
     eigenvalues = torch.linalg.eigvalsh(large @ large.mT)

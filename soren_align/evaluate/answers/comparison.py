@@ -45,6 +45,7 @@ def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
     models: dict[str, Model] = {}
     for argument in arguments:
         name, equals, path_text = argument.partition("=")
+        # A path that exists may contain `=` itself.
         if not equals or Path(argument).exists():
             name, path_text = "", argument
         path = local_path(path_text)
@@ -158,12 +159,16 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
             _refuse_other_kind(task, first_name, first[task], name, scores)
         shared = _shared(task, {name: scores.table for name, scores in chosen.items()}, common)
         tables = {name: scores.table.loc[shared] for name, scores in chosen.items()}
+        # Not every file has clusters. The questions are the same, so that another model's labels
+        # hold.
         clusters = next((t.cluster for t in tables.values() if t.cluster.notna().any()), None)
         for name, table in tables.items():
             model = answers[name]
             model.points[task] = table.points.to_numpy()  # pyright: ignore[reportArgumentType]
             if clusters is not None:  # the tests need only to know which are equal
                 model.clusters[task] = clusters.tolist()
+            # A digest is of all prompts, and `unpaired` compares it; single prompts are compared
+            # here.
             if chosen[name].digest:
                 model.prompt_hashes[task] = [("", chosen[name].digest)]
             elif changed := int(_differ(table.prompt, tables[first_name].prompt).sum()):
@@ -478,7 +483,10 @@ def plan(
         for task, score in scores.items():
             score = score if expected is None else expected / 100
             num = len(model.points[task]) if model else QUESTIONS
+            # 2 s (1 - s) is the share for two independent models with this score.
             for share in sorted({*SHARES, 2 * score * (1 - score)} - {0.0}):
+                # Of a difference that is -1, 0 or 1 the variance is share - difference^2; a share
+                # below the difference is impossible.
                 variance = (
                     max(share - (points / 100) ** 2, 0.0) if share > points / 100 else float("inf")
                 )

@@ -183,6 +183,7 @@ def read_results(folder: Path) -> Results | None:
     if content is None:
         return None
     try:
+        # Strict: a text in place of a number would fail later, in the middle of a table.
         _RESULTS.validate_python(content, strict=True)
         reason = _contradiction(content["rows"])
     except ValidationError as error:
@@ -197,6 +198,8 @@ def read_results(folder: Path) -> Results | None:
 def _contradiction(rows: list[Row]) -> str:
     """Return how rows of one table contradict each other; "" if they do not."""
     first, names = rows[0], [row["name"] for row in rows]
+    # The schema checks one row at a time. Tables index every row by the first one's columns, which
+    # no schema states.
     for row in rows:
         if row["scores"].keys() != first["scores"].keys():
             return f"the rows {row['name']} and {first['name']} have different columns"
@@ -219,6 +222,7 @@ def refuse_foreign(output: Path, names: list[str]) -> None:
     wrote.
     """
     remedy = f"choose another --output, or move {output} away"
+    # Before the evaluation: its results would be lost if they could not be written in the end.
     refuse_unwritable(output if output.is_dir() else output.absolute().parent, "--output")
     if os.path.lexists(output) and not output.is_dir():
         raise UserError(f"{output}: is not a folder; {remedy}")
@@ -235,6 +239,7 @@ def refuse_foreign(output: Path, names: list[str]) -> None:
     except UserError as error:
         raise UserError(f"{str(error).partition('; ')[0]}; {remedy}") from None
     own = set() if results is None else {row["name"] for row in results["rows"]}
+    # Without a results.json no evaluation wrote here: files of these names are somebody else's.
     foreign = [
         output / name for name in WRITTEN if results is None and os.path.lexists(output / name)
     ]

@@ -126,6 +126,8 @@ def gains(results: Results, own: Row) -> tuple[Row, list[str]]:
         if own is first or d is None:
             lines.append(f"{text}{'' if own is first else ', not compared'}{count}")
             continue
+        # Too few questions first: their interval covers nearly all that is possible, and a p below
+        # 0.05 of so few would be taken for a finding.
         if is_too_few := has_too_few(own, column):
             finding = TOO_FEW
         else:

@@ -96,12 +96,14 @@ def load_lm(folder: Path, tokenizer: Any, settings: BackendSettings) -> Any:
 
 def hf_lm(model: Any, tokenizer: Any, batch_size: int) -> Any:
     """Return lm-eval's object for a loaded model."""
+    # The spare token is the last one of a continuation, which is predicted and never an input.
     return _count_truncated(HFLM, 1)(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
 
 def run_requests(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any], int]:
     """Return the responses to requests of one kind (loglikelihood, generate_until), and the number
     of truncated prompts."""
+    # Counted anew in each call: the number belongs to this chunk, and is cached with its responses.
     lm.num_truncated = 0
     requests = [Instance(cast(Any, kind), {}, each, 0) for each in arguments]
     return getattr(lm, kind)(requests, disable_tqdm=True), lm.num_truncated
@@ -129,6 +131,7 @@ def model_folder(model: str | Path, revision: str | None = None, *, weights: boo
         refuse_special_files(folder)
         return folder
     try:
+        # Only the patterns of FILES: a repository's pickled weights are not even downloaded.
         patterns: list[str] = [*FILES] if weights else [*FILES[1:]]
         return Path(
             huggingface_hub.snapshot_download(
@@ -247,6 +250,8 @@ def _count_truncated(lm_class: type, spare: int) -> Any:
 
 
 def _load_hf(folder: Path, settings: BackendSettings) -> Any:
+    # Three kinds of models: an adapter on a quantized base, a whole model, an adapter that is
+    # merged in float32.
     base, dtype = base_folder(folder), getattr(torch, settings.dtype)
     if base and (quantization := recorded_quantization(folder)):
         # As it was trained, on a quantized base: merged, the base would be quantized again.

@@ -73,6 +73,8 @@ class Benchmark:
         A score is NaN if a log-likelihood is not a number. model: in evaluation mode. config: its
         PretrainedConfig. The generators of random, numpy and torch are seeded. Collective.
         """
+        # The suite's batch size, as an evaluation of the checkpoint has it: padding moves the last
+        # digits of log-likelihoods.
         settings = BackendSettings("hf", self.suite.dtype, str(device), self.suite.batch_size)
         tokenizer = deepcopy(self.tokenizer)  # HFLM adds a padding token
         with silence():
@@ -118,6 +120,8 @@ def read_benchmark(recipe: Recipe, start: str, tokenizer: Any, ranks: Ranks) -> 
     )
     assert section is not None
     assert suite is not None
+    # Sharded weights are gathered layer by layer in each forward pass by all ranks together, so
+    # that all of them must answer the same questions.
     is_sharded = shared.kind == "fsdp2" or shared.stage == 3
     tasks = load_tasks(suite, None, trusted=section.trust_suite)
     questions = {
@@ -137,6 +141,8 @@ def read_benchmark(recipe: Recipe, start: str, tokenizer: Any, ranks: Ranks) -> 
             f"run.benchmark: the tokenizer has no chat template, but suite {suite.name} applies one; set "
             "model.chat_template, or choose another suite"
         )
+    # Prompts of these very questions are made now: an error at the first evaluation would come in
+    # the middle of the training.
     probe = Probe(row, suite, omit=OMIT)
     for task in suite.tasks:
         chosen = questions[task.column].indices
@@ -155,6 +161,8 @@ def choose_questions(name: str, task: Any, number: int) -> Questions:
     """Return the questions of lm-eval's task or group with the smallest `doc_hash`, or all if there
     are no more.
     """
+    # The smallest hashes: a fixed sample that depends neither on the order of the questions nor on
+    # a seed, so that two runs and a later evaluation agree on it.
     hashes = sorted(
         (doc_hash(doc), position, index)
         for position, subtask in enumerate(subtasks(task))
@@ -205,6 +213,7 @@ class _TrainedModel:
         if self.benchmark.is_sharded or ranks.num_ranks == 1:
             yield from map(self._responses, chunks)
             return
+        # An error on one rank is raised on all: the others would otherwise wait in `gather`.
         with ranks.shared_errors():
             own = [self._responses(chunk) for chunk in chunks[ranks.rank :: ranks.num_ranks]]
         shares = ranks.gather(own)
@@ -217,6 +226,7 @@ class _TrainedModel:
             return key, *guarded(run_requests, self.lm, kind, requests)
         except OutOfMemory as error:
             problem = str(error)
+        # After `except`, whose error holds the batch that did not fit, and with it the model.
         raise ResumableError(
             f"run.benchmark: out of memory with batch size {self.benchmark.suite.batch_size}: {problem}; resume with a "
             "smaller run.benchmark.batch_size"

@@ -124,6 +124,7 @@ class ModelResults(ModelAnswers):
         """Add one column.
         loaded: lm-eval's task or group. output: of lm-eval's simple_evaluate. model: its name.
         """
+        # Clusters come before scores: errors and intervals of the scores depend on them.
         answers = [
             (subtask, sample)
             for subtask in subtasks(loaded)
@@ -295,6 +296,7 @@ def run_lm_eval(
                 task_manager=TaskManager(include_defaults=False),
                 # few-shot examples are then turns of the conversation
                 apply_chat_template=suite.apply_chat_template,
+                # Errors are computed from the points; with 0 lm-eval 0.4.13 reports each as "N/A".
                 bootstrap_iters=0,
                 limit=limit,
                 samples=samples,

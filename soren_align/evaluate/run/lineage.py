@@ -38,6 +38,8 @@ def lineages(paths: Sequence[str | Path], on_omitted: OnOmitted | None = None) -
     seen: set[str] = set()
     for path in paths:
         *ancestors, last = _lineage(path, on_omitted)
+        # By the files and not by the path: one base may be reached by two paths, and would
+        # otherwise be evaluated twice.
         for name, model in ancestors:
             if model_digest(model) not in seen:
                 rows.append((name, model, path))
@@ -110,6 +112,7 @@ def _lineage(path: str | Path, on_omitted: OnOmitted | None) -> list[Row]:
         rows.append((TASKS[record["task"]].title, model))
         start, problem = _start(run, record["start"])
         parent = None if problem else run_of(start)  # otherwise it may be no path at all
+        # The start was overwritten by a later run of this chain: following it would never end.
         if parent is not None and parent.resolve() in seen:
             problem = OVERWRITTEN
         if problem:
@@ -133,6 +136,7 @@ def _with_unique_names(rows: list[_NamedBy]) -> list[Row]:
     (mine--runs--sft)`.
     """
     names, unique = [name for name, _, _ in rows], []
+    # As few folders as make the names unique: they stand in the first column of the table.
     for num_folders in range(1, MAX_FOLDERS + 1):
         unique = []
         for name, model, path in rows:

@@ -69,6 +69,7 @@ def read_row(
     tokenizer: that of the model that training will make of this one; None: its own.
     Raises UserError if one of the files cannot be read.
     """
+    # No weights: a problem is reported before many gigabytes are downloaded.
     with silence():
         folder = model_folder(model, revision, weights=False)
         base = base_folder(folder, weights=False)
@@ -91,6 +92,7 @@ def saved_row(name: str, model: Path | str) -> PlannedRow:
     """Return the row of a model whose weights are on this machine, unlike a name on the hub.
     See `read_row`.
     """
+    # Found before the other models are evaluated, and not when the turn of this one comes.
     row = read_row(name, model)
     folder = local_path(model)
     if is_local(str(model)) and not any(folder.glob("*.safetensors")):
@@ -122,6 +124,8 @@ def with_base_template(rows: Sequence[PlannedRow], which: str) -> list[PlannedRo
 
     The run's template is that of the last row that has one.
     """
+    # A base model often has no template of its own. With the run's, both models get equal prompts
+    # and can be compared.
     first, *others = rows
     run = (
         None
@@ -146,6 +150,7 @@ def check(
 
     Raises UserError with all reasons why one of the rows could not be evaluated.
     """
+    # All problems are collected, since each attempt loads the tasks again.
     problems = []
     plain = [row.name for row in rows if not row.template_of]
     if suite.apply_chat_template and plain and options.base_template != "none":
@@ -171,6 +176,7 @@ def check(
             loaded = [
                 s for s in subtasks(tasks[task.column]) if s.OUTPUT_TYPE != "loglikelihood_rolling"
             ]
+            # If the longest questions fit the context, the others do.
             questions = [
                 (subtask, _longest(subtask, shortest, options.limit)) for subtask in loaded
             ]
@@ -296,6 +302,8 @@ class Probe:
         evaluation.
         """
         self.row, self.suite, self.strict, self.omit = row, suite, strict, omit
+        # This dispatcher gets no requests: it renders the chat template as the evaluation will, and
+        # its model is never loaded.
         settings = BackendSettings("hf", suite.dtype, "cpu", suite.batch_size)
         self.lm = RequestDispatcher(
             InProcess(Path(row.model), row.tokenizer, settings),
@@ -336,6 +344,7 @@ class Probe:
                 f"template, or {self._remedy(task)}"
             )
             return
+        # For the comparison of rows: models are compared only if their prompts are equal.
         self.prompts[task.column] = [request.args[0] for request in requests]
         context, is_truncated = self.row.context, False
         try:
@@ -346,6 +355,8 @@ class Probe:
                 elif request.request_type == "loglikelihood":
                     num = self._num_tokens("".join(request.args))
                     refuse_long_choice(num - self._num_tokens(request.args[0]), context)
+                    # One token more than the context: the last one is predicted, not an input
+                    # (`_count_truncated`).
                     is_truncated |= num > context + 1
         except ContextTooShort as error:
             self.problems.append(f"{self.lm.label}: {error}; {self._remedy(task)}")

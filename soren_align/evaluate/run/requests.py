@@ -113,6 +113,7 @@ def model_digest(folder: Path) -> str:
     return digest([fingerprint(str(folder)), hashes, model_digest(base) if base else None])
 
 
+# The time of the last change is an argument so that a replaced file is hashed again.
 @lru_cache
 def _file_sha256(file: Path, modified_ns: int) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()

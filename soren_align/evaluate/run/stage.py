@@ -278,6 +278,7 @@ def output_of(run: RunFolder, options: Eval) -> Path:
             "be such a name; rename the suite's folder: printable characters without / and \\, at most 200 bytes"
         )
     output = run.evaluation(options.name)
+    # Refused, not resolved: a run folder from elsewhere must not direct writes to other places.
     for link in (output.parent, output):
         if link.is_symlink():
             raise UserError(

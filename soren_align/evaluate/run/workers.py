@@ -46,6 +46,7 @@ class InProcess:
 
     def run(self, chunks: list[Chunk]) -> Iterator[tuple[str, list[Any], int]]:
         """Yield (key, responses, number of truncated prompts) of each chunk, in order."""
+        # At the first request: if all responses are cached, no weights are read.
         if chunks and self.lm is None:
             try:
                 self.lm = guarded(load_lm, self.folder, self.tokenizer, self.settings)
@@ -85,6 +86,7 @@ class WorkerPool:
         indices = server.SimpleQueue()
         for index in range(num_processes):
             indices.put(index)
+        # Shared out: processes with all threads each would compete for the cores.
         num_threads = max(1, torch.get_num_threads() // num_processes)
         arguments = (indices, num_threads, folder, tokenizer, settings)
         self.pool = ProcessPoolExecutor(num_processes, server, _init_worker, arguments)
@@ -101,6 +103,8 @@ class WorkerPool:
                 "after the cached requests"
             ) from error
         finally:
+            # An error in one chunk ends the column: chunks that are not begun are not computed in
+            # vain.
             for future in futures:
                 future.cancel()
 
@@ -140,6 +144,7 @@ def _init_worker(
     parent = multiprocessing.parent_process()
     assert parent
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    # An executor does not number its workers: each takes the index of a GPU from the queue.
     index = indices.get()
     if settings.device.startswith("cuda"):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

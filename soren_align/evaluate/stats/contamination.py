@@ -54,8 +54,8 @@ class Overlaps:
     examples_read: int
 
     def by_column(self) -> dict[str, dict[str, Any]]:
-        """Return by column {"questions", "overlapping", "exact", "examples_read", "indices": of the
-        overlapping}.
+        """Return a record per column: {"questions", "overlapping", "exact", "examples_read",
+        "indices": of the overlapping}.
         """
         return {
             column: {
@@ -89,16 +89,23 @@ def overlaps(
     columns: the texts of the questions. examples: the texts of each. on_examples: called with the
     number of examples just read.
     """
+    # Only the questions are indexed: they are few, and the examples may be millions. Memory does
+    # not grow with the training data.
     texts: list[str] = []
     by_hash: dict[int, set[int]] = {}
     by_words: dict[tuple[str, ...], list[int]] = {}
     for questions in columns.values():
         words_of_questions = [words_of(question) for question in questions]
+        # An n-gram counts once per question, so that a phrase that is repeated within one question
+        # does not pass for the wording of the task.
         counts = Counter(
             key for words in words_of_questions for key in {hash(ngram) for ngram in _ngrams(words)}
         )
         most = max(MIN_FIXED, len(questions) / 2)
         for words in words_of_questions:
+            # N-grams that most questions share ("choose the right answer") are the template's: any
+            # example of the same format would contain them, and every question would count as
+            # contaminated.
             for key in (hash(ngram) for ngram in _ngrams(words)):
                 if counts[key] <= most:
                     by_hash.setdefault(key, set()).add(len(texts))
@@ -113,6 +120,8 @@ def overlaps(
         for words in map(words_of, example):
             if len(words) in lengths:
                 exact.update(by_words.get(tuple(words), ()))
+            # A hash only nominates a question. The words are compared too, so that no collision
+            # counts as an overlap; questions that are already marked are not compared again.
             for ngram in _ngrams(words):
                 if (key := hash(ngram)) in by_hash:
                     phrase = f" {' '.join(ngram)} "
@@ -121,6 +130,7 @@ def overlaps(
             on_examples(REPORTED_EXAMPLES)
     if on_examples:
         on_examples(num_read % REPORTED_EXAMPLES)
+    # The questions were numbered across columns; each column gets its own indices again.
     result, first = Overlaps({}, {}, {}, num_read), 0
     for column, questions in columns.items():
         result.questions[column] = len(questions)
@@ -202,6 +212,8 @@ def overlaps_with(
     """
     from ...data import texts_of
 
+    # The key contains the dataset's fingerprint and the questions: another split or suite reads the
+    # examples again, and never gets the answer for other data.
     file = (
         cache
         / "contamination"

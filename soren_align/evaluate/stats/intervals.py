@@ -32,6 +32,8 @@ def score_points(
     every = np.concatenate(parts)
     value, n = statistics.fmean(every), len(every)
     numbers = None if labels is None else cluster_numbers(labels)
+    # The clustered error is turned into a number of independent questions, since Wilson's interval
+    # needs a count; never more than there are, because clusters add no information.
     if clustered := Paired(every, numbers).clustered_error():
         error, degrees = clustered
         variance = float(every.var())
@@ -69,6 +71,7 @@ def _wilson(share: float, n: float, quantile: float) -> tuple[float, float]:
     """
     weight = n / (n + quantile**2)
     middle = weight * share + (1 - weight) / 2
+    # The second term keeps the width positive at 0% and 100%, where the answers show no spread.
     half = sqrt(weight * (1 - weight) * share * (1 - share) + ((1 - weight) / 2) ** 2)
     return max(middle - half, 0.0), min(middle + half, 1.0)
 

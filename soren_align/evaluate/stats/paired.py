@@ -107,6 +107,7 @@ class Paired(NamedTuple):
         """
         if self.clusters is None:
             return None
+        # One cluster has no spread between clusters, so that no error can be estimated from it.
         n, sizes = len(self.each), np.bincount(self.clusters)
         if len(sizes) == 1:
             return None
@@ -214,6 +215,8 @@ def points_json(rows: Mapping[str, Any]) -> str:
         content[row] = {}
         for column, points in results.points.items():
             labels = results.clusters.get(column)
+            # Questions, prompts and the model's own settings go into one hash: whoever reads
+            # points.json can refuse an unfair comparison without the prompts and without lm-eval.
             prompts = [results.prompt_hashes[column], results.truncated.get(column, 0), own]
             content[row][column] = {
                 "points": points,
@@ -232,6 +235,7 @@ def read_points(folder: Path) -> dict[str, Points]:
     scores in results.json.
     """
     file, remedy = folder / POINTS, "evaluate the run again"
+    # results.json first: it has the scores against which the points are checked.
     results = read_results(folder)
     if results is None:
         raise UserError(f"{folder}: has no {RESULTS}; evaluate the run first")
@@ -243,11 +247,15 @@ def read_points(folder: Path) -> dict[str, Points]:
         name, columns = row["name"], {}
         for column, entry in content["rows"].get(row["name"], {}).items():
             points, clusters = np.array(entry["points"], float), entry.get("clusters")
+            # Checked before use: labels of another length would pair questions with foreign
+            # clusters.
             if clusters is not None and len(clusters) != len(points):
                 raise UserError(
                     f"{file} rows.{name}.{column}: has cluster labels for {len(clusters)} questions, but scores "
                     f"for {len(points)}; {remedy}"
                 )
+            # The number of labels, not range(max + 1): one large number in a changed file took all
+            # memory there (notes/log.md, 2026-11-22).
             if clusters is not None and len(set(clusters)) != max(clusters) + 1:
                 raise UserError(
                     f"{file} rows.{name}.{column}: the clusters are not numbered from 0 without gaps; {remedy}"
@@ -255,6 +263,8 @@ def read_points(folder: Path) -> dict[str, Points]:
             columns[column] = ColumnPoints(
                 points, None if clusters is None else np.array(clusters), entry["prompts"]
             )
+        # The last check: points of another evaluation, or edited ones, do not give the table's
+        # scores.
         for column, score in row["scores"].items():
             mean = 100 * float(columns[column].each.mean()) if column in columns else None
             if column != "average" and (mean is None or abs(mean - score["value"]) > 1e-6):

@@ -96,6 +96,8 @@ def points_without(
     remaining = np.asarray(points, float)[others]
     if subtasks is None:
         return remaining
+    # The points were weighted for all questions. Without some of them the subtasks have other
+    # sizes, so that the old weights are divided out.
     before, after = (
         subtask_weights(Counter(subtasks)),
         subtask_weights(Counter(subtasks[i] for i in others)),

@@ -48,6 +48,8 @@ def detectable_by(part: Part, num_tests: int = 1) -> float | None:
     """
     if not part.variance:
         return None
+    # Holm's first threshold is the strictest: an effect that passes it is detected whatever the
+    # other tests of the family give.
     margin = sqrt(part.at(FAMILY_ERROR / num_tests))
     return detectable(sqrt(part.variance), float(part.degrees), margin)
 
@@ -61,12 +63,15 @@ def questions_for(
     """
 
     def is_enough(n: int) -> bool:
+        # The variance shrinks, and the degrees of freedom grow, with the number of questions, as if
+        # the additional ones were drawn from the same benchmark.
         scale = n / num_questions
         effect = detectable_by(
             Part(part.variance / scale, max(part.degrees * scale, 1.0)), num_tests
         )
         return effect is None or effect <= difference
 
+    # Doubling, then bisection: the detectable effect falls with n, and has no closed form.
     low, high = 1, 2
     while not is_enough(high):
         low, high = high, 2 * high
@@ -82,6 +87,7 @@ def part_of(column: Paired, smooth: bool = False) -> Part:
     """Return the variance of a mean over questions.
     smooth: as if each model had won one more (Bonett, Price 2012).
     """
+    # Clusters that all changed alike have a spread of 0, which would make any difference certain.
     column = column.without_equal_clusters()
     each = column.each
     if clustered := column.clustered_error():
@@ -89,6 +95,7 @@ def part_of(column: Paired, smooth: bool = False) -> Part:
     n = len(each) + 2 * smooth
     if n == 1:
         return NOTHING
+    # One more win for each model: the variance stays positive if all questions changed alike.
     if smooth:
         return Part((float((each**2).sum()) + 2 - float(each.sum()) ** 2 / n) / n**2, n - 1)
     return Part(float(each.var(ddof=1)) / n, n - 1)
@@ -101,5 +108,7 @@ def mean_part(parts: Sequence[Part], count: int) -> Part:
     variance = sum(part.variance for part in parts) / count**2
     if variance == 0:
         return parts[0]
+    # Satterthwaite's: columns have different numbers of questions or clusters, so that their
+    # variances are known with different precision.
     degrees = variance**2 / sum((part.variance / count**2) ** 2 / part.degrees for part in parts)
     return Part(variance, degrees)

@@ -42,6 +42,8 @@ def score_column(
     """
     names = [subtask.task_name for subtask in subtasks(loaded)]
     main, *others = score_keys(task)
+    # Points come before scores: score, error and later comparisons are computed from one list, so
+    # that none can contradict another.
     raw = {name: points_of(output, name, main, model) for name in names}
     points = normalize(raw, task.num_choices)
     score = score_points([*points.values()], labels)
@@ -65,6 +67,8 @@ def score_column(
         if not isinstance(task.num_choices, dict):  # else this is the score
             also["mean over subjects"] = average([*score["subjects"].values()])
             also_points["mean over subjects"] = [*points.values()]
+    # Shown beside the score and not compared: clipping is not linear, so that this is no mean over
+    # questions.
     if task.num_choices:
         parts = score["subjects"].values() if isinstance(task.num_choices, dict) else [score]
         also[CLIPPED] = {"value": statistics.fmean(max(part["value"], 0.0) for part in parts)}
@@ -91,6 +95,7 @@ def _chances(task: SuiteTask, loaded: Any, output: dict[str, Any]) -> dict[str, 
     """
     shares: dict[str, list[float]] = {}
     for subtask in subtasks(loaded):
+        # Only of a plain accuracy is the share of right choices the score of answers at random.
         is_accuracy = subtask.OUTPUT_TYPE == "multiple_choice" and task.metric in (
             "acc",
             "acc_norm",
@@ -117,6 +122,7 @@ def cluster_labels(
     field.
     """
     labels = []
+    # The suite's author knows which questions belong together: a text, a subject.
     if task.cluster:
         for each, doc in questions:
             question = doc | {"task": each.task_name}
@@ -166,6 +172,8 @@ def points_of(output: dict[str, Any], name: str, key: str, model: str) -> list[f
                 f"{model}: {broken} of {len(numbers)} {kind} of {name} are not numbers;"
                 " check the model's weights, which a diverged training may have broken"
             )
+    # Our mean must be lm-eval's own figure. A metric over the whole corpus is no mean over
+    # questions, and every paired test below would be wrong for it.
     own = statistics.fmean(
         output["results"][name][f"{part},{filter_name}"] for part in metric.split("+")
     )

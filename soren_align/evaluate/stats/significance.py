@@ -20,7 +20,7 @@ from .points import points_without
 
 RESAMPLES = 10_000
 LARGE = 100_000
-"""From so many questions on, a mean of resampled scores has Student's t: drawing 10^9 questions
+"""Questions from which a mean of resampled scores has Student's t: drawing 10^9 questions
 takes a minute."""
 SEED = 1234
 """Equal for all rows, so that an additional row changes no interval."""
@@ -41,6 +41,8 @@ def compare(
     two rows were evaluated with another dtype, batch size or software.
     """
     first_name, first = rows[0]
+    # Refused before anything is compared: another dtype or batch size moves the last digits, and
+    # the difference would be attributed to the models.
     for name, later in rows[1:]:
         refuse_unlike((first_name, first), (name, later))
     return [None, *compare_pairs([(first, later) for _, later in rows[1:]], average)]
@@ -54,6 +56,8 @@ def compare_pairs(
     """
     differences = [_differences(first, later, average) for first, later in pairs]
     columns = [difference for row in differences for difference in row.values()]
+    # Holm corrects within a family. The secondary scores are a family of their own: asking for one
+    # more of them must not weaken the main comparison.
     for family in (
         columns,
         [other for difference in columns for other in difference.get("also", {}).values()],
@@ -69,6 +73,8 @@ def _differences(
     """Return the differences of a row, before any correction."""
     reasons = unpaired(first, later)
     row, columns = {}, []
+    # Columns with other prompts are left out, not compared as independent: questions differ in
+    # difficulty more than models do, so that such a test would detect little.
     for column in first.points:
         if column in reasons:
             continue
@@ -85,6 +91,7 @@ def _differences(
                 also[label] = _difference([Paired(np.array([one.mean() for one in each]))])
         if also:
             row[column]["also"] = also
+    # A mean over the columns that happened to be comparable would be another benchmark.
     if average and not reasons:
         row["average"] = _resampled(columns)
     return row
@@ -101,6 +108,7 @@ def unpaired(first: ModelAnswers, later: ModelAnswers) -> dict[str, str]:
     """Return the columns whose scores cannot be compared, with the reason: what differs in
     `later`.
     """
+    # The model's own settings come first: they affect all columns, so that one reason is enough.
     for key, reason in MODELS_OWN.items():
         a, b = first.settings.get(key), later.settings.get(key)
         if a != b:
@@ -109,6 +117,7 @@ def unpaired(first: ModelAnswers, later: ModelAnswers) -> dict[str, str]:
     for column in first.points:
         a, b = first.prompt_hashes.get(column, []), later.prompt_hashes.get(column, [])
         num_a, num_b = first.truncated.get(column, 0), later.truncated.get(column, 0)
+        # Questions before prompts: where the questions differ, the prompts do too.
         if [question for question, _ in a] != [question for question, _ in b]:
             reasons[column] = (
                 f"it was evaluated on {len(b)} questions, but the first model on {len(a)}"
@@ -192,6 +201,7 @@ def _resampled(columns: list[Paired]) -> dict[str, Any]:
     rng = np.random.default_rng(SEED)
     value = statistics.fmean(column.each.mean() for column in columns)
     columns = [column.without_equal_clusters() for column in columns]
+    # Columns are resampled independently and then averaged, as their questions are different ones.
     drawn = np.mean([_deviations(column, rng) for column in columns], axis=0)
     low, high = np.quantile(drawn, (0.025, 0.975))
     p = (1 + int((np.abs(drawn) >= abs(value) - 1e-12).sum())) / (1 + RESAMPLES)
@@ -268,8 +278,11 @@ def selection_section(
     "scores": those of the other questions, as in `contamination_section`}.
     """
     section: dict[str, Any] = {}
+    # Questions that selected the weights favour them. They are listed, and the score without them
+    # is shown beside the full one.
     for row, record in selections.items():
         for name, chosen in record["columns"].items():
+            # By lm-eval's task and not by the column's name, which a suite may choose freely.
             column = next(
                 (column for column, task in tasks.items() if task == chosen["task"]), None
             )
@@ -280,6 +293,8 @@ def selection_section(
                 column, {"rows": [], "questions": len(hashes), "indices": []}
             )
             entry["rows"].append(row)
+            # They are the questions with the smallest hashes, so that the largest hash identifies
+            # the set, and run.json needs no list.
             entry["indices"] += [
                 i for i, question in enumerate(hashes) if question <= chosen["last_doc_hash"]
             ]

@@ -236,6 +236,7 @@ def benchmark_suite(recipe: Recipe) -> Suite | None:
         suite = suite.model_copy(
             update={"tasks": [task for task in suite.tasks if task.column in section.columns]}
         )
+    # transformers looks this name up at the first evaluation, in the middle of the training.
     metric = str(recipe.trainer.get("metric_for_best_model", "")).removeprefix("eval_")
     columns = [task.column for task in suite.tasks]
     names = [BENCHMARK + name for name in [*columns, *(["average"] if len(columns) > 1 else [])]]

@@ -70,6 +70,8 @@ def load_tasks(
             file = suite.file_of(task)
             with silence():
                 try:
+                    # Anew for each task: the order of GPQA's choices must not depend on the columns
+                    # before it.
                     seed()
                     loaded = manager.load([GROUP.format(task.task)])
                     tasks[task.column] = (loaded.get("groups", {}) | loaded["tasks"])[task.task]
@@ -87,11 +89,14 @@ def load_tasks(
                 raise UserError(
                     f"{file}: this task runs code that a model writes, which is not supported; choose another task"
                 )
+            # lm-eval renders a missing field as the text "None", and scores the question without a
+            # message.
             if missing := missing_field(*_own_data(suite, task)):
                 raise UserError(missing)
             lines = [
                 f"{place}:{number}" for place, number, _ in _questions(*_own_data(suite, task))
             ]
+            # A question whose key is none of its choices counts as wrong for every model.
             for subtask in members:
                 refuse_wrong_keys(subtask, file, lines)
             # without a metric_list: lm-eval's defaults for the output_type
@@ -103,6 +108,7 @@ def load_tasks(
                     f"{suite.path} {task.column}: num_choices and the subtasks of {task.task} differ in "
                     f"{', '.join(differing)}; write the number of choices of {', '.join(sizes)}"
                 )
+            # Checked now: a wrong metric or filter would fail only after the model has answered.
             scores = [key.split(",") for key in score_keys(task)]
             wanted = [
                 ("metric", name, metrics) for metric, _ in scores for name in metric.split("+")
@@ -237,6 +243,8 @@ def _reason(suite: Suite, task: SuiteTask, error: Exception) -> str:
     reason = f"{type(error).__name__}: {first}"
     if isinstance(error, KeyError):
         reason = f"the task's data have no split or column {first}, which {task.task} needs"
+    # To `datasets` a broken line is "An error occurred while generating the dataset": the files are
+    # read again to find its place.
     records = (
         ((file, *each) for file in sorted(folder.rglob("*.jsonl")) for each in read_records(file))
         if folder
@@ -382,6 +390,7 @@ def long_answers(task: Any, tokenizer: Any, max_tokens: int, limit: int | None =
     max_tokens = (settings.generation_kwargs or {}).get("max_gen_toks", max_tokens)
     with silence(), rendering():
         answers = [task.doc_to_target(question) for question in list(task.eval_docs)[:limit]]
+    # The shortest of several right answers: a model that has room for one of them is not cut off.
     texts = [
         min(map(str, answer), key=len) if isinstance(answer, list) else str(answer)
         for answer in answers
