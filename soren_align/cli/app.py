@@ -257,7 +257,7 @@ def _is_model(name: str) -> bool:
     not what may be a mistyped recipe.
     """
     owner, slash, rest = name.partition("/")
-    folders = {recipe.partition("/")[0] for recipe in shipped.recipes() | shipped.studies()}
+    folders = {recipe.partition("/")[0] for recipe in shipped.recipes_and_studies()}
     is_hub_name = bool(slash) and "/" not in rest and not rest.endswith((".yaml", ".yml"))
     return local_path(name).is_dir() or (is_hub_name and owner not in folders)
 

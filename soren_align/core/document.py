@@ -162,6 +162,8 @@ class Document:
         names = list(setting.key)
         while True:
             part: Any = names[0]
+            # A key may contain dots itself ("optimizer.lr" in a study): the longest name that the
+            # section has is taken.
             if isinstance(node, list):  # data.train.0.limit: the first of a list
                 if not (part.isdecimal() and len(part) < 9 and int(part) < len(node)):
                     wanted = f"{dotted(key)} is a list of length {len(node)}; write {dotted(key)}.0 for its first value"
@@ -398,6 +400,8 @@ def from_pydantic(error: ValidationError, form: type[Section] = Section) -> list
     """
     problems = []
     mistakes: list[Any] = error.errors(include_url=False)
+    # Locate each mistake by a walk down the form: only the section that the key stands in knows its
+    # choices, its similar keys and the members of its union.
     for one in mistakes:
         if one["type"] == "default_factory_not_called":  # of a default that is made of another key
             continue

@@ -47,6 +47,11 @@ NAVIGATION = {
 """Every page by group, in the order of `soren-align docs`, the site and llms.txt."""
 
 
+def recipes_and_studies() -> dict[str, Path]:
+    """Return every shipped recipe and study by name, sorted; no file is read."""
+    return _files("recipes")
+
+
 def recipes() -> dict[str, Path]:
     """Return every shipped recipe by name, e.g.
     {'quickstart/sft': .../recipes/quickstart/sft.yaml}, sorted.

@@ -79,6 +79,8 @@ def load(
     else:
         source = _read(find(name_or_path), notify)
     refuse_foreign(name_or_path, source.content)
+    # Options are settings too, in front of --set: the later one wins. A bare path in data.train
+    # becomes a section first, since an option sets one key of it.
     settings = [Setting(name, OPTIONS[name], value) for name, value in values.items()]
     data = source.content.get("data")
     if "--data" in values and isinstance(data, dict) and not isinstance(data.get("train"), dict):
@@ -88,6 +90,8 @@ def load(
         notify(f"--model {values['--model']}: ignored model.init_seed, which makes random weights")
         del model["init_seed"]
     settings += source.settings(overrides or [])
+    # A name changes which keys a section may have: keys of the file that the new optimizer or map
+    # lacks are dropped before --set is applied, so that those of --set are never dropped.
     for at, union in UNIONS.items():
         parent = value_at(source.content, at[:-1])
         if not isinstance(parent, dict) or at[-1] not in parent:
@@ -177,7 +181,11 @@ FOREIGN_KEYS = {
 
 
 def refuse_foreign(name: str | None, content: Mapping[str, Any]) -> None:
-    """Raise UserError with the command that imports another tool's file, if this is one."""
+    """Raise UserError with the command for another tool's file or a study, if this is one."""
+    if "candidates" in content and "task" not in content:
+        raise UserError(
+            f"{name}: is a study, not a recipe; run `soren-align compare {name}`, or name a recipe"
+        )
     kind = next((kind for key, kind in FOREIGN_KEYS.items() if key in content), None)
     if kind and not content.keys() & {"task", "run"}:
         remedy = f"run `soren-align import {name} recipe.yaml` to convert the file"
@@ -188,7 +196,8 @@ def find(name_or_path: str) -> Path:
     """The recipe's file: an existing path, else a shipped name.
     Raises UserError if it is neither.
     """
-    return document.find(name_or_path, shipped.recipes(), "recipe")
+    # the form is checked when the file is read: no other file is read to find one
+    return document.find(name_or_path, shipped.recipes_and_studies(), "recipe")
 
 
 def merged_text(path: Path) -> str:
@@ -333,6 +342,8 @@ def _checked(source: Document, task: str | None, on_missing: Notify | None = Non
         if isinstance(trainer, dict):
             for key, message in trl.problems(kind, trainer).items():
                 source.report(("trainer", key), message)
+    # Files and conflicts are checked on the raw data too: every mistake in one error, also beside
+    # wrong types. An import reports files of another machine and goes on.
     for problem in problems_beyond_schema(raw, reads_data=on_missing is None):
         if on_missing and problem.kind == MissingError.kind:
             on_missing(f"{dotted(problem.key)}: {problem.message}")

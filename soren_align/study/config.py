@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from .. import recipe as recipes
 from ..core import shipped
-from ..core.document import Document, Key, Section, find, parse, place, sentences
+from ..core.document import Document, Key, Problem, Section, find, parse, place, sentences
 from ..core.errors import UserError, did_you_mean
 from ..core.files import local_path, read_text
 from ..core.text import dotted
@@ -230,7 +230,7 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
     overrides: 'key=value' texts, as after --set: search.trials=8,
     search.space.optimizer.lr.high=0.1. Raises UserError with every mistake.
     """
-    path = find(name_or_path, shipped.studies(), "study")
+    path = find(name_or_path, shipped.recipes_and_studies(), "study")
     source = _parsed(path)
     for setting in source.settings(overrides or []):
         source.apply(setting, with_dots=("set", "space"))
@@ -243,7 +243,7 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
         source.report(("search", "pruning"), NO_PRUNING)
     study = source.validate(StudyFile)
     if study is not None:
-        source.problems += dict.fromkeys(study_problems(study))
+        source.problems += [Problem(*problem) for problem in dict.fromkeys(study_problems(study))]
         if study.search.method == "tpe" and find_spec("optuna") is None:
             message = "tpe needs Optuna, which is not installed; run `pip install 'soren-align[tpe]'`, or write random"
             source.report(("search", "method"), message)
@@ -413,7 +413,8 @@ def _recipe_problems(study: StudyFile, lines: dict[Key, str]) -> list[str]:
                         f"{places[start]}{problem.removeprefix(start)}" if start else problem
                     ] = None
             else:
-                problems |= dict.fromkeys(sentences(list(_against_recipe(study, recipe)), lines))
+                found = [Problem(*problem) for problem in _against_recipe(study, recipe)]
+                problems |= dict.fromkeys(sentences(found, lines))
     return list(problems)
 
 

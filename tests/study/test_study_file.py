@@ -117,6 +117,6 @@ def test_a_grid_has_one_trial_per_point(tmp_path):
 def test_a_recipe_is_no_study_and_the_list_of_recipes_has_no_study(tmp_path):
     result = command.run("compare", "quickstart/sft", cwd=tmp_path)
     assert result.returncode == 2
-    assert "no such file, nor a shipped study" in result.stderr
+    assert "is a recipe, not a study; to train it" in result.stderr
     file = shipped.recipes()["quickstart/sft"]
     assert "is a recipe, not a study; to train it" in command.run("compare", file).stderr
