@@ -68,6 +68,8 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
     try:
         try:
             if rank is None or rank.rank == 0:
+                # Only if something is left to train: evaluating a trained run needs neither its
+                # data nor its start.
                 if recipe.run.overwrite or (folder.read() or {}).get("status") in (
                     None,
                     "training",
@@ -135,6 +137,7 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
             folder.forget_failure()
 
         # Train, unless only the evaluation is missing: an interrupted run resumes where it was.
+        # The first rank reads the status for all, and changes the file only later.
         status = ranks.broadcast(folder.record()["status"] if ranks.is_first else None)
         if status != "trained":
             setup, benchmark = _check_inputs(recipe, folder, console, ranks)
@@ -217,6 +220,7 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
         try:
             evaluation.run_evaluation([str(folder)], recipe.eval, console, brief=True)
         except Exception as error:
+            # The training is done and must not seem lost: the message adds where its model is.
             problem = known_failure(error, folder.path)
             if problem is None:
                 raise
@@ -384,6 +388,7 @@ def reshard(run: str) -> None:
             checkpoint = folder.complete_checkpoints()[-1]
             with quiet_libraries():
                 make_universal(checkpoint)
+            # Any number of processes may resume now; the earlier one stays in the record.
             if record.get("processes"):
                 previous = [*record.get("previous_processes", []), record["processes"]]
                 folder.update(processes=None, previous_processes=previous)

@@ -114,6 +114,7 @@ def set_environment(
         env["CUDA_VISIBLE_DEVICES"] = "0"
         notice = f"notice    {len(gpus)} GPUs are visible, but only one is used; add --processes {len(gpus)} to use all"
         print(notice, file=sys.stderr)  # noqa: T201
+    # Cleared first: a launcher's variables, which `env` has not, must go too.
     os.environ.clear()
     os.environ.update(env)
 

@@ -48,6 +48,7 @@ def evaluate(
         refuse_missing(model)
     first = RunFolder(models[0])
     # Results are written into it.
+    # Shared: several evaluations may write into one run, and no training may start meanwhile.
     with first.locked(shared=True) if output is None and first.read() else nullcontext():
         run = first.read()  # again, now that it is locked
         recipe = load_resolved(first.recipe) if run and first.recipe.is_file() else None
@@ -160,11 +161,13 @@ def run_evaluation(
     torch.cuda.empty_cache()  # memory of the training before
     run = RunFolder(models[0])
     if settings.processes is None:
+        # As many processes as trained the run, since so many devices were there.
         trained = (run.read() or {}).get("processes") or 1
         settings = settings.model_copy(
             update={"processes": min(trained, torch.cuda.device_count() or trained)}
         )
     folder = Path(output) if output else stage.output_of(run, settings)
+    # Refused before the evaluation, whose results could not be written.
     if output:
         refuse_unwritable(folder, "--output")
     if summary:
@@ -230,6 +233,8 @@ def overlaps_of_runs(
                     )
                 with hub_offline():
                     split = load_splits(recipe).train
+                # By hash or revision: the examples of a changed file are not those that were
+                # trained on.
                 now, then = (
                     [
                         source.get("sha256") or source.get("revision")

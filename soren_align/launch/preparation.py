@@ -42,6 +42,8 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
             **provenance(),
         }
         start["extends"] = recipe.extends
+        # run.json before recipe.yaml: a kill between the two leaves a run's folder, which the same
+        # command takes again.
         folder.replace(**start, **({"parallel_config": config} if config else {}))
         write(folder.recipe, to_yaml(recipe))
         return
@@ -89,4 +91,6 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
                 f"{folder}`, or replace the run with --overwrite"
             )
         folder.update(processes=num_ranks)
+    # Written again: keys that do not belong to the training, such as the evaluation's, may have
+    # changed.
     write(folder.recipe, to_yaml(recipe))

@@ -195,6 +195,7 @@ def runs(folder: str, *, as_json: bool = False) -> None:
     values: list[dict[str, Any]] = []
     suites: dict[str, dict[str, dict[str, float]]] = {}  # by suite, run and column
     for run in find_runs(path):
+        # A damaged run is one line of the list: the others are shown all the same.
         try:
             record = run.record()
             scores = {

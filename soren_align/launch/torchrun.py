@@ -106,6 +106,7 @@ def start(num_ranks: int, arguments: list[str]) -> Failure | None:
             is_resumable=True,
             kind=NoMemoryError.kind if -failure.exitcode == signal.SIGKILL else "killed",
         )
+    # The rank that waited did not know which one was silent: it is the one that ended later.
     if kind == SilentRankError.kind and len(ended_later) == 1:
         message = message.replace("another rank", f"rank {min(ended_later)}", 1)
     # a rank that has saved a checkpoint has printed so, and has written nothing

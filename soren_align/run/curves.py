@@ -121,6 +121,8 @@ def read_curves(file: Path) -> Curves:
     every = 1 + file.stat().st_size // SAMPLED_FROM
     with file.open("rb") as lines:
         for number, line in enumerate(iter(partial(lines.readline, MAX_LINE), b"")):
+            # Evaluations are few, and the lowest held-out loss is to be exact: their lines are
+            # always read.
             if number % every and b'"eval_' not in line:
                 continue
             if (record := parse_metrics(line)) is None:

@@ -97,6 +97,8 @@ def read_held_out(file: Path, metric: str) -> HeldOutValues:
             )
         mean = np.average(values, weights=weights)
         parts.append(mean + (values - mean) * weights / weights.mean())
+    # Numbered anew, without gaps: one large number in a changed file would take all memory where
+    # clusters are counted.
     if clusters is not None:
         _, clusters = np.unique(clusters, return_inverse=True)
     return HeldOutValues(parts[0], parts[1], clusters, content["examples"])

@@ -78,6 +78,8 @@ def keep_through_exec() -> dict[str, str]:
 
 
 def _is_open(descriptor: int, file: Path) -> bool:
+    # By inode and not by name: a lock file that was removed, and made again by another command, is
+    # not held by this process.
     try:
         return os.path.samestat(os.fstat(descriptor), file.stat(follow_symlinks=False))
     except OSError:  # a child process has the variable without the descriptor; the file may be gone

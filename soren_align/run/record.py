@@ -73,6 +73,8 @@ def divergence(lines: Sequence[Mapping[str, Any]]) -> str | None:
     held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
     training = [line["loss"] for line in lines if "loss" in line]
     ends = [losses[-1] for losses in (held_out, training) if losses]
+    # First, because comparisons with NaN are false: a training of NaNs would count as one that
+    # learned.
     if not all(map(math.isfinite, ends)):
         return "the loss at the end is NaN or infinite"
     if held_out and next(line["step"] for line in lines if "eval_loss" in line) == 0:

@@ -130,10 +130,12 @@ def _of_checkpoint(folder: RunFolder, globs: Sequence[str]) -> tuple[str, list[S
             f"{folder}: has no spectra.jsonl, and no checkpoint with the momentum of whole "
             "matrices; train with --set run.log_spectra.steps=[1,100] to record spectra"
         )
+    # By the seal's hash: a changed momentum would give other spectra without a message.
     if contents([file]) != [read_seal(checkpoint)["files"].get(file.name)]:
         raise UserError(f"{file}: {CHANGED}; {PREVIOUS}")
     momenta: list[tuple[str, Tensor]] = []
     try:
+        # mmap: of a file that is larger than the model, only the momenta are read.
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         groups = [group for group in saved["param_groups"] if group["rule"] == "spectral"]
         for group in groups:
@@ -171,6 +173,8 @@ def all_maps() -> dict[str, SpectralOptimizer]:
 
 def outputs(spectrum: Spectrum, optimizer: SpectralOptimizer) -> Tensor:
     """The singular values of the map's output, float64, computed in float32 as in training."""
+    # A diagonal matrix stands for the momentum: on one of 24 x 40 with the same singular values,
+    # distance, cosine and size are equal to 1e-4 (notes/log.md).
     x = spectrum.without_null_space.float().diag()
     return optimizer.map_matrix(x, optimizer.param_groups[0], MapContext()).diagonal().double()
 

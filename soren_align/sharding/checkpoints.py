@@ -77,6 +77,7 @@ def check_parts(checkpoint: Path) -> None:
     for name in TAGS:
         if not (checkpoint / name).is_file():
             continue
+        # The tag becomes a part of a path: "../other" would lead out of the checkpoint.
         tag = (checkpoint / name).read_text(encoding="utf-8", errors="replace").strip()
         if not is_component(tag) or not (checkpoint / tag).is_dir():
             raise UserError(

@@ -82,6 +82,7 @@ class ReplicaExchange(RankExchange):
             yield from whole_batches(owned, request)
             for index in indices if self.plan.layout.num_ranks > 1 else ():
                 shard, owner = shards[index], self.plan.owners[index]
+                # All that the owner's step has changed, so that replicas stay equal bit for bit.
                 tensors = [shard.weight.detach(), *map(shard.numbers_of, shard.map_state)]
                 if request.adapt is not None:
                     tensors.append(shard.second_moments)

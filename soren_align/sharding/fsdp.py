@@ -56,6 +56,7 @@ class FSDP2Strategy(RankStrategy):
             sizes.update(map_state_sizes(weight.shape, weight.layout, map_state))
         shapes: dict[str, tuple[int, ...]] = {}
         for key, size in sizes.items():
+            # Divided as the parameter is, by its first axis: FSDP2 saves and loads both alike.
             columns, rest = divmod(size, len(parameter))
             if rest:
                 raise ValueError(

@@ -379,6 +379,7 @@ class _Bucket:
         The caller asks for the next batch when it has returned the last one. After all of them the
         outputs are sent.
         """
+        # Its gather was started before the last bucket was mapped, so that it has usually arrived.
         self._work.wait()
         weights = [self.exchange.plan.layout.weights[i] for i in self.owned]
         kinds: list[WeightKind] = [
@@ -437,6 +438,8 @@ class _Bucket:
         for index, shard, _ in self.adapted:
             assert shard.squares is not None
             by_index[index] += shard.squares.view(-1).to(sums.device)
+        # One all-reduce per bucket: the squares of a matrix are complete when all its shards have
+        # added theirs.
         dist.all_reduce(sums, group=exchange.process_group)
         exchange.bytes_sent += sums.nbytes
         for index, shard, part in self.adapted:

@@ -205,6 +205,8 @@ def common_globs(missing: Iterable[str], reached: Iterable[str]) -> list[str]:
     others, globs = {_without_adapter(name) for name in reached}, []
     for name in map(_without_adapter, missing):
         if not _matches(name, globs):
+            # The shortest prefix that no parameter with a gradient has: one glob then names a whole
+            # image encoder.
             prefixes = (name[: end + 1] for end, letter in enumerate(name) if letter == ".")
             prefix = next(
                 (p for p in prefixes if not any(other.startswith(p) for other in others)), None

@@ -131,11 +131,13 @@ def _check_files(checkpoint: Path) -> Seal:
     Raises UserError if a file is missing or of another size, or the folder was renamed.
     """
     seal = read_seal(checkpoint)
+    # A renamed folder would resume at another step than that of its state.
     if (step := seal["step"]) != step_of(checkpoint):
         raise UserError(
             f"{checkpoint}: is the checkpoint of step {step}; rename this folder to "
             f"checkpoint-{step}"
         )
+    # Sizes first: a truncated file is found without reading gigabytes, which `verify` does.
     expected = {name: content["num_bytes"] for name, content in seal["files"].items()}
     sizes = {
         name: (checkpoint / name).stat().st_size
@@ -204,6 +206,7 @@ def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
         if cause is None or cause.errno not in REMEDIES:
             raise
         free = free_bytes(folder)
+        # The incomplete folder is removed: it takes the space that a rerun needs.
         with contextlib.suppress(OSError):
             remove(folder)
         raise ResumableError(

@@ -182,6 +182,8 @@ class TokenStream:
         """Return plain data to resume from after `num_trained` sequences, which the latest
         iteration has passed.
         """
+        # The last block that begins before the trained sequences end: later blocks were only read
+        # ahead.
         while len(self.block_starts) > 1 and self.block_starts[1]["num_rows"] <= num_trained:
             del self.block_starts[0]
         return {**self.block_starts[0], "num_trained": num_trained, "counts": self.counts()}

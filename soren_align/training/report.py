@@ -230,6 +230,7 @@ def report_result(
     training = {"steps": trainer.state.global_step}
     training |= _losses(folder, trainer, result.get("best_model", {}).get("step"))
     training["peak_memory_bytes"] = peak_memory()
+    # On a CPU that other processes share, times mean little without the load.
     if not torch.accelerator.is_available() and hasattr(os, "getloadavg"):
         training["cpu_load"] = round(os.getloadavg()[0], 2)
     training |= result

@@ -263,6 +263,7 @@ def _count(
     if masks is None or not masks.masks:
         return counts, None
     packing = pack(masks, config)
+    # If every example is cut, none keeps its stop token.
     loses_stop = packing.num_lost_tokens and packing.num_long_examples >= counts.num_kept
     counts = replace(
         counts,

@@ -400,6 +400,7 @@ class SorenPretrainer(SorenSFTTrainer):
         with evaluating(model), self.compute_loss_context_manager():
             for index, batch in enumerate(dataloader):
                 output = model(**self._prepare_inputs(batch), use_cache=False, fused_lm_head=True)
+                # A rank with one batch less has got the last one again, which must not count twice.
                 if index * self.ranks.num_ranks + self.ranks.rank < num_batches:
                     # log_probs are zero where there is no label
                     sums += torch.stack([-output.log_probs.double().sum(), output.label_mask.sum()])
