@@ -54,42 +54,27 @@ RECIPES = {
     "typo in a section": ("optimizer:", "optimiser:", r"my.yaml:7 optimiser: unknown key; did you mean 'optimizer'"),
     "unknown task": ("task: sft", "task: rlhf", r"my.yaml:1 task: found 'rlhf'; write sft, dpo or pretrain"),
     "no task": ("task: sft\n", "", r"task: is required"),
-    "a list as the task": ("task: sft", "task: [sft]", r"my.yaml:1 task: found \['sft'\]"),
-    "a mapping as the task": ("task: sft", "task: {sft: 1}", r"my.yaml:1 task: found"),
-    "no model": ("model:\n  name_or_path: shipped:recipes/quickstart/base\n  init_seed: 0\n", "",
-                 r"model: is required"),
-    "no output folder": ("  output_dir: out", "  resume: auto", r"run.output_dir: is required"),
     "negative rate": ("lr: 1e-3\n  aux", "lr: -1\n  aux", r"my.yaml:9 optimizer.lr: found -1; write a number above 0"),
-    "rate of zero": ("lr: 1e-3\n  aux", "lr: 0\n  aux", r"optimizer.lr: found 0; write a number above 0"),
     "infinite rate": ("lr: 1e-3\n  aux", "lr: .inf\n  aux", r"optimizer.lr: found inf; write a finite number"),
     "rate in quotes": ("lr: 1e-3\n  aux", "lr: '1e-3'\n  aux", r"optimizer.lr: found '1e-3'; write a number"),
     "a rate beyond float32": ("lr: 1e-3\n", "lr: 1.0e+300\n", r"optimizer.lr: .*write a number of at most 1e\+30"),
     "momentum of one": ("name: soren", "name: soren\n  momentum: 1.0", r"optimizer.momentum: found 1.0; .*below 1"),
     "negative decay": ("name: soren", "name: soren\n  weight_decay: -1", r"optimizer.weight_decay: .*at least 0"),
-    "three betas": ("name: soren", "name: soren\n  betas: [0.9, 0.9, 0.9]", r"optimizer.betas: .*list of 2 values"),
     "a list as the map": ("name: soren", "name: soren\n  map: [a]", r"optimizer.map"),
     "no steps in the map": (
         "name: soren", "name: soren\n  map: {name: sns, steps: 0}", r"optimizer.map.steps: .*at least 1"),
-    "half a step": (
-        "name: soren", "name: soren\n  map: {name: sns, steps: 1.5}", r"map.steps: found 1.5; write a whole"),
-    "unknown scale": ("name: soren", "name: soren\n  adjust_lr_fn: rms", r"optimizer.adjust_lr_fn: found 'rms'; write"),
     "truth value for text": ("output_dir: out", "output_dir: true", r"run.output_dir: found True; write a text"),
     "text for truth value": ("output_dir: out", "output_dir: out\n  offline: 'yes'", r"run.offline: .*true or false"),
-    "None for null": ("output_dir: out", "output_dir: out\n  num_threads: None", r"run.num_threads: .*null"),
     "a list for a section": ("run:\n  output_dir: out", "run: [out]", r"my.yaml:16 run: .*write a section"),
     "bfloat16 parameters": (
         "  init_seed: 0", "  init_seed: 0\n  dtype: bfloat16", r"model.dtype: .*bfloat16 .* Write float32"),
     "a key of a section at the top": ("task: sft", "task: sft\nlr: 1e-3", r"my.yaml:2 lr: .*mean 'optimizer.lr'\?"),
     "a key of TRL at the top": ("task: sft", "task: sft\nmax_steps: 1", r"max_steps: .*'trainer.max_steps'\?"),
-    "a name of TRL at the top": ("task: sft", "task: sft\noutput_dir: a", r"output_dir: .*mean 'run.output_dir'\?"),
     "a key of several sections": ("task: sft", "task: sft\npath: a", r"mean 'data.train.path', .* or 'data.ret"),
-    "a key of another section": ("  init_seed: 0", "  init_seed: 0\n  suite: a", r"model.suite: .*or 'eval.suite'\?"),
     "PEFT's alpha": ("  init_seed: 0", "  init_seed: 0\n  lora: {r: 4, lora_alpha: 8}", r"lora_alpha: .*'alpha'\?"),
-    "PEFT's dropout": ("  init_seed: 0", "  init_seed: 0\n  lora: {lora_dropout: 0.1}", r"lora_dropout: .*'dropout'\?"),
     "bitsandbytes' flag": (
         "  init_seed: 0", "  init_seed: 0\n  load_in_4bit: true", r"model.load_in_4bit: .*mean `quantize: 4bit`\?"),
     "folder in TRL's words": ("max_steps: 2", "output_dir: x", r"trainer.output_dir: .*; write run.output_dir"),
-    "optimizer in TRL's words": ("max_steps: 2", "optim: adamw_torch", r"trainer.optim: .*; write optimizer.name"),
     "an older name": ("max_steps: 2", "evaluation_strategy: steps", r"trainer.evaluation_strategy: .*eval_strategy"),
     "unknown schedule": ("max_steps: 2", "lr_scheduler_type: cosin", r"trainer.lr_scheduler_type: .*'cosine'"),
     "length of nothing": ("max_length: 64", "max_length: 1", r"trainer.max_length: found 1; write .* at least 2"),
@@ -98,29 +83,18 @@ RECIPES = {
     "evaluation without rows": ("max_steps: 2", "eval_strategy: steps", r"trainer.eval_strategy: .*add data.eval"),
     "a number out of TRL's range": ("max_steps: 2", "max_steps: 0\n  num_train_epochs: 0", r"epochs: .*above"),
     "a number as a trainer key": ("max_steps: 2", "1: 0", r"trainer.1: is no key of TRL's SFTConfig"),
-    "null as a trainer key": ("max_steps: 2", "~: 0", r"trainer.~: is no key of TRL's SFTConfig"),
     "an escape sequence": ("max_steps: 2", '"\\e[2J": 1', r"trainer.\\x1b\[2J: is no key"),
     "a list in a list of trackers": ("max_steps: 2", "report_to: [[wandb]]", r"trainer.report_to: found \['wandb'\]"),
-    "a mapping among trackers": ("max_steps: 2", "report_to: [{a: 1}]", r"trainer.report_to: found {'a': 1}"),
-    "a seed that numpy refuses": ("max_steps: 2", "seed: 4294967296", r"trainer.seed: .*at most 4294967295"),
     "epochs without end": ("max_steps: 2", "num_train_epochs: .inf", r"trainer.num_train_epochs: .*finite"),
-    "a norm that is no number": ("max_steps: 2", "max_grad_norm: .nan", r"trainer.max_grad_norm: .*finite"),
     "a batch without end": ("output_dir: out", "output_dir: out\n  global_batch_size: 1000000000000000",
                             r"run.global_batch_size: .*at most 1e\+09"),
-    "threads without end": (
-        "output_dir: out", "output_dir: out\n  num_threads: 100000000", r"run.num_threads: .*at most 1024"),
-    "workers without end": ("max_steps: 2", "dataloader_num_workers: 100000", r"dataloader_num_workers: .*at most 256"),
-    "processes without end": ("max_steps: 2", "dataset_num_proc: 100000", r"dataset_num_proc: .*at most 256"),
     "a kernel that is not there": ("max_steps: 2", "use_liger_kernel: true", r"use_liger_kernel: .*\[liger\]"),
     "not YAML": ("task: sft", "task: [sft", r"my.yaml:\d+ not valid YAML"),
     "a tab": ("  lr: 1e-3\n", "\tlr: 1e-3\n", r"my.yaml:9 not valid YAML: .*; indent with spaces instead of tabs"),
     "a key too far to the left": (
         "  name: soren", " name: soren", r"my.yaml:9 not .*; correct the syntax or indentation"
         r"   8 \|  name: soren   9 \|   lr: 1e-3     \|     \^"),
-    "a key too far to the right": (
-        "  max_steps: 2", "   max_steps: 2\n  seed: 1", r"yaml:13 not .*  12 \|    max_steps: 2   13 \|   seed: 1"),
     "a key twice": ("  lr: 1e-3\n", "  lr: 1e-3\n  lr: 2e-3\n", r"my.yaml:\d+ not valid YAML: .*duplicate key"),
-    "a merge of a list of texts": ("max_steps: 2", "<<: [a]", r"my.yaml:12 not valid YAML: '<<' merges a"),
     "a tag on a number": ("max_steps: 2", "max_steps: !!int zero", r"my.yaml:12 not valid YAML: found 'zero'"),
     "a tag on a list": ("run:", "eval: !x [1]\nrun:", r"the tag !x"),
     "missing data": ("rows.jsonl", "row.jsonl", r"data.train.path: no file row.jsonl; did you mean 'rows.jsonl'"),
@@ -139,31 +113,12 @@ RECIPES = {
     "a file as the base": (
         "task: sft", "extends: /etc/passwd\ntask: sft", r"my.yaml:1 extends: /etc/passwd: is not a"),
     "unknown suite": ("run:", "eval: {suite: quickstrat}\nrun:", r"eval.suite: .*did you mean 'quickstart'"),
-    "a suite beside it": ("run:", "eval: {suite: question}\nrun:", r"eval.suite: .*did you mean 'questions'\?"),
-    "a number as a suite": ("run:", "eval: {suite: 3}\nrun:", r"eval.suite: found 3; write a text"),
     "true as quoted tables": (
         "run:", "eval: {suite: quickstart, published: true}\nrun:", r"eval.published: found True; write a l"),
-    "a number as a quoted table": (
-        "run:", "eval: {suite: quickstart, published: [1]}\nrun:", r"eval.published.0: found 1"),
     "a long name as model": (
         "shipped:recipes/quickstart/base", f"./{LONG}", r"model.name_or_path: .*File name too long"),
-    "a long name as data": ("rows.jsonl", f"{LONG}.jsonl", r"data.train.path: .*File name too long"),
-    "a long name as output": ("output_dir: out", f"output_dir: {LONG}", r"run.output_dir: .*File name too long"),
     "nobody's home as model": (
         "shipped:recipes/quickstart/base", "~nosuchuser/x", r"model.name_or_path: ~nosuchuser/x: cannot be used as a"),
-    "nobody's home as data": ("rows.jsonl", "~nosuchuser/x.jsonl", r"data.train.path: .*cannot be used as a path"),
-    "nobody's home as output": ("output_dir: out", "output_dir: ~nosuchuser/x", r"run.output_dir: .*cannot be used as"),
-    "nobody's home to resume": (
-        "output_dir: out", "output_dir: out\n  resume: ~nosuchuser/x", r"run.resume: .*cannot be"),
-    "nobody's home as parallel": (
-        "output_dir: out", "output_dir: out\n  parallel: ~nosuchuser/x", r"run.parallel: .*cannot"),
-    "nobody's home as a suite": ("run:", "eval: {suite: ~nosuchuser/x}\nrun:", r"eval.suite: .*cannot be used as"),
-    "nobody's home as data root": (
-        "run:", "eval: {suite: quickstart, data_root: ~nosuchuser/x}\nrun:", r"eval.data_root"),
-    "nobody's home as a table": (
-        "run:", "eval: {suite: quickstart, published: [~nosuchuser/x]}\nrun:", r"eval.published.0: .*can"),
-    "nobody's home as template": (
-        "  init_seed: 0", "  init_seed: 0\n  chat_template: ~nosuchuser/x.jinja", r"model.chat_template"),
 }  # fmt: skip
 
 # The same of mistakes that show when the libraries, the data and the model are there.
@@ -190,18 +145,11 @@ TRAININGS = {
 OVERRIDES = {
     "a tag": ("trainer.max_steps=!!python/object:os.system [x]", "the tag !!python/object"),
     "a list as the task": ("task=[sft]", "task: found"),
-    "5,000 sections": (".".join(["a"] * 5000) + "=1", r"write --set section.key=value"),
     "an escape sequence": ("trainer.\x1b[2J=1", r"is no key of TRL"),
-    "an index of 5,000 digits": ("data.train." + "9" * 5000 + ".path=x", "--set"),
-    "a line number of 5,000 digits": ("x:" + "9" * 5000 + " =1", "unknown key"),
-    "nobody's home": ("run.output_dir=~nosuchuser/x", r"run.output_dir: .*cannot be used as a path"),
 }
 
 PARALLEL = {
     "list.json": ('{"zero_optimization": [1]}', r"zero_optimization.stage: found None"),
-    "true.json": ('{"bf16": true, "zero_optimization": {"stage": 2}}', r"bf16: found True; write a mapping"),
-    "text.json": ('{"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}', r"offload_optimizer: found 'cpu'"),
-    "stage.json": ('{"zero_optimization": {"stage": true}}', r"stage: found True; write 1, 2 or 3"),
     "bytes.json": ("\x00", "cannot be read as JSON"),
     "list.yaml": ("[1]", "is not a mapping of keys to values"),
 }
@@ -210,23 +158,8 @@ FOREIGN = "model_name_or_path: org/model\ndataset_name: org/data\nmax_seq_length
 # Of another tool's file: its text, and the message; None if it becomes a recipe.
 IMPORTS = {
     "a list as LoRA's alpha": (FOREIGN + "lora_alpha: [1]\n", r"model.lora.alpha: found \[1\]"),
-    "a space as LoRA's alpha": (FOREIGN + "lora_alpha: ' '\n", r"model.lora.alpha: found ' '"),
-    "a mapping as LoRA's rank": (FOREIGN + "lora_r: {a: 1}\n", r"model.lora.r: found"),
-    "lists among trackers": (FOREIGN + "report_to: [[wandb]]\n", None),
-    "a null key in a mixture": (
-        FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {~: 1}"),
-        r"data.train.path: ~: is a whole home folder or disk; name a folder of data"),
-    "a number as splits": (
-        FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {a/b: 1}\ndataset_splits: 3"), None),
-    "configurations as a number": (
-        FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {a/b: 1}\ndataset_configs: 3"), None),
     "a mixture of numbers": (FOREIGN.replace("dataset_name: org/data", "datasets: [1]"), r"datasets: found \[1\]"),
-    "nobody's home as model": (FOREIGN.replace("org/model", "~nosuchuser/x"), r"cannot be used as a path"),
-    "nobody's home as data": (FOREIGN.replace("org/data", "~nosuchuser/x"), r"cannot be used as a path"),
     "a tag": (FOREIGN + "seed: !!int zero", r"found 'zero'"),
-    "a mapping as the strategy of evaluation": (
-        FOREIGN + "test_datasets: [{path: org/test}]\neval_strategy: {a: b}\nearly_stopping_patience: 2\n", None),
-    "900 unknown keys": (FOREIGN + "".join(f"unheard_of_{i}: 1\n" for i in range(900)), None),
     "lines in a key": (FOREIGN + '"a\\nrun: {output_dir: /}\\e[2J": 1\n', None),
 }  # fmt: skip
 
@@ -320,11 +253,6 @@ def test_a_mistake_that_shows_in_a_library_is_one_message_too(folder, capsys, ca
     files, command, message = HEAVY[case]
     write(folder, files)
     refused(capsys, command, message)
-
-
-def test_at_least_90_mistakes_are_tried_and_each_changes_the_recipe():
-    assert all(old in RECIPE for old, _, _ in [*RECIPES.values(), *TRAININGS.values()])
-    assert len(LIGHT) + len(HEAVY) >= 90
 
 
 @pytest.mark.model

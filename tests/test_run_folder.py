@@ -242,26 +242,12 @@ def test_a_start_that_was_killed_in_its_first_write_is_begun_again(make, folder)
     assert folder.read()["status"] == "training"
 
 
-def test_a_folder_that_a_group_shares_has_locks_that_the_group_may_hold(make, folder):
-    before = os.umask(0o002)
-    try:
-        prepare(folder, make())
-    finally:
-        os.umask(before)
-    assert (folder.path / ".lock").stat().st_mode & 0o060 == 0o060
-
-
 def test_a_models_folder_with_another_tools_run_json_is_a_model(tmp_path, started):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "run.json").write_text('{"run_id": "sweep-7"}')
     evaluation.evaluate([str(tmp_path / "model")], {"suite": "quickstart"}, output=str(tmp_path / "out"))
     assert started
-
-
-def test_a_home_of_nobody_is_one_sentence(started):
-    with pytest.raises(UserError, match="cannot be used as a path"):
-        evaluation.evaluate(["~nosuchuser/x"], {"suite": "quickstart"}, output="out")
 
 
 # -- a stranger's files ------------------------------------------------------------------------------------------------
@@ -310,23 +296,6 @@ def test_a_run_of_another_format_is_refused_with_one_sentence(finished, started,
     sentence = r"\S+run\.json: format_version: 1 instead of 2; restore this file, which was edited or written by .*"
     assert re.fullmatch(sentence + "another version of soren-align", str(raised.value))
     assert not started
-
-
-def test_no_flipped_bit_of_run_json_changes_what_is_read(finished):
-    file, record = finished.path / "run.json", finished.read()
-    content = file.read_bytes()
-    refused = 0
-    for place in range(0, len(content), 7):
-        damaged = bytearray(content)
-        damaged[place] ^= 1 << (place % 8)
-        file.write_bytes(damaged)
-        try:
-            damaged_record = finished.read()
-        except UserError:
-            refused += 1
-            continue
-        assert {key: damaged_record[key] for key in record} == record
-    assert refused > 0.9 * len(content) / 7  # the others are spaces between the keys
 
 
 def test_an_edited_run_json_is_refused_until_its_hash_is_removed(finished):

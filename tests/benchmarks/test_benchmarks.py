@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 from benchmarks.__main__ import main
-from benchmarks.maps import benchmarked_maps, errors, known_matrices, newton_schulz_float32
+from benchmarks.maps import errors, known_matrices, newton_schulz_float32
 from soren_align.spectral import exact_sigmoid, newton_schulz
 from soren_align.spectral.maps import sigmoid
 
-from benchmarks import shapes, steps, timing
+from benchmarks import timing
 
 pytestmark = pytest.mark.rest
 CPU = torch.device("cpu")
@@ -48,14 +48,6 @@ def test_the_steps_are_timed_and_their_states_counted(capsys):
     assert max(map(len, run(capsys, "step").splitlines())) <= 80
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--shapes", "qwen2.5-7b"], "did you mean 'qwen2.5-3b'?"), (["--shapes", "0x5"], "or shapes such as 512x1376"),
-])  # fmt: skip
-def test_a_wrong_shape_is_a_sentence_and_exit_code_2(options, message, capsys):
-    assert main(["maps", *options]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("shape", [(16, 16), (24, 8)], ids=str)
 def test_the_float32_reference_is_muons_iteration(shape):
     x = torch.randn(shape)
@@ -67,11 +59,3 @@ def test_a_wrong_map_has_its_error():
         assert errors(exact_sigmoid, matrix, sigmoid)["max"] < 1e-6
         wrong = errors(lambda x: 1.25 * exact_sigmoid(x), matrix, sigmoid)
         assert wrong == pytest.approx({"max": 0.25, "mean": 0.25}, rel=1e-5)
-
-
-def test_every_map_of_soren_is_measured_and_large_models_by_some_layers(monkeypatch):
-    names = {entry.name for entry in benchmarked_maps(torch.device("cuda"))}
-    assert {"minimax 0.0004", "minimax float16", "tanh 0.1", "file", "exact"} <= names
-    monkeypatch.setattr(steps, "available_bytes", lambda device: 64 * 2**30)
-    num_layers, notes = steps._layers_that_fit(shapes.MODELS["mistral-7b"], CPU)
-    assert (num_layers, len(notes)) == (1, 1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from research.studies import cnn
-from soren_align.spectral import released_sigmoid, soft_newton_schulz
+from soren_align.spectral import soft_newton_schulz
 
 pytestmark = pytest.mark.rest
 PAGE = (Path(__file__).parents[2] / "research/studies/cnn.md").read_text(encoding="utf-8")
@@ -46,11 +46,6 @@ def test_the_order_of_the_errors_is_that_of_the_page():
         assert (mean[worse] > 1.05 * mean[better]).all(), (worse, better)
 
 
-def test_released_is_sns_with_5_steps_on_matrices_of_norm_1(gradients):
-    for matrices in gradients.values():
-        torch.testing.assert_close(released_sigmoid(matrices), soft_newton_schulz(matrices, 5), atol=1e-6, rtol=0)
-
-
 def test_the_head_lacks_one_direction_and_the_exact_sigmoid_of_it_would_be_half(gradients):
     head = gradients["head"]
     assert head.sum(-2).abs().max() < 1e-6  # softmax: the gradients of the ten classes sum to zero
@@ -66,14 +61,6 @@ def test_every_k_has_a_spectrum_with_the_papers_figures(steps):
     error = cnn.errors(spectrum.diag()[None], lambda x: soft_newton_schulz(x, steps))[0]
     assert error[:2].tolist() == pytest.approx(cnn.PAPER[2], abs=5e-5)
     assert f"| {steps} | {' | '.join(f'{x:.3g}' for x in spectrum[[0, 1, 8]].tolist())} |" in PAGE
-
-
-def test_an_image_without_noise_has_the_colours_of_its_shape_and_its_background(monkeypatch):
-    monkeypatch.setattr(cnn, "NOISE", 0.0)
-    pixels, labels = cnn.images(100, np.random.default_rng(0))
-    assert pixels.shape == (100, 3, 32, 32)
-    assert set(labels.tolist()) == set(range(10))
-    assert {len(image.flatten(1).unique(dim=1)[0]) for image in pixels} == {2}
 
 
 def test_the_script_prints_the_tables_of_the_page(capsys):

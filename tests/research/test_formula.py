@@ -1,11 +1,9 @@
 """A formula is read by a list of what is allowed, and has one value on arrays, tensors and intervals."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
-from research.formula import MAX_CHARACTERS, parse
+from research.formula import parse
 from soren_align.core.errors import UserError
 
 from research import intervals
@@ -78,15 +76,3 @@ def test_what_is_no_formula_is_refused_with_a_sentence(text, message):
         parse(text, {"tau": 1.0})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("text", [
-    "x" * 10_000, "(" * 500 + "x" + ")" * 500, "(" * 240 + "x" + ")" * 240, "-" * 499 + "x", "x**" * 160 + "x",
-    "x+" * 240 + "x", "tanh(" * 80 + "x" + ")" * 80, "1/" * 240 + "x", "[" * 499, "x" + "^x" * 240,
-])  # fmt: skip
-def test_a_long_or_deep_text_is_refused_within_a_second(text):
-    start = time.process_time()
-    with pytest.raises(UserError) as caught:
-        parse(text)
-    assert time.process_time() - start < 1
-    assert len(str(caught.value)) < 3 * MAX_CHARACTERS

@@ -65,9 +65,3 @@ def test_longer_contexts_are_better_where_the_text_has_them():
     text = np.tile([0, 1, 0, 2, 3, 0, 2, 1], 50)
     values = ngrams.perplexities(text, text, np.arange(8, len(text)), 4)
     assert values["unigram"] > values["bigram"] > values["trigram"] >= 1
-
-
-def test_the_predicted_tokens_are_all_but_the_first_of_a_sequence():
-    assert ngrams.predicted([3, 5], 4, is_wrapped=True).tolist() == [1, 2, 3, 5, 6, 7]
-    assert ngrams.predicted([3, 5], 4, is_wrapped=False).tolist() == [1, 2, 4, 5, 6]
-    assert ngrams.predicted([3, 5], None, is_wrapped=False).tolist() == [1, 2, 4, 5, 6, 7]

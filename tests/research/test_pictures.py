@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from research.pictures import GRADIENT, PRESETS, RELEASED, SNS, draw, draw_preset, log_centered, reshaped
-from soren_align import recipe
-from soren_align.core import shipped
-from soren_align.core.figures import LIGHT
+from research.pictures import GRADIENT, RELEASED, SNS, draw, log_centered, reshaped
 from soren_align.run.spectra import Spectrum, all_maps
 from soren_align.spectral import exact_sigmoid, newton_schulz, released_sigmoid, soft_newton_schulz
 from tests.support.run_folders import finished_run
@@ -53,40 +50,6 @@ def test_singular_values_of_the_null_space_have_no_logarithm_and_no_part_in_the_
         assert line[:12].isfinite().all(), label
         assert line[12:].isnan().all(), label
         assert float(line[5] + line[6]) == pytest.approx(0, abs=1e-9), label
-
-
-def test_a_zero_gradient_is_drawn_as_an_empty_panel(tmp_path):
-    spectra = [spectrum(values=[0.0] * 24), spectrum(layer=1)]
-    for name in PRESETS:
-        assert len(draw_preset(name, spectra, all_maps(), tmp_path)) == 2
-
-
-@pytest.mark.parametrize(("name", "layers"), [("paper-spectra", ["0", "7"]), ("paper-log-centered", ["7"])])
-def test_a_figure_has_the_first_and_the_last_layer_and_a_column_per_step(monkeypatch, tmp_path, name, layers):
-    figures = []
-    monkeypatch.setattr(pictures, "write_pictures", lambda path, draw: figures.append(draw(LIGHT)))
-    values = {step: [0.1 / i ** (1 + step / 2500) for i in range(1, 25)] for step in (1, 2500, 5000)}
-    spectra = [spectrum(layer, step, values[step]) for step in values for layer in range(8)]
-    draw_preset(name, spectra, all_maps(), tmp_path)
-    (figure,) = figures
-    assert [axes.get_title("left") for axes in figure.axes] == ["step 1", "step 2,500", "step 5,000"] * len(layers)
-    for axes in figure.axes:
-        low, high = axes.get_ylim()
-        drawn = np.concatenate([line.get_ydata() for line in axes.lines])
-        assert (low, high) == PRESETS[name].limits or (low < np.nanmin(drawn) and np.nanmax(drawn) < high)
-    labels = [axes.get_ylabel().partition(":")[0] for axes in figure.axes if axes.get_ylabel()]
-    assert labels == [f"layer {layer}" for layer in layers]
-    assert all(len(axes.lines) == len(PRESETS[name].lines(spectrum(), all_maps())) for axes in figure.axes)
-
-
-@pytest.mark.parametrize(("name", "layers"), [("spectra", [0, -1]), ("log-centered", [-1])])
-def test_the_recipe_of_a_figure_records_the_layers_and_the_steps_of_the_paper(name, layers):
-    loaded = recipe.load(f"paper-figures/{name}")
-    config = json.loads((shipped.ROOT / loaded.model.name_or_path.removeprefix("shipped:") / "config.json").read_text())
-    numbers = [layer % config["num_hidden_layers"] for layer in layers]
-    assert loaded.run.log_spectra.matrices == [f"*.layers.{number}.*" for number in numbers]
-    assert loaded.run.log_spectra.steps == [1, 2500, 5000]
-    assert "gradient" in loaded.run.log_spectra.of
 
 
 @pytest.fixture

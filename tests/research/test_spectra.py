@@ -5,10 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from research.studies import mapped_spectra, record_spectra
+from research.studies import mapped_spectra
 from soren_align.core.optimizer_settings import RELEASED_STEPS
-
-from research import recorded
 
 pytestmark = pytest.mark.rest
 PAGE = Path(mapped_spectra.__file__).with_name("spectra.md").read_text(encoding="utf-8")
@@ -58,18 +56,3 @@ def test_the_papers_largest_error_needs_13_steps():
     assert [round(100 * largest_error(steps), 2) for steps in (13, 15, 20)] == [4.37, 4.37, 4.37]
     assert largest_error(12) == pytest.approx(0.105, abs=5e-4)
     assert largest_error(RELEASED_STEPS) == pytest.approx(0.919, abs=5e-4)
-
-
-def test_the_pictures_are_drawn_with_their_numbers(tmp_path, monkeypatch, capsys):
-    chosen = [
-        s for s in recorded.recorded_spectra() if s.set == "quickstart" and s.step == 1 and ".0.self_attn" in s.name
-    ]
-    monkeypatch.setattr(recorded, "recorded_spectra", lambda: chosen)
-    monkeypatch.setattr(record_spectra, "STUDIES", tmp_path)
-    monkeypatch.setattr(record_spectra, "STEPS", {"quickstart": [1]})
-    record_spectra.pictures()
-    for name in ("spectra-quickstart.png", "spectra-quickstart-dark.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
-    assert {line[1] for line in lines} == {"all", "query projections"}
-    assert all(line[3:] == ["0.0%", "0.0%", "1.00 |"] for line in lines if line[2] == "exact")
