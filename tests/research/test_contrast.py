@@ -1,5 +1,6 @@
 """How far an update can be from Muon's: the theorem, and the numbers on recorded momenta."""
 
+import json
 from pathlib import Path
 from statistics import median
 
@@ -7,9 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from research.contrast import LOWEST_COSINE_OF_THE_SIGMOID, Contrast, contrast, lowest_cosine
+from research.contrast import LOWEST_COSINE_OF_THE_SIGMOID, contrast, lowest_cosine
 from research.recorded import recorded_spectra
+from tests.support.run_folders import finished_run
 from tests.support.spectra import singular_vectors
+
+from research import contrast as command
 
 pytestmark = pytest.mark.rest
 PAGE = Path(__file__).parents[2] / "research/studies/theorems.md"
@@ -39,11 +43,6 @@ def test_the_bound_is_reached(least):
     assert contrast(values, values).to_muon == pytest.approx(lowest_cosine(least, 1.0), abs=1e-7)
 
 
-def test_the_bound_of_the_sigmoid():
-    assert lowest_cosine(0.5, 1.0) == pytest.approx(LOWEST_COSINE_OF_THE_SIGMOID, abs=1e-15)
-    assert lowest_cosine(0.5, 1.0) == pytest.approx(0.94281, abs=1e-5)
-
-
 def test_the_numbers_are_those_of_the_matrices():
     u, v = singular_vectors((6, 9), 5)
     sigma, values = torch.tensor([3.0, 1, 0.5, 0.1, 0]).double(), torch.tensor([0.9, 0.5, 0.3, 0.2, 0.7]).double()
@@ -53,10 +52,6 @@ def test_the_numbers_are_those_of_the_matrices():
     assert found.to_muon == pytest.approx(cosine(output, muon), abs=1e-12)
     assert found.to_momentum == pytest.approx(cosine(output, momentum), abs=1e-12)
     assert found.ratio == pytest.approx(0.9 / 0.3)  # the lower median
-
-
-def test_a_zero_momentum_has_no_contrast():
-    assert contrast(torch.zeros(3), torch.zeros(3)) == Contrast(None, None, None)
 
 
 def of_recorded_momenta(function):
@@ -87,3 +82,20 @@ def test_the_table_of_the_page_is_that_of_the_recorded_momenta(name):
     (cells,) = [[float(cell) for cell in row.split("|")[2:5]] for row in rows]
     medians = [median(numbers) for numbers in of_recorded_momenta(TABLE[name])]
     assert cells == pytest.approx(medians, rel=0.012)  # to two digits
+
+
+def test_the_command_shows_the_map_of_the_run_first(tmp_path, monkeypatch, capsys):
+    folder, sigma = finished_run(tmp_path / "run"), [0.1 / i for i in range(1, 25)]
+    lines = [{"step": 1, "name": name, "shape": [24, 40], "singular_values": values}
+             for name, values in {"a.q_proj.weight": sigma, "a.zero.weight": [0.0] * 24}.items()]  # fmt: skip
+    folder.spectra.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr("sys.argv", ["contrast", str(folder.path), "--json"])
+    command.main()
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_momenta"], found["num_zero"]) == (1, 1)
+    own, *others = found["maps"]
+    assert own["map"] == "this run: minimax 0.0004"
+    assert all(row["to_muon"] < own["to_muon"] for row in others)
+    monkeypatch.setattr("sys.argv", ["contrast", str(folder.path)])
+    command.main()
+    assert "at least 0.943" in " ".join(capsys.readouterr().out.split())

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from research.recorded import recorded_spectra, save
+from research.recorded import recorded_spectra
 from research.studies import minimax_polynomials as polynomials
 from soren_align.core.optimizer_settings import RESOLUTION
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
@@ -21,23 +21,6 @@ QUICKSTART = [s for s in RECORDED if (s.set, s.step) == ("quickstart", 600)]
 
 def default_values(sigma):
     return polynomials.minimax_values(sigma, SIGN[RESOLUTION].steps)
-
-
-def test_the_sets_are_those_of_the_module():
-    counts = {}
-    for spectrum in RECORDED:
-        assert len(spectrum.singular_values) == min(spectrum.shape)
-        assert list(spectrum.singular_values) == sorted(spectrum.singular_values, reverse=True)
-        counts[spectrum.set, spectrum.step] = counts.get((spectrum.set, spectrum.step), 0) + 1
-    steps = {"smollm2": (28, (1, 12)), "quickstart": (14, (1, 10, 100, 300, 600))}
-    assert counts == {(name, step): count for name, (count, each) in steps.items() for step in each}
-
-
-def test_a_file_gives_what_was_saved(tmp_path):
-    save(RECORDED[:3], tmp_path / "first")
-    save(RECORDED[:3], tmp_path / "second")
-    assert recorded_spectra(tmp_path / "first") == RECORDED[:3]
-    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
 
 
 def test_the_default_map_has_a_third_of_the_error_of_sns_on_every_recorded_set():
