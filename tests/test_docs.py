@@ -245,7 +245,7 @@ def test_a_page_of_the_site_links_to_pages_of_the_site():
     )
     page, pictures = site.site_page("docs/data.md", text)
     assert page == (
-        "[a](own-data.md#x), [b](recipes/quickstart/index.md), `c`, [d](index.md), "
+        "[a](own-data.md#x), [b](recipes/quickstart/index.md), c, [d](index.md), "
         "`e`, [f](https://example.org/a.md), [g](contributing.md) ![h](house.svg)\n"
         "```\n[a](../README.md)\n```\n"
     )

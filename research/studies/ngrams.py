@@ -5,7 +5,7 @@ predicts.
 
 Unigram with add-one counts; bigram and trigram with interpolated modified Kneser-Ney (Chen and
 Goodman 1998, Section 3): three discounts per order from the counts of counts, no held-out text.
-tests/test_ngrams.py has the definition.
+tests/research/test_ngrams.py has the definition.
 """
 
 import sys
