@@ -158,6 +158,7 @@ def _add_training(task: str, help_text: str, *, needs_recipe: bool) -> None:
         from ..recipe import OPTIONS, load
 
         settings = [*(set_ or []), *["eval=null"] * no_eval]
+        # A recipe states its device; the options in its place take that of this machine.
         if recipe is None and not has_gpu():
             settings = ["trainer.use_cpu=true", "trainer.bf16=false", *settings]
         options = dict(zip(OPTIONS, (model, data, output, overwrite or None), strict=True))
@@ -225,6 +226,7 @@ def plan(
         refuse_options(context, ["full"], WITH_JSON)
     words = [*(set_ or ()), *(["--processes", str(processes)] if processes else [])]
     path = local_path(what)
+    # Files come before shipped names: a user's own study may have the name of a shipped one.
     is_file = path.is_file()
     if shipped.is_study(path) if is_file else what in shipped.studies():
         refuse_options(context, ["full"], "on a study")
@@ -518,6 +520,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environment, code = dict(os.environ), 0
     with signals.raising_interrupts():
         try:
+            # Tried first: every relative path would fail, somewhere in a library and without this
+            # reason.
             try:
                 os.getcwd()
             except FileNotFoundError:
@@ -548,6 +552,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             code = report(error)
         finally:
+            # A process may run several commands: the next one must not inherit this one's settings.
             os.environ.clear()
             os.environ.update(environment)
     if arguments is None:

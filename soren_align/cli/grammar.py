@@ -71,6 +71,7 @@ def as_settings(words: Sequence[str], flags: dict[str, bool]) -> list[str]:
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
+        # Behind `--` all words are arguments, whatever they look like.
         if word == "--":
             return [*result, word, *rest]
         if name in flags:
@@ -79,6 +80,7 @@ def as_settings(words: Sequence[str], flags: dict[str, bool]) -> list[str]:
             if not equals:
                 value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
             result += ["--set", f"{key}={value}"]
+        # A file of such a name is an argument.
         elif _KEY_VALUE.match(word) and not Path(word).exists():
             result += ["--set", word]
         else:

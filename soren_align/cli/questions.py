@@ -90,6 +90,7 @@ def _variants(pairs: Pairs) -> list[Pairs]:
 
     groups: dict[tuple[str, ...], Pairs] = {}
     for prompt, reply in pairs:
+        # The answer of many questions is a label: joining by it would put all of them on one side.
         if numbers[_words(reply)] <= MAX_ALIKE:
             parents[root(("question", *_words(prompt)))] = root(("answer", *_words(reply)))
     for prompt, reply in pairs:

@@ -118,6 +118,7 @@ def stats(
         "common": common,
         "as_json": as_json,
     }
+    # Options without an effect are refused, not ignored: who writes one expects something of it.
     if as_json:
         refuse_options(context, ["as_markdown"], "with --json")
     if score is not None:

@@ -188,6 +188,7 @@ def compute(
             sequences = (
                 trainer_value(recipe, "per_device_train_batch_size") * num_sides // num_joined
             )
+            # FLOPs follow the mean length, and the peak of memory the longest example.
             length, longest = num_joined * max(2, round(mean_tokens)), num_joined * max_tokens
             mask = longest**2 if num_joined > 1 else 0  # a byte for each pair of tokens
             activations = passes(checkpointing).num_bytes(sequences, longest) + mask
@@ -294,7 +295,10 @@ class Passes:
         for numbers in zip(
             *(zip(fewer, more, strict=True) for fewer, more in of_kinds), strict=True
         ):
+            # Two and three blocks give the cost of one more block, and the rest. With one block
+            # another tensor would determine the peak (notes/log.md, 2026-11-21).
             slopes = [more - fewer for fewer, more in numbers]
+            # Embeddings and head are in the measurement of every kind of block, and count once.
             rest = max(
                 fewer - MEASURED_BLOCKS[0] * slope
                 for (fewer, _), slope in zip(numbers, slopes, strict=True)
@@ -382,6 +386,7 @@ class Meter(TorchDispatchMode):
         inputs = {
             t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
         }
+        # Views share the storage of an input: only new storages count.
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in inputs:
                 storage = tensor.untyped_storage()
@@ -421,6 +426,8 @@ def build_model(
     freeze(model, frozen)
     if blocks is None or are_first:
         return model
+    # The config describes blocks by their positions, so that others than the first ones are cut out
+    # of the whole model.
     path, chain = _chain_of_blocks(model, num_blocks)
     model.set_submodule(path, nn.ModuleList(deepcopy(chain[i]) for i in blocks))
     select_blocks(model.config.get_text_config(), blocks)

@@ -96,6 +96,7 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
             tokenizer: Any = load_tokenizer(recipe, tokenizer_source)
             tokens = _tokens(config, tokenizer, folder or start, problems, notices)
 
+    # A tied weight is one parameter of several names.
     names = defaultdict(list)
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(alias)
@@ -164,6 +165,7 @@ def _tokens(
         of_template = check_template(tokenizer, "sft", False, examples)
         notices += of_template
         ids = tokenizer.apply_chat_template(TWO_ANSWERS, return_dict=True)["input_ids"]
+        # If the token that ends an answer is no EOS token, generation does not stop there.
         end = ids[last_visible(ids, tokenizer)]
         template |= {"end": str(tokenizer.convert_ids_to_tokens(end)), "end_id": end}
         template["end_is_eos"] = end == tokenizer.eos_token_id

@@ -40,6 +40,7 @@ class Answers:
 
 def of_samples(run: RunFolder) -> Answers | None:
     """Return answers from samples.jsonl; None if it lacks those of the start or of the end."""
+    # The answers are published: a link could lead to any file of this machine.
     if run.samples.is_symlink() or not run.samples.is_file():
         return None
     ends: dict[int, dict[str, str]] = {}

@@ -67,6 +67,8 @@ def pictures(run: RunFolder) -> dict[str, Path]:
     }
     shown = {}
     for name, file in files.items():
+        # The pictures are published: no links, no large files, and nothing that only has the name
+        # of a PNG.
         if not file.is_symlink() and file.is_file() and file.stat().st_size <= MAX_PICTURE_BYTES:
             with file.open("rb") as stream:
                 if stream.read(8) == b"\x89PNG\r\n\x1a\n":
@@ -313,6 +315,7 @@ def on_hub(start: str) -> str | None:
             adapter = adapter_config(folder)
         except UserError:  # damaged or of an older version, which must not stop a later run's card
             return None
+        # A chain that leads back to itself would have no end.
         if start in seen or not (run or adapter):
             return None
         seen.add(start)

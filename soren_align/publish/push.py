@@ -102,6 +102,7 @@ def push(
             if revision:
                 api.create_branch(repo, branch=revision, exist_ok=True)
             message = f"{TASKS[recipe.task].title} with {recipe.optimizer.name}, by soren-align"
+            # One commit: the repository never has a model without its card.
             api.upload_folder(
                 repo_id=repo, folder_path=folder, revision=revision, commit_message=message
             )

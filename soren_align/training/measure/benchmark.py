@@ -32,6 +32,8 @@ class BenchmarkRecorder(TrainerCallback):
         does; print their numbers."""
         record, args = self.benchmark.record(), self.trainer.args
         metric = str(args.metric_for_best_model).removeprefix("eval_")
+        # Questions that choose the saved weights are no longer held out, and the table must state
+        # it.
         is_used = args.load_best_model_at_end or stops_early or args.save_strategy == "best"
         if is_used and metric.startswith(BENCHMARK):
             record["selected_by"] = metric.removeprefix(BENCHMARK)

@@ -45,6 +45,7 @@ class HeldOutRecorder(TrainerCallback):
         with evaluating(trainer.forward_model):
             for example in trainer.eval_dataset:
                 batch = trainer.data_collator([example])
+                # Token ids and masks identify an example; its floats may differ in their last bits.
                 ids = {
                     k: v.tolist()
                     for k, v in batch.items()
@@ -59,6 +60,7 @@ class HeldOutRecorder(TrainerCallback):
                     **{f"eval_{key}": of_key for key, of_key in logged.items()},
                 }
                 values.append([own[metric][-1] for metric in self.metrics])
+                # The first token is predicted from nothing, so that it has no loss.
                 weights.append(1.0 if labels is None else float((labels[:, 1:] != -100).sum()))
                 hashes.append(digest(ids))
                 logged.clear()

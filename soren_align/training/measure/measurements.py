@@ -34,7 +34,7 @@ MAX_COMPARED = 2**21
 sample: all those of Qwen2.5-3B are 6 GB to copy to the GPU, these 4 MB. All of 7M weights took 13
 ms on a CPU. After training all are compared."""
 MAX_ROWS = 1024
-"""Of the smaller dimension of a matrix whose map is compared with the exact sigmoid, or has its
+"""The most rows (the shorter side) of a matrix whose map is compared with the exact sigmoid, or has its
 contrast measured (docs/metrics.md has the cost)."""
 CONTRAST = ("map_contrast", "map_cosine_to_muon", "map_cosine_to_momentum")
 
@@ -272,6 +272,7 @@ class SpectraRecorder(TrainerCallback):
 
     def _record(self, name: str, matrix: Tensor, **about: str) -> None:
         if name in self._positions:
+            # Seven digits are float32's.
             values = [float(f"{value:.7g}") for value in singular_values(matrix).tolist()]
             self._records.append(
                 {"name": name, **about, "shape": list(matrix.shape), "singular_values": values}

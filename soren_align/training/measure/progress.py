@@ -141,5 +141,6 @@ def peak_memory() -> int:
     """
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
+    # ru_maxrss is in bytes on macOS, and in units of 1024 bytes on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

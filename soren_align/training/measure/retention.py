@@ -153,6 +153,7 @@ class Retention(TrainerCallback):
             return
         file = self.folder.start_logits
         if self.probes.held_out:
+            # All ranks score, because a sharded model's forward pass needs each of them.
             with evaluating(self.trainer.forward_model):
                 logits = [part.cpu() for part in self._scores(self.probes.held_out)]
             if self.ranks.is_first:
@@ -213,6 +214,7 @@ class Retention(TrainerCallback):
         # Through the wrapper, which gathers sharded weights, but asked at the model's own forward.
         inner = getattr(model, "module", model)  # within DeepSpeed's wrapper
         base: Any = inner.get_base_model() if isinstance(inner, PeftModel) else inner
+        # Not every architecture takes logits_to_keep.
         keeps = "logits_to_keep" in inspect.signature(type(base).forward).parameters
         for group in _groups(probes):
             # Logits at the scored positions alone: all of them would be 600 kB a token with a
