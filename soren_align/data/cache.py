@@ -72,6 +72,7 @@ def written_whole(entry: Path) -> Iterator[Path]:
     If another process has written the entry in the meantime, that one stays.
     """
     entry.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the entry, because a rename is atomic only within one file system.
     part = Path(tempfile.mkdtemp(prefix="part-", dir=entry.parent))
     try:
         yield part
@@ -80,6 +81,7 @@ def written_whole(entry: Path) -> Iterator[Path]:
         write(part / _DIGESTS, json.dumps(dict(zip(names, contents(files), strict=True))))
         rename_durably(part, entry)
     except OSError as error:
+        # Another process was first, with the same content.
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
     finally:
@@ -141,6 +143,7 @@ def prune(root: Path) -> None:
     """
     now, total = time.time(), 0
     entries = [(f.stat().st_mtime, f) for f in root.iterdir() if f.is_dir() and not f.is_symlink()]
+    # Newest first: the sum is that of the entries that stay.
     for used, entry in sorted(entries, reverse=True):
         total += sum(file.stat().st_size for file in entry.iterdir() if file.is_file())
         age = now - used

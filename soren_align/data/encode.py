@@ -87,6 +87,7 @@ def _encode_texts(
     end = "" if _ids("a", tokenizer)[-1] == tokenizer.eos_token_id else eos
     answers = zip(*(columns[name] for name in names), strict=True)
     for prompt, texts in zip(prompts, answers, strict=True):
+        # A text that ends with the end token already gets no second one.
         sides = [_ids(prompt + text.removesuffix(eos) + end, tokenizer) for text in texts]
         if len(sides) == 1 and not ("prompt" in columns and completion_only):
             yield EncodedExample((Tokens(sides[0], [True] * len(sides[0])),), 0)
@@ -180,6 +181,8 @@ def _encode_chats(
             # What the template does not print matters where it would be learned.
             left_out = rendering.left_out(completions[i] if i in prompt_tokens else chat)
         if i in prompt_tokens:
+            # A prompt is never trained. It ends at the first difference between its own rendering
+            # and that of the whole.
             start = num_shared(prompt_tokens[i]["input_ids"], ids)
             trained = [mark and position >= start for position, mark in enumerate(trained)]
         yield EncodedExample((Tokens(ids, trained),), 0, tuple(left_out))

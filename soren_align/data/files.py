@@ -54,6 +54,7 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | InvalidReco
     UserError if the file as a whole cannot be parsed.
     """
     readers = {".parquet": _parquet, ".csv": _csv, ".txt": _lines, ".jsonl": _lines}
+    # As a whole: each line of a UTF-16 file would be an invalid record of its own.
     if data_suffix(file) != ".parquet":
         with _open(file) as stream:
             refuse_wide_characters(str(file), stream.read(4))
@@ -96,6 +97,7 @@ def _lines(file: Path) -> Iterator[tuple[int, Any]]:
     with _open(file) as stream:
         for number, line in enumerate(stream, start=1):
             try:
+                # utf-8-sig: editors on Windows begin a file with a byte order mark.
                 text = line.decode("utf-8-sig")
                 if (text if is_plain else line).strip():
                     yield number, {"text": text.rstrip("\r\n")} if is_plain else json.loads(text)
@@ -111,6 +113,7 @@ def _lines(file: Path) -> Iterator[tuple[int, Any]]:
 
 def _csv(file: Path) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(MAX_FIELD)
+    # surrogateescape: a byte that is no UTF-8 makes one invalid record, not an unreadable file.
     with (
         _open(file) as content,
         io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="") as stream,
@@ -247,6 +250,8 @@ class LocalReader:
         names = list(self.local.files)
         while self.position[0] < len(names):
             number, num_read = self.position
+            # Read again from the beginning of the file: a compressed one cannot be entered in its
+            # middle.
             for numbered in islice(self.local.of_file(names[number]), num_read, None):
                 num_read += 1
                 self.position = [number, num_read]
@@ -338,6 +343,7 @@ def entries(root: Path) -> dict[str, tuple[Entry, ...]]:
                 )
             else:
                 texts.append((name.as_posix(), file, text))
+    # Sorted, because the order of files depends on the file system.
     contents = ((name, file, text.encode()) for name, file, text in sorted(texts) if text.strip())
     examples = [
         Entry(name, file, hashlib.sha256(text).hexdigest(), len(text))

@@ -169,6 +169,8 @@ def read_example(example: Example, form: Format) -> Example | str:
         if isinstance(known.get(column), list) and isinstance(system, str) and system:
             known = {**known, column: [{"role": "system", "content": system}, *known[column]]}
     beside = [column for column in OPTIONS if column in form.outputs]
+    # The columns were chosen by the first examples: a key of later ones would be dropped in
+    # silence.
     unread = [column for column in OPTIONS if known.get(column) and column not in beside]
     if unread and form.has_turns:
         return (

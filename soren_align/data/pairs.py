@@ -103,6 +103,7 @@ class PairCounter:
             self._num_equal += 1
             self._first.setdefault("equal", index)
             return
+        # Hashes of tokens, as the loss sees a pair: texts that are tokenized alike are copies.
         digests = (
             hashlib.blake2b(array("q", side.ids).tobytes(), digest_size=8).digest()
             for side in sides
@@ -120,6 +121,8 @@ class PairCounter:
         keys, swapped = (
             np.frombuffer(numbers, np.uint64) for numbers in (self._keys, self._swapped)
         )
+        # Of equal keys the first is no copy; a contradiction has the key of a pair with its answers
+        # swapped.
         is_copy = np.ones(len(keys), bool)
         is_copy[np.unique(keys, return_index=True)[1]] = False
         is_contradictory = np.isin(swapped, keys)

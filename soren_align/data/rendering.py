@@ -70,6 +70,7 @@ class Rendering:
         """The parts that the model writes as the assistant, each from the prompt to its stop token;
         without answers of weight 0."""
         tokenizer: Any = self.tokenizer
+        # Not eos alone: templates end turns by special tokens of their own.
         stop_tokens = tuple(
             str(token) for token in {tokenizer.eos_token, *tokenizer.added_tokens_encoder} if token
         )
@@ -100,6 +101,7 @@ class Rendering:
         )
         if not tools and not any(has_parts):
             return []
+        # Many templates print only the reasoning that follows the last question.
         last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
         earlier, later = turns[:last_user], turns[last_user:]
         changed = {
@@ -116,6 +118,7 @@ class Rendering:
             ),
         }
         text, kinds = self.text, []
+        # A part without which the template fails is one that it prints.
         for kind, others in changed.items():
             with suppress(Exception):  # of the template
                 if others != (turns, tools) and self.of(others[0], tools=others[1] or None) == text:

@@ -121,6 +121,7 @@ def _from_file(
     features = features_of(form.outputs, form.has_turns) | {_REASON: Value("string")}
     parts = (origin["sha256"], suffixes, task, spec.limit, *rules)
     dataset = cached_examples(parts, Features(features), examples)
+    # The reasons lie beside the examples in the cache, so that a second start reports them too.
     reasons = dataset[_REASON][:]
     dataset = dataset.remove_columns(_REASON)
     if dropped := [reason for reason in reasons if reason is not None]:
@@ -143,6 +144,7 @@ def local_files(spec: DataSplit, task: TaskName) -> tuple[LocalFiles, Format]:
     (name, first), *others = [
         (n, format_of(s, spec, task, n)) for n, s in local.samples(SAMPLE_SIZE)
     ]
+    # A folder of mixed kinds would otherwise be read by the format of its first file.
     for other, form in others:
         if (form.read, form.outputs) != (first.read, first.outputs):
             raise UserError(
@@ -168,6 +170,7 @@ def _from_hub(
     if spec.limit is not None:
         dataset = dataset.select(range(min(spec.limit, len(dataset))))
     form = format_of(examples_of(dataset), spec, task, place)
+    # Columns that are not trained on are not decoded.
     dataset = dataset.select_columns(form.columns_read)
     numbered = (
         (f"{place} record {i}", example) for i, example in enumerate(examples_of(dataset), start=1)
@@ -211,6 +214,7 @@ def format_of(examples: Iterable[Any], spec: DataSplit, task: TaskName, place: s
             raise UserError(
                 f"{place}: columns.{ours} is '{theirs}', but the data have the columns {', '.join(columns)}{hint}"
             )
+    # An example without empty columns shows the whole format.
     example = next((example for example in objects if None not in example.values()), objects[0])
     # often only some examples have tools
     for column in (spec.columns.get(name, name) for name in OPTIONS):

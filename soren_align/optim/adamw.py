@@ -58,6 +58,7 @@ def adamw_step_(
     # Buckets bound the temporaries; each is one call of torch's kernel, whatever it contains.
     for bucket in _buckets(_chunks(named, state, bool(observers))):
         before: list[tuple[Tensor, Tensor | None]] = []
+        # Copies only for observers, as on logging steps: the kernel updates in place.
         for chunk in bucket if observers else ():
             before.append(
                 (
@@ -67,6 +68,8 @@ def adamw_step_(
             )
         _update_(bucket, group, lr)
         for chunk, (parameter, compensation) in zip(bucket, before, strict=False):
+            # torch's kernel does not return its update: for observers it is computed again, of the
+            # moments.
             (beta1, beta2), step = group["betas"], float(chunk.step + 1)
             denominator = chunk.exp_avg_sq.div(1 - beta2**step).sqrt_().add_(group["eps"])
             direction = chunk.exp_avg.div(1 - beta1**step).div_(denominator)
@@ -106,6 +109,7 @@ def _can_be_fused(*tensors: Tensor) -> bool:
     # nearly always; the strides cost 0.01 ms per tensor
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
+    # Strides of axes of length 1 are arbitrary, and do not count.
     layouts = {
         tuple(pair for pair in zip(t.stride(), t.shape, strict=True) if pair[1] > 1)
         for t in tensors
@@ -122,6 +126,7 @@ def _chunks(
     named: Named, states: Mapping[Tensor, dict[str, Tensor]], is_observed: bool
 ) -> Iterator[Chunk]:
     """Yield the chunks of the parameters."""
+    # All step counts in two operations: thousands of norms and biases would need as many.
     steps = torch.stack([states[parameter]["step"] for _, parameter in named])
     for (name, parameter), step, next_step in zip(
         named, steps.unbind(), (steps + 1).unbind(), strict=True
@@ -136,6 +141,8 @@ def _chunks(
         here = [None if tensor is None else local(tensor) for tensor in tensors]
         one_dtype = len({tensor.dtype for tensor in here[:4] if tensor is not None}) == 1
         in_place = one_dtype and not is_observed and _can_be_fused(*here[:4])  # pyright: ignore[reportArgumentType]
+        # Where the kernel updates in place there are no temporaries to bound: the tensor is one
+        # chunk.
         for parts in chunks(*here, numel=sys.maxsize if in_place else CHUNK):
             num_temporary = 0 if in_place else parts[0].numel()
             yield Chunk(

@@ -188,6 +188,7 @@ def _projection_sizes(
     size, text_config = _head_dim(name, place, config), config.get_text_config()
     num_heads = text_config.num_attention_heads
     attention = getattr(text_config, "attn_config", None)  # MPT's and DBRX's
+    # Grouped-query attention: keys and values have fewer heads than queries.
     num_kv_heads = getattr(attention, "kv_n_heads", None) or getattr(
         text_config, "num_key_value_heads", None
     )

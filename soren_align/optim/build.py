@@ -57,6 +57,7 @@ def build_optimizer(
     cls = OPTIMIZERS[name]
     if settings.get("adjust_lr_fn", "") is None:
         del settings["adjust_lr_fn"]
+    # Checked here: the constructor would name a class and an argument that no user has written.
     allowed = cls.keywords()
     for key in settings.keys() - allowed.keys():
         raise ValueError(
@@ -90,6 +91,7 @@ def completed_settings(settings: str | Mapping[str, Any], args: Any) -> dict[str
     betas and eps (then those of args). The scale is the recipes': every update has RMS 0.2 lr,
     AdamW's after a few hundred steps. Raises UserError if args.optim names another optimizer.
     """
+    # Without this a user's other optimizer would be replaced by ours, in silence.
     if args.optim not in TRANSFORMERS_DEFAULTS:
         other = getattr(args.optim, "value", args.optim)
         raise UserError(
@@ -102,6 +104,8 @@ def completed_settings(settings: str | Mapping[str, Any], args: Any) -> dict[str
     )
     if keywords["name"] in OPTIMIZERS and OPTIMIZERS[keywords["name"]].rule == "spectral":
         keywords.setdefault("adjust_lr_fn", ADJUST_LR_FN)
+    # A weight decay of 0 is taken as it is: a trainer cannot see whether it was written or left out
+    # (notes/log.md, 2026-11-22).
     own = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
     return {
         **own,

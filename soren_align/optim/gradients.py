@@ -89,6 +89,7 @@ def checked_numbers(
     rates = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
     on_device = [lr.detach().reshape(1).to(numbers.device, torch.float64) for lr in rates]
     total, largest, *on_host = strategy.check_gradients(named, problem, numbers, *on_device)
+    # The bound was too loose after all: the gradients themselves are read.
     if known_norm is not None and not largest <= LOOSE_NORM**2:  # a NaN too
         return checked_numbers(groups, state, optimizer, strategy)
     if not math.isfinite(total):
@@ -103,6 +104,7 @@ def checked_numbers(
             f"NaN or infinity in the gradient of {first_names(broken)}; the optimizer did not "
             "apply this step"
         )
+        # The ranks meet again, since only the rank with a broken gradient knows its name.
         strategy.check_gradients(
             named, problem if broken else None, torch.zeros(2, dtype=torch.float64)
         )
@@ -147,6 +149,7 @@ def _squared_norms(
             if momentum is not None and momentum.dtype == torch.bfloat16:
                 bound = 1 + torch.finfo(torch.bfloat16).eps
             matrices += [grad] + ([] if momentum is None else [local(momentum)])
+    # One device for all norms, so that the host reads once.
     device = next(
         (t.device for t in (*matrices, *others) if t.device.type != "cpu"), torch.device("cpu")
     )

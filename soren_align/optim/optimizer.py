@@ -297,6 +297,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         )
         output = self.map_matrix(x, group, context, **state)
         self.num_maps += len(names)
+        # Observers get one matrix at a time, however many were mapped together.
         for observe in self.map_observers:
             inputs, outputs = (x[None], output[None]) if x.ndim == 2 else (x, output)
             for name, matrix, result in zip(names, inputs, outputs, strict=True):
@@ -398,6 +399,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     f"{advice}"
                 )
         super().add_param_group(group)
+        # torch has completed the group by the defaults of both rules: those of the other one go
+        # again.
         for key in self.defaults.keys() - checks.keys():
             del group[key]
         if self.state:  # so that a checkpoint saved before the next step is complete
@@ -446,6 +449,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 lambda _: self.state.update(state), prepend=True
             ),
         ]
+        # The loaded momenta have no known bound: the next step reads their norms.
         self._bound = math.inf
         try:
             super().load_state_dict(state_dict)

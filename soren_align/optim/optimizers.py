@@ -68,6 +68,7 @@ class RegisteredMap(SpectralOptimizer):
     ) -> Tensor:
         """U f(S) V^T of x, by the group's map."""
         spectral_map, settings = self.map_of(group)
+        # By the name and the step, so that any number of ranks, and a resumed run, draws the same.
         if spectral_map.is_drawn:
             settings["seeds"] = [
                 seed_of(name_in_model(name), context.step) for name in context.names
@@ -148,6 +149,7 @@ class Soren(RegisteredMap, name="soren"):
             checked_settings(
                 {"workspace_mb": workspace_mb}, {"workspace_mb": number(NON_NEGATIVE)}, "Soren"
             )
+        # The choices are the map's, and each group may have a map of its own.
         for group in self.param_groups:
             allowed = (
                 SOREN_MAPS[group["map"]["name"]].precisions

@@ -333,6 +333,7 @@ def _check_precision(raw: _Raw) -> None:
         raw.report(("model", "dtype"), message)
     if kind is None:
         return
+    # Under ZeRO and FSDP2 the optimizer updates float32 weights, whatever model.dtype is.
     has_masters, remedy = kind != "ddp", "remove this key, or write null"
     if dtype != "bfloat16":
         if compensation == "kahan":

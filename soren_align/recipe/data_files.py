@@ -67,12 +67,14 @@ def data_files(path: str) -> dict[str, Path]:
                 f"{path}: '{place.suffix}' files cannot be read; convert the file to one of {FILE_KINDS}"
             )
         return {path: place}
+    # A slip such as `path: /` must not walk over a whole disk.
     if not is_pattern and place.resolve() in (Path("~").expanduser().resolve(), Path("/")):
         raise UserError(f"{path}: is a whole home folder or disk; name a folder of data")
     if "**" in path:
         raise UserError(
             f"{path}: '**' is not supported; name the folder, whose data files are all read"
         )
+    # One entry more than allowed is enough to refuse a folder, however large it is.
     entries = list(islice(glob.iglob(str(place)) if is_pattern else _walk(place), MAX_ENTRIES + 1))
     if len(entries) > MAX_ENTRIES:
         raise UserError(
@@ -274,6 +276,7 @@ def csv_columns(name: str, head: str) -> tuple[list[str], str]:
 
     name: the file's, for messages.
     """
+    # Spreadsheets export semicolons where the comma is the decimal sign.
     delimiter = max(",;\t", key=head.count)
     names = next(csv.reader([head], delimiter=delimiter), [])
     if len(names) != len(set(names)) or "" in names:

@@ -152,6 +152,7 @@ def load_for_model(
         *(overrides or []),
     ]
     options = dict(zip(OPTIONS, (model, SOME_EXAMPLES, "runs/inspect", None), strict=True))
+    # A folder that cannot be trained is inspected too: what is wrong with it is the answer.
     is_usable = True
     try:
         refuse_unusable(model, None)
@@ -382,6 +383,7 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     part["run"] = recipe.run.model_dump(
         include={"parallel", "global_batch_size", "early_stopping", "perturb"}
     )
+    # None of these changes weights: the cache is a copy, and retention examples are only measured.
     del part["data"]["cache"], part["data"]["retention"], part["data"]["eval_part"]
     evaluation = part["data"].pop("eval") or {}
     if "path" not in evaluation and evaluation:  # the other examples are trained on

@@ -73,6 +73,8 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
         raise UserError(
             f"{folder} is an adapter of type {config.get('peft_type')!s:.40}; name a LoRA adapter instead"
         )
+    # PEFT checks no types, and allocates an adapter's rank before it reads the weights: a huge `r`
+    # would take tens of GB (notes/log.md).
     try:
         _Config.model_validate(config)
     except ValidationError as error:

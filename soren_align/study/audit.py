@@ -145,6 +145,8 @@ def _deviations(runs: list[RunFiles], values: list[Any], finding: str) -> Iterat
     """Yield a problem for each candidate with a run whose value is not that of most runs, or is
     unknown.
     """
+    # The usual value is that of most runs: one accident is then named by itself, and not all
+    # others.
     usual = _most_common(values)
     by_candidate: dict[tuple[str, str], list[tuple[str, Any]]] = {}
     for run, value in zip(runs, values, strict=True):
@@ -175,6 +177,7 @@ def _evaluation_problems(run: RunFiles, folder: RunFolder) -> Iterator[str]:
         return
     remedy = f"evaluate the run again (soren-align eval {folder})"
     weights = (run.record.get("written") or {}).get("weights_sha256")
+    # An evaluation of an earlier model in this folder would otherwise count as this run's.
     if results["rows"][-1].get("weights_sha256") != weights:
         finding = "the evaluated weights are not the weights of this run's model"
         yield f"{run.place}: {finding}; {remedy}"
@@ -262,6 +265,8 @@ def cautions(
             "equal numbers of trials, so the candidates with more keys are tuned less thoroughly"
         )
     own = {name: flat(section.set) for name, section in file.candidates.items()}
+    # Keys outside of the optimizer's section make another training, of which the verdict would call
+    # the difference one of optimizers.
     for name in own:
         keys = sorted(key for key in own[name] if not key.startswith("optimizer."))
         if any(own[other].get(key) != own[name][key] for other in own for key in keys):

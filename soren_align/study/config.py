@@ -232,6 +232,7 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
     """
     path = find(name_or_path, shipped.recipes_and_studies(), "study")
     source = _parsed(path)
+    # Before the checks, so that mistakes in --set are reported with those of the file.
     for setting in source.settings(overrides or []):
         source.apply(setting, with_dots=("set", "space"))
     raw = source.content
@@ -249,6 +250,7 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
             source.report(("search", "method"), message)
     source.refuse_problems()
     assert study is not None
+    # Beside the study's file first: the two are copied together.
     beside = local_path(path.parent / study.recipe)
     if beside.is_file():
         study = study.model_copy(update={"recipe": str(beside)})
@@ -293,6 +295,8 @@ def recipe_of_run(study: StudyFile, run: Run) -> Recipe:
         "trainer.eval_on_start": True,
         "data.eval_part": run.stage,
     }
+    # No benchmark in the search: a benchmark must not select settings, and is evaluated for final
+    # runs.
     if run.stage == "search":
         own["eval"] = None
     recipe = recipes.load(study.recipe, texts + _settings(own), notify=lambda line: None)
@@ -400,6 +404,8 @@ def _recipe_problems(study: StudyFile, lines: dict[Key, str]) -> list[str]:
                 recipe = recipe_of_run(study, run)
             except UserError as error:
                 places = {}
+                # Recipes are made by --set: a problem's place is the key of the study that set the
+                # value.
                 for at, values in (
                     (("set",), study.set),
                     (("candidates", name, "set"), candidate.set),

@@ -83,12 +83,14 @@ def look_number(folder: Path, study: Study) -> int:
     were computed.
     """
     looks = read_history(folder, "looked")
+    # A verdict of the same final runs is no further look.
     return len(looks) + (not looks or looks[-1]["runs"] != _final_runs(study))
 
 
 def note_look(folder: Path, study: Study) -> None:
     """Append a verdict to the history, if it is of other final runs than the last one."""
     if study.differences and look_number(folder, study) > len(read_history(folder, "looked")):
+        # A kill may have left half of a line, which would make this one unreadable.
         drop_incomplete_line(folder / HISTORY)
         event = {"time": now(), "event": "looked", "runs": _final_runs(study)}
         append(folder / HISTORY, json.dumps(event) + "\n")

@@ -92,6 +92,8 @@ class Estimate:
         def excess(log_alpha: float) -> float:
             return float(self.spread.margin(exp(log_alpha))) - distance
 
+        # p is the level at which the interval just reaches the null. On a logarithmic scale, since
+        # Holm's thresholds lie far in the tail.
         lowest = log(SMALLEST_P)
         p = (
             SMALLEST_P
@@ -144,6 +146,7 @@ def estimate(measures: Sequence[Paired]) -> Estimate:
         of_questions = measure.each.mean(axis=0)
         mean = Paired(of_questions, measure.clusters)
         part = part_of(mean, smooth=measure.is_right_or_wrong)
+        # The residual is a part of both variances: it is estimated here to be subtracted once.
         residuals = [
             part_of(Paired(row - of_questions, measure.clusters)).variance for row in measure.each
         ]

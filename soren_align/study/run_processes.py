@@ -103,8 +103,10 @@ def train_run(recipe: Recipe, processes: int = 1) -> int:
 
     folder = RunFolder(recipe.run.output_dir)
     try:
+        # The lock is the claim: only who holds it trains this run.
         folder.lock(create=True)
         record = folder.read()
+        # Another command may have ended the run between our look and our lock.
         if record and has_ended(record):
             return LOCKED
         with raising_interrupts():

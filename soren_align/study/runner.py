@@ -349,6 +349,7 @@ class _Runner:
             run, _ = self.active.pop(process)
             code = process.exitcode or 0
             process.join()
+            # The machine's fault, such as a full disk: every other run would meet it too.
             if code == RESUMABLE:
                 self._stop_starting(run, *self._reason(run))
             elif (code < 0 or code in (130, SERVER_LOST)) and not self.is_stopping:
@@ -365,6 +366,7 @@ class _Runner:
                     self.killed.add(run.folder)
                     text = f"{run.folder}: {cause}; the run is repeated from its last checkpoint"
                     print_labelled(self.console, "notice", text)
+            # LOCKED is a run of another command, whose result is read from its folder.
             elif code not in (0, 130, LOCKED) and code > 0:
                 self.progress.failures[run.folder] = (
                     f"ended with exit code {code}; read {run.folder}.log"

@@ -34,8 +34,8 @@ MAX_COMPARED = 2**21
 sample: all those of Qwen2.5-3B are 6 GB to copy to the GPU, these 4 MB. All of 7M weights took 13
 ms on a CPU. After training all are compared."""
 MAX_ROWS = 1024
-"""The most rows (the shorter side) of a matrix whose map is compared with the exact sigmoid, or has its
-contrast measured (docs/metrics.md has the cost)."""
+"""The most rows (the shorter side) of a matrix whose map is compared with the exact sigmoid, or has
+its contrast measured (docs/metrics.md has the cost)."""
 CONTRAST = ("map_contrast", "map_cosine_to_muon", "map_cosine_to_momentum")
 
 
