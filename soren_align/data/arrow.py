@@ -109,7 +109,7 @@ def _canonical(dataset: Dataset, names: Sequence[str]) -> Iterator[dict[str, Any
 
 
 def cached_examples(
-    parts: Sequence[Any], features: Features, examples: Callable[[], Iterable[dict[str, Any]]]
+    parts: Sequence[Any], features: Features, examples: Callable[[], Iterable[Any]]
 ) -> Dataset:
     """The examples as a dataset in the datasets cache. parts: all that determines them.
     Raises UserError if it cannot be written there.

@@ -172,10 +172,7 @@ def _encode_chats(
             if derives:
                 trained = inside(rendering.answer_spans(), tokens["offset_mapping"])
             elif any("weight" in turn for turn in chat):
-                # Turns of weight 0 are left out with their headers.
-                skipped = [number for number, turn in enumerate(chat) if not turn.get("weight", 1)]
-                spans = [(rendering.end(number), rendering.end(number + 1)) for number in skipped]
-                untrained = inside(spans, tokens["offset_mapping"])
+                untrained = _of_weight_zero(chat, rendering, tokens["offset_mapping"])
                 pairs = zip(trained, untrained, strict=True)
                 trained = [mark and not other for mark, other in pairs]
             # What the template does not print matters where it would be learned.
@@ -186,6 +183,13 @@ def _encode_chats(
             start = num_shared(prompt_tokens[i]["input_ids"], ids)
             trained = [mark and position >= start for position, mark in enumerate(trained)]
         yield EncodedExample((Tokens(ids, trained),), 0, tuple(left_out))
+
+
+def _of_weight_zero(chat: list[Turn], rendering: Rendering, offsets: Any) -> list[bool]:
+    """Return for each token whether it is in a turn of weight 0, whose header is left out too."""
+    skipped = [number for number, turn in enumerate(chat) if not turn.get("weight", 1)]
+    spans = [(rendering.end(number), rendering.end(number + 1)) for number in skipped]
+    return inside(spans, offsets)
 
 
 def _tokens(

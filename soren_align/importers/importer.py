@@ -99,8 +99,9 @@ def _lines(notes: list[Note]) -> list[str]:
 
 
 def _wrapped(line: str, width: int = 80, first: str = "  ", others: str = "    ") -> str:
-    indents = {"initial_indent": first, "subsequent_indent": others}
-    return textwrap.fill(line, width, **indents, break_on_hyphens=False)
+    return textwrap.fill(
+        line, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
+    )
 
 
 def to_table(conversion: Conversion, name: str) -> str:

@@ -248,7 +248,9 @@ def _settings_of(
         for group in groups
     )
     kinds = [[*dict.fromkeys(layouts)] for layouts in (was, now)]
-    yield "weight_layouts", *(kinds if kinds[0] != kinds[1] else (was, now))
+    if kinds[0] != kinds[1]:
+        was, now = kinds
+    yield "weight_layouts", was, now
     if all("param_names" in group for group in groups):
         was, now = ([name_in_model(name) for name in group["param_names"]] for group in groups)
         numbers = (f"{len(was)} names", f"{len(now)} names")

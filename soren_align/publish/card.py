@@ -92,29 +92,7 @@ def card(
     base, shown, url = on_hub(own_record["start"]["path"]), pictures(run), ""
     if repo:  # pages of the hub do not lie beside their files
         url = f"{constants.ENDPOINT}/{repo}/resolve/{quote(revision or 'main', safe='')}/"
-    # Of the evaluations: a table for each suite, with the starting checkpoint in its first row;
-    # gains; the scores for the hub; and the answers of the first suite that has some in words, if
-    # the run has no samples.
-    scores, gains = list[str](), list[str]()
-    eval_results, answers = list[EvalResult](), of_samples(run)
-    for number, folder in enumerate(evaluations(run.path), 1):
-        try:
-            results, index = public_results(folder, run, recipe)
-        except UserError:  # the page states it
-            scores.append(f"The results in `eval/{without_html(folder.name)}` could not be read.")
-            continue
-        heading, _, rest = tables.markdown(results, fold=True).partition("\n\n")
-        name = "scores" if number == 1 else f"scores-{number}"
-        picture = _picture(name, results["title"], shown, url)
-        scores += filter(None, [f"##{heading}", picture, rest.rstrip()])
-        if index is None:
-            continue
-        own = results["rows"][index]
-        start, lines = tables.gains(results, own)
-        gains.append(_gains(results, own, start, lines))
-        # the adapter was evaluated
-        eval_results += [] if merged else _eval_results(results, own, run)
-        answers = answers or of_evaluation(folder, results, own, start)
+    scores, gains, eval_results, answers = _evaluated(run, recipe, shown, url, merged)
     datasets = [source["path"] for source in sources if "revision" in source]
     # The hub's filters and links: base model, data, and the scores of its leaderboards.
     front_matter = ModelCardData(
@@ -159,6 +137,36 @@ def card(
         recipe=fenced(to_yaml(public(recipe.model_dump())), "yaml"),
         **_change(record["training"], merged),
     )
+
+
+def _evaluated(
+    run: RunFolder, recipe: Recipe, shown: dict[str, Path], url: str, merged: bool
+) -> tuple[list[str], list[str], list[EvalResult], Any]:
+    """Return what the evaluations of a run add to its page: a table for each suite, with the
+    starting checkpoint in its first row; gains; the scores for the hub; and the answers of the
+    first suite that has some in words, if the run has no samples.
+    """
+    scores, gains = list[str](), list[str]()
+    eval_results, answers = list[EvalResult](), of_samples(run)
+    for number, folder in enumerate(evaluations(run.path), 1):
+        try:
+            results, index = public_results(folder, run, recipe)
+        except UserError:  # the page states it
+            scores.append(f"The results in `eval/{without_html(folder.name)}` could not be read.")
+            continue
+        heading, _, rest = tables.markdown(results, fold=True).partition("\n\n")
+        name = "scores" if number == 1 else f"scores-{number}"
+        picture = _picture(name, results["title"], shown, url)
+        scores += filter(None, [f"##{heading}", picture, rest.rstrip()])
+        if index is None:
+            continue
+        own = results["rows"][index]
+        start, lines = tables.gains(results, own)
+        gains.append(_gains(results, own, start, lines))
+        # the adapter was evaluated
+        eval_results += [] if merged else _eval_results(results, own, run)
+        answers = answers or of_evaluation(folder, results, own, start)
+    return scores, gains, eval_results, answers
 
 
 def _template() -> Template:

@@ -177,11 +177,8 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
 
 
 def _check_model(raw: _Raw) -> None:
-    section, init_seed, tokenizer = (
-        raw.section("model"),
-        raw.get("model", "init_seed"),
-        raw.get("model", "tokenizer"),
-    )
+    section, tokenizer = raw.section("model"), raw.get("model", "tokenizer")
+    init_seed = raw.get("model", "init_seed")
     if (attention := raw.text("model", "attn_implementation")) is not None:
         for message in attention_problems(attention, raw.get("trainer", "use_cpu")):
             raw.report(("model", "attn_implementation"), message)
@@ -209,6 +206,13 @@ def _check_model(raw: _Raw) -> None:
         return
     with raw.reporting(("model", "name_or_path")):
         refuse_unusable(model, init_seed, tokenizer)
+    _check_adapter(raw, model, section)
+
+
+def _check_adapter(raw: _Raw, model: str, section: dict[str, Any]) -> None:
+    """Check keys of adapters and of quantized weights against the starting model.
+    section: `model`.
+    """
     adapts, name = is_adapter(model), str(raw.get("run", "parallel") or "ddp")
     lora, quantize = section.get("lora"), section.get("quantize")
     if adapts and section.get("freeze"):
@@ -299,23 +303,7 @@ def _check_precision(raw: _Raw) -> None:
     where, name = ("optimizer", "compensation"), raw.path("run", "parallel")
     start, lora = raw.path("model", "name_or_path"), raw.section("model", "lora")
     kind = raw.parallel.kind if raw.parallel else None
-    # the starting weights must be float32, in memory and for the optimizer
-    if raw.get("run", "perturb") is not None:
-        recorded, key = None, ("run", "perturb")
-        with suppress(UserError):  # reported at model.name_or_path
-            recorded = start and recorded_quantization(start)
-        if raw.text("model", "quantize") or recorded:
-            message = "4-bit and 8-bit weights cannot change by a rounding error; remove this key, or model.quantize"
-            raw.report(key, message)
-        elif dtype == "bfloat16":
-            message = (
-                "bfloat16 weights would lose this change by rounding; write model.dtype: float32 (with `trainer: "
-                "{bf16: true}` the arithmetic is bfloat16 all the same)"
-            )
-            raw.report(key, message)
-        if kind == "zero" and (trainer.get("bf16") is not False or trainer.get("fp16")):
-            message = "DeepSpeed rounds the weights before it makes the float32 master weights, and the change is lost;"
-            raw.report(key, f"{message} write run.parallel: ddp or fsdp2, or trainer.bf16: false")
+    _check_perturbation(raw, dtype, kind)
     of, key = raw.get("run", "log_spectra", "of"), ("run", "log_spectra", "of")
     if isinstance(of, list) and "gradient" in of:  # which are recorded whole and unscaled
         if kind not in (None, "ddp"):
@@ -358,19 +346,33 @@ def _check_precision(raw: _Raw) -> None:
         raw.report(("model", "dtype"), f"{message}; write that, or `dtype: float32`")
 
 
+def _check_perturbation(raw: _Raw, dtype: str | None, kind: str | None) -> None:
+    """Check that the starting weights are float32, in memory and for the optimizer: a change of
+    their last digits is lost otherwise. kind: of run.parallel.
+    """
+    trainer, start = raw.section("trainer"), raw.path("model", "name_or_path")
+    if raw.get("run", "perturb") is None:
+        return
+    recorded, key = None, ("run", "perturb")
+    with suppress(UserError):  # reported at model.name_or_path
+        recorded = start and recorded_quantization(start)
+    if raw.text("model", "quantize") or recorded:
+        message = "4-bit and 8-bit weights cannot change by a rounding error; remove this key, or model.quantize"
+        raw.report(key, message)
+    elif dtype == "bfloat16":
+        message = (
+            "bfloat16 weights would lose this change by rounding; write model.dtype: float32 (with `trainer: "
+            "{bf16: true}` the arithmetic is bfloat16 all the same)"
+        )
+        raw.report(key, message)
+    if kind == "zero" and (trainer.get("bf16") is not False or trainer.get("fp16")):
+        message = "DeepSpeed rounds the weights before it makes the float32 master weights, and the change is lost;"
+        raw.report(key, f"{message} write run.parallel: ddp or fsdp2, or trainer.bf16: false")
+
+
 def _check_training(raw: _Raw) -> None:
     """Check the keys of `trainer` and `run` against others."""
-    trainer, run, strategy = (
-        raw.section("trainer"),
-        raw.section("run"),
-        raw.get("trainer", "eval_strategy"),
-    )
-    held_out = raw.get("data", "eval")
-    if strategy not in (None, "no", False) and held_out is None:
-        raw.report(
-            ("trainer", "eval_strategy"),
-            "needs held-out examples; add data.eval, or remove this key",
-        )
+    trainer, run = raw.section("trainer"), raw.section("run")
     if (
         run.get("global_batch_size") is not None
         and trainer.get("gradient_accumulation_steps") is not None
@@ -390,6 +392,38 @@ def _check_training(raw: _Raw) -> None:
     if trainer.get("use_liger_kernel") is True and importlib.util.find_spec("liger_kernel") is None:
         message = "liger-kernel is not installed; run `pip install 'soren-align[liger]'`, or remove this key"
         raw.report(("trainer", "use_liger_kernel"), message)
+    _check_evaluations(raw)
+    _check_parallel(raw)
+    config, where = raw.parallel, raw.path("run", "parallel")
+    if (prompts := raw.path("run", "samples", "prompts")) is not None:
+        file, key = resolve_path(prompts), ("run", "samples", "prompts")
+        if file.suffix not in PROMPT_FILES:
+            raw.report(
+                key,
+                f"found {prompts!r}; write a list of texts, or a file ({' or '.join(PROMPT_FILES)})",
+            )
+        elif not file.is_file():
+            raw.report(key, f"there is no file {prompts!r}; correct the path", MissingError.kind)
+    if run.get("samples") is not None and config and (config.kind == "fsdp2" or config.stage == 3):
+        message = f"run.parallel {where} shards the weights, so no process can generate samples; remove run.samples"
+        raw.report(("run", "samples"), message)
+    resume = raw.path("run", "resume")
+    if resume is not None and resume not in ("auto", "never") and not local_path(resume).is_dir():
+        raw.report(
+            ("run", "resume"), f"found {resume!r}; write auto, never, or the folder of a checkpoint"
+        )
+    _check_output_folder(raw)
+
+
+def _check_evaluations(raw: _Raw) -> None:
+    """Check the keys that need evaluations during training, and the metric of the best model."""
+    trainer, strategy = raw.section("trainer"), raw.get("trainer", "eval_strategy")
+    held_out = raw.get("data", "eval")
+    if strategy not in (None, "no", False) and held_out is None:
+        raw.report(
+            ("trainer", "eval_strategy"),
+            "needs held-out examples; add data.eval, or remove this key",
+        )
     benchmark = raw.section("run", "benchmark")
     if (
         benchmark
@@ -425,29 +459,14 @@ def _check_training(raw: _Raw) -> None:
             f"found {metric!r}; write one of {', '.join(metrics)}{did_you_mean(name, metrics)}"
         )
         raw.report(("trainer", "metric_for_best_model"), message)
-    _check_parallel(raw)
-    config, where = raw.parallel, raw.path("run", "parallel")
-    if (prompts := raw.path("run", "samples", "prompts")) is not None:
-        file, key = resolve_path(prompts), ("run", "samples", "prompts")
-        if file.suffix not in PROMPT_FILES:
-            raw.report(
-                key,
-                f"found {prompts!r}; write a list of texts, or a file ({' or '.join(PROMPT_FILES)})",
-            )
-        elif not file.is_file():
-            raw.report(key, f"there is no file {prompts!r}; correct the path", MissingError.kind)
-    if run.get("samples") is not None and config and (config.kind == "fsdp2" or config.stage == 3):
-        message = f"run.parallel {where} shards the weights, so no process can generate samples; remove run.samples"
-        raw.report(("run", "samples"), message)
-    resume = raw.path("run", "resume")
-    if resume is not None and resume not in ("auto", "never") and not local_path(resume).is_dir():
-        raw.report(
-            ("run", "resume"), f"found {resume!r}; write auto, never, or the folder of a checkpoint"
-        )
+
+
+def _check_output_folder(raw: _Raw) -> None:
+    """Check whether a run folder can be created; not write permission: a plan or an import may run
+    on another machine.
+    """
     if (output := raw.path("run", "output_dir")) is None:
         return
-    # Whether a run folder can be created there; not write permission: a plan or an import may run
-    # on another machine.
     folder, key = local_path(output).absolute(), ("run", "output_dir")
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if folder.is_file():

@@ -64,20 +64,7 @@ def load(
     questions and answers. Raises UserError with every mistake.
     """
     values = {name: value for name, value in (options or {}).items() if value is not None}
-    if name_or_path is None:  # a task's settings for any model and data, which the options name
-        path, needed = shipped.ROOT / f"configs/start/{task}.yaml", [*OPTIONS][:3]
-        if not path.is_file() or not values.keys() & needed:
-            example = f", or no recipe and {join_words(needed)}" if path.is_file() else ""
-            raise UserError(
-                f"name a recipe{example}; `soren-align recipes` lists the shipped recipes"
-            )
-        if missing := [name for name in needed if name not in values]:
-            raise UserError(
-                f"a command without a recipe needs {join_words(needed)}; add {join_words(missing)}"
-            )
-        source = parse(read_text(path), f"configs/start/{task}.yaml")
-    else:
-        source = _read(find(name_or_path), notify)
+    source = _source(name_or_path, task, values, notify)
     refuse_foreign(name_or_path, source.content)
     # Options are settings too, in front of --set: the later one wins. A bare path in data.train
     # becomes a section first, since an option sets one key of it.
@@ -111,7 +98,40 @@ def load(
         source.bad_settings.append(
             f"{setting.text}: extends cannot be set here; write this key into a recipe's file"
         )
-    # The columns of a file of questions and answers; values of a wrong type are left.
+    _name_columns(source, name_or_path, task, columns, notify)
+    return _checked(source, task)
+
+
+def _source(
+    name_or_path: str | None, task: str | None, values: dict[str, Any], notify: Notify
+) -> Document:
+    """Return a recipe's file, merged with those that it extends; without a name, the settings of
+    the task. values: of OPTIONS.
+    """
+    if name_or_path is None:  # a task's settings for any model and data, which the options name
+        path, needed = shipped.ROOT / f"configs/start/{task}.yaml", [*OPTIONS][:3]
+        if not path.is_file() or not values.keys() & needed:
+            example = f", or no recipe and {join_words(needed)}" if path.is_file() else ""
+            raise UserError(
+                f"name a recipe{example}; `soren-align recipes` lists the shipped recipes"
+            )
+        if missing := [name for name in needed if name not in values]:
+            raise UserError(
+                f"a command without a recipe needs {join_words(needed)}; add {join_words(missing)}"
+            )
+        return parse(read_text(path), f"configs/start/{task}.yaml")
+    return _read(find(name_or_path), notify)
+
+
+def _name_columns(
+    source: Document,
+    name_or_path: str | None,
+    task: str | None,
+    columns: tuple[str | None, str | None],
+    notify: Notify,
+) -> None:
+    """Set the columns of a file of questions and answers, named by options or recognized."""
+    # Values of a wrong type are left: the schema reports them.
     is_named, train = any(columns), value_at(source.content, ("data", "train"))
     if is_named and (source.content.get("task") != "sft" or isinstance(train, list)):
         raise UserError(
@@ -130,7 +150,6 @@ def load(
                 "column '{instruction}' is read as the instruction, column '{output}' as the answer"
             )
             notify(f"--data {path}: {text.format(**own)}")
-    return _checked(source, task)
 
 
 SOME_EXAMPLES = "shipped:recipes/quickstart/data/chat_train.jsonl"

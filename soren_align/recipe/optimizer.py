@@ -374,8 +374,9 @@ class HTMuonSettings(MatrixOptimizer):
 
 def section_of(spectral_map: SpectralMap) -> type[MatrixOptimizer]:
     """The section of the optimizer that a map's record alone defines."""
-    name = spectral_map.optimizer
-    section: Any = create_model(
+    name: Any = spectral_map.optimizer
+    create: Any = create_model  # its types do not know fields by name
+    section: Any = create(
         f"{spectral_map.label}Settings",
         __base__=MatrixOptimizer,
         __module__=__name__,

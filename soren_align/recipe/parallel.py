@@ -211,6 +211,12 @@ def _deepspeed_problems(config: dict[str, Any]) -> Iterator[str]:
     for key, reason in _ZERO_UNSUPPORTED.items():
         if zero.get(key) and zero[key] != _OFF.get(key):
             yield f"zero_optimization.{key}: is not supported, because {reason}; remove this key"
+    yield from _offload_problems(zero)
+    if Parallel("zero", config).offloads and config.get("zero_force_ds_cpu_optimizer"):
+        yield "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would replace the recipe's optimizer; write false"
+
+
+def _offload_problems(zero: dict[str, Any]) -> Iterator[str]:
     for key in ("offload_optimizer", "offload_param"):
         offload = zero.get(key) or {}
         where = f"zero_optimization.{key}"
@@ -221,8 +227,6 @@ def _deepspeed_problems(config: dict[str, Any]) -> Iterator[str]:
         if offload.get("super_offload"):
             reason = _ZERO_UNSUPPORTED["super_offload"]
             yield f"{where}.super_offload: is not supported, because {reason}; remove this key"
-    if Parallel("zero", config).offloads and config.get("zero_force_ds_cpu_optimizer"):
-        yield "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would replace the recipe's optimizer; write false"
 
 
 def accumulation(recipe: Recipe, num_ranks: int) -> int:

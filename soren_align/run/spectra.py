@@ -154,7 +154,9 @@ def _of_checkpoint(folder: RunFolder, globs: Sequence[str]) -> tuple[str, list[S
         "next gradient"
     )
     return source, [
-        Spectrum(name, step_of(checkpoint), tuple(m.shape), tuple(singular_values(m).tolist()))
+        Spectrum(
+            name, step_of(checkpoint), (m.shape[0], m.shape[1]), tuple(singular_values(m).tolist())
+        )
         for name, m in momenta
         if any(fnmatchcase(name, glob) for glob in globs)
     ]

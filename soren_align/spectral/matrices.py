@@ -121,10 +121,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # The libraries of float32 products: cuBLAS, and oneDNN on CPUs and Intel's GPUs.
-BACKENDS: dict[str, Any] = {
-    "cuda": torch.backends.cuda.matmul,
-    "mkldnn": torch.backends.mkldnn.matmul,
-}  # pyright: ignore
+_mkldnn: Any = torch.backends.mkldnn
+BACKENDS: dict[str, Any] = {"cuda": torch.backends.cuda.matmul, "mkldnn": _mkldnn.matmul}
 FULL = ("ieee", "none")  # "none": not set, which is full precision too
 
 # The settings are global to the process, autocast to the thread: the outermost call saves and

@@ -19,6 +19,7 @@ simulations).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
+from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
@@ -95,11 +96,11 @@ class Estimate:
         # p is the level at which the interval just reaches the null. On a logarithmic scale, since
         # Holm's thresholds lie far in the tail.
         lowest = log(SMALLEST_P)
-        p = (
-            SMALLEST_P
-            if excess(lowest) <= 0
-            else exp(float(brentq(excess, lowest, 0.0, xtol=1e-3)))
-        )  # pyright: ignore[reportArgumentType]
+        if excess(lowest) <= 0:
+            p = SMALLEST_P
+        else:
+            root: Any = brentq(excess, lowest, 0.0, xtol=1e-3)
+            p = exp(float(root))
         return p if null else max(p, self.least_p)
 
     def p_above(self, bound: float) -> float:

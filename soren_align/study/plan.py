@@ -325,47 +325,8 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     if plan["budget_hours"]:
         write("budget", f"no trial starts after {plan['budget_hours']:g} hours of training")
 
-    rows = []  # keys with one space for all candidates once
-    for key in dict.fromkeys(key for space in plan["space"].values() for key in space):
-        names: dict[str, list[str]] = {}  # by values
-        for name, space in plan["space"].items():
-            names.setdefault(_describe(space.get(key)), []).append(name)
-        rows += [
-            (key, "all" if len(names) == 1 else ", ".join(each), values)
-            for values, each in names.items()
-        ]
-    table = Table(
-        ["key", "candidate", "values"], rows, title=f"search space, {search['method']}", align="lll"
-    )
-    console.print(table.rich(pad_edge=True) if rows else "")
-
-    units = {"flops_per_run": "", "flops": "", "memory_bytes": "B"}
-    rows = [
-        (name, f"{each['runs']:,}", *(with_prefix(each[key], unit) for key, unit in units.items()))
-        for name, each in candidates.items()
-    ]
-    rows.append(("total", f"{runs['total']:,}", "", with_prefix(plan["flops"], ""), ""))
-    head = ["candidate", "runs", "FLOP per run", "FLOP", "peak memory per rank"]
-    console.print(Table(head, rows, title="cost").rich(pad_edge=True))
-    if hours := plan["hours"]:
-        times = ", ".join(
-            f"{estimated_time(number)} of one {name}" for name, number in hours.items()
-        )
-        write("", f"{times}, at {plan['hours_assume']}")
-        if "CPU core" in hours:
-            write(
-                "",
-                "a model of less than 100 million parameters takes longer: its operations are too small",
-            )
-    if plan["flops_are_upper_bound"]:
-        write("", "an upper bound, with all examples at max_length")
-    if unknown := [name for name, each in candidates.items() if not each["maps_are_counted"]]:
-        write(
-            "",
-            f"the maps of {', '.join(unknown)} are not included, because their operations are not counted",
-        )
-    write("", "not included: evaluations on benchmarks and on held-out examples")
-
+    _print_space(plan, console)
+    _print_cost(plan, console)
     section, keeps = plan["disk"], search["keep_models"]
     model, checkpoint = (
         with_prefix(section[key], "B") for key in ("model_bytes", "checkpoint_bytes")
@@ -396,6 +357,62 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     else:
         write("eval", "none: the verdict uses only the held-out examples")
 
+    _print_detectable(plan, console)
+
+
+def _print_space(plan: dict[str, Any], console: Console) -> None:
+    """Print the values that the search draws, keys with one space for all candidates once."""
+    search = plan["search"]
+    rows = []
+    for key in dict.fromkeys(key for space in plan["space"].values() for key in space):
+        names: dict[str, list[str]] = {}  # by values
+        for name, space in plan["space"].items():
+            names.setdefault(_describe(space.get(key)), []).append(name)
+        rows += [
+            (key, "all" if len(names) == 1 else ", ".join(each), values)
+            for values, each in names.items()
+        ]
+    table = Table(
+        ["key", "candidate", "values"], rows, title=f"search space, {search['method']}", align="lll"
+    )
+    console.print(table.rich(pad_edge=True) if rows else "")
+
+
+def _print_cost(plan: dict[str, Any], console: Console) -> None:
+    """Print runs, FLOPs and memory of each candidate, and the hours of all."""
+    write = partial(print_labelled, console)
+    runs, candidates = plan["runs"], plan["candidates"]
+    units = {"flops_per_run": "", "flops": "", "memory_bytes": "B"}
+    rows = [
+        (name, f"{each['runs']:,}", *(with_prefix(each[key], unit) for key, unit in units.items()))
+        for name, each in candidates.items()
+    ]
+    rows.append(("total", f"{runs['total']:,}", "", with_prefix(plan["flops"], ""), ""))
+    head = ["candidate", "runs", "FLOP per run", "FLOP", "peak memory per rank"]
+    console.print(Table(head, rows, title="cost").rich(pad_edge=True))
+    if hours := plan["hours"]:
+        times = ", ".join(
+            f"{estimated_time(number)} of one {name}" for name, number in hours.items()
+        )
+        write("", f"{times}, at {plan['hours_assume']}")
+        if "CPU core" in hours:
+            write(
+                "",
+                "a model of less than 100 million parameters takes longer: its operations are too small",
+            )
+    if plan["flops_are_upper_bound"]:
+        write("", "an upper bound, with all examples at max_length")
+    if unknown := [name for name, each in candidates.items() if not each["maps_are_counted"]]:
+        write(
+            "",
+            f"the maps of {', '.join(unknown)} are not included, because their operations are not counted",
+        )
+    write("", "not included: evaluations on benchmarks and on held-out examples")
+
+
+def _print_detectable(plan: dict[str, Any], console: Console) -> None:
+    """Print the smallest differences that the study can find, and what this assumes."""
+    write = partial(print_labelled, console)
     section = plan["detectable"]
     title = f"minimum detectable effect: {section['power']:.0%} power, Holm over {section['comparisons']} tests"
     reference = (

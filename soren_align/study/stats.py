@@ -83,20 +83,7 @@ def verdict(
 
     # Holm's correction is for all tests that were declared, also of candidates that have no
     # answers.
-    tests: list[tuple[int, str, float]] = []
-    margins: dict[int, float] = {}
-    for i, each in enumerate(comparisons):
-        tests.append((i, "difference", each.estimate.p()))
-        if rules.retention and each.reference == BASE and each.measure in rules.retention.columns:
-            tests.append((i, "retention", each.estimate.p_above(-rules.retention.margin / 100)))
-        margin = (
-            rules.equivalence.margin(each.measure)
-            if rules.equivalence and each.reference != BASE
-            else None
-        )
-        if margin is not None:
-            margins[i] = margin
-            tests.append((i, "equivalence", each.estimate.p_within(margin / each.factor)))
+    tests, margins = _tests_of(rules, comparisons)
     missing = [1.0] * max(0, num_declared_tests(rules, len(candidates), measures) - len(tests))
     # A study that is extended after a look at its answers has another chance of a wrong one.
     # Bonferroni's correction for the looks is simple, and covers any reason to look again.
@@ -140,6 +127,29 @@ def verdict(
             )
         )
     return differences
+
+
+def _tests_of(
+    rules: VerdictSection, comparisons: Sequence[_Comparison]
+) -> tuple[list[tuple[int, str, float]], dict[int, float]]:
+    """Return (number of the comparison, kind, p) of every test, and the margins of equivalence by
+    the comparison's number.
+    """
+    tests: list[tuple[int, str, float]] = []
+    margins: dict[int, float] = {}
+    for i, each in enumerate(comparisons):
+        tests.append((i, "difference", each.estimate.p()))
+        if rules.retention and each.reference == BASE and each.measure in rules.retention.columns:
+            tests.append((i, "retention", each.estimate.p_above(-rules.retention.margin / 100)))
+        margin = (
+            rules.equivalence.margin(each.measure)
+            if rules.equivalence and each.reference != BASE
+            else None
+        )
+        if margin is not None:
+            margins[i] = margin
+            tests.append((i, "equivalence", each.estimate.p_within(margin / each.factor)))
+    return tests, margins
 
 
 def num_declared_tests(

@@ -282,7 +282,7 @@ class IsolationCheck(TrainerCallback):
         """
         self.dataset, self.collator, self.place = dataset, collator, place
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(self, args, state, control, model: Any = None, **kwargs):
         """Run the probe on the wrapped, possibly sharded model, which has loaded its checkpoint."""
         examples = probe_examples(self.dataset)
         if len(examples) == 1:

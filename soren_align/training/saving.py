@@ -169,7 +169,8 @@ class CheckpointSealer(TrainerCallback):
         """
         if state.global_step:
             state.compute_steps(args, state.max_steps)
-            self.trainer._total_train_tokens = state.stateful_callbacks.get(_NUM_TOKENS, 0)
+            saved: Any = state.stateful_callbacks
+            self.trainer._total_train_tokens = saved.get(_NUM_TOKENS, 0)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

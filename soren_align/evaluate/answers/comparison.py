@@ -140,9 +140,7 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
     first_name, first = next(iter(models.items()))
     names = [*dict.fromkeys(task for model in models.values() for task in model if task)]
     if len(names) < 2 and all(len(model) == 1 for model in models.values()):
-        for model in models.values():  # files of one task, some or all of which do not name it
-            ((task, scores),) = model.items()
-            model[names[0] if names else scores.metric] = model.pop(task)
+        _name_task(models, names)
     # Pairing is by question: a model that lacks some, or has other texts under the same ids, would
     # be compared with something else.
     answers = {name: ModelAnswers({}) for name in models}
@@ -164,7 +162,8 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
         clusters = next((t.cluster for t in tables.values() if t.cluster.notna().any()), None)
         for name, table in tables.items():
             model = answers[name]
-            model.points[task] = table.points.to_numpy()  # pyright: ignore[reportArgumentType]
+            points: Any = table.points.to_numpy()
+            model.points[task] = points
             if clusters is not None:  # the tests need only to know which are equal
                 model.clusters[task] = clusters.tolist()
             # A digest is of all prompts, and `unpaired` compares it; single prompts are compared
@@ -177,15 +176,28 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
                     f"{first_name} (few-shot examples or chat template), so the difference is one "
                     "of model and prompt"
                 )
-        # How many questions each model loses stands under the table.
-        left_out = {name: len(scores.table) - len(shared) for name, scores in chosen.items()}
-        if any(left_out.values()):
-            listed = ", ".join(f"{num:,} of {name}" for name, num in left_out.items())
-            finding = f"compared on the {len(shared):,} questions that all have"
-            notes.append(f"{task}: {finding}; left out: {listed}")
+        notes += _left_out(task, {name: len(s.table) for name, s in chosen.items()}, len(shared))
     if not answers[first_name].points:
         raise UserError("the models have no task in common; name results of the same tasks")
     return answers, notes
+
+
+def _name_task(models: dict[str, Model], names: list[str]) -> None:
+    """Name the task of files of one task, some or all of which do not name it; in place."""
+    for model in models.values():
+        ((task, scores),) = model.items()
+        model[names[0] if names else scores.metric] = model.pop(task)
+
+
+def _left_out(task: str, sizes: dict[str, int], num_shared: int) -> list[str]:
+    """Return a note with the number of questions that each model loses, if one loses any.
+    sizes: each model's questions.
+    """
+    if all(size == num_shared for size in sizes.values()):
+        return []
+    listed = ", ".join(f"{size - num_shared:,} of {name}" for name, size in sizes.items())
+    finding = f"compared on the {num_shared:,} questions that all have"
+    return [f"{task}: {finding}; left out: {listed}"]
 
 
 def _refuse_other_kind(

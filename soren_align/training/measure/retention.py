@@ -237,7 +237,7 @@ class Retention(TrainerCallback):
                 yield logits[row, own].float()
 
 
-def _means(name: str, sums: Sequence[Tensor], probes: Sequence[Probe]) -> dict[str, float]:
+def _means(name: str, sums: list[Tensor], probes: Sequence[Probe]) -> dict[str, float]:
     """Return {name: mean over the probes' positions}, {} without any."""
     if not sums:
         return {}
