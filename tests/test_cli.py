@@ -2,22 +2,14 @@
 
 import json
 import os
-import re
 
 import pytest
-import typer
 from soren_align import __version__
-from soren_align.cli import app
 from soren_align.core import shipped
-from soren_align.core.errors import UserError
 from soren_align.study.config import load_study
 
 from tests.support.command import imported, run
 from tests.support.run_folders import add_results, finished_run
-
-
-def command_of(name):
-    return typer.main.get_command(app.app).commands[name]
 
 
 @pytest.fixture
@@ -114,17 +106,6 @@ def test_a_command_leaves_the_environment_as_it_was(tmp_path, monkeypatch):
     assert dict(os.environ) == before
 
 
-def test_ctrl_c_ends_a_command_with_one_line_and_exit_code_130(monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("soren_align.launch.commands.plan", interrupted)
-    monkeypatch.setattr("soren_align.launch.commands.train", interrupted)
-    stopped, resumable = run("plan", "quickstart/sft"), run("sft", "quickstart/sft")
-    assert (stopped.returncode, stopped.stderr) == (130, "stopped\n")
-    assert (resumable.returncode, resumable.stderr) == (130, "stopped; rerun the same command to resume\n")
-
-
 def test_a_full_plan_shows_rows_an_example_the_rates_and_the_routing(tmp_path):
     shown = run("plan", "quickstart/sft", "--full", cwd=tmp_path).stdout
     for expected in ("kept", "[[", "learning rate", "linear layer", "1-dimensional", "memory per rank", "run.json"):
@@ -140,18 +121,6 @@ def test_a_plan_ends_with_the_command_that_trains_unless_it_would_not_start(tmp_
     planned = run("plan", *words, cwd=tmp_path)
     command = "soren-align sft quickstart/sft optimizer.lr=1e-3 'run.log_spectra.steps=[1, 2]' --processes 2"
     assert planned.stdout == ("" if problems else f"next      {command}\n")
-
-
-def test_a_studys_plan_ends_with_the_command_that_compares(tmp_path, monkeypatch):
-    def unavailable(*_, **__):
-        raise UserError("no data")
-
-    monkeypatch.setattr("soren_align.planning.plan.plan_training", lambda *_, **__: ({}, None))
-    monkeypatch.setattr("soren_align.evaluate.suite.tasks.load_tasks", unavailable)
-    monkeypatch.setattr("soren_align.study.plan.plan_study", lambda *_: {"notices": []})
-    monkeypatch.setattr("soren_align.study.plan.print_study_plan", lambda *_: None)
-    planned = run("plan", "quickstart/compare", "search.trials=2", cwd=tmp_path)
-    assert planned.stdout == "next      soren-align compare quickstart/compare search.trials=2\n"
 
 
 def test_plan_refuses_a_batch_that_the_processes_cannot_share(tmp_path):
@@ -189,23 +158,6 @@ def test_docs_lists_the_pages_and_prints_one():
     assert run("docs", "recipes/studies/README.md").stdout == shipped.pages()["recipes/studies"].read_text()
     message = "error: evalution: is no page of the documentation; did you mean 'evaluation'?\n"
     assert run("docs", "evalution", code=2).stderr == message
-
-
-def test_lists_are_as_wide_as_the_terminal():
-    assert max(map(len, run("suites").stdout.splitlines())) <= 80
-    assert "truthfulqa_mc2, winogrande, gsm8k\n" in run("suites", env={"COLUMNS": "200"}).stdout
-
-
-def test_on_a_terminal_a_page_is_rendered_into_a_pager(monkeypatch):
-    pages = []
-    monkeypatch.setattr("pydoc.pager", pages.append)
-    assert run("docs", "recipe", is_terminal=True).stdout == ""
-    (page,) = pages
-    shown = re.sub("\x1b\\[[0-9;]*m", "", page)
-    assert "The recipe" in shown
-    assert "# The recipe" not in shown
-    assert "`" not in shown.replace("```", "")
-    assert max(len(line) for line in shown.splitlines()) <= 80
 
 
 @pytest.mark.parametrize(("words", "expected"), [
@@ -280,7 +232,3 @@ def test_processes_that_nobody_could_run_are_refused(tmp_path, variables, argume
     env = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR")) | variables
     assert message in run("sft", "quickstart/sft", *arguments, cwd=tmp_path, env=env, code=2).stderr
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_package_has_a_version():
-    assert __version__.count(".") == 2

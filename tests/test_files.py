@@ -7,24 +7,17 @@ from threading import Thread
 
 import pytest
 from rich.table import Table
-from soren_align.core.errors import MAX_PROBLEMS, UserError, printable
+from soren_align.core.errors import UserError, printable
 from soren_align.core.files import contents, local_path, parse_json, read_json, read_text
 from soren_align.core.text import Terminal
 from soren_align.core.yaml import parse_yaml
 
 YAML = {
-    "2,000 brackets": ("[" * 2000, "nested too deeply"),
     "an alias of what is around it": ("a: &a [*a]", "contains itself by an alias"),
-    "an alias of nothing": ("a: *b", "undefined alias 'b'"),
     "a tag on a text": ("b: 1\na: !!int zero", ":2 .*found 'zero'; write the value in quotes"),
-    "a tag on a list": ("a: !mine [1]", "the tag !mine"),
     "a tag that makes objects": ("a: !!python/object:os.system [x]", "the tag !!python/object:os.system"),
-    "a key twice": ("a: 1\na: 2", ":2 .*duplicate key 'a'"),
-    "a list as a key": ("? [1]\n: 2", "a key is a list"),
     "two documents": ("a: 1\n---\nb: 2", ":2 .*another document"),
-    "a merge of a number": ("a: {<<: 3}", "'<<' merges a"),
     "a tab": ("a:\n\tb: 1", ":2 .*indent with spaces instead of tabs"),
-    "an escape beyond Unicode": ('a: "\\UFFFFFFFF"', "not valid YAML"),
     "a NUL": ("a: \0", "not valid YAML"),
 }
 JSON = {
@@ -63,23 +56,10 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
         read_json(tmp_path / "latin")
 
 
-def test_a_reader_of_json_sets_its_own_limits(tmp_path):
-    file = tmp_path / "results.json"
-    file.write_text('{"a": [[1]]}')
-    assert read_json(file, max_bytes=12) == {"a": [[1]]}
-    with pytest.raises(UserError, match="larger than 11 bytes"):
-        read_json(file, max_bytes=11)
-
-
 @pytest.mark.parametrize("text", ["~nosuchuser/x", "a" * 256, "/".join(["a" * 200] * 30), "a\0b", "\ud800"])
 def test_a_text_that_can_be_no_path_is_refused(text):
     with pytest.raises(UserError, match="cannot be used as a path"):
         local_path(text)
-
-
-def test_a_path_need_not_exist(tmp_path):
-    assert not local_path(tmp_path / "a" / "b").exists()
-    assert not local_path("/etc/passwd/x").exists()
 
 
 def test_a_message_never_commands_the_terminal():
@@ -102,17 +82,6 @@ def test_what_is_printed_of_strangers_texts_is_text():
     assert "\\x9b[/y]" in shown
     assert not {"\x1b", "\x9b"} & set(shown)
     assert " \n" not in shown  # rich pads the cells of a table
-
-
-def test_a_message_is_bounded():
-    error = UserError("start" + "x" * 10**6 + "end", *(f"line {i}" for i in range(500)), "remedy")
-    lines = str(error).split("\n")
-    assert lines[0].startswith("startx")
-    assert lines[0].endswith("xend")
-    assert len(lines[0]) <= 1000
-    assert len(lines) == MAX_PROBLEMS + 1
-    assert lines[-2:] == ["... and 482 more lines", "remedy"]
-    assert len(error.problems) == 502
 
 
 def test_hashing_starts_no_thread_after_the_first_file(tmp_path, monkeypatch):

@@ -71,12 +71,6 @@ def test_words_that_name_a_key_are_settings(words, expected, tmp_path, monkeypat
     assert grammar.as_settings(words, FLAGS) == expected
 
 
-def test_a_file_whose_name_has_an_equals_sign_is_a_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("a=b.yaml").touch()
-    assert grammar.as_settings(["a=b.yaml"], FLAGS) == ["a=b.yaml"]
-
-
 def test_keys_and_options_change_the_recipe(run, model):
     done = run("sft", "quickstart/sft", "--model", model, "--output", "out", "--overwrite", "--optimizer.name", "muon",
                "trainer.max_steps=3", "--set", "trainer.seed=4", "--no-eval")  # fmt: skip
@@ -266,13 +260,6 @@ def test_variants_of_a_question_stay_on_one_side_of_the_split(run, tmp_path):
     assert len((tmp_path / "labels/questions/exact/test.jsonl").read_text().splitlines()) == 20
 
 
-def test_new_states_that_labels_of_few_questions_each_are_held_out_whole(run, tmp_path):
-    lines = [f"Frage {i};Abteilung {i % 15}" for i in range(60)]
-    (tmp_path / "few.csv").write_text("\n".join(["Frage;Auskunft", *lines]))
-    done = run("new", "few", "--data", "few.csv")
-    assert "20 of 20 held-out questions have an answer that no training example has" in " ".join(done.err.split())
-
-
 @pytest.mark.parametrize(("content", "message"), [
     ("Frage;Auskunft\n" + "Ist geöffnet?;Ja, täglich.\n" * 30, "record 1 is not UTF-8; save the file as UTF-8"),
     ("Frage;Auskunft\n" + "a;b\n" * 3 + "Ja; oder?;nein\n", "record 4 has 3 columns, but the header has 2; put a text"),
@@ -300,12 +287,6 @@ def test_a_copied_recipe_is_merged_and_means_the_same(name, tmp_path, monkeypatc
         except UserError as error:  # the data or the model of another recipe: the same sentence of both
             results.append([problem.partition(" ")[2] for problem in error.problems])
     assert results[0] == results[1]
-
-
-def test_a_merged_recipe_keeps_the_comments_of_both():
-    text = merged_text(shipped.recipes()["qwen2.5-3b/soren"])
-    assert "# more accurate than sns" in text
-    assert "# the base model's own, with the assistant's tokens marked" in text
 
 
 def test_the_help_is_a_terminal_high_and_names_every_command():

@@ -222,12 +222,6 @@ def test_a_run_that_is_running_is_not_sent(there, run):
     assert there.calls == []
 
 
-def test_what_the_hub_answers_is_one_line(hub, run):
-    hub(refuses=OSError("403 Forbidden:\n you don't have the rights"))
-    with pytest.raises(UserError, match="me/zoo: the upload failed: 403 Forbidden: you don't have the rights"):
-        push("run", "me/zoo")
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors", ""])
 def test_a_link_in_the_model_or_in_its_place_is_not_sent(there, run, tmp_path, name):
     (run.model / name).touch()

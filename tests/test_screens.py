@@ -87,20 +87,3 @@ def test_colour_adds_nothing_but_colour(folder, name):
         assert not ("NO_COLOR" in env and COLOR.search(text))  # bold remains
     if name == "mistakes":
         assert screen(folder, SCREENS[name], **xterm).count("\x1b[1;31merror: \x1b[0m") == len(SCREENS[name])
-
-
-@pytest.mark.parametrize("name", SCREENS)
-def test_piped_text_has_no_colour_and_the_same_words(folder, name):
-    piped = screen(folder, SCREENS[name], is_terminal=False, TERM="xterm-256color")
-    assert "\x1b" not in piped
-    assert piped.split() == screen(folder, SCREENS[name]).split()
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("name", ["help", "recipes", "show"])
-def test_a_screen_is_as_wide_as_the_terminal_at_most(folder, name, columns):
-    assert max(map(len, screen(folder, SCREENS[name], columns).splitlines())) <= columns
-
-
-def test_the_help_fits_a_terminal_of_24_lines(folder):
-    assert len(screen(folder, SCREENS["help"]).splitlines()) <= 24

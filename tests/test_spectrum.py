@@ -6,10 +6,8 @@ import re
 import pytest
 import torch
 from soren_align.core.files import contents
-from soren_align.core.optimizer_settings import NUM_STEPS
 from soren_align.optim import Soren
-from soren_align.spectral import SOREN_MAPS, exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
-from soren_align.spectral.maps import Setting, SpectralMap, sigmoid
+from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
 
 from tests.support import command
 from tests.support.run_folders import finished_run
@@ -93,25 +91,6 @@ def test_a_zero_momentum_has_no_cosine_and_is_left_out_of_the_means(run):
     run.spectra.write_text(json.dumps(zero) + "\n")
     done = command.run("spectrum", run.path, "--full", code=0)
     assert [{*line.split()[1:]} for line in done.stdout.splitlines() if line.startswith("mean")] == [{"-"}] * 3
-
-
-def test_a_new_map_appears_by_itself(run, monkeypatch):
-    half = SpectralMap(
-        name="half", label="half", source="this test", function=lambda x, *, steps, precision, max_norm: (x / 2, 0),
-        target=sigmoid, settings={"steps": Setting(3, NUM_STEPS)},
-    )  # fmt: skip
-    monkeypatch.setitem(SOREN_MAPS, "half", half)
-    half = shown(run)["spectra"][0]["maps"]["half 3"]
-    assert half["size"] == pytest.approx(float((spectrum(0, 1) / 2).norm() / (0.5 * 24**0.5)), rel=1e-5)
-
-
-def test_the_tables_are_80_columns_wide(run):
-    lines = [line.rstrip() for line in command.run("spectrum", run.path, "--full", code=0).stdout.splitlines()]
-    assert max(map(len, lines)) <= 80
-    table = lines[lines.index("distance from the exact sigmoid") :]
-    assert table[2].split()[:4] == ["matrix", "step", "muon", "0.0004"]
-    assert table[3].split()[:2] == ["0.self_attn.q_proj", "1"]
-    assert [line.split()[0] for line in table[7:9]] == ["mean", "largest"]
 
 
 def test_without_full_the_means_and_extremes_of_all_maps_are_six_lines(run):

@@ -3,11 +3,9 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
 METADATA = "Metadata-Version: 2.1\nName: cubic-muon\nVersion: 1.0\n"
 ENTRY_POINTS = """\
 [soren_align.maps]

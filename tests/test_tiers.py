@@ -28,11 +28,6 @@ def test_a_test_with_a_model_cannot_start_a_process():
         multiprocessing.get_context("spawn").Process(target=print).start()
 
 
-@pytest.mark.process
-def test_a_test_of_processes_can_start_python():
-    assert subprocess.run([sys.executable, "-c", ""]).returncode == 0
-
-
 @pytest.mark.ranks
 def test_a_rank_that_dies_or_hangs_fails_its_test_and_no_later_one(tmp_path):
     pool = RankPool(1, tmp_path)

@@ -169,15 +169,6 @@ def test_a_whole_adapter_is_used_and_its_base_must_be_whole_too(adapter, model, 
         use(adapter)
 
 
-def test_a_pattern_that_adapters_are_published_with_is_matched(adapter):
-    pattern = r"(?i)model\.(?:layers\.\d+\.)?self_attn\.(q_proj|nothing)"
-    edit(adapter / "adapter_config.json", target_modules=pattern, exclude_modules=r".*\.99\..*")
-    train(adapter)
-    edit(adapter / "adapter_config.json", target_modules="(q_proj")
-    with pytest.raises(UserError, match="is not a regular expression"):
-        train(adapter)
-
-
 FILES = {
     "heads that divide nothing": ("config.json", {"num_attention_heads": 0}, "the model cannot be loaded: "),
     "an unknown activation": ("config.json", {"hidden_act": "x"}, "the model cannot be loaded: "),

@@ -38,12 +38,6 @@ def test_the_number_of_a_letter_is_named():
         refuse_wrong_keys(task("C"), "colors.yaml")
 
 
-def test_a_task_that_scores_by_itself_is_not_judged():
-    own = task(7)
-    own.config.process_results = lambda question, results: {}
-    refuse_wrong_keys(own, "colors.yaml")
-
-
 def test_a_label_out_of_range_is_refused_when_the_suite_is_loaded(own_suite, tmp_path):
     suite, questions = own_suite
     lines = [json.loads(line) for line in questions.read_text().splitlines()]
@@ -94,8 +88,3 @@ def test_right_answers_that_no_model_can_finish_are_reported():
     assert long_answers(written("red", "red brown red"), tokenizer, 256) == ""
     assert long_answers(written("red " * 9, generation_kwargs=None), tokenizer, 256) == ""
     assert "8 tokens" in long_answers(written("red " * 9, generation_kwargs=None), tokenizer, 8)
-
-
-def test_answers_of_which_a_part_is_read_are_not_measured():
-    assert long_answers(written("red " * 9, filter_list=[{"name": "strict"}]), tokenizer, 256) == ""
-    assert long_answers(written("red " * 9, process_results=len), tokenizer, 256) == ""

@@ -17,10 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
 from soren_align.core.errors import UserError
@@ -113,24 +111,6 @@ def test_two_models_through_one_cache_never_share_an_answer(small, models, tmp_p
     assert resps(second) == resps(evaluate_model(models[1], suite, Options(device="cpu")))
     pairs = zip(resps(first)["zoo_mc"], resps(second)["zoo_mc"], strict=True)
     assert not any(a == b for a, b in pairs)
-
-
-def test_lm_evals_own_cache_gives_a_model_another_ones_answers(models, tmp_path):
-    """The reason for a cache of our own. When this fails, lm-eval's cache depends on the model."""
-    task = tmp_path / "task.yaml"
-    task.write_text(
-        f"include: {SUITE.file_of(SUITE.tasks[0])}\ntask: zoo_mc\ndataset_path: {SUITE.data_folder()}/zoo_questions\n"
-    )
-    found = []
-    for folder in models:
-        lm = HFLM(
-            pretrained=AutoModelForCausalLM.from_pretrained(folder), tokenizer=AutoTokenizer.from_pretrained(folder)
-        )
-        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-        how = {"apply_chat_template": True, "limit": 4, "use_cache": str(tmp_path / "theirs")}
-        found.append(simple_evaluate(lm, tasks=["zoo_mc"], task_manager=manager, **how)["samples"]["zoo_mc"])
-    first, second = ([s["filtered_resps"] for s in samples] for samples in found)
-    assert first == second
 
 
 @pytest.mark.rest
@@ -349,8 +329,3 @@ def test_an_engine_of_vllm_has_ended_before_the_next_model_is_loaded(models, sma
         evaluate_model(model, small[0], Options(backend="vllm", device="cpu"))
     assert vllm[0]["pretrained"] == str(models[1])
     assert vllm[1] == []
-
-
-def test_vllm_is_asked_for_only_where_it_is_installed(models, small):
-    with pytest.raises(UserError, match="vLLM is not installed"):
-        evaluate_model(models[0], small[0], Options(backend="vllm"))

@@ -8,7 +8,6 @@ import yaml
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.evaluate.run import stage
-from soren_align.evaluate.run.harness import Options, evaluate_model
 from soren_align.evaluate.suite.suites import LM_EVAL_TASKS, load_suite
 from soren_align.evaluate.suite.tasks import load_tasks
 from soren_align.launch.evaluation import evaluation_settings
@@ -117,18 +116,6 @@ def test_a_template_sees_nothing_of_python(folder, escape):
     refused(folder, "SecurityError|UndefinedError|is undefined")
 
 
-def test_a_template_that_misbehaves_on_a_later_question_is_one_sentence(folder, models):
-    first = load_tasks(load_suite(folder))["zoo_mc"].eval_docs[0]["question"]
-    change(
-        folder,
-        doc_to_text="{% if question == " + json.dumps(first) + " %}x{% else %}{{ question.__class__ }}{% endif %}",
-    )
-    suite = load_suite(folder)
-    tasks = load_tasks(suite)
-    with pytest.raises(UserError, match="a template of the task cannot be rendered: access to attribute '__class__'"):
-        evaluate_model(models[0], suite, Options(device="cpu"), tasks=tasks)
-
-
 @pytest.mark.parametrize("keys", [
     {"dataset_path": "pandas", "dataset_kwargs": {"data_files": "x"}},
     {"dataset_kwargs": {"cache_dir": "/tmp/elsewhere"}},
@@ -161,14 +148,6 @@ def test_a_files_name_is_no_yaml(folder):
 def test_what_is_no_tasks_file_is_one_sentence(folder, text):
     (folder / TASK).write_text(text)
     refused(folder, r"zoo_mc\.yaml: is no valid task file")
-
-
-def test_a_split_that_is_missing_is_named(folder):
-    """Without few-shot examples it is not read (test_preflight.py)."""
-    change(folder, training_split="train_of_piqa")
-    replace(folder / "suite.yaml", "num_fewshot: 0", "num_fewshot: 1")
-    told = refused(folder, "cannot be loaded")
-    assert "the task's data have no split or column 'train_of_piqa', which zoo_mc needs" in told
 
 
 def test_a_run_folders_recipe_trusts_nothing(tmp_path):

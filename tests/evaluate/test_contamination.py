@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 from soren_align.data import load_split, texts_of
 from soren_align.evaluate.report.results import read_results
-from soren_align.evaluate.report.tables import notes
 from soren_align.evaluate.run.stage import evaluate
 from soren_align.evaluate.stats import contamination
 from soren_align.evaluate.stats.contamination import Overlaps, overlaps, overlaps_with, question_texts
@@ -176,23 +175,6 @@ def test_scores_without_overlapping_questions_are_the_mean_of_the_others(table):
     assert difference["value"] == pytest.approx(values[1] - values[0])
     assert difference["low"] < difference["value"] < difference["high"]
     assert "difference" not in section["zoo_mc"]["scores"]["base"]
-
-
-def test_the_table_notes_columns_with_and_without_overlaps(table):
-    first, second, third = (note for note in notes(table[0]) if note.startswith("contamination"))
-    assert first.startswith(
-        "contamination, zoo_mc: 3 of 120 questions are in the training examples"
-        " (1 as whole texts, 2 with 13 words in a row);"
-        " scores without these questions: base "
-    )
-    assert second == (
-        "contamination, preference: 120 of 120 questions are in the training examples (120 with 13 words in a row);"
-        " no questions remain"
-    )
-    assert third == (
-        "contamination: no question of zoo_gen is in the 960 training examples, neither as a whole nor by 13 words "
-        "in a row"
-    )
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
-from soren_align.core.silence import silence
-from soren_align.core.text import stderr_console
 from soren_align.evaluate.run.backends import BackendSettings, ContextTooShort, load_lm, run_requests
 from soren_align.evaluate.run.harness import Options, evaluate_model
 from soren_align.evaluate.stats.scores import points_of
@@ -69,12 +67,6 @@ def test_every_answer_and_log_likelihood_equals_plain_lm_evals(column, answers, 
         assert [s["prompt_hash"] for s in ours.samples[column]] == [s["prompt_hash"] for s in theirs]
 
 
-def test_a_model_asked_twice_answers_the_same(answers, models, suite):
-    again = evaluate_model(models[0], suite, Options(device="cpu"))
-    assert again.samples == answers[0].samples
-    assert again.settings == answers[0].settings
-
-
 def test_the_batch_size_changes_no_score_in_float32(answers, models, suite):
     small = evaluate_model(models[0], suite.model_copy(update={"batch_size": 7}), Options(device="cpu"))
     assert small.settings["batch_size"] == 7
@@ -92,15 +84,6 @@ def test_nothing_is_printed_and_nothing_asks_the_network(models, suite, monkeypa
     assert capfd.readouterr() == ("", "")
 
 
-def test_our_console_is_seen_while_lm_eval_is_silenced(capsys):
-    """Or the bar would stand still for hours: rich reads sys.stderr again at each line."""
-    console = stderr_console()
-    with silence():
-        print("theirs")
-        console.print("ours")
-    assert capsys.readouterr() == ("", "ours\n")
-
-
 def test_a_model_of_nans_does_not_win(models, suite, tmp_path):
     """argmax of four NaNs is the first choice, which in zoo_preference is the right one."""
     model = AutoModelForCausalLM.from_pretrained(models[0])
@@ -109,13 +92,6 @@ def test_a_model_of_nans_does_not_win(models, suite, tmp_path):
     AutoTokenizer.from_pretrained(models[0]).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="log-likelihoods of zoo_mc are not numbers"):
         evaluate_model(tmp_path, suite, Options(device="cpu"))
-
-
-def test_a_model_without_template_is_an_error_where_the_suite_needs_one(models, suite, tmp_path):
-    model = shutil.copytree(models[0], tmp_path / "plain")
-    (model / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match="no chat template"):
-        evaluate_model(model, suite, Options(device="cpu"))
 
 
 def test_missing_weights_are_an_error_and_not_drawn_at_random(models, suite, tmp_path):

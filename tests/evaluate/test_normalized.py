@@ -6,15 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from soren_align.core.errors import UserError
-from soren_align.core.figures import LIGHT
-from soren_align.evaluate.report import tables
 from soren_align.evaluate.stats.intervals import score_points
 from soren_align.evaluate.stats.paired import ModelAnswers, read_sample_points
 from soren_align.evaluate.stats.points import above_random, metric_points, normalize, points_without
 from soren_align.evaluate.stats.significance import compare_pairs, contamination_section
 from soren_align.evaluate.suite import suites
-from soren_align.evaluate.suite.suites import Suite, load_suite, refuse_missing_packages
-from tests.support.result_tables import make_results
+from soren_align.evaluate.suite.suites import load_suite, refuse_missing_packages
 
 MUSR = {"murder": 2, "objects": 5, "teams": 3}
 RAW = {"murder": [1, 1, 0, 1], "objects": [0, 1], "teams": [0, 0, 1, 0, 0, 1]}
@@ -120,18 +117,3 @@ def test_a_missing_package_is_one_sentence_with_its_remedy(monkeypatch):
     assert "pip install 'soren-align[leaderboard-v2]'" in first
     assert "--omit ifeval" in first
     assert second.startswith("math_hard: ")
-
-
-def test_missing_data_of_nltk_are_one_sentence_with_a_way_to_work_offline(monkeypatch):
-    tasks = [{"task": "ifeval", "metric": "acc", "nltk_data": ["tokenizers/not_there"]}]
-    with pytest.raises(UserError, match=r"python -m nltk\.downloader not_there.*NLTK_DATA=DIR.*--omit ifeval"):
-        refuse_missing_packages(Suite(title="t", tasks=tasks))
-
-
-def test_the_picture_starts_below_0_if_a_score_does():
-    results = make_results()
-    for row in results["rows"]:
-        for score in row["scores"].values():
-            score["low"] = -30.0
-    figure = tables._figure(results, LIGHT)
-    assert figure.axes[0].get_xlim() == (-50, 100)

@@ -2,7 +2,6 @@
 
 import pytest
 from matplotlib.figure import Figure
-from PIL import Image
 from soren_align.core.figures import LIGHT
 from soren_align.evaluate.report import tables
 from tests.support.result_tables import make_results
@@ -64,43 +63,3 @@ def test_an_interval_is_196_standard_errors_and_stays_within_a_hundred(drawn):
     results["rows"][1]["scores"]["arc_challenge"] |= {"value": 99.0, "stderr": 1.0}
     intervals = [list(line.get_xdata()) for line in drawn(results).axes[0].lines if line.get_marker() != "o"][1:]
     assert intervals == [pytest.approx([48.04, 51.96]), pytest.approx([97.04, 100])]
-
-
-def test_a_published_row_without_a_score_leaves_a_gap_and_one_without_an_error_no_interval(drawn):
-    results = make_results(2, 1, num_published=2, average=False)
-    del results["published"][0]["scores"]["arc_challenge"], results["published"][1]["scores"]["arc_challenge"]["stderr"]
-    panel = drawn(results).axes[0]
-    assert [y for _, y, _ in dots(panel)] == [0, 2]
-    last = [line for line in panel.lines if line.get_marker() != "o"][-1]
-    assert last.get_xdata()[0] == last.get_xdata()[1]
-
-
-def test_a_dotted_line_marks_answers_at_random_where_the_results_have_them(drawn):
-    results = make_results(2, 2, average=False)
-    assert "random" not in drawn(results).get_supxlabel()
-    for row in results["rows"]:
-        row["scores"]["hellaswag"]["chance"] = 25.0
-    figure = drawn(results)
-    dotted = [[line.get_xdata()[0] for line in panel.lines if line.get_linestyle() == ":"] for panel in figure.axes]
-    assert dotted == [[], [25.0]]
-    assert "dotted: answers at random" in figure.get_supxlabel().replace("\n", " ")
-
-
-def test_names_of_strangers_are_drawn_as_they_are(drawn):
-    results = make_results(1, 2, average=False)
-    results["title"], results["rows"][1]["name"] = "$\\frac", "$a_b$"
-    assert drawn(results).get_suptitle() == "$\\frac"
-
-
-@pytest.mark.rest
-def test_the_same_results_give_the_same_small_file(tmp_path):
-    results = make_results(6, 5, num_published=4)
-    for name in ("one.png", "two.png"):
-        tables.draw(results, tmp_path / name)
-    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
-    for name in ("one.png", "one-dark.png"):
-        assert (tmp_path / name).stat().st_size < 150_000
-        with Image.open(tmp_path / name) as image:
-            assert image.width == 1040
-            assert not image.text  # no time, no version
-            assert (sum(image.convert("RGB").getpixel((0, 0))) < 128 * 3) is ("dark" in name)

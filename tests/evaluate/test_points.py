@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from soren_align.core.errors import UserError
 from soren_align.evaluate.stats.paired import points_json, read_points
-from tests.support.edited_files import edited
 
 POINTS = {"acc": [1.0, 0.0, 0.25, 1.0], "gen": [0.0, 1.0]}
 
@@ -67,19 +66,3 @@ def test_a_changed_file_is_refused(tmp_path, changes, problem):
     with pytest.raises(UserError, match=problem) as error:
         read_points(folder)
     assert "evaluate the run again" in str(error.value)
-
-
-def test_a_missing_file_a_link_and_missing_rows_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"no results\.json; evaluate the run first"):
-        read_points(tmp_path)
-    folder = written(tmp_path, {"base": model(), "SFT": model()})
-    with edited(folder / "points.json") as content:
-        del content["rows"]["SFT"]
-    with pytest.raises(UserError, match="the score of SFT in acc is None"):
-        read_points(folder)
-    (folder / "points.json").unlink()
-    with pytest.raises(UserError, match=r"points\.json: is missing; evaluate the run again"):
-        read_points(folder)
-    (folder / "points.json").symlink_to(folder / "results.json")
-    with pytest.raises(UserError, match="is missing"):
-        read_points(folder)

@@ -7,7 +7,6 @@ import shutil
 
 import huggingface_hub
 import pytest
-import yaml
 from rich.console import Console
 from soren_align import recipe
 from soren_align.core.errors import UserError
@@ -16,13 +15,9 @@ from soren_align.evaluate.report.results import read_results
 from soren_align.evaluate.run.backends import load_tokenizer
 from soren_align.evaluate.run.preflight import planned_rows
 from soren_align.evaluate.run.stage import evaluate, preflight
-from soren_align.evaluate.suite.suites import load_suite
-from soren_align.evaluate.suite.tasks import load_tasks, num_questions
 from soren_align.launch import commands
-from soren_align.launch.evaluation import evaluation_settings
 from soren_align.planning.plan import plan_training
 from soren_align.recipe import Eval
-from soren_align.recipe.schema import Lora
 from soren_align.training import run as training
 from tests.support import command
 from tests.support.edited_files import edit
@@ -234,29 +229,6 @@ def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):
     ]
 
 
-def test_vllm_is_refused_for_an_adapter_before_training(models, monkeypatch):
-    monkeypatch.setattr("soren_align.evaluate.run.stage.require_backend", lambda _: None)
-    with pytest.raises(UserError, match=r"this run: is an adapter, but eval\.backend vllm loads only whole models"):
-        preflight(CHAT.model_copy(update={"backend": "vllm"}), *start_of(models[0], Lora()))
-
-
-def test_without_examples_no_train_split_is_needed(data_root, tmp_path):
-    root = shutil.copytree(data_root, tmp_path / "data")
-    folder = root / "baber/piqa"
-    front = yaml.safe_load((folder / "README.md").read_text().split("---")[1])
-    files = front["configs"][0]["data_files"]
-    front["configs"][0]["data_files"] = [each for each in files if each["split"] != "train"]
-    (folder / "README.md").write_text(f"---\n{yaml.safe_dump(front)}---\n")
-    (folder / "data/train.jsonl").unlink()
-    suite = load_suite("commonsense-zero-shot")
-    (piqa,) = (task for task in suite.tasks if task.task == "piqa")
-    suite = suite.model_copy(update={"tasks": [piqa], "data_root": str(root)})
-    assert num_questions(load_tasks(suite, tmp_path / "cache")["piqa"]) == {"piqa": 4}
-    with_examples = suite.model_copy(update={"tasks": [piqa.model_copy(update={"num_fewshot": 1})]})
-    with pytest.raises(UserError, match="the task's data have no split or column 'train', which piqa needs"):
-        load_tasks(with_examples, tmp_path / "cache")
-
-
 def test_other_scores_of_a_column_are_compared_too(readers, data_root, tmp_path):
     options = Eval(suite="commonsense-zero-shot", data_root=str(data_root))
     results, _, page = table([("base", readers[0]), ("SFT", readers[1])], tmp_path / "out", options)
@@ -286,14 +258,6 @@ def test_of_a_start_on_the_hub_no_weights_are_downloaded(models, monkeypatch):
     rows = planned_rows(model, "lab/model", load_tokenizer(models[0]))
     assert [(row.name, row.model) for row in rows] == [("base", "lab/model"), ("this run", "lab/model")]
     assert set(asked) == {("lab/model", "v1", False, True)}
-
-
-def test_the_command_line_overrides_the_recipes_settings(tmp_path):
-    own = [f"run.output_dir={tmp_path}", "eval.strict=true", "eval.base_template=own"]
-    settings = evaluation_settings(recipe.load("quickstart/sft", own), {"strict": False, "base_template": "run"})
-    assert (settings.strict, settings.base_template) == (False, "run")
-    with pytest.raises(UserError, match="--base-template: found 'mine'"):
-        evaluation_settings(None, {"suite": "quickstart", "base_template": "mine"})
 
 
 def test_rows_without_weights_and_templates_that_refuse_a_question_are_found_before_any_model_is_loaded(

@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from rich.console import Console
 from soren_align.core.errors import UserError
-from soren_align.core.figures import NO_PICTURES
 from soren_align.core.text import stderr_console
 from soren_align.evaluate.report.results import read_results, refuse_foreign, refuse_foreign_summary, write_summary
 from soren_align.evaluate.run import stage
 from soren_align.evaluate.run.stage import write_results
-from soren_align.launch.evaluation import refuse_missing, run_evaluation
+from soren_align.launch.evaluation import run_evaluation
 from soren_align.recipe import Eval
 from soren_align.run.folder import RunFolder
 from tests.support.result_tables import make_results
@@ -83,15 +82,6 @@ def test_a_link_in_place_of_a_file_is_replaced_and_not_followed(tmp_path):
     assert read_results(output) == make_results()
 
 
-def test_where_no_pictures_are_wanted_none_of_earlier_scores_stays(tmp_path, monkeypatch):
-    write_results(make_results(), {}, tmp_path)
-    assert len([*tmp_path.glob("scores*.png")]) == 2
-    monkeypatch.setenv(NO_PICTURES, "1")
-    write_results(make_results(), {}, tmp_path)
-    assert not [*tmp_path.glob("scores*.png")]
-    assert read_results(tmp_path) == make_results()
-
-
 def test_two_evaluations_that_end_together_leave_the_files_of_one(tmp_path):
     """Each in its thread: a lock of the folder is a matter of open files, not of processes."""
     for attempt in range(3):
@@ -126,25 +116,6 @@ def test_a_folder_of_samples_that_no_row_of_ours_has_is_not_replaced(tmp_path):
         evaluate(tmp_path, "base", "SFT")
 
 
-def test_an_existing_output_may_stand_in_a_folder_without_permission(tmp_path, monkeypatch):
-    put(tmp_path / "out", ours("base"))
-    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
-    refuse_foreign(tmp_path / "out", ["base"])
-    with pytest.raises(UserError, match=r"--output: .* is read-only, or you have no permission"):
-        refuse_foreign(tmp_path / "new", ["base"])
-
-
-@pytest.mark.parametrize("statistic", ["many", None, [1]])
-def test_a_statistic_of_a_difference_is_a_number(tmp_path, statistic):
-    results = ours("base", "SFT")
-    difference = {"value": 1.0, "low": 0.0, "high": 2.0, "p": 0.1, "p_holm": 0.1, "won": 7}
-    results["rows"][1]["differences"] = {"acc": difference}
-    assert read_results(put(tmp_path, results))["rows"][1]["differences"]["acc"]["won"] == 7
-    difference["won"] = statistic
-    with pytest.raises(UserError, match="won is not a number"):
-        read_results(put(tmp_path, results))
-
-
 @pytest.mark.parametrize("name", ["a/b", "..", "\x1b[31m", "x" * 300])
 def test_a_row_whose_name_is_no_folders_is_refused(tmp_path, name):
     with pytest.raises(UserError, match="cannot be the name of a folder"):
@@ -173,24 +144,6 @@ def test_damaged_results_are_one_sentence(tmp_path, damage):
         evaluate(tmp_path)
     assert len(error.value.problems) == 1
     assert len(str(error.value)) < 500
-
-
-def test_results_of_another_version_are_one_sentence(tmp_path):
-    put(tmp_path, ours("base") | {"format": 2})
-    with pytest.raises(UserError) as error:
-        evaluate(tmp_path)
-    assert str(error.value) == (
-        f"{tmp_path / 'results.json'}: is not an evaluation's results, or is damaged (format: Input should be 1); "
-        f"choose another --output, or move {tmp_path} away"
-    )
-
-
-def test_our_own_results_are_recognised(tmp_path):
-    assert read_results(tmp_path) is None
-    for results in (make_results(num_published=2), make_results(average=False), ours("base", "SFT (mine)")):
-        put(tmp_path, results)
-        assert read_results(tmp_path) == json.loads(json.dumps(results))
-        refuse_foreign(tmp_path, ["base"])
 
 
 @pytest.mark.parametrize(
@@ -246,11 +199,3 @@ def test_samples_can_be_read_in_a_terminal_and_control_nothing(tmp_path):
     assert text.splitlines() == [text.strip()]
     assert json.loads(text)["filtered_resps"] == [answer]
     assert list(json.loads(text))[:6] == ["doc_id", "prompt", "choices", "filtered_resps", "target", "exact_match"]
-
-
-def test_of_a_folder_of_runs_the_runs_are_named(tmp_path):
-    for name in ("sft", "dpo"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text("{}")
-    with pytest.raises(UserError, match=f"; give the path of one of its runs: {tmp_path}/dpo, {tmp_path}/sft$"):
-        refuse_missing(str(tmp_path))

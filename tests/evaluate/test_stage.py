@@ -93,32 +93,6 @@ def test_the_difference_is_that_of_the_scores_and_its_interval_holds_it(stage):
         assert 0 <= d["p"] <= d["p_holm"] <= 1
 
 
-def test_the_page_has_a_row_a_model_and_the_numbers_of_the_results(stage):
-    results, output, _ = stage
-    page = (output / "table.md").read_text()
-    assert "| model | zoo_mc | zoo_gen | preference |" in page
-    base, later = results["rows"]
-    score, d = later["scores"]["zoo_mc"], later["differences"]["zoo_mc"]
-    assert f"| base | {base['scores']['zoo_mc']['value']:.1f} ± " in page
-    cell = f"{score['value']:.1f} ± {score['stderr']:.1f}<br>{d['value']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]"
-    assert f"| SFT | {cell}<br>" in page
-    assert f"models: base {base['model']}, SFT {later['model']}" in page
-    assert f"lm-eval {results['settings']['versions']['lm-eval']}" in page
-
-
-def test_the_terminal_shows_whole_cells_in_eighty_columns(stage):
-    _, output, screen = stage
-    *table, path = screen.splitlines()  # a path is copied: it stays on one line
-    assert path.startswith(f"written   {output}")
-    assert max(len(line.rstrip()) for line in table) <= 80
-    rows = [line for line in (output / "table.md").read_text().splitlines() if line.startswith(("| base", "| SFT"))]
-    cells = [part.strip() for row in rows for cell in row.split("|") for part in cell.split("<br>")]
-    assert [part for part in cells if part not in screen] == []
-    assert "base                 zoo_mc" in screen
-    assert "SFT                  preference" in screen
-    assert not [line for line in screen.splitlines() if "…" in line]
-
-
 def test_the_summary_is_in_fractions(stage, tmp_path):
     write_summary(stage[0], tmp_path / "summary.json")
     rows = json.loads((tmp_path / "summary.json").read_text())["rows"]

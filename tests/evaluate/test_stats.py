@@ -3,14 +3,13 @@
 import csv
 import json
 import shutil
-import tracemalloc
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from soren_align.evaluate.answers.comparison import align, make_results, read_models
-from soren_align.evaluate.answers.files import Columns, read_scores
+from soren_align.evaluate.answers.files import Columns
 from soren_align.evaluate.stats.intervals import average, score_points
 from soren_align.evaluate.stats.paired import ModelAnswers, Paired, points_json
 from soren_align.evaluate.stats.power import Part, detectable_by, part_of, questions_for
@@ -88,18 +87,6 @@ def test_all_formats_of_the_same_answers_give_the_same_comparison(write, tmp_pat
     assert d["difference"] == expected["value"]
     part = part_of(Paired(b - a), smooth=True)
     assert d["detectable"] == 100 * detectable_by(part)
-
-
-def test_the_first_record_of_a_file_shows_the_format_of_all(tmp_path):
-    paths = [lm_eval(tmp_path / name, right) for name, right in RIGHT.items()]
-    before = comparisons(*paths)
-    for path in paths:
-        (file,) = path.glob("*.jsonl")
-        first, *others = [json.loads(line) for line in file.read_text().splitlines()]
-        for record in others:
-            del record["filtered_resps"]
-        file.write_text("".join(json.dumps(record) + "\n" for record in (first, *others)))
-    assert comparisons(*paths) == before
 
 
 def test_the_metric_is_that_of_our_suites_unless_an_option_names_one(tmp_path):
@@ -258,35 +245,18 @@ def test_scores_on_another_scale_are_divided(tmp_path):
 GOOD = "id,score\n" + "".join(f"q{i},{i % 2}\n" for i in range(30))
 BAD = {
     "empty.csv": (b"", "is empty"),
-    "blank.jsonl": (b"\n\n", "has no scores"),
-    "head.csv": (b"id,score\n", "has no scores"),
     "text.txt": (b"Dear reader,\nthis is a letter.\n", "a column's name is empty or occurs twice"),
-    "prose.txt": (b"Dear reader\nthis is a letter\n", "has no id of the question, only Dear reader"),
     "noid.csv": (b"x,score\n1,1\n", "has no id of the question, only x, score; name its column: --id"),
-    "noscore.csv": (b"id,points\n1,1\n", "has no column of scores, only id, points; name it: --score COLUMN"),
-    "nocolumn.jsonl": (b'{"id": 1, "text": 1}\n', "name it: --score COLUMN"),
     "nan.csv": (b"id,score\nq0,1\nq1,nan\n", "nan.csv:3: score is 'nan', which is not a number"),
-    "nan.jsonl": (b'{"id": 1, "score": NaN}\n', "nan.jsonl:1: score is 'nan'"),
     "missing.csv": (b"id,score\nq0,1\nq1,\n", "missing.csv:3: score is ''"),
-    "metrics.jsonl": (b'{"doc_id": 1, "filtered_resps": 2, "metrics": [{}, 7], "filter": []}\n', "has no column of scores"),
     "null.jsonl": (b'{"id": 1, "score": 1}\n{"id": 2, "score": null}\n', "null.jsonl:2: score is 'None'"),
-    "huge.jsonl": (b'{"id": 1, "score": 1}\n{"id": 2, "score": 1' + b"0" * 5000 + b"}\n", "huge.jsonl:2: is not JSON"),
     "minus.csv": (b"id,score\nq0,-1.5\n", "scores are from 0 to 1; choose another --metric"),
     "twice.csv": (b"id,score\nq0,1\nq1,1\nq0,0\n", "twice.csv:4: the question q0 occurs a second time"),
     "cut.jsonl": (b'{"id": 1, "score": 1}\n{"id": 2, "sco', "cut.jsonl:2: is not JSON"),
-    "first.jsonl": (b'{"id": 1, "score"', "first.jsonl:1: is not JSON"),
-    "deep.jsonl": (b'{"id": 1, "score": 1}\n' + b"[" * 100_000 + b"\n", "deep.jsonl:2: is not JSON"),
-    "list.jsonl": (b'{"id": 1, "score": 1}\n7\n', "list.jsonl:2: is not an object"),
-    "results.json": (b'{"results": {"arc": {"acc": 0.5}}}', "has no id of the question"),
     "indented.json": (b'{\n "results": {\n "arc": 1}}', "has no answers to single questions"),
-    "cut.csv": (b'id,score\nq0,1\nq1,"1', "is no valid CSV"),
     "short.csv": (b"id,score\nq0,1\nq1\n", "short.csv:3: has 1 fields, but the header has 2"),
-    "columns.csv": (b"id,id,score\n1,1,1\n", "occurs twice"),
     "latin.csv": ("id,score,text\nq0,1,é\n".encode("latin-1"), "is neither text in UTF-8"),
-    "wide.csv": ("id,score\nq0,1\n".encode("utf-16"), "is in UTF-16"),
-    "pickle.pkl": (b"\x80\x04\x95\xffabc", "is neither text in UTF-8"),
     "cut.parquet": (b"PAR1abc", "is no valid Parquet file"),
-    "log.eval": (b"PK\x03\x04\xff", "is neither text in UTF-8"),
     "clusters.jsonl": (b'{"id": 1, "score": 1, "cluster": 1}\n{"id": 2, "score": 1}\n', "has no cluster"),
 }  # fmt: skip
 
@@ -300,38 +270,6 @@ def test_a_bad_file_gets_one_sentence(name, tmp_path):
     assert problem in result.stderr
     assert (result.stdout, result.stderr.count("\n")) == ("", 1)
     assert "; " in result.stderr  # the remedy
-
-
-def test_other_mistakes_get_one_sentence(tmp_path):
-    good = tmp_path / "good.csv"
-    good.write_text(GOOD)
-    (tmp_path / "none").mkdir()
-    for arguments, problem in [
-        ([], "no results; name a file or folder"), ([tmp_path / "goood.csv"], "there is no such file or folder"),
-        ([tmp_path / "none"], "has no file of results"), ([good, f"b={good}", "--metric", "f1"], "has no metric f1"),
-        ([good, "--questions", 5], "--questions: has no effect without --plan"), (["--plan", 0], "--plan: found 0"),
-        ([good, f"b={good}", "--id", "key"], "has no field key"),
-        (["--plan", 1, "--expected", 120], "--expected: found 120"),
-        ([good, f"b={good}", "--group", "arc"], "--group arc: no task begins with it"),
-        (["/dev/null"], "no regular file"),
-        ([good, f"b={good}", "--plan", 2, "--expected", 50], "--expected: has no effect on several models"),
-    ]:  # fmt: skip
-        assert problem in run(*arguments, code=2).stderr
-
-
-def test_memory_does_not_grow_with_the_length_of_the_answers(tmp_path):
-    rows = [{"id": i, "score": i % 2, "answer": "x" * 20_000} for i in range(1000)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    for file in (tmp_path / "a.jsonl", tmp_path / "a.parquet"):
-        tracemalloc.start()
-        try:
-            scores = read_scores(file, Columns())
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-        assert len(scores[""].table) == 1000
-        assert peak < 20_000 * 1000 / 5
 
 
 def test_the_planned_number_of_questions_finds_the_difference_with_this_power():

@@ -207,21 +207,6 @@ def test_a_folder_of_something_else_is_left_alone(make, tmp_path):
             begin(make(*overrides))
 
 
-def test_metrics_of_steps_to_be_taken_again_are_dropped(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.metrics.write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "lo')
-    folder.drop_measurements_after(1)
-    assert folder.metrics.read_text() == '{"step": 1, "loss": 3}\n'
-
-
-def test_the_environment_keeps_what_the_user_set(make, monkeypatch):
-    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-        assert environment.library_environment(make()[0])[name] == "1"
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert environment.library_environment(make()[0])["OMP_NUM_THREADS"] == "7"
-
-
 @pytest.mark.parametrize(("model", "settings", "threads"), [
     ("shipped:configs/models/tiny", (), "1"), ("shipped:configs/models/tiny", ("run.num_threads=3",), "3"),
     ("shipped:configs/models/llama-60m", (), None), ("org/of-unknown-size", (), None),
@@ -251,14 +236,6 @@ def test_the_number_of_parameters_is_known_without_torch(model):
         exact = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shipped.ROOT / model)).num_parameters()
     assert estimated_parameters(f"shipped:{model}") == pytest.approx(exact, rel=0.01)
     assert estimated_parameters("org/of-unknown-size") is None
-
-
-def test_gpu_memory_comes_in_expandable_segments_unless_the_user_says_otherwise(make, monkeypatch):
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    assert environment.library_environment(make()[0])["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment.library_environment(make()[0]), "torch would read it first"
 
 
 @pytest.mark.parametrize("has_driver", [True, False])

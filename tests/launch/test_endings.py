@@ -1,6 +1,5 @@
 """A command that ends early prints one message, once for all ranks, and returns the exit code for it."""
 
-import argparse
 import contextlib
 import errno
 import json
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from soren_align.cli import app
 from soren_align.core import signals
 from soren_align.core.errors import LostRankError, OutOfReach, ResumableError, SilentRankError, UserError, known_failure
 from soren_align.core.text import Terminal
@@ -70,17 +68,6 @@ OF_THE_MACHINE = {
     "lost rank": ResumableError("another rank failed"),
     "offline": OutOfReach("owner/data: the hub cannot be reached"),
 }
-
-
-def test_a_gpus_missing_memory_is_stated_without_the_memory_of_each_process():
-    text = (
-        "CUDA out of memory. Tried to allocate 16.00 MiB. GPU 0 has a total capacity of 79.18 GiB of which 19.81 MiB "
-        "is free. Process 842 has 66.00 MiB memory in use. Including non-PyTorch memory, this process has 11.81 GiB "
-        "memory in use. Of the allocated memory 11.07 GiB is allocated by PyTorch, and 74.84 MiB is reserved"
-    )
-    error = known_failure(torch.OutOfMemoryError(text))
-    assert "79.18 GiB of which 19.81 MiB is free); free some memory" in str(error)
-    assert "Process" not in str(error)
 
 
 @pytest.mark.parametrize("name", OF_THE_MACHINE)
@@ -175,20 +162,6 @@ def test_torchrun_leaves_the_ranks_the_time_for_a_checkpoint(monkeypatch, enviro
     monkeypatch.setattr(torchrun.torchrun, "run", lambda args: seconds.append(config(args)[0].shutdown_timeout))
     assert torchrun.start(2, ["run"]) is None
     assert seconds == [expected]
-
-
-def test_an_older_torchrun_has_no_such_option(monkeypatch):
-    older = argparse.ArgumentParser()
-    for option in ("--standalone", "-m"):
-        older.add_argument(option, action="store_true")
-    older.add_argument("--nproc-per-node")
-    older.add_argument("rest", nargs=argparse.REMAINDER)
-    monkeypatch.setattr(torchrun.torchrun, "get_args_parser", lambda: older)
-    monkeypatch.setattr(torchrun.torchrun, "parse_args", older.parse_args)
-    started = []
-    monkeypatch.setattr(torchrun.torchrun, "run", started.append)
-    assert torchrun.start(2, ["run"]) is None
-    assert started[0].rest == ["soren_align.launch.worker", "run"]
 
 
 SLOW_WORKER = """
@@ -349,14 +322,3 @@ def test_output_after_the_terminal_was_closed_is_dropped(kind):
         os.close(reader)
         for text in ("after", "and later"):
             console.print(text)
-
-
-@pytest.mark.parametrize("command_line", [["plan", "quickstart/sft"], ["sft", "quickstart/sft"], ["recipes"]])
-def test_a_removed_working_directory_is_a_sentence(tmp_path, monkeypatch, capsys, command_line):
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    folder.rmdir()
-    assert app.main(command_line) == 2
-    sentence = "the working directory was removed; change to another directory (cd) and rerun the command"
-    assert capsys.readouterr().err == f"error: {sentence}\n"

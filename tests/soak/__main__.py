@@ -2,7 +2,6 @@
 
     python -m tests.soak [--seed N] [--jobs 2] [--state FILE] [--kinds PATTERN] [--configs sft,dpo] [--sample]
     python -m tests.soak --seed N --one 'SIGHUP:lora:0'    one case again: its notes and its output
-    python -m tests.soak --seed N --table [PAGE]           the table of what is done, printed or written into a page
 
 Every case follows from (seed, kind, configuration, number); see faults.py. The state file has a line for each case that
 is done; with the same seed and the same code, the command continues. Exit status 1 if anything is lost, wrong, unclear,
@@ -28,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-START, END = "<!-- written by python -m tests.soak --table -->\n", "<!-- end of the table -->\n"
 GOOD = ("identical", "clear")
 SAMPLE = [
     *("killed at a random write:sft:0", "SIGTERM once:sft:0", "disk filled meanwhile:sft:0"),
@@ -210,11 +208,8 @@ def main() -> int:
     parser.add_argument("--configs", default="", metavar="NAMES")
     parser.add_argument("--sample", action="store_true")
     parser.add_argument("--one", metavar="CASE")
-    parser.add_argument("--table", nargs="?", const="-", metavar="PAGE")
     options = parser.parse_args()
     state = State(options.state or ROOT / "runs/soak" / f"{options.seed}.jsonl", options.seed)
-    if options.table:
-        return write_table(table(state.lines(), options.seed), options.table)
 
     from tests.soak import faults
 
@@ -245,20 +240,6 @@ def main() -> int:
         print(*(f"    {note}" for note in line.get("notes", [line.get("defect")])), sep="\n")
     print("\n" + table(lines, options.seed))
     return 1 if bad else 0
-
-
-def write_table(text: str, page: str) -> int:
-    """Print the table, or write it into a page between START and END."""
-    if page == "-":
-        print(text)
-        return 0
-    before, mark, after = Path(page).read_text().partition(START)
-    _, end, after = after.partition(END)
-    if not mark or not end:
-        print(f"{page}: lacks {START.strip()} or {END.strip()}", file=sys.stderr)
-        return 1
-    Path(page).write_text(f"{before}{START}\n{text}\n{END}{after}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -323,13 +323,3 @@ def _state(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "?"
-
-
-def drop_root() -> None:
-    """Let this process be refused by permissions, as a user is: without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-    sets = (ctypes.c_uint32 * 6)()
-    if LIBC.capget(header, sets) == 0:
-        for index in (0, 1, 2):  # effective, permitted, inheritable; the first 32 bits
-            sets[index] &= ~0b110
-        LIBC.capset(header, sets)

@@ -217,18 +217,6 @@ def signals(number: int, *, times: int = 1, again: float = 0.0) -> Callable[[Tri
     return kind
 
 
-def killed_between_writes(trial: Trial) -> str:
-    """SIGKILL some milliseconds after a random write: within a step, a collective, a library."""
-
-    def kill(pids: list[int]) -> None:
-        time.sleep(trial.rng.uniform(0, 0.05))
-        kill_all(pids)
-
-    if trial.is_finished(trial.fault(trial.draw(), lambda pids: None, afterwards=kill)):
-        raise NotHit
-    return trial.conclude()
-
-
 def stopped(trial: Trial) -> str:
     """SIGSTOP, and SIGCONT two seconds later."""
 
@@ -298,16 +286,6 @@ def small_disk(trial: Trial, size: int):
 FULL = r"No space left|bytes free|free, and|full|space"
 
 
-def disk_too_small(trial: Trial) -> str:
-    """A disk that is too small from the start."""
-    size = int(trial.rng.uniform(0.3, 0.95) * trial.reference.num_bytes)
-    trial.notes.append(f"{size:,} bytes")
-    with small_disk(trial, size) as enlarge:
-        if trial.command().code == 0:
-            raise NotHit
-        return trial.conclude(enlarge, FULL)
-
-
 def disk_filled(trial: Trial) -> str:
     """A disk that another program fills while the run trains."""
     room = trial.rng.choice([0, 0, trial.rng.randint(1, 100_000)])
@@ -328,26 +306,6 @@ def disk_filled(trial: Trial) -> str:
         return trial.conclude(filler.unlink, FULL)
 
 
-def file_size_limited(*, kills: bool) -> Callable[[Trial], str]:
-    """RLIMIT_FSIZE: an error, or SIGXFSZ in the middle of a large file, which stays truncated at a random byte."""
-
-    def kind(trial: Trial) -> str:
-        limit = int(10 ** trial.rng.uniform(4.0, 5.2))
-
-        def act(pids: list[int]) -> None:
-            for pid in pids:
-                limit_resource(pid, resource.RLIMIT_FSIZE, limit)
-
-        more = {"prepare": lambda: signal.signal(signal.SIGXFSZ, signal.SIG_DFL)} if kills else {}
-        ended = trial.fault(Place(None, trial.rng.randint(1, trial.reference.num_events(None) // 2)), act, **more)
-        trial.notes.append(f"{limit:,} bytes")
-        if ended.code == 0:
-            raise NotHit
-        return trial.conclude() if kills else trial.conclude(lambda: None, "limit of file sizes")
-
-    return kind
-
-
 def memory_limited(trial: Trial) -> str:
     """RLIMIT_AS: little more than what is in use."""
     extra = trial.rng.choice([0, 1, 2, 4, 8, 16]) << 20
@@ -361,20 +319,6 @@ def memory_limited(trial: Trial) -> str:
     if trial.fault(Place(None, trial.rng.randint(1, trial.reference.num_events(None) // 2)), act).code == 0:
         raise NotHit
     return trial.conclude(lambda: None, "memory")
-
-
-def files_limited(trial: Trial) -> str:
-    """RLIMIT_NOFILE: no file more than are open, or one."""
-    more = trial.rng.randint(0, 1)
-
-    def act(pids: list[int]) -> None:
-        numbers = {int(name) for name in os.listdir(f"/proc/{pids[0]}/fd")}
-        limit = next(number for number in range(1 << 20) if number not in numbers) + more
-        limit_resource(pids[0], resource.RLIMIT_NOFILE, limit)
-
-    if trial.fault(trial.draw(), act).code == 0:
-        raise NotHit
-    return trial.conclude(lambda: None, "open files")
 
 
 # -- damage to what has been written ----------------------------------------------------------------------------------
@@ -419,29 +363,10 @@ def emptied(file: Path, rng: random.Random) -> str:
     return f"{file.name} empty"
 
 
-def garbage(file: Path, rng: random.Random) -> str:
-    """Replace a file by random bytes."""
-    file.write_bytes(rng.randbytes(max(1, file.stat().st_size)))
-    return f"{file.name} random bytes"
-
-
 def removed(file: Path, rng: random.Random) -> str:
     """Remove a file."""
     file.unlink()
     return f"{file.name} removed"
-
-
-def replaced(file: Path, rng: random.Random) -> str:
-    """Put a folder, a pipe, or a link in the place of a file."""
-    thing = rng.choice(["folder", "pipe", "link"])
-    file.unlink()
-    if thing == "folder":
-        file.mkdir()
-    elif thing == "pipe":
-        os.mkfifo(file)
-    else:
-        file.symlink_to("/etc/hostname")
-    return f"{file.name} is a {thing}"
 
 
 def is_weights(file: Path) -> bool:
@@ -483,68 +408,17 @@ def damaged_checkpoint(*damages: Callable[[Path, random.Random], str], of: Calla
     return kind
 
 
-def swapped_shards(trial: Trial) -> str:
-    """Two shards of a checkpoint, or two of its files of equal kind, in each other's places."""
-    checkpoint = trial.stop_with_checkpoints()
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
-    pairs = [(a, b) for a in files for b in files if a < b and a.suffix == b.suffix
-             and re.sub(r"\d", "", a.name) == re.sub(r"\d", "", b.name)]  # fmt: skip
-    if not pairs:
-        raise NotHit
-    a, b = trial.rng.choice(pairs)
-    swap(a, b)
-    trial.notes.append(f"{a.name} <-> {b.name}")
-    trial.kept = trial.kept[:-1]
-    return trial.conclude(lambda: swap(a, b), checkpoint.name)
-
-
-def swap(a: Path, b: Path) -> None:
-    """Exchange the contents of two files."""
-    first, second = a.read_bytes(), b.read_bytes()
-    a.write_bytes(second)
-    b.write_bytes(first)
-
-
 def without_seal(trial: Trial) -> str:
     """The newest checkpoint without its seal: an incomplete one."""
     (trial.stop_with_checkpoints() / "soren_align.json").unlink()
     return trial.conclude()
 
 
-def renamed_checkpoint(trial: Trial) -> str:
-    """checkpoint-6 as checkpoint-915."""
-    checkpoint = trial.stop_with_checkpoints()
-    other = checkpoint.rename(checkpoint.with_name("checkpoint-915"))
-    trial.kept = trial.kept[:-1]
-    return trial.conclude(lambda: shutil.move(other, checkpoint), "checkpoint-915")
-
-
-def without_permission(trial: Trial) -> str:
-    """A file or folder of the run that may not be read, or not be written."""
-    checkpoint = trial.stop_with_checkpoints()
-    files = (checkpoint / "trainer_state.json", checkpoint / "scheduler.pt")
-    place = trial.rng.choice([checkpoint, *files, checkpoint.parent, trial.run])
-    mode = place.stat().st_mode
-    place.chmod(trial.rng.choice([0o000, 0o444, 0o555]) if place.is_dir() else 0o000)
-    trial.notes.append(f"{place.name} {oct(place.stat().st_mode)[-3:]}")
-    if trial.command(prepare=commands.drop_root).code == 0:
-        raise NotHit
-    return trial.conclude(lambda: place.chmod(mode), "run.*ermission")
-
-
-def new_keys(record: dict[str, Any], file: Path) -> set[str]:
-    """Return the keys of run.json that damage has added: one bit more or less in the name of its hash."""
-    try:
-        return json.loads(file.read_bytes()).keys() - record.keys()
-    except (OSError, ValueError, AttributeError, TypeError):
-        return set()
-
-
 def damaged_record(name: str):
     """Damage to a file of the run that is not a checkpoint's; the remedy: restore it."""
 
     def kind(trial: Trial) -> str:
-        damages = [flip_bit, flip_bit, truncate, emptied, garbage, removed, one_character, replaced]
+        damages = [truncate, emptied, removed]
         trial.fault(trial.draw(), kill_all)
         file = trial.run / name
         if not file.is_file() or not file.stat().st_size:
@@ -555,13 +429,8 @@ def damaged_record(name: str):
         # Measurements are restored by a resumed training, from its checkpoint; after it no command reads them again.
         is_trained = record["status"] not in ("training", "diverged")
         ignored = ("metrics",) if name == "metrics.jsonl" and is_trained else ()
-        if name == "run.json":
-            ignored = tuple(f"record.{key}" for key in new_keys(record, file))
 
         def restore() -> None:
-            if file.is_dir():
-                file.rmdir()
-            file.unlink(missing_ok=True)
             file.write_bytes(content)
 
         return trial.conclude(restore, f"{re.escape(name)}|run folder|another recipe|run of", ignored)
@@ -584,42 +453,6 @@ def changed_data(trial: Trial) -> str:
         file.write_text(content[:place] + content[place:].translate(str.maketrans("bfkw", "fbwk")))  # the same size
         trial.notes.append(f"{name}: b and f, k and w exchanged from {place:,} on")
     return trial.conclude(lambda: file.write_text(content) and None, "data|belongs to another run")
-
-
-def damaged_start(trial: Trial) -> str:
-    """A file of start/ damaged or gone, or the folder."""
-    trial.stop_with_checkpoints()
-    start, backup = trial.run / "start", trial.case / "backup"
-    shutil.copytree(start, backup)
-    if trial.rng.random() < 0.2:
-        shutil.rmtree(start)
-        trial.notes.append("start removed")
-    else:
-        file = trial.rng.choice(sorted(start.iterdir()))  # its seal, too
-        trial.notes.append(trial.rng.choice([flip_bit, truncate, removed, zeros])(file, trial.rng))
-
-    def restore() -> None:
-        shutil.rmtree(start, ignore_errors=True)
-        shutil.copytree(backup, start)
-
-    return trial.conclude(restore, "start|belongs to another run")
-
-
-def moved(trial: Trial) -> str:
-    """checkpoints/ renamed, or the run moved, or copied."""
-    trial.stop_with_checkpoints()
-    change = trial.rng.choice(["checkpoints", "moved", "copied"])
-    trial.notes.append(change)
-    if change == "checkpoints":
-        (trial.run / "checkpoints").rename(trial.case / "elsewhere")
-    else:
-        other = trial.case / "other"
-        shutil.copytree(trial.run, other)
-        if change == "moved":
-            shutil.rmtree(trial.run)
-        trial.output = "other"
-    trial.kept = []
-    return trial.conclude()
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
@@ -702,26 +535,6 @@ def compare_killed(number: int, program: str | None) -> Callable[[Trial], str]:
     return kind
 
 
-def two_commands(trial: Trial) -> str:
-    """Two commands share a study; one is killed."""
-
-    def act(pids: list[int]) -> None:
-        os.kill(trial.rng.choice(pids), signal.SIGKILL)
-
-    when = study_has(trial, trial.rng.choice(STAGES))
-    trial.fault(None, act, when=when, processes=2, are_ranks=False)
-    return trial.conclude()
-
-
-def damaged_journal(trial: Trial) -> str:
-    """trials.jsonl cut, or with a flipped bit or garbage in the middle, after the command was killed."""
-    trial.fault(None, kill_all, when=study_has(trial, trial.rng.choice(STAGES)))
-    journal = trial.run / "trials.jsonl"
-    content = journal.read_bytes()
-    trial.notes.append(trial.rng.choice([truncate, flip_bit, zeros])(journal, trial.rng))
-    return trial.conclude(lambda: journal.write_bytes(content) and None, "trials.jsonl")
-
-
 @dataclass(frozen=True)
 class Kind:
     """A row of the table."""
@@ -734,9 +547,7 @@ class Kind:
 
 
 ONE, TWO = tuple(ONE_PROCESS), tuple(RANKS)
-WITH_START = ("sft", "sft+eval", "lora", "extras", "stream", "pretrain")
 KINDS = [
-    Kind("SIGKILL between writes", 8, ONE, killed_between_writes),
     Kind("SIGKILL, 40% again while resuming", 10, ONE, signals(signal.SIGKILL, again=0.4)),
     Kind("SIGTERM once", 8, ONE, signals(signal.SIGTERM)),
     Kind("SIGTERM twice", 6, ONE, signals(signal.SIGTERM, times=2)),
@@ -752,19 +563,12 @@ KINDS = [
     Kind("killed at a write of model.part, model", 8, ONE, killed_at_write_of("model.part", "model")),
     Kind("killed at a write of logits, samples, spectra", 6, ("extras",),
          killed_at_write_of("start_logits.safetensors", "samples.jsonl", "spectra.jsonl")),
-    Kind("killed within a write (SIGXFSZ)", 6, ONE, file_size_limited(kills=True)),
-    Kind("disk too small (tmpfs)", 6, ONE, disk_too_small, needs_disk=True),
     Kind("disk filled meanwhile", 10, ONE, disk_filled, needs_disk=True),
-    Kind("RLIMIT_FSIZE", 6, ONE, file_size_limited(kills=False)),
     Kind("RLIMIT_AS", 6, ONE, memory_limited),
-    Kind("RLIMIT_NOFILE", 6, ONE, files_limited),
     Kind("checkpoint: file truncated, empty, removed", 8, ONE, damaged_checkpoint(truncate, emptied, removed)),
-    Kind("checkpoint: folder, pipe or link for a file", 4, ONE, damaged_checkpoint(replaced)),
     Kind("checkpoint: seal damaged", 6, ONE,
          damaged_checkpoint(truncate, flip_bit, emptied, one_character, of="soren_align.json")),
     Kind("checkpoint: seal missing", 3, ONE, without_seal),
-    Kind("checkpoint: renamed", 3, ONE, renamed_checkpoint),
-    Kind("checkpoint: no permission, read-only", 5, ONE, without_permission),
     Kind("checkpoint: one bit of the weights", 6, ONE, damaged_checkpoint(flip_bit, of=is_weights)),
     Kind("checkpoint: one bit of the optimizer", 5, ONE, damaged_checkpoint(flip_bit, of=is_optimizer)),
     Kind("checkpoint: one bit of any file", 10, ONE, damaged_checkpoint(flip_bit)),
@@ -772,12 +576,9 @@ KINDS = [
     Kind("checkpoint: one character of trainer_state.json", 5, ONE,
          damaged_checkpoint(one_character, of="trainer_state.json")),
     Kind("run.json damaged", 10, ONE, damaged_record("run.json")),
-    Kind("recipe.yaml damaged", 6, ONE, damaged_record("recipe.yaml")),
     Kind("metrics.jsonl damaged", 6, ONE, damaged_record("metrics.jsonl")),
     Kind("data changed or gone", 5, ONE, changed_data),
     Kind("streamed data changed or gone", 4, ("stream",), changed_data),
-    Kind("start/ damaged or gone", 5, WITH_START, damaged_start),
-    Kind("checkpoints/ renamed, run moved or copied", 4, ONE, moved),
     Kind("2 ranks: SIGKILL of one", 8, TWO, signal_to_ranks(signal.SIGKILL, "one")),
     Kind("2 ranks: SIGKILL of both", 4, TWO, signal_to_ranks(signal.SIGKILL, "all")),
     Kind("2 ranks: SIGTERM of one", 4, TWO, signal_to_ranks(signal.SIGTERM, "one")),
@@ -787,7 +588,6 @@ KINDS = [
     Kind("2 ranks: disk filled meanwhile", 6, TWO, disk_filled, needs_disk=True),
     Kind("2 ranks: shard truncated, empty, removed", 6, TWO,
          damaged_checkpoint(truncate, emptied, removed, of=is_optimizer)),
-    Kind("2 ranks: two files swapped", 4, TWO, swapped_shards),
     Kind("2 ranks: one bit of a shard", 8, TWO, damaged_checkpoint(flip_bit, of=is_optimizer)),
     Kind("--processes 2: a rank killed", 2, ("processes",), signal_to_process(signal.SIGKILL, "launch.worker")),
     Kind("--processes 2: a rank stopped", 1, ("processes",), signal_to_process(signal.SIGSTOP, "launch.worker")),
@@ -797,7 +597,5 @@ KINDS = [
     Kind("compare: SIGTERM", 1, ("compare",), compare_killed(signal.SIGTERM, None)),
     Kind("compare: one run killed", 2, ("compare",), compare_killed(signal.SIGKILL, "run")),
     Kind("compare: fork server killed", 1, ("compare",), compare_killed(signal.SIGKILL, "server")),
-    Kind("compare: two commands, one killed", 1, ("compare",), two_commands),
-    Kind("compare: trials.jsonl damaged", 2, ("compare",), damaged_journal),
     Kind("compare: disk filled meanwhile", 2, ("compare",), disk_filled, needs_disk=True),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ split, and the files. Most are parquet, as on the hub; two are jsonl, so that bo
 
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +76,6 @@ def subjects() -> list[str]:
     """MMLU's 57, as lm-eval spells them."""
     files = sorted((TASKS / "mmlu" / "default").glob("mmlu_*.yaml"))
     return [yaml.safe_load(file.read_text())["dataset_name"] for file in files]
-
-
-def texts(root: Path) -> Iterable[str]:
-    """Everything that write_datasets wrote, row by row, as JSON."""
-    for file in sorted(root.rglob("*.parquet")):
-        yield from (json.dumps(row, ensure_ascii=False) for row in pq.read_table(file).to_pylist())
-    for file in sorted(root.rglob("*.jsonl")):
-        yield from file.read_text(encoding="utf-8").splitlines()
 
 
 def _write(folder: Path, configs: dict[str, Splits], *, jsonl: bool = False, features: Features | None = None) -> None:

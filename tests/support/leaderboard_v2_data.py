@@ -24,7 +24,6 @@ ANSWERS = (r"\frac{3}{4}", "12", r"2\sqrt{5}", "x^2+1", "0.5", r"\pi", "-7")
 EQUAL = {r"\frac{3}{4}": "0.75", "12": "12", r"2\sqrt{5}": r"\sqrt{20}", "x^2+1": "1+x^2", "0.5": r"\frac{1}{2}",
          r"\pi": r"\pi", "-7": "-7.0"}  # fmt: skip
 """The same answer, written in another way."""
-OBEDIENT = "I like the river.\n\nThe kettle is warm, and so is the lamp."
 INSTRUCTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "punctuation:no_comma": ({}, "The river is cold"),
     "change_case:english_lowercase": ({}, "the small river flows under the old bridge and into the quiet sea."),

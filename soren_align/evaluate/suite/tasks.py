@@ -186,8 +186,7 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
                     f"{file}: there is no dataset folder {data}; correct dataset_path or data_root"
                 )
             # `datasets` identifies a folder by its last name and its README only: with one cache,
-            # another folder of the same layout would get the questions of the first
-            # (test_fixtures.py).
+            # another folder of the same layout would get the questions of the first.
             sizes = [(str(f), f.stat()) for f in sorted(data.rglob("*")) if f.is_file()]
             version = digest(
                 [str(data), [[name, stat.st_size, stat.st_mtime_ns] for name, stat in sizes]]
