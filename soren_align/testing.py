@@ -120,7 +120,7 @@ def _infinities(function: Callable[[Tensor], Tensor]) -> Iterator[str]:
 CHECKS: Sequence[Callable[[Callable[[Tensor], Tensor]], Iterator[str]]] = (
     _rotations, _transposes, _batches, _shapes_and_dtypes, _zeros_and_nan, _refusals
 )  # fmt: skip
-"""Of a function of matrices alone: each yields what does not hold."""
+"""Checks of a function of matrices alone: each yields what does not hold."""
 
 
 def _target_problems(spectral_map: SpectralMap, settings: dict[str, Any]) -> Iterator[str]:

@@ -127,12 +127,13 @@ _NO_MEMORY = re.compile(
     "out of memory|[cC]an(no|')t allocate memory|CUBLAS_STATUS_ALLOC_FAILED|bad_alloc|killed by signal"
     "|can't start new thread|could not create a (primitive|memory)"
 )
-"""In the RuntimeErrors of torch (2.13): OutOfMemoryError is one, that of a killed DataLoader worker
-another. Threads are Python's; the last is oneDNN's, which has no message of its own for it."""
+"""Texts in the RuntimeErrors of torch (2.13): OutOfMemoryError is one, that of a killed DataLoader
+worker another. Threads are Python's; the last is oneDNN's, which has no message of its own for
+it."""
 _OTHERS_MEMORY = re.compile(" (Process [0-9]+ has|Including non-PyTorch|Of the allocated)")
 """Where CUDA's message begins to list the memory of each process (torch 2.11)."""
 _GLOO_OR_NCCL = re.compile("gloo/|NCCL")
-"""In the RuntimeErrors of collectives that have no type of their own (torch 2.13)."""
+"""Texts in the RuntimeErrors of collectives that have no type of their own (torch 2.13)."""
 _FILE_OF_TORCH = re.compile(r"unable to open file <(.+)> in .+ mode: .+ \((\d+)\)")
 """A RuntimeError of torch (2.13) that maps a file, with the errno."""
 _TIMEOUT = re.compile(r"(?:waiting|imeout after|imed out after) ([\d.]+) ?(ms|s)", re.IGNORECASE)

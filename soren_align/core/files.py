@@ -33,9 +33,10 @@ CORRECT = "correct the file, or restore a copy"
 """The remedy for a file that is no valid JSON: the user's own file, or one that this tool wrote."""
 CHANGED = "the content differs from what was saved (because of an edit, a bad copy or a defect of the disk)"
 CHUNK_BYTES = 1 << 24
-"""Of a file's content that is hashed at once: part of the definition of `Content`."""
+"""Bytes of a file that are hashed at once: part of the definition of `Content`."""
 _BLOCK_BYTES = 1 << 18
-"""Of one read: it is hashed while it is in the CPU's cache, and bounds the memory of a thread."""
+"""Bytes of one read: it is hashed while it is in the CPU's cache, and bounds the memory of a
+thread."""
 _MAX_THREADS = 4
 """That hash in one process: SHA-256 of 4 threads is faster than a disk."""
 

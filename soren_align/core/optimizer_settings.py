@@ -12,22 +12,24 @@ AdjustLrFn = Literal["none", "original", "match_rms_adamw", "match_rms_measured"
 Matrices = Literal["inside-blocks", "all-2d"]
 """The parameters of a model that are matrices to the optimizer, see `optim.route`."""
 BlockName = Literal["q", "k", "v", "gate", "up", "heads"]
-"""Of blocks into which a fused weight is split, see `optim.blocks`."""
+"""Names of the blocks into which a fused weight is split, see `optim.blocks`."""
 BLOCKS: tuple[str, ...] = get_args(BlockName)
 Compensation = Literal["none", "kahan"]
 MomentumDtype = Literal["float32", "bfloat16"]
-"""Of the momentum of matrices; that of float64 matrices is float64."""
+"""The dtype of the momentum of matrices; that of float64 matrices is float64."""
 MapInput = Literal["momentum", "sign"]
-"""Of a map: the momentum (with Nesterov), or the sign of each of its numbers, as in AdaMuon."""
+"""The input of a map: the momentum (with Nesterov), or the sign of each of its numbers, as in
+AdaMuon."""
 SecondMoment = Literal["none", "rows", "elements"]
-"""Of a map's output, which is divided by its root: NorMuon's of `rows`, AdaMuon's of `elements`."""
+"""The second moment of a map's output, which is divided by its root: NorMuon's of `rows`, AdaMuon's
+of `elements`."""
 FactorPrecision = Literal["float32", "tf32", "float16", "bfloat16"]
 Precision = Literal["auto", FactorPrecision]
-"""Of the factors of a map's matrix products, whose sums are float32."""
+"""The precision of the factors of a map's matrix products, whose sums are float32."""
 
 
 LARGEST = 1e30
-"""Of a number without a bound of its own: its product with a scale or a decay is still a
+"""The largest number without a bound of its own: its product with a scale or a decay is still a
 float32."""
 
 
@@ -62,9 +64,9 @@ class Bounds(NamedTuple):
 NON_NEGATIVE = Bounds(least=0, most=LARGEST)
 POSITIVE = Bounds(above=0, most=LARGEST)
 COEFFICIENT = Bounds(least=0, below=1)
-"""Of exponential moving averages: momentum, betas."""
+"""Bounds of the coefficients of moving averages: momentum, betas."""
 NUM_STEPS = Bounds(least=1, most=99)
-"""Of Newton-Schulz iterations: torch.optim.Muon refuses 100."""
+"""Bounds of the number of Newton-Schulz iterations: torch.optim.Muon refuses 100."""
 POWER = Bounds(above=0, most=1)
 NUM_SUPPRESSIONS = Bounds(least=0, most=99)
 
@@ -81,12 +83,12 @@ NESTEROV = True
 COMPENSATION: Compensation = "none"
 MOMENTUM_DTYPE: MomentumDtype = "float32"
 ADJUST_LR_FN: AdjustLrFn = "match_rms_measured"
-"""Of recipes and trainers, for every optimizer of matrices: learning rates then compare with
-AdamW's."""
+"""The default of recipes and trainers, for every optimizer of matrices: learning rates then compare
+with AdamW's."""
 SOREN_ADJUST_LR_FN: AdjustLrFn = "none"
-"""Of the class Soren used alone: the paper's text."""
+"""The default of the class Soren used alone: the paper's text."""
 MUON_ADJUST_LR_FN: AdjustLrFn = "original"
-"""Of the classes Muon and HTMuon used alone: their code."""
+"""The default of the classes Muon and HTMuon used alone: their code."""
 MAP_INPUT: MapInput = "momentum"
 SECOND_MOMENT: SecondMoment = "none"
 SECOND_MOMENT_BETA = 0.95

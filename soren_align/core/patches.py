@@ -96,7 +96,7 @@ PATCHES = {
         "DeepSpeed converts states of other shapes than the parameter's (0.19.8 does not)",
     ),
 }
-"""By the full name of what is replaced; where that is a class's attribute, also in its
+"""The patches by the full name of what they replace; where that is a class's attribute, also in its
 subclasses."""
 
 

@@ -184,7 +184,7 @@ def can_print(console: Console, text: str) -> bool:
 
 
 LABEL_STYLES = {"notice": "yellow", "warning": "yellow", "diverged": "red", "next": "green"}
-"""Of labels that are not only bold."""
+"""The styles of labels that are not only bold."""
 
 
 def print_labelled(

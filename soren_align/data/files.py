@@ -35,14 +35,14 @@ MAX_HASHED = 1 << 30
 """Bytes of streamed files that are hashed at each start: a second of one core."""
 _TO_UTF_8 = "; if the file is in Latin-1, convert the file: iconv -f LATIN1 -t UTF-8"
 VALIDATION_SHARE = 0.05
-"""Of the standard library."""
+"""The share of the standard library's examples in `validation`."""
 _LIBRARY_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 """Names of folders."""
 _TOPICS = "pydoc_data/topics.py"
 
 
 class InvalidRecord(NamedTuple):
-    """In place of a record that is no JSON object."""
+    """Stands for a record that is no JSON object."""
 
     reason: str
 
@@ -187,8 +187,8 @@ class LocalFiles:
         yield from filled
 
     def origin(self) -> dict[str, Any]:
-        """For run.json: `split`, `sha256`; of several files one of all hashes, and each file's
-        under `files`.
+        """Return, for run.json, `split`, `sha256`; of several files one of all hashes, and each
+        file's under `files`.
         """
         hashes = {name: file_sha256(file) for name, file in self.files.items()}
         if len(hashes) == 1:
@@ -201,8 +201,8 @@ class LocalFiles:
         }
 
     def sampled_origin(self) -> dict[str, Any]:
-        """As `origin`, reading at most MAX_HASHED bytes: `tree_sha256` of the names, the sizes and
-        the content.
+        """Return `origin`, reading at most MAX_HASHED bytes: `tree_sha256` of the names, the sizes
+        and the content.
 
         Of larger data it is a hash of evenly spaced chunks, the first and the last among them, and
         of the files' times of modification, which `sampled` states.
@@ -298,8 +298,8 @@ class StandardLibrary(LocalFiles):
         return cls({f"{STDLIB}/{entry.name}": entry.file for entry in chosen}, split, chosen)
 
     def origin(self) -> dict[str, Any]:
-        """For run.json: `split`, `sha256` of names and contents, the Python, and the number of
-        modules and bytes.
+        """Return, for run.json, `split`, `sha256` of names and contents, the Python, and the number
+        of modules and bytes.
         """
         contents = [(entry.name, entry.sha256) for entry in self.entries]
         return {
@@ -311,7 +311,7 @@ class StandardLibrary(LocalFiles):
         }
 
     def sampled_origin(self) -> dict[str, Any]:
-        """As `origin`."""
+        """Return `origin`, since the library is small."""
         return self.origin()
 
     def of_file(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:

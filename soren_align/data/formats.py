@@ -54,7 +54,7 @@ class ColumnMapping(NamedTuple):
 
     @classmethod
     def of(cls, columns: Mapping[Any, str], roles: Mapping[str, str]) -> "ColumnMapping":
-        """From a recipe's `columns`, which include the keys of turns, and its `roles`."""
+        """Read a recipe's `columns`, which include the keys of turns, and its `roles`."""
         keys = {key: name for key, name in columns.items() if key in TURN_KEYS}
         return cls({key: name for key, name in columns.items() if key not in keys}, keys, roles)
 
@@ -74,7 +74,7 @@ class Format(NamedTuple):
     """A format of datasets' examples, and their conversion."""
 
     description: str
-    """As "ShareGPT conversations"."""
+    """The name of the format: "ShareGPT conversations"."""
     inputs: tuple[str, ...]
     """The columns that are read, by our names. An example of this format has them."""
     outputs: tuple[str, ...]

@@ -41,8 +41,8 @@ def fetch(
 def stream(
     path: str, split: str, revision: str | None, name: str | None = None
 ) -> tuple[IterableDataset, str]:
-    """As `fetch`, without a download: (a whole split, read from the hub as it is iterated over; the
-    commit).
+    """Return what `fetch` does, without a download: (a whole split, read from the hub as it is
+    iterated over; the commit).
     """
     with _builder(path, revision, name) as builder:
         dataset = builder.as_streaming_dataset(split=split)

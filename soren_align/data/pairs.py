@@ -19,12 +19,12 @@ from ..core.errors import printable
 from .masks import EQUAL_ANSWERS, Tokens
 
 COPIED_SHARE = 0.01
-"""Of all pairs: from it on a notice reports exact copies. Fewer change a training as little as a
-second epoch of them.
+"""Share of the pairs from which a notice reports exact copies. Fewer change a training as little as
+a second epoch of them.
 """
 LENGTH_AUC, SIGMAS = 0.1, 3.3
-"""From 0.5, and in standard deviations of the sign test (p = 0.001): a notice reports an AUC that
-is further away."""
+"""Distance from 0.5, and in standard deviations of the sign test (p = 0.001): a notice reports an
+AUC that is further away."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
 """Odd, so that a pair of hashes and the swapped pair have different keys."""
 
@@ -117,7 +117,7 @@ class PairCounter:
         self._num_shorter += difference < 0
 
     def stats(self) -> PairStats:
-        """Of all pairs."""
+        """Return the numbers of all pairs."""
         keys, swapped = (
             np.frombuffer(numbers, np.uint64) for numbers in (self._keys, self._swapped)
         )

@@ -158,7 +158,7 @@ class Rendering:
 
 
 def inside(spans: Sequence[Span], offsets: Sequence[Span]) -> list[bool]:
-    """For each token, by its characters' (start, end), whether it has one inside a span.
+    """Whether each token, by its characters' (start, end), has one inside a span.
     Spans are in order.
     """
     marks, position = [], 0

@@ -40,19 +40,19 @@ class LoadedSplit:
     """Examples ready for TRL, and their origin."""
 
     dataset: Dataset
-    """With TRL's columns only: see data.formats."""
+    """The examples, with TRL's columns only: see data.formats."""
     layout: str
     """Description of the format: "chat messages (like ultrachat_200k)"."""
     num_examples: int
-    """As read, including dropped ones."""
+    """The number of examples as read, including dropped ones."""
     dropped: dict[str, int]
     """Number of invalid examples by reason; empty unless `bad_examples` is drop."""
     source: dict[str, Any]
-    """For run.json: path, split, sha256 of a file or revision of a hub dataset, columns dropped; of
-    a mixture all of this for each of its `sources`."""
+    """The origin, for run.json: path, split, sha256 of a file or revision of a hub dataset, columns
+    dropped; of a mixture all of this for each of its `sources`."""
     notices: tuple[str, ...] = ()
     source_indices: tuple[int, ...] = ()
-    """Of a mixture: for each example the index of its source."""
+    """The index of each example's source, in a mixture."""
 
     @property
     def name(self) -> str:

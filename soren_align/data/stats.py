@@ -38,7 +38,8 @@ class DatasetStats:
     """Tokens of an example before truncation (of a pair: its longer side): p50, p90, p99 and
     max."""
     num_tokens: int
-    """Of the kept examples, after truncation; a pair counts both sides, each with its prompt."""
+    """Tokens of the kept examples, after truncation; a pair counts both sides, each with its
+    prompt."""
     num_trained_tokens: int
     trained_share: float
     example: list[tuple[str, bool]]
@@ -47,19 +48,19 @@ class DatasetStats:
     """Whether any kept example ends in a trained eos. If none does, the model never learns to
     stop."""
     num_kept_by_source: tuple[int, ...] = ()
-    """Of a mixture: the kept examples of each source."""
+    """The number of kept examples of each source of a mixture."""
     num_left_out: dict[str, int] = field(default_factory=dict)
     """Parts that the chat template does not print, such as tools or reasoning -> number of examples
     with them."""
     num_truncated_tokens: int = 0
     """Tokens of kept examples beyond max_length, which are not trained on."""
     num_unknown_tokens: int = 0
-    """Of the kept examples, before truncation: the tokenizer's unk_token, in place of text that it
-    cannot represent."""
+    """Tokens of the kept examples, before truncation, that are the tokenizer's unk_token, in place
+    of text that it cannot represent."""
     max_token_id: int = -1
-    """Of the kept examples, after truncation."""
+    """The largest token id of the kept examples, after truncation."""
     pairs: PairStats | None = None
-    """Of preference pairs."""
+    """The counts of preference pairs."""
 
     def describe_truncation(self) -> str:
         """Describe truncated examples."""

@@ -59,9 +59,9 @@ class StreamedSplit:
     task: TaskName
     form: Format
     place: str
-    """For messages."""
+    """The split's name for messages."""
     source: dict[str, Any]
-    """As `LoadedSplit.source`, without a number of examples."""
+    """The origin, as `LoadedSplit.source`, without a number of examples."""
     open: Callable[[Any], LocalReader | hub.StreamReader]
     """The records from a reader's position; None for the first."""
 
@@ -135,7 +135,7 @@ class Stream:
 
     @property
     def start(self) -> State:
-        """Of the first block."""
+        """The state of the first block."""
         first = {"passes": 0, "num_read": 0, "position": None}
         return {"number": 0, "num_read": 0, "dropped": {}, "splits": [first] * len(self.splits)}
 

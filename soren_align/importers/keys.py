@@ -35,7 +35,7 @@ class Note:
     """The outcome of a key's conversion."""
 
     key: str
-    """As in the source; dotted, or with [an index], if it is inside another."""
+    """The key as in the source; dotted, or with [an index], if it is inside another."""
     outcome: Outcome
     """`yours`: the user has to set it, because the import does not convert it."""
     explanation: str = ""

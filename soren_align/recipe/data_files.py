@@ -17,14 +17,14 @@ from ..core.files import resolve_path
 from ..tasks import OPTIONS, TASKS, TURN_KEYS, Column
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
-"""Of data files. All but .parquet may be followed by .gz."""
+"""Suffixes of data files. All but .parquet may be followed by .gz."""
 PYTHON = "python:"
 STDLIB = f"{PYTHON}stdlib"
 """The path of the standard library's text: see data.files."""
 STDLIB_SPLITS = ("train", "validation")
 FILE_KINDS = ".jsonl, .json, .csv, .txt (each also as .gz) or .parquet"
 MAX_ENTRIES = 100_000
-"""Of a folder or a pattern, data files or not."""
+"""The most entries of a folder or a pattern, data files or not."""
 _TEST = re.compile(
     r"(?<![a-z])(tests?|val|valid|validation|eval|evaluation|dev|held_?out)(?![a-z])"
 )
@@ -214,7 +214,7 @@ def question_columns(
 
 
 MAX_ROWS = 100_000
-"""Of a file that is read whole without torch."""
+"""The most rows of a file that is read whole without torch."""
 
 
 def first_records(

@@ -153,7 +153,7 @@ def _name_columns(
 
 
 SOME_EXAMPLES = "shipped:recipes/quickstart/data/chat_train.jsonl"
-"""For a recipe whose data are not read."""
+"""The examples of a recipe whose data are not read."""
 
 
 def load_for_model(

@@ -220,11 +220,11 @@ class Quantization(BaseModel):
     quantize: Quantize
     """`4bit`: NF4 with double quantization; `8bit`: LLM.int8; both by bitsandbytes."""
     dtype: Dtype
-    """Of the weights before they are quantized, and of those that are not: embeddings, head, norms,
+    """The dtype of the weights before they are quantized, and of others: embeddings, head, norms,
     biases."""
     compute_dtype: Dtype
-    """Of the matrix products with 4-bit weights. LLM.int8 has its own: int8, of activations in
-    float16."""
+    """The dtype of the matrix products with 4-bit weights. LLM.int8 has its own: int8, of
+    activations in float16."""
 
 
 def quantization(recipe: Recipe) -> Quantization | None:

@@ -69,7 +69,7 @@ Block = Annotated[
     settings.BlockName | Annotated[int, Field(ge=2)],
     worded(f"write {', '.join(settings.BLOCKS)}, or a row count (2 or more)"),
 ]
-"""Of `split`: a projection, all heads, or a row count."""
+"""A block of `split`: a projection, all heads, or a row count."""
 
 
 class _MapSection(Section):
@@ -242,7 +242,7 @@ class MatrixOptimizer(OptimizerSection):
 
     own_map: ClassVar[SpectralMap]
     module: ClassVar[str] = ""
-    """Of another package's optimizer: the module that defines its class, a named
+    """The module of another package's optimizer that defines its class, a named
     `optim.SpectralOptimizer`."""
 
     momentum: Coefficient = settings.MOMENTUM

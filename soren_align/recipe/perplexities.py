@@ -18,7 +18,7 @@ class PublishedModel(Section):
     perplexities: Annotated[
         dict[str, Annotated[float, Field(gt=1, allow_inf_nan=False)]], Field(min_length=1)
     ]
-    """By optimizer."""
+    """The perplexities by optimizer."""
     num_batches: Annotated[int, Field(ge=1)] | None = None
     """N of a validation loop that divides the sum of N losses by N + 1. null: unknown, or the loop
     is right."""
@@ -39,7 +39,7 @@ class PublishedPerplexities(Section):
     data: str
     """The documents of the perplexities."""
     models: Annotated[dict[str, PublishedModel], Field(min_length=1)]
-    """By name."""
+    """The models by name."""
 
 
 def load_perplexities(name_or_path: str) -> PublishedPerplexities:

@@ -337,7 +337,7 @@ class Seal(TypedDict):
     """The run that the checkpoint belongs to: recipe, processes, data, starting weights,
     template."""
     files: dict[str, Content]
-    """Of every other file below the checkpoint's folder."""
+    """Size and hash of every other file below the checkpoint's folder."""
 
 
 def read_seal(checkpoint: Path) -> Seal:

@@ -24,10 +24,10 @@ from ..core.files import read_json, write
 
 FORMAT = 1
 MAX_BYTES = 256 << 20
-"""Of the file. 10,000 preference pairs with three metrics are 1.3 MB."""
+"""The largest file that is read. 10,000 preference pairs with three metrics are 1.3 MB."""
 End = Literal["start", "end"]
 Values = Mapping[str, Sequence[float]]
-"""By metric ("eval_loss"), a value for each example."""
+"""A value for each example, by metric ("eval_loss")."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ PACKAGES = (
     "pydantic",
 )
 DECLARATION, DIGITS = "declaration.json", 12
-"""Of a study: the file in its folder, and how much of its hash is shown."""
+"""A study's declaration: the file in its folder, and how much of its hash is shown."""
 MAX_DECLARATION_BYTES = 64 << 20
 """A folder of 100,000 files has 10 MB of names and hashes."""
 

@@ -32,10 +32,10 @@ from .folder import PREVIOUS, RunFolder, read_seal, step_of
 
 MAX_BYTES = 1 << 28  # of spectra.jsonl; 252 matrices with 2048 singular values are 6 MB a step
 SHARES = (0.01, 0.001)
-"""Of nu, the norm by which `minimax` divides; the table counts the modes below them."""
+"""Shares of nu, the norm by which `minimax` divides; the table counts the modes below them."""
 EXACT = "exact"
 WIDTH = 80
-"""Of the tables."""
+"""The tables' width in characters."""
 NOTE = """\
 nu: the norm (sum of sigma^8)^(1/8), by which minimax divides the matrix
 -: the momentum is zero, so mean and extremes do not include this matrix
@@ -237,7 +237,8 @@ MEASURES = (
     ("cosine of the angle to the exact sigmoid", "cosine", ".3f", min, "smallest"),
     ("size: norm of the output / its norm if all were 1/2", "size", ".2f", min, "smallest"),
 )
-"""Of `measure`: title, key, format, the extreme that is shown beside the mean, and its name."""
+"""The quantities of `measure`: title, key, format, the extreme that is shown beside the mean, and
+its name."""
 
 
 def summary(source: str, records: Sequence[dict[str, Any]]) -> Group:

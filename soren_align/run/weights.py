@@ -45,7 +45,7 @@ SAMPLING = [
     "epsilon_cutoff",
     "eta_cutoff",
 ]
-"""Of a generation config: the settings that have no effect without do_sample."""
+"""The settings of a generation config that have no effect without do_sample."""
 
 
 def load_config(name: str, revision: str | None = None, place: str | None = None) -> Any:

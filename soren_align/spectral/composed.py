@@ -125,8 +125,8 @@ def unit_of(sigma: Tensor, of: Of) -> Tensor:
 
 
 def usual_workspace_numbers(num_rows: int, num_columns: int, precision: FactorPrecision) -> int:
-    """As that of `minimax`, num_rows <= num_columns: the most of any composition; two polynomials
-    need half of it.
+    """The workspace, as that of `minimax`, num_rows <= num_columns: the most of any composition;
+    two polynomials need half of it.
     """
     m, n = num_rows, num_columns
     if precision != "float32":

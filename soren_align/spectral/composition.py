@@ -20,7 +20,7 @@ from ..core.errors import UserError
 from ..core.files import ROOT, read_json, resolve_path
 
 Of = Literal["nu", "norm", "rms", "none"]
-"""By what a matrix's singular values are divided to get x, see `composed`."""
+"""The norm by which a matrix's singular values are divided to get x, see `composed`."""
 TOP = 1.005
 """The largest u: 1, and a margin for rounding."""
 SHIPPED = ROOT / "configs/compositions"

@@ -64,7 +64,7 @@ def symmetric_share(num_rows: int, device_type: str = "cpu") -> float:
 
 
 def steepness(table: "Composition") -> float:
-    """By which the steps magnify a singular value near 0."""
+    """The factor by which the steps magnify a singular value near 0."""
     product = 1.0
     for step in table.steps:  # a loop, which torch.compile can trace
         product *= abs(step[0])

@@ -49,11 +49,11 @@ class Setting:
     """A number; or a text, true or false, or a record (None: computed), which have no bounds."""
     bounds: Bounds | None = None
     choices: tuple[Any, ...] = ()
-    """In place of bounds."""
+    """The allowed values, in place of bounds."""
     is_variant: bool = True
     """Whether `variants` has each of the choices."""
     doc: str = ""
-    """In the recipe; empty for keys of the optimizer section, which has it."""
+    """The documentation in the recipe; empty for keys of the optimizer section, which has it."""
 
 
 def sigmoid(sigma: "Tensor", **settings: Any) -> "Tensor":
@@ -89,12 +89,12 @@ class SpectralMap:
     optimizer: str = "soren"
     """Muon and HTMuon have one map each, Soren chooses one by its setting `map`."""
     title: str = ""
-    """In plans and cards; may contain settings, as "{steps}". Empty where an optimizer has one map
-    only."""
+    """The name in plans and cards, which may contain settings, as "{steps}". Empty where an optimizer
+    has one map only."""
     label: str
-    """In the tables of `benchmarks`; may contain settings too."""
+    """The name in the tables of `benchmarks`, with settings too."""
     doc: str = ""
-    """Of the section of Soren's `map`."""
+    """The documentation of the section of Soren's `map`."""
     source: str
     function: Callable[..., Output]
     """function(x, *, precision, max_norm, and the settings): x of [..., m, n] is not modified;
@@ -109,7 +109,7 @@ class SpectralMap:
     its name."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
     precisions: tuple[Precision, ...] = ("auto",)
-    """Of the factors of its products; the optimizer's setting `precision` is one of them."""
+    """Precisions of its products' factors; the optimizer's setting `precision` is one of them."""
     auto_precision: Callable[[int, bool], FactorPrecision] = lambda num_rows, on_gpu: "float32"
     """auto_precision(rows of a matrix (its shorter side), whether it is on a GPU): what "auto"
     means."""
@@ -373,7 +373,7 @@ POWERS = replace(
 
 
 PARAMETER = Bounds(least=1e-6, most=1e6)
-"""Of tau and of strength."""
+"""The bounds of tau and of strength."""
 
 
 def _products_of(composed: Callable[[Mapping[str, Any]], Composed | None]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def guarded_minimax_sigmoid(
 def _by_eigh(
     x: Tensor, scale: Tensor | float, may_be_large: bool, resolution: float
 ) -> tuple[Tensor, Tensor | int]:
-    """As `by_products`."""
+    """Map by a decomposition what `by_products` maps by products."""
     # float64: for sigma_i = 1/i with 512 rows the error of float32's eigh is 2e-3 of the result, 20
     # times the stated.
     double = x.double()
@@ -136,7 +136,7 @@ def num_workspace_numbers(num_rows: int, num_columns: int, device_type: str = "c
 
 
 def usual_workspace_numbers(num_rows: int, num_columns: int, precision: FactorPrecision) -> int:
-    """As `num_workspace_numbers`, for a matrix of norm 1 at most, as clipped gradients are,
+    """Return `num_workspace_numbers` of a matrix of norm 1 at most, as clipped gradients are,
     num_rows <= num_columns.
 
     precision: of the factors. Narrow ones have 16 bits on a GPU; x is then copied, and each factor.

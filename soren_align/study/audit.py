@@ -46,7 +46,7 @@ AT_THE_END = ("batches", "precision")
 """Those that are complete only after the last step."""
 MATCHED = "remove this folder and rerun the study, so that all candidates are trained alike"
 MANY_SEEDS = 5
-"""Of a verdict, from which on their number is no caution: with 3, a 95% interval over seeds alone
+"""Seeds of a verdict from which their number is no caution: with 3, a 95% interval over seeds alone
 is 4.3 standard errors wide to each side, with 5 it is 2.8 (Student's t)."""
 MANY_EXAMPLES = 100
 """Held out, from which on their number is no caution."""

@@ -34,10 +34,10 @@ METRICS = {
 STUDY_SCHEMA_FILE = "study.schema.json"
 """The JSON Schema's file beside a study, for editors."""
 ALL_PAIRS = "all"
-"""In the place of a reference: every candidate is compared with every other."""
+"""The reference by which every candidate is compared with every other."""
 MIN_SEEDS = 3
-"""Of a verdict: with two, a 95% interval over seeds is 12.7 standard errors wide to each side
-(Student's t)."""
+"""The fewest seeds of a verdict: with two, a 95% interval over seeds is 12.7 standard errors wide
+to each side (Student's t)."""
 
 
 class Range(Section):
@@ -80,7 +80,7 @@ def _dimension(value: Any, _: object) -> "Range | Values | str":
 Dimension = Annotated[Range | Values | str, WrapValidator(_dimension)]
 """An interval, a list of values, or `=optimizer.lr`: equal to the value of that key."""
 Space = dict[str, Dimension]
-"""By key of the recipe."""
+"""The searched values by key of the recipe."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w+-]*$", max_length=60)]
 """Part of a path, since run folders are named after it."""
@@ -107,7 +107,7 @@ class Search(Section):
     candidate. `grid`: all combinations of lists, as many as `trials`. `tpe`: Optuna's TPE (pip
     install 'soren-align[tpe]'), each trial after those before it."""
     trials: Annotated[int, Field(ge=1)]
-    """Of each candidate."""
+    """The number of trials of each candidate."""
     seeds: Annotated[list[Seed], Field(min_length=1)] = [0]
     """Values of trainer.seed: the order of the examples, dropout, new adapters. With several, a
     trial is one run per seed, and its metric their mean."""
@@ -138,9 +138,9 @@ class Equivalence(Section):
     """
 
     held_out: Positive | None = None
-    """Of the held-out metric, in its unit. null: not tested."""
+    """The margin of the held-out metric, in its unit. null: not tested."""
     benchmarks: Positive | None = None
-    """Of every column and their average, in percentage points. null: not tested."""
+    """The margin of every column and their average, in percentage points. null: not tested."""
 
     def margin(self, measure: str) -> float | None:
         """The margin of a measure."""
@@ -161,7 +161,7 @@ class VerdictSection(Section):
     """Margins of equivalence to the reference. Declare them before the runs; `plan` shows which can
     be reached."""
     power: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    """Of the minimum detectable effects."""
+    """The power of the minimum detectable effects."""
     assume: dict[str, NonNegative] = {}
     """Assumptions about variances for the minimum detectable effects before any run
     (docs/comparison.md)."""

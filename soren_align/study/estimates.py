@@ -44,7 +44,7 @@ class Spread:
 
     @property
     def variance(self) -> Real:
-        """Of the mean difference."""
+        """The variance of the mean difference."""
         of_seeds = np.maximum(self.seeds.variance - self.residual.variance, 0.0)
         return self.questions.variance + of_seeds
 
@@ -77,7 +77,7 @@ class Estimate:
     value: float
     spread: Spread
     least_p: float = SMALLEST_P
-    """Of so few questions that changed."""
+    """The least p of so few questions that changed."""
 
     @property
     def has_spread(self) -> bool:
@@ -178,7 +178,7 @@ class Assumed:
     example_sd: float = 0.2
     """Standard deviation over held-out examples of the difference of two runs' metrics."""
     cluster_correlation: float = 0.02
-    """Of the changes of two questions of one cluster."""
+    """Correlation of the changes of two questions of one cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)

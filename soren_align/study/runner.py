@@ -51,7 +51,7 @@ POLL_SECONDS = 2.0
 """Between two looks at runs of other commands."""
 STAGE_NAMES = {"search": "search", "verdict": "final runs"}
 LOCK_SECONDS = 60.0
-"""For which another command may hold the study's lock: it draws trials within a second."""
+"""How long another command may hold the study's lock: it draws trials within a second."""
 
 
 def compare(
@@ -154,7 +154,7 @@ class _Obstacle:
 
     text: str
     kind: str
-    """As in core/errors.py, or "killed"."""
+    """The kind of error, as in core/errors.py, or "killed"."""
 
 
 @dataclass

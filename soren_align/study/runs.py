@@ -41,7 +41,7 @@ class RunFiles:
 
     @property
     def num_steps(self) -> int | None:
-        """Of a run whose training came to its end."""
+        """The number of steps of a run whose training came to its end."""
         return self.record.get("training", {}).get("steps")
 
 

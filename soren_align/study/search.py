@@ -47,9 +47,11 @@ STUDY_FILE, STUDY_RESULT, EXTENSIONS, TRIALS = (
 WIDER = 0.5
 """How much wider an interval becomes at an end, as a share of its width."""
 MOST_EXTENSIONS = 3
-"""Of a study: a loss that falls with every larger value must not extend it forever."""
+"""The most extensions of a study: a loss that falls with every larger value must not extend it
+forever."""
 MOST_STARTING_TRIALS = 10
-"""Of TPE: as many trials, or half of them, are drawn as by `random`. Optuna's default is 10."""
+"""The most trials of TPE that are drawn as by `random`; at most half of them are. Optuna's default
+is 10."""
 Free = Mapping[str, Range | Values]
 """The keys that are searched, and what their values are drawn from."""
 End = Literal["low", "high"]
@@ -63,7 +65,7 @@ class Extension:
 
     trials: int
     spaces: dict[str, dict[str, dict[str, Any]]]
-    """By candidate and key: the interval beyond the end at which the best value lay."""
+    """The interval, by candidate and key, beyond the end at which the best value lay."""
 
 
 def create(folder: Path, study: StudyFile) -> None:
@@ -354,7 +356,7 @@ class Trials:
         """Read the trials that were drawn. Raises UserError as `read` does."""
         self.study, self.file = study, folder / TRIALS
         self.parameters: dict[str, list[dict[str, Any]]] = {}
-        """By candidate and trial: the searched values, of the keys that are not equal to another
+        """The searched values by candidate and trial, of the keys that are not equal to another
         one."""
         self.read()
 

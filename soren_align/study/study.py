@@ -45,7 +45,7 @@ class Run:
     candidate: str
     stage: Literal["search", "verdict"]
     number: int
-    """Of the trial, from 0; in the verdict the position of its seed."""
+    """The number of the trial, from 0; in the verdict the position of its seed."""
     seed: int
     folder: str
     """Relative to the study's folder."""
@@ -53,7 +53,7 @@ class Run:
     """Recipe keys that are searched, e.g. {"optimizer.lr": 0.005}."""
     status: Status
     reason: str | None = None
-    """Of a run that is not finished, one sentence."""
+    """Why a run is not finished, one sentence."""
     metric: float | None = None
     """The selection metric at the end of the run; of a final run, the mean by weight over the
     examples that judge."""
@@ -63,9 +63,9 @@ class Run:
     seconds: float | None = None
     peak_memory_bytes: int | None = None
     load: float | None = None
-    """Of the machine's CPUs, at the end of a training on them: the average of a minute."""
+    """The load of the machine's CPUs at the end of a training on them: the average of a minute."""
     scores: dict[str, float] | None = None
-    """Of a verdict's run, in percent, by column of the suite."""
+    """The scores of a verdict's run, in percent, by column of the suite."""
     identity: dict[str, Any] = field(default_factory=dict)
     """Hashes of what must be equal for all candidates with this seed (docs/comparison.md); see
     audit.py."""
@@ -150,7 +150,7 @@ class Difference:
     """The difference that this study would have found with the declared power, from its own
     variances; None: all runs gave the same, which shows no spread."""
     margin: float | None = None
-    """Of the equivalence test, for columns that are to be retained; None: not tested."""
+    """The margin of the equivalence test, for columns that are to be retained; None: not tested."""
     retained: bool | None = None
     """Whether the candidate is shown to lose less than the margin."""
     equivalence: float | None = None
@@ -178,17 +178,17 @@ class Study:
     higher_is_better: bool
     candidates: list[Candidate]
     base_scores: dict[str, float] | None
-    """Of the starting checkpoint, in percent."""
+    """The scores of the starting checkpoint, in percent."""
     differences: list[Difference] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Faults found by the audit: with any, there is no verdict."""
     cautions: list[str] = field(default_factory=list)
     """Facts that weaken the conclusion: edges, overlaps, few seeds."""
     contamination: dict[str, Any] | None = None
-    """By column: {"questions", "overlapping", "examples_read"}."""
+    """Overlaps by column: {"questions", "overlapping", "examples_read"}."""
     num_questions: dict[str, int] = field(default_factory=dict)
-    """By measure, of the held-out examples too; empty of a study with problems, whose answers are
-    not read."""
+    """The number by measure, of the held-out examples too; empty of a study with problems, whose
+    answers are not read."""
     declaration: str = ""
     """The hash of declaration.json; empty if it is missing or was changed."""
     command: str = ""

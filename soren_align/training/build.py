@@ -1,4 +1,4 @@
-"""From a checked recipe to the trainer that trains it."""
+"""Build the trainer of a checked recipe."""
 
 import contextlib
 import hashlib

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .setup import TrainingSetup
 
 UNKNOWN_SHARE = 0.001
-"""Of all tokens: from it on a notice reports unknown ones. A tenth of a percent is a word in every
+"""Share of unknown tokens from which a notice reports them. A tenth of a percent is a word in every
 other page."""
 
 

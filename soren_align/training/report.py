@@ -27,7 +27,7 @@ from .reference import device_name
 from .setup import TrainingSetup
 
 SMALL_CHANGE = 0.01
-"""Of the matrices, relative to their norm: a training that changes less is worth a line in the
+"""Relative change of the matrices: a training that changes less is worth a line in the
 terminal."""
 
 

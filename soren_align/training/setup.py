@@ -52,7 +52,7 @@ class HeldOutCounts:
     num_examples: int
     num_kept: int
     dropped: Mapping[str, int]
-    """By reason."""
+    """The number of dropped examples by reason."""
     num_truncated: int
     num_truncated_tokens: int
     num_tokens: int
@@ -80,7 +80,7 @@ class TrainingSetup:
     packing: Packing | None = None
     held_out: HeldOutCounts | None = None
     prompts: tuple[Prompt, ...] = ()
-    """Of run.samples."""
+    """The prompts of run.samples."""
     notices: tuple[str, ...] = ()
     """Findings about data and template that do not stop the run."""
 

@@ -130,8 +130,8 @@ class SorenTrainerMixin(Trainer):
     # -- the optimizer -----------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As TRL; under FSDP2 only the weights in forward and backward are bfloat16, as under DDP
-        and ZeRO.
+        """TRL's method; under FSDP2 only the weights in forward and backward are bfloat16, as under
+        DDP and ZeRO.
         """
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled:
@@ -147,8 +147,8 @@ class SorenTrainerMixin(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
-        """As TRL. At this call all wrappers are around the optimizer and no sharded checkpoint is
-        loaded yet.
+        """TRL's method. At this call all wrappers are around the optimizer and no sharded
+        checkpoint is loaded yet.
         """
         if optimizer is None and not hasattr(self, "attached"):
             self._attach_optimizer()
@@ -214,7 +214,7 @@ class SorenTrainerMixin(Trainer):
             super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As TRL; also counts the tokens and hashes the batch."""
+        """TRL's step; also counts the tokens and hashes the batch."""
         # On the device of the batch: no host read per step.
         self.batch_hash.add(inputs)
         mask = inputs.get("attention_mask")
@@ -236,7 +236,7 @@ class SorenTrainerMixin(Trainer):
         return norm
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As TRL, with our measurements beside the loss. Collective, as TRL's is."""
+        """TRL's log, with our measurements beside the loss. Collective, as TRL's is."""
         if self.is_deepspeed_enabled:
             # computed from the number of parameters, which ZeRO 3 has emptied
             logs.pop("total_flos", None)
@@ -324,7 +324,7 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        """As TRL; the first step's loss is checked."""
+        """TRL's loss; the first step's loss is checked."""
         result = super().compute_loss(model, inputs, return_outputs, **kwargs)
         if self.reference_check.is_pending and model.training:
             self.reference_check.add(inputs["completion_mask"])
@@ -342,7 +342,7 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, dataset_name: str
     ) -> Any:
-        """As TRL, which tokenizes; of tokens, as SFTTrainer takes them, the pairs with a
+        """TRL's method, which tokenizes; of tokens, as SFTTrainer takes them, the pairs with a
         `drop_reason` are dropped.
         """
         if "prompt_ids" not in (dataset.column_names or ()):

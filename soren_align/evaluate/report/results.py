@@ -91,7 +91,7 @@ class Row(TypedDict):
     """The hash of the weights that answered; None for a name on the hub."""
     scores: Annotated[dict[str, Score], Field(min_length=1)]
     differences: NotRequired[dict[str, Difference] | None]
-    """To the first row, which has none itself."""
+    """Differences to the first row, which has none itself."""
     unpaired: NotRequired[dict[str, str]]
     """Why a benchmark is not compared."""
     start: NotRequired[Start | None]

@@ -51,7 +51,7 @@ COSTS = ("metric", "seconds", "peak_memory_bytes")
 LAST = ("step", "tokens", "train_loss", *(metric.key for metric in IN_STUDIES))
 """Columns of trials.csv: fields of a run, and quantities of its last evaluation."""
 MOST_PROBLEMS = 10
-"""In a terminal; the page has all."""
+"""The most problems that a terminal shows; the page has all."""
 
 
 def write_report(study: Study, folder: Path) -> None:

@@ -24,7 +24,7 @@ THAN = {
     "not distinguishable": "not distinguishable from",
 }
 SIGNS = {"better": " ▲", "worse": " ▼", "equivalent": " ="}
-"""By answer, after a score."""
+"""The mark after a score, by answer."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class VerdictMeasure(Section):
     """Questions, or held-out examples; null: the study has problems or no final runs, so that they
     were not read."""
     start: Scores
-    """Of the starting checkpoint. A benchmark's is that of the first final run."""
+    """The scores of the starting checkpoint. A benchmark's is that of the first final run."""
     candidates: dict[str, Scores]
 
 
@@ -75,7 +75,7 @@ class VerdictDifference(Section):
     value: float
     """Positive: the candidate is better, whatever the measure's direction."""
     low: float
-    """Of the 95% interval, which is not corrected for the number of tests."""
+    """The lower end of the 95% interval, which is not corrected for the number of tests."""
     high: float
     p: float
     p_holm: float
@@ -86,9 +86,9 @@ class VerdictDifference(Section):
     """The true difference that this study finds with its declared power; null: all runs gave the
     same."""
     equivalence_margin: float | None
-    """In the measure's unit; null: not declared."""
+    """The margin in the measure's unit; null: not declared."""
     retention_margin: float | None
-    """In percentage points; null: not declared."""
+    """The margin in percentage points; null: not declared."""
     retained: bool | None
     """Whether the loss against the start is shown to be smaller than `retention_margin`."""
 
@@ -107,11 +107,11 @@ class VerdictFile(Section):
     date: str | None
     """When these answers were computed first (UTC); null: there are none."""
     commit: str | None
-    """Of soren-align, at the declaration."""
+    """The commit of soren-align at the declaration."""
     versions: dict[str, str]
     machine: str
     metric: str
-    """Of the held-out examples, as training logs it; it selected the settings."""
+    """The metric of the held-out examples, as training logs it; it selected the settings."""
     search_seeds: list[int]
     verdict_seeds: list[int]
     candidates: list[VerdictCandidate]

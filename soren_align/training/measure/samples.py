@@ -139,7 +139,8 @@ class SampleWriter(TrainerCallback):
         self.last_step: int | None = None
         """Whose samples are written."""
         self._printed: dict[int, str] = {}
-        """By the number of the prompt: an answer that has not changed is not printed again."""
+        """The last printed answer by the number of its prompt: one that has not changed is not
+        printed again."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Sample from the starting checkpoint; a resumed run has done so, and at the evaluation of
