@@ -163,6 +163,7 @@ def write(path: Path, content: str | bytes) -> None:
     with _naming(path):
         with temporary.open("xb") as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
+            # fsync before the rename: a power cut must not leave the new name without its content.
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
@@ -175,6 +176,8 @@ def rename_durably(partial: Path, folder: Path) -> None:
     umask = _umask()
     for file in [path for path in partial.rglob("*") if path.is_file()]:
         _settle(file, umask)
+    # Contents first, then the names in the folder, then its own name: a power cut leaves the old
+    # state or the new one.
     sync_folders(partial)
     partial.rename(folder)
     sync_folder(folder.parent)

@@ -149,6 +149,8 @@ def patched(name: str, value: Any, owner: Any = None) -> Iterator[Any]:
     try:
         yield original
     finally:
+        # An inherited attribute is deleted again: setting it would hide later changes of the base
+        # class.
         setattr(owner, attribute, original) if is_own else delattr(owner, attribute)
 
 

@@ -93,6 +93,7 @@ def end_with_code() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     now = time.monotonic()
+    # A closed terminal sends SIGHUP twice: the second one must not interrupt the ending.
     is_repeated = any(now - then < ENDING_SECONDS for then in received.values())
     is_first = not received
     received[number] = now

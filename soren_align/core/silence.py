@@ -17,6 +17,8 @@ LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "huggingface_hub", "lm_ev
 @contextlib.contextmanager
 def log_level(level: int, *names: str) -> Iterator[None]:
     """Set the level of the loggers with these names."""
+    # setLevel clears the caches of all loggers: within a loop over questions it cost 1 ms each
+    # (notes/log.md).
     levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     for logger in levels:
         logger.setLevel(level)
@@ -31,6 +33,7 @@ def log_level(level: int, *names: str) -> Iterator[None]:
 def quiet_libraries() -> Iterator[None]:
     """Silence progress bars, warnings and all logs below errors; prints stay."""
     switches = []  # of the libraries that show bars
+    # Only of libraries that are imported already: to import one for its switch would take seconds.
     hub = sys.modules.get("huggingface_hub")
     for library in (sys.modules.get("datasets"), hub and hub.utils):
         if library and not library.are_progress_bars_disabled():

@@ -169,6 +169,7 @@ class Terminal(Console):
         except OSError as error:
             if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
+            # The descriptor is replaced, so that no later write to it fails.
             with open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), self.file.fileno())
             del self._buffer[:]

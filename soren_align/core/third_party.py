@@ -29,6 +29,8 @@ def objects(group: str, names: Collection[str], problem: Any) -> Iterator[Any]:
     entry point's name, what is wrong with it; "" if nothing is.
     """
     taken = set(names)
+    # By name and value: the order of installation must not decide which of two packages gets a
+    # name.
     for point in sorted(_all().select(group=group), key=lambda point: (point.name, point.value)):
         package = point.dist.name if point.dist else point.value
         try:

@@ -103,6 +103,8 @@ def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
             files = _list(entry.pop("data_files"))
         if not all(isinstance(file, str) for file in files):
             raise UserError(f"{root}[{i}]: names no data; add path or data_files")
+        # `a+b` is the hub's syntax for several splits. Each is an entry, since one of them may be a
+        # test split.
         for split in str(entry.get("split") or "train").split("+"):
             place = {"split": split.strip(), "at": f"{root}[{i}]"}
             entries += [{**entry, "path": file, **place} for file in files]

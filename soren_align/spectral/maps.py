@@ -89,8 +89,8 @@ class SpectralMap:
     optimizer: str = "soren"
     """Muon and HTMuon have one map each, Soren chooses one by its setting `map`."""
     title: str = ""
-    """The name in plans and cards, which may contain settings, as "{steps}". Empty where an optimizer
-    has one map only."""
+    """The name in plans and cards, which may contain settings, as "{steps}". Empty where an
+    optimizer has one map only."""
     label: str
     """The name in the tables of `benchmarks`, with settings too."""
     doc: str = ""
