@@ -3,7 +3,6 @@
 import io
 import shutil
 import sys
-from unittest import mock
 
 import pytest
 import torch
@@ -118,31 +117,6 @@ def test_a_pipe_is_one_question(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     empty = command.run("chat", run, code=2).stderr
     assert empty.endswith(": the question is empty; write --prompt TEXT, or pipe a text into the command\n")
-
-
-@pytest.fixture
-def terminal(monkeypatch):
-    """terminal(*keys): a user types these lines; the exceptions are Ctrl-C and Ctrl-D."""
-
-    def typing(*keys):
-        typed = mock.Mock(side_effect=keys)
-        monkeypatch.setattr(sys, "stdin", mock.Mock(isatty=lambda: True))
-        monkeypatch.setattr("builtins.input", typed)
-        return typed
-
-    return typing
-
-
-@pytest.mark.parametrize("key", [EOFError, KeyboardInterrupt])
-def test_on_a_terminal_questions_have_a_history_until_the_input_ends(run, terminal, key):
-    terminal("first", "", "hi", key)
-    done = command.run("chat", run, "--max-new-tokens", 8, code=0)
-    turns, answers = "", []
-    for question in ("first", "hi"):
-        turns += f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-        answers.append(greedy(run / "model", turns, 8))
-        turns += f"{answers[-1]}<|im_end|>\n"
-    assert done.stdout == "".join(f"{printable(answer)}\n" for answer in answers) + "\n"
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -114,8 +114,6 @@ def test_the_citation_has_the_version_and_the_papers_title():
     assert paper["title"] in (ROOT / "docs/faq.md").read_text(encoding="utf-8")
 
 
-REMOVED = {"asynchat", "asyncore", "distutils", "imp", "smtpd", "lib2to3", "cgi", "cgitb", "crypt", "imghdr", "mailcap",
-           "nntplib", "pipes", "sndhdr", "telnetlib", "uu", "xdrlib", "audioop", "chunk", "sunau"}  # fmt: skip
 """Modules of Python 3.11 that 3.12, 3.13 or 3.14 no longer has."""
 
 
@@ -124,12 +122,6 @@ def test_the_source_is_python_of_the_oldest_version():
     version = tuple(map(int, PROJECT["requires-python"].removeprefix(">=").split(".")))
     for file in FILES:
         ast.parse(file.read_text(encoding="utf-8"), str(file), feature_version=version)
-
-
-def test_no_import_is_of_a_module_that_a_newer_version_has_removed():
-    imported = imported_modules(FILES).keys()
-    assert "tomllib" in imported
-    assert not imported & REMOVED
 
 
 @pytest.mark.process

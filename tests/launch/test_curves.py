@@ -30,31 +30,6 @@ def drawn(monkeypatch, tmp_path):
     return draw
 
 
-def overlap(figure):
-    """Whether the figure's legend covers a panel, or leaves the picture."""
-    figure.draw_without_rendering()
-    (legend,) = figure.legends
-    box = legend.get_window_extent()
-    width, height = figure.get_size_inches() * figure.dpi
-    is_inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
-    return not is_inside or any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
-
-
-@pytest.mark.parametrize("length", [6, 40, 200])
-def test_names_of_many_runs_cover_no_line(drawn, length):
-    figure = drawn([(f"{number:0{length}}", curves(1)) for number in range(10)])
-    assert not overlap(figure)
-    assert len(figure.legends[0].texts) == 10
-
-
-def test_a_run_alone_has_its_legends_in_its_panels(drawn):
-    run = curves(1)
-    run.best = (97.0, 1.0)
-    figure = drawn([("a", run)])
-    assert not figure.legends
-    assert all(axes.get_legend() for axes in figure.axes)
-
-
 @pytest.mark.parametrize(("paths", "expected"), [
     (["a/b/c", "a/b/d/e"], ("a/b", ["c", "d/e"])),
     (["a/b", "a/b/c"], ("", ["a/b", "a/b/c"])),

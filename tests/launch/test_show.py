@@ -53,26 +53,12 @@ def test_damaged_lines_and_values_are_left_out(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path / "m")] == [1, 2, 2, 3]
 
 
-def test_the_end_of_a_file_is_read_from_its_first_whole_line(tmp_path):
-    write_metrics(tmp_path / "m", *({"step": step} for step in range(10)))
-    assert [line["step"] for line in read_metrics(tmp_path / "m", last_bytes=35)] == [8, 9]
-
-
 def test_curves_leave_no_other_file_and_replace_a_link_without_following_it(run, tmp_path):
     (tmp_path / "elsewhere").write_text("kept")
     run.curves.symlink_to(tmp_path / "elsewhere")
     draw_curves([("a", read_curves(run.metrics))], run.curves)
     assert (tmp_path / "elsewhere").read_text() == "kept"
     assert sorted(path.name for path in run.path.glob("curves*")) == ["curves-dark.png", "curves.png"]
-
-
-def test_of_a_long_file_evaluations_are_all_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("soren_align.run.curves.SAMPLED_FROM", 1000)
-    lines = [{"step": i, LOSS: 1.0} | ({HELD_OUT: 100 - i} if i % 50 == 7 else {}) for i in range(100)]
-    write_metrics(tmp_path / "m", *lines)
-    curves = read_curves(tmp_path / "m")
-    assert curves.best == curves.last == (57, 43)
-    assert 2 <= len(curves[LOSS]) < 60
 
 
 def test_a_chart_shows_the_line_the_evaluations_and_the_lowest():
@@ -83,11 +69,6 @@ def test_a_chart_shows_the_line_the_evaluations_and_the_lowest():
         " 0              ⠈⠉⠉⠒⠢⠤⠤*",
         "   0                  10",
     ]
-
-
-@pytest.mark.parametrize("points", [[(5, 1.0)], [(1, 2.0), (2, 2.0)], [(0, 0.0), (1, -1.0)]])
-def test_a_chart_of_one_point_or_equal_values_is_drawn(points):
-    assert len(braille(points, 30, 4, points, points[0])) == 5
 
 
 @pytest.mark.parametrize(
@@ -130,12 +111,6 @@ def test_show_as_json_holds_the_record_the_curves_the_scores_and_the_samples(run
     assert values["samples"] == [{"step": 5, "prompt": "Why?", "completion": "So."}]
 
 
-def test_without_unicode_there_is_no_chart(run, capsys, monkeypatch):
-    monkeypatch.setattr("rich.console.Console.encoding", "ascii")
-    show.show(str(run))
-    assert "curve" not in capsys.readouterr().out
-
-
 def test_runs_are_listed_with_both_losses_and_a_table_of_scores_for_each_suite(run, capsys, monkeypatch):
     held_out = {"num_examples": 9, "evaluations": [{"step": 0, "loss": 4.5}, {"step": 600, "loss": 0.25}]}
     other = finished_run(run.path.parent / "study" / "trials" / "b", training={"held_out": held_out})
@@ -174,16 +149,6 @@ def edit_results(run, change):
     for row in results["rows"]:
         change(row)
     file.write_text(json.dumps(results))
-
-
-def test_many_scores_of_a_suite_stand_in_several_tables_of_80_columns(run, capsys):
-    names = [f"benchmark_{number}" for number in range(6)]
-    edit_results(run, lambda row: row.update(scores=dict.fromkeys(names, row["scores"]["zoo_mc"]), differences=None))
-    show.runs(str(run.path.parent))
-    text = capsys.readouterr().out
-    assert all(name in text for name in names)
-    assert text.count("quickstart, %") == 2
-    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_without_a_name_the_newest_run_below_runs_is_shown_and_drawn(run, capsys, monkeypatch):
@@ -272,9 +237,3 @@ def test_the_curves_of_runs_are_one_picture_for_a_light_and_one_for_a_dark_page(
 def test_curves_are_refused_where_they_cannot_be_written(run, output):
     with pytest.raises(UserError, match="--output"):
         show.curves([str(run)], output=output)
-
-
-def test_curves_of_a_run_without_logs_are_refused(run):
-    run.metrics.unlink()
-    with pytest.raises(UserError, match="training logged no loss"):
-        show.curves([str(run)])

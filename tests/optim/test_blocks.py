@@ -3,12 +3,11 @@
 import pytest
 import torch
 from soren_align.core.errors import UserError
-from soren_align.optim import param_groups, route, routing_table
+from soren_align.optim import param_groups, route
 from soren_align.optim.blocks import CONTIGUOUS, split_layout
-from soren_align.optim.layout import WeightLayout, matrices_of, names_of_matrices
-from soren_align.planning.inspection import inspect_model
+from soren_align.optim.layout import WeightLayout, matrices_of
 from soren_align.planning.plan import plan_training
-from soren_align.recipe import load, load_for_model
+from soren_align.recipe import load
 from tests.support.architectures import config_of
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -126,18 +125,6 @@ def test_a_contiguous_layer_stores_v_in_the_last_block(architecture, layout):
 
 
 SPLIT = 'optimizer.split={"*qkv_proj": [q, k, v]}'
-
-
-def test_plan_inspection_and_table_show_the_blocks(tmp_path):
-    config_of("phi3").save_pretrained(tmp_path)
-    inspection = inspect_model(load_for_model(str(tmp_path), [SPLIT]), 2)
-    assert [row["is_split"] for row in inspection["fused"]] == [True, False]
-    assert inspection["fused"][1]["remedy"] == 'write optimizer.split: {"*gate_up_proj": [gate, up]}'
-    (row,) = [row for row in inspection["routing"] if "split" in row["reason"]]
-    assert (row["reason"], row["tensors"], row["matrices"]) == ("linear layer, split into q, k, v", 2, 6)
-    routes = route(model_of("phi3"), split={"*qkv_proj": ["q", "k", "v"]})
-    assert row in routing_table(routes)
-    assert names_of_matrices("w", (64, 32), WeightLayout.parse("blocks q:32 k:16 v:16")) == ["w.q", "w.k", "w.v"]
 
 
 def test_a_plan_counts_the_blocks_and_a_wrong_one_stops_before_data_are_read(tmp_path, monkeypatch):

@@ -196,15 +196,6 @@ def test_a_group_that_is_added_is_stepped_by_its_own_settings(make):
 
 
 @EVERY_OPTIMIZER
-def test_a_group_may_be_one_tensor(make):
-    single, scalar = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(()))
-    optimizer = make([{"params": single}, {"params": scalar, "rule": "adamw", "lr": 0.1}])
-    single.grad, scalar.grad = torch.ones(2, 3), torch.ones(())
-    optimizer.step()
-    assert scalar < 1
-
-
-@EVERY_OPTIMIZER
 @pytest.mark.parametrize(("fault", "error", "message"), [
     ({"params": [("x", torch.nn.Parameter(torch.ones(3)))], "rule": "spectral"}, ValueError, "rule|matrices"),
     ({"params": [("x", torch.ones(2, 2, dtype=torch.int64))]}, ValueError, "updates real numbers, but x is torch.int"),
@@ -242,12 +233,6 @@ def test_a_copied_or_pickled_optimizer_goes_on_alike(make, copied):
             gradients(m, step)
             o.step()
     assert_same_weights(model, model2)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
-@pytest.mark.parametrize("workspace_mb", [None, 0, 2.5])
-def test_a_copy_has_the_workspace_of_the_original(copied, workspace_mb):
-    assert copied(Soren(groups(small_model()), 0.1, workspace_mb=workspace_mb)).workspace_mb == workspace_mb
 
 
 @EVERY_OPTIMIZER

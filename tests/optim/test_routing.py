@@ -238,10 +238,3 @@ def test_the_other_parameters_have_the_learning_rate_of_the_matrices_unless_they
 def test_an_unknown_optimizer_is_refused():
     with pytest.raises(ValueError, match="name: no optimizer 'sorn'"):
         build_optimizer(Model(), name="sorn", lr=0.1, aux_lr=0.1)
-
-
-def test_optimizers_are_importable_from_the_top():
-    import soren_align
-
-    assert soren_align.Soren is Soren
-    assert soren_align.param_groups is param_groups

@@ -122,27 +122,3 @@ def test_a_learning_rate_that_is_a_tensor_is_moved_too(make):
         models.append(model)
     assert history == [0.025, 0.025]
     assert all(torch.allclose(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
-
-
-@EVERY_OPTIMIZER
-def test_a_schedule_that_was_not_saved_does_not_stop_a_checkpoint_from_being_loaded(make):
-    model = small_model()
-    optimizer = make(groups(model))
-    scheduler = schedulers.OneCycleLR(optimizer, 0.1, total_steps=8)
-    take_steps(model, optimizer, scheduler, range(3))
-    plain = make(groups(small_model()))
-    plain.load_state_dict(optimizer.state_dict())
-    assert plain.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-
-
-@EVERY_OPTIMIZER
-def test_averaged_weights_are_the_mean_of_the_steps(make):
-    model = small_model()
-    optimizer = make(groups(model))
-    averaged, seen = torch.optim.swa_utils.AveragedModel(model), []
-    for step in range(3):
-        gradients(model, step)
-        optimizer.step()
-        averaged.update_parameters(model)
-        seen.append(model[0].weight.detach().clone())
-    assert torch.allclose(averaged.module[0].weight, torch.stack(seen).mean(0), atol=1e-6)

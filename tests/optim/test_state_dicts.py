@@ -68,66 +68,6 @@ def test_the_state_is_tensors_under_the_names_of_adam():
 
 
 @EVERY_OPTIMIZER
-def test_hooks_run_in_torchs_order(make):
-    saved, expected, model, optimizer = resumable(make)
-    reference = torch.optim.AdamW(groups(small_model())[0]["params"])
-    calls = {optimizer: [], reference: []}
-
-    def note(name):
-        def hook(o, state_dict=None):
-            calls[o].append((name, bool(o.state)))
-            if name == "second pre":
-                # What a hook returns is what is loaded, and what the next one gets.
-                return {**state_dict, **checkpoints[o]}
-            if name == "third pre":
-                assert state_dict["state"]
-            return None
-
-        return hook
-
-    third = small_model()
-    gradients(third, 0)
-    other = torch.optim.AdamW(groups(third)[0]["params"])
-    other.step()
-    checkpoints = {optimizer: saved, reference: other.state_dict()}
-    for o in calls:
-        o.register_load_state_dict_pre_hook(note("second pre"))
-        o.register_load_state_dict_pre_hook(note("third pre"))
-        o.register_load_state_dict_pre_hook(note("first pre"), prepend=True)
-        o.register_load_state_dict_post_hook(note("second post"))
-        o.register_load_state_dict_post_hook(note("first post"), prepend=True)
-        o.load_state_dict({"state": {}, "param_groups": []})
-    assert calls[optimizer] == calls[reference]
-    assert [name for name, _ in calls[optimizer]] == [
-        "first pre", "second pre", "third pre", "first post", "second post",
-    ]  # fmt: skip
-    assert_resumes(optimizer, model, expected)
-    optimizer.load_state_dict(saved)  # and only they are left registered
-    assert len(calls[optimizer]) == 10
-
-
-@EVERY_OPTIMIZER
-def test_a_pre_hook_sees_the_optimizer_before_it_is_loaded(make):
-    saved, *_ = resumable(make)
-    _, optimizer = trained(make, 1)
-    seen = []
-    optimizer.register_load_state_dict_pre_hook(lambda o, _: seen.append([float(s["step"]) for s in o.state.values()]))
-    optimizer.register_load_state_dict_post_hook(lambda o: seen.append([float(s["step"]) for s in o.state.values()]))
-    optimizer.load_state_dict(saved)
-    assert seen == [[1.0] * 4, [2.0] * 4]
-
-
-@EVERY_OPTIMIZER
-def test_hooks_of_state_dict_see_and_replace_it(make):
-    _, optimizer = trained(make, 1)
-    calls = []
-    optimizer.register_state_dict_pre_hook(lambda o: calls.append(o))
-    optimizer.register_state_dict_post_hook(lambda o, state_dict: {**state_dict, "more": len(state_dict["state"])})
-    assert optimizer.state_dict()["more"] == 4
-    assert calls == [optimizer]
-
-
-@EVERY_OPTIMIZER
 @pytest.mark.parametrize("number", [float, int, lambda step: step.double(), lambda step: step.bfloat16()[None]])
 def test_a_step_count_of_another_kind_is_converted(make, number):
     saved, expected, model, optimizer = resumable(make)
@@ -216,15 +156,6 @@ def test_the_names_of_a_wrapped_model_are_the_same_names(make, wrapped):
     assert_resumes(optimizer, model, expected)
 
 
-def test_a_compiled_models_checkpoint_is_loaded_for_the_model_itself():
-    model = nn.Sequential(nn.Linear(6, 8, bias=False))
-    optimizer = Soren(torch.compile(model, backend="eager").named_parameters(), 0.1)
-    assert optimizer.param_groups[0]["param_names"] == ["_orig_mod.0.weight"]
-    plain = Soren(model.named_parameters(), 0.1)
-    plain.load_state_dict(optimizer.state_dict())
-    optimizer.load_state_dict(Soren(model.named_parameters(), 0.1).state_dict())
-
-
 @EVERY_OPTIMIZER
 def test_keys_that_are_no_settings_are_kept_and_not_compared(make):
     saved, expected, model, optimizer = resumable(make)
@@ -232,15 +163,6 @@ def test_keys_that_are_no_settings_are_kept_and_not_compared(make):
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["anything"] == [1]
     assert_resumes(optimizer, model, expected)
-
-
-@EVERY_OPTIMIZER
-def test_a_group_may_have_a_name(make):
-    model = small_model()
-    matrices, biases = groups(model)
-    optimizer = make([{**matrices, "name": "matrices"}, {**biases, "name": "biases", "initial_lr": 0.3}])
-    assert [group["name"] for group in optimizer.param_groups] == ["matrices", "biases"]
-    make(groups(small_model())).load_state_dict(optimizer.state_dict())
 
 
 @EVERY_OPTIMIZER
@@ -262,16 +184,6 @@ def test_a_checkpoint_between_a_new_group_and_the_next_step_is_loaded(make):
         o.step()
     assert_same_weights(resumed, model)
     assert_same_weights(new_resumed, new)
-
-
-@EVERY_OPTIMIZER
-def test_state_of_no_parameter_is_kept_as_it_is(make):
-    saved, expected, model, optimizer = resumable(make)
-    saved["state"]["more"] = {"seed": 3}
-    optimizer.load_state_dict(saved)
-    assert optimizer.state["more"] == {"seed": 3}
-    assert optimizer.state_dict()["state"]["more"] == {"seed": 3}
-    assert_resumes(optimizer, model, expected)
 
 
 def test_adamws_checkpoint_is_that_of_torch_but_for_the_settings():

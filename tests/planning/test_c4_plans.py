@@ -41,10 +41,6 @@ def plan_of():
     return plan
 
 
-def test_there_are_twenty_four():
-    assert sorted(NAMES) == [name for name in shipped.recipes() if name.startswith("llama-c4/")]
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_the_rates_and_steps_are_the_papers(size):
     _, steps, rates = SIZES[size]

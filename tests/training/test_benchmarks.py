@@ -3,7 +3,6 @@
 import io
 import json
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -22,7 +21,6 @@ from soren_align.evaluate.suite.suites import benchmark_suite, load_suite
 from soren_align.evaluate.suite.tasks import load_tasks
 from soren_align.publish.card import card
 from soren_align.recipe import Eval, checks
-from soren_align.run.curves import Curves, draw_curves, read_curves
 from soren_align.run.folder import RunFolder, read_metrics
 from soren_align.sharding.ranks import Ranks
 from tests.support.tiny_run import TinyRun, assert_trained_alike
@@ -105,14 +103,6 @@ def test_they_change_no_weight_no_generator_and_no_other_metric(tiny_run, task):
 
 
 @pytest.mark.rest
-def test_a_pretraining_is_scored_too(tiny_run):
-    benchmark = "run.benchmark={suite: quickstart, questions: 4, every: 2}"
-    run = tiny_run("pretrain", "data.eval=null", "trainer.max_steps=2", benchmark)
-    assert run.train()
-    assert [*scores(run)] == [0, 2]
-
-
-@pytest.mark.rest
 @pytest.mark.parametrize("benchmark", [MEASURED, AT_EVALUATIONS])
 def test_a_resumed_run_has_the_scores_of_an_uninterrupted_one(resumed, benchmark):
     whole, run = resumed(3, "sft", *EVALUATED, *DROPOUT, benchmark)
@@ -166,19 +156,6 @@ def test_a_column_that_did_not_choose_the_weights_is_held_out():
     assert section["b"]["scores"]["SFT"]["value"] == 100.0
     assert [*section] == ["b"]
     assert not selection_section({"SFT": record | {"selected_by": "gen"}}, {"a": "zoo_mc"}, rows)
-
-
-@pytest.mark.rest
-def test_they_are_drawn_and_described_with_the_other_curves(measured, tmp_path):
-    curves, last = read_curves(measured.folder.metrics), scores(measured)[5]
-    assert curves["eval_benchmark/zoo_gen"] == [(s, v["zoo_gen"]) for s, v in scores(measured).items()]
-    lines = curves.describe_scores()
-    assert any(line.startswith("zoo_mc ") and f"-> {last['zoo_mc']:.1%} at step 5" in line for line in lines)
-    draw_curves([("one", curves), ("two", curves)], tmp_path / "curves.png")
-    without = {key: curve for key, curve in curves.by_key.items() if "benchmark" not in key}
-    draw_curves([("one", Curves(without, 5.0))], tmp_path / "losses.png")
-    with_scores, losses = (plt.imread(tmp_path / name).shape[0] for name in ("curves.png", "losses.png"))
-    assert with_scores > 3 * losses
 
 
 def test_the_questions_are_those_with_the_smallest_hash_in_any_order():

@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 import shutil
 
 import pytest
@@ -60,19 +59,6 @@ def test_rows_of_other_forms_are_trained(tiny_run, rows, task, row):
     run = tiny_run(task, *data, "trainer.assistant_only_loss=false" if task == "sft" else "trainer.beta=0.1")
     assert run.train()
     assert run.folder.read()["data"]["train"]["num_examples"] == 16
-
-
-@pytest.mark.rest
-def test_chats_alpaca_and_unknown_text_are_trained_together_and_told(tiny_run, rows):
-    chats = rows("chats.jsonl", [chat_row(i) for i in range(16)])
-    alpaca = rows("alpaca.jsonl", [{"instruction": "What does it eat?", "output": "зебра eats."}] * 16)
-    data = (f"data.train=[{{path: {chats}}}, {{path: {alpaca}}}]", "data.eval={fraction: 0.2}")
-    run = tiny_run("sft", *data, "trainer.max_length=512", "trainer.max_steps=2", "trainer.eval_strategy=epoch")
-    assert run.train()
-    said, train = " ".join(run.said.getvalue().split()), run.folder.read()["data"]["train"]
-    assert "chat messages (like ultrachat_200k); Alpaca instructions and outputs, as turns" in said
-    assert train["num_unknown_tokens"] > 0
-    assert re.search(rf"{train['num_unknown_tokens']} of [\d,]+ tokens \([\d.]+%\) are <\|unknown\|>: the ", said)
 
 
 def test_held_out_rows_are_of_the_same_kind(tiny_run, rows):

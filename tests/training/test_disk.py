@@ -12,7 +12,6 @@ from soren_align.core.errors import ResumableError, UserError, from_os_error
 from soren_align.launch import commands
 from soren_align.run.folder import RunFolder
 from soren_align.training import checkpoints
-from tests.support import command
 from tests.support.tiny_run import same
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -70,16 +69,6 @@ def test_an_os_error_names_folder_space_and_remedy(monkeypatch, error, message):
     assert "\n" not in problem
 
 
-def test_an_error_without_a_place_names_the_fullest_disk(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache" / "not" / "yet"))
-    monkeypatch.setattr(errors, "free_bytes", lambda place: 3 if "cache" in str(place) else 10**9)
-    assert str(from_os_error(full(""))).startswith(f"{tmp_path}/cache/not/yet: No space left on device (3 bytes free)")
-
-
-def test_free_bytes_of_a_folder_that_does_not_exist_are_those_of_its_disk(tmp_path):
-    assert errors.free_bytes(tmp_path / "not" / "yet") == pytest.approx(errors.free_bytes(tmp_path), rel=0.1)
-
-
 @pytest.mark.parametrize("writing", [files.write, files.append])
 def test_a_failed_write_names_its_file(tmp_path, monkeypatch, writing):
     monkeypatch.setattr(Path, "open", lambda self, mode, **_: open("/dev/full", mode.replace("x", "w")))  # noqa: SIM115
@@ -113,12 +102,6 @@ def test_a_full_disk_of_a_sharded_checkpoint_is_a_sentence(tmp_path):
         raise other
 
 
-def test_another_runtime_error_is_not_a_matter_of_disks(tmp_path):
-    with pytest.raises(RuntimeError, match="shapes"), checkpoints.write_errors(tmp_path / "run"):
-        raise RuntimeError("shapes cannot be multiplied")
-    assert [*tmp_path.iterdir()] == []
-
-
 def test_an_os_error_of_a_run_is_recorded_and_a_full_disk_hides_nothing(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     folder.replace(status="training", task="sft", versions={"soren-align": "0"})
@@ -129,14 +112,6 @@ def test_an_os_error_of_a_run_is_recorded_and_a_full_disk_hides_nothing(tmp_path
     with pytest.raises(UserError, match="the first error"), commands._recording_errors(folder):
         raise UserError("the first error")
     folder.release()
-
-
-@pytest.mark.parametrize("name", ["checkpoints", "model.part"])
-def test_a_file_in_the_way_is_one_sentence(tmp_path, name):
-    (tmp_path / "parent").write_text("a file")
-    result = command.run("sft", "quickstart/sft", "--set", f"run.output_dir={tmp_path / 'parent' / name}")
-    assert result.returncode == 2
-    assert "parent is a file; name another folder" in " ".join(result.stderr.split())
 
 
 def test_results_that_cannot_be_written_are_refused_before_the_evaluation(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from unittest import mock
 import pytest
 from soren_align import recipe
 from soren_align.core.errors import UserError
-from soren_align.publish.card import card
 from soren_align.tasks import TASKS
 from soren_align.training import checkpoints
 from tests.support.tiny_run import Kill, TinyRun, die, same
@@ -36,22 +35,6 @@ def test_training_ends_after_two_evaluations_without_an_improvement(stopped):
     assert sorted(losses) == [1, 2, 3]
     best = min(losses, key=losses.get)
     assert early["best"] == {"metric": "eval_loss", "value": losses[best], "step": best}
-
-
-def test_the_terminal_and_the_card_state_why(stopped):
-    value = stopped.folder.read()["training"]["stopped_early"]["best"]["value"]
-    why = f"2 evaluations in a row did not improve eval_loss by more than 1; the best was {value:.4g} at step 3"
-    assert f"stopped early, before step 6: {why}" in " ".join(stopped.said.getvalue().split())
-    assert f"| ended early | of 6 steps: {why} |" in card(stopped.folder, "run").replace("\\", "")
-
-
-@pytest.mark.rest
-def test_a_run_that_improves_trains_to_its_end(tiny_run):
-    run = tiny_run("sft", *EVALUATED, "run.early_stopping={patience: 2}")
-    assert run.train()
-    training = run.folder.read()["training"]
-    assert training["steps"] == 6
-    assert "stopped_early" not in training
 
 
 @pytest.mark.rest

@@ -201,13 +201,6 @@ def test_on_a_bfloat16_base_the_factors_are_float32_and_lose_nothing(tiny_run, b
     assert not any(torch.equal(last[name], tensor) for name, tensor in first.weights().items())
 
 
-def test_what_is_trained_whole_beside_the_factors_is_float32_too(tiny_run):
-    whole = ("model.lora={r: 4, modules_to_save: [embed_tokens]}", "optimizer.weight_decay=0", "optimizer.aux_lr=1e-2")
-    run = tiny_run("sft", *whole, "model.dtype=bfloat16", "trainer.bf16=true")
-    assert run.train()
-    assert on_narrow(run)["first_step"]["other_parameters"]["dtype"] == "float32"
-
-
 @pytest.mark.parametrize(("asked", "dtype"), [("null", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")])
 def test_save_dtype_is_that_of_the_merge(tiny_run, asked, dtype):
     run = tiny_run("sft", *LORA, f"run.save_dtype={asked}")

@@ -199,10 +199,6 @@ def test_a_recipe_that_would_lose_updates_unasked_is_refused_before_torch(tiny_r
     assert any(message in problem for problem in refused.value.problems), refused.value.problems
 
 
-def test_what_keeps_float32_masters_may_load_bfloat16(tiny_run):
-    assert tiny_run("sft", NARROW, "run.parallel=zero2", "trainer.bf16=true").recipe.model.dtype == "bfloat16"
-
-
 @pytest.mark.parametrize("mode", ["zero2", "zero3", "fsdp2"])
 def test_what_is_sharded_is_stepped_in_float32_whatever_was_loaded(two_ranks, mode):
     folder, seen = two_ranks

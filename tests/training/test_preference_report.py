@@ -2,7 +2,6 @@
 
 import pytest
 from soren_align.launch.show import show
-from soren_align.publish.card import _change
 from soren_align.run.preferences import describe_preferences, repeated_share, sample_changes
 
 FALL = {"chosen": -2.5, "rejected": -10.0}
@@ -35,12 +34,6 @@ def test_a_fall_of_the_chosen_answers_is_one_sentence(changes, sentence):
 def test_no_fall_is_no_sentence(changes):
     assert describe_preferences(training(changes)) == []
     assert describe_preferences({}) == []
-
-
-def test_the_remedy_is_left_out_where_it_is_used_or_has_no_reader():
-    assert "try" not in describe_preferences(training(FALL, ["sigmoid", "sft"]))[0]
-    assert "try" not in describe_preferences(training(FALL), remedy=False)[0]
-    assert "[hinge, sft]" in describe_preferences(training(FALL, ["hinge"]))[0]
 
 
 def line(step, prompt, completion, **marks):
@@ -89,11 +82,3 @@ def test_the_changes_are_those_of_the_held_out_log_probabilities(tiny_run, capsy
     monkeypatch.setenv("COLUMNS", "400")
     show(str(run.folder))
     assert capsys.readouterr().out.count("the chosen answers fell by 2.5 on average, that of the rejected ones by") == 1
-
-
-def test_the_card_states_the_fall_without_a_remedy():
-    result = {"steps": 3, "first_loss": 0.7, "last_loss": 0.5, "relative_change": 0.1, **training(FALL)}
-    result["preferences"] |= {"share": 1.0, "margin": 1.0, "num_pairs": 8, "held_out": True}
-    _, text = _change(result, is_adapter=False, merged=False)
-    assert text.endswith(f"by 10. {NORMAL}.")
-    assert "loss_type" not in text

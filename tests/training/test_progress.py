@@ -2,12 +2,10 @@
 
 import io
 import re
-import time
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from soren_align.core import text as terminal
 from soren_align.training.measure import progress
 
 LOGS = {"sft": {"loss": 1.25, "mean_token_accuracy": 0.625, "tokens_per_second": 12345.6},
@@ -59,55 +57,6 @@ def test_a_terminal_has_a_line_with_step_loss_speed_and_time_left(steps):
     assert shown == ["sft", f"sft step 5/8, {facts}, 0:03:00 left", "eval step 6, batch 2 of 2",
                      f"sft step 6/8, {facts}, 0:02:00 left"]  # fmt: skip
     assert max(map(len, text.splitlines())) <= 80
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-@pytest.mark.parametrize(
-    ("task", "values"),
-    [("sft", "loss 0.6250, token accuracy 31.2%"), ("dpo", "loss 0.2500, margin 0.750, accuracy 37.5%")],
-)
-def test_every_evaluation_is_a_line_of_its_own(steps, task, values, is_terminal):
-    _, text = steps(task, is_terminal=is_terminal, seconds=0)
-    assert [line for line in text.splitlines() if "eval  " in line] == [f"eval      step 6: {values}"]
-
-
-@pytest.mark.parametrize(("seconds", "expected"), [(11, [5]), (6, []), (1, [])])
-def test_elsewhere_a_line_is_printed_when_ten_seconds_have_passed(steps, seconds, expected):
-    shown, text = steps("dpo", is_terminal=False, seconds=seconds)
-    assert shown == []
-    lines = [line.split()[2] for line in text.splitlines() if line.startswith("dpo")]
-    assert lines == [f"{step}/8," for step in expected]
-    # The evaluation after step 6 has a line as well, and is then the last one.
-    evaluating = ["eval      step 6, batch 1 of 2"] if 2 * seconds > 10 else []
-    assert [line for line in text.splitlines() if "batch" in line] == evaluating
-
-
-def test_a_line_of_a_log_has_measurements_costs_and_the_time_left(steps):
-    _, text = steps("dpo", is_terminal=False, seconds=20, width=200)
-    line = next(line for line in text.splitlines() if line.startswith("dpo"))
-    measured = "loss 0.5000, margin 1.500, accuracy 75.0%, 99 tokens/s, peak 7.50 GB"
-    assert line == f"dpo       step 5/8, {measured}, 0:01:00 left"
-
-
-def test_a_silent_phase_prints_lines_where_there_is_no_terminal(monkeypatch):
-    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.01)
-    console, deadline = Console(file=io.StringIO(), width=80), time.monotonic() + 60
-    with terminal.working(console, "Loading the model") as show:
-        while "the model" not in console.file.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        show("Counting tokens: 5 examples")
-        while "tokens" not in console.file.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
-    lines = console.file.getvalue().splitlines()
-    assert lines[0] == "loading   the model (0 s)"
-    assert lines[-1] == "counting  tokens: 5 examples (0 s)"
-
-
-def test_a_short_phase_prints_nothing_into_a_log():
-    console = Console(file=io.StringIO(), width=80)
-    with terminal.working(console, "Loading the model"):
-        pass
-    assert console.file.getvalue() == ""
 
 
 @pytest.mark.rest
@@ -165,12 +114,3 @@ def test_preferences_are_those_of_held_out_pairs_or_of_the_pairs_of_the_last_log
     pairs = "5 held-out pairs" if evaluates else "8 pairs (last log)"
     words = f"prefers the chosen answer in {record['share']:.0%} of {pairs}, margin {record['margin']:.3g}"
     assert words in run.said.getvalue()
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_notice_about_the_number_of_steps_is_printed_at_the_start(is_terminal):
-    console = Console(file=io.StringIO(), width=80, force_terminal=is_terminal, color_system=None)
-    display = progress.TrainingProgress(console, "sft", lambda num_steps: f"only {num_steps} steps")
-    display.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=1), None)
-    display.close()
-    assert "notice    only 1 steps" in console.file.getvalue()

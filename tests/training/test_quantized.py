@@ -7,9 +7,7 @@ import shutil
 import pytest
 import torch
 from soren_align.evaluate.run.backends import BackendSettings, load_lm
-from soren_align.launch.chat import Conversation
 from soren_align.planning.inputs import count_frozen
-from soren_align.planning.plan import plan_training
 from soren_align.run.quantized import quantization_of
 from soren_align.training import adapters
 from tests.support import command
@@ -113,15 +111,6 @@ def test_a_plan_counts_the_bytes_that_are_loaded(tiny_run, quantize):
     loaded = quantized["num_bytes"] + sum(p.numel() * p.element_size() for p in whole)
     assert num_bytes == loaded
     assert numel == quantized["num_weights"] + sum(p.numel() for p in whole)
-
-
-@pytest.mark.rest
-def test_chat_and_plan_state_the_bits(sft):
-    quantize = sft.recipe.model.quantize
-    assert Conversation("SFT", sft.folder.model).precision.startswith(f"{quantize} (")
-    plan, _ = plan_training(sft.recipe)
-    (frozen,) = (part for part in plan["processes"]["memory"] if part["name"] == "frozen weights")
-    assert frozen["detail"] == f"{quantize}, not trained"
 
 
 @pytest.mark.parametrize("command_of", [("eval", "--suite", "quickstart"), ("chat", "--prompt", "hi"), ("merge",)])

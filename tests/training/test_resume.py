@@ -1,6 +1,5 @@
 """Killed at any moment and started again, a run ends with the weights of an uninterrupted one, bit for bit."""
 
-import errno
 import json
 import os
 import random
@@ -10,7 +9,7 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -170,22 +169,6 @@ def test_a_damaged_seal_is_named_with_its_checkpoint_and_the_remedy(tmp_path, co
         read_seal(tmp_path)
 
 
-def test_a_seal_that_cannot_be_read_is_no_reason_to_remove_its_checkpoint(tmp_path, monkeypatch):
-    (tmp_path / "soren_align.json").write_text("{}")
-    monkeypatch.setattr(type(tmp_path), "open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
-    with pytest.raises(UserError, match=r"soren_align\.json: cannot be read: Too many open files; raise the limit"):
-        read_seal(tmp_path)
-
-
-def test_the_intervals_of_a_resumed_run_are_those_of_its_recipe(tiny_run, stopped):
-    file = stopped / "trainer_state.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"logging_steps": 0, "save_steps": 0}))
-    reseal(stopped)
-    run = tiny_run("sft", "trainer.save_steps=5")
-    assert run.train()
-    assert [path.name for path in run.folder.complete_checkpoints()] == ["checkpoint-5", "checkpoint-6"]
-
-
 def test_the_best_checkpoint_is_verified_before_it_becomes_the_model(tiny_run, monkeypatch):
     best = ("trainer.load_best_model_at_end=true", "trainer.eval_strategy=steps", "trainer.eval_steps=2")
     original = SorenTrainerMixin._load_best_model
@@ -235,20 +218,6 @@ def test_files_are_on_the_disk_before_the_seal_and_the_status(tiny_run, monkeypa
     exported = {run.folder.path / "model.part" / path.name for path in run.folder.model.iterdir()}
     assert exported | {run.folder.path / "model.part"} <= {*events[rotation:end]}
     assert run.folder.path in events[rotation:end]
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o027, 0o640), (0o002, 0o664)])
-def test_the_modes_of_all_files_follow_the_umask(tiny_run, umask, mode):
-    before = os.umask(umask)
-    try:
-        run = tiny_run("sft", "trainer.max_steps=2", "run.kl_to_start=4", *EVALUATED)
-        with patch.object(training, "remove"):  # the start's logits stay
-            assert run.train()
-    finally:
-        os.umask(before)
-    modes = {path: path.stat().st_mode & 0o777 for path in run.folder.path.rglob("*") if path.is_file()}
-    assert {path.name for path in modes} >= {"start_logits.safetensors", "model.safetensors", "optimizer.pt"}
-    assert {path: bits for path, bits in modes.items() if bits != mode and path.name != ".lock"} == {}
 
 
 @pytest.mark.rest

@@ -1,15 +1,12 @@
 """Samples show a training's answers and do not change it."""
 
-import io
 import json
-from contextlib import nullcontext
 
 import pytest
 import torch
-from rich.console import Console
 from soren_align import recipe
 from soren_align.core.errors import UserError
-from soren_align.training.measure.samples import Prompt, SampleWriter, evaluating, read_prompts
+from soren_align.training.measure.samples import Prompt, SampleWriter, read_prompts
 from tests.support.tiny_run import TinyRun, assert_trained_alike, stop_after
 from tests.support.trainer_parity import logged
 from tests.training.test_resume import stop_around
@@ -79,13 +76,6 @@ def test_the_answers_are_those_of_greedy_decoding_without_a_cache(sampled):
             assert (record["completion"], record["finish_reason"]) == expected
 
 
-def test_the_first_answers_are_printed(sampled):
-    record = samples(sampled)[-3]
-    end = "" if record["finish_reason"] == "stop" else " ..."
-    line = f"sample {record['prompt']} -> {record['completion']}{end}"
-    assert " ".join(line.split()) in " ".join(sampled.said.getvalue().split())
-
-
 def test_an_answer_that_ends_by_itself_is_marked(tiny_run):
     """The quickstart's 300 steps learn to stop; here the stop token is a frequent one."""
     run = tiny_run("sft", *SAMPLED, "trainer.max_steps=1", "trainer.save_strategy=no")
@@ -114,17 +104,6 @@ def test_modes_are_restored_also_after_an_error(tiny_run):
         writer.sample(model, 0)
     assert [module.training for module in model.modules()] == modes
     assert model.config.use_cache == use_cache
-
-
-@pytest.mark.slow
-def test_only_the_random_state_of_one_s_own_gpu_is_saved(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    saved = []
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices=None: saved.append(devices) or nullcontext())
-    with evaluating(torch.nn.Linear(1, 1)):
-        pass
-    assert saved == [[3]]
 
 
 @pytest.mark.rest
@@ -182,16 +161,3 @@ def test_prompts_that_cannot_be_answered_are_refused_before_training(tiny_run, t
 def test_samples_that_no_process_could_make_are_refused(tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
         recipe.load("quickstart/sft", [f"run.output_dir={tmp_path / 'run'}", *overrides])
-
-
-def test_an_answer_is_printed_again_only_if_it_has_changed(tmp_path, monkeypatch):
-    console = Console(file=io.StringIO(), width=80)
-    answers = iter([("a", "stop"), ("b", "stop"), ("a", "stop"), ("c", "stop")])
-    prompts = (Prompt("one", [1], 6), Prompt("two", [2], 6))
-    writer = SampleWriter(prompts, None, tmp_path / "samples.jsonl", console)
-    monkeypatch.setattr(writer, "_answer", lambda model, prompt: next(answers))
-    for step in (0, 2):
-        writer.sample(torch.nn.Linear(1, 1), step)
-    answers = ("one -> a", "two -> b", "two -> c")
-    assert console.file.getvalue() == "".join(f"sample    {answer}\n" for answer in answers)
-    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4

@@ -12,13 +12,11 @@ from soren_align.core.errors import UserError
 from soren_align.optim import AdamW, Muon, Soren, SpectralOptimizer
 from soren_align.optim.step import nesterov
 from soren_align.recipe.schema import LogSpectra
-from soren_align.run.folder import RunFolder, read_metrics
+from soren_align.run.folder import read_metrics
 from soren_align.run.spectra import spectra_of_run
 from soren_align.sharding.ranks import Ranks
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid
-from soren_align.training.measure import measurements
 from soren_align.training.measure.measurements import MeasurementLog, Measurements, SpectraRecorder
-from soren_align.training.setup import set_up_training
 from soren_align.training.trained_optimizer import AttachedOptimizer, StartingWeights
 from tests.support.tiny_run import TinyRun, spectra, stop_after
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -156,13 +154,6 @@ def test_map_error_is_measured_of_approximate_sigmoids_only_and_unless_it_is_off
     assert "map_error" not in measured(new(Soren), MeasurementLog(section=LogSpectra(map_error=False)))
 
 
-@pytest.mark.unit
-def test_map_error_of_a_large_matrix_is_not_measured(monkeypatch):
-    monkeypatch.setattr(measurements, "MAX_ROWS", 8)
-    assert "map_error" in measured(new(Soren, (8, 99)))
-    assert "map_error" not in measured(new(Soren, (9, 9)))
-
-
 @pytest.mark.rest
 def test_a_resumed_run_records_what_an_uninterrupted_one_does(tiny_run, recorded):
     whole, _ = recorded
@@ -186,12 +177,3 @@ def test_a_name_that_matches_no_matrix_is_refused():
         section = LogSpectra(steps=[1], matrices=["*", glob])
         with pytest.raises(UserError, match=message):
             SpectraRecorder(attached_to(optimizer), MeasurementLog(section=section))
-
-
-@pytest.mark.unit
-def test_such_a_name_is_refused_before_weights_are_made(tmp_path):
-    settings = ["run.log_spectra.steps=[1]", "run.log_spectra.matrices=['*.nowhere']"]
-    folder = RunFolder(tmp_path / "run")
-    with pytest.raises(UserError, match="matches no matrix"):
-        set_up_training(recipe.load("quickstart/sft", [f"run.output_dir={folder.path}", *settings]), folder)
-    assert not folder.start.exists()
