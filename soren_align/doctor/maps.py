@@ -131,6 +131,8 @@ def certificate(matrices: list[Momentum], device: torch.device) -> Finding:
         for matrix in matrices:
             output = mapped(MAPS["minimax"], matrix.x.float().to(device), precision).cpu().double()
             gain = ((matrix.u.mT @ output) * matrix.v.mT).sum(-1)
+            # nu, by which minimax divides the singular values (spectral/minimax.py): smaller ones
+            # are not certified.
             large = matrix.sigma > LARGE_MODES * matrix.sigma.pow(8).sum() ** (1 / 8)
             worst = max(worst, float((gain / sigmoid(matrix.sigma) - 1)[large].abs().max()))
         measured.append(f"{precision} {worst:.1e}")

@@ -41,6 +41,7 @@ def ranks(machine: Machine) -> Iterator[Finding]:
 
 
 def _collectives(backend: str, device: str, num_ranks: int, folder: Path) -> Iterator[Finding]:
+    # A port that is free now: another job of this machine may hold a fixed one.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -136,6 +137,7 @@ def main(arguments: list[str]) -> None:
             share = (num_ranks - 1) / num_ranks
         received, seconds = torch.empty_like(own), []
         for _ in range(1 + NUM_ROUNDS[device]):
+            # all_reduce replaces its input: each round must begin with the same numbers.
             received.copy_(own)
             synchronize()
             group.barrier()
@@ -147,6 +149,8 @@ def main(arguments: list[str]) -> None:
             synchronize()
             seconds.append(time.perf_counter() - begin)
         is_right = not group.any(not torch.equal(received.cpu(), expected.float()))
+        # The first round makes connections, and other work slows some: the fastest is the network's
+        # own.
         fastest = min(seconds[1:])
         results[name] = {"is_right": is_right, "bytes_per_second": 4 * numel * share / fastest}
     # The flag that all ranks agree on in each step: whether one of them stops.

@@ -52,6 +52,7 @@ def doctor(num_processes: int | None, *, output: str) -> int:
             content |= {"findings": [asdict(finding) for finding in findings]}
             files.write(folder / RESULT, json.dumps(content, indent=2) + "\n")
     failures = [finding for finding in findings if finding.verdict == "FAILED"]
+    # After a failure the runs stay: their logs may explain it.
     if not failures:
         shutil.rmtree(folder / RUNS, ignore_errors=True)
     rows = [[f.check, f.measured, f.expected, f.verdict] for f in findings]
@@ -93,6 +94,8 @@ def run_check(name: str, machine: Machine, seconds: float) -> list[Finding]:
         finally:
             # End the processes that are alive: SIGTERM first, with which torchrun ends its ranks.
             for number in (signal.SIGTERM, signal.SIGKILL):
+                # Once SIGTERM was needed the group is killed too: ranks may outlive the process
+                # that started them.
                 if process.poll() is not None and number == signal.SIGTERM:
                     break
                 with suppress(ProcessLookupError):

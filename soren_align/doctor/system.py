@@ -35,6 +35,7 @@ def libraries(machine: Machine) -> Iterator[Finding]:
     else:
         lines = metadata.requires("soren-align") or []
     parsed, problems, num = map(Requirement, lines), [], 0
+    # Extras are optional: what only they need may be missing.
     for requirement in [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]:
         num += 1
         try:

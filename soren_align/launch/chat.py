@@ -89,7 +89,10 @@ class Conversation:
         turns = [*self.turns, {"role": "user", "content": question}]
         with as_user_error(f"{self.name}: its tokenizer fails", Exception):
             prompt = self.tokens(turns)
+            # A quarter is free: with all of --max-new-tokens reserved, a context of 512 tokens
+            # forgot every earlier turn (notes/log.md).
             while prompt.shape[1] > 0.75 * self.context and len(turns) > 1:
+                # In pairs: user and assistant must alternate, as in training (data/turns.py).
                 turns, notice = turns[2:], "the context is full; the oldest question was dropped"
                 print_labelled(Terminal(stderr=True), "notice", f"{self.name}: {notice}")
                 prompt = self.tokens(turns)
@@ -97,6 +100,7 @@ class Conversation:
             finding = f"the question has {prompt.shape[1]:,} tokens in the chat template"
             remedy = f"the model's context is {self.context:,}; shorten the question"
             raise UserError(f"{self.name}: {finding}, but {remedy}")
+        # A model may end its turn by another token than a text's end: each of them ends the answer.
         own = self.model.generation_config.eos_token_id
         ends = {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
         prompt = prompt.to(self.model.device)

@@ -102,6 +102,7 @@ class _Occurrence:
             return None
         if isinstance(owner, nn.Linear):
             return LINEAR
+        # GPT-2's layers, which store the transpose of nn.Linear's weight.
         return WeightLayout(transposed=True) if _is_of_transformers(owner, "Conv1D") else None
 
     def _layout_of_experts(self, name: str) -> WeightLayout | None:
@@ -152,6 +153,7 @@ def route(
     for parameter, occurrences in parameters.items():
         shape, is_factor = whole_shape(parameter), parameter in factors
         obstacle = obstacles.get(parameter) or _obstacle(occurrences, shape, aux, needs_block)
+        # A vector has one singular value, so that a map could only scale it.
         if not obstacle and min(shape[-2:]) == 1 and not is_factor:
             obstacle = "a vector: one row or column"
         kind = FACTOR if is_factor else "experts" if len(shape) == 3 else "linear layer"
@@ -188,6 +190,7 @@ def _refuse_strangers(
             "(torch's fully_shard, or fsdp_version: 2 in accelerate's config), DDP or DeepSpeed"
         )
     for parameter, (first, *_) in parameters.items():
+        # Another library's factors would be routed as linear layers without a word.
         if ".lora_" in first.name and parameter not in of_peft:
             raise ValueError(
                 f"{first.name} has the name of a LoRA factor, but PEFT did not make it; make LoRA "
@@ -221,6 +224,7 @@ def _of_heads(model: nn.Module) -> dict[nn.Parameter, str]:
     for name, getter in getters.items():
         module = getattr(model, getter)() if hasattr(model, getter) else None
         for parameter in module.parameters() if module is not None else ():
+            # A tied head is the input's embedding too: its first name stays.
             heads.setdefault(parameter, name)
     return heads
 
@@ -246,6 +250,7 @@ def adapter_parameters(model: nn.Module) -> tuple[set[nn.Parameter], dict[nn.Par
     """
     factors: set[nn.Parameter] = set()
     others: dict[nn.Parameter, str] = {}
+    # A model can have PEFT's layers only if peft was imported: the optimizers do not need it.
     if "peft" not in sys.modules:
         return factors, others
     from peft.tuners.lora import LoraLayer
