@@ -104,6 +104,8 @@ def _from_file(
     """(dataset, format, dropped, origin)."""
     local, form = local_files(spec, task)
     origin = local.origin()
+    # All that determines the examples is part of the key: a changed rule must not find the old
+    # cache.
     suffixes = [file.suffixes for file in local.files.values()]
     rules = (spec.bad_examples, spec.mask_history, form.mapping, form.outputs)
 
@@ -274,6 +276,8 @@ def read(record: Any, form: Format) -> Example | str:
 def count_alike(reasons: Iterable[str]) -> dict[str, int]:
     """The number of invalid examples by reason; those that differ in indices of turns are one."""
     by_reason = Counter(reasons)
+    # Indices are only a burden where several reasons differ in nothing else; a single one helps to
+    # find it.
     alike = Counter(map(without_indices, by_reason))
     counts: Counter[str] = Counter()
     for reason, number in by_reason.items():
@@ -312,6 +316,7 @@ def hold_out(
         raise UserError(
             f"data.eval.examples: {examples} is not below the number of examples, {total}; {remedy}"
         )
+    # A number becomes the fraction that holds so many: equal examples lie on one side, all or none.
     end = fraction if examples is None else np.sort(np.concatenate(positions))[examples]
     remaining, chosen = [], []
     for split, own in zip(splits, positions, strict=True):
@@ -377,6 +382,7 @@ def mix(splits: Sequence[LoadedSplit], configs: Sequence[TrainSplit], seed: int)
     samples = []  # of each split the indices of its examples
     for split, source in zip(splits, configs, strict=True):
         number, repeats = len(split.dataset), int(source.weight)
+        # Whole repeats are exact: only the fraction of a weight is drawn.
         fraction = generator.permutation(number)[: round((source.weight - repeats) * number)]
         samples.append(np.concatenate([np.tile(np.arange(number), repeats), fraction]))
     for split, source, sample in zip(splits, configs, samples, strict=True):

@@ -155,6 +155,8 @@ class Stream:
         ]
         weights = np.array([split.config.weight for split in self.splits])
         while True:
+            # A generator for each block: a resumed run draws the block alone, without those before
+            # it.
             generator = np.random.default_rng([self.seed, number])
             examples = []
             for index in generator.choice(len(cursors), self.block_size, p=weights / weights.sum()):
@@ -194,6 +196,8 @@ class _Cursor:
             self.counts["num_read"] += 1
             example = read(record, self.split.form)
             if not isinstance(example, str):
+                # By the hash of each, as in the search for held-out ones: none is trained on, in
+                # any pass.
                 if not self.held_out_fraction or position(example) >= self.held_out_fraction:
                     return example
                 continue
@@ -244,6 +248,8 @@ def open_stream(
         _, held_out = hold_out([split.first(NUM_SEARCHED) for split in splits], fraction)
         held_out = replace(held_out, source={**held_out.source, "num_searched": NUM_SEARCHED})
         for i, split in enumerate(first):
+            # The preview is counted and tokenized as training data, so that held-out examples are
+            # not in it.
             is_kept = [position(example) >= fraction for example in examples_of(split.dataset)]
             dataset = split.dataset.select(np.flatnonzero(is_kept))
             num_held_out = len(split.dataset) - len(dataset)

@@ -145,6 +145,8 @@ def read_curve(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
             train = line
             speed, total = line.get("tokens_per_second"), line.get("num_tokens")
             if speed and total is not None:
+                # From speeds, and not from a clock: time between a kill and the resume is not
+                # training.
                 seconds, tokens = seconds + max(0.0, total - tokens) / speed, total
         if metric in line or "eval_loss" in line:
             step, measured = line["step"], {}
@@ -188,6 +190,7 @@ def select(runs: list[Run], *, higher_is_better: bool) -> int | None:
     finished.
     """
     metrics = {number: mean_metric(trial) for number, trial in by_number(runs).items()}
+    # Without a metric, as of a failure, a trial can lie at an edge, but not be selected.
     metrics = {number: metric for number, metric in metrics.items() if metric is not None}
     best = max if higher_is_better else min
     return best(metrics, key=lambda number: metrics[number]) if metrics else None

@@ -167,6 +167,8 @@ class Progress:
         """
         drawn = self.trials.parameters
         seeds, runs = self.study.search.seeds, []
+        # A trial of every candidate before the next one: a budget that is spent early gives each as
+        # many.
         for number in range(max(map(len, drawn.values()), default=0)):
             for name in (name for name, trials in drawn.items() if number < len(trials)):
                 parameters = self.study.parameters(name, drawn[name][number])
@@ -209,6 +211,8 @@ class Progress:
             num["search"] = (
                 len(self.study.candidates) * self._num_trials() * len(self.study.search.seeds)
             )
+        # Which setting wins is not known yet, but the number of its runs is: one for each declared
+        # seed.
         if len(search) < num["search"] or any(run.status not in ENDED for run in search):
             num["verdict"] = sum(
                 len(verdict_runs(self.study, name, {})) for name in self.study.candidates
@@ -261,6 +265,8 @@ class Progress:
         write(self.folder / EXTENSIONS, json.dumps(extensions, indent=2) + "\n")
 
     def _read(self, run: Run) -> Run:
+        # A run that has ended no longer changes, unless another setting was selected: it is read
+        # once.
         if run.folder in self._ended and self._ended[run.folder].parameters == run.parameters:
             return self._ended[run.folder]
         folder = RunFolder(self.folder / run.folder)
