@@ -50,6 +50,8 @@ class EncodedExample(NamedTuple):
         gradient.
         """
         first, *others = self.sides
+        # Before the answers are compared: cut to the prompt they would be equal, and the reason
+        # would mislead.
         if others and max_length is not None and self.num_prompt >= max_length:
             return f"the prompt alone fills max_length {max_length}"
         if others:
@@ -119,6 +121,8 @@ def after_prompt(
     completion starts at the first difference. start: where that is, if it is known.
     """
     if start is None:
+        # The earlier of the two differences: what only one side shares with the prompt is not the
+        # prompt's.
         start = min(num_shared(prompt, ids) for ids in sides)
     return EncodedExample(
         tuple(Tokens(ids, [i >= start for i in range(len(ids))]) for ids in sides), start
@@ -198,5 +202,7 @@ class LossMasks:
         """Return {"tokens": a list of bits per example}."""
         starts = np.concatenate(([0], self.lengths.cumsum()))
         tokens = np.frombuffer(b"".join(self.masks), np.uint8).copy()
+        # An example without tokens has no first one: its start is that of the next example, or
+        # beyond the end.
         tokens[starts[:-1][self.lengths > 0]] |= FIRST
         return Dataset(pa.table({"tokens": pa.LargeListArray.from_arrays(starts, tokens)}))

@@ -105,6 +105,7 @@ def check_template(
         chats = [example["prompt"] + example["completion"]]
     notices: list[str] = []
     for chat in chats:
+        # Without weights: the template is checked here, and not what a user leaves out of the loss.
         turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in chat]
         text, ids, marked = _render(tokenizer, turns, example, name, only_assistant)
         answers = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
@@ -118,6 +119,8 @@ def check_template(
                 f"{name}: the chat template has {{% generation %}}, but marks no token of the first example; put "
                 "{% generation %} and {% endgeneration %} around message['content'] of the assistant's turns"
             )
+        # A newline may follow the stop token (the shipped templates write one): the last visible
+        # token counts.
         last = last_visible(ids, tokenizer)
         end, eos = str(tokenizer.convert_ids_to_tokens(ids[last])), tokenizer.eos_token
         added: Any = tokenizer.added_tokens_encoder
@@ -185,6 +188,7 @@ def within_vocabulary(
             f"model.tokenizer: this tokenizer has {len(tokenizer):,} tokens, but vocab_size in config.json is only "
             f"{vocab_size:,}; write a larger vocab_size into config.json"
         )
+    # tokenizers has no function that removes tokens: they are taken out of its description.
     described = json.loads(backend.to_str())
     described["added_tokens"] = [
         token for token in described["added_tokens"] if token["id"] < vocab_size

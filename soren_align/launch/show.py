@@ -132,6 +132,8 @@ def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[
     if status == "trained":
         return "", [again, *chat]
     evaluations = evaluations_of(folder)
+    # A run without scores needs a measure first: `new` makes one of its own data if they are
+    # questions and answers.
     if chat and not evaluations:
         data, start = record.get("data", {}).get("train", {}), record.get("start", {}).get("path")
         path, columns = data.get("path", ""), data.get("columns") or {}
@@ -152,6 +154,8 @@ def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[
         return reason, [*chat, shlex.join(words)]
     for results in evaluations:
         own = results["rows"][-1]
+        # Publishing scores of too few questions would be the next mistake, so that `push` is not
+        # offered.
         if few := [column for column in own["scores"] if has_too_few(own, column)]:
             remedy = f"add questions to the suite {results['suite']}, {MIN_QUESTIONS} or more, and evaluate again"
             return f"{', '.join(few)}: {TOO_FEW} to compare models; {remedy}", [

@@ -259,6 +259,8 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
             f" times a typical weight, {weight:g}" if weight else " (RMS of the change of a factor)"
         )
         write("", f"all updates together: at most {bounds}{relative}")
+    # Rounding to nearest loses less than half an ulp. All updates together are compared: a model
+    # may be saved in bfloat16 only at the end.
     num_lost = sum(size["tensors"] for size in sizes if weight and size["bfloat16_ulps"] < 0.5)
     if num_lost and not plan["processes"]["num_frozen_parameters"]:
         notice = (

@@ -190,6 +190,7 @@ def _detectable(
         *columns,
         *([AVERAGE] if evaluation and evaluation["has_average"] else []),
     ]
+    # The same count of tests as the verdict's own correction: a smaller one would promise too much.
     num_tests = num_declared_tests(verdict, len(study.candidates), measures)
     design = Design(seeds=len(verdict.seeds), num_tests=num_tests, power=verdict.power)
     assumptions = assumed(study)
@@ -263,6 +264,8 @@ def plan(study: StudyFile, next_command: str, *, as_json: bool = False, processe
             try:
                 tasks = load_tasks(suite, trusted=options.trust_suite)
             except UserError:
+                # A plan without data or network is better than none: published sizes stand in for
+                # the suite's own.
                 tasks = None
                 clustered = [task.column for task in suite.tasks if task.cluster]
                 notices += [
