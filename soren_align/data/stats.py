@@ -111,6 +111,8 @@ def dataset_stats(
         if masks is not None:
             masks.add(example.sides[0].trained)
         reason = example.drop_reason(max_length)
+        # Equal answers are counted as a finding about the data too; pairs that are too long are
+        # none.
         if pairs and reason and reason.startswith(EQUAL_ANSWERS):
             pairs.add(index, None)
         if reason:
@@ -130,6 +132,7 @@ def dataset_stats(
             sums["unknown"] += sum(side.ids.count(unknown_id) for side in example.sides)
         max_id = max(max_id, *(max(side.ids, default=-1) for side in sides))
         (ids, trained), *_ = sides
+        # An example that was cut has lost its end: only whole ones show whether the end is trained.
         if not has_stop and ids and len(ids) == len(example.sides[0].ids):
             last = last_visible(ids, tokenizer)
             has_stop = ids[last] == tokenizer.eos_token_id and trained[last]

@@ -107,6 +107,7 @@ def fingerprint(model: str) -> str | None:
     if not Path(model).is_dir():
         return None
     files = weight_files(Path(model))
+    # Sizes and times are the key of the cache: a file that changed is hashed again.
     return _sha256(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
 
 

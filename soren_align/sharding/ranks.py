@@ -114,6 +114,8 @@ class Ranks:
             yield
         except (UserError, OSError) as own:
             error = own
+        # Every rank gathers, with an error or without: a rank that raised alone would leave the
+        # others waiting.
         errors = self.gather(error)
         if problem := error or next(filter(None, errors), None):
             raise problem
@@ -139,6 +141,7 @@ class Ranks:
             _wait_for_first(store, key)
             yield
             return
+        # Signs of life from a thread: the block may be busy for hours in one call.
         ended = Event()
         Thread(target=_send_beats, args=(store, key, ended), daemon=True).start()
         try:
@@ -181,6 +184,7 @@ def init_process_group(timeout_seconds: float) -> None:
     ).lower() not in ("true", "1")
     if on_gpus:
         torch.cuda.set_device(choose_gpu(torch.cuda.device_count()))
+    # Both: flags and objects go by gloo, so that they need not wait for the GPU's queue.
     backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     try:

@@ -97,6 +97,7 @@ def verdict(
         limit = float("inf") if each.measure == HELD_OUT else 1.0
         is_equivalent = p_holm[i, "equivalence"] < FAMILY_ERROR if i in margins else None
         answer: Answer = "equivalent" if is_equivalent else "not distinguishable"
+        # A difference that was shown wins: it may lie within the margin too, and is then both.
         if p_holm[i, "difference"] < FAMILY_ERROR:
             answer = "better" if value > 0 else "worse"
         detectable = each.estimate.detectable(num_tests, rules.power)
@@ -199,6 +200,7 @@ def _comparisons(
         other = names.index(rules.reference)
         compared += [(k, other, rules.reference) for k in range(len(names)) if k != other]
     for measure, columns in measures.items():
+        # Differences of answers are paired by question: other prompts would be other questions.
         if not all(are_alike(runs[0], other, columns) for other in runs):
             continue
         stacked = {
@@ -217,6 +219,8 @@ def _comparisons(
                     are_alike(runs[0], start, [column])
                     for start in answers.starts.get(names[k], [{}])
                 ):
+                    # The start of its own run: a later evaluation may give it other scores (see
+                    # `read_answers`).
                     others = np.array([start[column].each for start in answers.starts[names[k]]])
                 else:
                     break
@@ -330,6 +334,8 @@ def cautions(candidates: Sequence[Candidate], answers: Answers) -> Iterator[str]
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")  # a spread of 0 makes the statistic infinite
             p = bartlett(*by_name.values()).pvalue
+        # Bonferroni's correction over the measures: together they warn wrongly in at most 5% of
+        # studies.
         if p < 0.05 / len(columns):
             most, least = (
                 max(deviations, key=deviations.__getitem__),
