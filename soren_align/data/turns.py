@@ -266,6 +266,8 @@ def _call(call: Any) -> Any:
     function = call["function"] if isinstance(call.get("function"), dict) else call
     arguments = function.get("arguments", function.get("parameters"))
     arguments = {} if arguments in (None, "") else _parsed(arguments)
+    # As text: objects of unlike keys do not fit one Arrow column, and numbers would lose their
+    # form.
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
     made = {"type": "function", "function": {"name": function.get("name"), "arguments": arguments}}

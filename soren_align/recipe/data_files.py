@@ -107,6 +107,7 @@ def _root(path: str) -> Path:
 
 def _walk(folder: Path) -> Iterator[str]:
     for parent, folders, names in os.walk(folder):
+        # In place: os.walk then does not enter hidden folders, such as a checkout's .git.
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield parent
         yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
@@ -140,6 +141,7 @@ def refuse_unusable_data(
     if path in files:
         if files[path].stat().st_size == 0:
             raise UserError(f"{path} is empty; name a file with examples")
+    # By file names alone, before anything is read: scores on training data are meaningless.
     elif not may_be_test:
         root = _root(path)
         tests = (name for name, file in files.items() if is_test_split(str(file.relative_to(root))))

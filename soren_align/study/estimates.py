@@ -144,6 +144,8 @@ def estimate(measures: Sequence[Paired]) -> Estimate:
     num_seeds = len(by_seed)
     questions, residual, num_changed = [], [], 0
     for measure in measures:
+        # Over the seeds first: answers to one question under several seeds are not independent of
+        # each other.
         of_questions = measure.each.mean(axis=0)
         mean = Paired(of_questions, measure.clusters)
         part = part_of(mean, smooth=measure.is_right_or_wrong)
@@ -206,6 +208,7 @@ def detectable_score(
     a candidate's difference to the starting checkpoint; else to another candidate. equivalence: the
     smallest margin within which two equal candidates are shown to be equivalent.
     """
+    # Clusters of unequal size are worth fewer questions than equal ones: Kish's effective number.
     effective = (
         questions**2 / sum(size**2 for size in cluster_sizes) if cluster_sizes else questions
     )
@@ -256,6 +259,8 @@ def _effect(
     seed_sd: of a score on the given questions. of_questions, residual: parts of the variance of the
     mean difference.
     """
+    # Drawn with the mean: a study judges by its own estimate of the variance, which is sometimes
+    # too large.
     rng = np.random.default_rng(SEED)
     of_seeds = seed_sd**2 * (1 if to_base else 2) / design.seeds
     error = sqrt(of_seeds + of_questions) * rng.standard_normal(DRAWS)
