@@ -110,8 +110,11 @@ def read_text(path: str | Path, max_bytes: int = MAX_YAML_BYTES) -> str:
         if file.exists() and not file.is_file():
             raise UserError(f"{path}: is not a regular file; name a file")
         with file.open("rb") as stream:
+            # One byte more than allowed shows that a file is too large, without reading all of it.
             content = stream.read(max_bytes + 1)
     except OSError as error:
+        # Of a failing disk or too many open files, permissions are not the cause: each has its own
+        # remedy.
         of_machine = error.errno in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
         remedy = REMEDIES[error.errno or 0] if of_machine else "check the path and its permissions"
         raise UserError(f"{path}: cannot be read: {error.strerror}; {remedy}") from None
@@ -159,6 +162,7 @@ def write(path: Path, content: str | bytes) -> None:
     """
     # two evaluations of a run write its card
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    # Exclusively below, so that a link that lies there is never written through.
     remove(temporary)
     with _naming(path):
         with temporary.open("xb") as stream:

@@ -140,6 +140,7 @@ def _unused_by_text(recipe: Recipe, model: Any) -> str | None:
     """
     if model.config.get_text_config() is model.config or recipe.model.lora:
         return None
+    # By use, not by name: image encoders have other names in each architecture.
     head = model.get_output_embeddings()
     used = {*model.get_decoder().parameters(), *(head.parameters() if head is not None else ())}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -169,6 +170,7 @@ def _tokens(
         end = ids[last_visible(ids, tokenizer)]
         template |= {"end": str(tokenizer.convert_ids_to_tokens(end)), "end_id": end}
         template["end_is_eos"] = end == tokenizer.eos_token_id
+    # A template that fails on conversations would fail again, for the same reason.
     if len(problems) == num_problems:
         with _collected(problems, ANSWERS):
             check_template(tokenizer, "sft", True, examples)

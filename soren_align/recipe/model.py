@@ -309,6 +309,7 @@ def refuse_unreachable(recipe: Recipe) -> None:
         return
     from huggingface_hub import constants, try_to_load_from_cache
 
+    # A model in the cache needs no hub: it is asked only where its silence would end the run.
     if isinstance(try_to_load_from_cache(name, "config.json", revision=recipe.model.revision), str):
         return
     is_offline = recipe.run.offline or constants.HF_HUB_OFFLINE
