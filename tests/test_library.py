@@ -123,13 +123,6 @@ def test_a_name_or_keys_replace_them(model):
     assert (name, matrices["lr"], others["lr"]) == ("AdamW", 1e-3, 1e-3)
 
 
-def test_a_recipes_section_is_complete(model):
-    ours = recipe.load("quickstart/sft").optimizer
-    _, matrices, others = groups(trainer(model, optimizer_settings=ours))
-    assert (matrices["lr"], matrices["weight_decay"]) == (ours.lr, ours.weight_decay)
-    assert (others["lr"], others["eps"]) == (ours.aux_lr, ours.eps)
-
-
 def test_lora_factors_have_the_scale_of_a_recipe_with_lora(model):
     adapted = trainer(model, peft_config=LoraConfig(r=4, target_modules="all-linear"))
     name, matrices = groups(adapted)

@@ -3,18 +3,7 @@
 import io
 
 import pytest
-from soren_align.core.text import (
-    Table,
-    Terminal,
-    count,
-    duration,
-    fenced,
-    join_words,
-    markdown_line,
-    mean_std,
-    number,
-    with_prefix,
-)
+from soren_align.core.text import Table, Terminal, count, duration, join_words, mean_std, number, with_prefix
 
 
 def printed(table, width=80, **options):
@@ -47,11 +36,6 @@ def test_texts_of_unknown_origin_are_texts(text):
     assert printed(table).splitlines()[1] == text.replace("\x1b", "\\x1b")
     assert not set(table.markdown()) & {"`", "*"} or "\\`code\\` \\*bold\\*" in table.markdown()
     assert "](" not in table.markdown().replace("\\](", "")
-
-
-def test_a_star_that_marks_a_number_stays():
-    assert markdown_line("* p 0.012") == "* p 0.012"
-    assert fenced("a ```` b", "yaml") == "`````yaml\na ```` b\n`````"
 
 
 def test_numbers_have_one_form_each():

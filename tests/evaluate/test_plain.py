@@ -5,7 +5,6 @@ import shutil
 import pytest
 from tests.support.edited_files import edit
 from tests.support.lm_eval_reference import plain
-from tests.support.tiny_models import teach
 
 pytestmark = pytest.mark.model
 
@@ -33,13 +32,3 @@ def test_a_models_own_generation_config_reaches_its_answers(reader, data_root, g
     edit(other / "generation_config.json", **setting)
     found = plain(other, {"gsm8k": 5}, data_root, **GENERATED)
     assert (generated(found) != generated(gsm8k)) == changes
-
-
-def test_a_taught_model_answers_what_it_was_taught(reader, data_root, gsm8k, tmp_path):
-    assert gsm8k["results"]["gsm8k"]["exact_match,strict-match"] == 0
-    asked = [s for s in gsm8k["samples"]["gsm8k"] if s["filter"] == "strict-match"]
-    pairs = [(s["arguments"][0][0], " " + s["target"].splitlines()[-1]) for s in asked]
-    taught = teach(reader, tmp_path / "taught", pairs[:3])
-    found = plain(taught, {"gsm8k": 5}, data_root, **GENERATED)
-    right = [s["exact_match"] for s in found["samples"]["gsm8k"] if s["filter"] == "strict-match"]
-    assert right == [1, 1, 1, 0]

@@ -30,11 +30,6 @@ def test_the_shipped_suite_is_found_by_name_by_file_and_by_folder(monkeypatch, t
     load_tasks(load_suite("quickstart"))
 
 
-def test_a_copied_suite_works_from_its_own_folder(folder):
-    assert load_suite(folder).name == "mine"
-    load_tasks(load_suite(folder))
-
-
 def test_a_data_root_is_taken_from_the_suites_folder(folder):
     shutil.copytree(shipped.ROOT / "recipes/quickstart/data", folder / "data")
     change(folder, "shipped:recipes/quickstart/data", "data")
@@ -122,9 +117,3 @@ def test_preflight_finds_what_would_fail_after_training(folder, old, new, messag
         return
     with pytest.raises(UserError, match=re.escape(message)):
         load_tasks(suite)
-
-
-def test_preflight_finds_a_dataset_without_the_split(folder):
-    change(folder, "test_split: test", "test_split: validation", "tasks/zoo_mc.yaml")
-    with pytest.raises(UserError, match="task zoo_mc cannot be loaded"):
-        load_tasks(load_suite(folder))
