@@ -2,7 +2,6 @@
 
 import random
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -88,32 +87,6 @@ def nudge(model: Path, to: Path, scale: float = 0.1, seed: int = 0) -> Path:
         size = weight.square().mean().sqrt()
         weights[name] = weight + scale * size * torch.randn(weight.shape, generator=generator)
     save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
-    return to
-
-
-def teach(model: Path, to: Path, pairs: Iterable[tuple[str, str]], steps: int = 60) -> Path:
-    """Copy a model's folder and learn by heart to answer each prompt so, and then to stop; returns `to`.
-
-    pairs: prompts and answers, as lm-eval's `arguments` and target. A random model answers no question of GSM8K; one
-    that was taught a few has a score that can be told from zero.
-    """
-    shutil.copytree(model, to)
-    tokenizer = AutoTokenizer.from_pretrained(to)
-    net = LlamaForCausalLM.from_pretrained(to)
-    rows = []
-    for prompt, answer in pairs:
-        seen = tokenizer(prompt)["input_ids"][-128:]  # the question itself; the shots before it cost time
-        said = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
-        rows.append((seen + said, [-100] * len(seen) + said))
-    longest = max(len(ids) for ids, _ in rows)
-    ids = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in rows])
-    labels = torch.tensor([labels + [-100] * (longest - len(labels)) for _, labels in rows])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0)
-    for _ in range(steps):
-        net(input_ids=ids, labels=labels).loss.backward()  # padding stands behind, where a causal model does not look
-        optimizer.step()
-        optimizer.zero_grad()
-    net.save_pretrained(to)
     return to
 
 
