@@ -197,6 +197,8 @@ def suite_of(options: Eval) -> Suite:
     """
     suite = load_suite(options.suite)
     changes = options.model_dump(include={"batch_size", "dtype"}, exclude_none=True)
+    # Absolute: a suite's own paths are relative to its folder, and this one to the working
+    # directory.
     if options.data_root is not None:
         changes["data_root"] = str(Path(options.data_root).expanduser().absolute())
     _refuse_unknown(options.omit, suite, "eval.omit")
@@ -254,6 +256,7 @@ def refuse_missing_packages(suite: Suite) -> None:
     """
     problems = []
     for task in suite.tasks:
+        # Looked for, not imported: an import would run the code of a package.
         missing = [package for package in task.imports if importlib.util.find_spec(package) is None]
         omit = f"leave the column out (eval.omit: [{task.column}]; --omit {task.column})"
         if missing:
@@ -322,6 +325,8 @@ def load_published(name_or_path: str, suite_name: str) -> list[Any]:
         )
     form = f"is no mapping; write the keys {', '.join(PublishedTable.model_fields)}"
     table = parse(read_text(path), str(path), form).validated(PublishedTable)
+    # Columns of two suites may share a name: scores of another suite would stand in the table
+    # unnoticed.
     if table.suite != suite_name:
         raise UserError(
             f"{name_or_path}: has published scores for suite {table.suite}, not for {suite_name}; choose another table"
